@@ -111,14 +111,11 @@ def _sum(values: Sequence[Floats]) -> Floats:
 
 def _prefetch(samples: Samples, step: float) -> Iterator[Part]:
     """Yield what gathering the next layers early saves of the step, or would save."""
-    step_seconds = steps.arm_seconds(samples, "ddp")
-    for name, arm, sign in ((SAVES, "no_prefetch", 1), (WOULD_SAVE, "prefetch", -1)):
-        if arm in samples.stamps:
-            other = steps.arm_seconds(samples, arm)
-            pair = (other, step_seconds) if sign > 0 else (step_seconds, other)
-            part = difference(name, step, *pair)
-            if part is not None:
-                yield replace(part, source=ARMS)
+    for name, slower, faster in ((SAVES, "no_prefetch", "ddp"), (WOULD_SAVE, "ddp", "prefetch")):
+        seconds = (steps.arm_seconds(samples, arm) for arm in (slower, faster))
+        part = difference(name, step, *seconds)
+        if part is not None:
+            yield replace(part, source=ARMS)
 
 
 def _collectives(

@@ -85,7 +85,7 @@ def _list_cases(results: Path, text: str) -> int:
     wanted = split_words(text)
     if not wanted:
         raise Refused(f"--case {text!r} has no word: write words of a name, such as all_reduce,1M")
-    from ddpbench.render.style import TERMINAL
+    from ddpbench.render.column import TERMINAL
 
     rows = []
     for folder, run in _read_runs(results):

@@ -9,13 +9,13 @@ from ddpbench.catalog.sizes import UNITS, readable
 from ddpbench.records.schema import Run
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.render.column import (
+    Style,
     choose_columns,
     common_legend,
     digits,
     rows_by_backend,
     title_parts,
 )
-from ddpbench.render.style import Style
 
 LEGEND = {
     "time": "time µs: {statistic} time of one call over repetitions; 95 %: half-width of its "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpbench.records.wording import counted
-from ddpbench.render.column import Column, text_column
+from ddpbench.render.column import TERMINAL, Column, text_column
 from ddpbench.render.labels import (
     format_noticeable,
     shift_estimate,
@@ -13,7 +13,6 @@ from ddpbench.render.labels import (
     side_interval,
     side_time,
 )
-from ddpbench.render.style import TERMINAL
 from ddpbench.verdicts.comparison import ONLY_NEW
 from ddpbench.verdicts.regression import Row, counts
 

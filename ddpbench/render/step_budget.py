@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from ddpbench.analysis import steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Bucket, Collective, Part, Run
+from ddpbench.render.column import Style
 from ddpbench.render.step_columns import bounded, ms, percent, span, uncertain, with_backend
-from ddpbench.render.style import Style
 
 BUCKETS, ENDS = 12, 5  # up to BUCKETS are shown, else ENDS at either end
 NAME = 24  # characters of a parameter's name

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Epoch, Replicas, Run
-from ddpbench.render.column import digits
+from ddpbench.render.column import Style, digits
 from ddpbench.render.step_columns import ms, percent, with_backend
-from ddpbench.render.style import Style
 
 EPOCHS, ENDS = 18, 3  # up to EPOCHS are shown, else ENDS at either end and ten between
 LOSSES = 8  # ranks

@@ -10,6 +10,7 @@ from ddpbench.catalog.parallel import WAYS
 from ddpbench.records.schema import Run, StepCase
 from ddpbench.render import step_budget, step_replicas
 from ddpbench.render.column import (
+    Style,
     choose_columns,
     common_legend,
     digits,
@@ -17,7 +18,6 @@ from ddpbench.render.column import (
     rows_by_backend,
 )
 from ddpbench.render.step_columns import STEP_COLUMNS
-from ddpbench.render.style import Style
 
 TABLES: tuple[Callable[[list[StepLine], Run, Style], str], ...] = (
     step_budget.budget,

@@ -10,9 +10,8 @@ from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Run
 from ddpbench.records.watched import COLUMNS, Moment, Watched
 from ddpbench.render import step_tables
-from ddpbench.render.column import Value, digits, format_half_width, format_ranks
+from ddpbench.render.column import Style, Value, digits, format_half_width, format_ranks
 from ddpbench.render.step_columns import ms, percent
-from ddpbench.render.style import Style
 
 RANKS, COLLECTIVES, LINKS, MOMENTS = 8, 12, 12, 10  # rows of a table, at most
 GROUP = 32  # characters of a group's name

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
@@ -24,44 +23,21 @@ PHASES = ("forward", "blocked", "optimizer", "input", "transfer", "backward", "-
 VERDICTS = ("not verified", "NOT EQUAL", "equal", "NOT FINITE", "not known")
 
 
-@dataclass(frozen=True)
-class Palette:
-    """The colours of a page, light or dark."""
+def _config(
+    text: str,
+    muted: str,
+    grid: str,
+    categories: Sequence[str],
+    heat: Sequence[str],
+    on_low: str,
+    on_high: str,
+) -> dict[str, Any]:
+    """Return the looks of a page, light or dark.
 
-    text: str
-    muted: str
-    grid: str
-    categories: tuple[str, ...]
-    # Of a heat map, from little to much: grey printers and colour-blind readers see the same order.
-    # Up to the middle a value is written in ink of the style "on-low", beyond it in "on-high".
-    heat: tuple[str, ...]
-    on_low: str
-    on_high: str
-
-
-LIGHT_PALETTE = Palette(
-    text="#1b1f24",
-    muted="#57606a",
-    grid="#e3e6ea",
-    categories=LIGHT,
-    heat=("#eef5fb", "#2f7fbc", "#06325f"),
-    on_low="#000000",
-    on_high="#ffffff",
-)
-DARK_PALETTE = Palette(
-    text="#e6edf3",
-    muted="#9aa4af",
-    grid="#30363d",
-    categories=DARK,
-    heat=("#10304f", "#2f7fbc", "#d6eafb"),
-    on_low="#ffffff",
-    on_high="#000000",
-)
-
-
-def _config(palette: Palette) -> dict[str, Any]:
+    heat: from little to much, in an order that grey printers and colour-blind readers see too. Up
+    to the middle a value is written in ink of the style "on-low", beyond it in "on-high".
+    """
     above = {"titleAngle": 0, "titleAlign": "left", "titleBaseline": "bottom", "titleX": 0}
-    text, muted = palette.text, palette.muted
     labels = {"labelColor": text, "titleColor": muted, "labelFontSize": 12}
     return {
         "background": None,
@@ -71,7 +47,7 @@ def _config(palette: Palette) -> dict[str, Any]:
         "axis": {
             "labelColor": muted,
             "titleColor": muted,
-            "gridColor": palette.grid,
+            "gridColor": grid,
             "domainColor": muted,
             "tickColor": muted,
             "labelFontSize": 11,
@@ -105,21 +81,40 @@ def _config(palette: Palette) -> dict[str, Any]:
         "point": {"size": 36, "filled": True},
         "area": {"fillOpacity": 0.2, "line": False},
         "range": {
-            "category": list(palette.categories),
-            "heatmap": list(palette.heat),
-            "ramp": list(palette.heat),
+            "category": list(categories),
+            "heatmap": list(heat),
+            "ramp": list(heat),
         },
         "style": {
-            "on-low": {"color": palette.on_low},
-            "on-high": {"color": palette.on_high},
+            "on-low": {"color": on_low},
+            "on-high": {"color": on_high},
             "muted": {"color": muted},  # what is there, but not what the chart is about
             # What a finding names in a heat map.
-            "marked": {"filled": False, "color": palette.categories[1], "strokeWidth": 2.5},
+            "marked": {"filled": False, "color": categories[1], "strokeWidth": 2.5},
         },
     }
 
 
-CONFIGS = {"light": _config(LIGHT_PALETTE), "dark": _config(DARK_PALETTE)}
+CONFIGS = {
+    "light": _config(
+        text="#1b1f24",
+        muted="#57606a",
+        grid="#e3e6ea",
+        categories=LIGHT,
+        heat=("#eef5fb", "#2f7fbc", "#06325f"),
+        on_low="#000000",
+        on_high="#ffffff",
+    ),
+    "dark": _config(
+        text="#e6edf3",
+        muted="#9aa4af",
+        grid="#30363d",
+        categories=DARK,
+        heat=("#10304f", "#2f7fbc", "#d6eafb"),
+        on_low="#ffffff",
+        on_high="#000000",
+    ),
+}
 
 # Labels of an axis whose values are bytes, seconds, or bytes per second.
 SIZE_LABELS = (

@@ -125,8 +125,6 @@ def paired_chance(base: Floats, new: Floats, margin: float) -> Chance:
 
 def adjust_chances(chances: Sequence[Chance]) -> list[Chance]:
     """Correct the chances of a sweep for their number, per direction (Benjamini–Hochberg)."""
-    if not chances:
-        return []
     from scipy.stats import false_discovery_control
 
     slower = false_discovery_control([each.slower for each in chances])

@@ -21,8 +21,8 @@ from ddpbench.doctor.links.findings import Carried, Places
 from ddpbench.doctor.links.suspects import Again, Cell, Suspect
 from ddpbench.doctor.links.table import build_tables
 from ddpbench.records.schema import Finding
+from ddpbench.render.column import TERMINAL
 from ddpbench.render.doctor import table_blocks
-from ddpbench.render.style import TERMINAL
 
 FAST, SLOW = 117.7e6, 11.77e6
 

@@ -25,8 +25,8 @@ from ddpbench.doctor.stragglers.readings import ALONE, TOGETHER, Load, Pass, Sho
 from ddpbench.doctor.stragglers.table import build_tables
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
+from ddpbench.render.column import TERMINAL
 from ddpbench.render.doctor import table_blocks
-from ddpbench.render.style import TERMINAL
 from ddpbench.runtime import cpu, devices
 
 LOADS = {"matmul": Load("matmul", 1e9, "GFLOP/s"), "copy": Load("copy", 1e8, "GB/s")}

@@ -47,8 +47,10 @@ def budget(lines: Sequence[StepLine], name: str) -> Chart | None:
         return None
     frame = pd.DataFrame([row for line in known for row in _bars(line)])
     launches = pd.DataFrame([row for line in known for row in _launches(line, frame)])
-    if len(launches):
-        frame["right"] = _reach(frame, launches)
+    if len(launches):  # the text stands behind the ticks
+        ticks = launches.groupby(["part", "backend"])["at"].max().to_dict()
+        keys = zip(frame["part"], frame["backend"], frame["right"], strict=True)
+        frame["right"] = [max(right, ticks.get((part, name), right)) for part, name, right in keys]
     of = "launches" if len(launches) else "rounds"
     transfer = "that of each operation" if known[0].case.mesh else "exposed transfer"
     caption = (
@@ -156,13 +158,6 @@ def _launches(line: StepLine, frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 "ms": text,
                 "launch": number,
             }
-
-
-def _reach(frame: pd.DataFrame, launches: pd.DataFrame) -> list[float]:
-    """Return the right end of each bar and its ticks."""
-    ticks = launches.groupby(["part", "backend"])["at"].max().to_dict()
-    keys = zip(frame["part"], frame["backend"], frame["right"], strict=True)
-    return [max(right, ticks.get((part, backend), right)) for part, backend, right in keys]
 
 
 def _draw_budget(frame: pd.DataFrame, launches: pd.DataFrame) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def draw_lines(
         color=color,
         opacity=alt.condition("datum.main", alt.value(1), alt.value(BESIDE)),
     )
-    some = [any(column[i] is not None for column in values.values()) for i in timeline.places]
+    some = [any(v is not None for v in row) for row in zip(*values.values(), strict=True)]
     texts = {
         f"t{i}": ["-" if value is None else axis.show(value) for value in values[name]]
         for i, name in enumerate(names)

@@ -43,10 +43,6 @@ class Timeline:
     def last(self) -> float:
         return self.at[-1]
 
-    @property
-    def places(self) -> range:
-        return range(len(self.moments))
-
     def frame(self, columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
         """Return a row for each moment: its time, its step and these columns."""
         base = {"at": self.at, "step": [m.step for m in self.moments], "clock": self.clocks()}
@@ -54,7 +50,8 @@ class Timeline:
         return frame
 
     def clocks(self) -> list[str]:
-        return [clock(moment.ended) for moment in self.moments]
+        ends = [datetime.fromtimestamp(moment.ended, timezone.utc) for moment in self.moments]
+        return [end.strftime("%H:%M:%S UTC") for end in ends]
 
     def x(self) -> alt.X:
         """Return the axis, the same for all charts of a job."""
@@ -203,11 +200,6 @@ def _read_start(stamp: str, default: float) -> float:
         return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
     except ValueError:
         return default
-
-
-def clock(seconds: float) -> str:
-    """Format a time of day: "14:32:10 UTC"."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%H:%M:%S UTC")
 
 
 def find_top(values: Sequence[float]) -> float | None:

@@ -13,7 +13,7 @@ from ddpbench.records.schema import Examination
 from ddpbench.records.table import Table
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Section
-from ddpbench.report.examination_results import Examined, find_examinations, make_section
+from ddpbench.report.sections.examinations import Examined, find_examinations, make_section
 
 # cell of the doctor's table → symbol and meaning, in the order of the category range of colours:
 # blue works, vermilion is wrong, grey is not supported; no backend has a colour here.

@@ -12,7 +12,7 @@ import pandas as pd
 from ddpbench.records.table import Table
 from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Section, make_table
-from ddpbench.report.examination_results import Examined, find_examinations, make_section
+from ddpbench.report.sections.examinations import Examined, find_examinations, make_section
 
 WHEN = {"alone": "alone", "together": "all at once"}
 KEPT = {"queued": "waiting for a core", "throttled": "throttled", "stolen": "stolen"}

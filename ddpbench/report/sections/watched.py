@@ -46,18 +46,15 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
 
 def _rows(run: Run) -> Iterator[tuple[Chart, ...]]:
     for result in run.steps:
-        if result.watched is not None:
-            yield from filter(None, _rows_of(run, result.watched, result.case.backend))
-
-
-def _rows_of(run: Run, watched: Watched, backend: str) -> Iterator[tuple[Chart, ...]]:
-    if len(watched.moments) > 1:
-        timeline = build_timeline(run, watched)
-        for chart in watch_over_time.draw(timeline, backend):
-            yield (chart,)
-    yield (*draw_ranks(run, watched), *draw_extra(run, watched))
-    yield tuple(draw_collectives(watched))
-    yield tuple(draw_links(run, watched))
+        if (watched := result.watched) is None:
+            continue
+        if len(watched.moments) > 1:
+            timeline = build_timeline(run, watched)
+            for chart in watch_over_time.draw(timeline, result.case.backend):
+                yield (chart,)
+        ranks = (*draw_ranks(run, watched), *draw_extra(run, watched))
+        collectives, links = tuple(draw_collectives(watched)), tuple(draw_links(run, watched))
+        yield from filter(None, (ranks, collectives, links))
 
 
 def draw_collectives(watched: Watched) -> Iterator[Chart]:
