@@ -17,7 +17,7 @@ for each fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -153,15 +153,12 @@ def _choose_ends(logs: Floats, sizes: Floats) -> tuple[int, ...]:
         parameters = 3 * len(ends) - 4  # α and β of each segment, and where they meet
         return values * math.log(max(variance, ERROR * ERROR)) + parameters * math.log(values)
 
-    return min(_divisions(len(middle)), key=criterion)
-
-
-def _divisions(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to divide so many sizes into one to three segments, one segment first."""
+    count = len(middle)
     inner = range(FEWEST_SIZES, count - FEWEST_SIZES + 1)
-    yield (0, count)
-    yield from ((0, i, count) for i in inner)
-    yield from ((0, i, j, count) for i in inner for j in inner if j - i >= FEWEST_SIZES)
+    divisions: list[tuple[int, ...]] = [(0, count)]
+    divisions += [(0, i, count) for i in inner]
+    divisions += [(0, i, j, count) for i in inner for j in inner if j - i >= FEWEST_SIZES]
+    return min(divisions, key=criterion)
 
 
 def _resample(

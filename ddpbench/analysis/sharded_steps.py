@@ -88,12 +88,10 @@ def _parts(samples: Samples, measured: Sequence[_Measured], step: float) -> Iter
     if not measured:
         return
     kinds = [name for name in OPERATIONS if any(m.span.operation == name for m in measured)]
-    exposed = {
-        name: _sum([m.exposed for m in measured if m.span.operation == name]) for name in kinds
-    }
-    hidden = {
-        name: _sum([m.hidden for m in measured if m.span.operation == name]) for name in kinds
-    }
+    exposed, hidden = (
+        {n: _sum([getattr(m, what) for m in measured if m.span.operation == n]) for n in kinds}
+        for what in ("exposed", "hidden")
+    )
     known: list[tuple[Part | None, str]] = [
         (difference(EXPOSED_OF[name], step, exposed[name]), SPANS) for name in kinds
     ]

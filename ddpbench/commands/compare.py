@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 GROUP = "compare"
 HELP = "compare two stored runs: faster, slower or the same"
 FORMATS = ("table", "csv", "json", "markdown")  # of render.comparison, which loads numpy
-MARGIN_PERCENT = 10.0  # of two stored runs, which also differ by drift
+MARGIN_PERCENT = 10.0  # of verdict.STORED_MARGIN, which loads numpy
 NEWEST_RUNS = 20  # stored runs from which the drift of a machine is learnt
 WHERE = "a folder, a name in results/, a baseline, `last`, or a folder of runs, which are pooled"
 

@@ -83,7 +83,10 @@ def make_page(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title
         operations=list(dict.fromkeys(chart.operation for chart in charts if chart.operation)),
         configs=CONFIGS,
         scripts=scripts,
-        hashes=[_hash(script) for script in scripts],
+        # Source expressions of a content security policy that allows these scripts alone.
+        hashes=[
+            f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts
+        ],
     )
 
 
@@ -93,11 +96,6 @@ def _bundle_vega() -> str:
     from vl_convert import javascript_bundle
 
     return javascript_bundle("window.vegaEmbed = vegaEmbed;")
-
-
-def _hash(script: str) -> str:
-    """Return the source expression of a content security policy that allows this script alone."""
-    return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
 def _height(chart: Chart) -> int:

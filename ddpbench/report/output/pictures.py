@@ -21,9 +21,8 @@ CAPTION_COLUMNS = 116  # characters of a caption's line in this width
 # vl-convert measures text in Liberation Sans, which it brings along. Arial and Helvetica have the
 # same widths, so labels have room for their text wherever the picture is opened.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
-LACKS = str.maketrans(
-    {"⁹": "^9"}
-)  # what captions contain and this font lacks; one such sign changes the font
+# What captions contain and this font lacks; one such sign changes the font.
+LACKS = str.maketrans({"⁹": "^9"})
 
 
 def choose(sections: Sequence[Section], names: Sequence[str], tables: bool = True) -> list[Section]:

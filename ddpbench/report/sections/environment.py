@@ -89,11 +89,9 @@ def _text(name: str, value: Any) -> str:
         return ", ".join(map(str, value or ()))
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return _bytes(value) if name.endswith("_nbytes") else str(value)
-
-
-def _bytes(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else readable(int(nbytes))
+    if not name.endswith("_nbytes"):
+        return str(value)
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else readable(int(value))
 
 
 def _interface(facts: Mapping[str, Any]) -> str:

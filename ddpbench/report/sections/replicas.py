@@ -34,14 +34,6 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
     return Section("replicas", "Replicas", lines=tuple(lines), rows=rows)
 
 
-def _verified(run: ReportRun) -> Iterator[tuple[StepLine, int, Replicas]]:
-    """Yield each case, the number of its launch from 1, and what was found."""
-    for line in step_lines.lines(run.run):
-        for number, result in enumerate(line.results, 1):
-            if result.replicas is not None:
-                yield line, number, result.replicas
-
-
 def _sentences(run: ReportRun) -> Iterator[str]:
     """Yield the verdict on each case; the findings of a failure are in the summary of the page."""
     for line in step_lines.lines(run.run):
@@ -55,7 +47,12 @@ def _sentences(run: ReportRun) -> Iterator[str]:
 
 def _charts(run: ReportRun) -> Iterator[Chart]:
     """Yield the table of all cases, drawn over the steps if the replicas ever failed."""
-    verified = list(_verified(run))
+    verified = [
+        (line, launch, result.replicas)
+        for line in step_lines.lines(run.run)
+        for launch, result in enumerate(line.results, 1)
+        if result.replicas is not None
+    ]
     if not verified:
         return
     failed = [each for each in verified if each[2].failed and each[2].first_bad is not None]

@@ -188,12 +188,13 @@ def draw_ranks(run: Run, watched: Watched) -> Iterator[Chart]:
     ranks = _sort(watched)
     if len(ranks) < 2:
         return
-    marked = find_named(run)
+    marked, count = find_named(run), sum(watched.hosts.values())
+    shown = f" Shown: {len(ranks)} of {count} ranks." if len(ranks) < count else ""
     yield Chart(
         "watch-ranks",
         "Ranks",
         "Mean of each part of a step, the rank with the most own time first. The "
-        f"straggler has the most own time and is blocked least.{_count(watched, ranks)}",
+        f"straggler has the most own time and is blocked least.{shown}",
         _stack_parts(ranks, _name(watched, ranks), marked),
         make_table(
             "ranks",
@@ -327,11 +328,6 @@ def _own(rank: WatchedRank) -> float:
 def _name(watched: Watched, ranks: Sequence[WatchedRank]) -> dict[int, str]:
     several = len(watched.hosts) > 1
     return {r.rank: f"{r.rank} on {r.host}" if several else f"rank {r.rank}" for r in ranks}
-
-
-def _count(watched: Watched, ranks: Sequence[WatchedRank]) -> str:
-    count = sum(watched.hosts.values())
-    return f" Shown: {len(ranks)} of {count} ranks." if len(ranks) < count else ""
 
 
 def _signed(seconds: float) -> str:
