@@ -131,22 +131,29 @@ def _exposed(run: Run) -> Iterator[Finding]:
         part, case = line.part(steps.EXPOSED), line.case
         if part is None or not part.resolved or (part.share or 0) <= EXPOSED_SHARE:
             continue
+        who, rest = f"{case.workload} on {case.backend}", ": backward does not hide it"
         if case.mesh:
-            yield _exposed_on_mesh(line, part)
+            known = [line.part(name) for name in EXPOSED_OF.values()]
+            resolved = [each for each in known if each is not None and each.resolved]
+            largest = max(resolved, key=lambda each: each.figure.value, default=None)
+            who = f"{who}, {case.parallel}"
+            rest = f", most of it {largest.name.removeprefix('exposed ')}" if largest else ""
+            next_step = _shorten(line, largest)
         else:
             overhead = line.part(steps.OVERHEAD)
             most = part.figure.value / 2
-            bytes_count = not (overhead and overhead.resolved and overhead.figure.value >= most)
-            rest = "" if bytes_count else ", and most of it is overhead, not transfer"
-            yield Finding(
-                "note",
-                "exposed-communication",
-                f"{case.workload} on {case.backend}: {part.figure.value * 1e3:.3g} ms "
-                f"({(part.share or 0) * 100:.0f} %) of each step is exposed communication: "
-                f"backward does not hide it{rest}",
-                _send_less(line) if bytes_count else _send_less_often(line),
-                {"workload": case.workload, "backend": case.backend},
-            )
+            if overhead and overhead.resolved and overhead.figure.value >= most:
+                rest += ", and most of it is overhead, not transfer"
+                next_step = _send_less_often(line)
+            else:
+                next_step = _send_less(line)
+        yield Finding(
+            "note",
+            "exposed-communication",
+            f"{who}: {_milliseconds(part)} of each step is exposed communication{rest}",
+            next_step,
+            {"workload": case.workload, "backend": case.backend},
+        )
 
 
 def _send_less(line: StepLine) -> str:
@@ -176,22 +183,6 @@ def _less_often(case: StepCase) -> str:
     batch = "a larger batch in its own code" if ":" in case.workload else "a larger --batch"
     more = "a larger --accumulate" if case.accumulate > 1 else "--accumulate"
     return f"communicate less often ({batch if case.static_graph else f'{more}, {batch}'})"
-
-
-def _exposed_on_mesh(line: StepLine, whole: Part) -> Finding:
-    parts = [line.part(name) for name in EXPOSED_OF.values()]
-    known = [part for part in parts if part is not None and part.resolved]
-    largest = max(known, key=lambda part: part.figure.value, default=None)
-    most = f", most of it {largest.name.removeprefix('exposed ')}" if largest else ""
-    case = line.case
-    return Finding(
-        "note",
-        "exposed-communication",
-        f"{case.workload} on {case.backend}, {case.parallel}: {_milliseconds(whole)} of each step "
-        f"is exposed communication{most}",
-        _shorten(line, largest),
-        {"workload": case.workload, "backend": case.backend},
-    )
 
 
 def _milliseconds(part: Part) -> str:

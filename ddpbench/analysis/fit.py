@@ -17,7 +17,7 @@ for each fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -55,65 +55,46 @@ class Segment:
     latency: Estimate | None  # α in seconds
     rate: Estimate | None  # 1/β in bytes per second
     half: Estimate | None  # n½ in bytes
-    line: tuple[float, float]  # α in seconds and β in seconds per byte, for the curve
-    # Where the line misses by more than OFF: the size in bytes, and measured over fitted time.
-    miss: tuple[int, float] | None = None
-
-    @property
-    def valid(self) -> bool:
-        """Whether the line describes its sizes, and they identify one figure or more."""
-        return self.miss is None and bool(self.latency or self.rate)
-
-    def seconds(self, nbytes: float) -> float:
-        """Return the time of the fitted curve."""
-        return self.line[0] + self.line[1] * nbytes
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The fit of one operation on one backend over all sizes."""
+    """The fit of one operation on one backend, over the sizes that a line describes."""
 
     case: Case  # without size: nbytes, count and depth are 0
-    lines: tuple[Line, ...]  # by size
-    bus_factor: float
-    of: str = ""  # what the intervals are over
-    segments: tuple[Segment, ...] = ()
-    reason: str = ""  # why there is no segment
-
-    @property
-    def valid(self) -> tuple[Segment, ...]:
-        """The segments that may be shown."""
-        return tuple(segment for segment in self.segments if segment.valid)
+    of: str  # what the intervals are over
+    segments: tuple[Segment, ...]
 
 
 def fits(lines: Sequence[Line]) -> list[Fit]:
-    """Return one fit for each operation, backend and form of the lines, in their order."""
+    """Return one fit for each operation, backend and form of the lines, in their order.
+
+    There is none without four sizes, without a launch that measured them all, and for times that
+    follow no line or identify no figure.
+    """
     series: dict[Case, list[Line]] = {}
     for line in lines:
         if line.case.nbytes and line.seconds and not UNUSABLE & set(line.flags):
             key = replace(line.case, nbytes=0, count=0, depth=0)
             series.setdefault(key, []).append(line)
-    return [_fit(case, sorted(group, key=_nbytes)) for case, group in series.items()]
+    every = [_fit(case, group) for case, group in series.items()]
+    return [one for one in every if one is not None]
 
 
-def _nbytes(line: Line) -> int:
-    return line.case.nbytes
-
-
-def _fit(case: Case, lines: list[Line]) -> Fit:
-    empty = Fit(case, tuple(lines), lines[0].results[0].bus_factor)
-    if len(lines) < FEWEST_SIZES:
-        return replace(empty, reason=f"a fit needs at least {FEWEST_SIZES} sizes")
+def _fit(case: Case, lines: list[Line]) -> Fit | None:
+    lines = sorted(lines, key=lambda line: line.case.nbytes)
     logs = _launch_logs(lines)
-    if not len(logs):
-        return replace(empty, reason="no launch measured all sizes")
+    if len(lines) < FEWEST_SIZES or not len(logs):
+        return None
     sizes = np.array([float(line.case.nbytes) for line in lines])
     ends = _choose_ends(logs, sizes)
     resampled, factor, of = _resample(logs, lines, sizes, ends)
-    segments: list[Segment] = []
-    for i, j in pairwise(ends):
-        segments += _segments(lines[i:j], _Sample(logs[:, i:j], resampled[:, i:j], factor))
-    return replace(empty, of=of, segments=tuple(segments))
+    found = [
+        _longest_segment(lines[i:j], logs[:, i:j], resampled[:, i:j], factor)
+        for i, j in pairwise(ends)
+    ]
+    segments = tuple(segment for segment in found if segment is not None)
+    return Fit(case, of, segments) if segments else None
 
 
 def _launch_logs(lines: Sequence[Line]) -> Floats:
@@ -172,15 +153,12 @@ def _choose_ends(logs: Floats, sizes: Floats) -> tuple[int, ...]:
         parameters = 3 * len(ends) - 4  # α and β of each segment, and where they meet
         return values * math.log(max(variance, ERROR * ERROR)) + parameters * math.log(values)
 
-    return min(_divisions(len(middle)), key=criterion)
-
-
-def _divisions(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to divide so many sizes into one to three segments, one segment first."""
+    count = len(middle)
     inner = range(FEWEST_SIZES, count - FEWEST_SIZES + 1)
-    yield (0, count)
-    yield from ((0, i, count) for i in inner)
-    yield from ((0, i, j, count) for i in inner for j in inner if j - i >= FEWEST_SIZES)
+    divisions: list[tuple[int, ...]] = [(0, count)]
+    divisions += [(0, i, count) for i in inner]
+    divisions += [(0, i, j, count) for i in inner for j in inner if j - i >= FEWEST_SIZES]
+    return min(divisions, key=criterion)
 
 
 def _resample(
@@ -213,68 +191,50 @@ def _resample(
     return drawn, float(stdtrit(degrees, 0.975)), of
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """The log seconds of a segment: [launch, size], and drawn anew [resample, size]."""
+def _longest_segment(
+    lines: Sequence[Line], logs: Floats, resampled: Floats, factor: float
+) -> Segment | None:
+    """Return the longest segment, from the first size on, whose line describes its sizes.
 
-    logs: Floats
-    resampled: Floats
-    factor: float  # from the spread of the resamples to half an interval
-
-
-def _segments(lines: Sequence[Line], sample: _Sample) -> list[Segment]:
-    """Return the longest valid segment from the first size on, and one for the sizes after it.
-
-    The largest messages often leave the cache, which is no property of the operation: without them
-    the line may describe the others.
+    The largest messages often leave the cache, which is no property of the operation. Returns None
+    if there is no such segment, or if it identifies no figure.
     """
-    whole = _segment(lines, sample)
-    for count in range(len(lines) - 1, FEWEST_SIZES - 1, -1):
-        if whole.miss is None:
+    for count in range(len(lines), FEWEST_SIZES - 1, -1):
+        sizes = np.array([float(line.case.nbytes) for line in lines[:count]])
+        (a,), (b,), _, (edge,) = _scan(np.median(logs[:, :count], axis=0)[None], sizes)
+        if not _misses(lines[:count], logs[:, :count], np.logaddexp(a, b + np.log(sizes))):
             break
-        part = _Sample(sample.logs[:, :count], sample.resampled[:, :count], sample.factor)
-        segment = _segment(lines[:count], part)
-        if segment.valid:
-            after = replace(whole, first=lines[count].case.nbytes, latency=None, rate=None)
-            return [segment, replace(after, half=None)]
-    return [whole]
-
-
-def _segment(lines: Sequence[Line], sample: _Sample) -> Segment:
-    sizes = np.array([float(line.case.nbytes) for line in lines])
-    (a,), (b,), _, (edge,) = _scan(np.median(sample.logs, axis=0)[None], sizes)
-    drawn_a, drawn_b, _, edges = _scan(sample.resampled, sizes)
+    else:
+        return None
+    drawn_a, drawn_b, _, edges = _scan(resampled[:, :count], sizes)
 
     def estimate(value: float, drawn: Floats, sides: tuple[int, ...]) -> Estimate | None:
         """Return the figure unless n½ lies beyond these edges, or the interval is too wide."""
-        half = sample.factor * float(drawn.std())
+        half = factor * float(drawn.std())
         if edge in sides or np.isin(edges, sides).mean() > 0.025 or 2 * half > math.log(WIDEST):
             return None
         return Estimate(math.exp(value), math.exp(value - half), math.exp(value + half))
 
     latency, rate = estimate(a, drawn_a, (-1,)), estimate(-b, -drawn_b, (1,))
+    if latency is None and rate is None:
+        return None
     return Segment(
         first=lines[0].case.nbytes,
-        last=lines[-1].case.nbytes,
+        last=lines[count - 1].case.nbytes,
         latency=latency,
         rate=rate,
         half=estimate(a - b, drawn_a - drawn_b, (-1, 1)) if latency and rate else None,
-        line=(math.exp(a), math.exp(b)),
-        miss=_miss(lines, sample.logs, np.logaddexp(a, b + np.log(sizes))),
     )
 
 
-def _miss(lines: Sequence[Line], logs: Floats, curve: Floats) -> tuple[int, float] | None:
-    """Return the worst size that the curve misses by OFF beyond the interval of that size.
+def _misses(lines: Sequence[Line], logs: Floats, curve: Floats) -> bool:
+    """Whether the curve misses a size by OFF beyond the interval of that size.
 
     The interval of several launches is from the shortest to the longest.
     """
-    low, middle, high = logs.min(axis=0), np.median(logs, axis=0), logs.max(axis=0)
+    low, high = logs.min(axis=0), logs.max(axis=0)
     if len(logs) == 1:
         width = np.array([math.log1p(line.half_width or 0.0) for line in lines])
-        low, high = middle - width, middle + width
+        low, high = logs[0] - width, logs[0] + width
     beyond = np.maximum(curve - high, low - curve)
-    worst = int(beyond.argmax())
-    if beyond[worst] <= math.log1p(OFF):
-        return None
-    return lines[worst].case.nbytes, math.exp(middle[worst] - curve[worst])
+    return bool(beyond.max() > math.log1p(OFF))

@@ -28,7 +28,6 @@ class AnyLine:
 
     @property
     def half_width(self) -> float | None:
-        """Relative half-width of the interval."""
         from ddpbench.analysis.stats import half_width  # loads numpy
 
         return None if self.interval is None else half_width(self.interval)

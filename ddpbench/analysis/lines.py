@@ -10,17 +10,16 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ddpbench.analysis import bandwidth, limits, stats
+from ddpbench.analysis import limits, stats
 from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, raised_flags
+from ddpbench.analysis.stats import Floats
 from ddpbench.records.schema import Case, Plan, Result, Run
 
 SKEW_SHARE = 0.10  # of the time, by which the ranks may enter apart
 OVER_LAUNCHES = 0.10  # half-width of an interval over launches from which a row is imprecise
 UNHIDDEN_SHARE = 0.05  # of the calls, whose launch may have been seen
 DISAGREEING = 1.5  # longest over shortest median of the launches
-Floats = npt.NDArray[np.float64]
 
 FEWEST = 100  # repetitions
 LEAST_SHARE = 0.1  # of the repetitions in the smaller mode; fewer are a tail, which p99 shows
@@ -83,7 +82,6 @@ def lines(run: Run) -> list[Line]:
 
 
 def share_gpu(ranks: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether two of these ranks used one GPU."""
     used = [rank["gpu_uuid"] for rank in ranks if rank.get("gpu_uuid")]
     return len(set(used)) < len(used)
 
@@ -113,8 +111,8 @@ def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> L
             for name in sorted(common)
         },
         skew=float(np.median(skews)) if skews else None,
-        algbw=bandwidth.algbw(case.nbytes, seconds) if known else None,
-        busbw=bandwidth.busbw(case.nbytes, seconds, factor) if known else None,
+        algbw=limits.algbw(case.nbytes, seconds) if known else None,
+        busbw=limits.busbw(case.nbytes, seconds, factor) if known else None,
         fraction=float(np.median(fractions)) if fractions else None,
         shares_gpu=any(r.launch in sharing for r in measured),
     )

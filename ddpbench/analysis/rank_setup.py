@@ -42,7 +42,6 @@ class Setup:
         return found
 
     def host(self, rank: int) -> str:
-        """The name of a rank's host."""
         return str(self.ranks[rank].get("hostname"))
 
     def who(self, ranks: Sequence[int]) -> str:

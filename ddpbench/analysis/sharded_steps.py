@@ -88,12 +88,10 @@ def _parts(samples: Samples, measured: Sequence[_Measured], step: float) -> Iter
     if not measured:
         return
     kinds = [name for name in OPERATIONS if any(m.span.operation == name for m in measured)]
-    exposed = {
-        name: _sum([m.exposed for m in measured if m.span.operation == name]) for name in kinds
-    }
-    hidden = {
-        name: _sum([m.hidden for m in measured if m.span.operation == name]) for name in kinds
-    }
+    exposed, hidden = (
+        {n: _sum([getattr(m, what) for m in measured if m.span.operation == n]) for n in kinds}
+        for what in ("exposed", "hidden")
+    )
     known: list[tuple[Part | None, str]] = [
         (difference(EXPOSED_OF[name], step, exposed[name]), SPANS) for name in kinds
     ]
@@ -111,14 +109,11 @@ def _sum(values: Sequence[Floats]) -> Floats:
 
 def _prefetch(samples: Samples, step: float) -> Iterator[Part]:
     """Yield what gathering the next layers early saves of the step, or would save."""
-    step_seconds = steps.arm_seconds(samples, "ddp")
-    for name, arm, sign in ((SAVES, "no_prefetch", 1), (WOULD_SAVE, "prefetch", -1)):
-        if arm in samples.stamps:
-            other = steps.arm_seconds(samples, arm)
-            pair = (other, step_seconds) if sign > 0 else (step_seconds, other)
-            part = difference(name, step, *pair)
-            if part is not None:
-                yield replace(part, source=ARMS)
+    for name, slower, faster in ((SAVES, "no_prefetch", "ddp"), (WOULD_SAVE, "ddp", "prefetch")):
+        seconds = (steps.arm_seconds(samples, arm) for arm in (slower, faster))
+        part = difference(name, step, *seconds)
+        if part is not None:
+            yield replace(part, source=ARMS)
 
 
 def _collectives(

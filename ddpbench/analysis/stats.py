@@ -163,11 +163,6 @@ def lag1(times: Floats) -> float | None:
     return float(np.corrcoef(times[:-1], times[1:])[0, 1])
 
 
-def summarise(stamps: Stamps, calls: int, common_clock: bool, single: bool = True) -> Summary:
-    """Return the `summary` of the stamps of all ranks."""
-    return summary(over_ranks(stamps), calls, common_clock, single)
-
-
 def summary(
     over: OverRanks,
     calls: int,
@@ -213,9 +208,9 @@ def summary(
     )
 
 
-def over_launches(medians: Floats, confidence: float = 0.95) -> tuple[float, Interval | None]:
+def over_launches(medians: Floats) -> tuple[float, Interval | None]:
     """Return the median of launch medians, and its exact interval, which needs 6 launches."""
     centre = float(np.median(medians))
-    if (ends := ends_of_median(medians, confidence)) is None:
+    if (ends := ends_of_median(medians, 0.95)) is None:
         return centre, None
-    return centre, Interval(*ends, confidence, f"median of {len(medians)} launches")
+    return centre, Interval(*ends, 0.95, f"median of {len(medians)} launches")

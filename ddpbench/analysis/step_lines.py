@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from ddpbench.records.schema import (
     StepSummary,
 )
 
+MergedT = TypeVar("MergedT", Bucket, Collective)
 PRECISION = 0.025  # largest relative half-width of a step's interval without a flag
 
 
@@ -47,7 +49,6 @@ class StepLine(AnyLine):
         return next((part for part in parts if part.name in (name, f"{name} {part.rank}")), None)
 
     def phase(self, name: str) -> Phase | None:
-        """Return a phase by its name."""
         phases = self.summary.phases if self.summary else ()
         return next((phase for phase in phases if phase.name == name), None)
 
@@ -79,30 +80,13 @@ def _line(case: StepCase, results: list[StepResult], plan: Plan) -> StepLine:
     known = tuple(r for r in results if r.summary or r.replicas or r.epochs or r.watched)
     if not known:
         return StepLine(case=case, results=(), reason=results[0].reason or "nothing was measured")
-    summaries = [_upgraded(r.summary) for r in known if r.summary is not None]
+    summaries = [r.summary for r in known if r.summary is not None]
     line = StepLine(case=case, results=known)
     if summaries:
         summary = _over_launches(summaries)
         step = summary.step
         line = replace(line, summary=summary, seconds=step.value, interval=step.interval)
     return replace(line, flags=raised_flags(line, plan, FLAGS))
-
-
-def _upgraded(summary: StepSummary) -> StepSummary:
-    """Correct an older summary: without OVERHEAD, HIDDEN could fall below 0."""
-    if any(part.name == steps.OVERHEAD for part in summary.budget):
-        return summary
-    return replace(summary, budget=tuple(map(_not_below_zero, summary.budget)))
-
-
-def _not_below_zero(part: Part) -> Part:
-    if part.name != steps.HIDDEN:
-        return part
-    value, interval = max(0.0, part.figure.value), part.figure.interval
-    if interval is not None:
-        interval = replace(interval, low=max(0.0, interval.low), high=max(0.0, interval.high))
-    share = None if part.share is None else max(0.0, part.share)
-    return replace(part, figure=Figure(value, interval), share=share)
 
 
 def _is_imprecise(line: StepLine, plan: Plan) -> bool:
@@ -229,23 +213,22 @@ def _buckets(launches: Sequence[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
     """Merge bucket by bucket; empty unless all launches have the same buckets."""
     if len({tuple((b.index, b.nbytes) for b in buckets) for buckets in launches}) > 1:
         return ()
-    return tuple(_merged(same) for same in zip(*launches, strict=True))
-
-
-def _common_rank(ranks: Iterable[int | None]) -> int | None:
-    """Return the rank that all launches name; None if they name several, or none."""
-    distinct = {*ranks}
-    return distinct.pop() if len(distinct) == 1 else None
-
-
-def _merged(same: Sequence[Bucket]) -> Bucket:
-    return replace(
-        same[0],
-        handed_seconds=_median(bucket.handed_seconds for bucket in same),
-        wire=_middle(bucket.wire for bucket in same),
-        wait=_middle(bucket.wait for bucket in same),
-        late_rank=_common_rank(bucket.late_rank for bucket in same),
+    return tuple(
+        replace(
+            _merged(same, "wire", "wait"),
+            handed_seconds=_median(bucket.handed_seconds for bucket in same),
+        )
+        for same in zip(*launches, strict=True)
     )
+
+
+def _merged(same: Sequence[MergedT], *names: str) -> MergedT:
+    """Merge these figures, and name the late rank if all launches name the same."""
+    figures: dict[str, Any] = {
+        name: _middle(getattr(each, name) for each in same) for name in names
+    }
+    late = {each.late_rank for each in same}
+    return replace(same[0], **figures, late_rank=late.pop() if len(late) == 1 else None)
 
 
 def _collectives(launches: Sequence[tuple[Collective, ...]]) -> tuple[Collective, ...]:
@@ -254,14 +237,6 @@ def _collectives(launches: Sequence[tuple[Collective, ...]]) -> tuple[Collective
         tuple((c.layers, c.phase, c.operation, c.calls, c.nbytes) for c in collectives)
         for collectives in launches
     }
-    return () if len(kinds) > 1 else tuple(map(_joined, zip(*launches, strict=True)))
-
-
-def _joined(same: Sequence[Collective]) -> Collective:
-    return replace(
-        same[0],
-        exposed=_middle(each.exposed for each in same),
-        hidden=_middle(each.hidden for each in same),
-        wait=_middle(each.wait for each in same),
-        late_rank=_common_rank(each.late_rank for each in same),
-    )
+    if len(kinds) > 1:
+        return ()
+    return tuple(_merged(s, "exposed", "hidden", "wait") for s in zip(*launches, strict=True))

@@ -61,7 +61,6 @@ class Samples:
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return len(self.walls["ddp"])
 
     @property

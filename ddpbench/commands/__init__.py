@@ -1,1 +1,1 @@
-"""Commands on stored runs, and commands that start others. No torch."""
+"""Commands on stored runs, and commands that start others. Their options import no torch."""

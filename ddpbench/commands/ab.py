@@ -50,7 +50,6 @@ VARIED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command; imports no torch."""
     what = 'NAME=VALUE …, --python PATH, and options of the command; "" for no changes'
     parser.add_argument("--a", required=True, metavar=options.VARIANT, help=f"BASE: {what}")
     parser.add_argument("--b", required=True, metavar=options.VARIANT, help="NEW, in the same form")
@@ -75,6 +74,9 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     folder = turns.prepare(namespace, variants)
     began, confidence = time.monotonic(), LOOKS[0][1]
 
+    from ddpbench.render import comparison as render  # loads numpy
+    from ddpbench.verdicts.verdict import INCONCLUSIVE
+
     def measure_blocks(measure_block: Callable[[], None]) -> None:
         nonlocal confidence
         done = 0
@@ -87,29 +89,18 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
                 measure_block()
                 progress.advance(1)
             done, confidence = blocks, level
-            if _is_clear(_compare(namespace, variants, folder, confidence)):
+            if INCONCLUSIVE not in _compare(namespace, variants, folder, confidence).counts:
                 return
 
     def show() -> int:
-        return _store_and_show(namespace, _compare(namespace, variants, folder, confidence), folder)
+        comparison = _compare(namespace, variants, folder, confidence)
+        store.replace_file(folder / "comparison.json", render.as_json(comparison).encode())
+        store.replace_file(folder / "comparison.txt", render.table(comparison).encode())
+        return compare.show(comparison, namespace)
 
     with open_progress("ab", LOOKS[-1][0]) as progress:
         end = turns.measure(namespace, variants, folder, LOOKS[-1][0], measure_blocks)
     return turns.conclude(folder, end, show)
-
-
-def _is_clear(comparison: Comparison) -> bool:
-    from ddpbench.verdicts.verdict import INCONCLUSIVE
-
-    return INCONCLUSIVE not in comparison.counts
-
-
-def _store_and_show(namespace: argparse.Namespace, comparison: Comparison, folder: Path) -> int:
-    from ddpbench.render import comparison as render
-
-    store.replace_file(folder / "comparison.json", render.as_json(comparison).encode())
-    store.replace_file(folder / "comparison.txt", render.table(comparison).encode())
-    return compare.show(comparison, namespace)
 
 
 def _compare(

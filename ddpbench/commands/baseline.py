@@ -50,7 +50,6 @@ RESET = ("-n", "--ranks", "--nproc", "--launches", "--output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command; imports no torch."""
     actions = parser.add_subparsers(dest="action", metavar="save|list|check", required=True)
     save = actions.add_parser("save", help="copy runs", description="Copy runs.")
     save.add_argument("name", metavar="NAME", help="name of the baseline")

@@ -9,8 +9,7 @@ srun -N 2 -n 8 python -m ddpbench.collectives --groups host,cross,world
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from functools import partial
 
 from ddpbench import collectives
 from ddpbench.session import start_ranks
@@ -19,8 +18,4 @@ GROUP = "measure"
 HELP = "measure what every collective costs, over backends, sizes and dtypes"
 IMPORTS = True
 add_arguments = collectives.add_arguments
-
-
-def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Measure, or start the ranks that do; return the exit code."""
-    return start_ranks.run_or_start(collectives.Options, collectives.run, namespace, words)
+run = partial(start_ranks.run_or_start, collectives.Options, collectives.run)

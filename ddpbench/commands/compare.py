@@ -47,7 +47,6 @@ WHERE = "a folder, a name in results/, a baseline, `last`, or a folder of runs, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command; imports no torch."""
     parser.add_argument(
         "base", metavar="BASE", help=f"{WHERE}; or a log of nccl-tests, rccl-tests or OSU"
     )

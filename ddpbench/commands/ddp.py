@@ -8,8 +8,7 @@ srun -n 4 python -m ddpbench.ddp --workload mypackage.model:build
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from functools import partial
 
 from ddpbench import ddp
 from ddpbench.session import start_ranks
@@ -18,8 +17,4 @@ GROUP = "measure"
 HELP = "measure where the time of a DDP step goes; prove the replicas equal after each step"
 IMPORTS = True
 add_arguments = ddp.add_arguments
-
-
-def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Measure, or start the ranks that do; return the exit code."""
-    return start_ranks.run_or_start(ddp.Options, ddp.run, namespace, words)
+run = partial(start_ranks.run_or_start, ddp.Options, ddp.run)

@@ -12,8 +12,7 @@ deadline.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from functools import partial
 
 from ddpbench.doctor import command as doctor
 from ddpbench.session import start_ranks
@@ -22,8 +21,4 @@ GROUP = "diagnose"
 HELP = "find what is wrong with this set-up: which rank, host or link, and what to do"
 IMPORTS = True
 add_arguments = doctor.add_arguments
-
-
-def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Examine, or start the ranks that do; return the exit code."""
-    return start_ranks.run_or_start(doctor.Options, doctor.run, namespace, words)
+run = partial(start_ranks.run_or_start, doctor.Options, doctor.run)

@@ -29,7 +29,6 @@ LEAST_COLUMNS = 60  # on a narrower terminal, the list would have one word per l
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command; imports no torch."""
     parser.add_argument(
         "chapter",
         nargs="?",

@@ -29,7 +29,6 @@ UNIT = re.compile(r"(\d)\s*([kmg]|b|rank)(?:i?b|s)?(?![^\s,])")  # after a numbe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
     parser.add_argument(
         "folder",
         nargs="?",
@@ -86,7 +85,7 @@ def _list_cases(results: Path, text: str) -> int:
     wanted = split_words(text)
     if not wanted:
         raise Refused(f"--case {text!r} has no word: write words of a name, such as all_reduce,1M")
-    from ddpbench.render.style import TERMINAL
+    from ddpbench.render.column import TERMINAL
 
     rows = []
     for folder, run in _read_runs(results):

@@ -44,7 +44,6 @@ FILES = """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command; imports no torch."""
     parser.add_argument(
         "runs",
         metavar="RUN",

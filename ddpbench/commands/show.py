@@ -32,7 +32,6 @@ HELP = "print a stored run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command; imports no torch."""
     parser.add_argument(
         "run",
         metavar="RUN",

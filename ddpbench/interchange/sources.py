@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ddpbench.interchange import log, tools
+from ddpbench.interchange import log
 from ddpbench.interchange.log import NO_HINTS, Hints, Part, Test
 from ddpbench.records import redact, store
 from ddpbench.records.schema import Result, Run
@@ -32,10 +32,10 @@ BROKEN_ROW = re.compile(
 
 # Kind of log → an expression that finds each start of the tool; reads what one start printed.
 READERS: dict[str, tuple[re.Pattern[str], Callable[[Part], tuple[Test, list[Result]]]]] = {
-    "JSON of nccl-tests (-J)": (tools.NCCL_JSON, tools.read_nccl_json),
-    "JSON of rccl-tests (-x)": (tools.RCCL_JSON, tools.read_rccl_json),
-    "text of nccl-tests or rccl-tests since 2.13": (tools.NCCL_TEXT, tools.read_nccl_text),
-    "text of the OSU Micro-Benchmarks since 5.9": (tools.OSU, tools.read_osu),
+    "JSON of nccl-tests (-J)": (log.NCCL_JSON, log.read_nccl_json),
+    "JSON of rccl-tests (-x)": (log.RCCL_JSON, log.read_rccl_json),
+    "text of nccl-tests or rccl-tests since 2.13": (log.NCCL_TEXT, log.read_nccl_text),
+    "text of the OSU Micro-Benchmarks since 5.9": (log.OSU, log.read_osu),
 }
 OPERATIONS = tuple(name for name in log.NAMES.values() if name != "barrier")
 

@@ -83,14 +83,6 @@ def _other_tool(measures_alike: Callable[[Result], bool]) -> Number:
     return lambda line: scaled(peers.seconds(line.results, measures_alike), 1e6)
 
 
-def _hides_launch(line: Line) -> bool:
-    return line.case.time_definition in LAUNCH_HIDDEN
-
-
-def _shows_launch(line: Line) -> bool:
-    return not _hides_launch(line)
-
-
 COLUMNS: dict[str, Column[Line]] = {
     "op": extra_column("op", lambda line: line.case.operation),
     "size": Column("size", lambda line: line.case.nbytes, lambda line: readable(line.case.nbytes)),
@@ -119,8 +111,16 @@ COLUMNS: dict[str, Column[Line]] = {
     "nccl_tests": extra_column("nccl-tests µs", _other_tool(peers.of_nccl_tests)),
     "last_in": extra_column("last in µs", _statistic("last_in_seconds")),
     "global": extra_column("global µs", _statistic("global_seconds")),
-    "skew": Column("skew µs", lambda line: scaled(line.skew, 1e6), applies=_shows_launch),
-    "launch": Column("launch µs", _statistic("launch_seconds"), applies=_hides_launch),
+    "skew": Column(
+        "skew µs",
+        lambda line: scaled(line.skew, 1e6),
+        applies=lambda line: line.case.time_definition not in LAUNCH_HIDDEN,
+    ),
+    "launch": Column(
+        "launch µs",
+        _statistic("launch_seconds"),
+        applies=lambda line: line.case.time_definition in LAUNCH_HIDDEN,
+    ),
     "cold": extra_column(
         "cold µs", lambda line: scaled(next((r.cold_seconds for r in line.results), None), 1e6)
     ),

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from ddpbench.analysis import lines, stats
+from ddpbench.analysis import fit, lines, stats
+from ddpbench.analysis.fit import Estimate, Fit, Segment
 from ddpbench.analysis.lines import Line
-from ddpbench.catalog.sizes import readable
+from ddpbench.catalog.sizes import UNITS, readable
 from ddpbench.records.schema import Run
-from ddpbench.render import fit_lines
 from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.render.column import (
+    Style,
     choose_columns,
     common_legend,
     digits,
     rows_by_backend,
     title_parts,
 )
-from ddpbench.render.style import Style
 
 LEGEND = {
     "time": "time µs: {statistic} time of one call over repetitions; 95 %: half-width of its "
@@ -47,16 +47,50 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
         all_rows += rows
         cells = [list(row.values()) for row in rows]
         body = style.columns(cells, [COLUMNS[name] for name in names])
-        fits = fit_lines.valid_fits(group) if fitted else []
+        fits = fit.fits(group) if fitted else []
         all_fits += fits
         texts.append(style.block(title, body))
         if fits:  # after a blank line: programs read a table up to there
-            texts.append(style.gap.join(map(fit_lines.format_fit, fits)))
+            texts.append(style.gap.join(map(_format_fit, fits)))
     if quiet:
         return texts
     legend = _legend(shown, names) + common_legend(all_rows, shown, names, lines.FLAGS)
-    legend += fit_lines.legend(all_fits)
+    if all_fits:
+        over = " or ".join(dict.fromkeys(one.of for one in all_fits))
+        legend.append(
+            f"fit: time = α + βn for messages of n bytes, with 95 % intervals over {over}; 1/β: "
+            "algbw of an endless message; n½: size at which α is half the time; figures that the "
+            "times do not determine are left out"
+        )
     return texts + [style.gap.join(notes) for notes in (_skipped(all_lines), legend) if notes]
+
+
+def _format_fit(one: Fit) -> str:
+    """Format latency and bandwidth of one backend: "fit gloo: 4 B to 4 MiB: α 4.900 µs (…), …"."""
+    parts = []
+    for segment in one.segments:
+        figures = [
+            f"α {format_estimate(segment.latency, 1e6, ' µs')}" if segment.latency else "",
+            f"1/β {format_estimate(segment.rate, 1e-9, ' GB/s')}" if segment.rate else "",
+            f"n½ {_format_half(segment.half)}" if segment.half else "",
+        ]
+        parts.append(f"{format_sizes(segment)}: {', '.join(filter(None, figures))}")
+    return f"fit {one.case.backend}: {'; '.join(parts)}"
+
+
+def format_sizes(segment: Segment) -> str:
+    return f"{readable(segment.first)} to {readable(segment.last)}"
+
+
+def format_estimate(estimate: Estimate, scale: float, unit: str = "") -> str:
+    """Format a figure and its interval: "4.900 µs (4.700 to 5.200)"."""
+    value, low, high = (digits(v * scale) for v in (estimate.value, estimate.low, estimate.high))
+    return f"{value}{unit} ({low} to {high})"
+
+
+def _format_half(half: Estimate) -> str:
+    prefix, size = next((u, s) for u, s in reversed(UNITS.items()) if half.value >= s or s == 1)
+    return format_estimate(half, 1 / size, f" {prefix}{'iB' if prefix else 'B'}")
 
 
 def _group_by_title(shown: list[Line]) -> dict[str, list[Line]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddpbench.records.terminal_text import escaped
 from ddpbench.records.wording import counted
-from ddpbench.render.column import Column, text_column
+from ddpbench.render.column import MARKDOWN, TERMINAL, Column, Style, text_column
 from ddpbench.render.labels import (
     SHOWN,
     format_difference,
@@ -22,7 +22,6 @@ from ddpbench.render.labels import (
     side_interval,
     side_time,
 )
-from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 from ddpbench.verdicts.comparison import (
     ONLY_BASE,
     ONLY_NEW,

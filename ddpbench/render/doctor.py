@@ -11,8 +11,7 @@ from typing import Any
 from ddpbench.records.schema import Examination, Finding, Run
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import counted
-from ddpbench.render.column import Column, choose_columns, digits, text_column
-from ddpbench.render.style import Style
+from ddpbench.render.column import Column, Style, choose_columns, digits, text_column
 
 FACT_WIDTH = 10  # of the names in a list of facts
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.terminal_text import escaped
 from ddpbench.render.collective_columns import COLUMNS
-from ddpbench.render.column import Column, choose_columns
+from ddpbench.render.column import MARKDOWN, TERMINAL, Column, Style, choose_columns
 from ddpbench.render.doctor import FINDING_COLUMNS
 from ddpbench.render.step_columns import STEP_COLUMNS
-from ddpbench.render.style import MARKDOWN, TERMINAL, Style
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -45,7 +45,9 @@ def header(run: Run) -> list[str]:
     if of_doctor(run):
         return shown
     if of_watch(run):
-        return [*shown, f"how       {_how_watched(run)}"]
+        times = ", ".join({result.case.time_definition for result in run.steps})
+        how = f"a step is the time {times}; median over steps; {_compared(run)}"
+        return [*shown, f"how       {how}"]
     how = _how_steps(run) if of_steps(run) else _how_calls(run)
     return [*shown, f"how       {how}; seed {run.plan.seed}", _launches(run)]
 
@@ -79,23 +81,15 @@ def _of_another_tool(run: Run, tool: str) -> list[str]:
 
 
 def of_steps(run: Run) -> bool:
-    """Whether a run measured DDP steps rather than collectives."""
     return bool(run.steps) or run.command == "ddp"
 
 
 def of_doctor(run: Run) -> bool:
-    """Whether a run holds examinations of the doctor."""
     return bool(run.examinations) or run.command == "doctor"
 
 
 def of_watch(run: Run) -> bool:
-    """Whether a run is of a job that was watched."""
     return run.command == "watch"
-
-
-def _how_watched(run: Run) -> str:
-    times = {result.case.time_definition for result in run.steps}
-    return f"a step is the time {', '.join(times)}; median over steps; {_compared(run)}"
 
 
 def _compared(run: Run) -> str:
@@ -155,7 +149,6 @@ def _span(numbers: Iterable[int], unit: str) -> str:
 
 
 def verified(every: int) -> str:
-    """State how often the replicas were verified."""
     if not every:
         return "replicas not verified"
     return f"replicas verified {'each step' if every == 1 else f'every {every} steps'}"

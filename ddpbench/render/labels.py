@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ddpbench.analysis.stats import half_width
 from ddpbench.catalog.parallel import format_mesh
 from ddpbench.catalog.sizes import readable
-from ddpbench.records.schema import Interval, StepCase
+from ddpbench.records.schema import StepCase
 from ddpbench.render.column import digits, format_subgroups
 from ddpbench.verdicts.differences import Difference
 from ddpbench.verdicts.matching import AnyCase, Side
@@ -62,33 +62,24 @@ def format_time(case: AnyCase, seconds: float) -> str:
     return f"{digits(seconds * scale)} {unit}"
 
 
-def format_interval(interval: Interval | None) -> str:
-    """Format the relative half-width of an interval: "±1.2 %"."""
-    return f"±{half_width(interval) * 100:.1f} %" if interval else "-"
-
-
 def format_change(log_ratio: float) -> str:
     """Format a log ratio as a change: "+12.3 %"."""
     return f"{math.expm1(log_ratio) * 100:+.1f} %"
 
 
 def side_time(case: AnyCase, side: Side | None) -> str:
-    """Format the time of one side of a comparison."""
     return format_time(case, side.seconds) if side else "-"
 
 
 def side_interval(side: Side | None) -> str:
-    """Format the interval of one side of a comparison."""
-    return format_interval(side.interval) if side else "-"
+    return f"±{half_width(side.interval) * 100:.1f} %" if side and side.interval else "-"
 
 
 def shift_estimate(shift: Shift | None) -> str:
-    """Format the change of a comparison."""
     return format_change(shift.estimate) if shift else "-"
 
 
 def shift_interval(shift: Shift | None) -> str:
-    """Format the interval of a change."""
     return f"{format_change(shift.low)} … {format_change(shift.high)}" if shift else "-"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddpbench.records.wording import counted
-from ddpbench.render.column import Column, text_column
+from ddpbench.render.column import TERMINAL, Column, text_column
 from ddpbench.render.labels import (
     format_noticeable,
     shift_estimate,
@@ -13,7 +13,6 @@ from ddpbench.render.labels import (
     side_interval,
     side_time,
 )
-from ddpbench.render.style import TERMINAL
 from ddpbench.verdicts.comparison import ONLY_NEW
 from ddpbench.verdicts.regression import Row, counts
 
@@ -26,16 +25,16 @@ COLUMNS: tuple[Column[Row], ...] = (
     Column("95 %", lambda row: side_interval(row.new.side)),
     Column("change", lambda row: shift_estimate(row.shift)),
     Column("95 % of it", lambda row: shift_interval(row.shift)),
-    text_column("torch", lambda row: _format_torch(row)),
+    text_column(
+        "torch",
+        lambda row: " → ".join(
+            dict.fromkeys(side.torch for side in (row.base, row.new) if side and side.torch)
+        ),
+    ),
     Column("margin", lambda row: f"±{row.margin * 100:.3g} %"),
     text_column("verdict", lambda row: row.verdict),
     text_column("why", lambda row: row.why),
 )
-
-
-def _format_torch(row: Row) -> str:
-    versions = [side.torch for side in (row.base, row.new) if side and side.torch]
-    return " → ".join(dict.fromkeys(versions))
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -1,18 +1,24 @@
-"""Tables of where the time of a step goes: the budget, and DDP's buckets."""
+"""Tables of where the time of a step goes: the budget, DDP's buckets, and layer groups."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis import steps
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.records.schema import Bucket, Part, Run
+from ddpbench.records.schema import Bucket, Collective, Part, Run
+from ddpbench.render.column import Style
 from ddpbench.render.step_columns import bounded, ms, percent, span, uncertain, with_backend
-from ddpbench.render.style import Style
 
 BUCKETS, ENDS = 12, 5  # up to BUCKETS are shown, else ENDS at either end
 NAME = 24  # characters of a parameter's name
+LAYERS = 12  # rows; with more, equal layer groups share one
+LAYER_HEADINGS = (
+    *("layers", "groups", "phase", "operation", "MB", "exposed ms", "hidden ms", "hidden %"),
+    *("wait ms", "late rank"),
+)
+LAYER_LEFT = ("layers", "phase", "operation")
 
 
 def budget(group: list[StepLine], run: Run, style: Style) -> str:
@@ -88,7 +94,6 @@ def disagreement(line: StepLine) -> Iterator[str]:
 
 
 def peak_memory(line: StepLine) -> Iterator[str]:
-    """State the memory at the peak of a step."""
     if line.summary and line.summary.peak_nbytes:
         on_device = line.case.clock == "device"
         what = "tensors" if on_device else "resident memory, with Python and its libraries"
@@ -110,15 +115,13 @@ def buckets(group: list[StepLine], run: Run, style: Style) -> str:
         return ""
     headings = ["backend", "#", "MB", "n", "parameters", "ready after ms", "wire ms", "wait ms"]
     table = style.table(cells, [*headings, "late rank"], ("backend", "parameters"))
-    costs = [f"{cost} on {line.case.backend}" for line in group for cost in observer_cost(line)]
-    note = [f"timing the buckets lengthens a step by {', '.join(costs)}"] if costs else []
-    return style.block("buckets", style.gap.join([table, *note]), 1)
+    return style.block("buckets", style.gap.join([table, *timing_cost(group, "buckets")]), 1)
 
 
 def _bucket_rows(line: StepLine) -> list[list[str]]:
     buckets = line.summary.buckets if line.summary else ()
     if len(buckets) <= BUCKETS:
-        return [_bucket_row(bucket, line.seconds) for bucket in buckets]
+        return [bucket_row(bucket, line.seconds) for bucket in buckets]
     middle = buckets[ENDS:-ENDS]
     late = {bucket.late_rank for bucket in middle} - {None}
     longest = (
@@ -135,14 +138,14 @@ def _bucket_rows(line: StepLine) -> list[list[str]]:
         " ".join(sorted(map(str, late))) or "-",
     ]
     first, last = (
-        [_bucket_row(bucket, line.seconds) for bucket in end]
+        [bucket_row(bucket, line.seconds) for bucket in end]
         for end in (buckets[:ENDS], buckets[-ENDS:])
     )
     return [*first, between, *last]
 
 
-def _bucket_row(bucket: Bucket, step: float | None) -> list[str]:
-    first, last = shorten(bucket.first), shorten(bucket.last)
+def bucket_row(bucket: Bucket, step: float | None) -> list[str]:
+    first, last = _shorten(bucket.first), _shorten(bucket.last)
     return [
         str(bucket.index),
         f"{bucket.nbytes / 1e6:.2f}",
@@ -155,13 +158,68 @@ def _bucket_row(bucket: Bucket, step: float | None) -> list[str]:
     ]
 
 
-def shorten(name: str) -> str:
+def _shorten(name: str) -> str:
     return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
 
 
-def observer_cost(line: StepLine) -> Iterator[str]:
-    summary = line.summary
-    part = summary.observer if summary and (summary.buckets or summary.collectives) else None
-    if part is not None and is_known(part):
-        value, interval = bounded(part, line.seconds)
-        yield f"{value} ms {interval}"
+def timing_cost(group: Sequence[StepLine], what: str) -> list[str]:
+    """State by how much taking the time of the buckets, or the collectives, lengthens a step."""
+    costs = []
+    for line in group:
+        summary = line.summary
+        part = summary.observer if summary and (summary.buckets or summary.collectives) else None
+        if part is not None and is_known(part):
+            value, interval = bounded(part, line.seconds)
+            costs.append(f"{value} ms {interval} on {line.case.backend}")
+    return [f"timing the {what} lengthens a step by {', '.join(costs)}"] if costs else []
+
+
+def collectives(group: list[StepLine], run: Run, style: Style) -> str:
+    """Format what each layer group communicates; empty if no collective was timed."""
+    cells = [row for line in group for row in with_backend(line, layer_rows(line))]
+    if not cells:
+        return ""
+    table = style.table(cells, ["backend", *LAYER_HEADINGS], ("backend", *LAYER_LEFT))
+    notes = timing_cost(group, "collectives")
+    return style.block("layer groups", style.gap.join([table, *notes]), 1)
+
+
+def layer_rows(line: StepLine) -> list[list[str]]:
+    """Return a row for each layer group, phase and operation, equal ones merged if many."""
+    known = line.summary.collectives if line.summary else ()
+    return [_layer_row(same, line.seconds) for same in merge_layers(known)]
+
+
+def merge_layers(collectives: Sequence[Collective]) -> list[list[Collective]]:
+    """Put equal layer groups together: of one phase, operation and size, in order of the calls."""
+    if len(collectives) <= LAYERS:
+        return [[each] for each in collectives]
+    merged: dict[tuple[str, str, int, int], list[Collective]] = {}
+    for each in collectives:
+        key = (each.phase, each.operation, each.nbytes, each.calls)
+        merged.setdefault(key, []).append(each)
+    return list(merged.values())
+
+
+def name_layers(same: Sequence[Collective]) -> str:
+    first, last = same[0].layers, same[-1].layers
+    return first if first == last else f"{first} … {last}"
+
+
+def _layer_row(same: Sequence[Collective], step: float | None) -> list[str]:
+    exposed = sum(each.exposed.value for each in same)
+    hidden = sum(each.hidden.value for each in same)
+    late = sorted({each.late_rank for each in same if each.late_rank is not None})
+    whole = exposed + hidden
+    return [
+        name_layers(same),
+        str(len(same)),
+        same[0].phase,
+        same[0].operation,
+        f"{sum(each.nbytes for each in same) / 1e6:.2f}",
+        ms(exposed, step),
+        ms(hidden, step),
+        percent(hidden / whole if whole else None),
+        ms(sum(each.wait.value for each in same), step),
+        " ".join(map(str, late)) or "-",
+    ]

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Epoch, Replicas, Run
-from ddpbench.render.column import digits
+from ddpbench.render.column import Style, digits
 from ddpbench.render.step_columns import ms, percent, with_backend
-from ddpbench.render.style import Style
 
 EPOCHS, ENDS = 18, 3  # up to EPOCHS are shown, else ENDS at either end and ten between
 LOSSES = 8  # ranks
@@ -27,7 +26,7 @@ def replicas(group: list[StepLine], run: Run, style: Style) -> str:
     texts = []
     for line in group:
         lines = [*verdict(line, run.plan.verify)]
-        if below := [*verification_cost(line), *_losses(line)]:
+        if below := [*_verification_cost(line), *_losses(line)]:
             lines.append("; ".join(below))
         names = [line.case.backend, *[""] * len(lines)]
         texts += [f"{name:<{width}}  {text}" for name, text in zip(names, lines, strict=False)]
@@ -67,7 +66,7 @@ def _failure(replicas: Replicas) -> str:
     return f"{verdict} after step {replicas.first_bad}{before}{after}"
 
 
-def verification_cost(line: StepLine) -> Iterator[str]:
+def _verification_cost(line: StepLine) -> Iterator[str]:
     replicas = line.replicas
     if replicas is not None and replicas.cost is not None:
         share = "" if replicas.share is None else f" = {percent(replicas.share)} % of a step"

@@ -8,8 +8,9 @@ from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.parallel import WAYS
 from ddpbench.records.schema import Run, StepCase
-from ddpbench.render import step_budget, step_collectives, step_replicas
+from ddpbench.render import step_budget, step_replicas
 from ddpbench.render.column import (
+    Style,
     choose_columns,
     common_legend,
     digits,
@@ -17,12 +18,11 @@ from ddpbench.render.column import (
     rows_by_backend,
 )
 from ddpbench.render.step_columns import STEP_COLUMNS
-from ddpbench.render.style import Style
 
 TABLES: tuple[Callable[[list[StepLine], Run, Style], str], ...] = (
     step_budget.budget,
     step_budget.buckets,
-    step_collectives.collectives,
+    step_budget.collectives,
     step_replicas.replicas,
     step_replicas.training,
 )

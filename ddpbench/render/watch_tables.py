@@ -10,9 +10,8 @@ from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Run
 from ddpbench.records.watched import COLUMNS, Moment, Watched
 from ddpbench.render import step_tables
-from ddpbench.render.column import Value, digits, format_half_width, format_ranks
+from ddpbench.render.column import Style, Value, digits, format_half_width, format_ranks
 from ddpbench.render.step_columns import ms, percent
-from ddpbench.render.style import Style
 
 RANKS, COLLECTIVES, LINKS, MOMENTS = 8, 12, 12, 10  # rows of a table, at most
 GROUP = 32  # characters of a group's name
@@ -35,18 +34,15 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
         return step_tables.blocks(run, columns, quiet, style)
     shown = []
     for line in step_lines.lines(run):
-        shown.append(style.block(_title(line), _parts(line, style)))
+        case = line.case
+        title = [case.workload, " ".join(case.settings), format_ranks(case), case.backend]
+        parts = "  ".join(filter(None, [*title, case.device]))
+        shown.append(style.block(parts, _parts(line, style)))
         for watched in (result.watched for result in line.results if result.watched):
             shown += filter(None, (table(watched, style) for table in TABLES))
             legend = [*(LEGEND if watched.steps else ()), *[WAIT] * bool(watched.collectives)]
             shown += [style.gap.join(legend)] if legend and not quiet else []
     return shown
-
-
-def _title(line: StepLine) -> str:
-    case = line.case
-    parts = [case.workload, " ".join(case.settings), format_ranks(case), case.backend, case.device]
-    return "  ".join(filter(None, parts))
 
 
 def _parts(line: StepLine, style: Style) -> str:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.analysis.lines import Line, lines
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
-from ddpbench.records.table import Table
+from ddpbench.records.table import Table, TableColumn
+from ddpbench.render.column import Column
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from ddpbench.report.repetitions import Repetitions
+
+Kind = tuple[str, ...]  # what a case is: render.column.title_parts
 
 
 @dataclass(frozen=True)
@@ -117,18 +120,30 @@ class Section:
         return [chart for row in self.rows for chart in row]
 
 
+def make_table(
+    title: str,
+    headings: Iterable[str],
+    rows: Iterable[Sequence[Any]],
+    left: Container[str] = (),
+    legend: Iterable[str] = (),
+) -> Table:
+    """Return a table; columns whose heading is in `left` are aligned left."""
+    columns = tuple(TableColumn(name, "left" if name in left else "right") for name in headings)
+    return Table(title, columns, tuple(map(tuple, rows)), tuple(legend))
+
+
+def tabulate(
+    title: str,
+    columns: Sequence[Column[Any]],
+    rows: Iterable[Sequence[Any]],
+    legend: Iterable[str] = (),
+) -> Table:
+    """Return a table with the headings and the alignment of a terminal's columns."""
+    left = {column.heading for column in columns if column.left}
+    return make_table(title, [column.heading for column in columns], rows, left, legend)
+
+
 MakeSection = Callable[[Sequence[ReportRun]], "Section | None"]  # None: these runs have none
-
-
-def join_findings(
-    runs: Sequence[ReportRun], find: Callable[[ReportRun], Iterable[Finding]]
-) -> list[Finding]:
-    """Return what `find` returns for each run; of several runs each sentence names its run."""
-    return [
-        replace(found, sentence=f"{run.label}: {found.sentence}") if len(runs) > 1 else found
-        for run in runs
-        for found in find(run)
-    ]
 
 
 def side_by_side(runs: Sequence[ReportRun], make: Callable[[ReportRun], Iterable[Chart]]) -> Rows:
@@ -138,24 +153,36 @@ def side_by_side(runs: Sequence[ReportRun], make: Callable[[ReportRun], Iterable
     """
     columns = [list(make(run)) for run in runs]
     if len(runs) > 1:
-        labelled = enumerate(zip(columns, runs, strict=True), 1)
-        columns = [_name_run(charts, n, run.label) for n, (charts, run) in labelled]
+        columns = [
+            [replace(c, name=f"{c.name}-{n}", title=f"{c.title}: {run.label}") for c in charts]
+            for n, (charts, run) in enumerate(zip(columns, runs, strict=True), 1)
+        ]
     return tuple(tuple(filter(None, row)) for row in zip_longest(*columns))
-
-
-def _name_run(charts: Iterable[Chart], number: int, label: str) -> list[Chart]:
-    """Return the charts of one run of several, with its number in names, its label in titles."""
-    return [replace(c, name=f"{c.name}-{number}", title=f"{c.title}: {label}") for c in charts]
-
-
-def pair(charts: Sequence[Chart]) -> Rows:
-    """Return rows of two charts."""
-    return tuple(tuple(charts[n : n + 2]) for n in range(0, len(charts), 2))
 
 
 def arrange(runs: Sequence[ReportRun], make: Callable[[ReportRun], Iterable[Chart]]) -> Rows:
     """Return the charts of one run in pairs; those of several runs side by side."""
-    return side_by_side(runs, make) if len(runs) > 1 else pair([c for r in runs for c in make(r)])
+    if len(runs) > 1:
+        return side_by_side(runs, make)
+    charts = [chart for run in runs for chart in make(run)]
+    return tuple(tuple(charts[n : n + 2]) for n in range(0, len(charts), 2))
+
+
+def describe(of: Kind) -> str:
+    """Return all parts but the operation: "float32, sum, in place, 2 ranks, cpu"."""
+    return ", ".join(filter(None, of[1:]))
+
+
+def titles(kinds: Iterable[Kind]) -> dict[Kind, str]:
+    """Return a title for each: the operation, and the parts of which an operation has several."""
+    distinct = list(dict.fromkeys(kinds))
+    differs = []
+    for part in zip(*distinct, strict=True):
+        values = {(of[0], text) for of, text in zip(distinct, part, strict=True)}
+        differs.append(len(values) > len({operation for operation, _ in values}))
+    return {
+        of: " ".join([of[0], *(text for text in compress(of, differs) if text)]) for of in distinct
+    }
 
 
 def plain_name(text: str) -> str:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Ints = npt.NDArray[np.int64]
-QUANTILES = (0.5, 0.9)  # of the ranks
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Repetitions:
     numbers: Ints  # of the repetitions, ascending; below 0: warm-up, the cold call first
     seconds: Floats  # of each repetition, on its slowest rank; of all its calls together
     ranks: Ints  # that have stamps, ascending
-    # float64[quantile, rank] over timed repetitions, seconds: how long after the first rank of its
+    # float64[rank], median over timed repetitions, seconds: how long after the first rank of its
     # subgroup a rank entered (by the clocks' stamps, comparable or not), and how long it stayed.
     late: Floats
     stay: Floats
@@ -97,8 +96,8 @@ def _reduce(
         repetition[starts],
         np.maximum.reduceat(spent, starts) * 1e-9,
         ranks,
-        _quantiles(late),
-        _quantiles(spent[cells]),
+        _medians(late),
+        _medians(spent[cells]),
     )
 
 
@@ -112,7 +111,7 @@ def _lateness(entry: Ints, ranks: Ints, subgroups: Mapping[int, int]) -> Ints:
     return late
 
 
-def _quantiles(values: npt.NDArray[Any]) -> Floats:
+def _medians(values: Ints) -> Floats:
     if not len(values):
-        return np.full((len(QUANTILES), values.shape[1]), np.nan)
-    return np.asarray(np.quantile(values, QUANTILES, axis=0) * 1e-9, dtype=np.float64)
+        return np.full(values.shape[1], np.nan)
+    return np.asarray(np.median(values, axis=0) * 1e-9, dtype=np.float64)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
@@ -24,54 +23,56 @@ PHASES = ("forward", "blocked", "optimizer", "input", "transfer", "backward", "-
 VERDICTS = ("not verified", "NOT EQUAL", "equal", "NOT FINITE", "not known")
 
 
-@dataclass(frozen=True)
-class Palette:
-    """The colours of a page, light or dark."""
+def _config(
+    text: str,
+    muted: str,
+    grid: str,
+    categories: Sequence[str],
+    heat: Sequence[str],
+    on_low: str,
+    on_high: str,
+) -> dict[str, Any]:
+    """Return the looks of a page, light or dark.
 
-    text: str
-    muted: str
-    grid: str
-    categories: tuple[str, ...]
-    # Of a heat map, from little to much: grey printers and colour-blind readers see the same order.
-    # Up to the middle a value is written in ink of the style "on-low", beyond it in "on-high".
-    heat: tuple[str, ...]
-    on_low: str
-    on_high: str
-
-
-LIGHT_PALETTE = Palette(
-    text="#1b1f24",
-    muted="#57606a",
-    grid="#e3e6ea",
-    categories=LIGHT,
-    heat=("#eef5fb", "#2f7fbc", "#06325f"),
-    on_low="#000000",
-    on_high="#ffffff",
-)
-DARK_PALETTE = Palette(
-    text="#e6edf3",
-    muted="#9aa4af",
-    grid="#30363d",
-    categories=DARK,
-    heat=("#10304f", "#2f7fbc", "#d6eafb"),
-    on_low="#ffffff",
-    on_high="#000000",
-)
-
-
-def _config(palette: Palette) -> dict[str, Any]:
+    heat: from little to much, in an order that grey printers and colour-blind readers see too. Up
+    to the middle a value is written in ink of the style "on-low", beyond it in "on-high".
+    """
     above = {"titleAngle": 0, "titleAlign": "left", "titleBaseline": "bottom", "titleX": 0}
-    text, muted = palette.text, palette.muted
     labels = {"labelColor": text, "titleColor": muted, "labelFontSize": 12}
     return {
         "background": None,
         "font": FONT,
         "aria": False,  # the page names the whole picture
         "view": {"stroke": None},
-        "axis": _axis(palette),
+        "axis": {
+            "labelColor": muted,
+            "titleColor": muted,
+            "gridColor": grid,
+            "domainColor": muted,
+            "tickColor": muted,
+            "labelFontSize": 11,
+            "titleFontSize": 11,
+            "titleFontWeight": 500,
+            "titlePadding": 8,
+            "domainOpacity": 0.5,
+            "tickOpacity": 0.5,
+            "tickSize": 4,
+            "labelPadding": 4,
+        },
         "axisX": {"grid": False},
         "axisLeft": {**above, "titleY": -8, "domain": False, "ticks": False},
-        "legend": {**labels, **_legend(muted)},
+        "legend": {
+            **labels,
+            "titleFontWeight": 500,
+            "titleFontSize": 11,
+            "orient": "top",
+            "offset": 22,
+            "symbolSize": 90,
+            "symbolStrokeWidth": 2,
+            "labelLimit": 300,
+            "symbolBaseFillColor": muted,  # of shapes
+            "symbolBaseStrokeColor": muted,
+        },
         "header": {**labels, "labelFontWeight": 500},
         "title": {"color": text, "fontSize": 13, "anchor": "start"},
         "text": {"color": text},
@@ -80,53 +81,40 @@ def _config(palette: Palette) -> dict[str, Any]:
         "point": {"size": 36, "filled": True},
         "area": {"fillOpacity": 0.2, "line": False},
         "range": {
-            "category": list(palette.categories),
-            "heatmap": list(palette.heat),
-            "ramp": list(palette.heat),
+            "category": list(categories),
+            "heatmap": list(heat),
+            "ramp": list(heat),
         },
         "style": {
-            "on-low": {"color": palette.on_low},
-            "on-high": {"color": palette.on_high},
+            "on-low": {"color": on_low},
+            "on-high": {"color": on_high},
             "muted": {"color": muted},  # what is there, but not what the chart is about
             # What a finding names in a heat map.
-            "marked": {"filled": False, "color": palette.categories[1], "strokeWidth": 2.5},
+            "marked": {"filled": False, "color": categories[1], "strokeWidth": 2.5},
         },
     }
 
 
-def _axis(palette: Palette) -> dict[str, Any]:
-    return {
-        "labelColor": palette.muted,
-        "titleColor": palette.muted,
-        "gridColor": palette.grid,
-        "domainColor": palette.muted,
-        "tickColor": palette.muted,
-        "labelFontSize": 11,
-        "titleFontSize": 11,
-        "titleFontWeight": 500,
-        "titlePadding": 8,
-        "domainOpacity": 0.5,
-        "tickOpacity": 0.5,
-        "tickSize": 4,
-        "labelPadding": 4,
-    }
-
-
-def _legend(muted: str) -> dict[str, Any]:
-    return {
-        "titleFontWeight": 500,
-        "titleFontSize": 11,
-        "orient": "top",
-        "offset": 22,
-        "symbolSize": 90,
-        "symbolStrokeWidth": 2,
-        "labelLimit": 300,
-        "symbolBaseFillColor": muted,  # of shapes
-        "symbolBaseStrokeColor": muted,
-    }
-
-
-CONFIGS = {"light": _config(LIGHT_PALETTE), "dark": _config(DARK_PALETTE)}
+CONFIGS = {
+    "light": _config(
+        text="#1b1f24",
+        muted="#57606a",
+        grid="#e3e6ea",
+        categories=LIGHT,
+        heat=("#eef5fb", "#2f7fbc", "#06325f"),
+        on_low="#000000",
+        on_high="#ffffff",
+    ),
+    "dark": _config(
+        text="#e6edf3",
+        muted="#9aa4af",
+        grid="#30363d",
+        categories=DARK,
+        heat=("#10304f", "#2f7fbc", "#d6eafb"),
+        on_low="#ffffff",
+        on_high="#000000",
+    ),
+}
 
 # Labels of an axis whose values are bytes, seconds, or bytes per second.
 SIZE_LABELS = (
@@ -164,11 +152,6 @@ def backend_color(backends: Iterable[str]) -> alt.Color:
     return alt.Color("backend:N", scale=backend_colors(backends), legend=legend)
 
 
-def other_colors(names: Sequence[str]) -> alt.Scale:
-    """Return a scale for at most five things that are no backends, in colours of no backend."""
-    return alt.Scale(domain=[*BACKENDS, *names], range="category")
-
-
 def _ordered(backends: Iterable[str]) -> list[str]:
     return [*BACKENDS, *sorted(set(backends) - set(BACKENDS))]
 
@@ -185,25 +168,10 @@ def named_color(field: str, names: Sequence[str], shown: Iterable[str]) -> alt.C
     return alt.Color(f"{field}:N", scale=scale, legend=legend)
 
 
-def size_axis(sizes: Iterable[float] = ()) -> alt.X:
-    """Return the x channel of the field `nbytes`: powers of two.
-
-    sizes: bytes that the axis covers, also where backends are hidden; unknown if empty.
-    """
-    known = list(sizes)
-    domain = extent(known) if known else alt.Undefined
-    return alt.X(
-        "nbytes:Q",
-        title="message size",
-        scale=alt.Scale(type="log", base=2, domain=domain),
-        axis=alt.Axis(labelExpr=SIZE_LABELS, **_ticks(powers_of_two(known))),
-    )
-
-
-def extent(values: Iterable[float]) -> list[float]:
-    """Return the ends of an axis: without them, a chart whose backends are hidden has none."""
-    known = list(values)
-    return [float(min(known)), float(max(known))]
+def size_axis() -> alt.X:
+    """Return the x channel of the field `nbytes`: powers of two."""
+    axis = alt.Axis(labelExpr=SIZE_LABELS, tickCount=6)
+    return alt.X("nbytes:Q", title="message size", scale=alt.Scale(type="log", base=2), axis=axis)
 
 
 def size_columns() -> alt.X:
@@ -223,33 +191,35 @@ def log_axis(field: str, title: str, values: Iterable[float], labels: str) -> al
 
     values: what the axis covers; labels: an expression (TIME_LABELS, …).
     """
-    ticks = alt.Axis(labelExpr=labels, **_ticks(powers_of_ten(values)))
+    ticks = alt.Axis(labelExpr=labels, values=_powers_of_ten(values))
     return alt.Y(field, title=title, scale=alt.Scale(type="log"), axis=ticks)
 
 
-def powers_of_two(values: Iterable[float], most: int = 8) -> list[float]:
-    """Return at most `most` ticks, equally many powers of two apart, across positive values."""
-    known = [value for value in values if value > 0]
-    if not known:
-        return []
-    low, high = math.floor(math.log2(min(known))), math.ceil(math.log2(max(known)))
-    step = next(step for step in (1, 2, 4, 5, 10, 20, 40) if (high - low) / step < most)
-    return [2.0**power for power in range(low, high + 1) if power % step == 0]
-
-
-def powers_of_ten(values: Iterable[float]) -> list[float]:
-    """Return powers of ten around positive values, at most 9; with two decades also 2 and 5."""
-    known = [value for value in values if value > 0]
-    if not known:
-        return []
+def _powers_of_ten(values: Iterable[float]) -> list[float]:
+    """Return powers of ten around the values, at most 9; with two decades also 2 and 5."""
+    known = list(values)
     low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
     steps = (1, 2, 5) if high - low <= 2 else (1,)
     powers = range(low, high + 1, math.ceil((high - low + 1) / 9))
     return [step * 10.0**power for power in powers for step in steps]
 
 
-def _ticks(values: list[float]) -> dict[str, Any]:
-    return {"values": values} if values else {"tickCount": 6}
+def tips(*fields: str, **titled: str) -> list[alt.Tooltip]:
+    """Return the lines of a tooltip: texts under their own names, then those with a title."""
+    lines = [alt.Tooltip(field=field, type="nominal") for field in fields]
+    titles = titled.items()
+    return [*lines, *(alt.Tooltip(field=f, type="nominal", title=title) for f, title in titles)]
+
+
+def layered(layers: Iterable[alt.Chart], height: int) -> dict[str, Any]:
+    """Return the Vega-Lite of layers of this height in pixels."""
+    spec: dict[str, Any] = alt.layer(*layers, height=height).to_dict()
+    return spec
+
+
+def time_axis(**options: Any) -> alt.Axis:
+    """Return the axis of seconds that has 0, or times below it."""
+    return alt.Axis(**{"labelExpr": SIGNED_TIME_LABELS, "tickCount": 6, **options})
 
 
 def choose_backends(chart: alt.Chart, backends: Sequence[str]) -> alt.Chart:

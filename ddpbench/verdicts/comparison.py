@@ -176,16 +176,21 @@ def _row(base: SideCase | None, new: SideCase | None, rule: Rule) -> Iterator[Ro
 
 
 def _judged(rows: list[Row], rule: Rule) -> list[Row]:
-    rows = [_by_quartiles(row) for row in rows]
-    pairs = {i: pair for i, row in enumerate(rows) if (pair := _pair(row, rule))}
-    if rule.drift is not None:
-        logs = {i: rule.drift.known.get(rows[i].case, ()) for i in pairs}
-        pairs = {
-            i: replace(pair, drift=drift.margin(logs[i], len(pairs)), earlier=len(logs[i]))
-            for i, pair in pairs.items()
-        }
-    judgements = many_pairs.judge_pairs([*pairs.values()], rule.paired, rule.confidence)
-    for (i, pair), judgement in zip(pairs.items(), judgements, strict=True):
+    todo = {
+        i: matching.alike(row.base, row.new)
+        for i, row in enumerate(rows)
+        if row.base is not None and row.new is not None and not row.verdict
+    }
+    pairs = []
+    for i, (base, new) in todo.items():
+        rows[i] = replace(rows[i], base=base, new=new)
+        pair = _pair(base, new, rule)
+        if rule.drift is not None:
+            logs = rule.drift.known.get(rows[i].case, ())
+            pair = replace(pair, drift=drift.margin(logs, len(todo)), earlier=len(logs))
+        pairs.append(pair)
+    judgements = many_pairs.judge_pairs(pairs, rule.paired, rule.confidence)
+    for i, pair, judgement in zip(todo, pairs, judgements, strict=True):
         rows[i] = replace(
             rows[i],
             verdict=judgement.verdict,
@@ -204,23 +209,16 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
 def _judge_parts(row: Row, rule: Rule) -> Iterator[PartRow]:
     if row.shift is None or row.base is None or row.new is None:
         return
-    names = [name for name in row.base.parts if name in row.new.parts]
-    sides = [
-        _launches(
-            replace(row.base, times=row.base.parts[name]),
-            replace(row.new, times=row.new.parts[name]),
-            rule,
-        )
-        for name in names
-    ]
-    busy = row.base.busy, row.new.busy
-    pairs = [
-        Pair(np.array(base), np.array(new), row.margin, row.drift, busy=busy) for base, new in sides
-    ]
-    judgements = many_pairs.judge_pairs(pairs, rule.paired, rule.confidence) if pairs else []
+    parts = row.base.parts, row.new.parts
+    names = [name for name in parts[0] if name in parts[1]]
+    pairs = []
+    for name in names:
+        base, new = replace(row.base, times=parts[0][name]), replace(row.new, times=parts[1][name])
+        pairs.append(replace(_pair(base, new, rule), drift=row.drift))
+    judgements = many_pairs.judge_pairs(pairs, rule.paired, rule.confidence)
     for name, pair, judgement in zip(names, pairs, judgements, strict=True):
-        base, new = float(np.median(pair.base)), float(np.median(pair.new))
-        yield PartRow(name, base, new, judgement.verdict, judgement.shift)
+        medians = float(np.median(pair.base)), float(np.median(pair.new))
+        yield PartRow(name, *medians, judgement.verdict, judgement.shift)
 
 
 def _without_moved_cores(row: Row) -> Row:
@@ -236,28 +234,14 @@ def _without_moved_cores(row: Row) -> Row:
     return replace(row, verdict=INCONCLUSIVE, why=why, withheld=DRIFT)
 
 
-def _by_quartiles(row: Row) -> Row:
-    if row.verdict or row.base is None or row.new is None:
-        return row
-    base, new = matching.alike(row.base, row.new)
-    return replace(row, base=base, new=new)
-
-
-def _pair(row: Row, rule: Rule) -> Pair | None:
-    if row.verdict or row.base is None or row.new is None:
-        return None
-    base, new = _launches(row.base, row.new, rule)
-    busy = row.base.busy, row.new.busy
-    return Pair(np.array(base), np.array(new), rule.margin, busy=busy)
-
-
-def _launches(base: Side, new: Side, rule: Rule) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    if not rule.paired:
-        return base.times, new.times
-    sides = [dict(zip(side.launches, side.times, strict=True)) for side in (base, new)]
-    both = sorted(sides[0].keys() & sides[1].keys())
-    first, second = (tuple(side[n] for n in both) for side in sides)
-    return first, second
+def _pair(base: Side, new: Side, rule: Rule) -> Pair:
+    times = base.times, new.times
+    if rule.paired:
+        sides = [dict(zip(side.launches, side.times, strict=True)) for side in (base, new)]
+        both = sorted(sides[0].keys() & sides[1].keys())
+        first, second = (tuple(side[n] for n in both) for side in sides)
+        times = first, second
+    return Pair(np.array(times[0]), np.array(times[1]), rule.margin, busy=(base.busy, new.busy))
 
 
 def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[str]:

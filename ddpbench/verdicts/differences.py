@@ -46,7 +46,10 @@ def differences(base: Sequence[Run], new: Sequence[Run]) -> tuple[Difference, ..
     """
     backends = {launch.backend for run in base for launch in run.launches}
     backends &= {launch.backend for run in new for launch in run.launches}
-    sides = [[_of(run, backends) for run in side] for side in (base, new)]
+    sides = [
+        [replace(r, launches=tuple(x for x in r.launches if x.backend in backends)) for r in side]
+        for side in (base, new)
+    ]
     variables = sorted({name for side in sides for run in side for name in _variables(run)})
     left, right = (_environment(side, variables) for side in sides)
     return tuple(
@@ -54,11 +57,6 @@ def differences(base: Sequence[Run], new: Sequence[Run]) -> tuple[Difference, ..
         for name in left
         if name in right and left[name] != right[name]
     )
-
-
-def _of(run: Run, backends: set[str]) -> Run:
-    kept = tuple(launch for launch in run.launches if launch.backend in backends)
-    return replace(run, launches=kept)
 
 
 def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set[str]]:

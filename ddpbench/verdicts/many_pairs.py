@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import expm1
 
+from ddpbench.analysis.stats import Floats
 from ddpbench.verdicts import drift, verdict
-from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, MOST, SLOWER, Chance, Floats, Shift
+from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, MOST, SLOWER, Chance, Shift
 
 DRIFT, BUSY = "drift", "busy"  # why SLOWER or FASTER is withheld, which launches cannot settle
 BUSY_LAUNCHES = 0.5  # of a side, from which its times are not the code's alone
@@ -28,8 +29,6 @@ class Pair:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on a pair."""
-
     verdict: str
     shift: Shift | None
     needed: int | None = None  # launches per side, about, to settle INCONCLUSIVE

@@ -85,7 +85,6 @@ class SideCase:
 
 
 def everything(case: AnyCase) -> bool:
-    """Accept any case."""
     return True
 
 
@@ -125,7 +124,11 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> SideCase:
             times,
             launches,
             quartiles if len(quartiles) == len(times) else (),
-            handoffs=tuple(seconds for o in outcomes if (seconds := _handoff(o)) is not None),
+            handoffs=tuple(
+                o.handoff_seconds
+                for o in outcomes
+                if isinstance(o, Result) and o.handoff_seconds is not None
+            ),
             parts=_parts(outcomes),
             busy=sum((o.others_share or 0) > BUSY_SHARE for o in outcomes) / len(outcomes),
         )
@@ -150,10 +153,6 @@ def _quartile(outcome: Outcome) -> float | None:
         return None
     known = outcome.summary.quantiles_seconds
     return stats.lower_quartile(known) if len(known) == stats.QUANTILES else None
-
-
-def _handoff(outcome: Outcome) -> float | None:
-    return outcome.handoff_seconds if isinstance(outcome, Result) else None
 
 
 def _parts(outcomes: list[Outcome]) -> dict[str, tuple[float, ...]]:

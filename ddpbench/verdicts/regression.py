@@ -13,7 +13,7 @@ from ddpbench.verdicts import drift, many_pairs, matching
 from ddpbench.verdicts.comparison import ONLY_NEW, ORDER
 from ddpbench.verdicts.many_pairs import Pair
 from ddpbench.verdicts.matching import AnyCase, Side
-from ddpbench.verdicts.verdict import INCOMPARABLE, Floats, Shift
+from ddpbench.verdicts.verdict import INCOMPARABLE, Shift
 
 
 @dataclass(frozen=True)
@@ -55,27 +55,19 @@ def judge_tests(
     todo = [i for i, row in enumerate(rows) if row.base is not None and not row.verdict]
     pairs = []
     for i in todo:
-        rows[i], times = _by_quartiles(rows[i])
-        logs = _log_times(rows[i], saved[rows[i].test])
-        drifted = drift.margin(logs, len(todo))
-        busy = saved[rows[i].test][-1].side.busy, rows[i].new.side.busy
-        pairs.append(Pair(*times, rows[i].margin, drifted, len(logs), busy))
+        row = rows[i]
+        assert row.base is not None
+        old, now = matching.alike(row.base.side, row.new.side)
+        rows[i] = replace(row, base=replace(row.base, side=old), new=replace(row.new, side=now))
+        sides = [one.side for one in saved[row.test] if one.case == row.new.case]
+        logs = [math.log((side.of_quartiles() or side).seconds) for side in sides]
+        drifted, busy = drift.margin(logs, len(todo)), (old.busy, now.busy)
+        times = np.array(old.times), np.array(now.times)
+        pairs.append(Pair(*times, margin, drifted, len(logs), busy))
     for i, judgement in zip(todo, many_pairs.judge_pairs(pairs), strict=True):
         names = ("verdict", "shift", "why", "noticeable")
         rows[i] = replace(rows[i], **{name: getattr(judgement, name) for name in names})
     return tuple(sorted(rows, key=lambda row: (ORDER.index(row.verdict), row.test)))
-
-
-def _by_quartiles(row: Row) -> tuple[Row, tuple[Floats, Floats]]:
-    assert row.base is not None
-    base, new = matching.alike(row.base.side, row.new.side)
-    row = replace(row, base=replace(row.base, side=base), new=replace(row.new, side=new))
-    return row, (np.array(base.times), np.array(new.times))
-
-
-def _log_times(row: Row, saved: Sequence[Measured]) -> list[float]:
-    sides = [measured.side for measured in saved if measured.case == row.new.case]
-    return [math.log((side.of_quartiles() or side).seconds) for side in sides]
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from ddpbench.analysis import stats
-
-Floats = npt.NDArray[np.float64]
+from ddpbench.analysis.stats import Floats
 
 MARGIN = 0.03  # the smallest change that counts if both sides are measured in turns
 STORED_MARGIN = 0.1  # the same for two stored runs
@@ -128,8 +126,6 @@ def paired_chance(base: Floats, new: Floats, margin: float) -> Chance:
 
 def adjust_chances(chances: Sequence[Chance]) -> list[Chance]:
     """Correct the chances of a sweep for their number, per direction (Benjamini–Hochberg)."""
-    if not chances:
-        return []
     from scipy.stats import false_discovery_control
 
     slower = false_discovery_control([each.slower for each in chances])

@@ -22,8 +22,8 @@ from ddpbench.records import codec
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Finding, Limit, Replicas, Result, Run, Wrong
 from ddpbench.render import step_replicas
+from ddpbench.render.column import TERMINAL
 from ddpbench.render.step_columns import STEP_COLUMNS
-from ddpbench.render.style import TERMINAL
 
 
 def codes(run: Run) -> list[str]:

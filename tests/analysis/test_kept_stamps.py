@@ -65,7 +65,7 @@ def test_the_summary_is_of_all_ranks_whatever_is_kept(monkeypatch: pytest.Monkey
         return result.summary, columns
 
     summary, columns = summed()
-    assert summary == stats.summarise(timed, 1, common_clock=True)
+    assert summary == stats.summary(stats.over_ranks(timed), 1, common_clock=True)
     assert {len(columns[name]) for name in store.SAMPLE_COLUMNS} == {16 * 51}
     monkeypatch.setattr(kept_stamps, "KEPT_STAMPS", 64)
     bounded, fewer = summed()

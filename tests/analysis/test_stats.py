@@ -38,7 +38,8 @@ def test_the_time_of_a_repetition_needs_no_common_clock() -> None:
     stamps = random_stamps(4, 50, 3)
     shifted = stamps.copy()
     shifted[2, :, :2] += 3600 * 10**9
-    one, other = (stats.summarise(s, 1, common_clock=False) for s in (stamps, shifted))
+    ranks = map(stats.over_ranks, (stamps, shifted))
+    one, other = (stats.summary(over, 1, common_clock=False) for over in ranks)
     assert one == other
     assert (one.skew_seconds, one.last_in_seconds, one.global_seconds) == (None, None, None)
 
@@ -260,7 +261,7 @@ def test_the_bracket_holds_the_time(world: int, calls: int) -> None:
     call has its share. In a summary, of medians: last-in ≤ t_max ≤ global and t_min ≤ t_mean ≤
     t_max, and of one repetition every figure is the one computed by hand."""
     stamps = random_stamps(world, 40, seed=world * 100 + calls)
-    whole = stats.summarise(stamps, calls, common_clock=True)
+    whole = stats.summary(stats.over_ranks(stamps), calls, common_clock=True)
     assert whole.last_in_seconds is not None
     assert whole.global_seconds is not None
     slack = 1 + 1e-12  # of rounding
@@ -269,7 +270,8 @@ def test_the_bracket_holds_the_time(world: int, calls: int) -> None:
     assert whole.rank_min_seconds <= whole.rank_mean_seconds * slack
     assert whole.rank_mean_seconds <= whole.median_seconds * slack
     for repetition in range(40):
-        one = stats.summarise(stamps[:, repetition : repetition + 1], calls, common_clock=True)
+        over = stats.over_ranks(stamps[:, repetition : repetition + 1])
+        one = stats.summary(over, calls, common_clock=True)
         entry = [int(v) for v in stamps[:, repetition, 0]]
         leave = [int(v) for v in stamps[:, repetition, 1]]
         spent = [b - a for a, b in zip(entry, leave, strict=True)]
@@ -294,7 +296,7 @@ def test_a_summary_is_of_t_max() -> None:
     slowest ranks."""
     stamps = random_stamps(3, 500, 7)
     stamps[1, 17, 1] += 10**9
-    summary = stats.summarise(stamps, 1, common_clock=True)
+    summary = stats.summary(stats.over_ranks(stamps), 1, common_clock=True)
     times = [float(max(row)) / 1e9 for row in (stamps[:, :, 1] - stamps[:, :, 0]).T]
     assert summary.repetitions == 500
     assert summary.median_seconds == pytest.approx(statistics.median(times))
@@ -315,9 +317,9 @@ def test_a_summary_is_of_t_max() -> None:
 def test_a_repetition_of_many_calls_has_no_percentiles() -> None:
     """Percentiles of averages over calls would not be percentiles of calls."""
     stamps = random_stamps(2, 500, 8)
-    several = stats.summarise(stamps, 2, common_clock=True, single=False)
+    several = stats.summary(stats.over_ranks(stamps), 2, common_clock=True, single=False)
     assert several.percentiles_seconds == {}
-    assert stats.summarise(stamps, 1, common_clock=True).percentiles_seconds != {}
+    assert stats.summary(stats.over_ranks(stamps), 1, common_clock=True).percentiles_seconds != {}
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 20, 130])
@@ -329,6 +331,6 @@ def test_every_summary_can_be_stored(count: int) -> None:
         stamps[:, :, 1] = stamps[:, :, 0] + (stamps[:, :, 1] % 3 + 1) // 2 * 10**6 + 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            summary = stats.summarise(stamps, 1, common_clock=True)
+            summary = stats.summary(stats.over_ranks(stamps), 1, common_clock=True)
         codec.encode(summary)
         assert {field.name for field in fields(summary)} == set(vars(summary))

@@ -39,8 +39,8 @@ from ddpbench.doctor.capabilities.verdicts import (
 )
 from ddpbench.measure import throwaway_ranks
 from ddpbench.records import store
+from ddpbench.render.column import TERMINAL
 from ddpbench.render.doctor import table_blocks
-from ddpbench.render.style import TERMINAL
 from ddpbench.runtime import control, devices, subgroups
 from ddpbench.runtime.subgroups import Subgroup
 

@@ -18,8 +18,8 @@ from ddpbench.doctor.preflight import examine
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.records.wording import name_ranks
+from ddpbench.render.column import TERMINAL
 from ddpbench.render.doctor import table_blocks
-from ddpbench.render.style import TERMINAL
 from ddpbench.runtime import environment, gpu_facts
 
 

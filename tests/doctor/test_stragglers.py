@@ -24,8 +24,8 @@ from ddpbench.doctor.stragglers.judge import Suspect, find_cause
 from ddpbench.doctor.stragglers.loads import ALONE, TOGETHER, Load, Pass, Shown, prepare_efforts
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
+from ddpbench.render.column import TERMINAL
 from ddpbench.render.doctor import table_blocks
-from ddpbench.render.style import TERMINAL
 from ddpbench.runtime import cpu, devices
 
 LOADS = {"matmul": Load("matmul", 1e9, "GFLOP/s"), "copy": Load("copy", 1e8, "GB/s")}

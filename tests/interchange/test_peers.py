@@ -31,7 +31,7 @@ def test_the_figures_are_those_of_the_others_own_loops(device: bool) -> None:
     wanted = sum(averages) / world / 1000
     runs = [
         a_run(a_result(replace(a_case(), **how), calls=calls,
-                       summary=stats.summarise(stamps, calls, common_clock=True)))
+                       summary=stats.summary(stats.over_ranks(stamps), calls, common_clock=True)))
         for how, calls in (({}, 1), (PIPELINED, depth))
     ]  # fmt: skip
     (isolated,), (pipelined,) = (lines.lines(run) for run in runs)

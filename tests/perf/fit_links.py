@@ -35,7 +35,7 @@ from tabulate import tabulate
 from ddpbench.analysis import fit, lines
 from ddpbench.records import store
 from ddpbench.records.schema import Plan, Result, Run
-from ddpbench.render.fit_lines import format_estimate, format_sizes
+from ddpbench.render.collective_tables import format_estimate, format_sizes
 
 RATES = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
 OPERATIONS = ("send_recv", "broadcast", "all_reduce")
@@ -102,7 +102,9 @@ def main(launches: int) -> int:
         carries = payload(rate)
         half_trip, awake = map(statistics.median, zip(*pings, strict=True))
         run = Run("", "collectives", (), Plan(), "", results=tuple(results))
-        for one in fit.fits(lines.lines(run)):
+        fits = fit.fits(lines.lines(run))
+        off += len(OPERATIONS) - len(fits)
+        for one in fits:
             operation = one.case.operation
             for segment in one.segments:
                 latency, bandwidth, marks = segment.latency, segment.rate, []
@@ -120,7 +122,7 @@ def main(launches: int) -> int:
                     half_trip * 1e6,
                     latency and format_estimate(latency, 1e6),
                     latency and f"{latency.value / half_trip - 1:+.1%}",
-                    ", ".join(marks) or ("" if segment.valid else "not shown"),
+                    ", ".join(marks),
                 ))  # fmt: skip
         spread = ", ".join(f"{ping * 1e6:.1f}" for ping, _ in pings)
         print(f"{name}: ping-pongs of {spread} µs; intervals over {one.of}")

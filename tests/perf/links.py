@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' own modules
 from simulated_hosts import Hosts, missing, payload
 from tabulate import tabulate
 
-from ddpbench.analysis import bandwidth, limits
+from ddpbench.analysis import limits
 from ddpbench.catalog.sizes import readable
 from ddpbench.records import store
 from ddpbench.records.schema import Result, Run
@@ -61,7 +61,7 @@ def readings(run: Run) -> Iterator[tuple[Result, float, float]]:
     for result in sorted(run.results, key=lambda r: (order[r.case.operation], r.case.nbytes)):
         assert result.summary is not None
         seconds = result.summary.median_seconds
-        yield result, seconds, bandwidth.busbw(result.case.nbytes, seconds, result.bus_factor)
+        yield result, seconds, limits.busbw(result.case.nbytes, seconds, result.bus_factor)
 
 
 def truth(words: tuple[str, ...]) -> int:

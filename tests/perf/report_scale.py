@@ -54,7 +54,7 @@ def make_run(folder: Path) -> None:
         )  # fmt: skip
         stamps = make_stamps(draw, 2e4 + 1e9 * BACKENDS[backend] * nbytes)
         timed = stamps[:, 1 + WARM_UPS :]
-        summary = stats.summarise(timed, 1, common_clock=True)
+        summary = stats.summary(stats.over_ranks(timed), 1, common_clock=True)
         store.add_samples(
             folder, part, operation_columns(
                 case.key, launch, cold=as_rows(stamps[:, :1]), timed=as_rows(timed),

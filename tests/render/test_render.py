@@ -57,6 +57,28 @@ def test_the_interfaces_that_were_used_stand_above(frozen: Frozen) -> None:
     assert "\nnet " not in formats.table(run)
 
 
+def test_fits_of_ended_runs(frozen: Frozen) -> None:
+    """A line below the table has the figures, the legend explains them; a run that still goes on,
+    a quiet table and one whose times follow no line have neither."""
+
+    def swept(saw: bool) -> Run:
+        """20 µs and 1 GB/s; each launch is 1 % slower than the one before."""
+        results = []
+        for launch, power in itertools.product(range(6), range(7)):
+            nbytes = 64 * 8**power
+            seconds = 1e-3 * (9 if power % 2 else 1) if saw else 20e-6 + nbytes / 1e9
+            case = a_case(nbytes=nbytes, count=nbytes // 4)
+            results.append(a_result(case, launch, a_summary(seconds * 1.01**launch)))
+        return a_run(*results)
+
+    run, table = swept(saw=False), formats.table
+    frozen.text("\n".join(line for line in table(run).splitlines() if line.startswith("fit")))
+    assert "fit gloo" in table(replace(run, state="interrupted"))
+    assert "fit" not in table(replace(run, state="running"))
+    assert "fit" not in table(run, quiet=True)
+    assert "fit" not in table(swept(saw=True))
+
+
 @pytest.mark.parametrize("count", [1, 2, 6])
 def test_launches_are_counted_for_each_backend(count: int, frozen: Frozen) -> None:
     """Launches are counted per backend: two backends with one launch each have one per backend."""

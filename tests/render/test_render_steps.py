@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 from frozen import Frozen
@@ -32,9 +31,6 @@ from ddpbench.render.step_columns import STEP_COLUMNS, ms
 TITLE = (
     "mlp  width=1024 depth=8  8.397 M parameters (33.59 MB)  batch 64 per rank  sgd  2 ranks  cpu"
 )
-
-
-NEW_PARTS = ("exposed transfer", "communication overhead")
 
 
 def two_backends(**other: Any) -> Run:
@@ -166,23 +162,6 @@ def test_the_shown_budget_adds_up() -> None:
         assert ms[2] == pytest.approx(ms[4] + ms[5], abs=0.021)
         assert ms[7] == pytest.approx(ms[4] + ms[6], abs=0.021)
         assert rows[3]["% of step"] == "100.0"
-
-
-def test_a_budget_of_an_older_run_is_shown_without_negative_hiding() -> None:
-    """Runs stored before the overhead had a row of its own load and show what they have; hidden
-    communication below 0 is 0 there too."""
-    summary = a_step_summary(noise=0.02)
-    old = tuple(part for part in summary.budget if part.name not in NEW_PARTS)
-    below = steps.figure(np.linspace(-2.6e-3, -0.9e-3, 20))
-    assert below is not None
-    old = tuple(replace(part, figure=below, share=-0.02, resolved=False)
-                if part.name == "hidden communication" else part for part in old)  # fmt: skip
-    text = show(a_step_result(summary=replace(summary, budget=old)))
-    (hidden,) = [
-        row for row in read_rows(text, "budget") if row["part of a step"].startswith("hidden")
-    ]
-    assert (hidden["ms"], hidden["95 %"], hidden["% of step"]) == ("0.00", "[0.00 … 0.00]", "0.0")
-    assert "exposed transfer" not in text
 
 
 def test_what_could_be_gained_at_most_is_told() -> None:

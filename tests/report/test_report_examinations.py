@@ -11,7 +11,7 @@ from ddpbench.doctor.stragglers import judge
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.report.chart import Chart, MakeSection, ReportRun, Section
-from ddpbench.report.output import embedding
+from ddpbench.report.output import page
 from ddpbench.report.sections import capabilities, examinations, stragglers
 
 
@@ -193,9 +193,9 @@ def test_a_run_without_examinations_has_none_of_these_sections(make: MakeSection
 
 def test_no_line_ends_inside_an_option_or_before_a_unit() -> None:
     """A text is escaped, options stay whole, and a command keeps its plain spaces."""
-    text = embedding.keep_together("a <b> takes 33.3 ms: try --bucket-cap-mb 5 s")
+    text = page.keep_together("a <b> takes 33.3 ms: try --bucket-cap-mb 5 s")
     assert text == (
         "a &lt;b&gt; takes 33.3\N{NO-BREAK SPACE}ms: try "
         '<span class="option">--bucket-cap-mb</span> 5\N{NO-BREAK SPACE}s'
     )
-    assert "\N{NO-BREAK SPACE}" not in embedding.keep_together("sleep 5 s", units=False)
+    assert "\N{NO-BREAK SPACE}" not in page.keep_together("sleep 5 s", units=False)

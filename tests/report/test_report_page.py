@@ -22,7 +22,7 @@ from ddpbench.records.launched import Offset
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.report.chart import Chart, Choice, ReportRun
-from ddpbench.report.output import embedding
+from ddpbench.report.output import page
 from ddpbench.report.output.page import make_page, make_sections
 from ddpbench.report.sections import environment, overview
 from ddpbench.report.sections.overview import summarise
@@ -124,7 +124,7 @@ def test_a_page_without_runs_has_its_title() -> None:
 def test_values_are_short_and_safe(value: Any, text: str) -> None:
     """Floats have five digits, whole ones all of theirs; what JSON lacks is null; no character
     can end the element."""
-    assert embedding.json_in_html(value) == text
+    assert page.json_in_html(value) == text
     json.loads(text)
 
 
@@ -134,12 +134,12 @@ def test_a_chart_is_emitted_in_columns() -> None:
     table = Table("t", (WORDS, TableColumn("µs", decimals=1)), (("gloo *", 2.0), ("mpi", None)))
     spec = {"mark": "bar", "datasets": {"d": [{"a": 1, "b": "x"}, {"a": 2}]}}
     chart = Chart("c", "C", "", spec, table)
-    plain = embedding.figure(chart)
+    plain = page.figure(chart)
     assert plain["datasets"] == {"d": {"a": [1, 2], "b": ["x", None]}}
     assert plain["spec"] == {"mark": "bar"}
     assert "datasets" in spec
     choice = Choice("one", {"d": {"a": (1,)}}, table)
-    chosen = embedding.figure(replace(chart, choices=(choice,)))
+    chosen = page.figure(replace(chart, choices=(choice,)))
     assert chosen["datasets"] == {}
     assert chosen["choices"][0]["table"] == {
         "headed": True, "columns": [["backend", "left"], ["µs", "right"]], "backend": 0,
@@ -164,7 +164,7 @@ def test_a_command_at_the_end_of_a_next_step_can_be_copied(
     text: str, parts: tuple[str, str] | None
 ) -> None:
     """Only a command that ends the next step is one to copy; other text stays whole."""
-    assert embedding.split_command(text) == (parts or (text, ""))
+    assert page.split_command(text) == (parts or (text, ""))
 
 
 # --- the summary ----------------------------------------------------------------------------------

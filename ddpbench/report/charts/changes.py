@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 import altair as alt
 import pandas as pd
 
-from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.table import Table
 from ddpbench.render.column import Column
 from ddpbench.render.labels import shift_estimate, shift_interval, side_interval, side_time
-from ddpbench.report.chart import Chart
+from ddpbench.report import theme
+from ddpbench.report.chart import Chart, tabulate
+from ddpbench.verdicts import comparison, regression
 from ddpbench.verdicts.comparison import ONLY_BASE, ONLY_NEW, ORDER
 from ddpbench.verdicts.matching import AnyCase, Side
 from ddpbench.verdicts.verdict import (
@@ -51,15 +53,12 @@ CHANGE_LABELS = (
 
 @dataclass(frozen=True)
 class Change:
-    """A row of the chart of changes."""
-
     label: str
-    base: str  # the time, with its interval
-    new: str
-    verdict: str
+    case: AnyCase
+    base: Side | None
+    new: Side | None
     shift: Shift
-    margin: float
-    why: str
+    row: comparison.Row | regression.Row
 
 
 def draw_changes(
@@ -72,7 +71,7 @@ def draw_changes(
     if not changes:
         why = f"An interval of a change needs {FEWEST} launches on each side."
         return Chart(name, title, why, None, table)
-    drawn = sorted(changes, key=lambda change: DRAWING_ORDER.index(change.verdict))[:DRAWN]
+    drawn = sorted(changes, key=lambda change: DRAWING_ORDER.index(change.row.verdict))[:DRAWN]
     rest = f" The chart has {DRAWN} of {len(changes)} cases, the table all."
     caption = (
         f"Change of the time from BASE to NEW, and its {confidence * 100:g} % interval: right is "
@@ -92,7 +91,7 @@ def _layers(data: pd.DataFrame) -> alt.LayerChart:
     shapes = alt.Scale(domain=list(COLORS), range=[SHAPES.get(name, "cross") for name in COLORS])
     legend = alt.Legend(values=seen, title=None, symbolSize=90)
     color = alt.Color("verdict:N", scale=colors, legend=legend)
-    texts = [alt.Tooltip(f"{name}:N") for name in TEXTS if data[name].any()]
+    texts = theme.tips(*(name for name in TEXTS if data[name].any()))
     ends = data[["low", "high", "margin_low", "margin_high"]]
     band = base.mark_rule(opacity=0.2, strokeWidth=ROW_HEIGHT).encode(
         x=change_axis("margin_low", float(ends.min().min()), float(ends.max().max())),
@@ -139,11 +138,6 @@ def choose_ticks(low: float, high: float) -> list[float]:
     return sorted(ticks)
 
 
-def format_side(case: AnyCase, side: Side | None) -> str:
-    """Format the time of one side, and its interval."""
-    return f"{side_time(case, side)} {side_interval(side)}"
-
-
 def row_axis(field: str) -> alt.Y:
     """Return the y channel of a chart with a row per name, in the order of the data."""
     limit = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
@@ -153,27 +147,26 @@ def row_axis(field: str) -> alt.Y:
 
 def build_table(title: str, rows: Sequence[RowT], columns: Sequence[Column[RowT]]) -> Table:
     """Return the table of these rows; columns without any text are left out."""
-    cells = {column: [column.show(row) for row in rows] for column in columns}
-    kept = [column for column in columns if any(cells[column])]
-    return Table(
-        title,
-        tuple(TableColumn(each.heading, "left" if each.left else "right") for each in kept),
-        tuple(zip(*(cells[column] for column in kept), strict=True)),
-    )
+    kept = [column for column in columns if any(map(column.show, rows))]
+    return tabulate(title, kept, [[column.show(row) for column in kept] for row in rows])
 
 
 def _values(change: Change) -> dict[str, Any]:
     """Return a row of the data: ratios of times, and texts."""
-    shift, widest = change.shift, 1 + change.margin
+    shift, row, widest = change.shift, change.row, 1 + change.row.margin
+    base, new = (
+        f"{side_time(change.case, side)} {side_interval(side)}"
+        for side in (change.base, change.new)
+    )
     return {
         "label": change.label,
-        "base": change.base,
-        "new": change.new,
+        "base": base,
+        "new": new,
         "change": shift_estimate(shift),
         "range": shift_interval(shift),
-        "margin": f"±{change.margin * 100:.3g} %",
-        "verdict": change.verdict,
-        "why": change.why,
+        "margin": f"±{row.margin * 100:.3g} %",
+        "verdict": row.verdict,
+        "why": row.why,
         "ratio": math.exp(shift.estimate),
         "low": math.exp(shift.low),
         "high": math.exp(shift.high),

@@ -11,10 +11,10 @@ import pandas as pd
 
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.load import Load
-from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.table import Table
 from ddpbench.render.column import digits
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart
+from ddpbench.report.chart import Chart, make_table
 
 HEIGHT = 110  # pixels
 EXTENT = 56  # pixels left of the y axis, so that charts one below the other have one x axis
@@ -111,7 +111,7 @@ def load_charts(
                 f"{name}-{kind.name}",
                 kind.title,
                 f"{kind.caption} A point for each {when}.",
-                alt.layer(*behind, *_draw(known, x, kind, shown, apart), height=HEIGHT).to_dict(),
+                theme.layered([*behind, *_draw(known, x, kind, shown, apart)], HEIGHT),
                 _table(known, kind, shown),
             )
 
@@ -125,11 +125,10 @@ def _draw(
     data = frame[list(dict.fromkeys([x_field, *shown, *fields]))].assign(
         text=frame[kind.field].map(TEXTS[kind.text])
     )
-    tips = [alt.Tooltip(key, type="nominal") for key in shown]
-    tips.append(alt.Tooltip("text:N", title=kind.axis))
+    tips = theme.tips(*shown, text=kind.axis)
     if kind.most:
         data["most"] = frame[kind.most].map(TEXTS[kind.text])
-        tips.append(alt.Tooltip("most:N", title="rank that has most"))
+        tips += theme.tips(most="rank that has most")
     top = float(data[fields].max().max())
     ticks = _ticks(kind, top)
     base = theme.choose_backends(alt.Chart(data), list(data["backend"])).encode(
@@ -159,13 +158,9 @@ def _ticks(kind: Kind, top: float) -> dict[str, Any]:
 
 def _table(frame: pd.DataFrame, kind: Kind, keys: Sequence[str]) -> Table:
     fields = {kind.field: kind.axis, **({kind.most: "rank that has most"} if kind.most else {})}
-    words = {key: frame[key].dtype == object for key in keys}
-    columns = [
-        *(TableColumn(key, "left" if words[key] else "right") for key in keys),
-        *(TableColumn(heading) for heading in fields.values()),
-    ]
     shown = frame[[*keys, *fields]].copy()
     for field in fields:
         shown[field] = frame[field].map(TEXTS[kind.text])
     rows = shown.astype(object).itertuples(index=False, name=None)
-    return Table(kind.title, tuple(columns), tuple(rows))
+    left = [key for key in keys if frame[key].dtype == object]
+    return make_table(kind.title, [*keys, *fields.values()], rows, left)

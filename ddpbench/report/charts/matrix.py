@@ -10,7 +10,9 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.table import Table
+from ddpbench.report import theme
+from ddpbench.report.chart import make_table
 
 MOST_VALUES = 12  # ends of a matrix whose cells show their values
 ROOMY = 8  # ends whose values have room on a phone in the usual size
@@ -31,26 +33,20 @@ def draw_matrix(cells: pd.DataFrame, ends: Sequence[str], kind: str, unit: str) 
     share, scale = _colors(cells["value"])
     cells = cells.assign(beyond=share > MIDDLE)
     others = [name for name in map(str, cells) if name not in OWN_COLUMNS]
-    tips = [alt.Tooltip(field=name, type="nominal") for name in others]
-    value = alt.Tooltip(field="value", type="nominal", title=unit)
+    scale_of_ends, overlapping = alt.Scale(domain=list(ends)), alt.Axis(labelOverlap=True)
     base = alt.Chart(cells).encode(
-        x=alt.X("to:N", title=f"to {kind}", axis=_labels(ends), scale=_band(ends)),
-        y=alt.Y(
-            "from:N", title=f"from {kind}", axis=alt.Axis(labelOverlap=True), scale=_band(ends)
-        ),
-        tooltip=[*tips[:2], value, *tips[2:]],
+        x=alt.X("to:N", title=f"to {kind}", axis=_labels(ends), scale=scale_of_ends),
+        y=alt.Y("from:N", title=f"from {kind}", axis=overlapping, scale=scale_of_ends),
+        tooltip=[*theme.tips(*others[:2], value=unit), *theme.tips(*others[2:])],
     )
-    heat = base.mark_rect().encode(color=alt.Color("value:Q", title=unit, scale=scale))
-    layers = [heat]
+    layers = [base.mark_rect().encode(color=alt.Color("value:Q", title=unit, scale=scale))]
     small = len(ends) <= MOST_VALUES
     if small:
         layers += write_values(base, "value", 11 if len(ends) <= ROOMY else 9)
     if cells["slow"].any():
         outline = base.mark_rect(style="marked", strokeWidth=2.5 if small else 1)
         layers.append(outline.transform_filter("datum.slow"))
-    height = min(HEIGHT, max(LEAST_HEIGHT, ROW * len(ends)))
-    spec: dict[str, Any] = alt.layer(*layers, height=height).to_dict()
-    return spec
+    return theme.layered(layers, min(HEIGHT, max(LEAST_HEIGHT, ROW * len(ends))))
 
 
 def write_values(base: alt.Chart, field: str, size: int = 11) -> list[alt.Chart]:
@@ -75,11 +71,9 @@ def build_matrix(cells: pd.DataFrame, ends: Sequence[str], kind: str, unit: str)
             *(cells[c] for c in ("from", "to", "value", "slow")), strict=True
         )
     }
-    return Table(
-        f"{unit}; each row sends to the columns",
-        (TableColumn(f"from {kind}", "left"), *(TableColumn(end) for end in ends)),
-        tuple((sender, *(values.get((sender, end)) for end in ends)) for sender in ends),
-    )
+    sender = f"from {kind}"
+    rows = [(end, *(values.get((end, other)) for other in ends)) for end in ends]
+    return make_table(f"{unit}; each row sends to the columns", [sender, *ends], rows, (sender,))
 
 
 def _colors(values: pd.Series[float]) -> tuple[pd.Series[float], alt.Scale]:
@@ -89,10 +83,6 @@ def _colors(values: pd.Series[float]) -> tuple[pd.Series[float], alt.Scale]:
         scale = alt.Scale(type="log", domain=[least, most])
         return np.log(values / least) / math.log(most / least), scale
     return values / (most or 1.0), alt.Scale(domain=[0, most])
-
-
-def _band(ends: Sequence[str]) -> alt.Scale:
-    return alt.Scale(domain=list(ends))
 
 
 def _labels(ends: Sequence[str]) -> alt.Axis:

@@ -1,4 +1,4 @@
-"""The budget of a DDP step as bars, and its buckets by size."""
+"""The budget of a DDP step and its layer groups as bars, and its buckets by size."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ import altair as alt
 import pandas as pd
 
 from ddpbench.analysis import steps
-from ddpbench.analysis.spans import EXPOSED_OF, HIDDEN_OF, SAVES, WOULD_SAVE
+from ddpbench.analysis.spans import EXPOSED_OF, HIDDEN_OF, OPERATIONS, SAVES, WOULD_SAVE
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Bucket, Interval, Part
-from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.table import Table
 from ddpbench.render.step_budget import (
+    LAYER_HEADINGS,
+    LAYER_LEFT,
+    bucket_row,
     disagreement,
     is_known,
-    observer_cost,
+    layer_rows,
+    merge_layers,
+    name_layers,
     peak_memory,
-    shorten,
     timers,
+    timing_cost,
 )
 from ddpbench.render.step_columns import ms, percent, span, uncertain
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart
+from ddpbench.report.chart import Chart, make_table
 
 STEP, LATE = "= step", "waiting for a rank"
 COMPONENTS = (steps.TRANSFER, *EXPOSED_OF.values(), steps.OVERHEAD)  # of the exposed communication
 BEFORE = (steps.HIDDEN, *HIDDEN_OF.values())  # drawn so that they end where it begins
 PARTS = (*steps.CHAINS[0], STEP, *COMPONENTS, *BEFORE, SAVES, WOULD_SAVE, LATE)
 NOTES = (disagreement, peak_memory, timers)
-BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two parts
+BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two rows
 ROOM = 1.35  # of the longest bar, for the text behind it, also on a phone
 UNEQUAL = 1.5  # ratio of sizes of buckets from which their chart tells something
 
@@ -42,8 +47,10 @@ def budget(lines: Sequence[StepLine], name: str) -> Chart | None:
         return None
     frame = pd.DataFrame([row for line in known for row in _bars(line)])
     launches = pd.DataFrame([row for line in known for row in _launches(line, frame)])
-    if len(launches):
-        frame["right"] = _reach(frame, launches)
+    if len(launches):  # the text stands behind the ticks
+        ticks = launches.groupby(["part", "backend"])["at"].max().to_dict()
+        keys = zip(frame["part"], frame["backend"], frame["right"], strict=True)
+        frame["right"] = [max(right, ticks.get((part, name), right)) for part, name, right in keys]
     of = "launches" if len(launches) else "rounds"
     transfer = "that of each operation" if known[0].case.mesh else "exposed transfer"
     caption = (
@@ -153,13 +160,6 @@ def _launches(line: StepLine, frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
             }
 
 
-def _reach(frame: pd.DataFrame, launches: pd.DataFrame) -> list[float]:
-    """Return the right end of each bar and its ticks."""
-    ticks = launches.groupby(["part", "backend"])["at"].max().to_dict()
-    keys = zip(frame["part"], frame["backend"], frame["right"], strict=True)
-    return [max(right, ticks.get((part, backend), right)) for part, backend, right in keys]
-
-
 def _draw_budget(frame: pd.DataFrame, launches: pd.DataFrame) -> dict[str, Any]:
     backends = list(dict.fromkeys(frame["backend"]))
     parts = [name for name in PARTS if name in set(frame["part"])]
@@ -169,12 +169,11 @@ def _draw_budget(frame: pd.DataFrame, launches: pd.DataFrame) -> dict[str, Any]:
         "begin:Q",
         title="time of a step",
         scale=alt.Scale(domain=[least, most * ROOM], nice=False),
-        axis=alt.Axis(labelExpr=theme.SIGNED_TIME_LABELS, tickCount=6),
+        axis=theme.time_axis(),
     )
     y = alt.Y("part:N", title=None, sort=parts, axis=alt.Axis(labelLimit=150, grid=False))
     offset = alt.YOffset("backend:N", sort=backends)
-    tips = [alt.Tooltip(field=f, type="nominal") for f in ("part", "backend", "ms", "interval")]
-    tips.append(alt.Tooltip("share:N", title="of the step"))
+    tips = theme.tips("part", "backend", "ms", "interval", share="of the step")
     base = theme.choose_backends(alt.Chart(frame), backends).encode(y=y, yOffset=offset)
     bars = base.mark_bar(height={"band": 0.85}).encode(
         x=x,
@@ -189,12 +188,10 @@ def _draw_budget(frame: pd.DataFrame, launches: pd.DataFrame) -> dict[str, Any]:
         rules = base.mark_rule(strokeWidth=1.5).encode(x="low:Q", x2="high:Q", tooltip=tips)
         layers.append(rules.transform_filter("isValid(datum.low)"))
     if len(launches):
-        tips = [alt.Tooltip(field=f, type="nominal") for f in ("part", "launch", "backend", "ms")]
+        tips = theme.tips("part", "launch", "backend", "ms")
         ticks = theme.choose_backends(alt.Chart(launches), backends).mark_tick(thickness=1.5)
         layers.append(ticks.encode(y=y, yOffset=offset, x="at:Q", tooltip=tips))
-    height = len(parts) * (len(backends) * BAR + BETWEEN)
-    spec: dict[str, Any] = alt.layer(*layers, height=height).to_dict()
-    return spec
+    return theme.layered(layers, len(parts) * (len(backends) * BAR + BETWEEN))
 
 
 def _budget_table(frame: pd.DataFrame, legend: Sequence[str]) -> Table:
@@ -202,9 +199,8 @@ def _budget_table(frame: pd.DataFrame, legend: Sequence[str]) -> Table:
     headings = ["backend", "part of a step", "ms", "95 %", "of the step"]
     if frame["source"].any():
         names, headings = [*names, "source"], [*headings, "from"]
-    columns = (TableColumn(h, "right" if 2 <= i < 5 else "left") for i, h in enumerate(headings))
     rows = frame[names].itertuples(index=False, name=None)
-    return Table("budget", tuple(columns), tuple(rows), tuple(legend))
+    return make_table("budget", headings, rows, ("backend", "part of a step", "from"), legend)
 
 
 def buckets(lines: Sequence[StepLine], name: str) -> Chart | None:
@@ -222,40 +218,21 @@ def buckets(lines: Sequence[StepLine], name: str) -> Chart | None:
         caption += " Rules: 95 % interval."
     if several and any(bucket.late_rank is not None for _, bucket in timed):
         caption += " Circled: the others wait for one rank."
-    table = Table(
+    headings = ["backend", "#", "MB", "n", "parameters", "ready after ms", "wire ms", "95 %"]
+    table = make_table(
         "buckets",
-        tuple(
-            TableColumn(heading, "left" if heading in ("backend", "parameters") else "right")
-            for heading in (
-                *("backend", "#", "MB", "n", "parameters", "ready after ms", "wire ms", "95 %"),
-                *("wait ms", "late rank"),
-            )
-        ),
-        tuple(_bucket_cells(line, bucket) for line, bucket in timed),
-        tuple(
-            f"timing the buckets lengthens a step by {cost} on {line.case.backend}"
-            for line in lines
-            for cost in observer_cost(line)
-        ),
+        [*headings, "wait ms", "late rank"],
+        [_bucket_cells(line, bucket) for line, bucket in timed],
+        left=("backend", "parameters"),
+        legend=timing_cost(lines, "buckets"),
     )
     spec = _draw_buckets(timed) if several else None
     return Chart(name, "Buckets", caption, spec, table)
 
 
 def _bucket_cells(line: StepLine, bucket: Bucket) -> tuple[str, ...]:
-    first, last = shorten(bucket.first), shorten(bucket.last)
-    return (
-        line.case.backend,
-        str(bucket.index),
-        f"{bucket.nbytes / 1e6:.2f}",
-        str(bucket.parameters),
-        first if bucket.parameters == 1 else f"{first} … {last}",
-        ms(bucket.handed_seconds, line.seconds),
-        ms(bucket.wire.value, line.seconds),
-        span(bucket.wire.interval, line.seconds),
-        ms(bucket.wait.value, line.seconds),
-        "-" if bucket.late_rank is None else str(bucket.late_rank),
-    )
+    *first, wait, late = bucket_row(bucket, line.seconds)
+    return (line.case.backend, *first, span(bucket.wire.interval, line.seconds), wait, late)
 
 
 def _draw_buckets(timed: Sequence[tuple[StepLine, Bucket]]) -> dict[str, Any]:
@@ -267,13 +244,8 @@ def _draw_buckets(timed: Sequence[tuple[StepLine, Bucket]]) -> dict[str, Any]:
         scale=alt.Scale(zero=True),
         axis=alt.Axis(labelExpr="format(datum.value / 1e6, '~g') + ' MB'", tickCount=5),
     )
-    y = alt.Y(
-        "seconds:Q",
-        title="wire time",
-        axis=alt.Axis(labelExpr=theme.SIGNED_TIME_LABELS, tickCount=5),
-    )
-    fields = ("bucket", "backend", "size", "wire", "interval", "wait", "late rank")
-    tips = [alt.Tooltip(field=field, type="nominal") for field in fields]
+    y = alt.Y("seconds:Q", title="wire time", axis=theme.time_axis(tickCount=5))
+    tips = theme.tips("bucket", "backend", "size", "wire", "interval", "wait", "late rank")
     base = theme.choose_backends(alt.Chart(frame), backends).encode(x=x, tooltip=tips)
     color = theme.backend_color(backends)
     layers = [base.mark_point(size=60).encode(y=y, color=color)]
@@ -284,8 +256,7 @@ def _draw_buckets(timed: Sequence[tuple[StepLine, Bucket]]) -> dict[str, Any]:
     if (frame["late rank"] != "-").any():
         ring = base.mark_point(style="marked", size=220).encode(y="seconds:Q")
         layers.append(ring.transform_filter("datum['late rank'] != '-'"))
-    spec: dict[str, Any] = alt.layer(*layers, height=220).to_dict()
-    return spec
+    return theme.layered(layers, 220)
 
 
 def _point(line: StepLine, bucket: Bucket) -> dict[str, Any]:
@@ -304,3 +275,73 @@ def _point(line: StepLine, bucket: Bucket) -> dict[str, Any]:
         "wait": f"{wait} ms",
         "late rank": late,
     }
+
+
+def layer_groups(lines: Sequence[StepLine], name: str) -> Chart | None:
+    """Return the communication of a workload's layer groups; None if it was not timed."""
+    timed = [line for line in lines if line.summary and line.summary.collectives]
+    if not timed:
+        return None
+    frame = pd.DataFrame([bar for line in timed for bar in _layer_bars(line)])
+    table = make_table(
+        "layer groups",
+        ["backend", *LAYER_HEADINGS],
+        [(line.case.backend, *row) for line in timed for row in layer_rows(line)],
+        ("backend", *LAYER_LEFT),
+        timing_cost(timed, "collectives"),
+    )
+    caption = (
+        "How long each group of layers communicates in a step, in the rank that waits least; "
+        "median over rounds. Full colour: exposed, the compute waits. Pale: hidden, the compute "
+        "goes on."
+    )
+    return Chart(name, "Layer groups", caption, _draw_layers(frame), table)
+
+
+def _layer_bars(line: StepLine) -> Iterator[dict[str, Any]]:
+    """Yield the exposed and the hidden time of each operation, one behind the other in a row."""
+    known = line.summary.collectives if line.summary else ()
+    ends: dict[str, float] = {}
+    for same in merge_layers(known):
+        row = f"{name_layers(same)}, {same[0].phase}"
+        for what in ("exposed", "hidden"):
+            seconds = sum(getattr(each, what).value for each in same)
+            begin = ends.get(row, 0.0)
+            ends[row] = begin + seconds
+            yield {
+                "row": row,
+                "backend": line.case.backend,
+                "operation": same[0].operation,
+                "what": what,
+                "groups": len(same),
+                "begin": begin,
+                "end": ends[row],
+                "ms": ms(seconds, line.seconds),
+            }
+
+
+def _draw_layers(frame: pd.DataFrame) -> dict[str, Any]:
+    rows = list(dict.fromkeys(frame["row"]))
+    backends = list(dict.fromkeys(frame["backend"]))
+    shown = [name for name in OPERATIONS if name in set(frame["operation"])]
+    titles = {"row": "layers", "operation": "operation", "what": "part", "groups": "layer groups"}
+    chart = (
+        theme.choose_backends(alt.Chart(frame), backends)
+        .mark_bar(height={"band": 0.85})
+        .encode(
+            x=alt.X(
+                "begin:Q",
+                title="time in a step",
+                axis=theme.time_axis(),
+            ),
+            x2="end:Q",
+            y=alt.Y("row:N", title=None, sort=rows, axis=alt.Axis(labelLimit=150, grid=False)),
+            yOffset=alt.YOffset("backend:N", sort=backends),
+            color=theme.named_color("operation", OPERATIONS, shown),
+            opacity=alt.condition("datum.what === 'exposed'", alt.value(1.0), alt.value(0.35)),
+            tooltip=[*theme.tips(**titles), *theme.tips("backend", "ms")],
+        )
+        .properties(height=len(rows) * (len(backends) * BAR + BETWEEN))
+    )
+    spec: dict[str, Any] = chart.to_dict()
+    return spec

@@ -11,11 +11,11 @@ import pandas as pd
 
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Bucket, StepSummary
-from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.table import Table
 from ddpbench.render.column import digits
 from ddpbench.render.step_columns import ms
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart, Choice, ReportRun
+from ddpbench.report.chart import Chart, Choice, ReportRun, make_table
 
 MOST_LANES = 8  # ranks
 COMPUTE, GAP = 20, 16  # pixels: height of a lane's compute, and what is below it
@@ -102,7 +102,7 @@ def timeline(run: ReportRun, line: StepLine, name: str, title: str) -> Chart | N
     spec = _draw(frames[0], launches[0][3], late, rows)
     (data,) = spec["datasets"]
     choices = tuple(
-        Choice(label, {data: _columns(frame)}, _table(frame, line))
+        Choice(label, {data: {str(k): tuple(v) for k, v in frame.items()}}, _table(frame, line))
         for (label, *_), frame in zip(launches, frames, strict=True)
     )
     return Chart(
@@ -126,7 +126,6 @@ def _late_ranks(line: StepLine) -> set[int]:
 
 
 def _caption(line: StepLine, lanes: Sequence[Lane]) -> str:
-    """Explain the spans that are drawn."""
     texts = ["Median of each span over the steps."]
     if len(lanes) == 1 and line.case.world_size > 1:
         texts = ["Median of each phase over the steps, of the slowest rank of each step."]
@@ -215,11 +214,16 @@ def _place(
     """Return all spans with their places in pixels from the top."""
     placed = []
     for number, lane in enumerate(lanes):
-        top = number * _lane_pixels(rows) + _bucket_pixels(rows)
+        compute = number * _lane_pixels(rows) + _bucket_pixels(rows)
         for span in lane.spans(infos, accumulate):
-            row = span.pop("row")
-            first, last = (0, COMPUTE) if row is None else _bucket_place(row, rows)
-            placed.append(span | {"lane": lane.name, "top": top + first, "bottom": top + last})
+            top, height, row = float(compute), float(COMPUTE), span.pop("row")
+            if row is not None:  # a bucket: above the lane's compute, the first uppermost
+                pixels = _bucket_pixels(rows) / rows
+                top, height = compute - (rows - row) * pixels, max(1.0, pixels - 1)
+            begin, spent = span["begin"] * 1e3, (span["end"] - span["begin"]) * 1e3
+            text = f"{digits(spent)} ms, from {digits(begin)} ms"
+            place = {"lane": lane.name, "top": top, "bottom": top + height, "text": text}
+            placed.append(span | place)
     frame: pd.DataFrame = pd.DataFrame([s for s in placed if s["end"] > s["begin"]])
     return frame
 
@@ -232,13 +236,6 @@ def _lane_pixels(rows: int) -> int:
     return _bucket_pixels(rows) + COMPUTE + GAP
 
 
-def _bucket_place(row: int, rows: int) -> tuple[float, float]:
-    """Return top and bottom of a bucket above its lane's compute; the first is uppermost."""
-    height = _bucket_pixels(rows) / rows
-    top = row * height - _bucket_pixels(rows)
-    return top, top + max(1.0, height - 1)
-
-
 def _draw(frame: pd.DataFrame, lanes: Sequence[str], late: set[int], rows: int) -> dict[str, Any]:
     height = len(lanes) * _lane_pixels(rows)
     middle = _bucket_pixels(rows) + COMPUTE // 2
@@ -246,7 +243,6 @@ def _draw(frame: pd.DataFrame, lanes: Sequence[str], late: set[int], rows: int) 
     marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
     names = [marked.get(lane, lane) for lane in lanes]
     shown = [name for name in LEGEND if name in set(frame["phase"])]
-    times = alt.Axis(labelExpr=theme.SIGNED_TIME_LABELS, tickCount=6)
     labels = alt.Axis(
         values=centers,
         grid=False,
@@ -254,16 +250,15 @@ def _draw(frame: pd.DataFrame, lanes: Sequence[str], late: set[int], rows: int) 
         domain=False,
         labelExpr=f"{names}[indexof({centers}, datum.value)]",
     )
-    tips = {"lane": "of", "what": "span", "text": "time"}
     chart = (
-        alt.Chart(frame.assign(text=[_milliseconds(*ends) for ends in _ends(frame)]))
+        alt.Chart(frame)
         .mark_rect()
         .encode(
             x=alt.X(
                 "begin:Q",
                 title="time since the step began",
                 scale=alt.Scale(nice=False),
-                axis=times,
+                axis=theme.time_axis(),
             ),
             x2="end:Q",
             y=alt.Y(
@@ -272,7 +267,7 @@ def _draw(frame: pd.DataFrame, lanes: Sequence[str], late: set[int], rows: int) 
             y2="bottom:Q",
             color=theme.named_color("phase", theme.PHASES, shown),
             opacity=alt.condition("datum.pale", alt.value(0.35), alt.value(1.0)),
-            tooltip=[alt.Tooltip(f, type="nominal", title=title) for f, title in tips.items()],
+            tooltip=theme.tips(lane="of", what="span", text="time"),
         )
         .properties(height=height)
     )
@@ -280,29 +275,12 @@ def _draw(frame: pd.DataFrame, lanes: Sequence[str], late: set[int], rows: int) 
     return spec
 
 
-def _ends(frame: pd.DataFrame) -> Iterator[tuple[float, float]]:
-    return zip(frame["begin"], frame["end"], strict=True)
-
-
-def _milliseconds(begin: float, end: float) -> str:
-    return f"{digits((end - begin) * 1e3)} ms, from {digits(begin * 1e3)} ms"
-
-
-def _columns(frame: pd.DataFrame) -> dict[str, tuple[Any, ...]]:
-    texts = [_milliseconds(*ends) for ends in _ends(frame)]
-    return {str(name): tuple(values) for name, values in frame.assign(text=texts).items()}
-
-
 def _table(frame: pd.DataFrame, line: StepLine) -> Table:
-    columns = (
-        TableColumn("of", "left"),
-        TableColumn("span", "left"),
-        *(TableColumn(heading) for heading in ("begin ms", "end ms", "ms")),
-    )
     rows = [
         (lane, what, *(ms(seconds, line.seconds) for seconds in (begin, end, end - begin)))
         for lane, what, begin, end in zip(
             *(frame[name] for name in ("lane", "what", "begin", "end")), strict=True
         )
     ]
-    return Table("timeline", columns, tuple(rows))
+    headings = ("of", "span", "begin ms", "end ms", "ms")
+    return make_table("timeline", headings, rows, left=("of", "span"))

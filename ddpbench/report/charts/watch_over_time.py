@@ -10,15 +10,14 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.table import Table
 from ddpbench.records.watched import COLUMNS, LOSS
 from ddpbench.render.column import digits
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart
+from ddpbench.report.chart import Chart, make_table
 from ddpbench.report.charts.load import EXTENT, load_charts
 from ddpbench.report.charts.watch_timeline import HEIGHT, LOW_HEIGHT, Timeline, find_top
 
-TIME_COLUMNS = (TableColumn("UTC", "left"), TableColumn("step"))
 FEW = 60  # values of a line, each of which has a point
 BESIDE = 0.4  # opacity of the lines that do not stand out
 WIDE = 50.0  # ratio of the largest value to the least, from which an axis is logarithmic
@@ -40,20 +39,15 @@ def part_scale() -> alt.Scale:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Format seconds of a step."""
     return "-" if seconds is None else f"{digits(seconds * 1e3)} ms"
 
 
 def _table(timeline: Timeline, title: str, columns: Mapping[str, Sequence[Any]]) -> Table:
     """Return the moments that have a value, each with its values."""
-    rows = zip(
-        timeline.clocks(), (m.step for m in timeline.moments), *columns.values(), strict=True
-    )
-    return Table(
-        title,
-        (*TIME_COLUMNS, *(TableColumn(heading) for heading in columns)),
-        tuple(row for row in rows if any(value is not None for value in row[2:])),
-    )
+    steps = [moment.step for moment in timeline.moments]
+    rows = zip(timeline.clocks(), steps, *columns.values(), strict=True)
+    known = [row for row in rows if any(value is not None for value in row[2:])]
+    return make_table(title, ["UTC", "step", *columns], known, left=("UTC",))
 
 
 def draw(timeline: Timeline, backend: str) -> Iterator[Chart]:
@@ -66,14 +60,12 @@ def draw(timeline: Timeline, backend: str) -> Iterator[Chart]:
 
 
 def draw_parts(timeline: Timeline) -> Chart:
-    """Return the parts of the median step, stacked."""
     moments = timeline.moments
     parts = {name: [m.seconds[i] for m in moments] for i, name in enumerate(COLUMNS)}
     top = find_top([sum(m.seconds) for m in moments])
     texts = {f"{name}_": [milliseconds(value) for value in parts[name]] for name in COLUMNS}
     texts["step_"] = [milliseconds(m.step_seconds) for m in moments]
-    tips = [alt.Tooltip(f"{name}_:N", title=name) for name in COLUMNS]
-    tips.insert(0, alt.Tooltip("step_:N", title="whole step"))
+    tips = theme.tips(step_="whole step", **{f"{name}_": name for name in COLUMNS})
     layers = [
         _stack(timeline, parts, top),
         *timeline.draw_cursor(timeline.frame(texts), tips),
@@ -88,7 +80,7 @@ def draw_parts(timeline: Timeline) -> Chart:
         "Parts of a step",
         "Time of each part in the median rank, median over the steps of each point. Dashed: where "
         f"a finding begins or ends.{CUT_NOTE if top else ''}",
-        alt.layer(*layers, height=HEIGHT).to_dict(),
+        theme.layered(layers, HEIGHT),
         _table(timeline, "parts of a step", table),
     )
 
@@ -97,11 +89,10 @@ def _stack(
     timeline: Timeline, parts: Mapping[str, Sequence[float]], top: float | None
 ) -> alt.Chart:
     """Return an area for each part; top: where larger values are cut off, in seconds."""
-    names = ", ".join(f"'{name}'" for name in COLUMNS)
     stacked: alt.Chart = (
         alt.Chart(pd.DataFrame({"at": timeline.at, **parts}))
         .transform_fold(list(COLUMNS), as_=["part", "seconds"])
-        .transform_calculate(order=f"indexof([{names}], datum.part)")
+        .transform_calculate(order=f"indexof({list(COLUMNS)}, datum.part)")
         .mark_area(clip=True, strokeWidth=0, interpolate=HELD)
         .encode(
             x=timeline.x(),
@@ -109,7 +100,7 @@ def _stack(
                 "seconds:Q",
                 title="time of a step",
                 stack="zero",
-                axis=alt.Axis(labelExpr=theme.SIGNED_TIME_LABELS, minExtent=EXTENT),
+                axis=theme.time_axis(tickCount=alt.Undefined, minExtent=EXTENT),
                 scale=alt.Scale(domain=[0, top]) if top else alt.Scale(),
             ),
             fill=alt.Fill("part:N", scale=part_scale(), legend=STROKES),
@@ -156,37 +147,26 @@ def draw_lines(
     shown = alt.Legend(title=legend or None, columns=4) if len(names) > 1 else None
     color = alt.Color("name:N", scale=colors, legend=shown)
     points = not axis.held and len(known) <= FEW * len(names)
-    lines = _mark(pd.DataFrame(known), axis, points=points).encode(
-        x=timeline.x(),
-        y=_y(known, axis),
-        color=color,
-        opacity=alt.condition("datum.main", alt.value(1), alt.value(BESIDE)),
-    )
-    some = [any(column[i] is not None for column in values.values()) for i in timeline.places]
-    texts = {f"t{i}": _texts(values[name], axis) for i, name in enumerate(names)}
-    tips = [alt.Tooltip(f"t{i}:N", title=_name(name, legend)) for i, name in enumerate(names)]
-    cursor = timeline.draw_cursor(timeline.frame(texts)[some], tips)
-    layers = [lines, *cursor, *timeline.draw_rules()]
-    spec: dict[str, Any] = alt.layer(*layers, height=LOW_HEIGHT).to_dict()
-    return spec
-
-
-def _mark(data: pd.DataFrame, axis: Axis, *, points: bool) -> alt.Chart:
-    lines: alt.Chart = alt.Chart(data).mark_line(
+    marks = alt.Chart(pd.DataFrame(known)).mark_line(
         strokeWidth=1.5,
         clip=axis.domain is not None,
         interpolate=HELD if axis.held else "linear",
         point=alt.OverlayMarkDef(size=18) if points else False,
     )
-    return lines
-
-
-def _name(name: str, legend: str) -> str:
-    return f"{legend} {name}" if legend else name
-
-
-def _texts(column: Sequence[float | None], axis: Axis) -> list[str]:
-    return ["-" if value is None else axis.show(value) for value in column]
+    lines = marks.encode(
+        x=timeline.x(),
+        y=_y(known, axis),
+        color=color,
+        opacity=alt.condition("datum.main", alt.value(1), alt.value(BESIDE)),
+    )
+    some = [any(v is not None for v in row) for row in zip(*values.values(), strict=True)]
+    texts = {
+        f"t{i}": ["-" if value is None else axis.show(value) for value in values[name]]
+        for i, name in enumerate(names)
+    }
+    tips = theme.tips(**{f"t{i}": f"{legend} {name}".strip() for i, name in enumerate(names)})
+    cursor = timeline.draw_cursor(timeline.frame(texts)[some], tips)
+    return theme.layered([lines, *cursor, *timeline.draw_rules()], LOW_HEIGHT)
 
 
 def _y(known: Sequence[Mapping[str, Any]], axis: Axis) -> alt.Y:
@@ -201,15 +181,10 @@ def _y(known: Sequence[Mapping[str, Any]], axis: Axis) -> alt.Y:
     return alt.Y("value:Q", title=axis.title, axis=labels, scale=alt.Scale(**scale))
 
 
-def _show_share(share: float) -> str:
-    return f"{share:.1%} of a step"
-
-
 def draw_exposed(timeline: Timeline) -> Chart:
-    """Return the share of a step that is exposed communication."""
     shares = [m.exposed_seconds / m.step_seconds if m.step_seconds else 0 for m in timeline.moments]
     labels = "format(datum.value, '.0%')"
-    axis = Axis("share of a step", _show_share, labels, zero=True, held=True)
+    axis = Axis("share of a step", "{:.1%} of a step".format, labels, zero=True, held=True)
     return Chart(
         "watch-exposed",
         "Exposed communication",
@@ -260,8 +235,7 @@ def draw_values(timeline: Timeline) -> Iterator[Chart]:
             "the script records; medians over ranks."
         )
         yield _draw_values(timeline, "watch-loss", "Loss", caption, losses)
-    others = [name for name in known if name not in losses]
-    for number, name in enumerate(others, 1):
+    for number, name in enumerate((name for name in known if name not in losses), 1):
         caption = "Recorded by the script; median over the ranks that recorded it."
         yield _draw_values(timeline, f"watch-value-{number}", name, caption, {name: known[name]})
 
@@ -275,7 +249,6 @@ def _draw_values(
 
 
 def draw_load(timeline: Timeline, backend: str) -> Iterator[Chart]:
-    """Yield the use of CPU, memory and GPUs over time, as far as it is known."""
     facts = [
         {"at": at, "backend": backend, "time": clock, "step": moment.step}
         for at, moment, clock in zip(timeline.at, timeline.moments, timeline.clocks(), strict=True)

@@ -16,6 +16,7 @@ import pandas as pd
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import Moment, Watched
+from ddpbench.report import theme
 
 HEIGHT, LOW_HEIGHT = 260, 130
 UNITS = ((2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
@@ -40,13 +41,7 @@ class Timeline:
 
     @property
     def last(self) -> float:
-        """Return the end of the axis."""
         return self.at[-1]
-
-    @property
-    def places(self) -> range:
-        """Return the positions of the moments."""
-        return range(len(self.moments))
 
     def frame(self, columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
         """Return a row for each moment: its time, its step and these columns."""
@@ -55,14 +50,14 @@ class Timeline:
         return frame
 
     def clocks(self) -> list[str]:
-        """Return the time of day of each moment."""
-        return [clock(moment.ended) for moment in self.moments]
+        ends = [datetime.fromtimestamp(moment.ended, timezone.utc) for moment in self.moments]
+        return [end.strftime("%H:%M:%S UTC") for end in ends]
 
-    def x(self, title: bool = True) -> alt.X:
+    def x(self) -> alt.X:
         """Return the axis, the same for all charts of a job."""
         return alt.X(
             "at:Q",
-            title=f"{self.unit} since the watch began" if title else None,
+            title=f"{self.unit} since the watch began",
             scale=alt.Scale(domain=[0, self.last], nice=False),
             axis=alt.Axis(tickCount=8, grid=False, labelFlush=True),
         )
@@ -81,7 +76,7 @@ class Timeline:
             name="near", on="pointerover", clear="pointerout", fields=["at"], empty=False
         )
         shown = alt.condition(near, alt.value(0.8), alt.value(0))
-        times = [alt.Tooltip("clock:N", title="time"), alt.Tooltip("step:Q", title="step")]
+        times = [*theme.tips(clock="time"), alt.Tooltip("step:Q", title="step")]
         base = alt.Chart(spans)
         rule = base.mark_rule(tooltip=None).encode(x=self.x(), opacity=shown)
         area = base.mark_rect(opacity=0).encode(
@@ -205,11 +200,6 @@ def _read_start(stamp: str, default: float) -> float:
         return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
     except ValueError:
         return default
-
-
-def clock(seconds: float) -> str:
-    """Format a time of day: "14:32:10 UTC"."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%H:%M:%S UTC")
 
 
 def find_top(values: Sequence[float]) -> float | None:

@@ -11,8 +11,8 @@ from ddpbench.records.schema import Finding
 from ddpbench.records.table import Table
 from ddpbench.records.terminal_text import escape, escape_lines
 from ddpbench.records.wording import counted
+from ddpbench.render.column import MARKDOWN
 from ddpbench.render.doctor import table_blocks
-from ddpbench.render.style import MARKDOWN
 from ddpbench.report.chart import Chart, Section
 
 MOST_ROWS = 12  # of a table that is not folded away

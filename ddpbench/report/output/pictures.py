@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpbench.records import store
 from ddpbench.records.wording import did_you_mean
-from ddpbench.report.chart import Chart, Rows, Section
+from ddpbench.report.chart import Chart, Section
 
 WIDTH = 720  # pixels: what GitHub shows without shrinking it
 SCALE = 2  # pixels of a PNG per pixel of an SVG
@@ -21,13 +21,12 @@ CAPTION_COLUMNS = 116  # characters of a caption's line in this width
 # vl-convert measures text in Liberation Sans, which it brings along. Arial and Helvetica have the
 # same widths, so labels have room for their text wherever the picture is opened.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
-LACKS = str.maketrans(
-    {"⁹": "^9"}
-)  # what captions contain and this font lacks; one such sign changes the font
+# What captions contain and this font lacks; one such sign changes the font.
+LACKS = str.maketrans({"⁹": "^9"})
 
 
 def choose(sections: Sequence[Section], names: Sequence[str], tables: bool = True) -> list[Section]:
-    """Return the summary, what has findings, and the charts of these names. Raises ValueError.
+    """Return the summary, and the charts of these names. Raises ValueError.
 
     names: of charts; none: all that there are. tables: whether a name may be that of a table.
     """
@@ -43,13 +42,11 @@ def choose(sections: Sequence[Section], names: Sequence[str], tables: bool = Tru
         )
     if not names:
         return list(sections)
-    chosen = [replace(section, rows=_choose_rows(section, names)) for section in sections]
-    return [s for i, s in enumerate(chosen) if i == 0 or s.rows or s.findings]
-
-
-def _choose_rows(section: Section, names: Sequence[str]) -> Rows:
-    rows = [tuple(chart for chart in row if chart.name in names) for row in section.rows]
-    return tuple(filter(None, rows))
+    chosen = []
+    for section in sections:
+        rows = [tuple(chart for chart in row if chart.name in names) for row in section.rows]
+        chosen.append(replace(section, rows=tuple(filter(None, rows))))
+    return [s for i, s in enumerate(chosen) if i == 0 or s.rows]
 
 
 def write(charts: Iterable[Chart], folder: Path, form: str) -> Iterator[tuple[str, Path]]:
@@ -66,14 +63,12 @@ def write(charts: Iterable[Chart], folder: Path, form: str) -> Iterator[tuple[st
 
 
 def make_svg(chart: Chart) -> bytes:
-    """Return the chart as SVG."""
     from vl_convert import vegalite_to_svg
 
     return vegalite_to_svg(make_spec(chart), config=_config()).encode()
 
 
 def make_png(chart: Chart) -> bytes:
-    """Return the chart as PNG."""
     from vl_convert import vegalite_to_png
 
     return vegalite_to_png(make_spec(chart), config=_config(), scale=SCALE)

@@ -11,8 +11,9 @@ import pandas as pd
 
 from ddpbench.records.schema import Examination
 from ddpbench.records.table import Table
+from ddpbench.report import theme
 from ddpbench.report.chart import Chart, ReportRun, Section
-from ddpbench.report.examination_results import Examined, find_examinations, make_section
+from ddpbench.report.sections.examinations import Examined, find_examinations, make_section
 
 # cell of the doctor's table → symbol and meaning, in the order of the category range of colours:
 # blue works, vermilion is wrong, grey is not supported; no backend has a colour here.
@@ -30,7 +31,6 @@ ROW, LABELS = 20, 150  # pixels: height of a row, width of its label
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return a matrix for each backend; None if no run tried what its backends can do."""
     return make_section("capabilities", "Capabilities", runs, _charts)
 
 
@@ -88,12 +88,11 @@ def _draw(cells: pd.DataFrame) -> dict[str, Any]:
     base = alt.Chart(cells).encode(
         x=alt.X("column:N", title="dtype", sort=dtypes, axis=alt.Axis(labelAngle=-40)),
         y=alt.Y("call:N", title=None, sort=calls, axis=alt.Axis(labelLimit=LABELS)),
-        tooltip=["call:N", "reduce op:N", "dtype:N", "outcome:N", "why:N"],
+        tooltip=theme.tips("call", "reduce op", "dtype", "outcome", "why"),
     )
     # Pale, so that the symbols are readable on all colours.
     heat = base.mark_rect(opacity=0.35).encode(
         color=alt.Color("outcome:N", title=None, scale=colors, legend=alt.Legend(values=shown))
     )
     symbols = base.mark_text().encode(text="symbol:N")
-    spec: dict[str, Any] = alt.layer(heat, symbols, height=ROW * len(calls)).to_dict()
-    return spec
+    return theme.layered([heat, symbols], ROW * len(calls))

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import altair as alt
 import numpy as np
 
 from ddpbench.analysis.lines import Line
 from ddpbench.analysis.stats import PERCENTILES, Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import Result, Run
-from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.table import Table
 from ddpbench.render.column import title_parts
-from ddpbench.report.case_titles import titles
-from ddpbench.report.chart import Chart, Choice, ReportRun, Section, side_by_side
-from ddpbench.report.charts.case_repetitions import (
-    DATASETS,
-    ORDER_END,
-    OUTSIDE,
-    SHARES,
-    Columns,
-    case_spec,
+from ddpbench.report import theme
+from ddpbench.report.chart import (
+    Chart,
+    Choice,
+    ReportRun,
+    Section,
+    make_table,
+    side_by_side,
+    titles,
 )
 from ddpbench.report.repetitions import Repetitions
 
@@ -42,6 +44,24 @@ CAPTION = (
     "of a launch. Band: 95 % interval of the median. Bars: share of the repetitions, every launch "
     "counted alike."
 )
+HEIGHT = 300
+ORDER_END = 100.0  # x: the repetitions lie from 0 to here
+SHARES = 106.0, 140.0  # x: the bars lie from here to here
+# x of a point that cannot be seen: Vega-Lite warns of a dataset without any.
+OUTSIDE = -50.0
+Columns = dict[str, tuple[Any, ...]]
+# The datasets of a choice and their columns. Times are seconds of one call.
+DATASETS: dict[str, tuple[str, ...]] = {
+    # in order: x; of the repetitions of one point the shortest, the median, the longest
+    "timed": ("x", "low", "middle", "high", "launch", "backend"),
+    "warm_up": ("x", "low", "middle", "high", "launch"),
+    "cold": ("x", "middle", "launch"),
+    "shares": ("low", "high", "x", "share", "backend"),  # of repetitions; x: where the bar ends
+    "marks": ("middle", "label"),
+    "interval": ("low", "high"),  # one; without an interval both are the median
+    "launches": ("x", "launch"),  # where one begins
+}
+TICKS = [step * 10.0**decade for decade in range(-9, 5) for step in (1, 2, 5)]
 
 
 @dataclass(frozen=True)
@@ -64,7 +84,6 @@ class Shown:
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return one chart per run that shows any of its cases; None without samples."""
     shown = [list(_cases(run)) for run in runs]
     first = next((max(cases, key=_spread).label for cases in shown if cases), "")
     by_run = {run.label: cases for run, cases in zip(runs, shown, strict=True)}
@@ -132,7 +151,6 @@ def _times(case: Shown) -> list[Floats]:
 
 
 def _data(case: Shown, points: int) -> dict[str, Columns]:
-    """Return the datasets of the chart of a case."""
     width = ORDER_END / len(case.parts)
     data: dict[str, dict[str, list[object]]] = {
         name: {column: [] for column in columns} for name, columns in DATASETS.items()
@@ -245,4 +263,111 @@ def _table(case: Shown) -> Table:
             )
         )
     headings = ("launch", "repetitions", *(f"{name} µs" for name in QUANTILES), "first µs")
-    return Table(case.label, tuple(map(TableColumn, headings)), tuple(rows))
+    return make_table(case.label, headings, rows)
+
+
+def case_spec(first: Choice, backends: Sequence[str]) -> dict[str, Any]:
+    color = alt.Color("backend:N", scale=theme.backend_colors(backends), legend=None)
+    axis = alt.Axis(labelExpr=theme.TIME_LABELS, values=TICKS, labelOverlap="greedy")
+    scale = alt.Scale(type="log", nice=False, padding=10)
+    y = alt.Y("middle:Q", title="time", scale=scale, axis=axis)
+    x = alt.X(
+        "x:Q",
+        title="repetitions in order, by launch; right: their shares",
+        scale=alt.Scale(domain=[0, SHARES[1]], nice=False),
+        axis=alt.Axis(labels=False, ticks=False, grid=False, titlePadding=20),
+    )
+    chart = alt.layer(
+        *_draw_order(x, y, color),
+        _draw_shares(x, color),
+        *_draw_marks(y),
+        *_draw_launches(x),
+    ).properties(height=HEIGHT)
+    spec: dict[str, Any] = chart.to_dict()
+    return {**spec, "datasets": first.datasets}
+
+
+def _dataset(name: str, *times: str) -> alt.Chart:
+    """Return a chart of a dataset; the named times also as text, "12.3 µs"."""
+    chart: alt.Chart = alt.Chart(alt.NamedData(name=name))
+    if not times:
+        return chart
+    texts: alt.Chart = chart.transform_calculate(
+        **{f"{time}_text": theme.time_text(time) for time in times}
+    )
+    return texts
+
+
+def _draw_order(x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
+    """Return the repetitions in order: hollow in the warm-up, a triangle for the cold one."""
+    spread = {"low_text": "shortest", "middle_text": "median", "high_text": "longest"}
+    ends = {"y": alt.Y("low:Q"), "y2": "high:Q"}
+    timed, warm_up = (_dataset(name, "low", "middle", "high") for name in ("timed", "warm_up"))
+    told = theme.tips(launch="launch", **spread)
+    return [
+        timed.mark_rule(opacity=0.35, strokeWidth=1.5).encode(x=x, **ends, color=color),
+        timed.mark_point(filled=True, size=14, opacity=0.9).encode(
+            x=x, y=y, color=color, tooltip=told
+        ),
+        warm_up.mark_rule(opacity=0.5, clip=True).encode(x=x, **ends),
+        warm_up.mark_point(filled=False, size=14, strokeWidth=1, style="muted", clip=True).encode(
+            x=x, y=y, tooltip=theme.tips(launch="warm-up of launch", **spread)
+        ),
+        _dataset("cold", "middle")
+        .mark_point(filled=False, size=45, shape="triangle-up", style="muted", clip=True)
+        .encode(x=x, y=y, tooltip=theme.tips(launch="first call of launch", middle_text="time")),
+    ]
+
+
+def _draw_shares(x: alt.X, color: alt.Color) -> alt.Chart:
+    """Return the share of the repetitions at each time."""
+    bars: alt.Chart = (
+        _dataset("shares", "low", "high")
+        .transform_calculate(begin=str(SHARES[0]))
+        .mark_rect(opacity=0.4)
+        .encode(
+            x=alt.X("begin:Q"),
+            x2="x:Q",
+            y=alt.Y("low:Q"),
+            y2="high:Q",
+            color=color,
+            tooltip=[
+                *theme.tips(low_text="from", high_text="to"),
+                alt.Tooltip("share:Q", title="repetitions", format=".1%"),
+            ],
+        )
+    )
+    return bars
+
+
+def _draw_marks(y: alt.Y) -> list[alt.Chart]:
+    """Return the interval as a band, and a labelled line for each of the usual times."""
+    marks = _dataset("marks", "middle")
+    return [
+        _dataset("interval", "low", "high")
+        .mark_rect(opacity=0.12)
+        .encode(
+            x=alt.value(0),
+            x2=alt.value("width"),
+            y=alt.Y("low:Q"),
+            y2="high:Q",
+            tooltip=theme.tips(low_text="95 % interval of the median from", high_text="to"),
+        ),
+        marks.mark_rule(strokeDash=[4, 3]).encode(
+            y=y, tooltip=theme.tips(label="line", middle_text="time")
+        ),
+        marks.transform_calculate(text="datum.label + ' ' + " + theme.time_text("middle", 3))
+        .mark_text(align="right", baseline="bottom", dx=-3, dy=-2, fontSize=11)
+        .encode(x=alt.value("width"), y=y, text="text:N"),
+    ]
+
+
+def _draw_launches(x: alt.X) -> list[alt.Chart]:
+    """Return a line where a launch begins, and its number below."""
+    launches = _dataset("launches")
+    return [
+        launches.mark_rule(opacity=0.4).encode(x=x),
+        launches.mark_text(align="left", baseline="top", dy=4, style="muted").encode(
+            x=x, y=alt.value("height"), text="launch:N"
+        ),
+    ]

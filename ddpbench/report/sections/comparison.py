@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import counted
 from ddpbench.render import comparison as render
 from ddpbench.render.labels import SHOWN
-from ddpbench.report.chart import Chart, Section
-from ddpbench.report.charts.changes import Change, build_table, draw_changes, format_side
+from ddpbench.report.chart import Chart, Section, make_table
+from ddpbench.report.charts.changes import Change, build_table, draw_changes
 from ddpbench.verdicts.comparison import Comparison, Row
 from ddpbench.verdicts.verdict import INCOMPARABLE, INVALID
 
@@ -17,21 +16,12 @@ TITLE = "Verdicts"
 
 
 def section(comparison: Comparison, number: int = 1) -> Section:
-    """Return the verdicts on BASE and NEW. number: of the comparison, among those of the page."""
     rows = render.compared_rows(comparison)
     columns = render.columns(comparison)
     table = build_table("Verdicts", rows, columns)
     name_row = columns[0].show
     changes = [
-        Change(
-            name_row(row),
-            format_side(row.case, row.base),
-            format_side(row.case, row.new),
-            row.verdict,
-            row.shift,
-            row.margin,
-            row.why,
-        )
+        Change(name_row(row), row.case, row.base, row.new, row.shift, row)
         for row in rows
         if row.shift is not None
     ]
@@ -76,10 +66,8 @@ def _differences(comparison: Comparison, name: str) -> list[Chart]:
     """Return the table of what differs between the environments; none if nothing does."""
     if not comparison.differences:
         return []
-    table = Table(
-        "Differences",
-        tuple(TableColumn(heading, "left") for heading in ("what", "base", "new")),
-        tuple((d.name, ", ".join(d.base), ", ".join(d.new)) for d in comparison.differences),
-    )
+    headings = ("what", "base", "new")
+    rows = [(d.name, ", ".join(d.base), ", ".join(d.new)) for d in comparison.differences]
+    table = make_table("Differences", headings, rows, left=headings)
     caption = "Facts and settings that differ between BASE and NEW. One of them may be the cause."
     return [Chart(f"{name}-differences", "Other differences", caption, None, table)]

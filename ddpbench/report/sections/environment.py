@@ -8,10 +8,9 @@ from typing import Any
 
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.launched import Launch
-from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import spans
 from ddpbench.render.column import scaled
-from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+from ddpbench.report.chart import Chart, ReportRun, Section, make_table, side_by_side
 
 # Facts whose stored name says too little; of the others it is shown with spaces.
 NAMES = {
@@ -40,7 +39,6 @@ Columns = dict[str, tuple[Read, str]]  # heading → value, and alignment
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the tables of the environment; None if no run was launched."""
     launched = [run for run in runs if run.run.launches]
     if not launched:
         return None
@@ -67,13 +65,11 @@ def _compare(
     known = [read(run) for run in runs]
     names = dict.fromkeys(chain.from_iterable(known))
     rows = [(name, *(facts.get(name) for facts in known)) for name in names]
-    if len(runs) == 1:
-        columns = [TableColumn("", "left"), TableColumn("", "left")]
-    else:
+    heads = ["", ""]
+    if len(runs) > 1:
         heads = ["", *(run.label for run in runs), "differs"]
-        columns = [TableColumn(head, "left") for head in heads]
         rows = [(*row, "differs" if len(set(row[1:])) > 1 else "") for row in rows]
-    return Chart(name, title, caption, None, Table(title, tuple(columns), tuple(rows)))
+    return Chart(name, title, caption, None, make_table(title, heads, rows, left=heads))
 
 
 def _facts(run: ReportRun) -> dict[str, str]:
@@ -93,11 +89,9 @@ def _text(name: str, value: Any) -> str:
         return ", ".join(map(str, value or ()))
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return _bytes(value) if name.endswith("_nbytes") else str(value)
-
-
-def _bytes(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else readable(int(nbytes))
+    if not name.endswith("_nbytes"):
+        return str(value)
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else readable(int(value))
 
 
 def _interface(facts: Mapping[str, Any]) -> str:
@@ -148,8 +142,8 @@ def _table(name: str, title: str, caption: str, columns: Columns, rows: Sequence
     """Return a table without the columns in which nothing is known."""
     cells = {head: [read(*row) for row in rows] for head, (read, _) in columns.items()}
     shown = [head for head in columns if any(v not in (None, "") for v in cells[head])]
-    heads = tuple(TableColumn(head, columns[head][1]) for head in shown)
-    table = Table(title, heads, tuple(zip(*(cells[head] for head in shown), strict=True)))
+    left = [head for head in shown if columns[head][1] == "left"]
+    table = make_table(title, shown, zip(*(cells[head] for head in shown), strict=True), left)
     return Chart(name, title, caption, None, table)
 
 

@@ -9,11 +9,10 @@ import pandas as pd
 
 from ddpbench.report.chart import Chart, ReportRun, Section
 from ddpbench.report.charts.matrix import MOST_VALUES, build_matrix, draw_matrix
-from ddpbench.report.examination_results import find_examinations, make_section
+from ddpbench.report.sections.examinations import find_examinations, make_section
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the matrices of all launches; None if no run measured links."""
     return make_section("links", "Links", runs, _charts)
 
 

@@ -12,11 +12,10 @@ from ddpbench.analysis.lines import Line
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.sizes import readable
 from ddpbench.records.schema import SEVERITIES, Finding, Run
-from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import counted, list_all
 from ddpbench.render import doctor, header
-from ddpbench.render.column import digits
-from ddpbench.report.chart import Chart, ReportRun, Section, join_findings, side_by_side
+from ddpbench.render.column import digits, title_parts
+from ddpbench.report.chart import Chart, ReportRun, Section, make_table, side_by_side
 
 NAME_WIDTH = 10  # of the facts in the lines of `header`
 MOST_NAMES = 4  # of operations, listed in a sentence
@@ -29,7 +28,6 @@ INCOMPLETE = {
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the summary of each run, its findings, and how it was measured; None without runs."""
     if not runs:
         return None
     several = len(runs) > 1
@@ -54,15 +52,18 @@ def _missing(run: ReportRun) -> list[Finding]:
 
 def _findings(runs: Sequence[ReportRun]) -> list[Finding]:
     """Return the findings of all runs, the worst first; of several runs each names its run."""
-    findings = join_findings(runs, lambda run: (*_missing(run), *run.run.findings))
+    findings = [
+        replace(found, sentence=f"{run.label}: {found.sentence}") if len(runs) > 1 else found
+        for run in runs
+        for found in (*_missing(run), *run.run.findings)
+    ]
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def _facts(run: ReportRun) -> list[Chart]:
     """Return the lines that a terminal shows above the tables."""
     facts = [(line[:NAME_WIDTH].strip(), line[NAME_WIDTH:]) for line in header.header(run.run)[1:]]
-    columns = (TableColumn("", "left"), TableColumn("", "left"))
-    table = Table("How it was measured", columns, tuple(facts))
+    table = make_table("How it was measured", ("", ""), facts, left=("",))
     return [Chart("facts", table.title, "", None, table)] if facts else []
 
 
@@ -165,7 +166,7 @@ def _duration(seconds: float | None) -> str:
 def _fastest(group: Sequence[Line]) -> str:
     """State which backend is the fastest at which sizes: "the fastest backend is mpi at …"."""
     winners: dict[int, set[str]] = {}
-    for _, same in groupby(group, key=lambda line: _same_but_backend(line)):
+    for _, same in groupby(group, key=lambda line: (title_parts(line.case), line.case.nbytes)):
         rivals = list(same)
         best = flags.find_fastest(rivals)
         winners.setdefault(rivals[0].case.nbytes, set()).add(best.case.backend if best else "")
@@ -175,11 +176,6 @@ def _fastest(group: Sequence[Line]) -> str:
     if not parts:
         return "no backend is clearly the fastest"
     return f"the fastest backend is {list_all(parts)}"
-
-
-def _same_but_backend(line: Line) -> object:
-    case = line.case
-    return (case.form, case.in_place, case.dtype, case.reduce_op, case.nbytes, case.ranks_per_host)
 
 
 def _span(name: str, clear: Sequence[str], sizes: Sequence[int]) -> str:
@@ -205,7 +201,7 @@ def _steps(run: Run) -> Iterator[str]:
     timed = [line for line in measured if line.seconds is not None]
     groups = [
         list(group)
-        for _, group in groupby(timed, key=lambda line: replace(line.case, backend="", provider=""))
+        for _, group in groupby(timed, key=lambda line: step_lines.same_but_backend(line.case))
     ]
     for group in groups[:MOST_SENTENCES]:
         name = group[0].case.workload

@@ -11,46 +11,27 @@ import pandas as pd
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Replicas
-from ddpbench.records.table import Table, TableColumn
 from ddpbench.render.step_columns import ms, percent, span
 from ddpbench.render.step_replicas import verdict
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+from ddpbench.report.chart import Chart, ReportRun, Section, make_table, side_by_side
 
 _, DIFFERENT, EQUAL, NOT_FINITE, UNKNOWN = theme.VERDICTS
 ROW = 34  # pixels of a case
 MOST_TENSORS = 6  # that are named
-COLUMNS = (
-    TableColumn("workload", "left"),
-    TableColumn("backend", "left"),
-    TableColumn("launch"),
-    TableColumn("verdict", "left"),
-    TableColumn("verified steps"),
-    TableColumn("equal until step"),
-    TableColumn("first bad step"),
-    TableColumn("ranks", "left"),
-    TableColumn("tensors", "left"),
-    TableColumn("verification ms"),
-    TableColumn("95 %"),
-    TableColumn("% of a step"),
+HEADINGS = (
+    *("workload", "backend", "launch", "verdict", "verified steps", "equal until step"),
+    *("first bad step", "ranks", "tensors", "verification ms", "95 %", "% of a step"),
 )
+LEFT = ("workload", "backend", "verdict", "ranks", "tensors")
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the verdicts of all cases; None if no run verified its replicas."""
     rows = side_by_side(runs, _charts)
     if not rows:
         return None
     lines = dict.fromkeys(line for run in runs for line in _sentences(run))
     return Section("replicas", "Replicas", lines=tuple(lines), rows=rows)
-
-
-def _verified(run: ReportRun) -> Iterator[tuple[StepLine, int, Replicas]]:
-    """Yield each case, the number of its launch from 1, and what was found."""
-    for line in step_lines.lines(run.run):
-        for number, result in enumerate(line.results, 1):
-            if result.replicas is not None:
-                yield line, number, result.replicas
 
 
 def _sentences(run: ReportRun) -> Iterator[str]:
@@ -66,7 +47,12 @@ def _sentences(run: ReportRun) -> Iterator[str]:
 
 def _charts(run: ReportRun) -> Iterator[Chart]:
     """Yield the table of all cases, drawn over the steps if the replicas ever failed."""
-    verified = list(_verified(run))
+    verified = [
+        (line, launch, result.replicas)
+        for line in step_lines.lines(run.run)
+        for launch, result in enumerate(line.results, 1)
+        if result.replicas is not None
+    ]
     if not verified:
         return
     failed = [each for each in verified if each[2].failed and each[2].first_bad is not None]
@@ -75,13 +61,13 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
         caption = f"What was found over the steps of a case, warm-up included. {caption}"
     if any((replicas.equal_until or 0) + 1 < (replicas.first_bad or 0) for *_, replicas in failed):
         caption += " Not known: between the last good verification and the first bad one."
-    rows = tuple(_cells(*each) for each in verified)
+    rows = [_cells(*each) for each in verified]
     yield Chart(
         "replicas",
         "Verified steps",
         caption,
         _draw(verified) if failed else None,
-        Table("replicas", COLUMNS, rows),
+        make_table("replicas", HEADINGS, rows, LEFT),
     )
 
 
@@ -116,7 +102,6 @@ def _draw(verified: Sequence[tuple[StepLine, int, Replicas]]) -> dict[str, Any]:
     shown = [
         name for name in (EQUAL, UNKNOWN, DIFFERENT, NOT_FINITE) if name in set(frame["found"])
     ]
-    fields = ("case", "found", "steps", "ranks", "tensors")
     axis = alt.Axis(format="d", tickMinStep=1)
     chart = (
         theme.choose_backends(alt.Chart(frame), backends)
@@ -126,7 +111,7 @@ def _draw(verified: Sequence[tuple[StepLine, int, Replicas]]) -> dict[str, Any]:
             x2="end:Q",
             y=alt.Y("case:N", title=None, sort=cases, axis=alt.Axis(labelLimit=160)),
             color=theme.named_color("found", theme.VERDICTS, shown),
-            tooltip=[alt.Tooltip(field=field, type="nominal") for field in fields],
+            tooltip=theme.tips("case", "found", "steps", "ranks", "tensors"),
         )
         .properties(height=len(cases) * ROW)
     )

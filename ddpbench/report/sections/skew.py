@@ -12,11 +12,9 @@ import numpy as np
 from ddpbench.analysis.lines import Line
 from ddpbench.analysis.stats import Floats
 from ddpbench.catalog.sizes import readable
-from ddpbench.records.table import Table, TableColumn
 from ddpbench.render.column import title_parts
 from ddpbench.report import theme
-from ddpbench.report.case_titles import titles
-from ddpbench.report.chart import Chart, Choice, ReportRun, Section, arrange
+from ddpbench.report.chart import Chart, Choice, ReportRun, Section, arrange, make_table, titles
 from ddpbench.report.repetitions import Repetitions
 
 MOST_RANKS = 64  # rows of a heat map that can be read
@@ -49,7 +47,6 @@ Value = Callable[[Measured], "Floats | None"]
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return lateness and stay of each rank; None without samples of two ranks or more."""
     groups = {run.label: _groups(run) for run in runs}
     found = next(filter(None, groups.values()), {})
     first = max(found, key=lambda label: _unevenness(found[label]), default="")
@@ -101,12 +98,12 @@ def _measure(line: Line, parts: Sequence[Repetitions]) -> Measured | None:
     ranks = parts[0].ranks.tolist()
     alike = [part for part in parts if part.ranks.tolist() == ranks]
     skewed = {r.launch for r in line.results if r.summary and r.summary.skew_seconds is not None}
-    late = [part.late[0] for part in alike if part.launch in skewed]
+    late = [part.late for part in alike if part.launch in skewed]
     slowest = [np.median(part.seconds[part.numbers >= 0]) for part in alike]
     seconds = float(np.median(slowest))
     if not seconds:
         return None
-    stay = np.median([part.stay[0] for part in alike], axis=0)
+    stay = np.median([part.stay for part in alike], axis=0)
     return Measured(line, tuple(ranks), np.median(late, axis=0) if late else None, stay, seconds)
 
 
@@ -153,7 +150,7 @@ def _choice(label: str, group: Sequence[Measured], values: Floats) -> Choice:
     }
     headings = ["rank", *(f"{readable(nbytes)} µs" for nbytes in sizes)]
     rows = [(int(r), *(row * 1e6).tolist()) for r, row in zip(ranks, values, strict=True)]
-    table = Table(label, tuple(map(TableColumn, headings)), tuple(rows))
+    table = make_table(label, headings, rows)
     return Choice(label, {"cells": cells, "calls": calls}, table)
 
 

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import StepCase
-from ddpbench.records.table import Table, TableColumn
 from ddpbench.render import step_budget, step_tables
 from ddpbench.render.column import common_legend, rows_by_backend
 from ddpbench.render.step_columns import STEP_COLUMNS
-from ddpbench.report.chart import Chart, ReportRun, Section, plain_name, side_by_side
-from ddpbench.report.charts import step_collectives, step_parts
+from ddpbench.report.chart import Chart, ReportRun, Section, plain_name, side_by_side, tabulate
+from ddpbench.report.charts import step_parts
 from ddpbench.report.charts.step_timeline import timeline
 
 NAMES = (
@@ -28,8 +27,14 @@ NAMES = (
 )
 
 
+PARTS = {
+    "budget": step_parts.budget,
+    "buckets": step_parts.buckets,
+    "layers": step_parts.layer_groups,
+}
+
+
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the charts of all measured steps; None if no run measured any."""
     rows = side_by_side(runs, _charts)
     if not rows:
         return None
@@ -57,27 +62,18 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
             title = f"A step of {workload} on {case.backend}{by}"
             if chart := timeline(run, line, f"{name}-{plain_name(case.backend + by)}", title):
                 yield chart
-        if chart := step_parts.budget(group, f"{name}-budget"):
-            yield chart
-        if chart := step_parts.buckets(group, f"{name}-buckets"):
-            yield chart
-        if chart := step_collectives.layer_groups(group, f"{name}-layers"):
-            yield chart
+        for part, draw in PARTS.items():
+            if chart := draw(group, f"{name}-{part}"):
+                yield chart
 
 
 def _steps(group: Sequence[StepLine], name: str) -> Chart:
     """Return the terminal's table of a workload's steps."""
     rows = rows_by_backend(group, NAMES, STEP_COLUMNS)
     legend = [step_tables.LEGEND["step"], step_tables.LEGEND["slowest"]]
-    table = Table(
-        "steps",
-        tuple(
-            TableColumn(STEP_COLUMNS[name].heading, "left" if STEP_COLUMNS[name].left else "right")
-            for name in NAMES
-        ),
-        tuple(tuple(row.values()) for row in rows),
-        (*legend, *common_legend(rows, group, NAMES, step_lines.FLAGS)),
-    )
+    legend += common_legend(rows, group, NAMES, step_lines.FLAGS)
+    columns = [STEP_COLUMNS[name] for name in NAMES]
+    table = tabulate("steps", columns, [list(row.values()) for row in rows], legend)
     return Chart(name, group[0].case.workload, step_tables.title(group[0].case), None, table)
 
 

@@ -9,17 +9,17 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.table import Table
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart, ReportRun, Section
-from ddpbench.report.examination_results import Examined, find_examinations, make_section
+from ddpbench.report.chart import Chart, ReportRun, Section, make_table
+from ddpbench.report.sections.examinations import Examined, find_examinations, make_section
 
 WHEN = {"alone": "alone", "together": "all at once"}
 KEPT = {"queued": "waiting for a core", "throttled": "throttled", "stolen": "stolen"}
 # Of the backends, then of the series.
 SHAPES = ("circle", "square", "triangle-up", "circle", "square", "triangle-up", "diamond", "cross")
 SERIES = (*WHEN.values(), *KEPT.values())
-TIPS = ("rank:N", "host:N", "backend:N", "launch:N", "series:N")
+TIPS = ("rank", "host", "backend", "launch", "series")
 RATIO = 1.4  # of the others' time, from which the doctor calls a rank slow at a load
 HEIGHT = 240
 ALONE = "Alone: while the host's other ranks rest."
@@ -34,7 +34,6 @@ FEW_RANKS = 16  # whose dots have room beside each other
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the speed of the ranks in all launches; None if no run looked for stragglers."""
     return make_section("stragglers", "Stragglers", runs, _charts)
 
 
@@ -58,31 +57,19 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
         )
     waits = pd.DataFrame([dot for one in examined for dot in _waits(one)])
     if not waits.empty:
-        yield _chart(
-            "stragglers-wait",
-            "Wait of each rank",
-            WAIT,
-            waits,
-            "ms",
-            by="backend",
-        )
+        yield _chart("stragglers-wait", "Wait of each rank", WAIT, waits, "ms", by="backend")
     kept = pd.DataFrame([dot for one in examined for dot in _kept(one)])
     kept = kept[kept.groupby("series")["value"].transform("max") > 0] if len(kept) else kept
     if not kept.empty:
-        yield _chart(
-            "stragglers-held-up",
-            "What held up each rank",
-            HELD_UP,
-            kept,
-            "% of the time",
-        )
+        title = "What held up each rank"
+        yield _chart("stragglers-held-up", title, HELD_UP, kept, "% of the time")
 
 
 def _rates(one: Examined, name: str, load: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     ranks = one.examination.figures["ranks"]
     slow = _named(one, "slow-rank")
     for when in WHEN:
-        known = {r: s for r, shown in enumerate(ranks) if (s := _seconds(shown, when, name))}
+        known = {r: s for r, x in enumerate(ranks) if (s := x["seconds"].get(when, {}).get(name))}
         for rank, seconds in known.items():
             others = [value for other, value in known.items() if other not in slow]
             marked = rank in slow and seconds >= RATIO * statistics.median(others or [seconds])
@@ -118,11 +105,6 @@ def _place(one: Examined, rank: int) -> dict[str, Any]:
     return {"rank": rank, "host": host, **where}
 
 
-def _seconds(shown: Mapping[str, Any], when: str, load: str) -> float | None:
-    seconds: float | None = shown["seconds"].get(when, {}).get(load)
-    return seconds
-
-
 def _named(one: Examined, code: str) -> set[int]:
     """Return the ranks that findings of this code name."""
     places = [found.place for found in one.examination.findings if found.code == code]
@@ -143,7 +125,10 @@ def _chart(
 
 def _draw(dots: pd.DataFrame, unit: str, by: str) -> dict[str, Any]:
     backends = list(dots["backend"])
-    every = theme.other_colors(SERIES) if by == "series" else theme.backend_colors(backends)
+    # The colours of SERIES are those of no backend.
+    names = [*theme.BACKENDS, *SERIES]
+    series = alt.Scale(domain=names, range="category")
+    every = series if by == "series" else theme.backend_colors(backends)
     shapes = alt.Scale(domain=every.domain, range=SHAPES)
     shown = list(dict.fromkeys(dots[by]))
     legend = alt.Legend(values=shown) if len(shown) > 1 else None
@@ -156,15 +141,13 @@ def _draw(dots: pd.DataFrame, unit: str, by: str) -> dict[str, Any]:
         y=alt.Y("value:Q", title=unit),
         color=alt.Color(f"{by}:N", title=None, scale=every, legend=legend),
         shape=alt.Shape(f"{by}:N", title=None, scale=shapes, legend=legend),
-        tooltip=[*TIPS, alt.Tooltip("value:N", title=unit)],
+        tooltip=theme.tips(*TIPS, value=unit),
     )
     marked = base.transform_filter("datum.mark")
     rings = marked.mark_point(style="marked", size=240).encode(y="value:Q")
     # Once for the dots of all launches, which lie close together.
     words = marked.mark_text(dx=14, align="left").encode(y="max(value):Q", text="mark:N")
-    layers = [points, *([rings, words] if dots["mark"].any() else [])]
-    spec: dict[str, Any] = alt.layer(*layers, height=HEIGHT).to_dict()
-    return spec
+    return theme.layered([points, *([rings, words] if dots["mark"].any() else [])], HEIGHT)
 
 
 def _tabulate(dots: pd.DataFrame, title: str, unit: str) -> Table:
@@ -177,18 +160,12 @@ def _tabulate(dots: pd.DataFrame, title: str, unit: str) -> Table:
         )
     }
     hosts = dict(zip(dots["rank"], dots["host"], strict=True))
-    return Table(
-        f"{title}, {unit}",
-        (
-            TableColumn("rank"),
-            TableColumn("host", "left"),
-            *(TableColumn(", ".join(filter(None, column))) for column in columns),
-        ),
-        tuple(
-            (rank, host, *(cells.get((rank, *column)) for column in columns))
-            for rank, host in sorted(hosts.items())
-        ),
-    )
+    headings = ["rank", "host", *(", ".join(filter(None, column)) for column in columns)]
+    rows = [
+        (rank, host, *(cells.get((rank, *column)) for column in columns))
+        for rank, host in sorted(hosts.items())
+    ]
+    return make_table(f"{title}, {unit}", headings, rows, left=("host",))
 
 
 def _rounded(value: float) -> float:

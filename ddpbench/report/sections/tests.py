@@ -8,17 +8,16 @@ from dataclasses import replace
 import altair as alt
 import pandas as pd
 
-from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import counted
 from ddpbench.render.labels import format_time, label, side_interval, side_time
 from ddpbench.render.regression import COLUMNS
-from ddpbench.report.chart import Chart, Section
+from ddpbench.report import theme
+from ddpbench.report.chart import Chart, Section, make_table
 from ddpbench.report.charts.changes import (
     Change,
     build_table,
     change_axis,
     draw_changes,
-    format_side,
     row_axis,
 )
 from ddpbench.verdicts.regression import Measured, Row, counts
@@ -59,15 +58,7 @@ def _draw_changes(rows: Sequence[Row], names: Mapping[str, str]) -> Chart:
     """Return the chart of the verdicts, and their table."""
     compared = [replace(row, test=names[row.test]) for row in rows if row.base is not None]
     changes = [
-        Change(
-            row.test,
-            format_side(row.base.case, row.base.side),
-            format_side(row.new.case, row.new.side),
-            row.verdict,
-            row.shift,
-            row.margin,
-            row.why,
-        )
+        Change(row.test, row.new.case, row.base.side, row.new.side, row.shift, row)
         for row in compared
         if row.base is not None and row.shift is not None
     ]
@@ -96,14 +87,13 @@ def _draw_launches(
     kinds = {one.side.statistic for one in sides.values()}
     headings = ("test", "side", "case", "time", "95 %", "launches")
     left = ("test", "side", "case", "launches")
-    columns = tuple(TableColumn(h, "left" if h in left else "right") for h in headings)
     return Chart(
         "tests-launches",
         "Launches of each test",
         f"The {' or '.join(sorted(kinds))} of each launch, relative to the median of the saved "
         "launches, or of the new ones if none are saved. Right is slower.",
         _launch_chart(pd.DataFrame(values), len(sides)).to_dict(),
-        Table("Launches", columns, tuple(rows)),
+        make_table("Launches", headings, rows, left),
     )
 
 
@@ -120,6 +110,6 @@ def _launch_chart(data: pd.DataFrame, tests: int) -> alt.Chart:
         yOffset=alt.YOffset("side:N", sort=["saved", "new"]),
         color=alt.Color("side:N", scale=colors, legend=legend),
         shape=alt.Shape("side:N", scale=shapes, legend=legend),
-        tooltip=["test:N", "side:N", "time:N"],
+        tooltip=theme.tips("test", "side", "time"),
     )
     return drawn

@@ -12,10 +12,10 @@ import pandas as pd
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import Epoch
-from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.table import Table
 from ddpbench.render.column import digits
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
+from ddpbench.report.chart import Chart, ReportRun, Section, make_table, side_by_side
 from ddpbench.report.charts.load import EXTENT, load_charts
 
 DECADE = 10.0  # ratio of the largest loss to the least from which their axis is logarithmic
@@ -28,7 +28,6 @@ Trained = tuple[StepLine, int, tuple[Epoch, ...]]  # a case, its launch from 1, 
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the charts of trainings; None if no run trained to an end."""
     rows = side_by_side(runs, _charts)
     if not rows:
         return None
@@ -150,10 +149,8 @@ def _draw(data: pd.DataFrame, x: alt.X) -> dict[str, Any]:
         strokeDash=alt.StrokeDash("kind:N", scale=dashes, legend=STROKES),
         detail=keys[1:],
         tooltip=[
-            *(alt.Tooltip(key, type="nominal") for key in [*keys, "epoch"]),
-            alt.Tooltip("kind:N", title="loss of"),
-            alt.Tooltip("text:N", title="loss"),
-            alt.Tooltip("replicas:N"),
+            *theme.tips(*keys, "epoch", kind="loss of", text="loss"),
+            *theme.tips("replicas"),
         ],
     )
     layers = [base.mark_line(strokeWidth=1.5)]
@@ -163,8 +160,7 @@ def _draw(data: pd.DataFrame, x: alt.X) -> dict[str, Any]:
         ring = shown.mark_point(style="marked", size=220).encode(x=x, y="loss:Q")
         wrong = f"datum.kind == '{KINDS[1]}' && datum.replicas == '{VERDICTS[False]}'"
         layers.append(ring.transform_filter(wrong))
-    spec: dict[str, Any] = alt.layer(*layers, height=260).to_dict()
-    return spec
+    return theme.layered(layers, 260)
 
 
 def _loss_axis(losses: Sequence[float]) -> alt.Y:
@@ -194,6 +190,4 @@ def _table(chosen: Sequence[Trained]) -> Table:
         for line, launch, epochs in chosen
         for epoch in epochs
     ]
-    left = ("backend", "replicas")
-    columns = tuple(TableColumn(name, "left" if name in left else "right") for name in headings)
-    return Table("losses", columns, tuple(rows))
+    return make_table("losses", headings, rows, left=("backend", "replicas"))

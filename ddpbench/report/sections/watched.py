@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import altair as alt
 import pandas as pd
 
 from ddpbench.records.schema import Finding, Run
-from ddpbench.records.table import Table, TableColumn
-from ddpbench.records.watched import Watched, WatchedCollective, WatchedLink
+from ddpbench.records.table import Table
+from ddpbench.records.watched import COLUMNS, Watched, WatchedCollective, WatchedLink, WatchedRank
 from ddpbench.render.column import scaled
 from ddpbench.report import theme
-from ddpbench.report.chart import Chart, ReportRun, Section, side_by_side
-from ddpbench.report.charts import watch_over_time, watch_ranks
-from ddpbench.report.charts.matrix import build_matrix, draw_matrix
+from ddpbench.report.chart import Chart, ReportRun, Section, make_table, side_by_side
+from ddpbench.report.charts import watch_over_time
+from ddpbench.report.charts.matrix import MOST_VALUES, build_matrix, draw_matrix, write_values
 from ddpbench.report.charts.watch_over_time import milliseconds, part_scale
-from ddpbench.report.charts.watch_ranks import ROOM, layer_rows
-from ddpbench.report.charts.watch_timeline import build_timeline
+from ddpbench.report.charts.watch_timeline import LATE_CODES, build_timeline, find_named
 
 MOST_BARS = 12  # collectives
 SHOWN_SHARE = 0.01  # of the longest wait: shorter ones have no bar
+ROW, LEAST_HEIGHT = 22, 60  # pixels
+PARTS = alt.Legend(title=None, columns=3, values=list(COLUMNS))
+ROOM = 1.5  # length of an axis, in lengths of its longest bar: room for a text
+OWN = COLUMNS[:-1]
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
-    """Return the charts of all watched jobs; None if no run is of a job with steps or calls."""
     made = {run.label: list(_rows(run.run)) for run in runs}
     watched = [run for run in runs if made[run.label]]
     if not watched:
@@ -44,18 +46,15 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
 
 def _rows(run: Run) -> Iterator[tuple[Chart, ...]]:
     for result in run.steps:
-        if result.watched is not None:
-            yield from filter(None, _rows_of(run, result.watched, result.case.backend))
-
-
-def _rows_of(run: Run, watched: Watched, backend: str) -> Iterator[tuple[Chart, ...]]:
-    if len(watched.moments) > 1:
-        timeline = build_timeline(run, watched)
-        for chart in watch_over_time.draw(timeline, backend):
-            yield (chart,)
-    yield (*watch_ranks.draw_ranks(run, watched), *watch_ranks.draw_extra(run, watched))
-    yield tuple(draw_collectives(watched))
-    yield tuple(draw_links(run, watched))
+        if (watched := result.watched) is None:
+            continue
+        if len(watched.moments) > 1:
+            timeline = build_timeline(run, watched)
+            for chart in watch_over_time.draw(timeline, result.case.backend):
+                yield (chart,)
+        ranks = (*draw_ranks(run, watched), *draw_extra(run, watched))
+        collectives, links = tuple(draw_collectives(watched)), tuple(draw_links(run, watched))
+        yield from filter(None, (ranks, collectives, links))
 
 
 def draw_collectives(watched: Watched) -> Iterator[Chart]:
@@ -98,18 +97,18 @@ def _draw_waits(
         x=alt.X(
             "seconds:Q",
             title=f"wait for the last rank per {what}",
-            axis=alt.Axis(labelExpr=theme.SIGNED_TIME_LABELS, tickCount=6),
+            axis=theme.time_axis(),
             scale=alt.Scale(domain=[0, longest * ROOM or 1.0], nice=False),
         ),
         y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=150)),
-        tooltip=[
-            alt.Tooltip("name:N", title="call"),
-            alt.Tooltip("group:N", title="group"),
-            alt.Tooltip("calls:N", title=count),
-            alt.Tooltip("wait:N", title="wait per call"),
-            alt.Tooltip("wire:N", title="transfer"),
-            alt.Tooltip("last:N", title="last"),
-        ],
+        tooltip=theme.tips(
+            name="call",
+            group="group",
+            calls=count,
+            wait="wait per call",
+            wire="transfer",
+            last="last",
+        ),
     )
     color = alt.Color("part:N", scale=part_scale(), legend=None)
     marks = base.transform_calculate(part="'blocked'").mark_bar(size=14).encode(color=color)
@@ -128,12 +127,8 @@ def _tabulate(rows: Sequence[WatchedCollective], count: str) -> Table:
         "wire ms": lambda row: scaled(row.wire_seconds, 1e3),
         "last rank": lambda row: _last(row) or None,
     }
-    left = ("group", "operation", "last rank")
-    return Table(
-        "collectives",
-        tuple(TableColumn(name, "left" if name in left else "right") for name in columns),
-        tuple(tuple(read(row) for read in columns.values()) for row in rows),
-    )
+    cells = [[read(row) for read in columns.values()] for row in rows]
+    return make_table("collectives", columns, cells, left=("group", "operation", "last rank"))
 
 
 def draw_links(run: Run, watched: Watched) -> Iterator[Chart]:
@@ -186,3 +181,155 @@ def _describe(row: WatchedCollective, several_groups: bool) -> str:
 
 def _last(row: WatchedCollective) -> str:
     return "" if row.last_rank is None else f"rank {row.last_rank} ({row.last_share:.0%})"
+
+
+def draw_ranks(run: Run, watched: Watched) -> Iterator[Chart]:
+    """Yield where each rank's step goes, the most own time first."""
+    ranks = _sort(watched)
+    if len(ranks) < 2:
+        return
+    marked, count = find_named(run), sum(watched.hosts.values())
+    shown = f" Shown: {len(ranks)} of {count} ranks." if len(ranks) < count else ""
+    yield Chart(
+        "watch-ranks",
+        "Ranks",
+        "Mean of each part of a step, the rank with the most own time first. The "
+        f"straggler has the most own time and is blocked least.{shown}",
+        _stack_parts(ranks, _name(watched, ranks), marked),
+        make_table(
+            "ranks",
+            ["rank", "host", *(f"{part} ms" for part in ("own", *COLUMNS)), "finding"],
+            [
+                (r.rank, r.host, *_ms((_own(r), *r.mean_seconds)), marked.get(r.rank, ""))
+                for r in ranks
+            ],
+            left=("host", "finding"),
+        ),
+    )
+
+
+def _stack_parts(
+    ranks: Sequence[WatchedRank], names: Mapping[int, str], marked: Mapping[int, str]
+) -> dict[str, Any]:
+    """Return a bar for each rank; names, marked: of a rank, its name and its finding's code."""
+    longest = max(sum(rank.mean_seconds) for rank in ranks)
+    rows = [
+        {
+            "rank": names[rank.rank],
+            "part": part,
+            "seconds": seconds,
+            "order": i,
+            "text": milliseconds(seconds),
+            "own": milliseconds(_own(rank)),
+            "steps": rank.steps,
+        }
+        for rank in ranks
+        for i, (part, seconds) in enumerate(zip(COLUMNS, rank.mean_seconds, strict=True))
+    ]
+    x = alt.X(
+        "seconds:Q",
+        title="time of a step",
+        axis=theme.time_axis(tickCount=5),
+        scale=alt.Scale(domain=[0, longest * (ROOM if marked else 1)], nice=False),
+    )
+    tips = theme.tips(rank="rank", part="part", text="mean", own="own time")
+    tips.append(alt.Tooltip("steps:Q", title="steps"))
+    color = alt.Color("part:N", scale=part_scale(), legend=PARTS)
+    bars = alt.Chart(pd.DataFrame(rows)).mark_bar(size=14)
+    layers = [bars.encode(x=x, y=_rank_axis(names), color=color, order="order:Q", tooltip=tips)]
+    ends = {rank.rank: sum(rank.mean_seconds) for rank in ranks if rank.rank in marked}
+    late = [{"rank": names[r], "seconds": end, "text": marked[r]} for r, end in ends.items()]
+    if late:
+        text = alt.Chart(pd.DataFrame(late)).mark_text(align="left", dx=5, fontWeight=600)
+        layers.append(text.encode(x="seconds:Q", y=_rank_axis(names), text="text:N"))
+    return layer_rows(layers, len(ranks))
+
+
+def draw_extra(run: Run, watched: Watched) -> Iterator[Chart]:
+    """Yield how much longer each phase takes each rank than the median rank: a heat map."""
+    ranks = _sort(watched)
+    extra = {rank.rank: rank.extra_seconds for rank in ranks if rank.extra_seconds}
+    if len(extra) < 2:
+        return
+    marked = {
+        (finding.place.get("rank"), finding.place.get("phase"))
+        for finding in run.findings
+        if finding.code in LATE_CODES
+    }
+    yield Chart(
+        "watch-extra",
+        "Extra time of each rank",
+        "How many ms longer each phase takes than in the other ranks, mean over the steps."
+        + (" Outlined: named by a finding." if marked else ""),
+        _map_extra(extra, _name(watched, ranks), marked),
+        make_table(
+            "extra time of each rank",
+            ["rank", *(f"{part} ms" for part in OWN)],
+            [(rank, *_ms(values)) for rank, values in extra.items()],
+        ),
+    )
+
+
+def _map_extra(
+    extra: Mapping[int, Sequence[float]],
+    names: Mapping[int, str],
+    marked: Collection[tuple[object, object]],
+) -> dict[str, Any]:
+    """Return a row for each rank, a column for each phase; marked: ranks with phases."""
+    most = max(1e-9, *(value for values in extra.values() for value in values))
+    rows = [
+        {
+            "rank": names[rank],
+            "part": part,
+            "seconds": max(value, 0.0),
+            "text": _signed(value),
+            "tip": f"{_signed(value)} ms",
+            "beyond": value > most / 2,
+            "marked": (rank, part) in marked,
+        }
+        for rank, values in extra.items()
+        for part, value in zip(OWN, values, strict=True)
+    ]
+    base = alt.Chart(pd.DataFrame(rows)).encode(
+        x=alt.X("part:N", title=None, sort=list(OWN), axis=alt.Axis(labelAngle=0, orient="top")),
+        y=_rank_axis(names),
+        tooltip=theme.tips(rank="rank", part="part", tip="beyond the others"),
+    )
+    color = alt.Color("seconds:Q", scale=alt.Scale(domain=[0, most]), legend=None)
+    layers = [base.mark_rect().encode(color=color)]
+    if len(names) <= MOST_VALUES:
+        layers += write_values(base, "text")
+    if any(row["marked"] for row in rows):
+        layers.append(base.mark_rect(style="marked").transform_filter("datum.marked"))
+    return layer_rows(layers, len(names))
+
+
+def _rank_axis(names: Mapping[int, str]) -> alt.Y:
+    return alt.Y("rank:N", title=None, sort=list(names.values()), axis=alt.Axis(labelLimit=110))
+
+
+def layer_rows(layers: Sequence[alt.Chart], rows: int) -> dict[str, Any]:
+    """Return layers that have so many rows of bars or cells."""
+    return theme.layered(layers, max(LEAST_HEIGHT, ROW * rows))
+
+
+def _ms(seconds: Iterable[float]) -> list[float]:
+    return [value * 1e3 for value in seconds]
+
+
+def _sort(watched: Watched) -> list[WatchedRank]:
+    return sorted(watched.ranks, key=lambda rank: -_own(rank))
+
+
+def _own(rank: WatchedRank) -> float:
+    return sum(rank.mean_seconds[:-1])
+
+
+def _name(watched: Watched, ranks: Sequence[WatchedRank]) -> dict[int, str]:
+    several = len(watched.hosts) > 1
+    return {r.rank: f"{r.rank} on {r.host}" if several else f"rank {r.rank}" for r in ranks}
+
+
+def _signed(seconds: float) -> str:
+    """Format milliseconds with their sign, to a hundredth or three digits."""
+    return f"{seconds * 1e3:+.{2 if abs(seconds) < 1e-2 else 1}f}"
