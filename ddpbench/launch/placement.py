@@ -64,7 +64,6 @@ _VARIABLES = (
 )
 
 
-RUN_ID = "ddpbench-"  # how the id begins of a job of which ddpbench starts the ranks
 SALLOC_STEP = "4294967290"  # of the shell that salloc opens on the first node (0xfffffffa)
 
 
@@ -110,7 +109,7 @@ def name_launcher(environ: Mapping[str, str] = os.environ) -> str:
     """Return what has started the ranks of a script, whose RANK may be set by anybody."""
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     if run_id is not None:
-        return "ddpbench" if run_id.startswith(RUN_ID) else "torchrun"
+        return "ddpbench" if run_id.startswith("ddpbench-") else "torchrun"
     placement = read_placement({name: environ[name] for name in environ if name != "RANK"})
     return placement.launcher if placement is not None else "no launcher"
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 from ddpbench.launch import rendezvous, siblings, supervise
-from ddpbench.launch.placement import ORDERLY, RUN_ID, forward_signals
+from ddpbench.launch.placement import ORDERLY, forward_signals
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 
@@ -50,7 +50,7 @@ def start_rank(line: Sequence[str], rank: int, nproc: int, port: int) -> subproc
         "MASTER_PORT": str(port),
         # The store listens already, in this process: it outlives any rank.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": f"{RUN_ID}{ADDRESS}-{port}",
+        "TORCHELASTIC_RUN_ID": f"ddpbench-{ADDRESS}-{port}",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }

@@ -33,11 +33,12 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
     if columns is not None:
         return step_tables.blocks(run, columns, quiet, style)
     shown = []
+    whole = all(finding.code != "missing-ranks" for finding in run.findings)
     for line in step_lines.lines(run):
         case = line.case
         title = [case.workload, " ".join(case.settings), format_ranks(case), case.backend]
         parts = "  ".join(filter(None, [*title, case.device]))
-        shown.append(style.block(parts, _parts(line, style)))
+        shown.append(style.block(parts, _parts(line, style, whole)))
         for watched in (result.watched for result in line.results if result.watched):
             shown += filter(None, (table(watched, style) for table in TABLES))
             legend = [*(LEGEND if watched.steps else ()), *[WAIT] * bool(watched.collectives)]
@@ -45,7 +46,7 @@ def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style)
     return shown
 
 
-def _parts(line: StepLine, style: Style) -> str:
+def _parts(line: StepLine, style: Style, whole: bool) -> str:
     """Format where the time of a step goes, in the median rank and in the slowest one."""
     watched = next((result.watched for result in line.results if result.watched), None)
     if watched is None or not watched.steps:
@@ -66,7 +67,7 @@ def _parts(line: StepLine, style: Style) -> str:
     headings = ["part of a step", "ms", "% of step", "slowest ms", "slowest rank", "fastest ms"]
     gain = step / max(step - watched.exposed_seconds, 1e-9)
     text = f"{watched.steps} steps; 95 % interval of a step {format_half_width(line)}"
-    if sum(watched.hosts.values()) == line.case.world_size:  # else they wait for who is missing
+    if whole:  # else the ranks may wait for one that is missing
         text += (
             f"; exposed communication {ms(watched.exposed_seconds, step)} ms per step: without it "
             f"at most ×{gain:.2f} faster"

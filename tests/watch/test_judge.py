@@ -11,7 +11,7 @@ from synthetic_rounds import Fault, Job
 
 from ddpbench.records.schema import Finding
 from ddpbench.watch.judging import changes, periods, samples
-from ddpbench.watch.judging.history import History
+from ddpbench.watch.judging.history import SILENT, History
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.judging.slow_links import find_slow_links
 from ddpbench.watch.judging.summary import summarize
@@ -371,6 +371,20 @@ def test_a_host_that_misses_a_round_is_remembered() -> None:
     assert [
         f.place["host"] for f in judge(history, history.world_size) if f.code == "busy-host"
     ] == ["b"]
+
+
+def test_a_rank_that_ends_without_steps_is_missing() -> None:
+    """Ranks that have ended are listed with their host; the findings rest on those with steps. A
+    rank whose reports end is missing after some rounds."""
+    history = History()
+    rounds = Job(hosts={"a": range(3)}).rounds(1500)
+    for number, round_ in enumerate(rounds):
+        ranks = (0, 1) if number < 5 else (0,)
+        rows = {rank: round_.rows[rank] for rank in ranks}
+        history.add(Round(**vars(round_) | {"rows": rows}))
+        missing = [f.place["ranks"] for f in judge(history, 3) if f.code == "missing-ranks"]
+        if number:  # the first round has no step that is judged
+            assert missing == [[2] if number < 5 + SILENT - 1 else [1, 2]], number
 
 
 # --- summary --------------------------------------------------------------------------------------

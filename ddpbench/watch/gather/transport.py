@@ -198,7 +198,6 @@ class Transport:
         return True
 
     def _serve_clock(self) -> None:
-        """Answer other hosts' questions about this clock from now on."""
         if self._clock_server is None and self._job is not None:
             self._clock_server = ClockServer(self._job.token)
             port = self._clock_server.port

@@ -89,7 +89,7 @@ class History:
         self.job = samples.empty(JOB_COLUMNS)
         self.ranks: dict[int, Samples] = {}
         self.hosts: Mapping[str, Sequence[int]] = {}
-        self._heard: dict[int, int] = {}  # rank → the latest round with its steps
+        self._heard: dict[int, int] = {}  # rank → the latest round with its steps, if there are any
         self.steps = 0  # that all ranks reported, without the warm-up
         self.last_step = -1
         self.spreads: deque[float] = deque(maxlen=RECENT)  # of ranks' own time, if many
@@ -121,6 +121,7 @@ class History:
     def add(self, round_: Round) -> None:
         """Add a round: in rank 0, every few seconds."""
         self._add_hosts(round_.hosts)
+        self._hear(round_)
         skipped = max(self.last_step, WARM_UP - 1) + 1 - round_.first_step
         new = len(round_.least_blocked) - max(skipped, 0)
         if new > 0 and round_.rows:
@@ -135,27 +136,33 @@ class History:
 
     def _add_hosts(self, hosts: Mapping[str, Sequence[int]]) -> None:
         """Keep hosts that did not report this time, unless others now have their ranks."""
-        self._heard |= {rank: self.rounds for ranks in hosts.values() for rank in ranks}
         if silent := self.hosts.keys() - hosts.keys():
             reported = {rank for ranks in hosts.values() for rank in ranks}
             kept = {h: self.hosts[h] for h in silent if reported.isdisjoint(self.hosts[h])}
             hosts = dict(sorted((kept | dict(hosts)).items(), key=lambda host: min(host[1])))
         self.hosts = hosts
 
+    def _hear(self, round_: Round) -> None:
+        """Note whose steps this round has; in a job without steps, who has reported."""
+        if round_.rows and not len(self.job):
+            self._heard.clear()
+        if round_.rows or not len(self.job):
+            everyone = [rank for ranks in round_.hosts.values() for rank in ranks]
+            known = round_.rows if round_.rows and _knows_all(round_) else everyone
+            self._heard |= dict.fromkeys(known, self.rounds)
+
     def _add_steps(self, round_: Round, new: int) -> None:
-        """Add the last `new` steps of a round."""
         known = np.array(sorted(round_.rows))
         rows = np.stack([round_.rows[rank][-new:] for rank in known]).astype(np.float32)
         medians = np.stack([median[-new:] for median in round_.medians.values()])
         number = np.arange(len(round_.least_blocked))[-new:] + round_.first_step
-        # Whether every rank that reported is known: then ranks are compared with ranks.
-        sizes = [len(round_.hosts[host]) for host in round_.medians]
-        complete = max(sizes) <= RANKS and sum(sizes) <= TRACKED
+        complete = _knows_all(round_)  # then ranks are compared with ranks
         self.job.add(number, _job_columns(round_, known, rows, rows if complete else medians))
         excess = _with_own(rows)
         if not complete:
             levels = np.median(own_seconds(medians), axis=1)
-            self.spreads.append(find_spread(levels) * max(1.0, max(sizes) ** 0.5 / 1.2533))
+            most = max(len(round_.hosts[host]) for host in round_.medians)
+            self.spreads.append(find_spread(levels) * max(1.0, most**0.5 / 1.2533))
         excess -= _median_of_others(excess) if complete else _other_hosts(round_, known, new)
         for i in _most_late(excess[:, :, -1]):
             kept = self.ranks.setdefault(int(known[i]), samples.empty(RANK_COLUMNS, np.float32))
@@ -175,7 +182,6 @@ class History:
                 kept.add(number, np.array([step_and_value], dtype=np.float64))
 
     def _forget_ranks(self) -> None:
-        """Keep the ranks that were tracked last."""
         while len(self.ranks) > 2 * TRACKED:
             del self.ranks[min(self.ranks, key=lambda rank: self.ranks[rank].number[-1])]
 
@@ -199,6 +205,11 @@ class History:
         for key, of_kind in kinds.items():
             if key in self.calls or len(self.calls) < KINDS:
                 self.calls.setdefault(key, Calls()).add(of_kind)
+
+
+def _knows_all(round_: Round) -> bool:
+    sizes = [len(round_.hosts[host]) for host in round_.medians]
+    return max(sizes) <= RANKS and sum(sizes) <= TRACKED
 
 
 def _fade(link: Link) -> Link:

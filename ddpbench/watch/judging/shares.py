@@ -45,7 +45,6 @@ def _judge_input(history: History) -> Iterator[Finding]:
 
 
 def _judge_communication(history: History) -> Iterator[Finding]:
-    """Report communication that nothing hides, and the most that hiding it could gain."""
     job = history.job.values[-RECENT:]
     exposed, step = (float(np.median(job[:, i])) for i in (columns.EXPOSED, columns.SECONDS))
     # A wait for a message is no transfer: what comes before it may take that long.
@@ -80,7 +79,6 @@ def _judge_pauses(history: History) -> Iterator[Finding]:
 
 
 def _judge_compilation(history: History) -> Iterator[Finding]:
-    """Report that torch.compile still compiles, long after the start."""
     compiles = [
         sum(facts.get("compiles", 0.0) for facts in hosts.values()) for hosts in _rounds(history)
     ]
@@ -129,7 +127,6 @@ def _after_start(history: History, rounds: Iterable[T]) -> list[T]:
 
 
 def _rounds(history: History) -> list[Mapping[str, Mapping[str, float]]]:
-    """Return the facts of hosts in recent rounds."""
     return _after_start(history, history.host_facts)
 
 

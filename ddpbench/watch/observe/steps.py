@@ -98,7 +98,6 @@ class StepBuilder:
                 return
 
     def _count(self, phase: int, ns: int, clock_ns: int) -> None:
-        """Count the time since the previous mark."""
         if clock_ns > self._clock_ns:  # events of several streams may cross
             self._sums[phase] += clock_ns - self._clock_ns
             self._clock_ns = clock_ns
