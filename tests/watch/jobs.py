@@ -442,20 +442,18 @@ def _tee(rank: int) -> None:
     train(DDP(net()), batches(rank))
 
 
-@kind("group destroyed and made again")
-def _again(rank: int) -> None:
-    for _ in range(2):
+def _meet(rank: int, times: int) -> None:
+    """Train in one group after another. At one port, a rank may still find the store before."""
+    for number in range(times):
+        place = f"file://{Path.cwd()}/meeting-{number}"
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
         train(DDP(net()), batches(rank))
         dist.barrier()
         dist.destroy_process_group()
-        dist.init_process_group("gloo")
 
 
-@kind("init_method file://", init=False)
-def _file(rank: int) -> None:
-    place = f"file://{Path('meeting').absolute()}"
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
-    train(DDP(net()), batches(rank))
+kind("init_method file://", init=False)(lambda rank: _meet(rank, 1))
+kind("group destroyed and made again", init=False)(lambda rank: _meet(rank, 2))
 
 
 # --- in the parent
