@@ -1,6 +1,6 @@
 """Run many kinds of jobs bare and watched, and compare them bit for bit.
 
-    python tests/watch/jobs.py                                 # all, about ten minutes
+    python tests/watch/jobs.py                                 # all, about fifteen minutes
     python tests/watch/jobs.py --only "plain DDP" "sys.exit(3)"
 
 Each kind runs in ranks that are started by hand, once as `python jobs.py` and once as
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
+from ddpbench.launch.placement import free_port
+
+ROOT = Path(__file__).parents[2]
 DDP = DistributedDataParallel
-STEPS, DEADLINE_SECONDS = 20, 120.0
+STEPS, DEADLINE_SECONDS = 20, 120
 WATCH = ["-m", "ddpbench.watch", "--timeout", "100"]
 Play = Callable[[int], object]
 KINDS: dict[str, tuple[Play, int, bool]] = {}  # play, ranks, whether the group is made before
@@ -49,10 +53,12 @@ def kind(name: str, ranks: int = 2, init: bool = True) -> Callable[[Play], Play]
     return add
 
 
-def net(*between: nn.Module) -> nn.Module:
+def net(*between: nn.Module, frozen: bool = False) -> nn.Module:
     """The same model in every rank."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), *between, nn.ReLU(), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(6, 8), *between, nn.ReLU(), nn.Linear(8, 4))
+    model[0].requires_grad_(not frozen)
+    return model
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -83,11 +89,6 @@ def train(
         optimizer.step()
         show(loss)
         after(step)
-
-
-@kind("plain DDP")
-def _plain(rank: int) -> None:
-    train(DDP(net()), batches(rank, 1000))  # over more than one report of the watch
 
 
 @kind("gradient accumulation, no_sync")
@@ -134,13 +135,6 @@ def _lbfgs(rank: int) -> None:
         show(optimizer.step(closure))
 
 
-@kind("frozen layers")
-def _frozen(rank: int) -> None:
-    model = net()
-    model[0].requires_grad_(False)
-    train(DDP(model), batches(rank))
-
-
 class Experts(nn.Module):
     """Uses another layer in each rank, or one layer for two purposes."""
 
@@ -157,14 +151,15 @@ class Experts(nn.Module):
         return self.layers[dist.get_rank()](batch)
 
 
-@kind("unused parameters")
-def _unused(rank: int) -> None:
-    train(DDP(Experts(False), find_unused_parameters=True), batches(rank))
-
-
-@kind("tied weights")
-def _tied(rank: int) -> None:
-    train(DDP(Experts(True)), batches(rank))
+kind("plain DDP")(lambda rank: train(DDP(net()), batches(rank, 1000)))  # for some reports
+kind("frozen layers")(lambda rank: train(DDP(net(frozen=True)), batches(rank)))
+kind("tied weights")(lambda rank: train(DDP(Experts(True)), batches(rank)))
+kind("unused parameters")(
+    lambda rank: train(DDP(Experts(False), find_unused_parameters=True), batches(rank))
+)
+kind("torch.compile")(lambda rank: train(torch.compile(DDP(net()), backend="eager"), batches(rank)))
+kind("no training at all", init=False)(lambda rank: print("hello"))
+kind("reading stdin")(lambda rank: print(sys.stdin.read()))
 
 
 @kind("sparse embedding")
@@ -173,11 +168,6 @@ def _sparse(rank: int) -> None:
     model = DDP(nn.EmbeddingBag(20, 4, sparse=True, mode="sum"))
     data = (batch.abs().mul(6).long().clamp(max=19) for batch in batches(rank))
     train(model, data, torch.optim.SparseAdam(list(model.parameters())))
-
-
-@kind("torch.compile")
-def _compile(rank: int) -> None:
-    train(torch.compile(DDP(net()), backend="eager"), batches(rank))
 
 
 @kind("autocast bf16 with a scaler")
@@ -209,16 +199,11 @@ kind("DataLoader with workers")(lambda rank: _load(2))
 class Stream(IterableDataset[Tensor]):
     """Batches without a length."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
     def __iter__(self) -> Iterator[Tensor]:
-        return batches(self.rank)
+        return batches(dist.get_rank())
 
 
-@kind("IterableDataset")
-def _stream(rank: int) -> None:
-    train(DDP(net()), DataLoader(Stream(rank), batch_size=None))
+kind("IterableDataset")(lambda _: train(DDP(net()), DataLoader(Stream(), batch_size=None)))
 
 
 @kind("checkpoint of rank 0 with a barrier")
@@ -348,10 +333,9 @@ def _local(rank: int) -> None:
     model = net()
 
     def average(step: int) -> None:
-        if step % 4 == 3:
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.data)
-                parameter.data /= 2
+        for parameter in model.parameters() if step % 4 == 3 else ():
+            dist.all_reduce(parameter.data)
+            parameter.data /= 2
 
     train(model, batches(rank), after=average)
 
@@ -360,14 +344,13 @@ def _local(rank: int) -> None:
 def _by_hand(rank: int) -> None:
     model = net()
     optimizer = sgd(model)
-    for batch in batches(rank):
-        optimizer.zero_grad()
-        loss = model(batch).square().mean()
-        loss.backward()
+
+    def average(*_: object) -> None:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad, async_op=True).wait()
-        optimizer.step()
-        show(loss)
+
+    optimizer.register_step_pre_hook(average)
+    train(model, batches(rank), optimizer)
 
 
 @kind("communication hook")
@@ -459,30 +442,18 @@ def _tee(rank: int) -> None:
     train(DDP(net()), batches(rank))
 
 
-@kind("group destroyed and made again")
-def _again(rank: int) -> None:
-    for _ in range(2):
+def _meet(rank: int, times: int) -> None:
+    """Train in one group after another. At one port, a rank may still find the store before."""
+    for number in range(times):
+        place = f"file://{Path.cwd()}/meeting-{number}"
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
         train(DDP(net()), batches(rank))
         dist.barrier()
         dist.destroy_process_group()
-        dist.init_process_group("gloo")
 
 
-@kind("no training at all", init=False)
-def _nothing(rank: int) -> None:
-    print("hello")
-
-
-@kind("init_method file://", init=False)
-def _file(rank: int) -> None:
-    place = f"file://{Path('meeting').absolute()}"
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
-    train(DDP(net()), batches(rank))
-
-
-@kind("reading stdin")
-def _stdin(rank: int) -> None:
-    print(sys.stdin.read())
+kind("init_method file://", init=False)(lambda rank: _meet(rank, 1))
+kind("group destroyed and made again", init=False)(lambda rank: _meet(rank, 2))
 
 
 # --- in the parent
@@ -490,46 +461,30 @@ def _stdin(rank: int) -> None:
 
 def run_ranks(name: str, ranks: int, folder: Path, words: list[str]) -> dict[str, Any]:
     """Run a job; return each rank's exit code, stdout and stderr, and the files written."""
-    from ddpbench.launch.placement import free_port
-
     folder.mkdir()
     environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environ |= {"PYTHONPATH": str(Path(__file__).parents[2]), "WORLD_SIZE": str(ranks)}
-    environ |= {"OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, *words, __file__, "--rank-of", name],
+    environ |= {"PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words, __file__, "--rank-of", name]
+
+    def run(rank: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["timeout", "-s", "KILL", str(DEADLINE_SECONDS), *command],
             cwd=folder,
             env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            input=f"for rank {rank}",
+            capture_output=True,
             text=True,
+            check=False,
         )
-        for rank in range(ranks)
-    ]
-    threads, texts = [], dict[int, tuple[str, str]]()
-    for rank, process in enumerate(started):
 
-        def read(rank: int = rank, process: Any = process) -> None:
-            texts[rank] = process.communicate(f"for rank {rank}", DEADLINE_SECONDS)
-
-        threads.append(threading.Thread(target=read))
-        threads[-1].start()
-    for thread in threads:
-        thread.join()
-    files = {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and "results" not in path.parts
-    }
-    for process in started:
-        process.kill()
+    with ThreadPoolExecutor(ranks) as pool:
+        done = list(pool.map(run, range(ranks)))
+    paths = [path for path in sorted(folder.rglob("*")) if "results" not in path.parts]
     return {
-        "exit codes": [process.wait() for process in started],
-        "stdout": [texts.get(rank, ("", ""))[0] for rank in range(ranks)],
-        "files": files,
-        "stderr": [texts.get(rank, ("", ""))[1] for rank in range(ranks)],
+        "exit codes": [each.returncode for each in done],
+        "stdout": [each.stdout for each in done],
+        "files": {path.name: path.read_bytes() for path in paths if path.is_file()},
+        "stderr": [each.stderr for each in done],
     }
 
 
