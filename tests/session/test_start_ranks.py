@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from stored_runs import a_result, a_run
 
 from ddpbench import cli, collectives
 from ddpbench.catalog import backends
+from ddpbench.commands import collectives as collectives_command
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.nested_runs import command_line
 from ddpbench.records import store
@@ -74,7 +76,8 @@ def test_a_number_of_ranks_that_the_launcher_contradicts_is_refused(
     """-n under a launcher is its number of ranks, or one sentence and exit code 2."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(collectives, "run", lambda options, placement: 0)
+    run = partial(start_ranks.run_or_start, collectives.Options, lambda options, placement: 0)
+    monkeypatch.setattr(collectives_command, "run", run)
     assert cli.main(["collectives", "-n", count, "--backend", "gloo", "--device", "cpu"]) == code
     frozen.text(capsys.readouterr().err)
 
@@ -139,6 +142,7 @@ def test_a_rank_that_alone_sees_no_gpu_is_named(frozen: Frozen) -> None:
 REFUSED_BACKEND = """
 from dataclasses import replace
 from ddpbench.catalog import backends
+from ddpbench.commands import collectives as collectives_command
 backends.BACKENDS["gloo2"] = replace(backends.BACKENDS["gloo"], name="gloo2", size=lambda: 3)
 """
 

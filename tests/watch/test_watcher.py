@@ -136,8 +136,6 @@ def test_load_loss_and_recorded_values_are_stored(results: list[dict[str, Any]])
     losses = [moment.loss for moment in watched.moments if moment.loss is not None]
     computed = np.array([one["straggler"]["losses"] for one in results])
     assert losses
-    if len(losses) == 1:  # in later rounds, which a busy host has, ranks may keep different steps
-        assert np.isclose(computed.mean(axis=0), losses[0], rtol=1e-4).any()
     lowest, highest = computed.min() * (1 - 1e-4), computed.max() * (1 + 1e-4)  # stored rounded
     assert all(lowest <= loss <= highest for loss in losses), (losses, lowest, highest)
     values = [moment.values for moment in watched.moments if moment.values]
