@@ -142,7 +142,6 @@ def test_a_rank_that_alone_sees_no_gpu_is_named(frozen: Frozen) -> None:
 REFUSED_BACKEND = """
 from dataclasses import replace
 from ddpbench.catalog import backends
-from ddpbench.commands import collectives as collectives_command
 backends.BACKENDS["gloo2"] = replace(backends.BACKENDS["gloo"], name="gloo2", size=lambda: 3)
 """
 
