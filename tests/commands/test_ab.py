@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -18,7 +17,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from command_lines import ONE_SENTENCE, ROOT, assert_refused, clean_environment, run_command
+from command_lines import (
+    ONE_SENTENCE,
+    ROOT,
+    assert_refused,
+    run_command,
+    run_ddpbench,
+)
 from frozen import Frozen
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
@@ -232,19 +237,16 @@ ONE = (
     ids=("killed", "raised", "not started"),
 )
 def test_a_side_that_fails_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    words: tuple[str, ...], side: str, token: str,
-) -> None:  # fmt: skip
+    tmp_path: Path, words: tuple[str, ...], side: str, token: str
+) -> None:
     """Real ranks, of which one is killed or raises on one side, or a side that does not even start:
     its own sentence, the side, its command, and exit code 5. A rank that ddpbench ends because
     another one has failed does not count as interrupted."""
     (tmp_path / "faulty_side.py").write_text(FAULTY)
-    monkeypatch.chdir(tmp_path)
-    for name, value in clean_environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
-    assert called("ab", *words, "--output", "out", "--", *ONE) == 5
-    *_, sentence, _ = capsys.readouterr().err.splitlines()
+    # Not in this process, whose torch.distributed the module would change for other tests.
+    done = run_ddpbench(tmp_path, "ab", *words, "--output", "out", "--", *ONE)
+    assert done.returncode == 5
+    *_, sentence, _ = done.stderr.splitlines()
     assert side in sentence
     assert token in sentence
     variables = r"((KILLED|RAISED)=\w+ |PYTHONHOME=\S+ )?"
@@ -358,43 +360,36 @@ dist.all_reduce = all_reduce
 """
 
 
-def test_a_slowdown_in_the_environment_of_one_side_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slowdown_in_the_environment_of_one_side_is_found(tmp_path: Path) -> None:
     """Real ranks, forked launch by launch: the variable that makes each call sleep 5 ms makes b
     SLOWER, in pairs, and is named as the difference; nothing is left running. The launches of a
     block alternate, and never measure both at a time."""
     (tmp_path / "slowed.py").write_text(SLOWED)
-    monkeypatch.chdir(tmp_path)
-    for name, value in clean_environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
-    code = called(
+    done = run_ddpbench(
+        tmp_path,
         "ab", "--a", "", "--b", "SLOWED=1", "--budget", "1", "--format", "json", "--output", "out",
         "collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.2",
         "--limit", "100", "--import", "slowed", "-n", "2",
     )  # fmt: skip
-    said, err = capsys.readouterr()
-    assert code == 1, err
-    (row,) = json.loads(said)["rows"]
+    assert done.returncode == 1, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
     assert row["verdict"] == "SLOWER"
     assert row["change"] > 1
     for name in ("a", "b"):
-        run = store.read(Path("out") / name)
+        run = store.read(tmp_path / "out" / name)
         assert run.state == "complete"
         assert [launch.index for launch in run.launches] == list(range(6))
         assert {launch.launcher for launch in run.launches} == {"fork"}
         pids = {rank["pid"] for launch in run.launches for rank in launch.ranks}
         assert len(pids) == 12
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    stamps = pd.concat([
-        store.read_samples(Path("out") / name).assign(side=name) for name in ("a", "b")
-    ])  # fmt: skip
+    sides = {name: store.read_samples(tmp_path / "out" / name) for name in ("a", "b")}
+    stamps = pd.concat([samples.assign(side=name) for name, samples in sides.items()])
     for _, block in stamps[stamps["rank"] == 0].groupby("launch"):
         block = block.sort_values("entry_ns")
         assert (block["entry_ns"].to_numpy()[1:] >= block["exit_ns"].to_numpy()[:-1]).all()
         assert (block["side"].to_numpy()[1:] != block["side"].to_numpy()[:-1]).sum() > 2
-    assert not list(Path("out").glob("*.turn"))
+    assert not list((tmp_path / "out").glob("*.turn"))
 
 
 def test_the_packages_to_look_for_are_those_that_ddpbench_requires() -> None:
