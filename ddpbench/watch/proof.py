@@ -149,7 +149,10 @@ class Proof:
                     f"{one.name.split()[0]} was not compared at step {number}: some of ranks "
                     f"{spans(one.ranks)} did not reach it with such a model when the others did"
                 )
-                step = "print len(loader) and the model in every rank: all must take the same steps"
+                step = (
+                    "once, on a busy host, is harmless; otherwise all ranks must take the same "
+                    "steps: print len(loader) and the model in every rank"
+                )
                 place = {"step": number}
                 self._add(one.ranks, Finding("warning", NOT_COMPARED, sentence, step, place))
 
