@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.ma  # np.median imports it when first called, which would be in a watched step
@@ -45,6 +46,7 @@ from ddpbench.watch.window import (
     Round,
     Rows,
     Values,
+    join_long_steps,
     pack_rows,
     unpack_rows,
 )
@@ -114,6 +116,8 @@ def join_ranks(
         load=join_loads([window.load for window in windows if window.load is not None]),
         values=_join_values([window.values for window in windows]),
         findings={window.rank: window.findings for window in windows if window.findings},
+        long_steps=join_long_steps(chain(*(window.long_steps for window in windows))),
+        lines=_join_lines(windows, shown or numbers[:RANKS]),
         last=all(window.last for window in windows),
     )
 
@@ -150,6 +154,9 @@ def join_hosts(hosts: Sequence[HostWindow]) -> Round | None:
         links=_name_links(hosts, names),
         load=join_loads([host.load for host in hosts if host.load is not None]),
         values=_join_values([host.values for host in hosts]),
+        long_steps=join_long_steps(chain(*(host.long_steps for host in hosts))),
+        lines={rank: lines for host in hosts for rank, lines in host.lines.items() if rank >= 0}
+        | {-1: _find_means([host.lines.get(-1, {}) for host in hosts])},
     )
 
 
@@ -380,6 +387,19 @@ def _join_facts(windows: Sequence[RankWindow], shown: Iterable[int]) -> dict[int
             values.setdefault(name, []).append(value)
     host = {name: float(np.median(each)) for name, each in values.items()}
     return {-1: host} | {w.rank: w.facts for w in windows if w.rank in shown and w.facts}
+
+
+def _join_lines(windows: Sequence[RankWindow], shown: Iterable[int]) -> dict[int, dict[str, float]]:
+    """The lines of these ranks and, under -1, the means over all ranks."""
+    return {window.rank: window.lines for window in windows if window.rank in shown} | {
+        -1: _find_means([window.lines for window in windows])
+    }
+
+
+def _find_means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each value; a part without it counts as 0."""
+    names = {name for part in parts for name in part}
+    return {name: sum(part.get(name, 0.0) for part in parts) / len(parts) for name in names}
 
 
 def _join_links(windows: Sequence[RankWindow], host: str) -> list[Link]:

@@ -18,7 +18,7 @@ from ddpbench.watch.judging import (
     stragglers,
 )
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.window import HOST_CALLS, STEPS
+from ddpbench.watch.window import HOST_CALLS, STEPS, WARM_UP
 
 FEWEST = stragglers.FEWEST  # steps that any verdict on steps needs
 SAMPLED = 0.5  # of the steps, and of those that reports have room for
@@ -39,7 +39,11 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
         waiting = history.find_ranks("unseen_messages")
         late = stragglers.find_late(history, step_seconds)
         late = [one for one in late if one.rank not in waiting]
-        findings.extend(sentences.describe_late(history, late, step_seconds))
+        pauses = list(sentences.describe_pauses(history, missing))
+        pausing = {finding.place.get("rank") for finding in pauses}
+        findings.extend(pauses)
+        late = [one for one in late if one.every == 1 or one.rank not in pausing]
+        findings.extend(sentences.describe_late(history, late))
         if not missing:
             since = [one.since for one in late if one.since is not None]
             findings.extend(speed.judge_speed(history, since))
@@ -70,7 +74,7 @@ def describe_basis(history: History, world_size: int, missing: list[int]) -> Ite
             "compare the ranks' devices: python -m ddpbench doctor --only stragglers",
             {"ranks": waiting},
         )
-    passed = history.last_step + 1 - columns.WARM_UP
+    passed = history.last_step + 1 - WARM_UP
     if passed >= FEWEST and history.steps < SAMPLED * min(passed, STEPS * history.rounds):
         yield Finding(
             "note",

@@ -7,7 +7,7 @@ they wait for it. A rank that only waits has more blocked time, and no more time
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +31,7 @@ FAR = 6.0  # spreads of usual steps, by which single late steps are longer
 MOST_SHARE = 0.6  # of steps that are late: with more, the others are the exception
 TRACKED_SHARE = 0.8  # of the latest steps
 PERIODIC_COST, IRREGULAR_COST = 0.008, 0.05  # of a step, the average over all steps
+GROWTH = 1.5  # times as late, or as little, as at first
 ALLOWED = 0.75 * PERIODIC_COST  # with noise
 
 
@@ -83,7 +84,8 @@ class Late:
     phases: name → how much longer a late step takes in it, the largest first; seconds: their sum;
     since, until: numbers of its first late step, None from the start, and of its last one, None if
     it is still late; every: a step in so many is late, 0 without a period; share: of its steps that
-    are late; first: number of a late step; step_seconds: of the job.
+    are late; first: number of a late step; step_seconds: of the job; grew_from: seconds at
+    first, if the lateness has only grown, or only shrunk, ever since.
     """
 
     rank: int
@@ -96,6 +98,7 @@ class Late:
     share: float = 1.0
     first: int = 0
     step_seconds: float = 0.0
+    grew_from: float | None = None
 
     @property
     def cost(self) -> float:
@@ -146,11 +149,22 @@ def _judge_rank(rank: Part) -> Iterator[Late]:
     ended = [(len(parts[i]), i, late) for i, late in enumerate(found) if late and late.every]
     if (now := found[-1]) is not None:
         start = next(i for i in range(len(found)) if None not in found[i:])
-        yield replace(now, since=int(parts[start].number[0]) if start else None)
+        since = int(parts[start].number[0]) if start else None
+        yield replace(now, since=since, grew_from=_find_growth(found[start:]))
     elif ended:
         _, i, longest = max(ended, key=lambda one: one[0])
         since = int(parts[i].number[0]) if i else None
         yield replace(longest, since=since, until=int(parts[i].number[-1]))
+
+
+def _find_growth(levels: Sequence[Late | None]) -> float | None:
+    """Return the first of these levels, if they lead to the last one in steps of one direction."""
+    seconds = [late.seconds for late in levels if late and late.every == 1]
+    steps = np.diff(seconds)
+    if len(steps) < 2 or not (np.all(steps > 0) or np.all(steps < 0)):
+        return None
+    ratio = seconds[-1] / seconds[0]
+    return seconds[0] if max(ratio, 1 / ratio) >= GROWTH else None
 
 
 def _divide(rank: Part) -> list[Part]:

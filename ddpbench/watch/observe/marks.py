@@ -32,7 +32,7 @@ class Marks:
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
-        self.step = -1
+        self.step, self.stepped_ns = -1, 0  # the latest STEP, and when it was
         self._ready: deque[Mark] = deque(maxlen=limit)
         self._append = self._ready.append  # found faster
         self._device: torch.device | None = None
@@ -53,6 +53,7 @@ class Marks:
     def add_step(self) -> int:
         """Mark the end of a step, and return its number."""
         self.step += 1
+        self.stepped_ns = time.perf_counter_ns()
         self.add(STEP)
         if self._device is not None:
             self.resolve()

@@ -36,6 +36,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter as Batches
 
 from ddpbench.watch.observe import calls, roots
@@ -109,6 +110,7 @@ class Observer:
         self._restore = [
             calls.replace(torch.autograd, "backward", self._wrap_backward),
             calls.replace(Batches, "__next__", partial(self._mark_calls, INPUT)),
+            calls.replace(DataLoader, "__iter__", partial(self._mark_calls, INPUT)),
             calls.replace(averaging, "average_parameters_or_parameter_groups", self._wrap_average),
             *(
                 calls.replace(owner, name, partial(self._mark_calls, BLOCKED))
@@ -121,6 +123,11 @@ class Observer:
             ),
         ]
         _observers.add(self)
+
+    @property
+    def thread(self) -> int | None:
+        """Return the thread of the training; None before its first mark."""
+        return self._thread
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -3,7 +3,7 @@
 A step lies between the ends of two successive steps of the anchor optimizer. All of it is counted,
 each moment once, so that a row's sum is the step:
 
-input      in a DataLoader's next().
+input      in a DataLoader's iter() and next().
 forward    in a root module while gradients are enabled, and the gap before backward, in which the
            loss is computed. So where no root module could be found, forward is all between what
            came before it (input, the step's begin, another backward) and backward.
