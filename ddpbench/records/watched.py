@@ -122,6 +122,15 @@ class WatchedBalance:
     longer_seconds: float  # that the long steps took longer than usual
     after_seconds: float  # since the last step
 
+    def parts(self) -> dict[str, float]:
+        """Return the parts by name, in seconds."""
+        return {
+            "before the first step": self.before_seconds,
+            f"{self.steps} steps, as usual": self.usual_seconds,
+            f"{self.long_steps} long steps, beyond that": self.longer_seconds,
+            "after the last step": self.after_seconds,
+        }
+
     @property
     def stepping_seconds(self) -> float:
         """From the end of the first step to that of the last."""

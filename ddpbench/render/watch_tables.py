@@ -83,13 +83,7 @@ def _balance(watched: Watched, style: Style) -> str:
     balance = watched.balance
     if balance is None:
         return ""
-    parts = {
-        "before the first step": balance.before_seconds,
-        f"{balance.steps} steps, as usual": balance.usual_seconds,
-        f"{balance.long_steps} long steps, beyond that": balance.longer_seconds,
-        "after the last step": balance.after_seconds,
-        "= wall time": balance.wall_seconds,
-    }
+    parts = balance.parts() | {"= wall time": balance.wall_seconds}
     cells = [
         [name, f"{seconds:.3f}", percent(seconds / balance.wall_seconds)]
         for name, seconds in parts.items()
