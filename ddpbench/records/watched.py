@@ -102,6 +102,7 @@ class WatchedPause:
     count: int
     every: int  # steps from one to the next; 0: that varies
     first_step: int
+    first_ended: float  # in seconds since 1970
     last_step: int
     seconds: float  # longer than a usual step, median
     longest_seconds: float

@@ -34,14 +34,14 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
     links = slow_links.find_slow_links(history.links.values(), history.hosts, history.link_seconds)
     findings = [*describe_basis(history, world_size, missing)]
     findings += [slow_links.describe_slow_link(link) for link in links]
+    pauses = list(sentences.describe_pauses(history, missing))
+    findings += pauses
     if len(history.job) >= FEWEST:
         step_seconds = float(np.median(history.job.values[-stragglers.RECENT :, columns.SECONDS]))
         waiting = history.find_ranks("unseen_messages")
         late = stragglers.find_late(history, step_seconds)
         late = [one for one in late if one.rank not in waiting]
-        pauses = list(sentences.describe_pauses(history, missing))
         pausing = {finding.place.get("rank") for finding in pauses}
-        findings.extend(pauses)
         late = [one for one in late if one.every == 1 or one.rank not in pausing]
         findings.extend(sentences.describe_late(history, late))
         if not missing:

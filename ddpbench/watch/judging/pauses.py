@@ -21,6 +21,7 @@ KINDS = 64  # of pauses
 NEWEST = 1024  # pauses of a kind, whose steps and sizes are kept
 LINES = 16  # of a kind
 OF_ALL = 0.5  # of the additional time of one rank, that all ranks have as well
+ABOUT = 2.0  # times as long
 PERIODIC = 0.75  # of the pauses that follow another one by exactly the period
 LONGEST_PERIOD = 1000  # steps
 NEIGHBOURS = 3  # pauses before one that may be the one a period ago
@@ -38,6 +39,7 @@ class Pauses:
     rank: int
     phase: int
     first_step: int
+    first_ns: int
     count: float = 0.0
     seconds: float = 0.0
     longest_seconds: float = 0.0
@@ -56,6 +58,14 @@ class Pauses:
         _add_lines(self.lines, step.lines)
         if self.rank != ALL and step.waited >= seconds / 2 and step.waits_at:
             _add_lines(self.waits, {step.waits_at: step.waited})
+
+    def resembles(self, step: LongStep, seconds: float) -> bool:
+        """Whether a pause shares a line with these; where lines are unknown, whether it is about
+        as long."""
+        if self.lines and step.lines:
+            return bool(self.lines.keys() & step.lines)
+        usual = self.seconds / self.count
+        return usual / ABOUT <= seconds <= usual * ABOUT
 
     @property
     def line(self) -> str:
@@ -77,6 +87,7 @@ class Pauses:
             count=round(self.count),
             every=self.find_period(),
             first_step=self.first_step,
+            first_ended=self.first_ns * 1e-9,
             last_step=self.last_step,
             seconds=float(np.median([seconds for _, seconds in self.recent])),
             longest_seconds=self.longest_seconds,
@@ -143,10 +154,10 @@ class PauseHistory:
         elif step.ranks > 1 and step.shared >= OF_ALL * seconds:
             rank = ALL
         alike = [kind for kind in self.kinds if (kind.rank, kind.phase) == (rank, phase)]
-        same = (k for k in alike if not k.lines or not step.lines or k.lines.keys() & step.lines)
+        same = [kind for kind in alike if kind.resembles(step, seconds)]
         kind = max(same, key=lambda kind: kind.count, default=None)
         if kind is None:
-            kind = Pauses(rank, phase, step.number)
+            kind = Pauses(rank, phase, step.number, step.ended_ns)
             self.kinds.append(kind)
             if len(self.kinds) > KINDS:
                 self.kinds.remove(min(self.kinds[:-1], key=lambda kind: kind.seconds))

@@ -246,7 +246,7 @@ def _is_clear(history: History, pause: WatchedPause) -> bool:
 
 def _describe_pause(history: History, pause: WatchedPause, severity: str, share: float) -> Finding:
     first, every = pause.first_step, pause.every
-    when = speed.clock_time(history, first)
+    when = speed.format_time(pause.first_ended)
     if every:
         often = f"in one of {every} steps ({first}, {first + every}, …)"
         often += f" since step {first} ({when})" if first > LATE_PERIODS * every else ""
@@ -275,11 +275,15 @@ def _describe_pause(history: History, pause: WatchedPause, severity: str, share:
     return Finding(
         severity,
         "pauses",
-        f"{who} for {pause.seconds * 1e3:.4g} ms {often}{where}{waits}: "
+        f"{who} for {_format_pause(pause.seconds)} {often}{where}{waits}: "
         f"{describe_cost(pause.mean_seconds, history.mean_seconds)}",
         PAUSE_STEPS.get(pause.phase, PAUSE_STEP),
         {name: value for name, value in place.items() if value is not None},
     )
+
+
+def _format_pause(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 @dataclass(frozen=True)
