@@ -305,7 +305,7 @@ class _Reports:
         self._history.add(replace(joined, calls=self._only_new(joined.calls)))
         self._history.balance = rank.make_balance()
         if window.last:
-            self._history.pauses.finish()
+            self._history.long_steps.finish()
         if time.monotonic() < self._output_at and not window.last:
             return
         began = time.thread_time()

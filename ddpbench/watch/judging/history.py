@@ -16,7 +16,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from ddpbench.records.load import Load
-from ddpbench.records.watched import MOST_VALUES, WatchedBalance
+from ddpbench.records.watched import MOST_VALUES, WatchedBalance, WatchedPause
 from ddpbench.watch.judging import samples
 from ddpbench.watch.judging.pauses import PauseHistory
 from ddpbench.watch.judging.samples import Samples
@@ -103,9 +103,15 @@ class History:
         self.links: dict[tuple[str, str], Link] = {}  # what they carried; older rounds fade
         self.link_seconds = 0.0  # in which they did, fading alike
         self._ended_ns = 0
-        self.pauses = PauseHistory()
+        self.long_steps = PauseHistory()
         self.lines: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.balance: WatchedBalance | None = None  # of rank 0
+
+    @property
+    def pauses(self) -> tuple[WatchedPause, ...]:
+        """The kinds of pauses, those that cost most first."""
+        steps = self.balance.steps if self.balance is not None else self.last_step + 1
+        return self.long_steps.summarize(max(1, steps))
 
     @property
     def mean_seconds(self) -> float:
@@ -142,8 +148,7 @@ class History:
         self.facts.append(kept)
         self.host_facts.append(round_.host_facts)
         self._add_readings(round_)
-        self.pauses.add(round_.long_steps)
-        self.pauses.steps = max(self.pauses.steps, round_.first_step + len(round_.least_blocked))
+        self.long_steps.add(round_.long_steps)
         self.lines.append(round_.lines)
         self.rounds += 1
 

@@ -111,11 +111,10 @@ class Pauses:
 
 
 class PauseHistory:
-    """All pauses of a job, by kind. steps: how many there were so far, usual ones included."""
+    """All pauses of a job, by kind."""
 
     def __init__(self) -> None:
         self.kinds: list[Pauses] = []
-        self.steps = 0
         self._pending: dict[int, LongStep] = {}  # whose other reports may come a round later
 
     def add(self, steps: Sequence[LongStep]) -> None:
@@ -125,10 +124,10 @@ class PauseHistory:
         self._finish(joined, before)
         self._pending = {number: one for number, one in joined.items() if number not in before}
 
-    def summarize(self) -> tuple[WatchedPause, ...]:
-        """Return the kinds of pauses, those that cost most first."""
+    def summarize(self, steps: int) -> tuple[WatchedPause, ...]:
+        """Return the kinds of pauses, those that cost most first. steps: of the job so far."""
         kinds = sorted(self.kinds, key=lambda kind: -kind.seconds)[:MOST_PAUSES]
-        return tuple(kind.summarize(max(1, self.steps)) for kind in kinds)
+        return tuple(kind.summarize(steps) for kind in kinds)
 
     def finish(self) -> None:
         """Add what waits for further reports: there will be none."""

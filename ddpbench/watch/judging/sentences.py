@@ -221,7 +221,7 @@ def find_line(history: History, late: Late) -> str:
 
 def describe_pauses(history: History, missing: Sequence[int]) -> Iterator[Finding]:
     """Yield a finding for each kind of pause that costs much; of all ranks if none is missing."""
-    worst = [one for one in history.pauses.summarize() if not (missing and one.rank is None)]
+    worst = [one for one in history.pauses if not (missing and one.rank is None)]
     for pause in worst[:MOST_PAUSES]:
         share = pause.mean_seconds / history.mean_seconds
         is_clear = _is_clear(history, pause)

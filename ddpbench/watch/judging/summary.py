@@ -87,7 +87,7 @@ def summarize(history: History) -> Summary | None:
             collectives=tuple(_collectives(history)),
             links=tuple(_links(history)),
             balance=history.balance,
-            pauses=history.pauses.summarize(),
+            pauses=history.pauses,
         ),
         latest=next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:])),
     )
