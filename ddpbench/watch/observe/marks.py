@@ -39,6 +39,7 @@ class Marks:
         self._kind: devices.Cpu = devices.KINDS["cpu"]
         self._pending: deque[tuple[int, int, Any, int]] = deque()
         self._pool: list[Any] = []
+        self._stream: Any = None  # of the latest STEP
         self._latest: Any = None  # event, the device's time of which is _clock_ns
         self._clock_ns = 0
 
@@ -55,8 +56,18 @@ class Marks:
         self.step += 1
         self.add(STEP)
         if self._device is not None:
+            self._stream = self._kind.current_stream(self._device)
             self.resolve()
         return self.step
+
+    def is_in_order(self) -> bool:
+        """Return whether a mark of now would be in the stream of the latest STEP.
+
+        In other streams, the device comes to a mark before or after what surrounds it on the host.
+        """
+        if self._device is None:
+            return True
+        return bool(self._kind.current_stream(self._device) == self._stream)
 
     def use_device(self, device: torch.device) -> None:
         """Measure phases by the clock of a device, if its kind has one."""
