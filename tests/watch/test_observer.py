@@ -789,6 +789,7 @@ def test_distributed(ranks: dict[str, Any], name: str) -> None:
 WAITS: dict[str, Callable[[Tensor, int], Any]] = {
     "all_reduce": lambda data, peer: dist.all_reduce(data),
     "async_op": lambda data, peer: dist.all_reduce(data, async_op=True).wait(),  # type: ignore[union-attr]
+    "future": lambda data, peer: dist.all_reduce(data, async_op=True).get_future().wait(),  # type: ignore[union-attr]
     "barrier": lambda data, peer: dist.barrier(),
     "broadcast": lambda data, peer: dist.broadcast(data, 0),
     "objects": lambda data, peer: dist.all_gather_object([None, None], peer),

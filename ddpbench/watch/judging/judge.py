@@ -65,7 +65,7 @@ def describe_basis(history: History, world_size: int, missing: list[int]) -> Ite
             "note",
             "sampled-steps",
             f"the findings rest on {history.steps} of {passed} steps: a report has room for "
-            f"{STEPS} steps, and only those count that are in the reports of all ranks",
+            f"{STEPS} steps, and a step counts if it is in the reports of all ranks",
             "the more steps a job has, the more is found: wait some minutes for findings",
             {"steps": history.steps, "of_steps": passed},
         )

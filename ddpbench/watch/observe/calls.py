@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -36,6 +37,7 @@ def find_waits() -> Iterator[tuple[Any, str]]:
     Only of what is imported already. Calls over MPI return when they have ended.
     """
     yield dist, "_broadcast_coalesced"  # DDP's of its buffers
+    yield torch._C.Future, "wait"
     if functional := sys.modules.get("torch.distributed._functional_collectives"):
         yield functional, "wait_tensor"
     if over_mpi := sys.modules.get("ddpbench.mpi_backend.collectives"):
