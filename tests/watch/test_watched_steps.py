@@ -170,6 +170,12 @@ def test_a_step_lies_between_the_ends_of_two_steps_of_the_anchor() -> None:
             | {"optimizer": 1 + 2},
             id="waits within phases",
         ),
+        pytest.param(
+            "|..w.W..w.Wb.wBo..w.W.|",
+            {"forward": 3 + 3 + 1, "blocked": 2 + 2 + 1 + 2, "backward": 2}
+            | {"other": 1, "optimizer": 3 + 2},
+            id="waits, no root module",
+        ),
         pytest.param("|......|", {"other": 7}, id="nothing known"),
     ],
 )

@@ -6,7 +6,7 @@ each moment once, so that a row's sum is the step:
 input      in a DataLoader's next().
 forward    in a root module while gradients are enabled, and the gap before backward, in which the
            loss is computed. So where no root module could be found, forward is all between what
-           came before it (input, a wait, the step's begin, another backward) and backward.
+           came before it (input, the step's begin, another backward) and backward.
 backward   in torch.autograd.backward until this rank's own work is done: until the engine has run
            the graph, before the callbacks in which DDP waits for its reductions.
 optimizer  in step() of any optimizer, without what a closure does of the above.
@@ -59,6 +59,7 @@ class StepBuilder:
         self._number = -2  # of the STEP that began the current step
         self._open: list[tuple[int, int]] = []  # phases, the innermost last: phase, step's number
         self._clock_ns = 0
+        self._gap = 0  # before a backward, without waits
         self._begin(0)
 
     def add(self, marks: Iterable[Mark]) -> list[Step]:
@@ -66,11 +67,16 @@ class StepBuilder:
         steps = []
         for kind, ns, clock_ns, number in marks:
             phase = self._open[-1][0] if self._open else OTHER
-            if kind == BACKWARD and phase in (OTHER, OPTIMIZER):
-                phase = FORWARD
-            if clock_ns > self._clock_ns:  # events of several streams may cross
-                self._sums[phase] += clock_ns - self._clock_ns
-                self._clock_ns = clock_ns
+            passed = max(0, clock_ns - self._clock_ns)  # events of several streams may cross
+            self._clock_ns += passed
+            self._sums[phase] += passed
+            if phase in (OTHER, OPTIMIZER):
+                self._gap += passed
+                if kind == BACKWARD:
+                    self._sums[phase] -= self._gap
+                    self._sums[FORWARD] += self._gap
+            if kind not in (BLOCKED, BLOCKED + END):
+                self._gap = 0
             if kind == STEP:
                 # Otherwise marks were lost, and with them the begin of this step.
                 if number == self._number + 1:
