@@ -34,7 +34,7 @@ def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], N
 def find_waits() -> Iterator[tuple[Any, str]]:
     """Yield the functions in which a thread waits for collectives: an owner and a name.
 
-    Only of what is imported already. Calls over MPI return when they have ended.
+    Only of what is imported already. Over MPI, a synchronous call itself waits.
     """
     yield dist, "_broadcast_coalesced"  # DDP's of its buffers
     yield torch._C.Future, "wait"

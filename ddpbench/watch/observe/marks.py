@@ -61,9 +61,9 @@ class Marks:
         return self.step
 
     def is_in_order(self) -> bool:
-        """Return whether a mark of now would be in the stream of the latest STEP.
+        """Return whether this thread's current stream is the one of the latest STEP.
 
-        In other streams, the device comes to a mark before or after what surrounds it on the host.
+        In another one, the device may come to a mark before earlier ones.
         """
         if self._device is None:
             return True
