@@ -691,6 +691,23 @@ def test_phases_of_a_device(stream: Any, observed: Observed) -> None:
         assert step.row[FORWARD] >= 0.05
 
 
+def test_waits_of_backends_that_are_imported_later(observed: Observed) -> None:
+    """A class that appears after the first step is found when the next optimizer steps."""
+    start(Net())
+
+    class Later(Done):
+        """Work of a backend that is imported in the middle of a job."""
+
+        def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+            """Return at once."""
+            return True
+
+    start(Net())
+    observed.take()
+    Later().wait()
+    assert observed.take() == "wW"
+
+
 def test_waits_in_other_streams_have_no_marks(
     stream: Any, observed: Observed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
