@@ -76,8 +76,10 @@ class Watcher:
         self.observer = Observer(self._marks, on_error=self._fail)
         self._exit_status = ExitStatus()
         self.values = ScriptValues(self._marks, self.observer.losses)
-        self._reducers = Reducers(lambda: self.observer.modules, timed=settings.wire)
-        self.observer.after_doubling.append(self._reducers.after_step)
+        self._reducers = None
+        if settings.wire:
+            self._reducers = Reducers(lambda: self.observer.modules)
+            self.observer.after_doubling.append(self._reducers.after_step)
         self._proof = Proof(settings.verify, self.observer)
         self._guard: guard.Guard | None = None
         self._stored: Path | None = None  # the complete run, in rank 0
@@ -179,7 +181,7 @@ class _Rank:
         number: int,
         began_ns: int,
         marks: Marks,
-        reducers: Reducers,
+        reducers: Reducers | None,
         values: ScriptValues,
         observer: Observer,
         proof: Proof,
@@ -188,7 +190,7 @@ class _Rank:
         self._observer, self._proof = observer, proof
         self._builder = StepBuilder()
         self._steps, self._calls = deque[Step](maxlen=2 * STEPS), deque[Call](maxlen=CALLS)
-        self._arrivals, self._facts = Arrivals(reducers), Facts(observer.messages)
+        self._arrivals, self._facts = Arrivals(reducers), Facts(observer.counts)
         self._links, self._load = Links(), LoadMeter()
         self._long, self._stacks = LongSteps(number), Stacks(marks, observer)
         self._began_ns = began_ns
@@ -209,11 +211,6 @@ class _Rank:
         steps = [step for step in self._steps if step.ended_ns + ahead_ns <= until_ns][-STEPS:]
         # Of groups that are made again, numbers start again: the newest call counts.
         calls = list({(call.group, call.number): call for call in self._calls}.values())
-        if self._arrivals.skipped:  # so these calls were sent before
-            if any(call.phase >= 0 for call in calls):
-                steps = []  # what they waited for is not known yet
-            else:
-                calls = []
         facts, load = self._facts.read(), self._load.read()
         return RankWindow(
             rank=self._number,

@@ -40,10 +40,9 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """A rank's arrival at a collective.
 
     group: name and members of the group, equal in all its ranks; number: of the call in its group;
-    entered_ns: by the system clock of the rank's host; room_ns: to the rank's next mark or call,
-    the longest that it can have been blocked in this one; step, phase: where it was called, -1
-    unknown or not blocking there; wire_ns: this rank's time in the call with its wait for the
-    others, -1 unknown: the least over the ranks is the transfer.
+    entered_ns: by the system clock of the rank's host; step: in which it was called, -1 unknown;
+    wire_ns: this rank's time in the call with its wait for the others, -1 unknown: the least over
+    the ranks is the transfer.
     """
 
     group: str
@@ -51,9 +50,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     operation: str
     nbytes: int
     entered_ns: int
-    room_ns: int
     step: int = -1
-    phase: int = -1
     wire_ns: int = -1
 
 
@@ -135,7 +132,6 @@ class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
     operation: str
     nbytes: int
     step: int
-    phase: int
     first_ns: int
     second_ns: int
     last_ns: int

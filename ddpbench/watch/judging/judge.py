@@ -18,7 +18,7 @@ from ddpbench.watch.judging import (
     stragglers,
 )
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.window import HOST_CALLS, STEPS, WARM_UP
+from ddpbench.watch.window import STEPS, WARM_UP
 
 FEWEST = stragglers.FEWEST  # steps that any verdict on steps needs
 SAMPLED = 0.5  # of the steps, and of those that reports have room for
@@ -38,9 +38,7 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
     findings += pauses
     if len(history.job) >= FEWEST:
         step_seconds = float(np.median(history.job.values[-stragglers.RECENT :, columns.SECONDS]))
-        waiting = history.find_ranks("unseen_messages")
         late = stragglers.find_late(history, step_seconds)
-        late = [one for one in late if one.rank not in waiting]
         pausing = {finding.place.get("rank") for finding in pauses}
         late = [one for one in late if one.every == 1 or one.rank not in pausing]
         findings.extend(sentences.describe_late(history, late))
@@ -65,22 +63,13 @@ def describe_basis(history: History, world_size: int, missing: list[int]) -> Ite
             "start all ranks under the watch; look in the job's output for why a watch has failed",
             {"ranks": missing},
         )
-    if waiting := history.find_ranks("unseen_messages"):
-        yield Finding(
-            "note",
-            "unseen-messages",
-            f"{name_ranks(waiting)} may wait for messages of isend and irecv. Such waits are not "
-            "seen and count as own time, so it is not judged whether these ranks are late",
-            "compare the ranks' devices: python -m ddpbench doctor --only stragglers",
-            {"ranks": waiting},
-        )
     passed = history.last_step + 1 - WARM_UP
     if passed >= FEWEST and history.steps < SAMPLED * min(passed, STEPS * history.rounds):
         yield Finding(
             "note",
             "sampled-steps",
             f"the findings rest on {history.steps} of {passed} steps: a report has room for "
-            f"{STEPS} steps and for {HOST_CALLS} collectives of each host",
+            f"{STEPS} steps, and a step counts if it is in the reports of all ranks",
             "the more steps a job has, the more is found: wait some minutes for findings",
             {"steps": history.steps, "of_steps": passed},
         )
