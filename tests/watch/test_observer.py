@@ -366,14 +366,14 @@ class Numbers(Dataset[Tensor]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader(observed: Observed, workers: int) -> None:
-    """Each next() of a DataLoader is input. Workers that were forked have no marks."""
+    """Each iter() and next() of a DataLoader is input. Workers that were forked have no marks."""
     model = Net()
     optimizer = start(model)
     observed.take()
     for batch in DataLoader(Numbers(), batch_size=4, num_workers=workers):
         model(batch).sum().backward()
         optimizer.step()
-    assert observed.take() == "iIfFbwBo|" * 2 + "iI"
+    assert observed.take() == "iI" + "iIfFbwBo|" * 2 + "iI"
 
 
 def test_nested_loader(observed: Observed) -> None:
@@ -381,7 +381,7 @@ def test_nested_loader(observed: Observed) -> None:
     start(Net())
     observed.take()
     next(iter(DataLoader(Numbers(nested=True), batch_size=2)))
-    assert observed.take() == "i" + "iI" * 2 + "I"
+    assert observed.take() == "iI" + "i" + "iIiI" * 2 + "I"
 
 
 def test_other_threads_and_forked_children_add_nothing(observed: Observed) -> None:

@@ -35,7 +35,7 @@ def make_steps(count: int, extra: dict[int, tuple[int, float]]) -> list[Step]:
         column, seconds = extra.get(number, (OTHER, 0.0))
         row[column] += seconds
         begin_ns, end_ns = end_ns, end_ns + round(row.sum() * 1e9)
-        steps.append(Step(number, begin_ns, end_ns, tuple(row), ()))
+        steps.append(Step(number, begin_ns, end_ns, tuple(row)))
     return steps
 
 

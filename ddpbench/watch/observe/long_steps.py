@@ -137,11 +137,13 @@ def _add_lines(lines: dict[str, float], looks: Iterable[Look]) -> None:
 
 
 def _find_long(seconds: Floats) -> npt.NDArray[np.bool_]:
-    """Return which steps are much longer than usual, without those of a new level."""
+    """Return which steps are much longer than usual: of a new level, than usual there."""
     low, usual, middle = np.percentile(seconds, [10, 25, 40])
     limit = usual + max(LONGER * usual, FAR * (middle - low) / 1.028)
     is_long: npt.NDArray[np.bool_] = seconds > limit
     edges = np.flatnonzero(np.diff(is_long, prepend=False, append=False)).reshape(-1, 2)
     for begin, end in edges:
-        is_long[begin:end] &= end - begin <= IN_A_ROW
+        if end - begin > IN_A_ROW:
+            level = np.median(seconds[begin:end])
+            is_long[begin:end] = seconds[begin:end] > (1 + LONGER) * level
     return is_long
