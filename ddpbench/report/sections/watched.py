@@ -48,13 +48,15 @@ def _rows(run: Run) -> Iterator[tuple[Chart, ...]]:
     for result in run.steps:
         if (watched := result.watched) is None:
             continue
+        if balance := tuple(draw_balance(watched)):
+            yield balance
         if len(watched.moments) > 1:
             timeline = build_timeline(run, watched)
             for chart in watch_over_time.draw(timeline, result.case.backend):
                 yield (chart,)
         ranks = (*draw_ranks(run, watched), *draw_extra(run, watched))
         collectives, links = tuple(draw_collectives(watched)), tuple(draw_links(run, watched))
-        yield from filter(None, (tuple(draw_balance(watched)), ranks, collectives, links))
+        yield from filter(None, (ranks, collectives, links))
 
 
 def draw_balance(watched: Watched) -> Iterator[Chart]:
