@@ -68,7 +68,10 @@ def _parts(line: StepLine, style: Style, whole: bool) -> str:
     cells.append(["= mean step", ms(mean, step), percent(mean / step), "", "", ""])
     headings = ["part of a step", "ms", "% of step", "slowest ms", "slowest rank", "fastest ms"]
     gain = mean / max(mean - watched.exposed_seconds, 1e-9)
-    text = f"{watched.steps} steps; 95 % interval of a step {format_half_width(line)}"
+    text = (
+        f"{watched.steps} of {watched.last_step + 1} steps; 95 % interval of a step "
+        f"{format_half_width(line)}"
+    )
     if whole:  # else the ranks may wait for one that is missing
         text += (
             f"; exposed communication {ms(watched.exposed_seconds, step)} ms per step: without it "

@@ -167,4 +167,6 @@ def test_steps_with_many_collectives_count_all(tmp_path: Path) -> None:
     """Of steps with 60 collectives each, the calls of a few fit into a report, and all steps."""
     run = watch(tmp_path, "collectives", 2, "straggler")
     assert find_late(run.findings) == [(1, "forward")]
-    assert "sampled-steps" not in {f.code for f in run.findings}
+    watched = run.steps[0].watched
+    assert watched is not None
+    assert watched.steps > 0.8 * watched.last_step

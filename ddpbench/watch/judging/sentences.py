@@ -153,8 +153,6 @@ def _severity(history: History, late: Late) -> str:
 def _which_steps(late: Late) -> str:
     if late.every == 1:
         return ""
-    if late.every == 0:
-        return f" in {late.share:.0%} of its steps"
     return f" in one of {late.every} steps ({late.first}, {late.first + late.every}, …)"
 
 
@@ -189,7 +187,6 @@ def _place(history: History, late: Late, host: str, share: float) -> dict[str, A
         "seconds": late.seconds,
         "share": share,
         "every": late.every,
-        "steps_share": late.share,
     }
     if late.interval is not None:
         place |= {"low_seconds": late.interval.low, "high_seconds": late.interval.high}
