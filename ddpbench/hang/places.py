@@ -41,6 +41,9 @@ _marks = 0  # how many calls of torch.distributed were seen
 _WAITS = re.compile(r"(?<!\bos)\.wait\s*\(|store\w*\.(get|barrier)\s*\(", re.IGNORECASE)
 
 
+_NAME = re.compile(r"[^\W\d][\w.]*$")  # of a function or an object
+
+
 def find_main_frame() -> FrameType:
     """Return the innermost frame of the main thread."""
     return sys._current_frames()[threading.main_thread().ident or 0]
@@ -50,6 +53,25 @@ def find_place(frame: FrameType) -> str:
     """Return the innermost line of the program's own code, else of a library's, else of any."""
     codes = [(outer.f_code, outer.f_lineno) for outer in walk_outwards(frame)]
     return choose_place((code.co_name, code.co_filename, line) for code, line in codes)
+
+
+def describe_line(frame: FrameType) -> str:
+    """Return the innermost line of the program's own code, and the name of what it calls there, as
+    "train.py:31 torch.save"; "" if the program's own code is not on the stack."""
+    own = next((f for f in walk_outwards(frame) if _distance(f.f_code.co_filename) == 0), None)
+    if own is None:
+        return ""
+    text = " ".join(_calling(own.f_code, own.f_lasti, own.f_lineno).split())
+    while text.endswith(")"):  # what is called, without its arguments
+        opened = [i for i, sign in enumerate(text) if sign == "(" and _is_closed(text[i:])]
+        text = text[: opened[-1]].rstrip() if opened else ""
+    name = _NAME.search(text)
+    place = f"{Path(own.f_code.co_filename).name}:{own.f_lineno}"
+    return f"{place} {name[0]}" if name else place
+
+
+def _is_closed(text: str) -> bool:
+    return text.count("(") == text.count(")")
 
 
 def find_error_place(error: BaseException) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from threading import get_ident
 from time import time_ns
 from typing import Any, NamedTuple
 
@@ -19,16 +18,12 @@ KEPT = 2000  # stamps of a group
 
 
 class Stamp(NamedTuple):
-    """The times of a call, by the system clock.
-
-    waited: the thread that issued the call also made it, and so was blocked until its end.
-    """
+    """The times of a call, by the system clock."""
 
     noted: Noted
     issued_ns: int
     began_ns: int
     ended_ns: int
-    waited: bool
 
 
 # The two slots are properties of plain functions, and a stamp is a tuple until it is taken: a call
@@ -43,7 +38,7 @@ def _fill_inside(lane: StampedLane, noted: Noted | None) -> None:
     if noted is None:
         if state["_inside_ns"]:
             now_ns = time_ns()
-            lane.keep((state["inside"], state["_inside_ns"], state["_inside_ns"], now_ns, True))
+            lane.keep((state["inside"], state["_inside_ns"], state["_inside_ns"], now_ns))
         state["inside"], state["_inside_ns"] = None, 0
     else:
         state["inside"], state["_inside_ns"] = noted, time_ns()
@@ -60,32 +55,30 @@ class StampedLane(Lane):
 
     inside: Any = property(_read("inside"), _fill_inside)
     _doing: Any = property(_read("_doing"), _fill_doing)
-    stamps: deque[tuple[Noted, int, int, int, bool]]
-    keep: Callable[[tuple[Noted, int, int, int, bool]], None]
+    stamps: deque[tuple[Noted, int, int, int]]
+    keep: Callable[[tuple[Noted, int, int, int]], None]
 
     def start(self) -> None:
         """Stamp the calls from the next one on."""
         self.stamps = deque(maxlen=KEPT)
         self.keep, self._inside_ns = self.stamps.append, 0
-        # The queued call that runs, when and by which thread it was issued, and when it began.
-        self._begun: tuple[Noted, tuple[int, int], int] | None = None
+        # The queued call that runs, when it was issued, and when it began.
+        self._begun: tuple[Noted, int, int] | None = None
         self._newest = 0  # number of the latest queued call that has begun
 
     def submit(self, call: Call) -> None:
-        vars(call)["issued"] = time_ns(), get_ident()
+        vars(call)["issued_ns"] = time_ns()
         super().submit(call)
 
     def stamp(self, noted: Noted | None) -> None:
         """Note that the queued call before has ended and another one, if any, has begun."""
         now_ns = time_ns()
         if self._begun is not None:
-            before, (issued_ns, issuer), began_ns = self._begun
-            self.keep((before, issued_ns, began_ns, now_ns, issuer == get_ident()))
+            self.keep((*self._begun, now_ns))
             self._begun = None
         if noted is not None and noted[0] > self._newest:  # not one resumed after a callback
             self._newest = noted[0]
-            issued = getattr(self._running, "issued", (now_ns, 0))
-            self._begun = noted, issued, now_ns
+            self._begun = noted, getattr(self._running, "issued_ns", now_ns), now_ns
 
 
 def take() -> list[tuple[str, list[Stamp]]]:

@@ -14,6 +14,7 @@ PHASES = ("input", "forward", "backward", "optimizer", "other")
 COLUMNS = (*PHASES, "blocked")  # of every `seconds` below; they add up to the step
 MOST_RANKS, MOST_COLLECTIVES, MOST_MOMENTS, MOST_LINKS = 32, 32, 200, 64
 MOST_LATE = 8  # ranks whose lateness is stored over time
+MOST_PAUSES = 12
 MOST_VALUES = 8  # names of values that the script records
 LOSS = "loss"  # the name of the training loss among them
 
@@ -91,6 +92,63 @@ class WatchedLink:
 
 
 @dataclass(frozen=True)
+class WatchedPause:
+    """Steps that took much longer than usual, all for the same reason."""
+
+    rank: int | None  # that takes longer, of its own; None: all ranks do
+    phase: str  # of COLUMNS, in which it does
+    line: str  # of the program: "train.py:31 torch.save"; "" unknown
+    waits_at: str  # the line at which other ranks wait; "" unknown, or none does
+    count: int
+    every: int  # steps from one to the next; 0: that varies
+    first_step: int
+    first_ended: float  # in seconds since 1970
+    last_step: int
+    seconds: float  # longer than a usual step, median
+    longest_seconds: float
+    mean_seconds: float  # per step, over all steps of the job
+
+
+@dataclass(frozen=True)
+class WatchedBalance:
+    """Where all the time of rank 0 went while it was watched: the parts add up to the wall time.
+
+    A long step is at least half as long again as usual. What it takes longer is a part of its own.
+    """
+
+    before_seconds: float  # until the first step ends
+    steps: int  # after it
+    usual_seconds: float  # of all steps, each of the long ones as a usual one
+    long_steps: int
+    longer_seconds: float  # that the long steps took longer than usual
+    after_seconds: float  # since the last step
+
+    def parts(self) -> dict[str, float]:
+        """Return the parts by name, in seconds."""
+        return {
+            "before the first step": self.before_seconds,
+            f"{self.steps} steps, as usual": self.usual_seconds,
+            f"{self.long_steps} long steps, beyond that": self.longer_seconds,
+            "after the last step": self.after_seconds,
+        }
+
+    @property
+    def stepping_seconds(self) -> float:
+        """From the end of the first step to that of the last."""
+        return self.usual_seconds + self.longer_seconds
+
+    @property
+    def mean_seconds(self) -> float:
+        """The mean of all steps."""
+        return self.stepping_seconds / self.steps
+
+    @property
+    def wall_seconds(self) -> float:
+        """The sum of all parts."""
+        return self.before_seconds + self.stepping_seconds + self.after_seconds
+
+
+@dataclass(frozen=True)
 class Watched:
     """What a watch stores of a job."""
 
@@ -104,3 +162,5 @@ class Watched:
     ranks: tuple[WatchedRank, ...] = ()  # those that look slowest, at most MOST_RANKS
     collectives: tuple[WatchedCollective, ...] = ()  # the longest waits, at most MOST_COLLECTIVES
     links: tuple[WatchedLink, ...] = ()  # at most MOST_LINKS
+    balance: WatchedBalance | None = None
+    pauses: tuple[WatchedPause, ...] = ()  # the most costly first, at most MOST_PAUSES

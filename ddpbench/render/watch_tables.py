@@ -13,7 +13,7 @@ from ddpbench.render import step_tables
 from ddpbench.render.column import Style, Value, digits, format_half_width, format_ranks
 from ddpbench.render.step_columns import ms, percent
 
-RANKS, COLLECTIVES, LINKS, MOMENTS = 8, 12, 12, 10  # rows of a table, at most
+RANKS, PAUSES, COLLECTIVES, LINKS, MOMENTS = 8, 5, 12, 12, 10  # rows of a table, at most
 GROUP = 32  # characters of a group's name
 LEGEND = (
     "input … other: a rank's own time; input: waiting for the data loader; blocked: waiting in "
@@ -64,15 +64,55 @@ def _parts(line: StepLine, style: Style, whole: bool) -> str:
         for phase in watched.phases
     ]
     cells.append(["= step", ms(step, step), "100.0", "", "", ""])
+    mean = watched.balance.mean_seconds if watched.balance else step
+    cells.append(["= mean step", ms(mean, step), percent(mean / step), "", "", ""])
     headings = ["part of a step", "ms", "% of step", "slowest ms", "slowest rank", "fastest ms"]
-    gain = step / max(step - watched.exposed_seconds, 1e-9)
-    text = f"{watched.steps} steps; 95 % interval of a step {format_half_width(line)}"
+    gain = mean / max(mean - watched.exposed_seconds, 1e-9)
+    text = (
+        f"{watched.steps} of {watched.last_step + 1} steps; 95 % interval of a step "
+        f"{format_half_width(line)}"
+    )
     if whole:  # else the ranks may wait for one that is missing
         text += (
             f"; exposed communication {ms(watched.exposed_seconds, step)} ms per step: without it "
             f"at most ×{gain:.2f} faster"
         )
-    return style.gap.join([style.table(cells, headings, headings[:1]), text])
+    parts = [style.table(cells, headings, headings[:1]), text]
+    return style.gap.join(parts)
+
+
+def _balance(watched: Watched, style: Style) -> str:
+    """Format where all the time of the job went."""
+    balance = watched.balance
+    if balance is None:
+        return ""
+    parts = balance.parts() | {"= wall time": balance.wall_seconds}
+    cells = [
+        [name, f"{seconds:.3f}", percent(seconds / balance.wall_seconds)]
+        for name, seconds in parts.items()
+    ]
+    title = "all the time of rank 0"
+    return style.block(title, style.table(cells, ["time", "s", "% of time"], ("time",)), 1)
+
+
+def _pauses(watched: Watched, style: Style) -> str:
+    """Format the steps that took much longer than usual, by what delayed them."""
+    cells = [
+        [
+            "all" if pause.rank is None else str(pause.rank),
+            pause.phase,
+            pause.line or "-",
+            str(pause.count),
+            str(pause.every or "-"),
+            f"{pause.seconds * 1e3:.1f}",
+            f"{pause.longest_seconds * 1e3:.1f}",
+            ms(pause.mean_seconds, watched.step_seconds),
+        ]
+        for pause in watched.pauses[:PAUSES]
+    ]
+    headings = ["rank", "phase", "line", "steps", "every", "ms", "longest ms", "ms per step"]
+    title = "long steps, the most costly first" + _more(len(cells), len(watched.pauses))
+    return style.block(title, style.table(cells, headings, headings[1:3]), 1) if cells else ""
 
 
 def _ranks(watched: Watched, style: Style) -> str:
@@ -181,4 +221,6 @@ READ: dict[str, Callable[[Moment], Value]] = {
     "cores": lambda moment: None if moment.load is None else moment.load.cpu_cores,
     "GPU %": _gpu_percent,
 }
-TABLES: tuple[Callable[[Watched, Style], str], ...] = (_ranks, _collectives, _links, _timeline)
+TABLES: tuple[Callable[[Watched, Style], str], ...] = (
+    *(_balance, _pauses, _ranks, _collectives, _links, _timeline),
+)

@@ -128,6 +128,10 @@ class Cpu:
         """Return a context in which a device is this thread's current one. Threads begin with 0."""
         return nullcontext()
 
+    def current_stream(self, device: torch.device) -> Any:
+        """Return the stream that this thread gives work to; None if there are no streams."""
+        return None
+
     def event(self, device: torch.device) -> Event:
         """Return an event, to be recorded while the device is current, on its current stream."""
         return HostEvent()
@@ -245,6 +249,9 @@ class Accelerator(Cpu):
         context: AbstractContextManager[Any] = self._module.device(device)
         return context
 
+    def current_stream(self, device: torch.device) -> Any:
+        return self._module.current_stream(device)
+
     def event(self, device: torch.device) -> Event:
         event: Event = self._module.Event(enable_timing=True)
         return event
@@ -340,9 +347,7 @@ class Cuda(Accelerator):
         return f"{'MIG' if ' MIG ' in gpu.name else 'GPU'}-{gpu.uuid}"
 
     def capturing(self) -> bool:
-        import torch
-
-        return torch.cuda.is_current_stream_capturing()
+        return bool(self._module.is_current_stream_capturing())
 
     def sleep(self, device: torch.device, seconds: float) -> None:
         import torch

@@ -27,6 +27,7 @@ from ddpbench.records import store
 from ddpbench.records.schema import Finding
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
+from ddpbench.records.watched import WatchedBalance
 from ddpbench.runtime.load import LoadMeter
 from ddpbench.session import page
 from ddpbench.session.run_end import interrupted
@@ -39,8 +40,10 @@ from ddpbench.watch.observe.arrivals import Arrivals, find_round_ns
 from ddpbench.watch.observe.calls import ExitStatus
 from ddpbench.watch.observe.facts import Facts
 from ddpbench.watch.observe.links import Links
+from ddpbench.watch.observe.long_steps import LongSteps
 from ddpbench.watch.observe.marks import Marks
 from ddpbench.watch.observe.observer import Observer
+from ddpbench.watch.observe.stacks import Stacks
 from ddpbench.watch.observe.steps import Step, StepBuilder
 from ddpbench.watch.observe.values import ScriptValues
 from ddpbench.watch.observe.wire import Reducers
@@ -67,13 +70,16 @@ class Watcher:
         global _times
         _times += 1
         self._settings, self._prefix = settings, f"ddpbench/watch/{_times}"
+        self._began_ns = time.perf_counter_ns()
         self._marks = Marks()
         self._over = False
         self.observer = Observer(self._marks, on_error=self._fail)
         self._exit_status = ExitStatus()
         self.values = ScriptValues(self._marks, self.observer.losses)
-        self._reducers = Reducers(lambda: self.observer.modules, timed=settings.wire)
-        self.observer.after_doubling.append(self._reducers.after_step)
+        self._reducers = None
+        if settings.wire:
+            self._reducers = Reducers(lambda: self.observer.modules)
+            self.observer.after_doubling.append(self._reducers.after_step)
         self._proof = Proof(settings.verify, self.observer)
         self._guard: guard.Guard | None = None
         self._stored: Path | None = None  # the complete run, in rank 0
@@ -132,13 +138,13 @@ class Watcher:
             self._watch_for_hangs()
             parts = self._marks, self._reducers, self.values, self.observer, self._proof
             with (
-                contextlib.closing(_Rank(self._rank, *parts)) as rank,
+                contextlib.closing(_Rank(self._rank, self._began_ns, *parts)) as rank,
                 contextlib.closing(_Reports(self._settings, self._prefix, self._proof)) as reports,
             ):
                 while not self._closing.wait(reports.seconds_to_round()):
-                    reports.send(rank.read_window())
+                    reports.send(rank.read_window(), rank)
                 reports.end(self._end)
-                reports.send(rank.read_window(last=True))
+                reports.send(rank.read_window(last=True), rank)
             self._stored, self.exit_code = reports.folder, reports.exit_code
         except Exception as error:
             if not isinstance(error, ValueError) or _has_group():  # a short script has ended it
@@ -173,8 +179,9 @@ class _Rank:
     def __init__(
         self,
         number: int,
+        began_ns: int,
         marks: Marks,
-        reducers: Reducers,
+        reducers: Reducers | None,
         values: ScriptValues,
         observer: Observer,
         proof: Proof,
@@ -183,8 +190,10 @@ class _Rank:
         self._observer, self._proof = observer, proof
         self._builder = StepBuilder()
         self._steps, self._calls = deque[Step](maxlen=2 * STEPS), deque[Call](maxlen=CALLS)
-        self._arrivals, self._facts = Arrivals(reducers), Facts(observer.messages)
+        self._arrivals, self._facts = Arrivals(reducers), Facts(observer.counts)
         self._links, self._load = Links(), LoadMeter()
+        self._long, self._stacks = LongSteps(number), Stacks(marks, observer)
+        self._began_ns = began_ns
 
     def read_window(self, last: bool = False) -> RankWindow:
         """Return the latest steps and calls, up to the end of the round.
@@ -193,6 +202,8 @@ class _Rank:
         """
         new = self._builder.add(self._marks.take())
         self._steps.extend(new)
+        self._long.add(new, self._stacks.take())
+        self._stacks.overdue_seconds = self._long.limit_seconds
         self._calls.extend(self._arrivals.read(new, final=last))
         now_ns = time.time_ns()
         until_ns = now_ns if last else find_round_ns(now_ns)
@@ -200,11 +211,6 @@ class _Rank:
         steps = [step for step in self._steps if step.ended_ns + ahead_ns <= until_ns][-STEPS:]
         # Of groups that are made again, numbers start again: the newest call counts.
         calls = list({(call.group, call.number): call for call in self._calls}.values())
-        if self._arrivals.skipped:  # so these calls were sent before
-            if any(call.phase >= 0 for call in calls):
-                steps = []  # what they waited for is not known yet
-            else:
-                calls = []
         facts, load = self._facts.read(), self._load.read()
         return RankWindow(
             rank=self._number,
@@ -217,6 +223,8 @@ class _Rank:
             load=load if facts["seconds"] >= LOAD_SECONDS else None,
             values=self._values.take(),
             findings=[*self._list_findings(last)],
+            long_steps=self._long.take(until_ns, ahead_ns),
+            lines=self._long.usual_lines(),
             last=last,
         )
 
@@ -230,8 +238,24 @@ class _Rank:
             sentence = "no optimizer step was seen: a step here ends with a synchronised backward"
             yield Finding("note", "steps-by-backward", sentence)
 
+    def make_balance(self) -> WatchedBalance | None:
+        """Return where the time went so far; None before the second step."""
+        first_ns, last = self._long.first_ns, self._long.last
+        if last is None:
+            return None
+        longer = self._long.seconds
+        return WatchedBalance(
+            before_seconds=(first_ns - self._began_ns) * 1e-9,
+            steps=last.number,
+            usual_seconds=(last.ended_ns - first_ns) * 1e-9 - longer,
+            long_steps=self._long.count,
+            longer_seconds=longer,
+            after_seconds=(time.perf_counter_ns() - last.ended_ns) * 1e-9,
+        )
+
     def close(self) -> None:
         """Stop reading."""
+        self._stacks.close()
         self._arrivals.close()
         self._facts.close()
 
@@ -268,7 +292,7 @@ class _Reports:
         """Return the time until all ranks send the next window."""
         return self._transport.seconds_to_round()
 
-    def send(self, window: RankWindow) -> None:
+    def send(self, window: RankWindow, rank: _Rank) -> None:
         """Send this rank's window; in rank 0, judge what all ranks sent."""
         hosts = self._transport.exchange(window)
         for host in hosts:
@@ -276,6 +300,9 @@ class _Reports:
         if self._outputs is None or (joined := join_hosts(hosts)) is None:
             return
         self._history.add(replace(joined, calls=self._only_new(joined.calls)))
+        self._history.balance = rank.make_balance()
+        if window.last:
+            self._history.long_steps.finish()
         if time.monotonic() < self._output_at and not window.last:
             return
         began = time.thread_time()

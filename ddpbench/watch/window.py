@@ -6,12 +6,13 @@ does not grow with the steps of a job, and a host's message does not grow with i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding
@@ -21,8 +22,11 @@ from ddpbench.records.watched import PHASES
 # last column how long it was blocked in collectives. Their sum is the step.
 BLOCKED = len(PHASES)
 COLUMNS = BLOCKED + 1
+WARM_UP = 5  # first steps of a job, which compile and allocate: not judged
 STEPS = 64  # of a window
 CALLS = 512
+LONG_STEPS = 64
+LINES = 8  # of the program
 RANKS = 8  # whose rows a host passes on: those that look slowest
 HOST_CALLS = 256  # that a host passes on
 LINKS = 16
@@ -36,10 +40,9 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """A rank's arrival at a collective.
 
     group: name and members of the group, equal in all its ranks; number: of the call in its group;
-    entered_ns: by the system clock of the rank's host; room_ns: to the rank's next mark or call,
-    the longest that it can have been blocked in this one; step, phase: where it was called, -1
-    unknown or not blocking there; wire_ns: this rank's time in the call with its wait for the
-    others, -1 unknown: the least over the ranks is the transfer.
+    entered_ns: by the system clock of the rank's host; step: in which it was called, -1 unknown;
+    wire_ns: this rank's time in the call with its wait for the others, -1 unknown: the least over
+    the ranks is the transfer.
     """
 
     group: str
@@ -47,9 +50,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     operation: str
     nbytes: int
     entered_ns: int
-    room_ns: int
     step: int = -1
-    phase: int = -1
     wire_ns: int = -1
 
 
@@ -70,12 +71,39 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
     transfer_seconds: float = 0.0
 
 
+class LongStep(msgspec.Struct, frozen=True, array_like=True):
+    """A step that took much longer than usual, in one rank or as several ranks report it.
+
+    rank: the one with the most additional time of its own; extra: seconds by COLUMNS that it took
+    longer than usual; lines: seconds of these by line of the program; ranks: how many report it;
+    shared: seconds of additional time of its own that each of them has; waited, waits_at: the
+    longest additional wait of a rank, and its line; weight: how many long steps it stands for.
+    """
+
+    number: int
+    ended_ns: int
+    rank: int
+    extra: tuple[float, ...]
+    lines: dict[str, float]
+    shared: float
+    waited: float
+    waits_at: str = ""
+    ranks: int = 1
+    weight: float = 1.0
+
+    @property
+    def own(self) -> float:
+        """Additional time of its rank's own, in seconds."""
+        return sum(self.extra[:BLOCKED])
+
+
 class RankWindow(msgspec.Struct, frozen=True):
     """What a rank learned since its last window.
 
     rows: float32 [steps, COLUMNS], the steps from first_step on; ended_ns: end of the last step, by
     the system clock; facts: name → value, such as "gc_seconds"; values: the newest of each name;
-    last: the rank's script has ended.
+    long_steps: the newest LONG_STEPS; lines: seconds of a usual step by line of the program, the
+    LINES with the most; last: the rank's script has ended.
     """
 
     rank: int
@@ -88,6 +116,8 @@ class RankWindow(msgspec.Struct, frozen=True):
     load: Load | None = None
     values: Values = {}
     findings: list[Finding] = []
+    long_steps: list[LongStep] = []
+    lines: dict[str, float] = {}
     last: bool = False
 
 
@@ -102,7 +132,6 @@ class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
     operation: str
     nbytes: int
     step: int
-    phase: int
     first_ns: int
     second_ns: int
     last_ns: int
@@ -139,6 +168,8 @@ class HostWindow(msgspec.Struct, frozen=True):
     load: Load | None = None
     values: Values = {}
     findings: dict[int, list[Finding]] = {}  # by rank
+    long_steps: list[LongStep] = []
+    lines: dict[int, dict[str, float]] = {}  # by rank; under -1 the means over all ranks
     last: bool = False
 
 
@@ -163,6 +194,28 @@ class Round:
     links: Sequence[Link] = ()  # their peers are hosts by name where known
     load: Load | None = None  # its medians are over hosts, of the medians over their ranks
     values: Values = field(default_factory=dict)
+    long_steps: Sequence[LongStep] = ()
+    lines: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # as of a host
+
+
+def join_long_steps(steps: Iterable[LongStep]) -> list[LongStep]:
+    """Join the reports of each step, of one rank or of several."""
+    reports: dict[int, list[LongStep]] = {}
+    for step in steps:
+        reports.setdefault(step.number, []).append(step)
+    return [_join(same) for _, same in sorted(reports.items())]
+
+
+def _join(same: Sequence[LongStep]) -> LongStep:
+    waits = max(same, key=lambda step: step.waited)
+    return structs.replace(
+        max(same, key=lambda step: step.own),
+        shared=min(step.shared for step in same),
+        waited=waits.waited,
+        waits_at=waits.waits_at,
+        ranks=sum(step.ranks for step in same),
+        weight=max(step.weight for step in same),
+    )
 
 
 def pack_rows(rows: npt.NDArray[np.float32]) -> bytes:

@@ -54,13 +54,12 @@ ROW = np.array([1, 10, 20, 3, 1, 5]) * 1e-3
 
 
 def a_window(rank: int, first: int, noise: np.random.Generator) -> RankWindow:
-    """What a rank sends; its calls are one in forward and three in backward a step."""
+    """What a rank sends; it makes four calls in each step."""
     rows = (ROW * noise.normal(1, 0.02, (STEPS, COLUMNS))).astype(np.float32)
     numbers = range(4 * (first + STEPS) - CALLS, 4 * (first + STEPS))
     calls = [
         Call(
-            "world", number, "all_reduce", 25 * MS, EPOCH + number * 10 * MS + rank, MS,
-            number // 4, -1 if number % 4 else 1,
+            "world", number, "all_reduce", 25 * MS, EPOCH + number * 10 * MS + rank, number // 4
         )
         for number in numbers
     ]  # fmt: skip

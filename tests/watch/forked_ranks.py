@@ -53,7 +53,7 @@ def make_window(rank: int, first: int, last: bool = False) -> RankWindow:
     """A window of eight steps whose rows tell the rank."""
     rows = np.full((8, COLUMNS), rank + 1, np.float32)
     now = time.time_ns()
-    calls = [Call("world", first + n, "all_reduce", 8, now, 0) for n in range(8)]
+    calls = [Call("world", first + n, "all_reduce", 8, now) for n in range(8)]
     return RankWindow(rank, first, pack_rows(rows), now, calls, last=last)
 
 

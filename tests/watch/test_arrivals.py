@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from ddpbench.watch.observe.arrivals import Arrivals
 from ddpbench.watch.observe.marks import Marks
 from ddpbench.watch.observe.observer import Observer
 from ddpbench.watch.observe.recorder_dump import RecorderDump
-from ddpbench.watch.observe.steps import BACKWARD, FORWARD, Step, StepBuilder
+from ddpbench.watch.observe.steps import Step, StepBuilder
 from ddpbench.watch.observe.wire import Reducers
-from ddpbench.watch.window import BLOCKED, CALLS, Call
+from ddpbench.watch.window import CALLS, Call
 
 DUMP = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
 pytestmark = pytest.mark.skipif(DUMP is None, reason="this torch records no call of gloo's")
@@ -170,12 +170,9 @@ def test_reads_that_take_long_become_rare(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(arrivals, "SHARE", 1e-9)
     watched = Arrivals()
     watched.read([])
-    assert not watched.skipped
     dist.all_reduce(torch.zeros(3))
     assert watched.read([]) == []
-    assert watched.skipped
     assert [call.operation for call in watched.read([], final=True)] == ["all_reduce"]
-    assert not watched.skipped
 
 
 @pytest.mark.usefixtures("alone")
@@ -185,21 +182,20 @@ def test_steps_are_forgotten_once_their_calls_are_read(monkeypatch: pytest.Monke
     watched, now = Arrivals(), time.perf_counter_ns()
     second = 10**9
     steps = [
-        Step(n, now - (3600 - n) * second, now - (3599 - n) * second, (0.0,) * 6, ())
+        Step(n, now - (3600 - n) * second, now - (3599 - n) * second, (0.0,) * 6)
         for n in range(3590)
     ]
     watched.read(steps[:-1])
     assert [step.number for step in watched._steps] == [3588]
     monkeypatch.setattr(watched, "_due_ns", time.time_ns() + 3600 * second)
     watched.read(steps[-1:])
-    assert watched.skipped
     assert len(watched._steps) == 2
     began = time.perf_counter_ns()
     dist.all_reduce(torch.zeros(3))
     ended = time.perf_counter_ns()
-    last = Step(3590, began, ended, (0.0,) * 6, ((FORWARD, began, ended),))
+    last = Step(3590, began, ended, (0.0,) * 6)
     (call,) = watched.read([last], final=True)
-    assert (call.step, call.phase) == (3590, FORWARD)
+    assert call.step == 3590
     assert [step.number for step in watched._steps] == [3590]
 
 
@@ -255,21 +251,20 @@ def test_calls_are_the_same_in_all_ranks(tmp_path: Path) -> None:
         del around[6]  # send or receive
         for call, (before_ns, after_ns) in zip(calls, around, strict=False):
             assert before_ns <= call.entered_ns <= after_ns
-            assert call.step == call.phase == call.wire_ns == -1
-        for call, following in pairwise(calls):
-            assert call.entered_ns + call.room_ns == following.entered_ns
+            assert call.step == call.wire_ns == -1
 
 
 # --- in steps -------------------------------------------------------------------------------------
 
 
-def train(model: nn.Module, timed: bool = False, steps: int = 6) -> tuple[list[Step], list[Call]]:
-    """Train a model on this rank's own data, and return its steps and calls."""
+def train(model: nn.Module, timed: bool = False, steps: int = 6) -> list[Call]:
+    """Train a model on this rank's own data, and return the calls."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    marks, builder = Marks(), StepBuilder()
+    marks = Marks()
     observer = Observer(marks)
-    reducers = Reducers(lambda: observer.modules, timed)
-    observer.after_step.append(reducers.after_step)
+    reducers = Reducers(lambda: observer.modules) if timed else None
+    if reducers is not None:
+        observer.after_step.append(reducers.after_step)
     watched = Arrivals(reducers)
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(steps):
@@ -278,8 +273,7 @@ def train(model: nn.Module, timed: bool = False, steps: int = 6) -> tuple[list[S
         optimizer.step()
     dist.barrier()  # so that the stamps of all reductions are there
     observer.close()
-    seen = builder.add(marks.take())
-    return seen, watched.read(seen, final=True)
+    return watched.read(StepBuilder().add(marks.take()), final=True)
 
 
 def make_model() -> nn.Module:
@@ -291,24 +285,14 @@ def job_ddp(rank: int) -> Any:
     return train(DistributedDataParallel(make_model()))
 
 
-def test_reductions_of_ddp_do_not_block_in_backward(tmp_path: Path) -> None:
-    """DDP's broadcast of buffers blocks in forward; its reductions block in no phase, because the
-    step's own row has the wait for them. No call's room goes beyond the span it was made in."""
-    for steps, calls in run_ranks(job_ddp, tmp_path):
+def test_calls_of_ddp_are_in_their_steps(tmp_path: Path) -> None:
+    """In each step, DDP broadcasts buffers in forward and reduces gradients in backward."""
+    for calls in run_ranks(job_ddp, tmp_path):
         inside = [call for call in calls if call.step >= 2]
-        assert {(c.operation, c.phase) for c in inside} == {
-            ("broadcast", FORWARD),
-            ("all_reduce", -1),
-        }
-        ahead_ns = time.time_ns() - time.perf_counter_ns()
-        for call in inside:
-            if call.phase >= 0:
-                span = next(
-                    span
-                    for span in steps[call.step - steps[0].number].spans
-                    if span[1] <= call.entered_ns - ahead_ns + 10**6 and span[0] == call.phase
-                )
-                assert call.entered_ns + call.room_ns <= span[2] + ahead_ns + 10**6
+        for step in range(2, 6):
+            operations = [call.operation for call in inside if call.step == step]
+            assert operations[0] == "broadcast"
+            assert operations[-1] == "all_reduce"
 
 
 def job_fsdp(rank: int) -> Any:
@@ -319,19 +303,15 @@ def job_fsdp(rank: int) -> Any:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     for layer in model:
         fully_shard(layer, mesh=mesh)
-    return train(fully_shard(model, mesh=mesh))[1]
+    return train(fully_shard(model, mesh=mesh))
 
 
-def test_calls_of_fsdp_block_where_they_are_made(tmp_path: Path) -> None:
-    """fully_shard gathers parameters in forward and backward and reduces gradients in backward,
-    and waits for each on the CPU; all ranks know the same calls."""
+def test_calls_of_fsdp_are_the_same_in_all_ranks(tmp_path: Path) -> None:
+    """fully_shard gathers parameters in forward and backward, and reduces gradients in backward."""
     first, second = run_ranks(job_fsdp, tmp_path)
-    inside = [call for call in first if call.step >= 1]
-    phases = {call.phase for call in inside if call.operation == "all_gather"}
-    assert phases == {FORWARD, BACKWARD}
-    reduced = {call.phase for call in inside if call.operation != "all_gather"}
-    assert reduced <= {BACKWARD, -1}  # the last one may come when autograd has run the graph
-    assert BACKWARD in reduced
+    counts = Counter(call.step for call in first if call.operation == "all_gather")
+    assert {counts[step] for step in range(1, 6)} == {4}
+    assert {call.step for call in first if call.operation != "all_gather"} >= {1, 2, 3, 4, 5}
     keys = [
         [(c.group, c.number, c.operation, c.nbytes) for c in calls] for calls in (first, second)
     ]
@@ -349,15 +329,15 @@ def job_tensor_parallel(rank: int) -> Any:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     torch.manual_seed(0)
-    return train(parallelize_module(model, init_device_mesh("cpu", (2,)), plan))[1]
+    return train(parallelize_module(model, init_device_mesh("cpu", (2,)), plan))
 
 
-def test_calls_of_tensor_parallel_block_in_forward(tmp_path: Path) -> None:
-    """The reduction of activations blocks in forward, in both ranks."""
+def test_calls_of_tensor_parallel_are_in_their_steps(tmp_path: Path) -> None:
+    """Each step reduces the activations of forward, in both ranks."""
     for calls in run_ranks(job_tensor_parallel, tmp_path):
         inside = [call for call in calls if call.step >= 1]
-        assert {call.operation for call in inside if call.phase == FORWARD} == {"all_reduce"}
-        assert {call.nbytes for call in inside if call.phase == FORWARD} == {4 * 64 * 4}
+        assert {call.operation for call in inside} == {"all_reduce"}
+        assert {call.nbytes for call in inside} == {4 * 64 * 4}
 
 
 # --- the hook -------------------------------------------------------------------------------------
@@ -372,7 +352,7 @@ def job_wire(rank: int) -> Any:
         model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
         if own:
             model.register_comm_hook(None, allreduce_hook)
-        calls = train(model, timed)[1]
+        calls = train(model, timed)
         results.append(([p.detach().clone() for p in model.parameters()], calls))
     plain, timed, _ = results
     equal = all(map(torch.equal, plain[0], timed[0]))
@@ -392,16 +372,6 @@ def test_the_hook_changes_no_bit(tmp_path: Path) -> None:
         assert timed
         assert min(timed) > 0
         assert set(user) == {-1}
-
-
-def test_the_phase_of_waits_has_no_calls() -> None:
-    """A call that is made while the rank waits in backward counts nowhere else."""
-    span = (BLOCKED, 100, 200)
-    step = Step(7, 0, 300, (0.0,) * 6, ((FORWARD, 0, 100), span, (FORWARD, 200, 300)))
-    places = arrivals._Places([step], 1000, 1000)
-    arrival = arrivals._Arrival("0 (0-1)", 1, "all_gather", 8, 1150, "t")
-    call = places.locate(arrival, 1180)
-    assert (call.step, call.phase, call.room_ns) == (7, -1, 30)
 
 
 def test_ranks_with_clocks_apart_report_up_to_the_same_time() -> None:

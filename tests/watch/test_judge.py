@@ -398,7 +398,7 @@ def test_the_summary_has_phases_ranks_calls_and_a_timeline() -> None:
     assert summarize(history) is None
     for round_ in job.rounds(600):
         calls = [
-            JoinedCall("world", n, "all_reduce", 4096, n // 2, -1, 0, 10**6, 3 * 10**6, 2, 4, 2000)
+            JoinedCall("world", n, "all_reduce", 4096, n // 2, 0, 10**6, 3 * 10**6, 2, 4, 2000)
             for n in range(2 * round_.first_step, 2 * round_.first_step + 20)
         ]
         history.add(Round(**vars(round_) | {"calls": calls}))
@@ -455,7 +455,7 @@ def test_a_late_rank_of_a_job_without_steps_is_found_by_its_arrivals(
             order = np.argsort(arrivals)
             first, second, last = arrivals[order[[0, -2, -1]]].astype(int).tolist()
             call = JoinedCall(
-                "0 (0-3)", index, "all_reduce", 4096, -1, -1, first, second, last, int(order[-1]), 4
+                "0 (0-3)", index, "all_reduce", 4096, -1, first, second, last, int(order[-1]), 4
             )
             calls.append(call)
         none = np.zeros(0, np.float32)

@@ -10,14 +10,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from command_lines import run_command
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset, dataloader
@@ -26,6 +30,7 @@ from warm_python import warm_python
 from ddpbench.catalog import backends
 from ddpbench.launch import forks
 from ddpbench.runtime import devices
+from ddpbench.watch.observe.calls import find_waits
 from ddpbench.watch.observe.marks import END, STEP, Mark, Marks
 from ddpbench.watch.observe.observer import PATIENCE, Observer
 from ddpbench.watch.observe.roots import CALL
@@ -33,12 +38,14 @@ from ddpbench.watch.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OT
 from ddpbench.watch.window import BLOCKED
 
 BEGINS = {INPUT: "i", FORWARD: "f", BACKWARD: "b", BLOCKED: "w", OPTIMIZER: "o", OTHER: "e"}
-ENDS = {kind + END: letter.upper() for kind, letter in BEGINS.items() if kind != BLOCKED}
+ENDS = {kind + END: letter.upper() for kind, letter in BEGINS.items()}
 LETTERS = BEGINS | ENDS | {STEP: "|"}
 
 
 def letters(marks: list[Mark]) -> str:
-    """A letter begins a phase, its capital ends it, `w` ends the own backward, `|` a step."""
+    """A letter begins a phase, its capital ends it, `|` ends a step.
+
+    `wW` is a wait, and a `w` alone the end of the own backward."""
     return "".join(LETTERS[kind] for kind, *_ in marks)
 
 
@@ -330,14 +337,16 @@ def test_optimizer_that_fails_keeps_later_steps_right(observed: Observed) -> Non
     train(model, optimizer, 2)
     steps = observed.builder.add(observed.marks.take())
     assert [step.number for step in steps] == [1, 2]
-    assert [phase for phase, _, _ in steps[1].spans] == [
-        OTHER,
-        FORWARD,
-        BACKWARD,
-        BLOCKED,
-        OTHER,
-        OPTIMIZER,
-    ]
+    used = {phase for phase, seconds in enumerate(steps[1].row) if seconds}
+    assert used == {OTHER, FORWARD, BACKWARD, BLOCKED, OPTIMIZER}
+
+
+class Done(dist.Work):  # type: ignore[misc]
+    """Work of a backend that is written in Python."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return at once."""
+        return True
 
 
 class Numbers(Dataset[Tensor]):
@@ -357,14 +366,14 @@ class Numbers(Dataset[Tensor]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader(observed: Observed, workers: int) -> None:
-    """Each next() of a DataLoader is input. Workers that were forked have no marks."""
+    """Each iter() and next() of a DataLoader is input. Workers that were forked have no marks."""
     model = Net()
     optimizer = start(model)
     observed.take()
     for batch in DataLoader(Numbers(), batch_size=4, num_workers=workers):
         model(batch).sum().backward()
         optimizer.step()
-    assert observed.take() == "iIfFbwBo|" * 2 + "iI"
+    assert observed.take() == "iI" + "iIfFbwBo|" * 2 + "iI"
 
 
 def test_nested_loader(observed: Observed) -> None:
@@ -372,7 +381,7 @@ def test_nested_loader(observed: Observed) -> None:
     start(Net())
     observed.take()
     next(iter(DataLoader(Numbers(nested=True), batch_size=2)))
-    assert observed.take() == "i" + "iI" * 2 + "I"
+    assert observed.take() == "iI" + "i" + "iIiI" * 2 + "I"
 
 
 def test_other_threads_and_forked_children_add_nothing(observed: Observed) -> None:
@@ -461,6 +470,7 @@ def test_an_error_in_a_mark_never_reaches_the_job() -> None:
         with torch.no_grad():
             model(torch.ones(2, 4))
         next(iter(DataLoader(Numbers())))
+        Done().wait()
         one.observer.after_step.append(lambda number: None)
         train(model, optimizer, 2)
         train(model, sgd(nn.Linear(1, 1)), 2)
@@ -474,11 +484,7 @@ def installed() -> list[Any]:
         torch.autograd.backward,
         dataloader._BaseDataLoaderIter.__next__,
         *(vars(dist.ProcessGroup)[name] for name in ("send", "recv", "recv_anysource")),
-        *(
-            vars(module)[name]
-            for module in (dist, dist.distributed_c10d)
-            for name in ("send", "recv")
-        ),
+        *(vars(owner)[name] for owner, name in find_waits()),
         *_global_optimizer_pre_hooks.values(),
         *_global_optimizer_post_hooks.values(),
     ]
@@ -663,7 +669,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_phases_of_a_device(stream: Any, observed: Observed) -> None:
-    """Rows are times of the device, spans times of the host, and nothing waits for an event."""
+    """Rows are times of the device, and nothing waits for an event."""
     gate = threading.Event()
     model = Net()
     optimizer = sgd(model)
@@ -683,7 +689,40 @@ def test_phases_of_a_device(stream: Any, observed: Observed) -> None:
     assert [step.number for step in steps] == [1, 2, 3, 4]
     for step in steps[2:]:
         assert step.row[FORWARD] >= 0.05
-        assert [phase for phase, _, _ in step.spans][:3] == [OTHER, FORWARD, BACKWARD]
+
+
+def test_waits_of_backends_that_are_imported_later(observed: Observed) -> None:
+    """A class that appears after the first step is found when the next optimizer steps."""
+    start(Net())
+
+    class Later(Done):
+        """Work of a backend that is imported in the middle of a job."""
+
+        def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+            """Return at once."""
+            return True
+
+    start(Net())
+    observed.take()
+    Later().wait()
+    assert observed.take() == "wW"
+
+
+def test_waits_in_other_streams_have_no_marks(
+    stream: Any, observed: Observed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait is marked only where it delays the stream of the latest step."""
+    current = ["main"]
+    kind = devices.KINDS["cpu"]
+    monkeypatch.setattr(kind, "current_stream", lambda device: current[0], raising=False)
+    model = Net()
+    train(model, start(model))
+    Done().wait()
+    current[0] = "side"
+    Done().wait()
+    stream.STREAM.wait()
+    observed.marks.resolve()
+    assert observed.take() == "o|fFbwBo|wW"
 
 
 def test_parameters_on_an_unknown_device(observed: Observed) -> None:
@@ -746,16 +785,50 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "rank0.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", ["plain", "buffers", "no_sync", "fsdp", "zero", "compiled"])
+@pytest.mark.parametrize(
+    "name", ["plain", "buffers", "no_sync", "fsdp", "tensor parallel", "zero", "compiled"]
+)
 def test_distributed(ranks: dict[str, Any], name: str) -> None:
     """The outermost wrapper is the root, and each backward has its own end before it ends."""
-    text = "fFbwB" * 2 + "oo" + "O|" if name == "no_sync" else "fFbwBo|"
-    if name == "zero":
-        text = "fFbwBooO|"
-    elif name == "no_sync":
-        text = "fFbwBfFbwBo|"
-    root = {"fsdp": "FSDPNet", "compiled": "OptimizedModule"}.get(name, "DistributedDataParallel")
+    text = {
+        "buffers": "fwWFbwBo|",
+        "tensor parallel": "fFwWbwBo|",
+        "fsdp": "fwWwWFbwWwwWwWBo|",
+        "no_sync": "fFbwBfFbwBo|",
+        "zero": "fFbwBooO" + "wW" * 4 + "|",
+    }.get(name, "fFbwBo|")
+    root = {"fsdp": "FSDPNet", "tensor parallel": "Net", "compiled": "OptimizedModule"}.get(
+        name, "DistributedDataParallel"
+    )
     assert ranks[name] == {"marks": text * 3, "root": root, "errors": []}
+
+
+WAITS: dict[str, Callable[[Tensor, int], Any]] = {
+    "all_reduce": lambda data, peer: dist.all_reduce(data),
+    "async_op": lambda data, peer: dist.all_reduce(data, async_op=True).wait(),  # type: ignore[union-attr]
+    "future": lambda data, peer: dist.all_reduce(data, async_op=True).get_future().wait(),  # type: ignore[union-attr]
+    "barrier": lambda data, peer: dist.barrier(),
+    "broadcast": lambda data, peer: dist.broadcast(data, 0),
+    "objects": lambda data, peer: dist.all_gather_object([None, None], peer),
+    "message": lambda data, peer: dist.send(data, 1) if peer else dist.recv(data, 0),
+    "isend": lambda data, peer: (dist.isend if peer else dist.irecv)(data, peer).wait(),  # type: ignore[union-attr]
+    "batch": lambda data, peer: exchange(data, peer),
+    "functional": lambda data, peer: functional.all_reduce(data, "sum", [0, 1]) + 1,
+}
+
+
+def exchange(data: Tensor, peer: int) -> None:
+    """Send to the peer and receive from it."""
+    operations = [dist.P2POp(dist.isend, data, peer), dist.P2POp(dist.irecv, data + 0, peer)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_waits_for_other_ranks_are_blocked(ranks: dict[str, Any], name: str) -> None:
+    """Whatever a rank calls, and wherever: its wait begins and ends."""
+    text = {"objects": "wWwW", "batch": "wWwW"}.get(name, "wW")
+    assert ranks["waits"][name] == text
 
 
 def test_own_end_comes_before_the_wait_for_reductions(ranks: dict[str, Any]) -> None:
@@ -791,6 +864,10 @@ def wrap(name: str, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
         fully_shard(model.body)
         fully_shard(model)
         return model, sgd(model)
+    if name == "tensor parallel":
+        plan = {"body.0": ColwiseParallel(), "head": RowwiseParallel()}
+        model = parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+        return model, sgd(model)
     if name == "buffers":
         model.register_buffer("buffer", torch.ones(4))
     wrapped: Any = DistributedDataParallel(model)
@@ -821,6 +898,18 @@ def observe_job(name: str) -> dict[str, Any]:
     return result
 
 
+def observe_waits() -> dict[str, str]:
+    one = Observed()
+    start(Net())
+    one.take()
+    letters_of = {}
+    for name, wait in WAITS.items():
+        wait(torch.ones(2), 1 - dist.get_rank())
+        letters_of[name] = one.take()
+    one.observer.close()
+    return letters_of
+
+
 def observe_late() -> dict[str, Any]:
     one = Observed()
     model, optimizer = wrap("late", Net())
@@ -840,9 +929,10 @@ def run_rank(folder: Path) -> int:
     torch.set_num_threads(1)
     os.environ |= {name: os.environ[f"DDPBENCH_{name}"] for name in ("RANK", "WORLD_SIZE")}
     dist.init_process_group("gloo")
-    names = ["plain", "buffers", "no_sync", "fsdp", "zero", "compiled"]
+    names = ["plain", "buffers", "no_sync", "fsdp", "tensor parallel", "zero", "compiled"]
     results: dict[str, Any] = {name: observe_job(name) for name in names}
     results["late"] = observe_late()
+    results["waits"] = observe_waits()
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

@@ -69,7 +69,7 @@ def a_round(number: int = 0, steps: int = 60) -> Round:
         medians={"a": np.median(rows[:2], axis=0), "b": np.median(rows[2:], axis=0)},
         least_blocked=rows[:, :, 5].min(axis=0),
         calls=[
-            JoinedCall("world", i, "allreduce", 2**20, i, 2, 0, 10**6, 20 * 10**6, 2, 4)
+            JoinedCall("world", i, "allreduce", 2**20, i, 0, 10**6, 20 * 10**6, 2, 4)
             for i in range(first, first + steps)
         ],
         links=[Link("a", "b", "eth0", 10**8, 0.9, 2e-4, 3)],

@@ -228,7 +228,7 @@ def test_what_an_ended_host_reported_counts_once() -> None:
 def test_a_message_is_never_larger_than_a_socket_takes() -> None:
     """A window with far too many calls loses the oldest ones."""
     window = make_window(0, 0)
-    calls = [Call("g" * 100, number, "all_reduce", 8, 0, 0) for number in range(10_000)]
+    calls = [Call("g" * 100, number, "all_reduce", 8, 0) for number in range(10_000)]
     data = pack_window(msgspec.structs.replace(window, calls=calls))
     assert len(data) <= mailbox.MOST_NBYTES
     kept = msgspec.msgpack.decode(data, type=type(window))

@@ -15,11 +15,10 @@ from ddpbench.watch.observe.steps import (
     INPUT,
     OPTIMIZER,
     OTHER,
-    SPANS,
     Step,
     StepBuilder,
 )
-from ddpbench.watch.window import BLOCKED, COLUMNS
+from ddpbench.watch.window import BLOCKED
 
 KINDS = {
     "i": INPUT,
@@ -28,6 +27,7 @@ KINDS = {
     "w": BLOCKED,
     "o": OPTIMIZER,
     "e": OTHER,
+    "W": BLOCKED + END,
     "I": INPUT + END,
     "F": FORWARD + END,
     "B": BACKWARD + END,
@@ -41,7 +41,8 @@ SECOND = 10**9
 def make_marks(text: str, begin: int = 5) -> list[Mark]:
     """Marks one second apart for each character: a letter begins a phase, its capital ends it.
 
-    `w` is the end of the rank's own backward, `|` ends a step, `.` is a second without a mark."""
+    `|` ends a step, `.` is a second without a mark. A `w` without its `W` is the end of the rank's
+    own backward."""
     marks, step = [], -1
     for second, letter in enumerate(text, begin):
         step += letter == "|"
@@ -163,6 +164,18 @@ def test_a_step_lies_between_the_ends_of_two_steps_of_the_anchor() -> None:
         pytest.param(
             "|o..o.O.|", {"other": 1, "optimizer": 7}, id="an optimizer within an optimizer"
         ),
+        pytest.param(
+            "|w.Wf.w..WFb.wW.w.wW.BowW.|",
+            {"other": 3, "blocked": 2 + 3 + 1 + 5 + 1, "forward": 2 + 1 + 1, "backward": 2 + 2}
+            | {"optimizer": 1 + 2},
+            id="waits within phases",
+        ),
+        pytest.param(
+            "|..w.W..w.Wb.wBo..w.W.|",
+            {"forward": 3 + 3 + 1, "blocked": 2 + 2 + 1 + 2, "backward": 2}
+            | {"other": 1, "optimizer": 3 + 2},
+            id="waits, no root module",
+        ),
         pytest.param("|......|", {"other": 7}, id="nothing known"),
     ],
 )
@@ -206,24 +219,13 @@ def test_marks_may_come_in_any_portions() -> None:
     assert [step for one in portions for step in builder.add(one)] == build(text)
 
 
-def test_spans_cover_a_step_without_gaps() -> None:
-    """Spans follow one another from the step's begin to its end, and agree with the row."""
-    for step in build("|.i.If.F.b..w.B.o" * 3 + "|..f.Fb.wBo|"):
-        ends = [step.began_ns, *(end for _, _, end in step.spans)]
-        assert ends[:-1] == [begin for _, begin, _ in step.spans]
-        assert ends[-1] == step.ended_ns
-        for column in range(COLUMNS):
-            ns = sum(end - begin for phase, begin, end in step.spans if phase == column)
-            assert ns == pytest.approx(step.row[column] * SECOND)
-
-
-def test_rows_are_by_the_clock_of_the_device_and_spans_by_the_hosts() -> None:
-    """A device that takes twice as long has rows twice as long; the spans stay."""
+def test_rows_are_by_the_clock_of_the_device() -> None:
+    """A device that takes twice as long has rows twice as long; begin and end stay."""
     marks = make_marks("|f.Fb.wBo|")
     (step,) = StepBuilder().add([(kind, ns, 7 + 2 * ns, step) for kind, ns, _, step in marks])
     (host,) = StepBuilder().add(marks)
     assert step.row == pytest.approx([2 * one for one in host.row])
-    assert (step.spans, step.began_ns, step.ended_ns) == (host.spans, host.began_ns, host.ended_ns)
+    assert (step.began_ns, step.ended_ns) == (host.began_ns, host.ended_ns)
 
 
 def test_events_that_cross_count_as_one_moment() -> None:
@@ -236,8 +238,7 @@ def test_events_that_cross_count_as_one_moment() -> None:
 
 
 def test_memory_does_not_grow_with_what_happens_in_a_step() -> None:
-    """A step with 10,000 micro-batches keeps its row, and its first spans."""
+    """A step with 10,000 micro-batches keeps its row alone."""
     (step,) = build("|" + "fFbwB" * 10_000 + "o|")
-    assert len(step.spans) == SPANS
     assert sum(step.row) == pytest.approx(50_002)
     assert step.row[BLOCKED] == pytest.approx(10_000)

@@ -48,6 +48,8 @@ def _rows(run: Run) -> Iterator[tuple[Chart, ...]]:
     for result in run.steps:
         if (watched := result.watched) is None:
             continue
+        if balance := tuple(draw_balance(watched)):
+            yield balance
         if len(watched.moments) > 1:
             timeline = build_timeline(run, watched)
             for chart in watch_over_time.draw(timeline, result.case.backend):
@@ -55,6 +57,83 @@ def _rows(run: Run) -> Iterator[tuple[Chart, ...]]:
         ranks = (*draw_ranks(run, watched), *draw_extra(run, watched))
         collectives, links = tuple(draw_collectives(watched)), tuple(draw_links(run, watched))
         yield from filter(None, (ranks, collectives, links))
+
+
+def draw_balance(watched: Watched) -> Iterator[Chart]:
+    """Yield where all the time of the job went, and what the long steps did meanwhile."""
+    if watched.balance is None:
+        return
+    parts = watched.balance.parts()
+    wall = watched.balance.wall_seconds
+    yield Chart(
+        "watch-balance",
+        "All the time",
+        "Where the time of rank 0 went while it was watched. A long step is at least half as long "
+        "again as usual; what it takes longer is a part of its own.",
+        _draw_bars([(name, seconds, f"{seconds / wall:.1%}") for name, seconds in parts.items()]),
+        make_table(
+            "all the time",
+            ["time", "s", "% of time"],
+            [(name, seconds, seconds / wall * 100) for name, seconds in parts.items()],
+            left=("time",),
+        ),
+    )
+    if not watched.pauses:
+        return
+    who = ["all" if pause.rank is None else str(pause.rank) for pause in watched.pauses]
+    yield Chart(
+        "watch-pauses",
+        "Long steps",
+        "What the long steps cost per step, the average over all steps, by rank and line; "
+        "beside each bar, how many there were.",
+        _draw_bars(
+            [
+                (
+                    f"{rank}: {pause.line or pause.phase}",
+                    pause.mean_seconds,
+                    f"{pause.count} of {pause.seconds * 1e3:.3g} ms",
+                )
+                for rank, pause in zip(who, watched.pauses, strict=True)
+            ]
+        ),
+        make_table(
+            "long steps",
+            [
+                *("rank", "phase", "line", "waits at", "steps", "every", "first", "last"),
+                *("ms", "longest ms", "ms per step"),
+            ],
+            [
+                (
+                    *(rank, p.phase, p.line, p.waits_at),
+                    *(p.count, p.every or None, p.first_step, p.last_step),
+                    *_ms((p.seconds, p.longest_seconds, p.mean_seconds)),
+                )
+                for rank, p in zip(who, watched.pauses, strict=True)
+            ],
+            left=("phase", "line", "waits at"),
+        ),
+    )
+
+
+def _draw_bars(rows: Sequence[tuple[str, float, str]]) -> dict[str, Any]:
+    """Return a bar for each name, its seconds, and a text beside it."""
+    values = [
+        {"name": name, "seconds": seconds, "text": text, "tip": milliseconds(seconds)}
+        for name, seconds, text in rows
+    ]
+    longest = max(seconds for _, seconds, _ in rows)
+    base = alt.Chart(pd.DataFrame(values)).encode(
+        x=alt.X(
+            "seconds:Q",
+            title="time",
+            axis=theme.time_axis(tickCount=5),
+            scale=alt.Scale(domain=[0, longest * ROOM or 1.0], nice=False),
+        ),
+        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=190)),
+        tooltip=theme.tips(name="what", tip="time", text="share"),
+    )
+    text = base.mark_text(align="left", dx=5, fontSize=11).encode(text="text:N")
+    return layer_rows([base.mark_bar(size=14), text], len(rows))
 
 
 def draw_collectives(watched: Watched) -> Iterator[Chart]:

@@ -1,17 +1,12 @@
-"""Join the windows of a host's ranks, and those of all hosts. Pure, no torch.
-
-A rank that is blocked in a collective outside backward spends that time in a phase, although it
-only waits for the last rank to arrive. Both joins move such waits from the phase to BLOCKED: a host
-up to the last arrival among its ranks, rank 0 up to the last arrival of all.
-"""
+"""Join the windows of a host's ranks, and those of all hosts. Pure, no torch."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.ma  # np.median imports it when first called, which would be in a watched step
@@ -20,16 +15,7 @@ from msgspec import structs
 
 from ddpbench.records.load import join_loads
 from ddpbench.records.watched import MOST_VALUES
-from ddpbench.watch.gather.matching import (
-    Columns,
-    Indices,
-    Table,
-    find_rooted,
-    find_unmatched,
-    match_hosts,
-    match_ranks,
-    tabulate,
-)
+from ddpbench.watch.gather.matching import Indices, match_hosts, match_ranks, tabulate
 from ddpbench.watch.gather.offsets import SAME, Line
 from ddpbench.watch.observe.links import add_links
 from ddpbench.watch.window import (
@@ -45,11 +31,10 @@ from ddpbench.watch.window import (
     Round,
     Rows,
     Values,
+    join_long_steps,
     pack_rows,
     unpack_rows,
 )
-
-CHUNK = 512  # rows that are handled at a time: a longer call would hold the interpreter
 
 
 @dataclass(frozen=True)
@@ -59,10 +44,6 @@ class Steps:
     first: int
     end: int
     members: Indices
-
-    def among(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether each of these is one of the steps."""
-        return (steps >= self.first) & (steps < self.end)
 
 
 def join_ranks(
@@ -82,17 +63,11 @@ def join_ranks(
     all_rows = [unpack_rows(window.rows) for window in windows]
     arrivals, groups, operations = tabulate(windows)
     arrivals["entered_ns"] = clock.correct(arrivals["entered_ns"])
-    calls, waits_ns = match_ranks(arrivals, np.array(numbers))
+    calls = match_ranks(arrivals)
+    newest = np.argsort(calls["last_ns"])[-HOST_CALLS:]
     firsts = [window.first_step for window in windows]
-    steps = _restrict(_find_common(firsts, list(map(len, all_rows))), arrivals)
-    steps, calls = _keep_newest(steps, calls)
+    steps = _find_common(firsts, list(map(len, all_rows)))
     rows = _cut([all_rows[i] for i in steps.members], [firsts[i] for i in steps.members], steps)
-    position = np.full(len(windows), -1)
-    position[steps.members] = np.arange(len(steps.members))
-    owners, rooted = position[arrivals["rank"]], find_rooted(arrivals["operation"], operations)
-    free = _sum_waits(len(rows), steps, np.where(rooted, -1, owners), arrivals, waits_ns)
-    bound = _sum_waits(len(rows), steps, np.where(rooted, owners, -1), arrivals, waits_ns)
-    _move(rows, _limit_waits(rows, free, bound), range(len(rows)))
     median = _median(rows)
     shown = {numbers[steps.members[i]]: rows[i] for i in _choose_slowest(rows, median, RANKS)}
     return HostWindow(
@@ -103,7 +78,7 @@ def join_ranks(
         least_blocked=pack_rows(rows[:, :, BLOCKED].min(axis=0)) if len(rows) else b"",
         rows={rank: pack_rows(row) for rank, row in shown.items()},
         ended_ns=_find_end(windows, all_rows, steps, clock),
-        calls=calls.tobytes(),
+        calls=calls[newest].tobytes(),
         groups=groups,
         operations=operations,
         facts=_join_facts(windows, shown or numbers[:RANKS]),
@@ -114,6 +89,8 @@ def join_ranks(
         load=join_loads([window.load for window in windows if window.load is not None]),
         values=_join_values([window.values for window in windows]),
         findings={window.rank: window.findings for window in windows if window.findings},
+        long_steps=join_long_steps(chain(*(window.long_steps for window in windows))),
+        lines=_join_lines(windows, shown or numbers[:RANKS]),
         last=all(window.last for window in windows),
     )
 
@@ -123,20 +100,10 @@ def join_hosts(hosts: Sequence[HostWindow]) -> Round | None:
     if not hosts:
         return None
     hosts = sorted(hosts, key=lambda host: host.ranks)
-    counts = [
-        0 if unmatched else len(unpack_rows(host.median))
-        for host, unmatched in zip(hosts, find_unmatched(hosts), strict=True)
-    ]
+    counts = [len(unpack_rows(host.median)) for host in hosts]
     steps = _find_common([host.first_step for host in hosts], counts)
-    calls, owners, table, waits_ns, rooted = match_hosts(hosts)
-    waits_ns = _share_waits(waits_ns, table["ranks"], owners, hosts)
-    position = np.full(len(hosts), -1)
-    position[steps.members] = np.arange(len(steps.members))
-    owners, count = position[owners], len(steps.members)
-    free = _sum_waits(count, steps, np.where(rooted, -1, owners), table, waits_ns)
-    bound = _sum_waits(count, steps, np.where(rooted, owners, -1), table, waits_ns)
-    medians, rows, least_blocked = _join_rows([hosts[i] for i in steps.members], steps, free, bound)
     members, names = [hosts[i] for i in steps.members], _name_hosts(hosts)
+    medians, rows, least_blocked = _join_rows(members, steps)
     return Round(
         first_step=steps.first,
         ended_ns=int(np.median([host.ended_ns for host in members or hosts])),
@@ -144,12 +111,15 @@ def join_hosts(hosts: Sequence[HostWindow]) -> Round | None:
         hosts={name: _expand_runs(host.ranks) for name, host in zip(names, hosts, strict=True)},
         medians=dict(zip([names[i] for i in steps.members], medians, strict=True)),
         least_blocked=least_blocked,
-        calls=calls,
+        calls=match_hosts(hosts),
         facts={rank: each for host in hosts for rank, each in host.facts.items() if rank >= 0},
         host_facts={name: host.facts[-1] for name, host in zip(names, hosts, strict=True)},
         links=_name_links(hosts, names),
         load=join_loads([host.load for host in hosts if host.load is not None]),
         values=_join_values([host.values for host in hosts]),
+        long_steps=join_long_steps(chain(*(host.long_steps for host in hosts))),
+        lines={rank: lines for host in hosts for rank, lines in host.lines.items() if rank >= 0}
+        | {-1: _find_means([host.lines.get(-1, {}) for host in hosts])},
     )
 
 
@@ -174,35 +144,6 @@ def _find_common(firsts: Sequence[int], counts: Sequence[int]) -> Steps:
     return Steps(int(first[members].max()), int(end[members].min()), members)
 
 
-def _restrict(steps: Steps, arrivals: Table) -> Steps:
-    """Without the steps of which some calls may be unknown, where calls block outside backward.
-
-    The first calls of the first step may have been too old, or read for an earlier window. A rank
-    of which no call is known is left out: its waits are still among its work.
-    """
-    if not (arrivals["phase"] >= 0).any():
-        return steps
-    first, end, members = steps.first, steps.end, []
-    for member in steps.members:
-        known = arrivals["step"][(arrivals["rank"] == member) & (arrivals["step"] >= 0)]
-        if len(known):
-            members.append(member)
-            first = max(first, int(known.min()) + 1)
-            end = min(end, int(known.max()) + 1)
-    end = max(first, end) if members else first
-    return Steps(first, end, np.array(members, np.intp))
-
-
-def _keep_newest(steps: Steps, calls: Table) -> tuple[Steps, Table]:
-    """At most HOST_CALLS calls, first those that block, and the steps whose calls are complete."""
-    blocks = (calls["phase"] >= 0) & steps.among(calls["step"])
-    order = np.lexsort((calls["last_ns"], blocks))
-    dropped, kept = order[:-HOST_CALLS], order[-HOST_CALLS:]
-    dropped = dropped[blocks[dropped]]
-    first = max([steps.first, *(calls["step"][dropped] + 1).tolist()])
-    return Steps(first, max(first, steps.end), steps.members), calls[np.sort(kept)]
-
-
 def _cut(windows: Sequence[Rows], firsts: Sequence[int], steps: Steps) -> Rows:
     """The rows of these steps: float32 [windows, steps, COLUMNS]."""
     count = steps.end - steps.first
@@ -213,100 +154,25 @@ def _cut(windows: Sequence[Rows], firsts: Sequence[int], steps: Steps) -> Rows:
 
 
 def _join_rows(
-    hosts: Sequence[HostWindow],
-    steps: Steps,
-    free: npt.NDArray[np.float32],
-    bound: npt.NDArray[np.float32],
+    hosts: Sequence[HostWindow], steps: Steps
 ) -> tuple[Rows, dict[int, Rows], npt.NDArray[np.float32]]:
-    """The hosts' medians, the rows of the slowest ranks, and the least time blocked of all ranks.
-
-    free, bound: waits of each host's ranks for other hosts, as for _limit_waits.
-    """
+    """The hosts' medians, the rows of the slowest ranks, and the least time that any is blocked."""
     firsts = [host.first_step for host in hosts]
     medians = _cut([unpack_rows(host.median) for host in hosts], firsts, steps)
-    waits = _limit_waits(medians, free, bound)
     passed = [(rank, i, row) for i, host in enumerate(hosts) for rank, row in host.rows.items()]
     owners = [i for _, i, _ in passed]
     rows = _cut([unpack_rows(row) for _, _, row in passed], [firsts[i] for i in owners], steps)
-    _move(rows, waits, owners)
-    blocked = _cut_blocked(hosts, steps)
-    blocked += np.minimum(waits, np.maximum(medians[:, :, :BLOCKED], 0)).sum(axis=2)
-    _move(medians, waits, range(len(medians)))
     chosen = _choose_slowest(rows, _median(medians), ROUND_RANKS)
-    least = blocked.min(axis=0) if len(blocked) else np.zeros(0, np.float32)
+    least = np.full(steps.end - steps.first, np.inf, np.float32)
+    for host in hosts:
+        blocked = np.frombuffer(host.least_blocked, np.float32)[steps.first - host.first_step :]
+        least = np.minimum(least, blocked[: len(least)])
     return medians, {passed[i][0]: rows[i] for i in sorted(chosen)}, least
 
 
 def _median(rows: Rows) -> Rows:
     """The median of several windows: float32 [steps, COLUMNS]."""
     return np.asarray(np.median(rows, axis=0) if len(rows) else rows.sum(axis=0), np.float32)
-
-
-def _cut_blocked(hosts: Sequence[HostWindow], steps: Steps) -> npt.NDArray[np.float32]:
-    """The least time blocked of these hosts and steps: float32 [hosts, steps]."""
-    count, blocked = steps.end - steps.first, []
-    for host in hosts:
-        values = np.frombuffer(host.least_blocked, np.float32)
-        blocked.append(values[steps.first - host.first_step :][:count])
-    return np.stack(blocked) if blocked else np.zeros((0, count), np.float32)
-
-
-def _sum_waits(
-    count: int,
-    steps: Steps,
-    owners: Indices,
-    calls: Table | Columns,
-    waits_ns: npt.NDArray[np.int64],
-) -> npt.NDArray[np.float32]:
-    """The seconds of waiting per owner, step and phase: float32 [count, steps, BLOCKED].
-
-    calls: with their steps and phases; owners: their positions among `count`, -1 none.
-    """
-    shape = (count, steps.end - steps.first, BLOCKED)
-    use = (owners >= 0) & (calls["phase"] >= 0) & steps.among(calls["step"]) & (waits_ns > 0)
-    step, phase = calls["step"][use] - steps.first, calls["phase"][use]
-    place = (owners[use] * shape[1] + step) * BLOCKED + phase
-    sums = np.bincount(place, waits_ns[use] * 1e-9, minlength=math.prod(shape))
-    return sums.reshape(shape).astype(np.float32)
-
-
-def _share_waits(
-    waits_ns: npt.NDArray[np.int64],
-    ranks: npt.NDArray[np.int64],
-    owners: Indices,
-    hosts: Sequence[HostWindow],
-) -> npt.NDArray[np.int64]:
-    """Each wait for all ranks of a host, of which only some were in the call.
-
-    ranks: how many were; owners: their hosts.
-    """
-    sizes = np.array([len(_expand_runs(host.ranks)) for host in hosts])[owners]
-    return np.asarray(waits_ns * np.minimum(ranks, sizes) // sizes)
-
-
-def _limit_waits(
-    rows: Rows, free: npt.NDArray[np.float32], bound: npt.NDArray[np.float32]
-) -> npt.NDArray[np.float32]:
-    """All waits: those in rooted operations only as far as they made a phase longer.
-
-    free, bound: waits as from _sum_waits, in other and in rooted operations. In a broadcast most
-    ranks wait for one other rank only, whichever that is, and not for the last one: a rank whose
-    phase is as short as the shortest did not wait in it.
-    """
-    if not len(rows):
-        return free
-    own = rows[:, :, :BLOCKED] - free
-    return np.asarray(free + np.minimum(bound, own - own.min(axis=0)))
-
-
-def _move(rows: Rows, waits: npt.NDArray[np.float32], owners: Sequence[int]) -> None:
-    """Take waits off the phases of rows and add them to BLOCKED; owners: whose waits are each's."""
-    for first in range(0, len(rows), CHUNK):
-        part = rows[first : first + CHUNK]
-        own = part[:, :, :BLOCKED]
-        moved = np.minimum(waits[owners[first : first + CHUNK]], np.maximum(own, 0))
-        own -= moved
-        part[:, :, BLOCKED] += moved.sum(axis=2)
 
 
 def _choose_slowest(rows: Rows, typical: Rows, limit: int) -> list[int]:
@@ -380,6 +246,19 @@ def _join_facts(windows: Sequence[RankWindow], shown: Iterable[int]) -> dict[int
             values.setdefault(name, []).append(value)
     host = {name: float(np.median(each)) for name, each in values.items()}
     return {-1: host} | {w.rank: w.facts for w in windows if w.rank in shown and w.facts}
+
+
+def _join_lines(windows: Sequence[RankWindow], shown: Iterable[int]) -> dict[int, dict[str, float]]:
+    """The lines of these ranks and, under -1, the means over all ranks."""
+    return {window.rank: window.lines for window in windows if window.rank in shown} | {
+        -1: _find_means([window.lines for window in windows])
+    }
+
+
+def _find_means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each value; a part without it counts as 0."""
+    names = {name for part in parts for name in part}
+    return {name: sum(part.get(name, 0.0) for part in parts) / len(parts) for name in names}
 
 
 def _join_links(windows: Sequence[RankWindow], host: str) -> list[Link]:

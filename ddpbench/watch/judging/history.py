@@ -16,10 +16,11 @@ import numpy.typing as npt
 from msgspec import structs
 
 from ddpbench.records.load import Load
-from ddpbench.records.watched import MOST_VALUES
+from ddpbench.records.watched import MOST_VALUES, WatchedBalance, WatchedPause
 from ddpbench.watch.judging import samples
+from ddpbench.watch.judging.pauses import PauseHistory
 from ddpbench.watch.judging.samples import Samples
-from ddpbench.watch.window import BLOCKED, COLUMNS, RANKS, JoinedCall, Link, Round
+from ddpbench.watch.window import BLOCKED, COLUMNS, RANKS, WARM_UP, JoinedCall, Link, Round
 
 Floats = npt.NDArray[np.float64]
 FloatsOrLess = npt.NDArray[np.floating[Any]]
@@ -27,7 +28,6 @@ FloatsOrLess = npt.NDArray[np.floating[Any]]
 TRACKED = 64  # ranks whose steps are kept
 RECENT = 12  # rounds whose facts are kept
 SILENT = 24  # rounds without a report of a rank: of hosts, some report in fewer
-WARM_UP = 5  # first steps of a job, which compile and allocate: not judged
 KINDS = 128  # of calls that are told apart
 CALLS = 256  # of one kind, the newest
 LINKS = 16384
@@ -103,6 +103,22 @@ class History:
         self.links: dict[tuple[str, str], Link] = {}  # what they carried; older rounds fade
         self.link_seconds = 0.0  # in which they did, fading alike
         self._ended_ns = 0
+        self.long_steps = PauseHistory()
+        self.lines: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
+        self.balance: WatchedBalance | None = None  # of rank 0
+
+    @property
+    def pauses(self) -> tuple[WatchedPause, ...]:
+        """The kinds of pauses, those that cost most first."""
+        steps = self.balance.steps if self.balance is not None else self.last_step + 1
+        return self.long_steps.summarize(max(1, steps))
+
+    @property
+    def mean_seconds(self) -> float:
+        """The mean time of a step; there is at least one."""
+        if self.balance is not None:
+            return self.balance.mean_seconds
+        return float(self.job.values[self.job.evenly(), SECONDS].mean())
 
     @property
     def world_size(self) -> int:
@@ -132,6 +148,8 @@ class History:
         self.facts.append(kept)
         self.host_facts.append(round_.host_facts)
         self._add_readings(round_)
+        self.long_steps.add(round_.long_steps)
+        self.lines.append(round_.lines)
         self.rounds += 1
 
     def _add_hosts(self, hosts: Mapping[str, Sequence[int]]) -> None:

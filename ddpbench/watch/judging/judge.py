@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from ddpbench.records.schema import SEVERITIES, Finding
@@ -18,10 +16,8 @@ from ddpbench.watch.judging import (
     stragglers,
 )
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.window import HOST_CALLS, STEPS
 
 FEWEST = stragglers.FEWEST  # steps that any verdict on steps needs
-SAMPLED = 0.5  # of the steps, and of those that reports have room for
 
 
 def judge(history: History, world_size: int) -> tuple[Finding, ...]:
@@ -32,14 +28,17 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
     """
     missing = history.find_missing(world_size)
     links = slow_links.find_slow_links(history.links.values(), history.hosts, history.link_seconds)
-    findings = [*describe_basis(history, world_size, missing)]
-    findings += [slow_links.describe_slow_link(link) for link in links]
+    findings = [slow_links.describe_slow_link(link) for link in links]
+    if missing and (history.job or history.calls):
+        findings.append(_describe_missing(missing, world_size))
+    pauses = list(sentences.describe_pauses(history, missing))
+    findings += pauses
     if len(history.job) >= FEWEST:
         step_seconds = float(np.median(history.job.values[-stragglers.RECENT :, columns.SECONDS]))
-        waiting = history.find_ranks("unseen_messages")
         late = stragglers.find_late(history, step_seconds)
-        late = [one for one in late if one.rank not in waiting]
-        findings.extend(sentences.describe_late(history, late, step_seconds))
+        pausing = {finding.place.get("rank") for finding in pauses}
+        late = [one for one in late if one.every == 1 or one.rank not in pausing]
+        findings.extend(sentences.describe_late(history, late))
         if not missing:
             since = [one.since for one in late if one.since is not None]
             findings.extend(speed.judge_speed(history, since))
@@ -50,33 +49,13 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
-def describe_basis(history: History, world_size: int, missing: list[int]) -> Iterator[Finding]:
-    """Yield a note for each part of the job on which the other findings do not rest."""
-    if missing and (history.job or history.calls):
-        yield Finding(
-            "note",
-            "missing-ranks",
-            f"the findings rest on {world_size - len(missing)} of {world_size} ranks, so none is "
-            f"about all ranks: no comparable report comes from {name_ranks(missing)}",
-            "start all ranks under the watch; look in the job's output for why a watch has failed",
-            {"ranks": missing},
-        )
-    if waiting := history.find_ranks("unseen_messages"):
-        yield Finding(
-            "note",
-            "unseen-messages",
-            f"{name_ranks(waiting)} may wait for messages of isend and irecv. Such waits are not "
-            "seen and count as own time, so it is not judged whether these ranks are late",
-            "compare the ranks' devices: python -m ddpbench doctor --only stragglers",
-            {"ranks": waiting},
-        )
-    passed = history.last_step + 1 - columns.WARM_UP
-    if passed >= FEWEST and history.steps < SAMPLED * min(passed, STEPS * history.rounds):
-        yield Finding(
-            "note",
-            "sampled-steps",
-            f"the findings rest on {history.steps} of {passed} steps: a report has room for "
-            f"{STEPS} steps and for {HOST_CALLS} collectives of each host",
-            "the more steps a job has, the more is found: wait some minutes for findings",
-            {"steps": history.steps, "of_steps": passed},
-        )
+def _describe_missing(missing: list[int], world_size: int) -> Finding:
+    """Return the note on what the other findings rest on."""
+    return Finding(
+        "note",
+        "missing-ranks",
+        f"the findings rest on {world_size - len(missing)} of {world_size} ranks, so none is about "
+        f"all ranks: no comparable report comes from {name_ranks(missing)}",
+        "start all ranks under the watch; look in the job's output for why a watch has failed",
+        {"ranks": missing},
+    )

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from ddpbench.records.schema import Finding
+from ddpbench.records.watched import COLUMNS, WatchedPause
 from ddpbench.watch.judging import speed
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.stragglers import Late
+from ddpbench.watch.window import BLOCKED
 
 MOST = 8  # findings on ranks
 LASTING = 0.2  # of the steps: a rank that was late for less is worth a note
@@ -26,21 +28,38 @@ NEXT_STEPS = {
     "other": "look for what only rank {rank} does between its steps: making batches without a "
     "DataLoader, logging, checkpoints, evaluation",
 }
+EVERYONE = -1  # in place of a rank, in lines
+LINE_SHARE = 0.25  # of the lateness, that a line must explain
+MOST_PAUSES = 4  # findings
+NOTABLE_PAUSE, CLEAR_PAUSE, LARGE_PAUSE = 0.01, 0.03, 0.05  # of the job's time
+FEWEST_PAUSES = 3
+LONG_SECONDS, LONG_STEPS = 1.0, 10.0  # a pause that counts even if it is the only one
+UNUSUAL = 0.1  # of a step: a line at which ranks are for less
+LATE_PERIODS = 2  # from the begin of the job to the first pause, which then began later
+PAUSE_STEPS = {
+    "input": "keep the workers of the DataLoader between epochs: persistent_workers=True",
+    "blocked": "look for what else uses the network at these times; to measure each link: python "
+    "-m ddpbench doctor --only links",
+}
+PAUSE_STEP = (
+    "do this less often, or in a thread or process of its own (of a checkpoint: "
+    "torch.distributed.checkpoint.async_save)"
+)
 EXPLAINS = 0.4  # of the lateness, that a cause must explain
 PAGES = 10.0  # read from a disk in a second, that name a lack of memory
 GPU = "gpu_slowed_by_"
 MORE_OFTEN = 0.5  # of the reads: by which a late rank's GPU is slowed more often than others
 
 
-def describe_late(history: History, late: Sequence[Late], step_seconds: float) -> Iterator[Finding]:
+def describe_late(history: History, late: Sequence[Late]) -> Iterator[Finding]:
     """Yield a finding for each host whose ranks are all late, and for each other late rank."""
     host_of = {rank: host for host, ranks in history.hosts.items() for rank in ranks}
     hosts = _slow_hosts(history, late)
     for host, ranks in hosts.items():
-        yield _describe_host(host, ranks, step_seconds)
+        yield _describe_host(host, ranks, history.mean_seconds)
     rest = [one for one in late if host_of.get(one.rank) not in hosts]
     for one in rest[:MOST]:
-        yield _describe_rank(history, one, host_of.get(one.rank, ""), step_seconds)
+        yield _describe_rank(history, one, host_of.get(one.rank, ""))
     if len(rest) > MOST:
         others = [one.rank for one in rest[MOST:]]
         yield Finding(
@@ -66,14 +85,14 @@ def _slow_hosts(history: History, late: Sequence[Late]) -> dict[str, list[Late]]
     return found if len(found) < len(history.hosts) else {}
 
 
-def _describe_host(host: str, ranks: Sequence[Late], step_seconds: float) -> Finding:
+def _describe_host(host: str, ranks: Sequence[Late], mean_seconds: float) -> Finding:
     seconds = float(np.median([one.seconds for one in ranks]))
     phase = next(iter(ranks[0].phases))
     return Finding(
         "warning",
         "slow-host",
         f"{host} is slow: {phase} takes its ranks {seconds * 1e3:.3g} ms longer than those of "
-        f"other hosts, {seconds / step_seconds:.1%} of each step",
+        f"other hosts: {describe_cost(seconds, mean_seconds)}",
         f"compare cores, memory and clocks: run on {host}, and on another host: python -m ddpbench "
         "doctor --only stragglers",
         {
@@ -81,12 +100,19 @@ def _describe_host(host: str, ranks: Sequence[Late], step_seconds: float) -> Fin
             "ranks": [one.rank for one in ranks],
             "phase": phase,
             "seconds": seconds,
-            "share": seconds / step_seconds,
+            "share": seconds / mean_seconds,
         },
     )
 
 
-def _describe_rank(history: History, late: Late, host: str, step_seconds: float) -> Finding:
+def describe_cost(seconds: float, mean_seconds: float) -> str:
+    """Return what a delay costs, per step and of all steps. mean_seconds: of a step."""
+    share = seconds / mean_seconds
+    return f"{seconds * 1e3:.3g} ms per step on average, {share:.1%} of the job's time"
+
+
+def _describe_rank(history: History, late: Late, host: str) -> Finding:
+    mean_seconds = history.mean_seconds
     phases = " and ".join(
         f"{phase} ({seconds * 1e3:.3g} ms)" if len(late.phases) > 1 else phase
         for phase, seconds in late.phases.items()
@@ -98,10 +124,11 @@ def _describe_rank(history: History, late: Late, host: str, step_seconds: float)
     # Facts are only kept of the latest rounds, when a rank that was late no longer is.
     cause = find_cause(history, late) if late.until is None else None
     verb = "was" if late.until is not None else "is"
+    line, cost = find_line(history, late), _find_cost(history, late)
     sentence = (
         f"rank {late.rank} on {host} {verb} late{_which_steps(late)}{_when(history, late)}: "
-        f"its {phases} {takes} {size} longer than the other ranks', "
-        f"{late.cost / step_seconds:.1%} of the time of a step"
+        f"its {phases} {takes} {size} longer than the other ranks'{_growth(late)}"
+        f"{f', at {line}' if line else ''}: {describe_cost(cost, mean_seconds)}"
     )
     phase = next(iter(late.phases))
     next_step = cause.next_step if cause else NEXT_STEPS[phase]
@@ -110,7 +137,9 @@ def _describe_rank(history: History, late: Late, host: str, step_seconds: float)
         "straggler" if late.every == 1 else "intermittent-straggler",
         f"{sentence}; {cause.sentence}" if cause else sentence,
         next_step.format(rank=late.rank),
-        _place(history, late, host, step_seconds) | ({"cause": cause.name} if cause else {}),
+        _place(history, late, host, cost / mean_seconds)
+        | ({"cause": cause.name} if cause else {})
+        | ({"line": line} if line else {}),
     )
 
 
@@ -124,9 +153,21 @@ def _severity(history: History, late: Late) -> str:
 def _which_steps(late: Late) -> str:
     if late.every == 1:
         return ""
-    if late.every == 0:
-        return f" in {late.share:.0%} of its steps"
     return f" in one of {late.every} steps ({late.first}, {late.first + late.every}, …)"
+
+
+def _find_cost(history: History, late: Late) -> float:
+    """Return what a late rank costs per step, the average over all steps of the job."""
+    last = history.last_step if late.until is None else late.until
+    level = late.cost if late.grew_from is None else (late.seconds + late.grew_from) / 2
+    return level * (last + 1 - (late.since or 0)) / (history.last_step + 1)
+
+
+def _growth(late: Late) -> str:
+    if late.grew_from is None:
+        return ""
+    verb = "grown" if late.grew_from < late.seconds else "shrunk"
+    return f", {verb} from {late.grew_from * 1e3:.3g} ms"
 
 
 def _when(history: History, late: Late) -> str:
@@ -138,24 +179,108 @@ def _when(history: History, late: Late) -> str:
     return "".join(parts).replace("since", "from") if late.until is not None else "".join(parts)
 
 
-def _place(history: History, late: Late, host: str, step_seconds: float) -> dict[str, Any]:
+def _place(history: History, late: Late, host: str, share: float) -> dict[str, Any]:
     place: dict[str, Any] = {
         "rank": late.rank,
         "host": host,
         "phase": next(iter(late.phases)),
         "seconds": late.seconds,
-        "share": late.cost / step_seconds,
+        "share": share,
         "every": late.every,
-        "steps_share": late.share,
     }
     if late.interval is not None:
         place |= {"low_seconds": late.interval.low, "high_seconds": late.interval.high}
     if late.every > 1:
         place["first_step"] = late.first
+    if late.grew_from is not None:
+        place["first_seconds"] = late.grew_from
     for name, step in (("since", late.since), ("until", late.until)):
         if step is not None:
             place |= {f"{name}_step": step, name: speed.ended(history, step)}
     return place
+
+
+def find_line(history: History, late: Late) -> str:
+    """Return the line of the program where a late rank spends more time than others; "" unknown.
+
+    Lines are those of now, so that of a rank that is no longer late is unknown.
+    """
+    known = [lines for lines in history.lines if late.rank in lines]
+    if late.until is not None or not known:
+        return ""
+    own, usual = known[-1][late.rank], known[-1][EVERYONE]
+    longer = {line: seconds - usual.get(line, 0.0) for line, seconds in own.items()}
+    line = max(longer, key=longer.__getitem__, default="")
+    # The means over all ranks contain the late one.
+    least = LINE_SHARE * late.cost * (1 - 1 / history.world_size)
+    return line if line and longer[line] >= least else ""
+
+
+def describe_pauses(history: History, missing: Sequence[int]) -> Iterator[Finding]:
+    """Yield a finding for each kind of pause that costs much; of all ranks if none is missing."""
+    worst = [one for one in history.pauses if not (missing and one.rank is None)]
+    for pause in worst[:MOST_PAUSES]:
+        share = pause.mean_seconds / history.mean_seconds
+        is_clear = _is_clear(history, pause)
+        if share >= (NOTABLE_PAUSE if is_clear else LARGE_PAUSE):
+            severity = "warning" if is_clear and share >= CLEAR_PAUSE else "note"
+            yield _describe_pause(history, pause, severity, share)
+
+
+def _is_clear(history: History, pause: WatchedPause) -> bool:
+    """Whether a pause is the script's: it comes regularly, or at a line where steps usually are not
+    found, or it is very long. Others are more likely the host's."""
+    usual = [lines[EVERYONE].get(pause.line, 0.0) for lines in history.lines if EVERYONE in lines]
+    at_line = float(np.mean(usual or [0.0]))
+    unusual = bool(pause.line) and at_line < UNUSUAL * history.mean_seconds
+    if pause.phase == COLUMNS[BLOCKED]:  # a busy host delays transfers, too
+        return False
+    if pause.every:
+        return unusual or pause.count > FEWEST_PAUSES
+    very_long = max(LONG_SECONDS, LONG_STEPS * history.mean_seconds)
+    return (unusual and pause.count >= FEWEST_PAUSES) or pause.longest_seconds >= very_long
+
+
+def _describe_pause(history: History, pause: WatchedPause, severity: str, share: float) -> Finding:
+    first, every = pause.first_step, pause.every
+    when = speed.format_time(pause.first_ended)
+    if every:
+        often = f"in one of {every} steps ({first}, {first + every}, …)"
+        often += f" since step {first} ({when})" if first > LATE_PERIODS * every else ""
+    elif pause.count == 1:
+        often = f"once, in step {first} ({when})"
+    else:
+        often = f"in {pause.count} steps at irregular times"
+    host = next((host for host, ranks in history.hosts.items() if pause.rank in ranks), "")
+    who = "all ranks pause" if pause.rank is None else f"rank {pause.rank} on {host} pauses"
+    where = f", in {pause.phase}" + (f" at {pause.line}" if pause.line else "")
+    if pause.phase == COLUMNS[BLOCKED]:
+        who, where = "all ranks are blocked longer", where.removeprefix(", in blocked")
+    waits = (
+        f"; others wait at {pause.waits_at}" if pause.waits_at and pause.rank is not None else ""
+    )
+    place = {
+        "rank": pause.rank,
+        "phase": pause.phase,
+        "line": pause.line,
+        "seconds": pause.seconds,
+        "every": every,
+        "count": pause.count,
+        "first_step": first,
+        "share": share,
+    }
+    return Finding(
+        severity,
+        "pauses",
+        f"{who} for {_format_pause(pause.seconds)} {often}{where}{waits}: "
+        f"{describe_cost(pause.mean_seconds, history.mean_seconds)}",
+        PAUSE_STEPS.get(pause.phase, PAUSE_STEP),
+        {name: value for name, value in place.items() if value is not None},
+    )
+
+
+def _format_pause(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 @dataclass(frozen=True)

@@ -46,16 +46,16 @@ def _judge_input(history: History) -> Iterator[Finding]:
 
 def _judge_communication(history: History) -> Iterator[Finding]:
     job = history.job.values[-RECENT:]
-    exposed, step = (float(np.median(job[:, i])) for i in (columns.EXPOSED, columns.SECONDS))
+    exposed, step = float(np.median(job[:, columns.EXPOSED])), history.mean_seconds
     # A wait for a message is no transfer: what comes before it may take that long.
     known = history.world_size > 1 and not history.find_ranks("messages")
     if known and exposed >= NOTABLE * step:
         yield Finding(
             "note",
             "exposed-communication",
-            f"{exposed * 1e3:.3g} ms ({exposed / step:.0%}) of each step is exposed communication: "
-            f"without any, the job would be at most {step / max(step - exposed, 1e-9):.3g} times "
-            "as fast",
+            f"{exposed * 1e3:.3g} ms of each step, {exposed / step:.0%} of the job's time, is "
+            "exposed communication: without any, the job would be at most "
+            f"{step / max(step - exposed, 1e-9):.3g} times as fast",
             "communicate less often (no_sync with more micro-batches, a larger batch) or send "
             "fewer bytes (a compressing communication hook); to see what a hook gains: "
             'python -m ddpbench ab --a "--comm-hook none" --b "--comm-hook fp16" ddp',

@@ -57,5 +57,10 @@ def ended(history: History, step: int) -> float:
 
 
 def clock_time(history: History, step: int) -> str:
-    """Return when a step ended, in UTC as in the table's timeline: "14:32:10 UTC"."""
-    return datetime.fromtimestamp(ended(history, step), timezone.utc).strftime("%H:%M:%S UTC")
+    """Return when a step ended, as `format_time` does."""
+    return format_time(ended(history, step))
+
+
+def format_time(seconds: float) -> str:
+    """Return a time since 1970 in UTC as in the table's timeline: "14:32:10 UTC"."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%H:%M:%S UTC")

@@ -7,7 +7,7 @@ they wait for it. A rank that only waits has more blocked time, and no more time
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from ddpbench.records.schema import Interval
 from ddpbench.records.watched import PHASES
 from ddpbench.watch.judging import changes, periods
 from ddpbench.watch.judging import history as columns
-from ddpbench.watch.judging.history import Floats, FloatsOrLess, History
+from ddpbench.watch.judging.history import Floats, History
 
 LEAST_SHARE = 0.03  # of a step, from which a rank is a straggler
 FEWEST = 16  # steps that a verdict needs
@@ -27,10 +27,9 @@ CLEAR = 5.0  # standard errors of a median
 CLEAR_OF_PART = 7.0  # because there are many parts to choose from
 ALSO = 0.25  # of the largest phase: a phase that is named beside it
 WAITED_FOR = 0.4  # of its lateness, that a late rank is blocked less
-FAR = 6.0  # spreads of usual steps, by which single late steps are longer
-MOST_SHARE = 0.6  # of steps that are late: with more, the others are the exception
 TRACKED_SHARE = 0.8  # of the latest steps
-PERIODIC_COST, IRREGULAR_COST = 0.008, 0.05  # of a step, the average over all steps
+PERIODIC_COST = 0.008  # of a step, the average over all steps
+GROWTH = 1.5  # times as late, or as little, as at first
 ALLOWED = 0.75 * PERIODIC_COST  # with noise
 
 
@@ -82,8 +81,8 @@ class Late:
 
     phases: name → how much longer a late step takes in it, the largest first; seconds: their sum;
     since, until: numbers of its first late step, None from the start, and of its last one, None if
-    it is still late; every: a step in so many is late, 0 without a period; share: of its steps that
-    are late; first: number of a late step; step_seconds: of the job.
+    it is still late; every: a step in so many is late; first: number of a late step; step_seconds:
+    of the job; grew_from: seconds at first, if the lateness has only grown, or only shrunk, since.
     """
 
     rank: int
@@ -93,14 +92,14 @@ class Late:
     since: int | None = None
     until: int | None = None
     every: int = 1
-    share: float = 1.0
     first: int = 0
     step_seconds: float = 0.0
+    grew_from: float | None = None
 
     @property
     def cost(self) -> float:
         """Seconds of an average step."""
-        return self.seconds * self.share
+        return self.seconds / self.every
 
 
 def find_late(history: History, step_seconds: float) -> list[Late]:
@@ -111,7 +110,6 @@ def find_late(history: History, step_seconds: float) -> list[Late]:
         part = Part(rank, kept.number, kept.values.astype(np.float64), step_seconds, apart)
         if _is_tracked(history, part) and _may_be_late(part):
             late.extend(_judge_rank(part))
-    late = [one for one in late if one.every or _is_rarer_elsewhere(history, one)]
     late = [replace(one, step_seconds=step_seconds) for one in late]
     return sorted(late, key=lambda one: -one.cost)
 
@@ -143,14 +141,25 @@ def _judge_rank(rank: Part) -> Iterator[Late]:
     """Yield what holds now; if the rank is not late now, the longest time in which it was."""
     parts = _divide(rank)
     found = [_judge_part(part, CLEAR if len(parts) == 1 else CLEAR_OF_PART) for part in parts]
-    ended = [(len(parts[i]), i, late) for i, late in enumerate(found) if late and late.every]
+    ended = [(len(parts[i]), i, late) for i, late in enumerate(found) if late]
     if (now := found[-1]) is not None:
         start = next(i for i in range(len(found)) if None not in found[i:])
-        yield replace(now, since=int(parts[start].number[0]) if start else None)
+        since = int(parts[start].number[0]) if start else None
+        yield replace(now, since=since, grew_from=_find_growth(found[start:]))
     elif ended:
         _, i, longest = max(ended, key=lambda one: one[0])
         since = int(parts[i].number[0]) if i else None
         yield replace(longest, since=since, until=int(parts[i].number[-1]))
+
+
+def _find_growth(levels: Sequence[Late | None]) -> float | None:
+    """Return the first of these levels, if they lead to the last one in steps of one direction."""
+    seconds = [late.seconds for late in levels if late and late.every == 1]
+    steps = np.diff(seconds)
+    if len(steps) < 2 or not (np.all(steps > 0) or np.all(steps < 0)):
+        return None
+    ratio = seconds[-1] / seconds[0]
+    return seconds[0] if max(ratio, 1 / ratio) >= GROWTH else None
 
 
 def _divide(rank: Part) -> list[Part]:
@@ -181,7 +190,7 @@ def _judge_part(part: Part, clear: float) -> Late | None:
         return None
     gaps = np.flatnonzero(np.diff(part.number) != 1)
     newest = part[int(gaps[-1]) + 1 if len(gaps) else 0 :][-RECENT:]
-    return _periodically(newest) or _always(part, clear) or _irregularly(newest)
+    return _periodically(newest) or _always(part, clear)
 
 
 def _always(part: Part, clear: float) -> Late | None:
@@ -211,36 +220,19 @@ def _periodically(part: Part) -> Late | None:
     if not best.every:
         return None
     is_late = np.arange(len(part)) % best.every == best.first
-    return _in_some(part, is_late, best.every, PERIODIC_COST)
-
-
-def _irregularly(part: Part) -> Late | None:
-    """Judge a rank that is late in some steps. part: steps that follow one another."""
-    if len(part) < FEWEST:
-        return None
-    is_late = late_steps(part.own, part.least)
-    if is_late.sum() < 3 or is_late.mean() > MOST_SHARE:
-        return None
-    return _in_some(part, is_late, 0, IRREGULAR_COST)
-
-
-def _in_some(
-    part: Part, is_late: npt.NDArray[np.bool_], every: int, least_cost: float
-) -> Late | None:
-    late, usual, share = part[is_late], part[~is_late], float(is_late.mean())
+    late, usual = part[is_late], part[~is_late]
     if np.median(usual.own) >= part.least:  # it is always late, and in some steps more so
         return None
     phases = _name_phases(late.excess - np.median(usual.excess, axis=0))
     seconds = sum(phases.values())
-    if seconds < part.least or seconds * share < least_cost * part.step_seconds:
+    if seconds < max(part.least, PERIODIC_COST * part.step_seconds * best.every):
         return None
     if _less_blocked(part, is_late) < WAITED_FOR * seconds:
         return None
     series = late.in_phases(phases) - np.median(usual.in_phases(phases))
     return Late(
         *(part.rank, phases, float(np.median(series)), stats.median_interval(series)),
-        every=every,
-        share=share,
+        every=best.every,
         first=int(late.number[0]),
     )
 
@@ -262,25 +254,3 @@ def _name_phases(excess: Floats) -> dict[str, float]:
     clear = [CLEAR * changes.standard_error(series) for series in excess.T]
     named = [i for i in np.argsort(-longer) if longer[i] >= max(ALSO * longer[most], clear[i])]
     return {PHASES[i]: float(longer[i]) for i in named or [most]}
-
-
-def late_steps(own: FloatsOrLess, least: float) -> npt.NDArray[np.bool_]:
-    """Return in which steps a rank is later than it usually is. own: excess of own time."""
-    low, usual, middle = np.percentile(own, [10, 25, 40])
-    return np.asarray(own > usual + max(least, FAR * (middle - low) / 1.028))
-
-
-def _is_rarer_elsewhere(history: History, late: Late) -> bool:
-    """Whether the other ranks are late clearly less often: all are, where a host is busy."""
-    own = {
-        rank: kept.values[kept.unbroken(), columns.EXCESS_OWN][-RECENT:]
-        for rank, kept in history.ranks.items()
-    }
-    others = [
-        float(late_steps(series, late.seconds / 2).mean())
-        for rank, series in own.items()
-        if rank != late.rank
-    ]
-    usual, count = max(others, default=0.0), len(own[late.rank])
-    chance = (max(usual, 1 / count) / count) ** 0.5
-    return bool(late.share > max(2 * usual, usual + 5 * chance))

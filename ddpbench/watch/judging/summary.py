@@ -86,6 +86,8 @@ def summarize(history: History) -> Summary | None:
             ranks=tuple(_ranks(history, moments)),
             collectives=tuple(_collectives(history)),
             links=tuple(_links(history)),
+            balance=history.balance,
+            pauses=history.pauses,
         ),
         latest=next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:])),
     )

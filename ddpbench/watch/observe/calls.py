@@ -1,4 +1,4 @@
-"""Calls that a watch observes by replacing the function, and counts of collectives."""
+"""Calls that a watch observes by replacing the function, and counts of calls."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -28,6 +29,26 @@ def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], N
             setattr(owner, name, original)
 
     return restore
+
+
+def find_waits() -> Iterator[tuple[Any, str]]:
+    """Yield the functions in which a thread waits for collectives: an owner and a name.
+
+    Only of what is imported already. Over MPI, a synchronous call itself waits.
+    """
+    yield dist, "_broadcast_coalesced"  # DDP's of its buffers
+    yield torch._C.Future, "wait"
+    if functional := sys.modules.get("torch.distributed._functional_collectives"):
+        yield functional, "wait_tensor"
+    if over_mpi := sys.modules.get("ddpbench.mpi_backend.collectives"):
+        for name in vars(over_mpi.Collectives).keys() & vars(dist.ProcessGroup).keys():
+            if callable(getattr(dist.ProcessGroup, name)):
+                yield over_mpi.Collectives, name
+    works = [dist.Work]
+    for work in works:
+        works += work.__subclasses__()
+        if "wait" in vars(work):
+            yield work, "wait"
 
 
 class ExitStatus:

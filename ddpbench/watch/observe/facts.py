@@ -15,7 +15,6 @@
 | host_busy_seconds      | of all cores of the host together, for any process                     |
 | cores                  | of the host                                                            |
 | messages               | sent and received in the training thread                               |
-| unseen_messages        | of these: the rank may have waited for them, and no mark shows it      |
 | gpu_slowed_by_NAME     | 1 if NVML gives this reason for a lower clock now, such as SwPowerCap  |
 
 What the system does not report is missing.

@@ -32,13 +32,14 @@ class Marks:
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
-        self.step = -1
+        self.step, self.stepped_ns = -1, 0  # the latest STEP, and when it was
         self._ready: deque[Mark] = deque(maxlen=limit)
         self._append = self._ready.append  # found faster
         self._device: torch.device | None = None
         self._kind: devices.Cpu = devices.KINDS["cpu"]
         self._pending: deque[tuple[int, int, Any, int]] = deque()
         self._pool: list[Any] = []
+        self._stream: Any = None  # of the latest STEP
         self._latest: Any = None  # event, the device's time of which is _clock_ns
         self._clock_ns = 0
 
@@ -53,10 +54,21 @@ class Marks:
     def add_step(self) -> int:
         """Mark the end of a step, and return its number."""
         self.step += 1
+        self.stepped_ns = time.perf_counter_ns()
         self.add(STEP)
         if self._device is not None:
+            self._stream = self._kind.current_stream(self._device)
             self.resolve()
         return self.step
+
+    def is_in_order(self) -> bool:
+        """Return whether this thread's current stream is the one of the latest STEP.
+
+        In another one, the device may come to a mark before earlier ones.
+        """
+        if self._device is None:
+            return True
+        return bool(self._kind.current_stream(self._device) == self._stream)
 
     def use_device(self, device: torch.device) -> None:
         """Measure phases by the clock of a device, if its kind has one."""

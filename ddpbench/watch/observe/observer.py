@@ -1,10 +1,13 @@
 """Marks of a training job's phases, taken without a change to its code.
 
-Optimizers are seen through torch's global hooks, backward, data loaders and messages by wrapping
-torch.autograd.backward, the iterators of DataLoader, send and recv, and forwards by wrapping the
-calls of the root modules alone, which are looked for when an optimizer steps for the first time, or
-when a group of ranks first meets in a backward. Hooks on all modules would slow each submodule and
-make torch.compile warn.
+Optimizers are seen through torch's global hooks, backward, data loaders and waits by wrapping
+torch.autograd.backward, the iterators of DataLoader and what `calls.find_waits` finds, and forwards
+by wrapping the calls of the root modules alone. Waits and root modules are looked for when an
+optimizer steps for the first time, or when a group of ranks first meets in a backward. Hooks on all
+modules would slow each submodule and make torch.compile warn.
+
+On GPUs a wait delays the current stream. Marks of input and waits are added only where that is the
+stream of the steps: fully_shard, for one, waits in streams of its own.
 
 All marks come from one thread: the first one that steps an optimizer or meets other ranks in a
 backward. Only the end of a rank's own backward is marked where autograd ends it, which for GPUs may
@@ -29,13 +32,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter as Batches
 
 from ddpbench.watch.observe import calls, roots
@@ -73,8 +76,7 @@ class Observer:
     0; after_doubling: after steps 1, 2, 4, 8, … alone; after_backward: after each synchronised
     backward, one in which process groups had collectives, with the ranks of each of these groups;
     after_average: after torch has averaged parameters over ranks, with their number so far.
-    losses: of the job. messages: how many sends and receives there were since the first step, and
-    those without a mark of the wait for them: isend, irecv and their batches.
+    losses: of the job. counts: of "messages", sends and receives since the first step.
     on_error: called once, with an error in the observer or in after_step, which ends the
     observation and not the job. at_thread_end: called in the training thread where that ends.
     """
@@ -86,7 +88,7 @@ class Observer:
         self.after_backward: list[Callable[[Meetings], object]] = []
         self.after_average: list[Callable[[int], object]] = []
         self.losses = Losses()
-        self.messages = {"messages": 0, "unseen_messages": 0}
+        self.counts = {"messages": 0}
         self._local = threading.local()  # of the training thread: freed where that ends
         self._marks, self._on_error = marks, on_error
         self._owner = get_ident()  # the thread that uses the hooks
@@ -100,7 +102,6 @@ class Observer:
         self._calls: list[roots.Call] = []
         self._searches = self._look_at = self._averages = 0
         self._in_backward = self._own_ended = self._in_hook = False
-        self._within = OTHER  # of the calls that are marked
         self._begin_hooks = OrderedDict({0: self._queue_stamp})
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -109,18 +110,21 @@ class Observer:
         self._restore = [
             calls.replace(torch.autograd, "backward", self._wrap_backward),
             calls.replace(Batches, "__next__", partial(self._mark_calls, INPUT)),
+            calls.replace(DataLoader, "__iter__", partial(self._mark_calls, INPUT)),
             calls.replace(averaging, "average_parameters_or_parameter_groups", self._wrap_average),
-            *(
-                calls.replace(owner, name, partial(self._mark_calls, BLOCKED))
-                for owner in (dist, distributed_c10d)
-                for name in ("send", "recv")
-            ),
             *(
                 calls.replace(dist.ProcessGroup, name, self._count_messages)
                 for name in ("send", "recv", "recv_anysource")
             ),
         ]
+        self._waits: dict[tuple[Any, str], Callable[[], None]] = {}  # how to restore each
+        self._wrap_waits()
         _observers.add(self)
+
+    @property
+    def thread(self) -> int | None:
+        """Return the thread of the training; None before its first mark."""
+        return self._thread
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -150,7 +154,7 @@ class Observer:
         """
         safe = get_ident() == self._owner and not self._in_hook
         self.stop()
-        for restore in self._restore:
+        for restore in (*self._restore, *self._waits.values()):
             restore()
         if safe:
             for hook in self._hooks:
@@ -240,6 +244,7 @@ class Observer:
         self._optimizers = {key: one for key, one in self._optimizers.items() if one() is not None}
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         self._others.pop(id(optimizer), None)  # of another one that was there before
+        self._wrap_waits()
         first = next(roots.list_parameters(optimizer), None)
         if self._anchor is None:
             self._anchor = weakref.ref(optimizer)
@@ -291,7 +296,7 @@ class Observer:
         if phase != NOBODY:
             self._add(phase + END)
 
-    # Backward, input and messages
+    # Backward, input and waits
 
     def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -333,6 +338,7 @@ class Observer:
                 self._follow_thread()
             if not met <= self._met:
                 self._met |= met
+                self._wrap_waits()
                 self._add_roots(roots.is_distributed)
                 if self._anchor is None and (modules := self.modules):
                     self._marks.use_device(next(modules[0].parameters()).device)
@@ -385,24 +391,31 @@ class Observer:
     def _mark_calls(self, phase: int, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() != self._thread or torch.compiler.is_compiling():
+            # torch.compile traces this up to here.
+            if torch.compiler.is_compiling() or get_ident() != self._thread:
                 return original(*args, **kwargs)
-            outer, self._within = self._within, phase
+            if not self._marks.is_in_order():
+                return original(*args, **kwargs)
             self._add(phase)
             try:
                 return original(*args, **kwargs)
             finally:
                 self._add(phase + END)
-                self._within = outer
 
         return call
+
+    def _wrap_waits(self) -> None:
+        """Wrap the waits of what has been imported since the last time."""
+        for owner, name in calls.find_waits():
+            if (owner, name) not in self._waits:
+                wrap = partial(self._mark_calls, BLOCKED)
+                self._waits[owner, name] = calls.replace(owner, name, wrap)
 
     def _count_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def post(*args: Any, **kwargs: Any) -> Any:
             if get_ident() == self._thread:
-                self.messages["messages"] += 1
-                self.messages["unseen_messages"] += self._within != BLOCKED
+                self.counts["messages"] += 1
             return original(*args, **kwargs)
 
         return post

@@ -47,7 +47,6 @@ class Entry(msgspec.Struct, gc=False):
     input_dtypes: msgspec.Raw
     output_sizes: msgspec.Raw
     output_dtypes: msgspec.Raw
-    thread_id: str | int = ""
     duration_ms: float = -1.0
 
 
@@ -134,9 +133,8 @@ def _find_reads(backends: Collection[str]) -> tuple[dict[str, Read], str]:
         if find_missing_setting(backend) or read is None:
             entries = torch_settings.ENTRIES if unlocked else SHORT
             sentence = (
-                f"calls of {backend} cannot be read, so waits in them outside backward count as "
-                f"the ranks' own time: set {torch_settings.find_buffer_size()}={entries} before "
-                "init_process_group"
+                f"calls of {backend} cannot be read, so the collectives below lack them: set "
+                f"{torch_settings.find_buffer_size()}={entries} before init_process_group"
             )
         else:
             reads[own] = read

@@ -1,4 +1,4 @@
-"""The DDP modules of this rank: their groups and, with `wire=True`, the end of their reductions.
+"""The ends of DDP's reductions, with `wire=True`.
 
 gloo reports to nobody when a call ends. A communication hook stamps it, on every DDP module on
 gloo without a hook of the user's. It reduces as DDP does without one: it multiplies the bucket by
@@ -31,13 +31,10 @@ class Reduction(NamedTuple):
 
 
 class Reducers:
-    """The DDP modules among the root modules of a job.
+    """Stamps the reductions of DDP over gloo. find_roots: returns the root modules of the job."""
 
-    find_roots: returns the root modules; timed: stamp the reductions over gloo.
-    """
-
-    def __init__(self, find_roots: Callable[[], Iterable[torch.nn.Module]], timed: bool = False):
-        self._find_roots, self._timed = find_roots, timed
+    def __init__(self, find_roots: Callable[[], Iterable[torch.nn.Module]]) -> None:
+        self._find_roots = find_roots
         self._modules: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stamps: deque[Reduction] = deque(maxlen=KEPT)
 
@@ -52,15 +49,7 @@ class Reducers:
             for module in root.modules():
                 if isinstance(module, DistributedDataParallel) and module not in self._modules:
                     self._modules.add(module)
-                    if self._timed:
-                        _stamp_reductions(module, self._stamps)
-
-    def find_groups(self) -> frozenset[str]:
-        """Return the names of the groups over which DDP reduces gradients."""
-        from torch.distributed import distributed_c10d
-
-        names = distributed_c10d._world.pg_names
-        return frozenset(str(names.get(ddp.process_group)) for ddp in list(self._modules))
+                    _stamp_reductions(module, self._stamps)
 
     def take(self) -> list[Reduction]:
         """Return the reductions that have ended since the last time."""

@@ -1,0 +1,170 @@
+"""Steps that take much longer than usual: who pauses, how often, at which line, what it costs.
+
+They are counted over the whole job in bounded memory. Pauses of one kind have the same rank, or
+all ranks, and the same phase, and share a line of the program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec import structs
+
+from ddpbench.records.watched import COLUMNS, MOST_PAUSES, WatchedPause
+from ddpbench.watch.window import BLOCKED, LongStep, join_long_steps
+
+ALL = -1  # in place of a rank
+KINDS = 64  # of pauses
+NEWEST = 1024  # pauses of a kind, whose steps and sizes are kept
+LINES = 16  # of a kind
+OF_ALL = 0.5  # of the additional time of one rank, that all ranks have as well
+ABOUT = 2.0  # times as long
+PERIODIC = 0.75  # of the pauses that follow another one by exactly the period
+LONGEST_PERIOD = 1000  # steps
+NEIGHBOURS = 3  # pauses before one that may be the one a period ago
+
+
+@dataclass
+class Pauses:
+    """Pauses of one kind.
+
+    rank: that pauses, or ALL; phase: index of COLUMNS, BLOCKED if every rank is blocked for longer;
+    count, seconds: how many, and how long together; lines, waits: seconds by line of the rank that
+    pauses, and of the rank that waits for it longest; recent: step and seconds of the newest.
+    """
+
+    rank: int
+    phase: int
+    first_step: int
+    first_ns: int
+    count: float = 0.0
+    seconds: float = 0.0
+    longest_seconds: float = 0.0
+    last_step: int = 0
+    lines: dict[str, float] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=dict)
+    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NEWEST))
+
+    def add(self, step: LongStep, seconds: float) -> None:
+        """Add a pause of so many seconds."""
+        self.count += step.weight
+        self.seconds += step.weight * seconds
+        self.longest_seconds = max(self.longest_seconds, seconds)
+        self.last_step = step.number
+        self.recent.append((step.number, seconds))
+        _add_lines(self.lines, step.lines)
+        if self.rank != ALL and step.waited >= seconds / 2 and step.waits_at:
+            _add_lines(self.waits, {step.waits_at: step.waited})
+
+    def resembles(self, step: LongStep, seconds: float) -> bool:
+        """Whether a pause shares a line with these; where lines are unknown, whether it is about
+        as long."""
+        if self.lines and step.lines:
+            return bool(self.lines.keys() & step.lines)
+        usual = self.seconds / self.count
+        return usual / ABOUT <= seconds <= usual * ABOUT
+
+    @property
+    def line(self) -> str:
+        """The line of the program with most of the time; "" unknown."""
+        return max(self.lines, key=self.lines.__getitem__, default="")
+
+    @property
+    def waits_at(self) -> str:
+        """The line at which other ranks wait most of the time; "" unknown or nowhere."""
+        return max(self.waits, key=self.waits.__getitem__, default="")
+
+    def summarize(self, steps: int) -> WatchedPause:
+        """Return these pauses in figures. steps: of the job."""
+        return WatchedPause(
+            rank=None if self.rank == ALL else self.rank,
+            phase=COLUMNS[self.phase],
+            line=self.line,
+            waits_at=self.waits_at,
+            count=round(self.count),
+            every=self.find_period(),
+            first_step=self.first_step,
+            first_ended=self.first_ns * 1e-9,
+            last_step=self.last_step,
+            seconds=float(np.median([seconds for _, seconds in self.recent])),
+            longest_seconds=self.longest_seconds,
+            mean_seconds=self.seconds / steps,
+        )
+
+    def find_period(self) -> int:
+        """Return the steps from one pause to the next; 0 if that varies."""
+        steps = [step for step, _ in self.recent]
+        known = set(steps)
+        apart = Counter(
+            step - before
+            for i, step in enumerate(steps)
+            for before in steps[max(0, i - NEIGHBOURS) : i]
+        )
+        for every, _ in sorted(apart.most_common(NEIGHBOURS), key=lambda gap: gap[0]):
+            follow = sum(step - every in known for step in steps)
+            if follow >= max(2.0, PERIODIC * (len(steps) - 1)) and every <= LONGEST_PERIOD:
+                return every
+        return 0
+
+
+class PauseHistory:
+    """All pauses of a job, by kind."""
+
+    def __init__(self) -> None:
+        self.kinds: list[Pauses] = []
+        self._pending: dict[int, LongStep] = {}  # whose other reports may come a round later
+
+    def add(self, steps: Sequence[LongStep]) -> None:
+        """Add the long steps of a round."""
+        before = self._pending
+        joined = {one.number: one for one in join_long_steps([*before.values(), *steps])}
+        self._finish(joined, before)
+        self._pending = {number: one for number, one in joined.items() if number not in before}
+
+    def summarize(self, steps: int) -> tuple[WatchedPause, ...]:
+        """Return the kinds of pauses, those that cost most first. steps: of the job so far."""
+        kinds = sorted(self.kinds, key=lambda kind: -kind.seconds)[:MOST_PAUSES]
+        return tuple(kind.summarize(steps) for kind in kinds)
+
+    def finish(self) -> None:
+        """Add what waits for further reports: there will be none."""
+        self._finish(self._pending, list(self._pending))
+        self._pending = {}
+
+    def _finish(self, steps: dict[int, LongStep], numbers: Iterable[int]) -> None:
+        for number in sorted(numbers):
+            step, after = steps.get(number), steps.get(number + 1)
+            if step is None:
+                continue
+            half = step.own / 2
+            # The other ranks wait for a late optimizer in the backward of the next step.
+            if after and after.own < half <= after.waited and step.waited < half:
+                step = structs.replace(step, waited=after.waited, waits_at=after.waits_at)
+                del steps[number + 1]
+            self._add(step)
+
+    def _add(self, step: LongStep) -> None:
+        rank, phase, seconds = step.rank, int(np.argmax(step.extra[:BLOCKED])), step.own
+        if seconds < step.waited / 2:
+            rank, phase, seconds = ALL, BLOCKED, step.waited
+        elif step.ranks > 1 and step.shared >= OF_ALL * seconds:
+            rank = ALL
+        alike = [kind for kind in self.kinds if (kind.rank, kind.phase) == (rank, phase)]
+        same = [kind for kind in alike if kind.resembles(step, seconds)]
+        kind = max(same, key=lambda kind: kind.count, default=None)
+        if kind is None:
+            kind = Pauses(rank, phase, step.number, step.ended_ns)
+            self.kinds.append(kind)
+            if len(self.kinds) > KINDS:
+                self.kinds.remove(min(self.kinds[:-1], key=lambda kind: kind.seconds))
+        kind.add(step, seconds)
+
+
+def _add_lines(kept: dict[str, float], lines: Mapping[str, float]) -> None:
+    for line, seconds in lines.items():
+        kept[line] = kept.get(line, 0.0) + seconds
+    while len(kept) > LINES:
+        del kept[min(kept, key=kept.__getitem__)]

@@ -1,0 +1,149 @@
+"""Steps of this rank that take much longer than usual, and the line that they spend the time at.
+
+What is usual is known from the steps around a step, so a job whose steps change their length for
+good has no long steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import structs
+
+from ddpbench.watch.observe.stacks import Look
+from ddpbench.watch.observe.steps import Step
+from ddpbench.watch.window import BLOCKED, LINES, LONG_STEPS, WARM_UP, LongStep
+
+CHUNK = 64  # steps that are judged together, by themselves and as many before them
+FEWEST = 16  # steps that this needs
+LONGER = 0.5  # of a usual step, by which a long one is longer
+FAR = 6.0  # spreads of usual steps, by which it is longer, too
+IN_A_ROW = 4  # long steps; more are a new level
+LINE_SHARE = 0.2  # of the additional time, which makes a line one of a long step's
+REMEMBERED_SECONDS = 20.0  # of usual steps, whose lines count
+
+Floats = npt.NDArray[np.float64]
+
+
+class LongSteps:
+    """Finds long steps among all steps of this rank.
+
+    count, seconds: how many there were, and how much longer than usual they took together;
+    limit_seconds: how long a step is that counts as long; first_ns, last: when the first step
+    began, by perf_counter, and the latest step, long or not.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.count, self.seconds, self.limit_seconds = 0, 0.0, float("inf")
+        self.first_ns = 0
+        self.last: Step | None = None
+        self._waiting: list[Step] = []  # to be judged
+        self._recent = deque[Step](maxlen=2 * CHUNK)
+        self._found: list[LongStep] = []
+        self._looks: list[Look] = []
+        self._lines: dict[str, float] = {}  # seconds by line in usual steps
+        self._steps = 0.0  # of these
+
+    def add(self, steps: Sequence[Step], looks: Sequence[Look]) -> None:
+        """Add the steps that have ended, and the looks at the program, since the last time."""
+        self._looks.extend(looks)
+        if steps:
+            self.first_ns, self.last = self.first_ns or steps[0].began_ns, steps[-1]
+        self._waiting.extend(step for step in steps if step.number >= WARM_UP)
+        while self._waiting:
+            chunk = self._waiting[:CHUNK]
+            if len(self._recent) + len(chunk) < FEWEST:
+                return
+            del self._waiting[:CHUNK]
+            self._recent.extend(chunk)
+            self._judge(chunk)
+
+    def take(self, until_ns: int, ahead_ns: int) -> list[LongStep]:
+        """Return the newest long steps that ended by this time, by the system clock."""
+        known = [one for one in self._found if one.ended_ns + ahead_ns <= until_ns]
+        self._found = [one for one in self._found if one.ended_ns + ahead_ns > until_ns]
+        weight = max(1.0, len(known) / LONG_STEPS)
+        return [
+            structs.replace(one, ended_ns=one.ended_ns + ahead_ns, weight=weight)
+            for one in known[-LONG_STEPS:]
+        ]
+
+    def usual_lines(self) -> dict[str, float]:
+        """Return the seconds of a usual step by line of the program: the lines with the most."""
+        most = sorted(self._lines.items(), key=lambda line: -line[1])[:LINES]
+        return {line: seconds / (self._steps or 1) for line, seconds in most}
+
+    def _judge(self, chunk: Sequence[Step]) -> None:
+        rows = np.array([step.row for step in self._recent])
+        is_long = _find_long(rows.sum(axis=1))
+        usual = np.median(rows[~is_long], axis=0)
+        self.limit_seconds = (1 + LONGER) * float(usual.sum())
+        for step, long in zip(chunk, is_long[-len(chunk) :].tolist(), strict=True):
+            looks = self._take_looks(step)
+            if long:
+                extra = np.array(step.row) - usual
+                self.count += 1
+                self.seconds += float(extra.sum())
+                self._found.append(self._describe(step, extra, looks))
+            else:
+                self._steps += 1
+                _add_lines(self._lines, looks)
+        if sum(self._lines.values()) > REMEMBERED_SECONDS:
+            self._steps /= 2
+            self._lines = {line: seconds / 2 for line, seconds in self._lines.items()}
+
+    def _take_looks(self, step: Step) -> list[Look]:
+        """Return the looks at a step; forget them, and older ones."""
+        begin, end = (
+            bisect_right(self._looks, ns, key=attrgetter("ns"))
+            for ns in (step.began_ns, step.ended_ns)
+        )
+        looks = self._looks[begin:end]
+        del self._looks[:end]
+        return looks
+
+    def _describe(self, step: Step, extra: Floats, looks: Sequence[Look]) -> LongStep:
+        lines: dict[str, float] = {}
+        since_begin = [min(look.seconds, (look.ns - step.began_ns) * 1e-9) for look in looks]
+        pairs = zip(looks, since_begin, strict=True)
+        _add_lines(lines, (look._replace(seconds=seconds) for look, seconds in pairs))
+        more = {
+            line: s - self._lines.get(line, 0.0) / (self._steps or 1) for line, s in lines.items()
+        }
+        chosen = {line: s for line, s in more.items() if s >= LINE_SHARE * float(extra.sum())}
+        return LongStep(
+            number=step.number,
+            ended_ns=step.ended_ns,
+            rank=self._rank,
+            extra=tuple(extra.tolist()),
+            lines=chosen,
+            shared=float(extra[:BLOCKED].sum()),
+            waited=float(extra[BLOCKED]),
+            waits_at=max(chosen, key=chosen.__getitem__, default=""),
+        )
+
+
+def _add_lines(lines: dict[str, float], looks: Iterable[Look]) -> None:
+    """Add the seconds of looks to their lines."""
+    for look in looks:
+        if look.line:
+            lines[look.line] = lines.get(look.line, 0.0) + look.seconds
+
+
+def _find_long(seconds: Floats) -> npt.NDArray[np.bool_]:
+    """Return which steps are much longer than usual: of a new level, than usual there."""
+    low, usual, middle = np.percentile(seconds, [10, 25, 40])
+    limit = usual + max(LONGER * usual, FAR * (middle - low) / 1.028)
+    is_long: npt.NDArray[np.bool_] = seconds > limit
+    edges = np.flatnonzero(np.diff(is_long, prepend=False, append=False)).reshape(-1, 2)
+    for begin, end in edges:
+        if end - begin > IN_A_ROW:
+            level = np.median(seconds[begin:end])
+            is_long[begin:end] = seconds[begin:end] > (1 + LONGER) * level
+    return is_long
