@@ -156,10 +156,10 @@ def train(pause: Pause, folder: Path) -> int:
     from ddpbench.watch.settings import Settings
     from ddpbench.watch.watcher import Watcher
 
-    began = time.perf_counter()
     rank, kind = int(os.environ["DDPBENCH_RANK"]), KINDS[pause.kind]
     torch.set_num_threads(1)
     with contextlib.redirect_stderr(io.StringIO()):
+        began = time.perf_counter()
         watcher = Watcher(Settings(output=folder))
         dist.init_process_group("gloo", rank=rank, world_size=RANKS)
         model = DistributedDataParallel(nn.Linear(64, 64))
@@ -176,8 +176,8 @@ def train(pause: Pause, folder: Path) -> int:
             if step + 1 < pause.steps and (holds or (kind.meets and pause.holds(step, pause.rank))):
                 kind.play(pause.seconds if holds else 0.0, model.module)
                 paused += [time.perf_counter() - last] if holds else []
-        watcher.close()
         wall = time.perf_counter() - began
+        watcher.close()
         dist.destroy_process_group()
     truth = {"paused": paused, "stepping": last - first, "wall": wall}
     (folder / f"{rank}.json").write_text(json.dumps(truth))

@@ -37,13 +37,15 @@ LONG_SECONDS, LONG_STEPS = 1.0, 10.0  # a pause that counts even if it is the on
 UNUSUAL = 0.1  # of a step: a line at which ranks are for less
 LATE_PERIODS = 2  # from the begin of the job to the first pause, which then began later
 PAUSE_STEPS = {
+    "other": "do this less often, or in a thread or process of its own (of a checkpoint: "
+    "torch.distributed.checkpoint.async_save)",
     "input": "keep the workers of the DataLoader between epochs: persistent_workers=True",
     "blocked": "look for what else uses the network at these times; to measure each link: python "
     "-m ddpbench doctor --only links",
 }
 PAUSE_STEP = (
-    "do this less often, or in a thread or process of its own (of a checkpoint: "
-    "torch.distributed.checkpoint.async_save)"
+    "look at what differs in these steps: shapes of batches, recompilation, Python's garbage "
+    "collector (call gc.freeze() after the set-up)"
 )
 EXPLAINS = 0.4  # of the lateness, that a cause must explain
 PAGES = 10.0  # read from a disk in a second, that name a lack of memory
@@ -253,9 +255,9 @@ def _describe_pause(history: History, pause: WatchedPause, severity: str, share:
         often = f"in {pause.count} steps at irregular times"
     host = next((host for host, ranks in history.hosts.items() if pause.rank in ranks), "")
     who = "all ranks pause" if pause.rank is None else f"rank {pause.rank} on {host} pauses"
-    where = f", in {pause.phase}" + (f" at {pause.line}" if pause.line else "")
+    where = f", at {pause.line} ({pause.phase})" if pause.line else f", in {pause.phase}"
     if pause.phase == COLUMNS[BLOCKED]:
-        who, where = "all ranks are blocked longer", where.removeprefix(", in blocked")
+        who, where = "all ranks are blocked longer,", where if pause.line else ""
     waits = (
         f"; others wait at {pause.waits_at}" if pause.waits_at and pause.rank is not None else ""
     )

@@ -6,8 +6,9 @@ good has no long steps.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
@@ -65,13 +66,23 @@ class LongSteps:
             self._judge(chunk)
 
     def take(self, until_ns: int, ahead_ns: int) -> list[LongStep]:
-        """Return the newest long steps that ended by this time, by the system clock."""
+        """Return the long steps that ended by this time, by the system clock.
+
+        Of too many the longest, and of about equal ones the newest: the same in all ranks. Each of
+        the latter stands for several.
+        """
         known = [one for one in self._found if one.ended_ns + ahead_ns <= until_ns]
         self._found = [one for one in self._found if one.ended_ns + ahead_ns > until_ns]
-        weight = max(1.0, len(known) / LONG_STEPS)
+        known.sort(key=lambda one: (_level(one), one.number))
+        listed, all_levels = known[-LONG_STEPS:], Counter(map(_level, known))
+        levels = Counter(map(_level, listed))
         return [
-            structs.replace(one, ended_ns=one.ended_ns + ahead_ns, weight=weight)
-            for one in known[-LONG_STEPS:]
+            structs.replace(
+                one,
+                ended_ns=one.ended_ns + ahead_ns,
+                weight=all_levels[_level(one)] / levels[_level(one)],
+            )
+            for one in listed
         ]
 
     def usual_lines(self) -> dict[str, float]:
@@ -127,6 +138,11 @@ class LongSteps:
             waited=float(extra[BLOCKED]),
             waits_at=max(chosen, key=chosen.__getitem__, default=""),
         )
+
+
+def _level(step: LongStep) -> int:
+    """Return about how much longer than usual a step took, as a power of two."""
+    return round(math.log2(sum(step.extra)))
 
 
 def _add_lines(lines: dict[str, float], looks: Iterable[Look]) -> None:
