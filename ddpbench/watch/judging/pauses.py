@@ -22,7 +22,7 @@ NEWEST = 1024  # pauses of a kind, whose steps and sizes are kept
 LINES = 16  # of a kind
 OF_ALL = 0.5  # of the additional time of one rank, that all ranks have as well
 ABOUT = 2.0  # times as long
-PERIODIC = 0.75  # of the pauses that follow another one by exactly the period
+PERIODIC = 0.6  # of the pauses that follow another one by exactly the period
 LONGEST_PERIOD = 1000  # steps
 NEIGHBOURS = 3  # pauses before one that may be the one a period ago
 
