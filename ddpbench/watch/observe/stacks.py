@@ -40,7 +40,8 @@ class Stacks:
         self._looks = deque[Look](maxlen=LIMIT)
         self._closing = threading.Event()
         self._error: Exception | None = None
-        threading.Thread(target=self._run, name="ddpbench-stacks", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="ddpbench-stacks", daemon=True)
+        self._thread.start()
 
     def take(self) -> list[Look]:
         """Return the looks since the last time, and forget them."""
@@ -51,6 +52,7 @@ class Stacks:
     def close(self) -> None:
         """Look no more."""
         self._closing.set()
+        self._thread.join(1.0)
 
     def _run(self) -> None:
         try:
