@@ -104,7 +104,7 @@ class History:
         self.link_seconds = 0.0  # in which they did, fading alike
         self._ended_ns = 0
         self.long_steps = PauseHistory()
-        self.lines: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
+        self.lines: Mapping[int, Mapping[str, float]] = {}  # as in a Round, the newest
         self.balance: WatchedBalance | None = None  # of rank 0
 
     @property
@@ -149,7 +149,7 @@ class History:
         self.host_facts.append(round_.host_facts)
         self._add_readings(round_)
         self.long_steps.add(round_.long_steps)
-        self.lines.append(round_.lines)
+        self.lines = round_.lines or self.lines
         self.rounds += 1
 
     def _add_hosts(self, hosts: Mapping[str, Sequence[int]]) -> None:

@@ -19,6 +19,7 @@ from ddpbench.watch.window import BLOCKED, LongStep, join_long_steps
 ALL = -1  # in place of a rank
 KINDS = 64  # of pauses
 NEWEST = 1024  # pauses of a kind, whose steps and sizes are kept
+OLDEST = 8  # of these
 LINES = 16  # of a kind
 OF_ALL = 0.5  # of the additional time of one rank, that all ranks have as well
 ABOUT = 2.0  # times as long
@@ -33,20 +34,20 @@ class Pauses:
 
     rank: that pauses, or ALL; phase: index of COLUMNS, BLOCKED if every rank is blocked for longer;
     count, seconds: how many, and how long together; lines, waits: seconds by line of the rank that
-    pauses, and of the rank that waits for it longest; recent: step and seconds of the newest.
+    pauses, and of the rank that waits for it longest; oldest, recent: step, end, and seconds of
+    some.
     """
 
     rank: int
     phase: int
-    first_step: int
-    first_ns: int
     count: float = 0.0
     seconds: float = 0.0
     longest_seconds: float = 0.0
     last_step: int = 0
     lines: dict[str, float] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
-    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NEWEST))
+    oldest: list[tuple[int, int, float]] = field(default_factory=list)
+    recent: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=NEWEST))
 
     def add(self, step: LongStep, seconds: float) -> None:
         """Add a pause of so many seconds."""
@@ -54,7 +55,9 @@ class Pauses:
         self.seconds += step.weight * seconds
         self.longest_seconds = max(self.longest_seconds, seconds)
         self.last_step = step.number
-        self.recent.append((step.number, seconds))
+        self.recent.append((step.number, step.ended_ns, seconds))
+        if len(self.oldest) < OLDEST:
+            self.oldest.append(self.recent[-1])
         _add_lines(self.lines, step.lines)
         if self.rank != ALL and step.waited >= seconds / 2 and step.waits_at:
             _add_lines(self.waits, {step.waits_at: step.waited})
@@ -79,24 +82,30 @@ class Pauses:
 
     def summarize(self, steps: int) -> WatchedPause:
         """Return these pauses in figures. steps: of the job."""
+        every = self.find_period()
+        residues = Counter(every and step % every for step, _, _ in self.recent)
+        ((residue, _),) = residues.most_common(1)
+        # One of another reason may have come before.
+        regular = [one for one in self.oldest if every and one[0] % every == residue]
+        first_step, first_ns, _ = next(iter(regular), self.oldest[0])
         return WatchedPause(
             rank=None if self.rank == ALL else self.rank,
             phase=COLUMNS[self.phase],
             line=self.line,
             waits_at=self.waits_at,
             count=round(self.count),
-            every=self.find_period(),
-            first_step=self.first_step,
-            first_ended=self.first_ns * 1e-9,
+            every=every,
+            first_step=first_step,
+            first_ended=first_ns * 1e-9,
             last_step=self.last_step,
-            seconds=float(np.median([seconds for _, seconds in self.recent])),
+            seconds=float(np.median([seconds for _, _, seconds in self.recent])),
             longest_seconds=self.longest_seconds,
             mean_seconds=self.seconds / steps,
         )
 
     def find_period(self) -> int:
         """Return the steps from one pause to the next; 0 if that varies."""
-        steps = [step for step, _ in self.recent]
+        steps = [step for step, _, _ in self.recent]
         known = set(steps)
         apart = Counter(
             step - before
@@ -156,7 +165,7 @@ class PauseHistory:
         same = [kind for kind in alike if kind.resembles(step, seconds)]
         kind = max(same, key=lambda kind: kind.count, default=None)
         if kind is None:
-            kind = Pauses(rank, phase, step.number, step.ended_ns)
+            kind = Pauses(rank, phase)
             self.kinds.append(kind)
             if len(self.kinds) > KINDS:
                 self.kinds.remove(min(self.kinds[:-1], key=lambda kind: kind.seconds))

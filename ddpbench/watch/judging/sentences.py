@@ -207,10 +207,9 @@ def find_line(history: History, late: Late) -> str:
 
     Lines are those of now, so that of a rank that is no longer late is unknown.
     """
-    known = [lines for lines in history.lines if late.rank in lines]
-    if late.until is not None or not known:
+    own, usual = history.lines.get(late.rank, {}), history.lines.get(EVERYONE, {})
+    if late.until is not None:
         return ""
-    own, usual = known[-1][late.rank], known[-1][EVERYONE]
     longer = {line: seconds - usual.get(line, 0.0) for line, seconds in own.items()}
     line = max(longer, key=longer.__getitem__, default="")
     # The means over all ranks contain the late one.
@@ -232,8 +231,7 @@ def describe_pauses(history: History, missing: Sequence[int]) -> Iterator[Findin
 def _is_clear(history: History, pause: WatchedPause) -> bool:
     """Whether a pause is the script's: it comes regularly, or at a line where steps usually are not
     found, or it is very long. Others are more likely the host's."""
-    usual = [lines[EVERYONE].get(pause.line, 0.0) for lines in history.lines if EVERYONE in lines]
-    at_line = float(np.mean(usual or [0.0]))
+    at_line = history.lines.get(EVERYONE, {}).get(pause.line, 0.0)
     unusual = bool(pause.line) and at_line < UNUSUAL * history.mean_seconds
     if pause.phase == COLUMNS[BLOCKED]:  # a busy host delays transfers, too
         return False
@@ -258,9 +256,7 @@ def _describe_pause(history: History, pause: WatchedPause, severity: str, share:
     where = f", at {pause.line} ({pause.phase})" if pause.line else f", in {pause.phase}"
     if pause.phase == COLUMNS[BLOCKED]:
         who, where = "all ranks are blocked longer,", where if pause.line else ""
-    waits = (
-        f"; others wait at {pause.waits_at}" if pause.waits_at and pause.rank is not None else ""
-    )
+    waits = f"; others wait at {pause.waits_at}" if pause.waits_at else ""
     place = {
         "rank": pause.rank,
         "phase": pause.phase,
