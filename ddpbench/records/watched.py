@@ -126,9 +126,9 @@ class WatchedBalance:
     def parts(self) -> dict[str, float]:
         """Return the parts by name, in seconds."""
         return {
-            "before the first step": self.before_seconds,
-            f"{self.steps} steps, as usual": self.usual_seconds,
-            f"{self.long_steps} long steps, beyond that": self.longer_seconds,
+            "until the first step ended": self.before_seconds,
+            f"{self.steps} steps of usual length": self.usual_seconds,
+            f"extra time of {self.long_steps} long steps": self.longer_seconds,
             "after the last step": self.after_seconds,
         }
 

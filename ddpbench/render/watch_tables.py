@@ -91,7 +91,7 @@ def _balance(watched: Watched, style: Style) -> str:
         [name, f"{seconds:.3f}", percent(seconds / balance.wall_seconds)]
         for name, seconds in parts.items()
     ]
-    title = "all the time of rank 0"
+    title = "total time of rank 0"
     return style.block(title, style.table(cells, ["time", "s", "% of time"], ("time",)), 1)
 
 
@@ -110,8 +110,8 @@ def _pauses(watched: Watched, style: Style) -> str:
         ]
         for pause in watched.pauses[:PAUSES]
     ]
-    headings = ["rank", "phase", "line", "steps", "every", "ms", "longest ms", "ms per step"]
-    title = "long steps, the most costly first" + _more(len(cells), len(watched.pauses))
+    headings = ["rank", "part", "line", "times", "every", "ms", "longest ms", "ms per step"]
+    title = "pauses, the most costly first" + _more(len(cells), len(watched.pauses))
     return style.block(title, style.table(cells, headings, headings[1:3]), 1) if cells else ""
 
 

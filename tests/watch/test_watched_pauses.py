@@ -64,7 +64,7 @@ def test_a_pause_is_found_with_its_period_and_line(tmp_path: Path, evaluates: bo
     else:
         assert (found["rank"], found["every"]) == (0, 20)
         assert found["line"] == place("save", "time.sleep")
-        assert f"others wait at {place('meet', 'dist.barrier')}" in findings[0].sentence
+        assert f"others wait at {place('meet', 'dist.barrier')};" in findings[0].sentence
     assert findings[0].sentence in shown
 
 

@@ -67,12 +67,12 @@ def draw_balance(watched: Watched) -> Iterator[Chart]:
     wall = watched.balance.wall_seconds
     yield Chart(
         "watch-balance",
-        "All the time",
-        "Where the time of rank 0 went while it was watched. A long step is at least half as long "
-        "again as usual; what it takes longer is a part of its own.",
+        "Total time",
+        "Where the time of rank 0 went while it was watched. A long step takes at least 1.5 times "
+        "as long as usual; its extra time is a part of its own.",
         _draw_bars([(name, seconds, f"{seconds / wall:.1%}") for name, seconds in parts.items()]),
         make_table(
-            "all the time",
+            "total time",
             ["time", "s", "% of time"],
             [(name, seconds, seconds / wall * 100) for name, seconds in parts.items()],
             left=("time",),
@@ -83,9 +83,9 @@ def draw_balance(watched: Watched) -> Iterator[Chart]:
     who = ["all" if pause.rank is None else str(pause.rank) for pause in watched.pauses]
     yield Chart(
         "watch-pauses",
-        "Long steps",
-        "What the long steps cost per step, the average over all steps, by rank and line; "
-        "beside each bar, how many there were.",
+        "Pauses",
+        "What the extra time of long steps costs per step, the average over all steps, by rank and "
+        "line; beside each bar, number and median size of the pauses.",
         _draw_bars(
             [
                 (
@@ -97,7 +97,7 @@ def draw_balance(watched: Watched) -> Iterator[Chart]:
             ]
         ),
         make_table(
-            "long steps",
+            "pauses",
             [
                 *("rank", "phase", "line", "waits at", "steps", "every", "first", "last"),
                 *("ms", "longest ms", "ms per step"),

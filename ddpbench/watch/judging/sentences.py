@@ -37,16 +37,11 @@ LONG_SECONDS, LONG_STEPS = 1.0, 10.0  # a pause that counts even if it is the on
 UNUSUAL = 0.1  # of a step: a line at which ranks are for less
 LATE_PERIODS = 2  # from the begin of the job to the first pause, which then began later
 PAUSE_STEPS = {
-    "other": "do this less often, or in a thread or process of its own (of a checkpoint: "
-    "torch.distributed.checkpoint.async_save)",
-    "input": "keep the workers of the DataLoader between epochs: persistent_workers=True",
+    "input": "at the start of an epoch, keep the workers: DataLoader(persistent_workers=True), "
+    "with num_workers above 0; otherwise raise prefetch_factor, or check the storage",
     "blocked": "look for what else uses the network at these times; to measure each link: python "
     "-m ddpbench doctor --only links",
 }
-PAUSE_STEP = (
-    "look at what differs in these steps: shapes of batches, recompilation, Python's garbage "
-    "collector (call gc.freeze() after the set-up)"
-)
 EXPLAINS = 0.4  # of the lateness, that a cause must explain
 PAGES = 10.0  # read from a disk in a second, that name a lack of memory
 GPU = "gpu_slowed_by_"
@@ -242,21 +237,23 @@ def _is_clear(history: History, pause: WatchedPause) -> bool:
 
 
 def _describe_pause(history: History, pause: WatchedPause, severity: str, share: float) -> Finding:
-    first, every = pause.first_step, pause.every
-    when = speed.format_time(pause.first_ended)
-    if every:
-        often = f"in one of {every} steps ({first}, {first + every}, …)"
-        often += f" since step {first} ({when})" if first > LATE_PERIODS * every else ""
-    elif pause.count == 1:
-        often = f"once, in step {first} ({when})"
-    else:
-        often = f"in {pause.count} steps at irregular times"
+    first, every, when = pause.first_step, pause.every, speed.format_time(pause.first_ended)
     host = next((host for host, ranks in history.hosts.items() if pause.rank in ranks), "")
     who = "all ranks pause" if pause.rank is None else f"rank {pause.rank} on {host} pauses"
-    where = f", at {pause.line} ({pause.phase})" if pause.line else f", in {pause.phase}"
+    where = f" at {pause.line}" if pause.line else f" in {pause.phase}"
     if pause.phase == COLUMNS[BLOCKED]:
-        who, where = "all ranks are blocked longer,", where if pause.line else ""
-    waits = f"; others wait at {pause.waits_at}" if pause.waits_at else ""
+        who = "all ranks are blocked for longer than usual"
+        where = where if pause.line else ""
+    size = f"{pause.seconds:.3g} s" if pause.seconds >= 1 else f"{pause.seconds * 1e3:.3g} ms"
+    often = f"{pause.count} times (steps {first} to {pause.last_step})"
+    if pause.count == 1:
+        often = f"once, in step {first} ({when})"
+    elif every:
+        often = f"every {every} steps, {often}"
+        often += f", since {when}" if first > LATE_PERIODS * every else ""
+    else:
+        often = f"without a fixed period, {often}"
+    waits = f", while others wait at {pause.waits_at}" if pause.waits_at else ""
     place = {
         "rank": pause.rank,
         "phase": pause.phase,
@@ -270,15 +267,29 @@ def _describe_pause(history: History, pause: WatchedPause, severity: str, share:
     return Finding(
         severity,
         "pauses",
-        f"{who} for {_format_pause(pause.seconds)} {often}{where}{waits}: "
+        f"{who}{where}: {size} {often}{waits}; "
         f"{describe_cost(pause.mean_seconds, history.mean_seconds)}",
-        PAUSE_STEPS.get(pause.phase, PAUSE_STEP),
+        _find_next_step(pause, severity),
         {name: value for name, value in place.items() if value is not None},
     )
 
 
-def _format_pause(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+def _find_next_step(pause: WatchedPause, severity: str) -> str:
+    if pause.phase in PAUSE_STEPS:
+        return PAUSE_STEPS[pause.phase]
+    if pause.count == 1:
+        return (
+            "find what happened then: recompilation, storage, other programs on the host; ignore "
+            "it if it does not come back"
+        )
+    if severity == "note" and not pause.every:
+        return "usual steps are at this line, too, so suspect the host: run top there at such times"
+    if pause.line.endswith("save"):
+        return (
+            "save less often, or in the background: call torch.distributed.checkpoint.async_save "
+            "on all ranks (it needs a CPU backend, such as cpu:gloo,cuda:nccl)"
+        )
+    return "do this less often, or in a background thread"
 
 
 @dataclass(frozen=True)
