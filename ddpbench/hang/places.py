@@ -61,12 +61,13 @@ def describe_line(frame: FrameType) -> str:
     own = next((f for f in walk_outwards(frame) if _distance(f.f_code.co_filename) == 0), None)
     if own is None:
         return ""
-    text = " ".join(_calling(own.f_code, own.f_lasti, own.f_lineno).split())
+    line = own.f_lineno  # the thread may go on while its source is read
+    text = " ".join(_calling(own.f_code, own.f_lasti, line).split())
     while text.endswith(")"):  # what is called, without its arguments
         opened = [i for i, sign in enumerate(text) if sign == "(" and _is_closed(text[i:])]
         text = text[: opened[-1]].rstrip() if opened else ""
     name = _NAME.search(text)
-    place = f"{Path(own.f_code.co_filename).name}:{own.f_lineno}"
+    place = f"{Path(own.f_code.co_filename).name}:{line}"
     return f"{place} {name[0]}" if name else place
 
 

@@ -63,12 +63,18 @@ class Pauses:
             _add_lines(self.waits, {step.waits_at: step.waited})
 
     def resembles(self, step: LongStep, seconds: float) -> bool:
-        """Whether a pause shares a line with these; where lines are unknown, whether it is about
-        as long."""
-        if self.lines and step.lines:
-            return bool(self.lines.keys() & step.lines)
+        """Whether a pause has a line of these, or is about as long where its line is unknown or is
+        one that the thread had come to when it was looked at, as after a call that held Python's
+        lock: then the step must be the next of a period."""
+        if self.lines.keys() & step.lines:
+            return True
         usual = self.seconds / self.count
-        return usual / ABOUT <= seconds <= usual * ABOUT
+        if not usual / ABOUT <= seconds <= usual * ABOUT:
+            return False
+        if not self.lines or not step.lines:
+            return True
+        every = self.find_period()
+        return every > 0 and (step.number - self.recent[-1][0]) % every == 0
 
     @property
     def line(self) -> str:
