@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ddpbench.records.load import Load
+from ddpbench.records.wording import counted
 
 PHASES = ("input", "forward", "backward", "optimizer", "other")
 COLUMNS = (*PHASES, "blocked")  # of every `seconds` below; they add up to the step
@@ -127,8 +128,8 @@ class WatchedBalance:
         """Return the parts by name, in seconds."""
         return {
             "until the first step ended": self.before_seconds,
-            f"{self.steps} steps of usual length": self.usual_seconds,
-            f"extra time of {self.long_steps} long steps": self.longer_seconds,
+            f"{counted(self.steps, 'step')} of usual length": self.usual_seconds,
+            f"extra time of {counted(self.long_steps, 'long step')}": self.longer_seconds,
             "after the last step": self.after_seconds,
         }
 
