@@ -65,7 +65,8 @@ def _parts(line: StepLine, style: Style, whole: bool) -> str:
     ]
     cells.append(["= step", ms(step, step), "100.0", "", "", ""])
     mean = watched.balance.mean_seconds if watched.balance else step
-    cells.append(["= mean step", ms(mean, step), percent(mean / step), "", "", ""])
+    if watched.balance:
+        cells.append(["= mean step", ms(mean, step), percent(mean / step), "", "", ""])
     headings = ["part of a step", "ms", "% of step", "slowest ms", "slowest rank", "fastest ms"]
     gain = mean / max(mean - watched.exposed_seconds, 1e-9)
     text = (
