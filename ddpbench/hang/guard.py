@@ -35,9 +35,8 @@ from typing import TYPE_CHECKING
 
 from ddpbench.hang import cuda, self_report, status_board
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.hang.judge import Judgement, judge
+from ddpbench.hang.judge import Judgement, find_waits, judge, progress_key
 from ddpbench.hang.places import describe_error
-from ddpbench.hang.progress import find_waits, progress_key
 from ddpbench.hang.status import RankStatus
 from ddpbench.hang.status_board import Board
 from ddpbench.launch import placement

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ddpbench.hang.calls import group_logs
 from ddpbench.hang.phrases import format_lines, format_ranks
-from ddpbench.hang.status import Call, RankStatus
+from ddpbench.hang.status import Call, RankStatus, group_logs
 
 
 def describe_mismatches(statuses: Mapping[int, RankStatus]) -> list[str]:
