@@ -54,7 +54,6 @@ class Measured:
     cold_seconds: float = 0.0
     warm_up: int = 0
     stop_reason: str = ""
-    in_a_row: int = 1
     samples: Samples | None = None
 
 
@@ -129,7 +128,7 @@ class Rounds:
 
     def _measure(self, measured: Measured, until: float, seconds: float) -> None:
         count = self.pace.in_a_row or (IN_A_ROW if IN_A_ROW * seconds < STRETCH_SECONDS else 1)
-        count = measured.in_a_row = control.broadcast_decision(self.world, count)
+        count = control.broadcast_decision(self.world, count)
         order = random.Random(self.seed)  # the same in every rank
         began = time.monotonic()
         while not self.stopped:
