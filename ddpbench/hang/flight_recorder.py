@@ -101,7 +101,7 @@ class Flight:
         with contextlib.suppress(*UNKNOWN):
             groups = self._current()
         kept: Records = {}
-        for name, recorder in self._recorders().items():
+        for name, recorder in _recorders({b for g in self._groups for b in g.backends}).items():
             with contextlib.suppress(*UNKNOWN):
                 brief = self._brief(name, recorder)
                 read = {key: record for key, record in brief.items() if record.started != UNREAD}
@@ -133,9 +133,6 @@ class Flight:
             f"{' and '.join(sorted(set(settings.values())))}"
         )
 
-    def _recorders(self) -> dict[str, Recorder]:
-        return _recorders({backend for group in self._groups for backend in group.backends})
-
     def _current(self) -> list[Group]:
         from torch.distributed import distributed_c10d
 
@@ -162,7 +159,10 @@ class Flight:
         return kept
 
     def _full(self, name: str, recorder: Recorder, lines: bool = False) -> Records:
-        entries, status = _entries(recorder, lines)
+        with relaxed_capture(), _uncompiled() if lines else contextlib.nullcontext(False) as ready:
+            data = pickle.loads(recorder.entries(includeStackTraces=ready))
+        status = data.get("pg_status") or {}
+        entries = data.get("entries") or ()  # the oldest first
         entries = [e for e in entries if self._keys.get((name, e["pg_id"]), ()) is not None]
         calls: dict[int, list[dict[str, Any]]] = {}
         for entry in entries:
@@ -247,15 +247,6 @@ def _status(recorder: Recorder) -> dict[int, dict[str, str]]:
 def _read_status(recorder: Recorder) -> dict[str, Any]:
     status: dict[str, Any] = json.loads(recorder.status(includeCollectives=False))
     return status
-
-
-def _entries(
-    recorder: Recorder, lines: bool = False
-) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """The recorded calls, oldest first, and the status of each group."""
-    with relaxed_capture(), _uncompiled() if lines else contextlib.nullcontext(False) as ready:
-        data = pickle.loads(recorder.entries(includeStackTraces=ready))
-    return list(data.get("entries") or ()), data.get("pg_status") or {}
 
 
 @contextlib.contextmanager

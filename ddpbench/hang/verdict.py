@@ -58,7 +58,10 @@ def explain_hang(
     """
     statuses, silent = _qualify_groups(statuses, silent)
     if is_notice(statuses):
-        return _describe_notice(silent, statuses)
+        cause = next(status.cause for status in statuses.values() if status.still)
+        parts = [_silence(rank, (), statuses) for rank in silent]
+        parts.append(format_places({r: replace(s, cause="") for r, s in statuses.items()}, ()))
+        return f"{cause}: {'; '.join(parts)}; the job goes on"
     case = _Case(silent, statuses, store_answers)
     parts = case.mismatches + (
         case.describe_blamed() or case.describe_missing() or case.describe_failed()
@@ -195,13 +198,6 @@ def _qualify_groups(
 
     ranks = [replace(rank, seen=qualify(rank.seen)) if rank.seen else rank for rank in silent]
     return {rank: qualify(status) for rank, status in statuses.items()}, ranks
-
-
-def _describe_notice(silent: Sequence[SilentRank], statuses: Statuses) -> str:
-    cause = next(status.cause for status in statuses.values() if status.still)
-    parts = [_silence(rank, (), statuses) for rank in silent]
-    parts.append(format_places({r: replace(s, cause="") for r, s in statuses.items()}, ()))
-    return f"{cause}: {'; '.join(parts)}; the job goes on"
 
 
 def _owed_call(rank: int, status: RankStatus | None, statuses: Statuses) -> str:
