@@ -22,9 +22,9 @@ from torch.distributed import distributed_c10d
 
 from ddpbench.hang import flight_recorder, guard, status_board, torch_settings
 from ddpbench.hang.flight_recorder import Flight, Record, Recorder
-from ddpbench.hang.mismatch import describe_mismatches
 from ddpbench.hang.process_groups import Group
 from ddpbench.hang.status import Call, RankStatus
+from ddpbench.hang.verdict import describe_mismatches
 
 RECORDED = pytest.mark.skipif(
     not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
