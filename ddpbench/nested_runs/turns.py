@@ -31,7 +31,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.launch.turn import ENDED, YOURS
 from ddpbench.nested_runs.command_line import MEASURING, check, last_message
 from ddpbench.records import redact, store
-from ddpbench.records.store import InvalidRun
+from ddpbench.records.store import End, InvalidRun
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import list_choices
 from ddpbench.session import options, run_folder
@@ -89,14 +89,6 @@ class Failed(Exception):
     def __init__(self, side: Side, reason: str, code: int) -> None:
         super().__init__(f"side {side.variant.name}: {reason}. Its command: {side.command}")
         self.code = code if code in PASSED_ON else 5
-
-
-@dataclass(frozen=True)
-class End:
-    """Why measuring in turns ended early, and the exit code."""
-
-    code: int
-    sentence: str = ""
 
 
 def add_measured(parser: argparse.ArgumentParser) -> None:
@@ -157,14 +149,15 @@ def measure(
         with _opened(variants, namespace, folder, launches) as sides:
             measure_blocks(lambda: measure_block(sides, order))
     except KeyboardInterrupt:
-        return End(130)
+        return End("interrupted", None, 130)
     except Failed as error:
-        return End(error.code, str(error))
+        return End("failed", str(error), error.code)
     for side in sides:
         run = store.read(side.folder)
         if run.exit_code == 4:
             errors = [finding.sentence for finding in run.findings if finding.severity == "error"]
-            return End(4, str(Failed(side, next(iter(errors), "a result was wrong"), 4)))
+            failed = Failed(side, next(iter(errors), "a result was wrong"), 4)
+            return End("failed", str(failed), 4)
     return None
 
 
@@ -179,8 +172,8 @@ def conclude(folder: Path, end: End | None, show: Callable[[], int]) -> int:
     except (InvalidRun, Refused):
         if end is None:
             raise
-    if end is not None and end.sentence:
-        tell(end.sentence)
+    if end is not None and end.reason:
+        tell(end.reason)
     tell(f"stored in {folder}")
     return code if end is None else end.code
 
