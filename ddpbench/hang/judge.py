@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from ddpbench.hang import verdict
-from ddpbench.hang.places import find_main_frame, stack_position
+from ddpbench.hang.places import find_main_frame, walk_outwards
 from ddpbench.hang.status import ALIVE, DIED, ENDED, OVER, STOPPED, RankStatus, SilentRank
 from ddpbench.hang.status_board import Board
 
@@ -86,7 +86,8 @@ def progress_key(status: RankStatus) -> Key:
     counts = _counts(status)
     if any(n > 0 for n in counts):
         return ("progress", status.call, *counts)
-    return ("progress", status.place, *stack_position(find_main_frame()))
+    outwards = walk_outwards(find_main_frame())
+    return ("progress", status.place, *((id(outer.f_code), outer.f_lasti) for outer in outwards))
 
 
 def _counts(status: RankStatus) -> list[int]:

@@ -86,7 +86,6 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
 
 
 def _mpi_environ(command: str) -> dict[str, str]:
-    """The environment for mpirun and its ranks."""
     return {
         # Open MPI's search for libfabric's networks takes a second; no rank here is beyond one.
         "OMPI_MCA_btl": "^ofi",

@@ -44,9 +44,7 @@ class Rates:
     """Measured rates, in bytes per second of one rank."""
 
     copies: dict[int, float] = field(default_factory=dict)  # size → slowest rank, all ranks at once
-    copies_alone: dict[int, float] = field(
-        default_factory=dict
-    )  # size → slowest host, one rank of each
+    copies_alone: dict[int, float] = field(default_factory=dict)  # likewise, one rank per host
     fastest_copy: float | None = None  # of any size and rank
     both_ways: float | None = None  # slowest rank's receiving rate while it sends, too
     one_way: float | None = None  # likewise, every second rank sends and the others receive

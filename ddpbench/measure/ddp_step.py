@@ -171,17 +171,14 @@ def build_replica(
 
     switchable: reduce through a `Hook` that can be switched. Raises what DDP raises.
     """
-    bucket_cap: dict[str, Any] = (
-        {} if case.bucket_cap_mb is None else {"bucket_cap_mb": case.bucket_cap_mb}
-    )
     ddp = DistributedDataParallel(
         task.model,
         device_ids=devices.of(device).ddp_device_ids(device),
         process_group=group,
+        bucket_cap_mb=case.bucket_cap_mb,  # None: DDP's own sizes
         gradient_as_bucket_view=case.gradient_as_bucket_view,
         static_graph=case.static_graph,
         find_unused_parameters=case.find_unused_parameters,
-        **bucket_cap,
     )
     hook = None
     if switchable:

@@ -34,7 +34,6 @@ from ddpbench.runtime.world import Turns, World
 WARM_UP = 4  # steps: DDP's buckets are final after one, powersgd compresses after two
 FEWEST, MOST = 10, 1000  # rounds: enough for intervals, also corrected for 16 ranks
 IN_A_ROW, STRETCH_SECONDS = 5, 1.0  # steps in a row, unless they take longer
-INTERRUPTED = -1
 STOPS = ("", "time slice", "rounds", "replicas differ", "interrupted")
 
 

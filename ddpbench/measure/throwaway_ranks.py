@@ -176,12 +176,9 @@ def short(text: str) -> str:
 
 
 def sentence(error: Exception) -> str:
-    """Describe an error by type and first line, without the prefixes of torch's futures."""
+    """Describe an error by type and first line."""
     first = (str(error).strip() or "no text").splitlines()[0]
-    through, _, text = first.rpartition("running the callback: ")
-    return short(
-        text if through or isinstance(error, Refused) else f"{type(error).__name__}: {text}"
-    )
+    return short(first if isinstance(error, Refused) else f"{type(error).__name__}: {first}")
 
 
 # --- in the throwaway processes -------------------------------------------------------------------

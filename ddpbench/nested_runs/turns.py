@@ -116,8 +116,16 @@ def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
     """
     words = list(namespace.words)
     namespace.words = words[words[:1] == ["--"] :] or [USUAL]
+    if namespace.words[0] not in MEASURING:
+        raise Refused(
+            f"{namespace.words[0]!r} is not a command to measure: choose {list_choices(MEASURING)}"
+        )
     for variant in variants:
-        _check([*namespace.words, *variant.words])
+        words = [*namespace.words, *variant.words]
+        for word in words:
+            if word.split("=")[0] in SET_HERE:
+                raise Refused(f"leave out {word}: ddpbench sets it for both sides")
+        check(words)
     for variant in variants:
         _check_python(variant)
     if namespace.seed is None:
@@ -377,14 +385,3 @@ def _find_objection(python: str, facts: Mapping[str, Any]) -> str:
             "install torch there"
         )
     return ""
-
-
-def _check(words: Sequence[str]) -> None:
-    """Refuse a typo before anything is started. Raises Refused, or SystemExit with a sentence."""
-    name = next(iter(words), "")
-    if name not in MEASURING:
-        raise Refused(f"{name!r} is not a command to measure: choose {list_choices(MEASURING)}")
-    for word in words:
-        if word.split("=")[0] in SET_HERE:
-            raise Refused(f"leave out {word}: ddpbench sets it for both sides")
-    check(words)
