@@ -1,7 +1,4 @@
-"""The judgement of one rank on all: collect their statuses, find the silent ranks, explain.
-
-Also what a rank waits in, and whether it moves: keys that stay equal as long as nothing happens.
-"""
+"""The judgement of one rank on all: collect their statuses, see who waits or is silent, explain."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from ddpbench.hang.places import find_main_frame, walk_outwards
 from ddpbench.hang.status import ALIVE, DIED, ENDED, OVER, STOPPED, RankStatus, SilentRank
 from ddpbench.hang.status_board import Board
 
-Key = tuple[Hashable, ...]
+Key = tuple[Hashable, ...]  # of a wait: it stays equal as long as nothing happens
 
 
 @dataclass(frozen=True)
