@@ -176,9 +176,12 @@ def short(text: str) -> str:
 
 
 def sentence(error: Exception) -> str:
-    """Describe an error by type and first line."""
+    """Describe an error by type and first line, without the prefixes of torch's futures."""
     first = (str(error).strip() or "no text").splitlines()[0]
-    return short(first if isinstance(error, Refused) else f"{type(error).__name__}: {first}")
+    through, _, text = first.rpartition("running the callback: ")
+    return short(
+        text if through or isinstance(error, Refused) else f"{type(error).__name__}: {text}"
+    )
 
 
 # --- in the throwaway processes -------------------------------------------------------------------

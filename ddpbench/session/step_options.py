@@ -71,6 +71,14 @@ class Options(RunOptions):
             seed=seed,
         )
 
+    def ddp_options(self) -> dict[str, Any]:
+        return {
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "find_unused_parameters": self.find_unused_parameters,
+        }
+
     def settings_of(self, workload: Workload) -> dict[str, int | str]:
         """Return the workload's settings: the user's, else the defaults for the device."""
         chosen = dict(self.settings)
@@ -103,10 +111,7 @@ class Options(RunOptions):
             "reshard_after_forward": (
                 self.reshard_after_forward != "no" if self.way.shards else None
             ),
-            "bucket_cap_mb": self.bucket_cap_mb,
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "static_graph": self.static_graph,
-            "find_unused_parameters": self.find_unused_parameters,
+            **self.ddp_options(),
         }
 
     @property
