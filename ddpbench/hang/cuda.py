@@ -25,7 +25,13 @@ def relaxed_capture() -> Iterator[None]:
     A dump of nccl's recorder makes such queries. By default, one in any thread ends the capture
     with an error. Does nothing where CUDA is not in use.
     """
-    exchange = _find_exchange()
+    import torch
+
+    exchange: Any = None
+    if torch.cuda.is_initialized():
+        kind = "hip" if torch.version.hip else "cuda"
+        with contextlib.suppress(OSError, AttributeError):
+            exchange = getattr(open_library(kind), f"{kind}ThreadExchangeStreamCaptureMode")
     if exchange is None:
         yield
         return
@@ -35,17 +41,6 @@ def relaxed_capture() -> Iterator[None]:
         yield
     finally:
         exchange(ctypes.byref(mode))
-
-
-def _find_exchange() -> Any:
-    import torch
-
-    if not torch.cuda.is_initialized():
-        return None
-    kind = "hip" if torch.version.hip else "cuda"
-    with contextlib.suppress(OSError, AttributeError):
-        return getattr(open_library(kind), f"{kind}ThreadExchangeStreamCaptureMode")
-    return None
 
 
 def is_gpu_busy() -> bool:

@@ -53,19 +53,8 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Record:
-    """The record of a group on one backend; the fields are those of Log."""
-
-    started: int
-    finished: int
-    calls: tuple[Call, ...] = ()
-    exact: bool = True
-    moves: int = -1
-
-
 Key = tuple[str, str]  # a group's name, a backend
-Records = dict[Key, Record]
+Records = dict[Key, Log]  # still without the group and its members
 
 
 @dataclass(frozen=True)
@@ -101,7 +90,7 @@ class Flight:
         with contextlib.suppress(*UNKNOWN):
             groups = self._current()
         kept: Records = {}
-        for name, recorder in self._recorders().items():
+        for name, recorder in _recorders({b for g in self._groups for b in g.backends}).items():
             with contextlib.suppress(*UNKNOWN):
                 brief = self._brief(name, recorder)
                 read = {key: record for key, record in brief.items() if record.started != UNREAD}
@@ -133,9 +122,6 @@ class Flight:
             f"{' and '.join(sorted(set(settings.values())))}"
         )
 
-    def _recorders(self) -> dict[str, Recorder]:
-        return _recorders({backend for group in self._groups for backend in group.backends})
-
     def _current(self) -> list[Group]:
         from torch.distributed import distributed_c10d
 
@@ -156,13 +142,16 @@ class Flight:
             if (key := self._keys[name, number]) is not None:
                 started = max(0, int(status["last_enqueued_collective"]))
                 finished = max(0, int(status["last_completed_collective"]))
-                record = Record(started, min(started, finished))
-                mixed = Record(UNREAD, UNREAD, moves=started + finished)
+                record = Log("", (), started, min(started, finished))
+                mixed = Log("", (), UNREAD, UNREAD, moves=started + finished)
                 kept[key] = mixed if key[1] in MIXED else record
         return kept
 
     def _full(self, name: str, recorder: Recorder, lines: bool = False) -> Records:
-        entries, status = _entries(recorder, lines)
+        with relaxed_capture(), _uncompiled() if lines else contextlib.nullcontext(False) as ready:
+            data = pickle.loads(recorder.entries(includeStackTraces=ready))
+        status = data.get("pg_status") or {}
+        entries = data.get("entries") or ()  # the oldest first
         entries = [e for e in entries if self._keys.get((name, e["pg_id"]), ()) is not None]
         calls: dict[int, list[dict[str, Any]]] = {}
         for entry in entries:
@@ -174,7 +163,7 @@ class Flight:
         for number, own in sorted(calls.items()):
             if (key := self._keys[name, number]) is not None:
                 counts = None if key[1] in MIXED else status.get(str(number)) or {}
-                kept[key] = _read(own, counts) if own else Record(0, 0, moves=0)
+                kept[key] = _read(own, counts) if own else Log("", (), 0, 0, moves=0)
         return kept
 
 
@@ -186,7 +175,7 @@ def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
         record = kept.get((group.name, "nccl" if backend in NCCL else backend))
         # gloo counts sends and receives, too: without a record, nothing is known of collectives.
         counted = 0 if backend == "gloo" else max(count, 0)
-        known = record or Record(counted, counted, exact=False)
+        known = record or Log("", (), counted, counted, exact=False)
         if known.started == UNREAD:  # without a dump, the last call may be open
             known = replace(known, started=counted, finished=max(counted - 1, 0))
         # nccl counts a call, then connects the ranks if they are not yet, and only then records it.
@@ -196,7 +185,7 @@ def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
             known = replace(known, started=counted, finished=counted - 1, calls=calls)
         phrase = group.phrase if len(group.backends) == 1 else f"{group.phrase} on {backend}"
         moves = max(count, known.started) if backend == "gloo" else known.moves
-        yield Log(phrase.strip(), group.members, **vars(replace(known, moves=moves)))
+        yield replace(known, group=phrase.strip(), members=group.members, moves=moves)
 
 
 def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
@@ -249,15 +238,6 @@ def _read_status(recorder: Recorder) -> dict[str, Any]:
     return status
 
 
-def _entries(
-    recorder: Recorder, lines: bool = False
-) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """The recorded calls, oldest first, and the status of each group."""
-    with relaxed_capture(), _uncompiled() if lines else contextlib.nullcontext(False) as ready:
-        data = pickle.loads(recorder.entries(includeStackTraces=ready))
-    return list(data.get("entries") or ()), data.get("pg_status") or {}
-
-
 @contextlib.contextmanager
 def _uncompiled() -> Iterator[bool]:
     """Yield whether the lines of code can be read at once.
@@ -299,7 +279,7 @@ def _list_collectives(entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]
             yield entry
 
 
-def _read(entries: list[dict[str, Any]], status: dict[str, Any] | None) -> Record:
+def _read(entries: list[dict[str, Any]], status: dict[str, Any] | None) -> Log:
     """A group's record from its entries, and from its status unless that is mixed.
 
     gloo sets no state but retires entries, and its status is right if it counts no sends. nccl sets
@@ -312,11 +292,11 @@ def _read(entries: list[dict[str, Any]], status: dict[str, Any] | None) -> Recor
     ended = {n for n, entry in calls.items() if entry["retired"] or entry["state"] == "completed"}
     recent = tuple(_call(number, calls[number]) for number in sorted(calls)[-RECENT:])
     if status is None:
-        return Record(started, max(ended, default=min(calls) - 1), recent, moves=0)
+        return Log("", (), started, max(ended, default=min(calls) - 1), recent, moves=0)
     exact = int(status.get("last_enqueued_collective", started)) == started
     over = int(status.get("last_completed_collective", 0)) if exact else 0
     open_ = [number for number in calls if number > over and number not in ended]
-    return Record(started, min(open_) - 1 if open_ else started, recent, exact)
+    return Log("", (), started, min(open_) - 1 if open_ else started, recent, exact)
 
 
 def name_operation(recorded: str) -> str:
@@ -344,7 +324,7 @@ def _over_mpi() -> Records:
     kept: Records = {}
     for name, started, finished, past, moves in work.recorded():
         calls = [Call(n, op, _count(dtype, nbytes)) for n, op, dtype, nbytes in past[-RECENT:]]
-        kept[name, "mpi4py"] = Record(started, finished, tuple(calls), moves=moves)
+        kept[name, "mpi4py"] = Log("", (), started, finished, tuple(calls), moves=moves)
     return kept
 
 

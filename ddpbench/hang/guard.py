@@ -35,9 +35,8 @@ from typing import TYPE_CHECKING
 
 from ddpbench.hang import cuda, self_report, status_board
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.hang.judge import Judgement, judge
+from ddpbench.hang.judge import Judgement, find_waits, judge, progress_key
 from ddpbench.hang.places import describe_error
-from ddpbench.hang.progress import find_waits, progress_key
 from ddpbench.hang.status import RankStatus
 from ddpbench.hang.status_board import Board
 from ddpbench.launch import placement
@@ -115,7 +114,7 @@ def _handle_terminate() -> object:
 
     def handle() -> None:
         if _on is not None:
-            _on.alarm_before_end("C++ gives up")
+            _on._alarm("C++ gives up", leave=False)
         if previous:
             kind(previous)()
 
@@ -177,10 +176,12 @@ class Guard:
         if not self._code:  # else the others leave, too
             # At exit the main thread has no line any more.
             status = self_report.read_status(self._flight, place=self._heartbeat.place)
-            self._board.publish_departure(replace(status, left=True), CLOSE_SECONDS)
+            self._board.publish_heartbeat(replace(status, left=True), CLOSE_SECONDS)
+            self._board.publish("1", "left", self._rank)
             has_store = status_board.ends_with_rank_0(self._board.client.store)
             if at_exit and self._rank == 0 and has_store:
-                self._board.await_departures(LINGER_SECONDS)
+                ranks = range(len(self._board.identities))
+                self._board.await_keys([self._board.key("left", r) for r in ranks], LINGER_SECONDS)
         self._board.client.close()
         self._thread.join(CLOSE_SECONDS)  # for the reason that StoreClient.close gives
         _on = None
@@ -263,17 +264,13 @@ class Guard:
             with self._judging:  # the other ranks may still print
                 pass
 
-    def alarm_before_end(self, cause: str) -> None:
-        """Raise the alarm in a process that ends by itself when this returns."""
-        self._alarm(cause, leave=False)
-
     def _alarm(
         self, cause: str = "", *, late: bool = False, still: bool = False, leave: bool = True
     ) -> None:
         """Publish the status, let one rank judge, print its verdict; then end the process, or not.
 
         cause: why this rank raises the alarm, "" if another does or an error is on its way; late,
-        still: as in RankStatus; leave: end this process.
+        still: as in RankStatus; leave: end this process, which otherwise may end by itself.
         """
         with self._judging:
             if self._closed.is_set() or self._code or os.getpid() != self._pid:

@@ -1,13 +1,16 @@
-"""The judgement of one rank on all: collect their statuses, find the silent ranks, explain."""
+"""The judgement of one rank on all: collect their statuses, see who waits or is silent, explain."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from ddpbench.hang import verdict
-from ddpbench.hang.progress import find_waits
+from ddpbench.hang.places import find_main_frame, walk_outwards
 from ddpbench.hang.status import ALIVE, DIED, ENDED, OVER, STOPPED, RankStatus, SilentRank
 from ddpbench.hang.status_board import Board
+
+Key = tuple[Hashable, ...]  # of a wait: it stays equal as long as nothing happens
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,29 @@ def judge(
         notice=verdict.is_notice(statuses),
         waiting=any(find_waits(status) for status in statuses.values()),
     )
+
+
+def find_waits(status: RankStatus) -> list[Key]:
+    """Return a key for each wait of a rank: pairs for open collectives."""
+    waits: list[Key] = [
+        (log.group, log.started) for log in status.logs if log.started > log.finished
+    ]
+    moves = [log.moves for log in status.logs]
+    # A receive in a loop looks alike, but moves, or is another call.
+    if status.inside and (status.call >= 0 or min(moves, default=-1) >= 0):
+        waits.append((status.inside, status.place, status.call, *_counts(status)))
+    return waits
+
+
+def progress_key(status: RankStatus) -> Key:
+    """Return a key that changes when the rank calls something of torch.distributed; where no calls
+    are counted, when its main thread moves."""
+    counts = _counts(status)
+    if any(n > 0 for n in counts):
+        return ("progress", status.call, *counts)
+    outwards = walk_outwards(find_main_frame())
+    return ("progress", status.place, *((id(outer.f_code), outer.f_lasti) for outer in outwards))
+
+
+def _counts(status: RankStatus) -> list[int]:
+    return [n for log in status.logs for n in (log.started, log.finished, log.moves)]

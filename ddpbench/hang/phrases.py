@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ddpbench.hang.calls import find_call
-from ddpbench.hang.status import Hang, RankStatus
+from ddpbench.hang.status import Hang, RankStatus, find_call
 from ddpbench.records.wording import spans
 
 

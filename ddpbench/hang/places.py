@@ -208,11 +208,6 @@ def _calling(code: Any, instruction: int, line: int) -> str:
     return b"".join(lines).decode(errors="replace")
 
 
-def stack_position(frame: FrameType) -> list[tuple[int, int]]:
-    """Return where each function on a stack is; it changes whenever something runs."""
-    return [(id(outer.f_code), outer.f_lasti) for outer in walk_outwards(frame)]
-
-
 def walk_outwards(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield this frame and its callers."""
     while frame is not None:

@@ -261,20 +261,6 @@ class Board:
 
         return self.client.request(seconds, exchange) is not None
 
-    def publish_departure(self, heartbeat: RankStatus, seconds: float) -> None:
-        """Publish a last heartbeat, and that this rank has left."""
-        text = json.dumps(asdict(heartbeat))
-
-        def leave(store: dist.Store) -> None:
-            store.set(self.key("beat", self.rank), text)
-            store.set(self.key("left", self.rank), "1")
-
-        self.client.request(seconds, leave)
-
-    def await_departures(self, seconds: float) -> None:
-        """Return when all ranks have left, or after this time."""
-        self.await_keys([self.key("left", rank) for rank in range(len(self.identities))], seconds)
-
     def introduce(self, identity: RankIdentity) -> None:
         """Publish this rank's identity, and read those of the others as far as they have come."""
         self.identities[self.rank] = identity

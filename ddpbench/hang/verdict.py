@@ -11,9 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ddpbench.hang.calls import find_call, find_hangs, group_logs
-from ddpbench.hang.deadlock import describe_deadlock, describe_messages
-from ddpbench.hang.mismatch import describe_mismatches
 from ddpbench.hang.phrases import (
     format_lines,
     format_phase,
@@ -29,10 +26,14 @@ from ddpbench.hang.status import (
     LEFT,
     OVER,
     STOPPED,
+    Call,
     Hang,
     Log,
     RankStatus,
     SilentRank,
+    find_call,
+    find_hangs,
+    group_logs,
 )
 
 Statuses = Mapping[int, RankStatus]
@@ -57,16 +58,19 @@ def explain_hang(
     """
     statuses, silent = _qualify_groups(statuses, silent)
     if is_notice(statuses):
-        return _describe_notice(silent, statuses)
+        cause = next(status.cause for status in statuses.values() if status.still)
+        parts = [_silence(rank, (), statuses) for rank in silent]
+        parts.append(format_places({r: replace(s, cause="") for r, s in statuses.items()}, ()))
+        return f"{cause}: {'; '.join(parts)}; the job goes on"
     case = _Case(silent, statuses, store_answers)
     parts = case.mismatches + (
         case.describe_blamed() or case.describe_missing() or case.describe_failed()
     )
     if not parts and store_answers:
-        sentence = describe_deadlock(case.hangs, statuses)
+        sentence = _describe_deadlock(case.hangs, statuses)
         parts = [sentence] if sentence else [s for h in case.hangs for s in _absence(h, statuses)]
         parts = parts or [_stuck(h, statuses) for h in case.hangs if h.exact]
-        parts = parts or describe_messages(statuses)
+        parts = parts or _describe_messages(statuses)
     sentence = "; ".join(parts) or format_places(statuses, case.hangs)
     for rank, status in statuses.items():
         if status.handles and rank not in case.failed:
@@ -196,13 +200,6 @@ def _qualify_groups(
     return {rank: qualify(status) for rank, status in statuses.items()}, ranks
 
 
-def _describe_notice(silent: Sequence[SilentRank], statuses: Statuses) -> str:
-    cause = next(status.cause for status in statuses.values() if status.still)
-    parts = [_silence(rank, (), statuses) for rank in silent]
-    parts.append(format_places({r: replace(s, cause="") for r, s in statuses.items()}, ()))
-    return f"{cause}: {'; '.join(parts)}; the job goes on"
-
-
 def _owed_call(rank: int, status: RankStatus | None, statuses: Statuses) -> str:
     """The first call that other ranks of a group have made and this rank has not, "" none."""
     started = {log.group: log.started for log in status.logs} if status else {}
@@ -272,3 +269,163 @@ def _stuck(hang: Hang, statuses: Statuses) -> str:
         f"{format_ranks(hang.waiting)} {verb} {joined} in {hang}, which does not end: the backend "
         f"or the network does not carry it{format_phase(hang.waiting, statuses)}"
     )
+
+
+# --- ranks that wait for each other in a circle, and messages that do not come
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """The operation in which a rank waits, and for which ranks; message: a receive or a send."""
+
+    what: str
+    ranks: tuple[int, ...]
+    message: bool
+
+
+def _find_waits(hangs: Sequence[Hang], statuses: Mapping[int, RankStatus]) -> dict[int, _Wait]:
+    waits: dict[int, _Wait] = {}
+    for rank, status in statuses.items():
+        if (other := max(status.source, status.destination)) >= 0:
+            waits[rank] = _Wait(status.waits_in.partition(" ")[0], (other,), True)
+            continue
+        own = [h for h in hangs if rank in h.waiting and h.absent and status.inside]
+        if len(own) > 1:  # others may have been called with async_op: where is it now?
+            calls = {(log.group, c.number): c.place for log in status.logs for c in log.calls}
+            own = [h for h in own if calls.get((h.group, h.call.number)) == status.place]
+        if own:
+            waits[rank] = _Wait(str(own[0]), own[0].absent, False)
+    return waits
+
+
+def _describe_deadlock(hangs: Sequence[Hang], statuses: Mapping[int, RankStatus]) -> str:
+    """Return a sentence on ranks that wait for each other in a circle, "" none."""
+    waits = _find_waits(hangs, statuses)
+    circle = next((c for rank in sorted(waits) if (c := _circle(rank, waits))), [])
+    if not circle:
+        return ""
+    kinds = {waits[rank].what for rank in circle}
+    others = format_waiting([r for r in waits if r not in circle], statuses)
+    at = format_lines(statuses[rank].place for rank in circle)
+    if all(waits[rank].message for rank in circle) and len(kinds) == 1:
+        word = "to" if kinds == {"send"} else "from"
+        pairs = ", ".join(f"{rank} {word} {waits[rank].ranks[0]}" for rank in sorted(circle))
+        sentence = f"{format_ranks(sorted(circle))} wait in {kinds.pop()}{at} in a ring: {pairs}"
+    else:
+        parts = []
+        for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True):
+            where = f"{waits[rank].what}{format_lines([statuses[rank].place])}"
+            parts.append(f"rank {rank} waits in {where} for rank {following}")
+        sentence = f"{'; '.join(parts)}: a deadlock"
+    return sentence + others
+
+
+def _circle(start: int, waits: Mapping[int, _Wait]) -> list[int]:
+    paths, seen = [[start]], {start}
+    for path in paths:
+        for rank in waits[path[-1]].ranks:
+            if rank == start:
+                return path
+            if rank in waits and rank not in seen:
+                seen.add(rank)
+                paths.append([*path, rank])
+    return []
+
+
+def _describe_messages(statuses: Mapping[int, RankStatus]) -> list[str]:
+    """Return where the ranks are whose messages others await, then who waits."""
+    waits = _find_waits((), statuses)
+    awaited = {rank for wait in waits.values() for rank in wait.ranks}
+    first = {rank: statuses[rank] for rank in awaited - set(waits) if rank in statuses}
+    alike: dict[str, list[int]] = {}
+    for rank in waits:
+        alike.setdefault(
+            f"{statuses[rank].waits_in}{format_lines([statuses[rank].place])}", []
+        ).append(rank)
+    if not first:
+        return []
+    waiting = [
+        f"{format_ranks(r)} wait{'s' if len(r) == 1 else ''} in {what}" for what, r in alike.items()
+    ]
+    return [format_places({r: replace(s, cause="") for r, s in first.items()}, ()), *waiting]
+
+
+# --- the first collective in which ranks called different things
+
+
+def describe_mismatches(statuses: Mapping[int, RankStatus]) -> list[str]:
+    """Return one sentence for each group in which ranks called different collectives."""
+    sentences = []
+    for group, logs in group_logs(statuses).items():
+        calls = {rank: {call.number: call for call in log.calls} for rank, log in logs.items()}
+        for number in sorted({number for numbers in calls.values() for number in numbers}):
+            here = {r: numbers[number] for r, numbers in calls.items() if number in numbers}
+            kinds = _kinds(here)
+            if len(kinds) > 1:
+                lines = {rank: _line(number, here[rank], statuses[rank], group) for rank in here}
+                sentences.append(_mismatch(number, group, kinds, calls, lines))
+                break
+    return sentences
+
+
+def _kinds(here: Mapping[int, Call]) -> list[tuple[Call, list[int]]]:
+    kinds: list[tuple[Call, list[int]]] = []
+    for rank, call in sorted(here.items()):
+        alike = next((ranks for kind, ranks in kinds if kind.agrees(call)), None)
+        if alike is None:
+            kinds.append((call, [rank]))
+        else:
+            alike.append(rank)
+    return sorted(kinds, key=lambda kind: -len(kind[1]))
+
+
+def _line(number: int, call: Call, status: RankStatus, group: str) -> str:
+    waits = any(log.group == group and log.finished + 1 == number for log in status.logs)
+    return call.place or (status.place if waits and status.inside else "")
+
+
+def _mismatch(
+    number: int,
+    group: str,
+    kinds: list[tuple[Call, list[int]]],
+    calls: dict[int, dict[int, Call]],
+    lines: Mapping[int, str],
+) -> str:
+    (usual, most), *others = kinds
+    first = True
+    parts = []
+    for call, ranks in others:
+        verb = "calls" if len(ranks) == 1 else "call"
+        text = f"{format_ranks(ranks)} {verb} {f'{call} {group}'.rstrip() if first else call.text}"
+        text += format_lines(lines[rank] for rank in ranks)
+        if first:
+            text += (
+                f" where {format_ranks(most)} {'calls' if len(most) == 1 else 'call'} {usual.text}"
+            )
+            text += format_lines(lines[rank] for rank in most)
+        if how := _shift(calls[ranks[0]], calls[most[0]], number):
+            text += (
+                f": {format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {how} a collective"
+            )
+        parts.append(text)
+        first = False
+    return "; ".join(parts)
+
+
+def _shift(mine: Mapping[int, Call], most: Mapping[int, Call], number: int) -> str:
+    """Whether, from this number on, a rank's calls are the others' next ones or previous ones."""
+    known = dict(most)
+    if number + 1 not in known and number in known:  # they wait: what followed this call last time?
+        before = [n for n in known if n < number and known[n].agrees(known[number])]
+        if before and max(before) + 1 < number:
+            known[number + 1] = known[max(before) + 1]
+
+    def fits(by: int) -> bool:
+        pairs = [(call, known.get(n + by)) for n, call in mine.items() if n >= number]
+        both = [(call, other) for call, other in pairs if other is not None]
+        return number + by in known and all(call.agrees(other) for call, other in both)
+
+    hows = [how for how, by in (("skipped", 1), ("doubled", -1)) if fits(by)]
+    if hows == ["doubled"] and number + 1 not in most:  # the others wait: their next is a guess
+        hows = ["skipped", "doubled"]
+    return " or ".join(hows)

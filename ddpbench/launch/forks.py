@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import psutil
 
-from ddpbench.launch import family, rendezvous, supervise
+from ddpbench.launch import family, sockets, supervise
 from ddpbench.launch.placement import ORDERLY, PASSED_ON, forward_signals
 from ddpbench.launch.supervise import Deadline, Watch
 from ddpbench.records import redact
@@ -75,7 +75,7 @@ def run(
                 kin.add(pid)
             os.close(gate)
             # The store's server and the watch are threads, so they start when all are forked.
-            store = rendezvous.serve("127.0.0.1", 0, timedelta(minutes=5))
+            store = sockets.serve("127.0.0.1", 0, timedelta(minutes=5))
             with supervise.watch_ranks(watch):
                 os.write(opener, store.port.to_bytes(4, "big") * nproc)
                 os.close(opener)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
-from ddpbench.launch import rendezvous, siblings, supervise
+from ddpbench.launch import siblings, sockets, supervise
 from ddpbench.launch.placement import ORDERLY, forward_signals
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
@@ -24,11 +24,11 @@ GRACE_SECONDS = 10.0
 def run_on_host(line: Sequence[str], nproc: int) -> End:
     """Run a command line in nproc ranks of this host; return how they ended, as `await_all`."""
     ranks: list[subprocess.Popen[bytes]] = []
-    with rendezvous.listen(ADDRESS, 0) as server, forward_to(ranks) as received:
+    with sockets.listen(ADDRESS, 0) as server, forward_to(ranks) as received:
         port = int(server.getsockname()[1])
         ranks.extend(start_rank(line, rank, nproc, port) for rank in range(nproc))
         # The ranks import torch, too; their connections wait in the socket meanwhile.
-        store = rendezvous.serve_on(server, ADDRESS, timedelta(minutes=5))
+        store = sockets.serve_on(server, ADDRESS, timedelta(minutes=5))
         end = await_all(ranks, received)
         del store  # not before the ranks have ended
     return end

@@ -48,7 +48,12 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
     deadline = deadline or supervise.Deadline()
     with family.open_family() as kin:
         environ = _mpi_environ(command) | kin.environ()
-        if (version := _read_version(command, environ, deadline)) is None:
+        version = _read_version(command, environ, max(deadline.seconds, VERSION_SECONDS))
+        if version is None:
+            deadline.report(
+                "`mpirun --version` has not ended in time, and no rank was started: see whether "
+                "somebody stops it"
+            )
             return 5
         extra = []
         if "Open MPI" in version or "prte" in version.lower():
@@ -81,7 +86,6 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
 
 
 def _mpi_environ(command: str) -> dict[str, str]:
-    """The environment for mpirun and its ranks."""
     return {
         # Open MPI's search for libfabric's networks takes a second; no rank here is beyond one.
         "OMPI_MCA_btl": "^ofi",
@@ -93,14 +97,11 @@ def _mpi_environ(command: str) -> dict[str, str]:
     }
 
 
-def _read_version(
-    command: str, environ: Mapping[str, str], deadline: supervise.Deadline
-) -> str | None:
-    """The output of `mpirun --version`; None, after a report, if it was stopped or killed."""
-    line, seconds = [command, "--version"], max(deadline.seconds, VERSION_SECONDS)
+def _read_version(command: str, environ: Mapping[str, str], seconds: float) -> str | None:
+    """The output of `mpirun --version`; None if it does not end in time."""
     try:
-        done = subprocess.run(
-            line,
+        return subprocess.run(
+            [command, "--version"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -108,11 +109,6 @@ def _read_version(
             env=environ,
             timeout=seconds,
             check=False,
-        )
-        if done.returncode >= 0:
-            return done.stdout
-        end = "was killed"
+        ).stdout
     except subprocess.TimeoutExpired:
-        end = "has not ended in time: see whether somebody stops it"
-    deadline.report(f"`mpirun --version` {end}, and no rank was started")
-    return None
+        return None

@@ -143,7 +143,6 @@ class Watch:
             os.close(fd)
 
     def _find_new_ranks(self) -> Mapping[int, psutil.Process]:
-        """The ranks that this watch does not know yet."""
         if self.mpirun is None or len(self.ranks) == self.nproc:
             return {}
         try:

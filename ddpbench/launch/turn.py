@@ -37,10 +37,6 @@ class Turn:
     def end(self) -> None:
         os.write(self._other, ENDED)
 
-    def close(self) -> None:
-        os.close(self._own)
-        os.close(self._other)
-
     def waits(self) -> bool:
         """Whether the other side measures now; passes the turn on where it is over."""
         if not self._held:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import socket
 import threading
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -44,9 +44,7 @@ class Rates:
     """Measured rates, in bytes per second of one rank."""
 
     copies: dict[int, float] = field(default_factory=dict)  # size → slowest rank, all ranks at once
-    copies_alone: dict[int, float] = field(
-        default_factory=dict
-    )  # size → slowest host, one rank of each
+    copies_alone: dict[int, float] = field(default_factory=dict)  # likewise, one rank per host
     fastest_copy: float | None = None  # of any size and rank
     both_ways: float | None = None  # slowest rank's receiving rate while it sends, too
     one_way: float | None = None  # likewise, every second rank sends and the others receive
@@ -244,7 +242,7 @@ def _measure_rate(device: torch.device, nbytes: int) -> float | None:
 # 1 MiB over shared memory took 115 µs near and 350 µs apart, in one process and on the same pages.
 TRIPS, DEADLINE_NS = 100, 2_000_000
 SPINS = 256  # between two readings of the clock
-PING, PONG, TOKEN = 0, 16, 32  # indices of 8-byte words, each in its own cache lines
+PING, PONG = 0, 16  # indices of 8-byte words, each in its own cache lines
 
 
 class Handoff:
@@ -256,21 +254,20 @@ class Handoff:
         self._turn = 0
         index = world.neighbours.index(world.rank)
         self._first = index % 2 == 0
-        page = [0, 0, secrets.randbits(63)]  # process, file descriptor, token
-        fd = None
-        try:
+        fd, words = -1, None
+        with contextlib.suppress(OSError, AttributeError):
             fd = os.memfd_create("ddpbench handoff")
             os.ftruncate(fd, mmap.PAGESIZE)
             words = _map_page(fd)
-            words[TOKEN] = page[2]
-            page[:2] = os.getpid(), fd
-        except (OSError, AttributeError):
-            words = None
-        pages = control.gather_values(world, page)
+        fds = control.gather_values(world, fd)
         if index ^ 1 < len(world.neighbours):
-            self._words = words if self._first else _open_page(*pages[world.neighbours[index ^ 1]])
-        control.gather_values(world, None)  # close the page only after the partner has opened it
-        if fd is not None:
+            partner = world.members[world.neighbours[index ^ 1]]
+            if self._first:
+                self._words = words
+            elif world.members[world.rank].sees(partner):
+                self._words = _open_page(partner.pid, fds[partner.rank])
+        control.barrier_all()  # close the page only after the partner has opened it
+        if fd >= 0:
             os.close(fd)
 
     def measure_seconds(self) -> float | None:
@@ -310,16 +307,10 @@ def _map_page(fd: int) -> memoryview[int]:
     return memoryview(mmap.mmap(fd, mmap.PAGESIZE)).cast("Q")
 
 
-def _open_page(pid: int, fd: int, token: int) -> memoryview[int] | None:
-    """Map another process's page; None if `pid` is a different process here (a container)."""
+def _open_page(pid: int, fd: int) -> memoryview[int] | None:
+    """Map another process's page; None if this process may not, or there is none."""
     try:
-        own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        words = _map_page(own_fd)
-        return words if words[TOKEN] == token else None
+        with Path(f"/proc/{pid}/fd/{fd}").open("r+b") as page:
+            return _map_page(page.fileno())
     except (OSError, ValueError):
         return None
-    finally:
-        os.close(own_fd)

@@ -44,9 +44,7 @@ class Hook:
         self._state, self._reduce = reduction
         self._names = {tensor: parameter for parameter, tensor in module.named_parameters()}
         self.mode = "plain"
-        self.least_seconds = (
-            0.0  # from hand-over to reduction of the last bucket: a planted slow link
-        )
+        self.least_seconds = 0.0  # from hand-over to reduction of the last bucket
         self.infos: dict[int, BucketInfo] = {}
         self.handed: dict[int, Event] = {}
         self.reduced: dict[int, Event] = {}
@@ -60,7 +58,9 @@ class Hook:
             return self._reduced(bucket)
         index = bucket.index()
         if index not in self.infos:
-            self.infos[index] = self._info(bucket)
+            names = [self._names[parameter] for parameter in bucket.parameters()]
+            nbytes = bucket.buffer().nbytes
+            self.infos[index] = BucketInfo(index, nbytes, len(names), names[0], names[-1])
         device = bucket.buffer().device
         self.handed[index] = stamp(device)
 
@@ -83,11 +83,6 @@ class Hook:
             future = torch.futures.Future()
             future.set_result(value)
         return future
-
-    def _info(self, bucket: Any) -> BucketInfo:
-        names = [self._names[parameter] for parameter in bucket.parameters()]
-        nbytes = bucket.buffer().nbytes
-        return BucketInfo(bucket.index(), nbytes, len(names), names[0], names[-1])
 
 
 class DdpReplica(Replica):
@@ -125,16 +120,6 @@ class DdpReplica(Replica):
         inner: torch.nn.Module = self.ddp.module
         return inner
 
-    @property
-    def link_seconds(self) -> float:
-        """Return the least time of the last bucket, a planted fault that needs a hook."""
-        return self.hook.least_seconds if self.hook else 0.0
-
-    @link_seconds.setter
-    def link_seconds(self, seconds: float) -> None:
-        if self.hook is not None:
-            self.hook.least_seconds = seconds
-
     def choose_arm(self, arm: str) -> None:
         self._reduces = arm != "no_sync"
         if self.hook is not None:
@@ -145,6 +130,8 @@ class DdpReplica(Replica):
 
     def communicating(self) -> AbstractContextManager[Any]:
         """Return DDP's no_sync around the whole step in the arm without any reduction."""
+        if self.hook is not None:
+            self.hook.least_seconds = self.link_seconds
         return contextlib.nullcontext() if self._reduces else self.ddp.no_sync()
 
     def start_timers(self) -> None:
@@ -184,17 +171,14 @@ def build_replica(
 
     switchable: reduce through a `Hook` that can be switched. Raises what DDP raises.
     """
-    bucket_cap: dict[str, Any] = (
-        {} if case.bucket_cap_mb is None else {"bucket_cap_mb": case.bucket_cap_mb}
-    )
     ddp = DistributedDataParallel(
         task.model,
         device_ids=devices.of(device).ddp_device_ids(device),
         process_group=group,
+        bucket_cap_mb=case.bucket_cap_mb,  # None: DDP's own sizes
         gradient_as_bucket_view=case.gradient_as_bucket_view,
         static_graph=case.static_graph,
         find_unused_parameters=case.find_unused_parameters,
-        **bucket_cap,
     )
     hook = None
     if switchable:

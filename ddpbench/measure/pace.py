@@ -267,7 +267,9 @@ def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
         count = 0
         if rank == 0:
             cut = pace.now() > most or windows.repetitions >= WARM_UP_MOST
-            if not windows.over or not (cut or _settled(windows, samples.calls)):
+            latest = [over.times(samples.calls) for over in windows.over[-2:]]
+            settled = len(windows.over) > 2 and stats.settled(*latest)
+            if not windows.over or not (cut or settled):
                 count = pace.fit_burst(WINDOW if windows.over else WARM_UP, most)
         if not pace.burst(count, 1, check=False, into=windows):
             break
@@ -277,12 +279,6 @@ def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
         if median < shortest_seconds:  # 0: shorter than the step of a device's clock
             batch = int(shortest_seconds / (median or shortest_seconds / clock.STEPS)) + 1
     return control.broadcast_decision(pace.bench.world, batch)
-
-
-def _settled(windows: Kept, calls: int) -> bool:
-    return len(windows.over) > 2 and stats.settled(
-        windows.over[-2].times(calls), windows.over[-1].times(calls)
-    )
 
 
 def _timed(pace: Pace, until: float, batch: int) -> None:

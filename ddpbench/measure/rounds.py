@@ -34,7 +34,6 @@ from ddpbench.runtime.world import Turns, World
 WARM_UP = 4  # steps: DDP's buckets are final after one, powersgd compresses after two
 FEWEST, MOST = 10, 1000  # rounds: enough for intervals, also corrected for 16 ranks
 IN_A_ROW, STRETCH_SECONDS = 5, 1.0  # steps in a row, unless they take longer
-INTERRUPTED = -1
 STOPS = ("", "time slice", "rounds", "replicas differ", "interrupted")
 
 
@@ -54,7 +53,6 @@ class Measured:
     cold_seconds: float = 0.0
     warm_up: int = 0
     stop_reason: str = ""
-    in_a_row: int = 1
     samples: Samples | None = None
 
 
@@ -129,7 +127,7 @@ class Rounds:
 
     def _measure(self, measured: Measured, until: float, seconds: float) -> None:
         count = self.pace.in_a_row or (IN_A_ROW if IN_A_ROW * seconds < STRETCH_SECONDS else 1)
-        count = measured.in_a_row = control.broadcast_decision(self.world, count)
+        count = control.broadcast_decision(self.world, count)
         order = random.Random(self.seed)  # the same in every rank
         began = time.monotonic()
         while not self.stopped:

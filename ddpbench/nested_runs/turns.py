@@ -31,7 +31,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.launch.turn import ENDED, YOURS
 from ddpbench.nested_runs.command_line import MEASURING, check, last_message
 from ddpbench.records import redact, store
-from ddpbench.records.store import InvalidRun
+from ddpbench.records.store import End, InvalidRun
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import list_choices
 from ddpbench.session import options, run_folder
@@ -91,14 +91,6 @@ class Failed(Exception):
         self.code = code if code in PASSED_ON else 5
 
 
-@dataclass(frozen=True)
-class End:
-    """Why measuring in turns ended early, and the exit code."""
-
-    code: int
-    sentence: str = ""
-
-
 def add_measured(parser: argparse.ArgumentParser) -> None:
     """Add the command that is measured, the seed and the output folder."""
     parser.add_argument(
@@ -124,8 +116,16 @@ def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
     """
     words = list(namespace.words)
     namespace.words = words[words[:1] == ["--"] :] or [USUAL]
+    if namespace.words[0] not in MEASURING:
+        raise Refused(
+            f"{namespace.words[0]!r} is not a command to measure: choose {list_choices(MEASURING)}"
+        )
     for variant in variants:
-        _check([*namespace.words, *variant.words])
+        words = [*namespace.words, *variant.words]
+        for word in words:
+            if word.split("=")[0] in SET_HERE:
+                raise Refused(f"leave out {word}: ddpbench sets it for both sides")
+        check(words)
     for variant in variants:
         _check_python(variant)
     if namespace.seed is None:
@@ -157,14 +157,15 @@ def measure(
         with _opened(variants, namespace, folder, launches) as sides:
             measure_blocks(lambda: measure_block(sides, order))
     except KeyboardInterrupt:
-        return End(130)
+        return End("interrupted", None, 130)
     except Failed as error:
-        return End(error.code, str(error))
+        return End("failed", str(error), error.code)
     for side in sides:
         run = store.read(side.folder)
         if run.exit_code == 4:
             errors = [finding.sentence for finding in run.findings if finding.severity == "error"]
-            return End(4, str(Failed(side, next(iter(errors), "a result was wrong"), 4)))
+            failed = Failed(side, next(iter(errors), "a result was wrong"), 4)
+            return End("failed", str(failed), 4)
     return None
 
 
@@ -179,8 +180,8 @@ def conclude(folder: Path, end: End | None, show: Callable[[], int]) -> int:
     except (InvalidRun, Refused):
         if end is None:
             raise
-    if end is not None and end.sentence:
-        tell(end.sentence)
+    if end is not None and end.reason:
+        tell(end.reason)
     tell(f"stored in {folder}")
     return code if end is None else end.code
 
@@ -384,14 +385,3 @@ def _find_objection(python: str, facts: Mapping[str, Any]) -> str:
             "install torch there"
         )
     return ""
-
-
-def _check(words: Sequence[str]) -> None:
-    """Refuse a typo before anything is started. Raises Refused, or SystemExit with a sentence."""
-    name = next(iter(words), "")
-    if name not in MEASURING:
-        raise Refused(f"{name!r} is not a command to measure: choose {list_choices(MEASURING)}")
-    for word in words:
-        if word.split("=")[0] in SET_HERE:
-            raise Refused(f"leave out {word}: ddpbench sets it for both sides")
-    check(words)

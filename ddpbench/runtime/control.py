@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ddpbench.launch.placement import Refused
-
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -142,13 +140,6 @@ def agree_objection(world: Membership, objection: str | None) -> str | None:
 def first_line(error: BaseException, length: int = 200) -> str:
     """The first line of an error's message, cut to this length."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:length]
-
-
-def agree_same_options(world: Membership, options: dict[str, Any]) -> None:
-    """Raises Refused, naming the rank and the option, if a rank was started differently."""
-    sentence = find_differing_option(gather_values(world, options))
-    if sentence is not None:
-        raise Refused(sentence)
 
 
 def find_differing_option(options_of_ranks: list[dict[str, Any]]) -> str | None:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from ipaddress import ip_address
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import psutil
 from ddpbench.launch import family
 from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.records import redact
+from ddpbench.records.wording import spans
 from ddpbench.runtime import gpu_facts, nccl_library
 from ddpbench.runtime.cpu import (
     ROOT,
@@ -173,9 +173,7 @@ def allowed_cpus(root: Path = ROOT) -> str | None:
 
 def compact(numbers: Iterable[int]) -> str:
     """0, 1, 2, 3, 8 as "0-3,8"."""
-    runs = groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0])
-    spans = [[number for _, number in run] for _, run in runs]
-    return ",".join(f"{span[0]}-{span[-1]}" if span[1:] else f"{span[0]}" for span in spans)
+    return spans(list(set(numbers))).replace(" ", "")
 
 
 def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[str, str]:

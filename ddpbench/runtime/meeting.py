@@ -22,7 +22,7 @@ from ddpbench.launch.placement import (
     require_free,
     slurm_address,
 )
-from ddpbench.launch.rendezvous import serve
+from ddpbench.launch.sockets import serve
 from ddpbench.records.wording import install_extra
 from ddpbench.runtime import control, network
 from ddpbench.runtime.network import Endpoint

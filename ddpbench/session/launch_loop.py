@@ -76,7 +76,9 @@ def run(options: T, placement: Placement, prepare: Prepare[T]) -> int:
         for name in ("scipy.special", "pyarrow.parquet"):  # slow imports, before the others wait
             import_module(name)
     with join_world(placement, options.rendezvous(), options.share_gpu) as world:
-        control.agree_same_options(world, options.named())
+        options_of_ranks = control.gather_values(world, options.named())
+        if (sentence := control.find_differing_option(options_of_ranks)) is not None:
+            raise Refused(sentence)
         if options.report and options.join is None:  # else who started the ranks has checked it
             own = page_file.explain_missing("--report") if world.rank == 0 else None
             if (sentence := control.agree_objection(world, own)) is not None:

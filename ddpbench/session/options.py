@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from ddpbench.catalog import backends, faults
 from ddpbench.interchange import sources
@@ -20,6 +20,7 @@ from ddpbench.report.output import page_file
 from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 
+T = TypeVar("T")
 VARIANT = "VARIANT"  # metavar of an option whose value consists of options
 
 
@@ -87,10 +88,10 @@ def listed(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
-def numbers(parse: Callable[[str], tuple[int, ...]]) -> Callable[[str], tuple[int, ...]]:
-    """Return the type of numbers that `parse` reads, whose ValueError is the message."""
+def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return the type of what `parse` reads; its ValueError is the message."""
 
-    def read(text: str) -> tuple[int, ...]:
+    def read(text: str) -> T:
         try:
             return parse(text)
         except ValueError as error:
@@ -142,13 +143,10 @@ def fault(kind: str) -> Callable[[str], str]:
     """Return the type of `--inject` for faults of one kind."""
 
     def parse(text: str) -> str:
-        try:
-            faults.parse(text, kind)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        faults.parse(text, kind)
         return text
 
-    return parse
+    return checked(parse)
 
 
 def device(text: str) -> str:

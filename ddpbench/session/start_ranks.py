@@ -64,9 +64,21 @@ def run_or_start(
 def resolve(options: T, placement: Placement | None) -> T:
     """Return the options with device, backends and launches decided.
 
-    Raises Refused if this host lacks one of them.
+    Raises Refused if this host lacks one of them. GPUs may be broken or hidden on one host of
+    several, or in one rank. So each host reports it.
     """
-    device, names = _choose_for_host(options, placement)
+    device = options.device
+    warn = tell if placement is None or placement.local_rank == 0 else lambda sentence: None
+    try:
+        device = backends.choose_device(options.backend, device, warn)
+        launcher = placement.launcher if placement else None
+        names = backends.choose(options.backend, device, launcher)
+    except Refused as refused:
+        if placement is None or device == "cpu":
+            raise
+        rank = f", rank {placement.rank}" if placement.local_rank else ""
+        sentence = f"host {socket.gethostname()}{rank}: {refused}"
+        raise Refused(sentence, _wait_to_speak(placement)) from None
     launches = options.launches or (options.usual_launches if placement is None else 1)
     if placement is not None and launches > 1:
         raise Refused(
@@ -74,27 +86,6 @@ def resolve(options: T, placement: Placement | None) -> T:
             f"-m ddpbench {options.command} -n {placement.world_size} --launches {launches} …"
         )
     return replace(options, device=device, backend=names, launches=launches)
-
-
-def _choose_for_host(
-    options: RunOptions, placement: Placement | None
-) -> tuple[str, tuple[str, ...]]:
-    """Return device and backends, as far as this host has them. Raises Refused if it does not.
-
-    GPUs may be broken or hidden on one host of several, or in one rank. So each host reports it.
-    """
-    device = options.device
-    warn = tell if placement is None or placement.local_rank == 0 else lambda sentence: None
-    try:
-        device = backends.choose_device(options.backend, device, warn)
-        launcher = placement.launcher if placement else None
-        return device, backends.choose(options.backend, device, launcher)
-    except Refused as refused:
-        if placement is None or device == "cpu":
-            raise
-        rank = f", rank {placement.rank}" if placement.local_rank else ""
-        sentence = f"host {socket.gethostname()}{rank}: {refused}"
-        raise Refused(sentence, _wait_to_speak(placement)) from None
 
 
 def _wait_to_speak(placement: Placement) -> int:

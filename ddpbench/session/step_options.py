@@ -268,7 +268,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     defaults = {device: ",".join(names) for device, names in DEFAULT.items()}
     texts = TRAINED.format(workloads=", ".join(WORKLOADS), **defaults)
     add = options.add_group(parser, "what is trained", texts)
-    add("--workload", "--model", kind=parse_workloads, metavar="NAME,…")
+    add("--workload", "--model", kind=options.checked(parse_workloads), metavar="NAME,…")
     add("--batch", kind=options.whole(1), metavar="N")
     add("--optimizer", choices=tuple(OPTIMIZERS))
     add("--learning-rate", kind=options.positive, metavar="X")
@@ -312,7 +312,7 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
     texts = PARALLEL.format(ways=ways, meshes=meshes)
     add = options.add_group(parser, "how the model is divided among ranks", texts)
     add("--parallel", default="ddp", choices=tuple(WAYS))
-    add("--mesh", kind=options.numbers(parse_mesh), default=(), metavar="NxM")
+    add("--mesh", kind=options.checked(parse_mesh), default=(), metavar="NxM")
     add("--no-prefetch", action="store_true")
     add("--reshard-after-forward", choices=("yes", "no"))
 
@@ -332,15 +332,12 @@ def _add_protocol(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_workloads(text: str) -> tuple[str, ...]:
-    """Parse the value of `--workload`."""
+    """Parse the value of `--workload`. Raises ValueError for an unknown one."""
     names = options.listed(text)
     if "all" in names:
         return tuple(WORKLOADS)
     for name in names:
-        try:
-            workloads.get(name)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        workloads.get(name)
     return names
 
 

@@ -15,8 +15,6 @@ from ddpbench.records.schema import LAUNCH_HIDDEN, Result
 from ddpbench.records.store import SAMPLE_COLUMNS
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from ddpbench.measure.pace import Samples
 
 
@@ -123,19 +121,18 @@ def operation_columns(
 
 def span_columns(spans: Mapping[str, npt.NDArray[Any]], launch: int) -> dict[str, Any]:
     """Return SAMPLE_COLUMNS of named spans: int64[world, repetition, 2] of entry and exit in ns."""
-    parts = [_columns_of_span(name, span, launch) for name, span in spans.items()]
+    parts = []
+    for name, span in spans.items():
+        world, count, _ = span.shape
+        part = {
+            "case": np.full(world * count, name, dtype=object),
+            "launch": np.full(world * count, launch, dtype=np.int32),
+            "repetition": np.tile(np.arange(count, dtype=np.int32), world),
+            "rank": np.repeat(np.arange(world, dtype=np.int32), count),
+            "entry_ns": span[:, :, 0].ravel(),
+            "exit_ns": span[:, :, 1].ravel(),
+            "device_ns": np.full(world * count, -1, dtype=np.int64),
+            "warm_up": np.zeros(world * count, dtype=bool),
+        }
+        parts.append(part)
     return {name: np.concatenate([part[name] for part in parts]) for name in SAMPLE_COLUMNS}
-
-
-def _columns_of_span(name: str, spans: npt.NDArray[Any], launch: int) -> dict[str, Any]:
-    world, count, _ = spans.shape
-    return {
-        "case": np.full(world * count, name, dtype=object),
-        "launch": np.full(world * count, launch, dtype=np.int32),
-        "repetition": np.tile(np.arange(count, dtype=np.int32), world),
-        "rank": np.repeat(np.arange(world, dtype=np.int32), count),
-        "entry_ns": spans[:, :, 0].ravel(),
-        "exit_ns": spans[:, :, 1].ravel(),
-        "device_ns": np.full(world * count, -1, dtype=np.int64),
-        "warm_up": np.zeros(world * count, dtype=bool),
-    }

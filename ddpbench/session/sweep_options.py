@@ -187,7 +187,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options.add_group(parser, "what is measured", texts)
     three = ("all_reduce", "all_gather", "broadcast")
     add("--op", kind=options.names("operation", OPERATIONS), default=three, metavar="OP,…")
-    add("--sizes", kind=options.numbers(sizes.parse), metavar="SIZES")
+    add("--sizes", kind=options.checked(sizes.parse), metavar="SIZES")
     add("--dtype", kind=options.names("dtype", DTYPES), default=(), metavar="DTYPE,…")
     reduce_ops = options.names("reduce op", REDUCE_OPS)
     add("--reduce-op", kind=reduce_ops, default=(), metavar="OP,…")

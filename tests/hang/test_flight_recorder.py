@@ -21,10 +21,10 @@ from nccl_entries import GROUP, NcclRecorder
 from torch.distributed import distributed_c10d
 
 from ddpbench.hang import flight_recorder, guard, status_board, torch_settings
-from ddpbench.hang.flight_recorder import Flight, Record, Recorder
-from ddpbench.hang.mismatch import describe_mismatches
+from ddpbench.hang.flight_recorder import Flight, Recorder
 from ddpbench.hang.process_groups import Group
-from ddpbench.hang.status import Call, RankStatus
+from ddpbench.hang.status import Call, Log, RankStatus
+from ddpbench.hang.verdict import describe_mismatches
 
 RECORDED = pytest.mark.skipif(
     not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"),
@@ -136,7 +136,7 @@ def test_each_backend_of_a_group_is_asked_for_its_own_number(
     assert [log.finished for log in Flight().read_logs("all_reduce", whole=False)] == [0, 3]
 
 
-def log_of_nccl(record: Record | None, count: int, called: str, backend: str = "nccl") -> Any:
+def log_of_nccl(record: Log | None, count: int, called: str, backend: str = "nccl") -> Any:
     """The log of a group on nccl that has this record, and has counted so many calls."""
     group = Group("0", "", (0, 1), (backend,), lambda backend: count)
     kept = {("0", "nccl"): record} if record else {}
@@ -251,7 +251,7 @@ def test_two_ranks_of_nccl_agree_after_a_batch_that_one_of_them_has_made(
 
 def test_a_call_that_nccl_has_counted_but_not_recorded_is_open() -> None:
     """nccl counts a call before it connects the ranks, and records it only then."""
-    before = Record(2, 2, (Call(2, "broadcast"),))
+    before = Log("", (), 2, 2, (Call(2, "broadcast"),))
     log = log_of_nccl(before, 3, "all_reduce")
     assert (log.started, log.finished) == (3, 2)
     assert log.calls == (Call(2, "broadcast"), Call(3, "all_reduce"))
@@ -264,7 +264,7 @@ def test_a_call_that_nccl_has_counted_but_not_recorded_is_open() -> None:
 @pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-legacy"])
 def test_every_implementation_of_nccl_is_found_under_its_name_in_the_records(backend: str) -> None:
     """torch 2.15 has several, and all record as nccl."""
-    log = log_of_nccl(Record(7, 6), 7, "all_reduce", backend)
+    log = log_of_nccl(Log("", (), 7, 6), 7, "all_reduce", backend)
     assert (log.started, log.finished) == (7, 6)
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from frozen import Frozen
 
-from ddpbench.hang.mismatch import describe_mismatches
 from ddpbench.hang.status import (
     ALIVE,
     DIED,
@@ -19,7 +18,7 @@ from ddpbench.hang.status import (
     RankStatus,
     SilentRank,
 )
-from ddpbench.hang.verdict import explain_hang, is_notice
+from ddpbench.hang.verdict import describe_mismatches, explain_hang, is_notice
 
 CUT_OFF = "did not answer (stopped, dead or cut off)"
 REDUCE = ("all_reduce", "float32[1024]")

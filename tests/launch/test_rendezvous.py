@@ -15,7 +15,7 @@ import psutil
 import pytest
 from command_lines import ROOT, clean_environment
 
-from ddpbench.launch import placement, rendezvous
+from ddpbench.launch import placement, sockets
 
 EVERYWHERE = {"0.0.0.0", "::"}
 SWEEP = ("collectives", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.2", "--launches", "1")
@@ -97,7 +97,7 @@ def test_a_store_listens_where_its_clients_look(named_like_loopback: str) -> Non
     cannot tell: a forwarded address, and its own name where that means loopback just here."""
 
     def where(address: str, one_host: bool) -> str:
-        with rendezvous.listen(address, 0, one_host) as server:
+        with sockets.listen(address, 0, one_host) as server:
             return str(server.getsockname()[0])
 
     assert where("127.0.0.1", False) == where("localhost", False) == "127.0.0.1"
@@ -113,7 +113,7 @@ def test_a_store_is_served_and_lets_go_of_its_port() -> None:
     import torch.distributed as dist
 
     patience = timedelta(seconds=10)
-    store = rendezvous.serve("localhost", 0, patience)
+    store = sockets.serve("localhost", 0, patience)
     client = dist.TCPStore("127.0.0.1", store.port, timeout=patience, wait_for_workers=False)
     client.set("key", "value")
     assert store.get("key") == b"value"

@@ -21,8 +21,8 @@ from stored_runs import a_case, a_result, a_run, a_summary, launch_results
 from ddpbench import collectives
 from ddpbench.analysis import flags, lines
 from ddpbench.catalog import backends
-from ddpbench.measure import device_spans, start
-from ddpbench.measure.device_spans import HiddenLaunch, Spans
+from ddpbench.measure import loop, start
+from ddpbench.measure.loop import HiddenLaunch, Spans
 from ddpbench.records import store
 from ddpbench.records.schema import (
     EVENTS,
@@ -349,7 +349,7 @@ def test_sleeps_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, kind = hidden_launch(monkeypatch, lambda seconds: False)
     for _ in range(12):
         repeat(hidden, 2)
-    assert max(kind.slept) == device_spans.MOST_SECONDS
+    assert max(kind.slept) == loop.MOST_SECONDS
 
 
 def test_one_slow_launch_changes_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +360,7 @@ def test_one_slow_launch_changes_no_sleep(monkeypatch: pytest.MonkeyPatch) -> No
     repeat(hidden, 1)
     repeat(hidden, 40)
     repeat(hidden, 1)
-    assert set(kind.slept[1:]) == {device_spans.FIRST_SECONDS}
+    assert set(kind.slept[1:]) == {loop.FIRST_SECONDS}
     assert hidden.unhidden == 2
 
 
@@ -368,4 +368,4 @@ def test_a_batch_sleeps_for_the_launch_of_all_its_calls(monkeypatch: pytest.Monk
     """Several calls in one span take several launches."""
     hidden, kind = hidden_launch(monkeypatch, lambda seconds: True)
     repeat(hidden, 2, calls=3)
-    assert kind.slept[1:] == pytest.approx([3 * device_spans.FIRST_SECONDS] * 2)
+    assert kind.slept[1:] == pytest.approx([3 * loop.FIRST_SECONDS] * 2)

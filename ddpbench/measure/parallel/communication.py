@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ddpbench.analysis.spans import Span
-from ddpbench.measure.parallel import local
 from ddpbench.measure.step import stamp
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import Event, elapsed_ns
@@ -126,7 +126,7 @@ class Communication:
             return
         with contextlib.ExitStack() as stack:
             for owner, name, new in self._replacements():
-                stack.enter_context(_replaced(owner, name, new))
+                stack.enter_context(mock.patch.object(owner, name, new))
             if self.mode == "timed":
                 self._begin_step(stack)
             yield
@@ -151,16 +151,16 @@ class Communication:
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         for names, leave, operation, counted in (
-            (GATHERS, local.leave_gather, "all_gather", "output_tensor"),
-            (SCATTERS, local.leave_scatter, "reduce_scatter", "input"),
-            (("all_reduce",), local.leave_reduce, "all_reduce", "tensor"),
+            (GATHERS, _leave_gather, "all_gather", "output_tensor"),
+            (SCATTERS, _leave_scatter, "reduce_scatter", "input"),
+            (("all_reduce",), _leave_reduce, "all_reduce", "tensor"),
         ):
             for name in names:
                 if real := getattr(dist, name, None):
                     timed = self._time_function(operation, counted, real)
                     yield dist, name, leave if self.mode == "noop" else timed
         space = torch.ops._c10d_functional
-        for name, (operation, leave) in local.OPERATORS.items():
+        for name, (operation, leave) in OPERATORS.items():
             packet = getattr(space, name)
             call = leave if self.mode == "noop" else self._time_operator(operation, packet)
             yield space, name, _Operator(packet, call)
@@ -230,7 +230,7 @@ class Communication:
         def call(tensor: Tensor, *args: Any) -> Any:
             if self._within:
                 return packet(tensor, *args)
-            group = local.resolve_group(args[-1])
+            group = _resolve_group(args[-1])
             slots = group.size() if operation == "all_gather" else 1
             record = self._begin(operation, tensor.nbytes * slots, group)
             self._within = True
@@ -339,21 +339,6 @@ class _Operator:
         return getattr(self._packet, name)
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Let an attribute of an object be another one; afterwards, the object is as before."""
-    own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-
-
 def _param_groups(module: FSDPModule) -> list[Any]:
     """Return fully_shard's groups of a module's parameters; torch 2.7 has one at most."""
     state: Any = module._get_fsdp_state()
@@ -361,3 +346,60 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return list(groups)
+
+
+# --- collectives that move no byte: what the mode "noop" calls in place of torch's own ----------
+
+
+def _resolve_group(group: Any) -> Any:
+    """Return the process group of an operator's argument: its name, or the group itself."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return resolve(group) if isinstance(group, str) else group
+
+
+class _Done(dist.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _leave_gather(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    own = dist.get_rank(group)
+    flat = input_tensor.reshape(-1)
+    for rank, slot in enumerate(output_tensor.view(-1).split(flat.numel())):
+        if rank != own or slot.data_ptr() != flat.data_ptr():  # the input may be its own slot
+            slot.copy_(flat)
+    return _Done() if async_op else None
+
+
+def _leave_scatter(
+    output: Tensor,
+    input: Tensor,  # noqa: A002
+    op: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    output.view(-1).copy_(input.view(-1).split(output.numel())[dist.get_rank(group)])
+    return _Done() if async_op else None
+
+
+def _leave_reduce(tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+    return _Done() if async_op else None
+
+
+# torch's operator → the operation, and what is called in the operator's place
+OPERATORS: dict[str, tuple[str, Any]] = {
+    "all_reduce": ("all_reduce", lambda tensor, op, group: tensor.clone()),
+    "all_gather_into_tensor": (
+        "all_gather",
+        lambda tensor, size, group: torch.cat([tensor] * size),
+    ),
+    "reduce_scatter_tensor": (
+        "reduce_scatter",
+        lambda tensor, op, size, group: tensor.chunk(size)[_resolve_group(group).rank()].clone(),
+    ),
+}

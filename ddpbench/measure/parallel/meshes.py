@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -51,6 +50,7 @@ def agree_meshes(
     torch_name: the measured backend's. whole: all ranks on it. closing: ends the groups.
     """
     meshes = []
+    grid = torch.arange(world.world_size).view(shape)
     for name, group, where in (
         (torch_name, whole, device),
         ("gloo", dist.group.WORLD, torch.device("cpu")),
@@ -59,22 +59,16 @@ def agree_meshes(
         groups = [group]
         if len(shape) > 1:
             groups = []
-            for lines in _divide(world.world_size, shape):
-                for line in lines:  # all of a dimension; this rank is in one of them
+            for dimension, size in enumerate(shape):
+                lines = grid.movedim(dimension, -1).reshape(-1, size)
+                for line in lines.tolist():  # all of a dimension; this rank is in one of them
                     made = closing.enter_context(world.agree_group(name, line, where))
                     if world.rank in line:
                         groups.append(made)
-        grid = torch.arange(world.world_size).view(shape)
         meshes.append(
             DeviceMesh.from_group(groups, where.type, grid, mesh_dim_names=way.dimensions)
         )
     return Meshes(way, shape, *meshes)
-
-
-def _divide(ranks: int, shape: tuple[int, ...]) -> Iterator[list[list[int]]]:
-    grid = torch.arange(ranks).view(shape)
-    for dimension, size in enumerate(shape):
-        yield grid.movedim(dimension, -1).reshape(-1, size).tolist()
 
 
 def find_refusal(world: World, meshes: Meshes, backend: str) -> str | None:
