@@ -20,7 +20,7 @@ from typing import Any
 from ddpbench.analysis.rank_setup import Setup, crowded
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.stragglers import judge, turns
-from ddpbench.doctor.stragglers.loads import (
+from ddpbench.doctor.stragglers.turns import (
     ALONE,
     COPY,
     COPY_NBYTES,
