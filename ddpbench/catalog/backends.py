@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddpbench.launch.placement import NO_MPIRUN, Refused, find_mpirun
+from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.records.schema import HIDDEN_LAUNCH, TWO_STREAMS
 from ddpbench.records.wording import counted, explain_unknown, install_extra
 from ddpbench.runtime import devices, nccl_library
@@ -110,14 +111,10 @@ def _mpi_register() -> str:
 
 
 def _mpi_size() -> int | None:
-    from ddpbench.mpi_backend import library as mpi_library
-
     return None if _mpi_native() else mpi_library.world()[1]
 
 
 def _mpi_provider(device: str) -> str:
-    from ddpbench.mpi_backend import library as mpi_library
-
     if _mpi_native():
         return "native"
     if device == "cpu":
@@ -129,8 +126,6 @@ def _mpi_library() -> str:
     if _mpi_native():
         return "the MPI torch was built with"
     import mpi4py
-
-    from ddpbench.mpi_backend import library as mpi_library
 
     return f"{mpi_library.library()}, mpi4py {mpi4py.__version__}"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from ddpbench.catalog.parallel import REPLICATE, TENSOR
+from ddpbench.catalog.parallel import REPLICATE, SHARD, TENSOR
 from ddpbench.runtime import devices
 
 ELEMENTS = 1024  # of the metric that the user's step reduces over the ranks
@@ -147,7 +147,7 @@ def slow_link(replica: Any, settings: Settings) -> None:
     replica.link_seconds = settings["ms"] / 1e3
 
 
-def raise_error(replica: Any, settings: Settings) -> None:
+def raise_(replica: Any, settings: Settings) -> None:
     """Raise an error in one rank."""
     raise RuntimeError("planted error")
 
@@ -265,23 +265,12 @@ def _line(replica: Any, rank: int, dimension: str) -> tuple[Any, bool]:
     return group, rank % dist.get_world_size() in dist.get_process_group_ranks(group)
 
 
-def _coordinate(replica: Any, rank: int, dimension: str) -> int:
-    import torch.distributed as dist
-
-    mesh = replica.mesh
-    place = (mesh.mesh == rank % dist.get_world_size()).nonzero()[0]
-    return int(place[mesh.mesh_dim_names.index(dimension)])
-
-
 def other_seed(replica: Any, settings: Settings) -> None:
     """Initialise one HSDP replica with another seed, in all ranks of that replica."""
     import torch
 
-    if replica.steps != settings["step"]:
-        return
-    rank = int(settings["rank"])
-    own = replica.mesh.get_local_rank(REPLICATE)
-    if own != _coordinate(replica, rank, REPLICATE):
+    _, is_chosen = _line(replica, int(settings["rank"]), SHARD)  # the ranks of one HSDP replica
+    if replica.steps != settings["step"] or not is_chosen:
         return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(settings["seed"]))
@@ -354,5 +343,4 @@ def _is_divided(parameter: Any, dimension: str) -> bool:
 
 def flipped_shard(replica: Any, settings: Settings) -> None:
     """Flip one bit of one shard that another HSDP replica holds, too."""
-    flat = find_first(replica).view(-1)
-    flip(flat, flat.numel() // 2, settings["bit"])
+    bit_flip(replica, settings)
