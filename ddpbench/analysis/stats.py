@@ -78,11 +78,6 @@ def joined(parts: Sequence[OverRanks]) -> OverRanks:
     return OverRanks(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-def t_max(stamps: Stamps, calls: int) -> Floats:
-    """Return the seconds of one call in each repetition, on its slowest rank."""
-    return over_ranks(stamps).times(calls)
-
-
 def settled(before: Floats, after: Floats) -> bool:
     """Whether two neighbouring warm-up windows agree: means within -50…+10 %, quartiles 5 %."""
     earlier = np.percentile(before, [25, 75])

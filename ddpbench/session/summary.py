@@ -37,7 +37,7 @@ def summarise_result(
         result,
         calls=samples.calls,
         batch=samples.calls // samples.cold_calls,
-        cold_seconds=float(stats.t_max(samples.cold, samples.cold_calls)[0]),
+        cold_seconds=float(stats.over_ranks(samples.cold).times(samples.cold_calls)[0]),
         warm_up=samples.warm_up.repetitions,
         stop_reason=samples.stop_reason,
         checks=samples.checks,

@@ -93,7 +93,7 @@ class Comparison:
 
 
 def compare(
-    base: Source, new: Source, rule: Rule, wanted: Callable[[AnyCase], bool] = matching.everything
+    base: Source, new: Source, rule: Rule, wanted: Callable[[AnyCase], bool] = lambda case: True
 ) -> Comparison:
     """Compare the wanted cases of two sides.
 
