@@ -167,11 +167,7 @@ def summary(title: str, cells: Mapping[Cell, Carried]) -> list[str]:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Format the median, the least and the most."""
-    middle, least, most = (
-        f"{each:.3g}" if each < 1000 else f"{each:.0f}"
-        for each in (median(values), min(values), max(values))
-    )
+    middle, least, most = map(_short, (median(values), min(values), max(values)))
     return f"{middle} ({least} … {most})"
 
 

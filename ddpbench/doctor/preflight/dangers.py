@@ -36,11 +36,6 @@ class Setting:
     cost: str
     device: str | None = None  # on which it costs time; None: on every device
 
-    def costs(self, device: str, value: str | None) -> bool:
-        """Tell whether this value costs time on this device."""
-        here = self.device in (None, device)
-        return here and value is not None and re.fullmatch(self.values, value, re.I) is not None
-
 
 YES = "1|true|yes|on"
 SETTINGS = (
@@ -92,9 +87,10 @@ def costly_settings(setup: Setup) -> Iterator[Finding]:
     """Find settings that cost time."""
     everyone = [merge_settings(facts) for facts in setup.ranks]
     for setting in SETTINGS:
-        values = [own.get(setting.variable) for own in everyone]
-        ranks = [rank for rank, value in enumerate(values) if setting.costs(setup.device, value)]
-        if ranks:
+        values = [own.get(setting.variable) or "" for own in everyone]
+        costs = re.compile(setting.values, re.IGNORECASE).fullmatch
+        ranks = [rank for rank, value in enumerate(values) if costs(value)]
+        if ranks and setting.device in (None, setup.device):
             yield Finding(
                 setting.severity,
                 "debug-setting",
