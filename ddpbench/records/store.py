@@ -3,7 +3,7 @@
 run.json         everything except the raw samples, replaced atomically
 run.jsonl        while the run goes on: later cases and launches, one per line
 samples.parquet  entry and exit of every rank and repetition, of very many ranks only some
-                 (analysis/kept_stamps.py); while the run goes on, a folder of parts
+                 (analysis/stats.py); while the run goes on, a folder of parts
 table.csv  table.txt
 """
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpbench.analysis import clocks, stats, steps
-from ddpbench.analysis.kept_stamps import Kept
+from ddpbench.analysis.stats import Kept
 from ddpbench.records.schema import LAUNCH_HIDDEN, Result
 from ddpbench.records.store import SAMPLE_COLUMNS
 

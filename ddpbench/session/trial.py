@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from ddpbench.analysis import sharded_steps, steps
 from ddpbench.catalog import faults, workloads
-from ddpbench.catalog.optimizers import OPTIMIZERS
-from ddpbench.catalog.task import RankSetup, Task, Workload
+from ddpbench.catalog.task import OPTIMIZERS, RankSetup, Task, Workload
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import ddp_step, memory, rehearsal, training
 from ddpbench.measure.rounds import Measured, Pace, Rounds
