@@ -110,10 +110,6 @@ def _mpi_register() -> str:
     return mpi_group.NAME
 
 
-def _mpi_size() -> int | None:
-    return None if _mpi_native() else mpi_library.world()[1]
-
-
 def _mpi_provider(device: str) -> str:
     if _mpi_native():
         return "native"
@@ -157,7 +153,7 @@ BACKENDS: dict[str, Backend] = {
             library=_mpi_library,
             provider=_mpi_provider,
             register=_mpi_register,
-            size=_mpi_size,
+            size=lambda: None if _mpi_native() else mpi_library.world()[1],
             launcher="mpirun",
             transport="memory",
         ),

@@ -40,6 +40,25 @@ def flip(flat: Any, index: int, bit: float) -> None:
     flat.view(bits[flat.element_size()])[index] ^= 1 << int(bit)
 
 
+def _require(holds: Callable[[Any], bool], why: str) -> Callable[[Any], str | None]:
+    """Return a check of the replica that returns None if this holds, else the sentence."""
+    return lambda replica: None if holds(replica) else why
+
+
+require_ddp = _require(
+    lambda replica: replica.case.parallel == "ddp",
+    "the faults bypass, no-sync and slow-link change what DDP does: use --parallel ddp",
+)
+require_state = _require(
+    lambda replica: replica.case.optimizer != "sgd",
+    "the fault optimizer-state needs an optimizer with state: use --optimizer adam",
+)
+require_buffer = _require(
+    lambda replica: any(True for _ in replica.module.buffers()),
+    "the fault buffer needs a workload with buffers: use --workload convnet",
+)
+
+
 # --- faults that change the replica ---------------------------------------------------------------
 
 
@@ -68,13 +87,6 @@ def corrupted_result(replica: Any, settings: Settings) -> None:
 def bypass(replica: Any, settings: Settings) -> None:
     """Let the forward bypass DDP."""
     replica.through = replica.module
-
-
-def require_ddp(replica: Any) -> str | None:
-    """Return why there is no DDP to plant the fault in; None if there is."""
-    if replica.case.parallel == "ddp":
-        return None
-    return "the faults bypass, no-sync and slow-link change what DDP does: use --parallel ddp"
 
 
 def no_sync(replica: Any, settings: Settings) -> None:
@@ -110,13 +122,6 @@ def optimizer_state(replica: Any, settings: Settings) -> None:
                 return
 
 
-def require_state(replica: Any) -> str | None:
-    """Return why there is no state to change; None if there is one."""
-    if replica.case.optimizer != "sgd":
-        return None
-    return "the fault optimizer-state needs an optimizer with state: use --optimizer adam"
-
-
 def buffer(replica: Any, settings: Settings) -> None:
     """Change one element of a buffer."""
     import torch
@@ -125,13 +130,6 @@ def buffer(replica: Any, settings: Settings) -> None:
         if torch.is_floating_point(tensor):
             tensor.view(-1)[0] += 1
             return
-
-
-def require_buffer(replica: Any) -> str | None:
-    """Return why there is no buffer to change; None if there is one."""
-    if any(True for _ in replica.module.buffers()):
-        return None
-    return "the fault buffer needs a workload with buffers: use --workload convnet"
 
 
 # --- faults that slow or stop the rank ------------------------------------------------------------
@@ -241,14 +239,13 @@ def wrong_order(replica: Any, settings: Settings) -> None:
 def _needs(way: str, dimension: str, why: str) -> Callable[[Any], str | None]:
     """Return a check that the replica's mesh has a dimension of two ranks or more."""
 
-    def require(replica: Any) -> str | None:
-        mesh = getattr(replica, "mesh", None)
+    def holds(replica: Any) -> bool:
+        mesh: Any = getattr(replica, "mesh", None)
         names = mesh.mesh_dim_names if mesh else ()
-        if mesh and dimension in names and mesh.size(names.index(dimension)) > 1:
-            return None
-        return f"{why}: use --parallel {way} with two ranks or more along {dimension}"
+        return dimension in names and mesh.size(names.index(dimension)) > 1
 
-    return require
+    advice = f"use --parallel {way} with two ranks or more along {dimension}"
+    return _require(holds, f"{why}: {advice}")
 
 
 require_replicas = _needs("hsdp", REPLICATE, "this fault needs shards that several ranks hold")
