@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ddpbench.analysis.rank_setup import merge_settings
-from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Plan, Run
 
 # Facts of launches and ranks. Load and free memory are left out: they change every minute.
@@ -66,7 +65,9 @@ def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set
         facts_by_name.setdefault(name, set()).add(_format_value(value))
 
     for launch in (launch for run in runs for launch in run.launches):
-        facts = {**launch.facts, **_git(launch)}
+        facts = dict(launch.facts)
+        if (revision := facts.get("git_revision")) is not None:
+            facts["git"] = str(revision)[:12] + (" and changes" if facts.get("git_dirty") else "")
         for name in FACTS:
             if name in facts:
                 note(name, facts[name])
@@ -91,13 +92,6 @@ def _variables(run: Run) -> set[str]:
     ranks = (rank for launch in run.launches for rank in launch.ranks)
     names = {name for rank in ranks for name in merge_settings(rank)}
     return {name for name in names if not PASSING.match(name)}
-
-
-def _git(launch: Launch) -> dict[str, str]:
-    revision = launch.facts.get("git_revision")
-    if revision is None:
-        return {}
-    return {"git": str(revision)[:12] + (" and changes" if launch.facts.get("git_dirty") else "")}
 
 
 def _format_value(value: Any) -> str:

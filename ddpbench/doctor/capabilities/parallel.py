@@ -180,10 +180,6 @@ def _shard(ranks: Ranks, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _train_fully_shard(ranks: Ranks) -> dict[str, torch.Tensor]:
-    return _gather_whole(_step(_shard(ranks, ranks.mesh), _own_rows(ranks)))
-
-
 def _train_hsdp(ranks: Ranks) -> dict[str, torch.Tensor]:
     with ranks.agree_replicated_mesh() as mesh:
         return _gather_whole(_step(_shard(ranks, mesh), _own_rows(ranks)))
@@ -220,7 +216,7 @@ def _save_and_load(ranks: Ranks) -> dict[str, torch.Tensor]:
 WAYS: dict[str, Callable[[Ranks], dict[str, torch.Tensor]]] = {
     "DDP": _train_ddp,
     "ZeroRedundancyOptimizer": _train_zero,
-    "fully_shard": _train_fully_shard,
+    "fully_shard": lambda ranks: _gather_whole(_step(_shard(ranks, ranks.mesh), _own_rows(ranks))),
     "HSDP": _train_hsdp,
     "tensor parallel": _train_tensor_parallel,
     "sharded checkpoint": _save_and_load,
