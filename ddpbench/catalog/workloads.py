@@ -379,7 +379,7 @@ def get(name: str) -> Workload:
     )
 
 
-# --- the user's own workload, package.module:function ---
+# --- the user's own workload, package.module:function ---------------------------------------------
 
 RETURNS = "(model, batch, loss): a torch.nn.Module, batch(step) and loss(model, batch)"
 

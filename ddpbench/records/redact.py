@@ -6,6 +6,7 @@ must know which host is at fault.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import re
@@ -161,11 +162,9 @@ def _redact(value: Any, whose: Owner, key: str = "") -> Any:
 def _host_names(data: dict[str, Any]) -> tuple[str, ...]:
     """Return the names of hosts in a record; a damaged record may have none."""
     names: set[str] = set()
-    launches = data.get("launches")
-    for launch in launches if isinstance(launches, (list, tuple)) else ():
-        ranks = launch.get("ranks") if isinstance(launch, dict) else None
-        for rank in ranks if isinstance(ranks, (list, tuple)) else ():
-            names.add(str(rank.get("hostname") or "") if isinstance(rank, dict) else "")
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
+        for launch in data["launches"]:
+            names.update(str(rank.get("hostname") or "") for rank in launch["ranks"])
     return tuple(sorted(names - {""}))
 
 

@@ -117,7 +117,4 @@ def apart(base: Source, new: Source) -> float | None:
 
 
 def _at(stamp: str) -> float:
-    try:
-        return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return 0.0
+    return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()

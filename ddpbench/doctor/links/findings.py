@@ -176,10 +176,7 @@ SLOWEST = 10  # in a list
 
 
 def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
-    """Return the tables; none if nothing was measured."""
-    cells = figures.get("cells")
-    if not cells:
-        return ()
+    cells = figures["cells"]
     names = _names(figures)
     rates = [rate for cell in cells for rate in cell[2:4] if rate]
     scale, unit = (1e9, "GB/s") if min(rates) >= 1e9 else (1e6, "MB/s")

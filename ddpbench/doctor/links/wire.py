@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import partialmethod
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
@@ -88,12 +89,6 @@ class Wire:
         """Let the peer return."""
         raise NotImplementedError
 
-    def _send(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._move("isend", peer, tensors)
-
-    def _receive(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._move("irecv", peer, tensors)
-
     def _move(self, name: str, peer: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send or receive as a batch, even a single tensor.
 
@@ -105,6 +100,8 @@ class Wire:
         batch = [dist.P2POp(move, t, group=self._group, group_peer=peer) for t in tensors]
         for work in dist.batch_isend_irecv(batch):
             work.wait()
+
+    _send, _receive = partialmethod(_move, "isend"), partialmethod(_move, "irecv")
 
 
 class HostWire(Wire):

@@ -98,11 +98,10 @@ def findings(
     found = []
     for group in groups.values():
         ranks, cause = [rank for rank, _ in group], group[0][1]
-        late_too = late_rank is not None and late_rank in ranks
         verb, of = ("is", "") if len(ranks) == 1 else ("are", f"of rank {ranks[0]}: ")
         measured = _slow_rates(ranks, slow, passes, loads)
         sentence = f"{setup.who(ranks)} {verb} slow: {measured}; {of}{cause.sentence}"
-        if late_too and (waiting := _others_wait(passes, late_rank)):
+        if late_rank in ranks and (waiting := _others_wait(passes, late_rank)):
             sentence += f"; the others wait {waiting * 1e3:.3g} ms for it in an all_reduce"
         place = {**setup.place(ranks), "cause": cause.name}
         found.append(Finding("warning", "slow-rank", sentence, cause.next_step, place))
