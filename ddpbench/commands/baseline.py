@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 GROUP = "compare"
 HELP = "save runs to compare with later; measure again and compare"
 FEWEST = 6  # launches; of analysis.stats, which loads numpy
-RUNS = 5  # that show how a machine drifts; of verdicts.drift, which loads numpy
+RUNS = 5  # that show how a machine drifts; of verdicts.differences, which loads numpy
 FILES = ("run.json", "table.csv", "table.txt")
 SAMPLES = "samples.parquet"
 # Options of a measuring command that a new measurement sets itself.

@@ -109,9 +109,9 @@ def compare_sides(
     """
     if common := [one.id for one in base.runs if one in new.runs]:
         raise Refused(f"BASE and NEW have the run {common[0]} in common: name different runs")
-    from ddpbench.verdicts import drift
+    from ddpbench.verdicts import differences
 
-    rule = replace(rule, drift=drift.estimate_drift(base, new, _newest()))
+    rule = replace(rule, drift=differences.estimate_drift(base, new, _newest()))
     return compared(base, new, rule, only)
 
 
