@@ -37,9 +37,14 @@ from ddpbench.records.schema import (
 # ring, which is no operation of ddpbench: it keeps its own name.
 NAMES = {key.replace("_", ""): key for key in (*OPERATIONS, "sendrecv") if key != "bidirectional"}
 TYPES = {
-    "char": "int8", "int": "int32", "half": "float16", "float": "float32", "double": "float64",
-    "f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
-}  # fmt: skip
+    "char": "int8",
+    "int": "int32",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "f8e4m3": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+}
 COLUMN = re.compile(r"(?:(?:Avg|Min|Max) )?Latency ?\(us\)|\S+")
 UNKNOWN: dict[str, Any] = {one.name: None for one in fields(Summary) if one.default is MISSING}
 NCCL_TEXT = re.compile(
@@ -70,9 +75,12 @@ OSU_HEADS = re.compile(r"# +(?:Size +)?Avg Latency ?\(us\)")
 DATATYPE = re.compile(r"^# Datatype: MPI_(\w+)", re.MULTILINE)
 OF_BLOCKS = ("all_gather", "all_to_all", "gather", "scatter")  # the size is that of one block
 COLUMNS = {
-    "Size": "size", "Avg Latency(us)": "time", "Min Latency(us)": "least", "Iterations": "calls",
+    "Size": "size",
+    "Avg Latency(us)": "time",
+    "Min Latency(us)": "least",
+    "Iterations": "calls",
     "Validation": "#wrong",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

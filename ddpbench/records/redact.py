@@ -54,10 +54,25 @@ NOBODY = re.compile(
 SHORTEST_NAME, SHORTEST_SECRET, LONGEST_WORD = 4, 8, 15
 # The values of these keys identify a case or a host, so they stay.
 KEPT = (
-    "id", "case", "plan", "operations", "backends", "backend", "provider", "launcher", "library",
-    "code", "hostname", "host", "boot_id", "kernel", "cpu_model", "gpu_name", "gpu_uuid",
+    "id",
+    "case",
+    "plan",
+    "operations",
+    "backends",
+    "backend",
+    "provider",
+    "launcher",
+    "library",
+    "code",
+    "hostname",
+    "host",
+    "boot_id",
+    "kernel",
+    "cpu_model",
+    "gpu_name",
+    "gpu_uuid",
     "git_revision",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

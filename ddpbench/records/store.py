@@ -30,8 +30,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SAMPLE_COLUMNS = (
-    "case", "launch", "repetition", "rank", "entry_ns", "exit_ns", "device_ns", "warm_up",
-)  # fmt: skip
+    "case",
+    "launch",
+    "repetition",
+    "rank",
+    "entry_ns",
+    "exit_ns",
+    "device_ns",
+    "warm_up",
+)
 # Time stamps grow steadily: their differences take a quarter of the space.
 PARQUET: dict[str, Any] = {
     "compression": "zstd",

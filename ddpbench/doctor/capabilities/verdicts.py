@@ -140,9 +140,15 @@ CELLS = {"ok": "ok", "unsupported": "–", "wrong": "WRONG", "crash": "CRASH", "
 UNTRIED = "?"
 # Other names by which torch's messages call a dtype or a reduce op.
 ALIASES = {
-    "float32": "float", "float64": "double", "float16": "half", "int8": "char", "int32": "int",
-    "int64": "long", "uint8": "byte", "prod": "product",
-}  # fmt: skip
+    "float32": "float",
+    "float64": "double",
+    "float16": "half",
+    "int8": "char",
+    "int32": "int",
+    "int64": "long",
+    "uint8": "byte",
+    "prod": "product",
+}
 
 Row = Mapping[str, Any]  # of `rows`
 
