@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddpbench.analysis.kept_stamps import Kept
-from ddpbench.analysis.stats import Stamps
+from ddpbench.analysis.stats import Kept, Stamps
 
 
 def random_stamps(world: int, count: int, seed: int, device: bool = False) -> Stamps:

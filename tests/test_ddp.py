@@ -488,7 +488,7 @@ def test_a_fault_acts_in_its_rank_at_its_step() -> None:
         steps = 0
 
     seen: list[int] = []
-    once = faults.Fault("once", "", lambda replica, _: seen.append(replica.steps))
+    once = faults.Fault(lambda replica, _: seen.append(replica.steps))
     for fault, before, steps in (
         (once, False, [3]),
         (replace(once, before=True), True, [3, 4, 5]),
@@ -512,7 +512,7 @@ def test_the_other_ranks_do_their_part_of_a_fault() -> None:
 
     seen: list[str] = []
     fault = faults.Fault(
-        "odd", "", lambda *_: seen.append("odd"), before=True,
+        lambda *_: seen.append("odd"), before=True,
         others=lambda *_: seen.append("even"),
     )  # fmt: skip
     for rank in range(3):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ddpbench.analysis import limits, lines, step_lines, steps
+from ddpbench.analysis import lines, step_lines, steps
 from ddpbench.analysis.flags import BUSY_SHARE, AnyLine
 from ddpbench.analysis.rank_setup import crowded
 from ddpbench.analysis.spans import EXPOSED_OF, WOULD_SAVE
@@ -66,7 +66,7 @@ def _invalid(run: Run) -> Iterator[Finding]:
     for result in run.results:
         seconds = result.summary.median_seconds if result.summary else 0.0
         hard, case = result.hard_limit, result.case
-        if hard is not None and result.summary and limits.impossible(result, seconds):
+        if hard is not None and result.summary and lines.impossible(result, seconds):
             yield Finding(
                 "error",
                 "impossible-speed",

@@ -66,16 +66,12 @@ def find_fastest(group: Sequence[LineT]) -> LineT | None:
     Returns None if one of them has no interval, or a flag of NOT_COMPARABLE, or if their times are
     not of the same thing: a time between events holds no launch on a backend that hides it.
     """
-    ends = []
     measured = [line for line in group if line.seconds is not None]
-    if len({(line.case.time_definition, line.case.clock) for line in measured}) > 1:
-        return None
-    for line in measured:
-        if line.interval is None or NOT_COMPARABLE & set(line.flags):
-            return None
-        ends.append((line.interval.high, line.interval.low))
-    if len(measured) < 2:
+    intervals = [line.interval for line in measured if line.interval is not None]
+    definitions = {(line.case.time_definition, line.case.clock) for line in measured}
+    flags = {flag for line in measured for flag in line.flags}
+    if len(definitions) > 1 or NOT_COMPARABLE & flags or not 1 < len(measured) == len(intervals):
         return None
     best = min(range(len(measured)), key=lambda i: measured[i].seconds or 0.0)
-    clear = all(ends[best][0] < low for i, (_, low) in enumerate(ends) if i != best)
-    return measured[best] if clear else None
+    others = intervals[:best] + intervals[best + 1 :]
+    return measured[best] if all(intervals[best].high < each.low for each in others) else None

@@ -1,4 +1,7 @@
-"""One line per case of collectives, over all launches of a run: read by tables and comparisons."""
+"""One line per case of collectives, over all launches of a run: read by tables and comparisons.
+
+Rates are in bytes per second, and always derived from a summarised time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpbench.analysis import limits, stats
+from ddpbench.analysis import stats
 from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, raised_flags
 from ddpbench.analysis.stats import Floats
 from ddpbench.records.schema import Case, Plan, Result, Run
@@ -86,6 +89,28 @@ def share_gpu(ranks: Sequence[Mapping[str, Any]]) -> bool:
     return len(set(used)) < len(used)
 
 
+def busbw(nbytes: int, seconds: float, bus_factor: float) -> float:
+    """Return algbw × factor: the rate of the busiest link under the best known algorithm.
+
+    It is 0 for one rank, by definition of the factors of the reducing operations.
+    """
+    return nbytes / seconds * bus_factor
+
+
+def impossible(result: Result, seconds: float) -> bool:
+    """Whether an operation ended before its least bytes could have moved (a hard limit)."""
+    hard = result.hard_limit
+    return hard is not None and seconds < result.least_nbytes / hard.bytes_per_second
+
+
+def fraction(result: Result, seconds: float) -> float | None:
+    """Return busbw over the calibrated rate; it may exceed 1 if the network itself reduces."""
+    if result.limit is None or result.case.world_size < 2 or not result.case.nbytes:
+        return None
+    rate = busbw(result.case.nbytes, seconds, result.bus_factor)
+    return rate / result.limit.bytes_per_second
+
+
 def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> Line:
     measured = [r for r in results if r.summary is not None]
     if not measured:
@@ -100,7 +125,7 @@ def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> L
     skews = [s.skew_seconds for s in summaries if s.skew_seconds is not None]
     factor = measured[0].bus_factor
     known = bool(case.nbytes and seconds)  # a device's clock may be too coarse for a single rank
-    fractions = [f for r in measured if (f := limits.fraction(r, seconds)) is not None]
+    fractions = [f for r in measured if (f := fraction(r, seconds)) is not None]
     line = Line(
         case=case,
         results=tuple(measured),
@@ -111,8 +136,8 @@ def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> L
             for name in sorted(common)
         },
         skew=float(np.median(skews)) if skews else None,
-        algbw=limits.algbw(case.nbytes, seconds) if known else None,
-        busbw=limits.busbw(case.nbytes, seconds, factor) if known else None,
+        algbw=case.nbytes / seconds if known else None,
+        busbw=busbw(case.nbytes, seconds, factor) if known else None,
         fraction=float(np.median(fractions)) if fractions else None,
         shares_gpu=any(r.launch in sharing for r in measured),
     )
@@ -167,7 +192,7 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
     "INVALID": Flag(
         "faster than the data can move: do not use the row",
         lambda line, plan: any(
-            limits.impossible(r, r.summary.median_seconds) for r in line.results if r.summary
+            impossible(r, r.summary.median_seconds) for r in line.results if r.summary
         ),
     ),
     ">limit": Flag(

@@ -99,7 +99,11 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
         phases=tuple(_phase(name, ddp) for name in PHASES),
         budget=tuple(_budget(samples, arm, seconds)),
         speed_up=factor,
-        timers=_timers(samples),
+        timers={
+            name: timer.value
+            for name, seconds in samples.timers.items()
+            if (timer := figure(seconds.max(axis=0))) is not None
+        },
         buckets=tuple(_buckets(samples, seconds)),
         observer=_part("timing hook", timed - arm, seconds),
     )
@@ -136,15 +140,10 @@ def arm_seconds(samples: Samples, name: str) -> Floats:
     return np.asarray(slowest * 1e-9 / stamps.shape[2], dtype=np.float64)
 
 
-def _slowest(stamps: Ints, begin: int, end: int) -> Floats:
-    spans = (stamps[..., end] - stamps[..., begin]).max(axis=0)
-    return np.asarray(spans.mean(axis=-1) * 1e-9, dtype=np.float64)
-
-
 def _phase(name: str, stamps: Ints) -> Phase:
     begin, end = PHASES[name]
     spans = stamps[..., end] - stamps[..., begin]
-    slowest = figure(_slowest(stamps, begin, end))
+    slowest = figure(spans.max(axis=0).mean(axis=-1) * 1e-9)
     assert slowest is not None
     rank, share = _most_often(spans.argmax(axis=0))
     fastest = float(np.median(spans.min(axis=0).mean(axis=-1))) * 1e-9
@@ -267,11 +266,6 @@ def _waiting(samples: Samples, step: float) -> Part | None:
 def _others(values: Floats, rank: int) -> Floats:
     """Return the mean of [world, round] over all ranks but one."""
     return np.asarray((values.sum(axis=0) - values[rank]) / (len(values) - 1), dtype=np.float64)
-
-
-def _timers(samples: Samples) -> dict[str, float]:
-    slowest = {name: figure(seconds.max(axis=0)) for name, seconds in samples.timers.items()}
-    return {name: timer.value for name, timer in slowest.items() if timer is not None}
 
 
 def _bucket_stamps(samples: Samples) -> Ints | None:

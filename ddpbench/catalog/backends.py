@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddpbench.launch.placement import NO_MPIRUN, Refused, find_mpirun
+from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.records.schema import HIDDEN_LAUNCH, TWO_STREAMS
 from ddpbench.records.wording import counted, explain_unknown, install_extra
 from ddpbench.runtime import devices, nccl_library
@@ -109,15 +110,7 @@ def _mpi_register() -> str:
     return mpi_group.NAME
 
 
-def _mpi_size() -> int | None:
-    from ddpbench.mpi_backend import library as mpi_library
-
-    return None if _mpi_native() else mpi_library.world()[1]
-
-
 def _mpi_provider(device: str) -> str:
-    from ddpbench.mpi_backend import library as mpi_library
-
     if _mpi_native():
         return "native"
     if device == "cpu":
@@ -129,8 +122,6 @@ def _mpi_library() -> str:
     if _mpi_native():
         return "the MPI torch was built with"
     import mpi4py
-
-    from ddpbench.mpi_backend import library as mpi_library
 
     return f"{mpi_library.library()}, mpi4py {mpi4py.__version__}"
 
@@ -162,7 +153,7 @@ BACKENDS: dict[str, Backend] = {
             library=_mpi_library,
             provider=_mpi_provider,
             register=_mpi_register,
-            size=_mpi_size,
+            size=lambda: None if _mpi_native() else mpi_library.world()[1],
             launcher="mpirun",
             transport="memory",
         ),

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +35,8 @@ COMMANDS = {IN_STEP: "ddp", IN_SET_UP: "doctor"}
 class Fault:
     """One kind of fault.
 
-    act        in a step: (replica, settings) → None, changes the measure.step.Replica of the chosen
+    act        its name and the first sentence of its docstring are those of the fault;
+               in a step: (replica, settings) → None, changes the measure.step.Replica of the chosen
                rank; in a set-up: (placement, settings) → the context in which that rank runs
     before     True: act before every step from the chosen one on; False: once after the chosen step
     others     called in the other ranks when the chosen rank acts
@@ -43,21 +44,28 @@ class Fault:
     needs      replica → None, or one sentence: why the fault cannot be planted there
     """
 
-    name: str
-    help: str
     act: Callable[[Any, Mapping[str, float]], Any]
+    settings: Mapping[str, float] = field(default_factory=dict)
+    kind: str = IN_STEP
     before: bool = False
     others: Callable[[Any, Mapping[str, float]], None] | None = None
-    settings: Mapping[str, float] | None = None
     all_ranks: bool = False
     needs: Callable[[Any], str | None] = lambda _: None
-    kind: str = IN_STEP
+
+    @property
+    def name(self) -> str:
+        return self.act.__name__.strip("_").replace("_", "-")
+
+    @property
+    def help(self) -> str:
+        sentence = (self.act.__doc__ or "").partition(".")[0]
+        return sentence[:1].lower() + sentence[1:]
 
     @property
     def defaults(self) -> dict[str, float]:
         step = {"step": float(STEP)} if self.kind == IN_STEP else {}
         rank = {} if self.all_ranks else {"rank": float(RANK)}
-        return {**step, **rank, **(self.settings or {})}
+        return {**step, **rank, **self.settings}
 
 
 @dataclass(frozen=True)
@@ -135,28 +143,10 @@ def listed(kind: str) -> str:
     return "; ".join(f"{fault.name}: {fault.help}" for fault in FAULTS[kind].values())
 
 
-def _fault(
-    act: Callable[[Any, Mapping[str, float]], Any],
-    *,
-    name: str = "",
-    kind: str = IN_STEP,
-    before: bool = False,
-    others: Callable[[Any, Mapping[str, float]], None] | None = None,
-    all_ranks: bool = False,
-    needs: Callable[[Any], str | None] = lambda _: None,
-    **settings: float,
-) -> Fault:
-    """Make a fault; its name and its help are those of the function `act`."""
-    name = name or act.__name__.replace("_", "-")
-    sentence = (act.__doc__ or "").partition(".")[0]
-    text = sentence[:1].lower() + sentence[1:]
-    return Fault(name, text, act, before, others, settings, all_ranks, needs, kind)
-
-
 # --- faults of a rank's set-up --------------------------------------------------------------------
 
 # Each function is a context in which the rank runs. It takes the rank's placement and the fault's
-# settings, and undoes its change at the end. The first sentence of its docstring is its help text.
+# settings, and undoes its change at the end.
 
 # Ends by itself once the rank that started it has ended, for any reason.
 BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
@@ -187,39 +177,29 @@ def _pin(cores: set[int]) -> None:
             os.sched_setaffinity(int(task.name), cores)
 
 
-def wrong_interface(placement: Any, settings: Settings) -> AbstractContextManager[None]:
+def wrong_interface(placement: Any, settings: Settings) -> AbstractContextManager[Any]:
     """Set GLOO_SOCKET_IFNAME to an unknown interface in one rank."""
     return _variable(network.GLOO, NO_INTERFACE)
 
 
-def oversubscribed(placement: Any, settings: Settings) -> AbstractContextManager[None]:
+def oversubscribed(placement: Any, settings: Settings) -> AbstractContextManager[Any]:
     """Set OMP_NUM_THREADS to a multiple of the cores."""
     threads = int(settings["per_core"]) * len(os.sched_getaffinity(0))
     return _variable("OMP_NUM_THREADS", str(threads))
 
 
-@contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+def _variable(name: str, value: str) -> AbstractContextManager[Any]:
+    from unittest import mock  # loads asyncio
+
+    return mock.patch.dict(os.environ, {name: value})
 
 
-@contextlib.contextmanager
-def mixed_versions(placement: Any, settings: Settings) -> Iterator[None]:
+def mixed_versions(placement: Any, settings: Settings) -> AbstractContextManager[Any]:
     """Let one rank report another version of torch. A second torch is not installed here."""
-    module: Any = environment
-    versions = module._versions
-    module._versions = lambda: {**versions(), "torch": NO_VERSION}
-    try:
-        yield
-    finally:
-        module._versions = versions
+    from unittest import mock
+
+    versions = {**environment._versions(), "torch": NO_VERSION}
+    return mock.patch.object(environment, "_versions", return_value=versions)
 
 
 @contextlib.contextmanager
@@ -234,54 +214,57 @@ def full_disk(placement: Any, settings: Settings) -> Iterator[None]:
 
 
 _FAULTS = (
-    _fault(step_faults.bit_flip, bit=12),
-    _fault(step_faults.permute),
-    _fault(step_faults.nan),
-    _fault(step_faults.optimizer_state, needs=step_faults.require_state),
-    _fault(step_faults.buffer, needs=step_faults.require_buffer),
-    _fault(step_faults.learning_rate, before=True, lr=0.05),
-    _fault(step_faults.corrupted_result, before=True, bit=20),
-    _fault(step_faults.bypass, before=True, all_ranks=True, needs=step_faults.require_ddp),
-    _fault(step_faults.no_sync, before=True, all_ranks=True, needs=step_faults.require_ddp),
-    _fault(step_faults.slow_rank, before=True, ms=30),
-    _fault(
-        step_faults.slow_link, before=True, all_ranks=True, needs=step_faults.require_ddp, ms=30
+    Fault(step_faults.bit_flip, {"bit": 12}),
+    Fault(step_faults.permute),
+    Fault(step_faults.nan),
+    Fault(step_faults.optimizer_state, needs=step_faults.require_state),
+    Fault(step_faults.buffer, needs=step_faults.require_buffer),
+    Fault(step_faults.learning_rate, {"lr": 0.05}, before=True),
+    Fault(step_faults.corrupted_result, {"bit": 20}, before=True),
+    Fault(step_faults.bypass, before=True, all_ranks=True, needs=step_faults.require_ddp),
+    Fault(step_faults.no_sync, before=True, all_ranks=True, needs=step_faults.require_ddp),
+    Fault(step_faults.slow_rank, {"ms": 30}, before=True),
+    Fault(
+        step_faults.slow_link,
+        {"ms": 30},
+        before=True,
+        all_ranks=True,
+        needs=step_faults.require_ddp,
     ),
-    _fault(step_faults.raise_error, name="raise", before=True),
-    _fault(step_faults.hang, before=True, seconds=3600),
-    _fault(step_faults.stop, before=True),
-    _fault(step_faults.kill, before=True),
-    _fault(step_faults.out_of_memory, before=True, mb=1024),
-    _fault(step_faults.wrong_shape, before=True, others=step_faults.sum_metric),
-    _fault(step_faults.wrong_dtype, before=True, others=step_faults.sum_metric),
-    _fault(step_faults.wrong_order, before=True, others=step_faults.sum_then_gather),
-    _fault(step_faults.skipped, before=True, others=step_faults.gather_metric),
-    _fault(
+    Fault(step_faults.raise_, before=True),
+    Fault(step_faults.hang, {"seconds": 3600}, before=True),
+    Fault(step_faults.stop, before=True),
+    Fault(step_faults.kill, before=True),
+    Fault(step_faults.out_of_memory, {"mb": 1024}, before=True),
+    Fault(step_faults.wrong_shape, before=True, others=step_faults.sum_metric),
+    Fault(step_faults.wrong_dtype, before=True, others=step_faults.sum_metric),
+    Fault(step_faults.wrong_order, before=True, others=step_faults.sum_then_gather),
+    Fault(step_faults.skipped, before=True, others=step_faults.gather_metric),
+    Fault(
         step_faults.other_seed,
+        {"step": 1, "seed": 1},
         before=True,
         others=step_faults.other_seed,
         needs=step_faults.require_replicas,
-        step=1,
-        seed=1,
     ),
-    _fault(
+    Fault(
         step_faults.missed_sync,
         before=True,
         others=step_faults.missed_sync,
         needs=step_faults.require_replicas,
     ),
-    _fault(
+    Fault(
         step_faults.one_rank_update,
         before=True,
         others=step_faults.skip_update,
         needs=step_faults.require_whole,
     ),
-    _fault(step_faults.flipped_shard, needs=step_faults.require_replicas, bit=12),
-    _fault(slow_rank, kind=IN_SET_UP, busy=3),
-    _fault(wrong_interface, kind=IN_SET_UP),
-    _fault(mixed_versions, kind=IN_SET_UP),
-    _fault(oversubscribed, kind=IN_SET_UP, all_ranks=True, per_core=2),
-    _fault(full_disk, kind=IN_SET_UP, all_ranks=True, nbytes=4096),
+    Fault(step_faults.flipped_shard, {"bit": 12}, needs=step_faults.require_replicas),
+    Fault(slow_rank, {"busy": 3}, kind=IN_SET_UP),
+    Fault(wrong_interface, kind=IN_SET_UP),
+    Fault(mixed_versions, kind=IN_SET_UP),
+    Fault(oversubscribed, {"per_core": 2}, kind=IN_SET_UP, all_ranks=True),
+    Fault(full_disk, {"nbytes": 4096}, kind=IN_SET_UP, all_ranks=True),
 )
 FAULTS: dict[str, dict[str, Fault]] = {
     kind: {fault.name: fault for fault in _FAULTS if fault.kind == kind} for kind in COMMANDS

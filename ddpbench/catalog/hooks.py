@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,13 +31,10 @@ class Hook:
     make: Callable[[dist.ProcessGroup], tuple[object, HookFunction]] | None
 
 
-def _default(name: str) -> Callable[[dist.ProcessGroup], tuple[object, HookFunction]]:
-    def make(group: dist.ProcessGroup) -> tuple[object, HookFunction]:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+def _default(name: str, group: dist.ProcessGroup) -> tuple[object, HookFunction]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        return group, getattr(default_hooks, name)
-
-    return make
+    return group, getattr(default_hooks, name)
 
 
 def _powersgd(group: dist.ProcessGroup) -> tuple[object, HookFunction]:
@@ -60,13 +58,13 @@ HOOKS: dict[str, Hook] = {
         Hook(
             "fp16",
             "send float16, half the bytes: 11 significant bits, inf above 65504, 0 below 6e-8",
-            _default("fp16_compress_hook"),
+            partial(_default, "fp16_compress_hook"),
         ),
         Hook(
             "bf16",
             "send bfloat16, half the bytes: 8 significant bits, float32's range; needs torch with "
             "CUDA and NCCL, or with XPU",
-            _default("bf16_compress_hook"),
+            partial(_default, "bf16_compress_hook"),
         ),
         Hook(
             "powersgd",

@@ -48,6 +48,10 @@ def _ring(n: int) -> float:
     return (n - 1) / n
 
 
+# Of an operation whose total buffer has a block for each rank.
+BLOCKS: dict[str, Any] = {"bus_factor": _ring, "least": _ring, "blocks": True}
+
+
 def _with_two_ranks(n: int) -> bool:
     return n == 2  # with more ranks, those in between pass on what they receive
 
@@ -88,6 +92,10 @@ class Operation:
 
 def _same(case: Case, rank: int) -> tuple[int, int]:
     return case.count, case.count
+
+
+def _all_counts(case: Case) -> int:
+    return case.count * case.world_size
 
 
 def _all_reduced(case: Case, rank: int) -> tuple[Piece, ...]:
@@ -251,14 +259,12 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             name="all_gather",
             help="every rank gets every rank's block",
-            elements=lambda case, rank: (case.count, case.count * case.world_size),
+            elements=lambda case, rank: (case.count, _all_counts(case)),
             bind=_all_gather,
             expected=_all_blocks,
-            bus_factor=_ring,
-            least=_ring,
+            **BLOCKS,
             forms=("tensor", "list"),
             places=("out", "in"),
-            blocks=True,
         ),
         Operation(
             name="broadcast",
@@ -282,70 +288,51 @@ OPERATIONS: dict[str, Operation] = {
         Operation(
             name="reduce_scatter",
             help="every rank gets its block of the reduction",
-            elements=lambda case, rank: (case.count * case.world_size, case.count),
+            elements=lambda case, rank: (_all_counts(case), case.count),
             bind=_reduce_scatter,
             expected=lambda case, rank: (Piece(0, case.count, None, offset=rank * case.count),),
-            bus_factor=_ring,
-            least=_ring,
+            **BLOCKS,
             forms=("tensor", "list"),
             places=("out", "in"),
             reduces=True,
-            blocks=True,
         ),
         Operation(
             name="all_to_all",
             help="every rank sends a different block to each rank",
-            elements=lambda case, rank: (
-                case.count * case.world_size,
-                case.count * case.world_size,
-            ),
+            elements=lambda case, rank: (_all_counts(case), _all_counts(case)),
             bind=_all_to_all,
             expected=lambda case, rank: tuple(
                 Piece(r * case.count, case.count, r, offset=rank * case.count)
                 for r in range(case.world_size)
             ),
             personal=True,
-            bus_factor=_ring,
-            least=_ring,
+            **BLOCKS,
             forms=("tensor", "list"),
             places=("out",),
-            blocks=True,
         ),
         Operation(
             name="gather",
             help="the root gets every rank's block",
-            elements=lambda case, rank: (
-                case.count,
-                case.count * case.world_size if rank == case.root else 0,
-            ),
+            elements=lambda case, rank: (case.count, _all_counts(case) if rank == case.root else 0),
             bind=_gather,
             expected=lambda case, rank: _all_blocks(case, rank) if rank == case.root else (),
             one_way=lambda n: True,
-            bus_factor=_ring,
-            least=_ring,
+            **BLOCKS,
             forms=("list",),
             places=("out",),
             rooted=True,
-            blocks=True,
         ),
         Operation(
             name="scatter",
             help="every rank gets its block of the root's tensor",
-            elements=lambda case, rank: (
-                case.count * case.world_size if rank == case.root else 0,
-                case.count,
-            ),
+            elements=lambda case, rank: (_all_counts(case) if rank == case.root else 0, case.count),
             bind=_scatter,
-            expected=lambda case, rank: (
-                Piece(0, case.count, case.root, offset=rank * case.count),
-            ),
+            expected=lambda case, rank: (Piece(0, case.count, case.root, rank * case.count),),
             one_way=lambda n: True,
-            bus_factor=_ring,
-            least=_ring,
+            **BLOCKS,
             forms=("list",),
             places=("out",),
             rooted=True,
-            blocks=True,
         ),
         Operation(
             name="barrier",

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from ddpbench.catalog.parallel import REPLICATE, TENSOR
+from ddpbench.catalog.parallel import REPLICATE, SHARD, TENSOR
 from ddpbench.runtime import devices
 
 ELEMENTS = 1024  # of the metric that the user's step reduces over the ranks
@@ -38,6 +38,25 @@ def flip(flat: Any, index: int, bit: float) -> None:
 
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat.view(bits[flat.element_size()])[index] ^= 1 << int(bit)
+
+
+def _require(holds: Callable[[Any], bool], why: str) -> Callable[[Any], str | None]:
+    """Return a check of the replica that returns None if this holds, else the sentence."""
+    return lambda replica: None if holds(replica) else why
+
+
+require_ddp = _require(
+    lambda replica: replica.case.parallel == "ddp",
+    "the faults bypass, no-sync and slow-link change what DDP does: use --parallel ddp",
+)
+require_state = _require(
+    lambda replica: replica.case.optimizer != "sgd",
+    "the fault optimizer-state needs an optimizer with state: use --optimizer adam",
+)
+require_buffer = _require(
+    lambda replica: any(True for _ in replica.module.buffers()),
+    "the fault buffer needs a workload with buffers: use --workload convnet",
+)
 
 
 # --- faults that change the replica ---------------------------------------------------------------
@@ -68,13 +87,6 @@ def corrupted_result(replica: Any, settings: Settings) -> None:
 def bypass(replica: Any, settings: Settings) -> None:
     """Let the forward bypass DDP."""
     replica.through = replica.module
-
-
-def require_ddp(replica: Any) -> str | None:
-    """Return why there is no DDP to plant the fault in; None if there is."""
-    if replica.case.parallel == "ddp":
-        return None
-    return "the faults bypass, no-sync and slow-link change what DDP does: use --parallel ddp"
 
 
 def no_sync(replica: Any, settings: Settings) -> None:
@@ -110,13 +122,6 @@ def optimizer_state(replica: Any, settings: Settings) -> None:
                 return
 
 
-def require_state(replica: Any) -> str | None:
-    """Return why there is no state to change; None if there is one."""
-    if replica.case.optimizer != "sgd":
-        return None
-    return "the fault optimizer-state needs an optimizer with state: use --optimizer adam"
-
-
 def buffer(replica: Any, settings: Settings) -> None:
     """Change one element of a buffer."""
     import torch
@@ -125,13 +130,6 @@ def buffer(replica: Any, settings: Settings) -> None:
         if torch.is_floating_point(tensor):
             tensor.view(-1)[0] += 1
             return
-
-
-def require_buffer(replica: Any) -> str | None:
-    """Return why there is no buffer to change; None if there is one."""
-    if any(True for _ in replica.module.buffers()):
-        return None
-    return "the fault buffer needs a workload with buffers: use --workload convnet"
 
 
 # --- faults that slow or stop the rank ------------------------------------------------------------
@@ -147,7 +145,7 @@ def slow_link(replica: Any, settings: Settings) -> None:
     replica.link_seconds = settings["ms"] / 1e3
 
 
-def raise_error(replica: Any, settings: Settings) -> None:
+def raise_(replica: Any, settings: Settings) -> None:
     """Raise an error in one rank."""
     raise RuntimeError("planted error")
 
@@ -241,14 +239,13 @@ def wrong_order(replica: Any, settings: Settings) -> None:
 def _needs(way: str, dimension: str, why: str) -> Callable[[Any], str | None]:
     """Return a check that the replica's mesh has a dimension of two ranks or more."""
 
-    def require(replica: Any) -> str | None:
-        mesh = getattr(replica, "mesh", None)
+    def holds(replica: Any) -> bool:
+        mesh: Any = getattr(replica, "mesh", None)
         names = mesh.mesh_dim_names if mesh else ()
-        if mesh and dimension in names and mesh.size(names.index(dimension)) > 1:
-            return None
-        return f"{why}: use --parallel {way} with two ranks or more along {dimension}"
+        return dimension in names and mesh.size(names.index(dimension)) > 1
 
-    return require
+    advice = f"use --parallel {way} with two ranks or more along {dimension}"
+    return _require(holds, f"{why}: {advice}")
 
 
 require_replicas = _needs("hsdp", REPLICATE, "this fault needs shards that several ranks hold")
@@ -265,23 +262,12 @@ def _line(replica: Any, rank: int, dimension: str) -> tuple[Any, bool]:
     return group, rank % dist.get_world_size() in dist.get_process_group_ranks(group)
 
 
-def _coordinate(replica: Any, rank: int, dimension: str) -> int:
-    import torch.distributed as dist
-
-    mesh = replica.mesh
-    place = (mesh.mesh == rank % dist.get_world_size()).nonzero()[0]
-    return int(place[mesh.mesh_dim_names.index(dimension)])
-
-
 def other_seed(replica: Any, settings: Settings) -> None:
     """Initialise one HSDP replica with another seed, in all ranks of that replica."""
     import torch
 
-    if replica.steps != settings["step"]:
-        return
-    rank = int(settings["rank"])
-    own = replica.mesh.get_local_rank(REPLICATE)
-    if own != _coordinate(replica, rank, REPLICATE):
+    _, is_chosen = _line(replica, int(settings["rank"]), SHARD)  # the ranks of one HSDP replica
+    if replica.steps != settings["step"] or not is_chosen:
         return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(settings["seed"]))
@@ -354,5 +340,4 @@ def _is_divided(parameter: Any, dimension: str) -> bool:
 
 def flipped_shard(replica: Any, settings: Settings) -> None:
     """Flip one bit of one shard that another HSDP replica holds, too."""
-    flat = find_first(replica).view(-1)
-    flip(flat, flat.numel() // 2, settings["bit"])
+    bit_flip(replica, settings)

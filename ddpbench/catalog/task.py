@@ -2,12 +2,13 @@
 
 A rank's batches are made before the first step, from its share of one data set, as
 DistributedSampler distributes it in each epoch. Weights and data depend on the seed alone. Global
-random state is neither used nor changed. Importing this module imports no torch.
+random state is neither used nor changed. To add an optimizer, add an entry to OPTIMIZERS. Importing
+this module imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,32 @@ class Workload:
     learning_rate: float = 0.01
     trains: bool = False
     plan: Plan | None = None
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer of torch.optim.
+
+    kind    name of its class
+    copies  memory of its state, in multiples of the parameters' memory
+    """
+
+    kind: str
+    copies: int
+
+    def make(self, parameters: Iterable[Any], learning_rate: float) -> torch.optim.Optimizer:
+        """Make the optimizer with this learning rate and torch's other defaults."""
+        import torch
+
+        made: torch.optim.Optimizer = getattr(torch.optim, self.kind)(parameters, lr=learning_rate)
+        return made
+
+
+OPTIMIZERS = {
+    "sgd": Optimizer("SGD", copies=0),
+    "adam": Optimizer("Adam", copies=2),
+    "adamw": Optimizer("AdamW", copies=2),
+}
 
 
 def build_model(make: Callable[[], nn.Module], setup: RankSetup) -> nn.Module:

@@ -6,16 +6,17 @@ All data are generated. Importing this module imports no torch; building a task 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
 
 from ddpbench.catalog import task as tasks
-from ddpbench.catalog import user_workload
 from ddpbench.catalog.parallel import Plan
 from ddpbench.catalog.task import RankSetup, Task, Training, Workload, build_model, generate_batches
 from ddpbench.launch.placement import Refused
 from ddpbench.records.wording import counted, explain_unknown
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 BAG, HEAD = 32, 64  # embedding: rows per sample; transformer: width of an attention head
@@ -361,7 +362,7 @@ def get(name: str) -> Workload:
     """Return a workload by name, or the user's own for "package.module:function".
 
     The user's function(rank, world_size, device) returns (model, batch, loss) as in Task; the model
-    is moved to the device. `Workload.batch` is then 0: user_workload.count_samples counts a batch.
+    is moved to the device. `Workload.batch` is then 0: count_samples counts a batch.
     Raises ValueError with one sentence for an unknown name.
     """
     if name in WORKLOADS:
@@ -369,10 +370,72 @@ def get(name: str) -> Workload:
     if ":" not in name:
         choices = [*WORKLOADS, "package.module:function of your own"]
         raise ValueError(explain_unknown("workload", name, choices))
-    function = user_workload.import_function(name)
+    function = import_function(name)
     return Workload(
         name=name,
         help="your own",
         batch=_both(0),
-        build=lambda _, setup: user_workload.build_task(name, function, setup),
+        build=lambda _, setup: build_task(name, function, setup),
     )
+
+
+# --- the user's own workload, package.module:function ---------------------------------------------
+
+RETURNS = "(model, batch, loss): a torch.nn.Module, batch(step) and loss(model, batch)"
+
+
+def count_samples(batch: Any) -> int:
+    """Return the first dimension of the first tensor in a batch; 1 if there is none."""
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    return count_samples(batch[0]) if isinstance(batch, (list, tuple)) and batch else 1
+
+
+def find_other_device(batch: Any, device: torch.device) -> torch.device | None:
+    """Return the device of the first tensor in a batch that is not on this device; None without."""
+    import torch
+
+    if isinstance(batch, torch.Tensor):
+        return None if batch.device == device else batch.device
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    parts = batch if isinstance(batch, (list, tuple)) else ()
+    others = (find_other_device(part, device) for part in parts)
+    return next((other for other in others if other is not None), None)
+
+
+def import_function(name: str) -> Callable[..., Any]:
+    """Import package.module:function. Raises ValueError with one sentence."""
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(import_module(module), attribute)
+    except Exception as error:  # whatever the user's module raises
+        lines = str(error).strip().splitlines() or ["no text"]
+        raise ValueError(
+            f"workload {name!r} cannot be imported ({type(error).__name__}: {lines[0]}): "
+            "write package.module:function, with a module that Python can import from here"
+        ) from error
+    if not callable(function):
+        raise ValueError(
+            f"workload {name!r} is a {type(function).__name__}, not a function(rank, world_size, "
+            f"device) that returns {RETURNS}"
+        )
+    return cast("Callable[..., Any]", function)
+
+
+def build_task(name: str, function: Callable[..., Any], setup: RankSetup) -> Task:
+    """Call the user's function in this rank. Raises Refused if it returns something else."""
+    from torch import nn
+
+    result = function(setup.rank, setup.world_size, setup.device)
+    match result:
+        case (nn.Module() as model, batch, loss) if callable(batch) and callable(loss):
+            return Task(model.to(setup.device), batch, loss)
+    parts = result if isinstance(result, tuple) else (result,)
+    kinds = ", ".join(type(part).__name__ for part in parts)
+    kinds = f"({kinds})" if isinstance(result, tuple) else kinds
+    raise Refused(f"workload {name!r} must return {RETURNS}; it returned {kinds}")

@@ -20,7 +20,7 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 GROUP = "compare"
 HELP = "save runs to compare with later; measure again and compare"
 FEWEST = 6  # launches; of analysis.stats, which loads numpy
-RUNS = 5  # that show how a machine drifts; of verdicts.drift, which loads numpy
+RUNS = 5  # that show how a machine drifts; of verdicts.differences, which loads numpy
 FILES = ("run.json", "table.csv", "table.txt")
 SAMPLES = "samples.parquet"
 # Options of a measuring command that a new measurement sets itself.
@@ -181,7 +181,14 @@ def _copy_file(source: Path, target: Path) -> int:
 def _list(baselines: Path) -> int:
     from tabulate import tabulate
 
-    rows = [row for folder in sorted(baselines.glob("[!.]*")) for row in _listed(folder)]
+    rows = []
+    for folder in sorted(baselines.glob("[!.]*")):
+        try:
+            runs = [store.read(each) for each in store.find_runs(str(folder))]
+        except InvalidRun as error:
+            tell(str(error))
+        else:
+            rows.append(_describe(folder, [escape_record(run) for run in runs]))
     if not rows:
         tell(f"no baselines in {baselines}/")
         return 0
@@ -190,17 +197,11 @@ def _list(baselines: Path) -> int:
     return 0
 
 
-def _listed(folder: Path) -> Iterator[list[str]]:
-    try:
-        runs = [store.read(each) for each in store.find_runs(str(folder))]
-    except InvalidRun as error:
-        tell(str(error))
-        return
-    runs = [escape_record(run) for run in runs]
+def _describe(folder: Path, runs: Sequence[Run]) -> list[str]:
     first, launches = runs[0], [launch for run in runs for launch in run.launches]
     facts = launches[0].facts if launches else {}
     hosts = dict.fromkeys(str(rank.get("hostname")) for each in launches for rank in each.ranks)
-    yield [
+    return [
         escape(folder.name),
         first.command,
         ",".join(first.operations[:3]) + (",…" if len(first.operations) > 3 else ""),

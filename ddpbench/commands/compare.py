@@ -41,9 +41,21 @@ if TYPE_CHECKING:
 GROUP = "compare"
 HELP = "compare two stored runs: faster, slower or the same"
 FORMATS = ("table", "csv", "json", "markdown")  # of render.comparison, which loads numpy
-MARGIN_PERCENT = 10.0  # of verdict.STORED_MARGIN, which loads numpy
+MARGIN_PERCENT = 10.0  # for two stored runs
 NEWEST_RUNS = 20  # stored runs from which the drift of a machine is learnt
 WHERE = "a folder, a name in results/, a baseline, `last`, or a folder of runs, which are pooled"
+
+
+JUDGED = """
+--margin         smallest change to report
+--strict         exit with 2 if a case is INCONCLUSIVE
+--allow-missing  accept cases that only one side measured (default: exit with 3)
+"""
+SHOWN = """
+--only    compare only cases with one of these texts in their name (default: all)
+--format  format on stdout
+--report  also write a page with charts of the changes and of both runs (default: none)
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,34 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_judging(parser: argparse.ArgumentParser, margin_percent: float = MARGIN_PERCENT) -> None:
     """Add the options of every command that judges two sides."""
-    add = parser.add_argument_group("how it is judged").add_argument
-    add(
-        "--margin",
-        type=options.positive,
-        default=margin_percent,
-        metavar="PERCENT",
-        help=f"smallest change to report (default: {margin_percent:g})",
-    )
-    add("--strict", action="store_true", help="exit with 2 if a case is INCONCLUSIVE")
-    add(
-        "--allow-missing",
-        action="store_true",
-        help="accept cases that only one side measured (default: exit with 3)",
-    )
-    shown = parser.add_argument_group("what is shown").add_argument
-    shown(
-        "--only",
-        type=options.listed,
-        metavar="TEXT,…",
-        help="compare only cases with one of these texts in their name (default: all)",
-    )
-    shown("--format", choices=FORMATS, default="table", help="format on stdout (default: table)")
-    shown(
-        "--report",
-        type=options.page,
-        metavar="FILE.html",
-        help="also write a page with charts of the changes and of both runs (default: none)",
-    )
+    add = options.add_group(parser, "how it is judged", JUDGED)
+    add("--margin", kind=options.positive, default=margin_percent, metavar="PERCENT")
+    add("--strict", action="store_true")
+    add("--allow-missing", action="store_true")
+    add = options.add_group(parser, "what is shown", SHOWN)
+    add("--only", kind=options.listed, metavar="TEXT,…")
+    add("--format", choices=FORMATS, default="table")
+    add("--report", kind=options.page, metavar="FILE.html")
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
@@ -117,9 +109,9 @@ def compare_sides(
     """
     if common := [one.id for one in base.runs if one in new.runs]:
         raise Refused(f"BASE and NEW have the run {common[0]} in common: name different runs")
-    from ddpbench.verdicts import drift
+    from ddpbench.verdicts import differences
 
-    rule = replace(rule, drift=drift.estimate_drift(base, new, _newest()))
+    rule = replace(rule, drift=differences.estimate_drift(base, new, _newest()))
     return compared(base, new, rule, only)
 
 

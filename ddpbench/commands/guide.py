@@ -62,11 +62,8 @@ def read_chapters() -> dict[str, str]:
     folder = resources.files("ddpbench.guide")
     files = [file for file in folder.iterdir() if file.name.endswith(".md")]
     texts = {file.name.removesuffix(".md"): file.read_text(encoding="utf-8") for file in files}
-    return {name: texts[name] for name in sorted(texts, key=_position)}
-
-
-def _position(name: str) -> tuple[int, str]:
-    return (ORDER.index(name) if name in ORDER else len(ORDER), name)
+    known = [name for name in ORDER if name in texts]
+    return {name: texts[name] for name in [*known, *sorted(texts.keys() - ORDER)]}
 
 
 def format_list(chapters: Mapping[str, str], columns: int | None) -> str:

@@ -16,14 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.analysis.steps import BucketInfo
 from ddpbench.catalog import hooks
-from ddpbench.catalog.optimizers import OPTIMIZERS
+from ddpbench.catalog.task import OPTIMIZERS, Task
 from ddpbench.measure import clock
 from ddpbench.measure.step import Replica, stamp
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.devices import Event, elapsed_ns
 
 if TYPE_CHECKING:
-    from ddpbench.catalog.task import Task
     from ddpbench.records.schema import StepCase
     from ddpbench.runtime.world import World
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.analysis import kept_stamps, stats
-from ddpbench.analysis.kept_stamps import Kept
+from ddpbench.analysis import stats
+from ddpbench.analysis.stats import Kept
 from ddpbench.hang.places import find_error_place, is_of_program
 from ddpbench.measure import clock, memory
 from ddpbench.measure.loop import Bench
@@ -203,7 +203,7 @@ class Pace:
         At least one, and at least `least` if those fit into a burst.
         """
         left = min(until - self.now(), BURST_SECONDS)
-        count = min(count, kept_stamps.fitting(self.bench.world.world_size))
+        count = min(count, stats.fitting(self.bench.world.world_size))
         if not self.seconds:
             return 1
         least = min(least, int(BURST_SECONDS / self.seconds))

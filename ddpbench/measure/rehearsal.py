@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ddpbench.catalog.optimizers import OPTIMIZERS
+from ddpbench.catalog.task import OPTIMIZERS, Task
 from ddpbench.measure import memory
 from ddpbench.measure.step import autocast
 from ddpbench.records.wording import list_choices
@@ -28,7 +28,6 @@ from ddpbench.runtime import devices
 REFUSED = re.compile(r"(.* out of memory)\. Tried (to allocate [\d.]+ \w+)")
 
 if TYPE_CHECKING:
-    from ddpbench.catalog.task import Task
     from ddpbench.records.schema import StepCase
 
 

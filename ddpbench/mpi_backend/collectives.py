@@ -8,18 +8,18 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpbench.mpi_backend import types as mpi_types
+from ddpbench.mpi_backend import tensors as mpi_tensors
 from ddpbench.mpi_backend.base import SYNCED, GroupBase
 from ddpbench.mpi_backend.tensors import (
     flatten,
     is_plain,
     join,
     keep_apart,
+    memory,
     require,
     room_for,
     rooms_for,
 )
-from ddpbench.mpi_backend.types import memory
 from ddpbench.mpi_backend.work import failure
 
 TensorList = list[Tensor]
@@ -39,7 +39,7 @@ class Collectives(GroupBase):
         if self._free(opts) and is_plain(tensor):
             reduction = self._sums.get(dtype := tensor.dtype)
             reduction = reduction and reduction.get(hash(opts.reduceOp))
-            if reduction and (nbytes := tensor.nbytes) <= mpi_types.most:
+            if reduction and (nbytes := tensor.nbytes) <= mpi_tensors.most:
                 lane.inside = this = (self._count(), name, dtype, nbytes)
                 self._keep(this)
                 try:
@@ -120,7 +120,7 @@ class Collectives(GroupBase):
     def broadcast(self, tensors: TensorList, opts: Any = None) -> Any:
         """tensors[0] of every rank becomes the root's."""
         name, lane, tensor = "broadcast", self._lane, self._single("broadcast", tensors)
-        if self._free(opts) and is_plain(tensor) and (nbytes := tensor.nbytes) <= mpi_types.most:
+        if self._free(opts) and is_plain(tensor) and (nbytes := tensor.nbytes) <= mpi_tensors.most:
             lane.inside = this = (self._count(), name, tensor.dtype, nbytes)
             self._keep(this)
             try:
@@ -186,7 +186,7 @@ class Collectives(GroupBase):
         if self._free(opts) and is_plain(output) and is_plain(source):
             nbytes, total = source.nbytes, output.nbytes
             start, begin = output.data_ptr(), source.data_ptr()
-            fits = total == nbytes * self._size <= mpi_types.most and output.dtype == source.dtype
+            fits = total == nbytes * self._size <= mpi_tensors.most and output.dtype == source.dtype
             if fits and (begin >= start + total or begin + nbytes <= start):
                 lane.inside = this = (self._count(), name, source.dtype, total)
                 self._keep(this)

@@ -22,11 +22,11 @@ from ddpbench.mpi_backend.tensors import (
     DEVICES,
     finish,
     flatten,
+    memory,
     require,
     room_for,
     with_idle_stream,
 )
-from ddpbench.mpi_backend.types import memory
 from ddpbench.mpi_backend.work import JoinedWork, Lane, Request, Work, failure
 
 

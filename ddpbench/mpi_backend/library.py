@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
@@ -175,12 +174,7 @@ def world() -> tuple[int, int]:
 
 def broadcast_text(text: str | None) -> str:
     """The text of MPI rank 0, on every rank of COMM_WORLD."""
-    data = bytearray((text or "").encode() if world()[0] == 0 else b"")
-    length = array("q", [len(data)])
-    mpi().COMM_WORLD.Bcast(length)
-    data = data or bytearray(length[0])
-    mpi().COMM_WORLD.Bcast(data)
-    return data.decode()
+    return str(mpi().COMM_WORLD.bcast(text or ""))
 
 
 def broadcast_meeting_point(

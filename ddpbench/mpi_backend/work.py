@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -36,7 +37,6 @@ KEPT = 64  # of the latest
 _LANES: weakref.WeakKeyDictionary[Lane, None] = weakref.WeakKeyDictionary()
 _DROPPED: list[Request] = []
 _ENDING = threading.Lock()  # held to end a call, so briefly that one lock suffices for all
-_watch: threading.Thread | None = None
 
 
 def failure(name: str, rank: int, error: BaseException) -> Exception:
@@ -62,7 +62,7 @@ class Work(dist.Work):
         return self.ended
 
     def is_success(self) -> bool:
-        return self.is_completed() and self.error is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
         return self.error
@@ -150,14 +150,13 @@ class Call(Work):
         with _ENDING:
             due = self.ended and self._futures is None
             if self._futures is None:
-                first: torch.futures.Future[Any] = torch.futures.Future(devices=self._devices())
+                first: torch.futures.Future[Any] = torch.futures.Future(
+                    devices=list({t.device for t in self.outputs if t.device.type != "cpu"})
+                )
                 self._futures = first, first.then(self._result)
         if due:
             self._futures[0].set_result(None)
         return self._futures[1]
-
-    def _devices(self) -> list[int | str | torch.device]:
-        return list({tensor.device for tensor in self.outputs if tensor.device.type != "cpu"})
 
     def _result(self, _: Any) -> list[Tensor]:
         if self.error is not None:
@@ -178,9 +177,6 @@ class JoinedWork(Work):
 
     def exception(self) -> Exception | None:
         return next((error for work in self._works if (error := work.exception())), None)
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         end = time.monotonic() + timeout.total_seconds() if timeout else None
@@ -425,11 +421,9 @@ def live_lanes() -> list[Lane]:
     return [lane for ref in _LANES.keyrefs() if (lane := ref()) is not None]
 
 
+@cache
 def _start_watch() -> None:
-    global _watch
-    if _watch is None:
-        _watch = threading.Thread(target=_check_lanes, name="mpi4py deadline", daemon=True)
-        _watch.start()
+    threading.Thread(target=_check_lanes, name="mpi4py deadline", daemon=True).start()
 
 
 def _check_lanes() -> None:

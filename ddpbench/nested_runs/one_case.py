@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpbench.analysis import limits, stats
+from ddpbench.analysis import lines, stats
 from ddpbench.nested_runs.command_line import last_message
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Case, Run, StepCase
@@ -121,8 +121,8 @@ def to_json(run: Run, found: SideCase, folder: Path) -> dict[str, Any]:
     }
     if isinstance(case, Case):
         factor = run.results[0].bus_factor
-        stored["algbw_bytes_per_second"] = limits.algbw(case.nbytes, side.seconds)
-        stored["busbw_bytes_per_second"] = limits.busbw(case.nbytes, side.seconds, factor)
+        stored["algbw_bytes_per_second"] = case.nbytes / side.seconds
+        stored["busbw_bytes_per_second"] = lines.busbw(case.nbytes, side.seconds, factor)
         stored["checks"] = sum(result.checks for result in run.results)
     else:
         verified = [step.replicas.verified for step in run.steps if step.replicas is not None]

@@ -6,6 +6,7 @@ must know which host is at fault.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import re
@@ -52,27 +53,25 @@ NOBODY = re.compile(
 )
 SHORTEST_NAME, SHORTEST_SECRET, LONGEST_WORD = 4, 8, 15
 # The values of these keys identify a case or a host, so they stay.
-KEPT = frozenset(
-    [
-        "id",
-        "case",
-        "plan",
-        "operations",
-        "backends",
-        "backend",
-        "provider",
-        "launcher",
-        "library",
-        "code",
-        "hostname",
-        "host",
-        "boot_id",
-        "kernel",
-        "cpu_model",
-        "gpu_name",
-        "gpu_uuid",
-        "git_revision",
-    ]
+KEPT = (
+    "id",
+    "case",
+    "plan",
+    "operations",
+    "backends",
+    "backend",
+    "provider",
+    "launcher",
+    "library",
+    "code",
+    "hostname",
+    "host",
+    "boot_id",
+    "kernel",
+    "cpu_model",
+    "gpu_name",
+    "gpu_uuid",
+    "git_revision",
 )
 
 
@@ -178,11 +177,9 @@ def _redact(value: Any, whose: Owner, key: str = "") -> Any:
 def _host_names(data: dict[str, Any]) -> tuple[str, ...]:
     """Return the names of hosts in a record; a damaged record may have none."""
     names: set[str] = set()
-    launches = data.get("launches")
-    for launch in launches if isinstance(launches, (list, tuple)) else ():
-        ranks = launch.get("ranks") if isinstance(launch, dict) else None
-        for rank in ranks if isinstance(ranks, (list, tuple)) else ():
-            names.add(str(rank.get("hostname") or "") if isinstance(rank, dict) else "")
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
+        for launch in data["launches"]:
+            names.update(str(rank.get("hostname") or "") for rank in launch["ranks"])
     return tuple(sorted(names - {""}))
 
 

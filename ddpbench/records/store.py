@@ -3,7 +3,7 @@
 run.json         everything except the raw samples, replaced atomically
 run.jsonl        while the run goes on: later cases and launches, one per line
 samples.parquet  entry and exit of every rank and repetition, of very many ranks only some
-                 (analysis/kept_stamps.py); while the run goes on, a folder of parts
+                 (analysis/stats.py); while the run goes on, a folder of parts
 table.csv  table.txt
 """
 
@@ -291,14 +291,10 @@ def read_samples(folder: Path) -> pd.DataFrame:
     Raises InvalidRun for a damaged file.
     """
     import pandas as pd
-    import pyarrow as pa
 
-    frame: pd.DataFrame = pd.DataFrame(columns=list(SAMPLE_COLUMNS))
-    with _refuse_damaged_samples(folder):
-        tables = [_read_table(path) for path in _sample_files(folder)]
-        if tables:
-            frame = pa.concat_tables(tables).to_pandas()
-    return frame
+    parts = [pd.DataFrame(columns=list(SAMPLE_COLUMNS)), *iterate_samples(folder)]
+    joined: pd.DataFrame = pd.concat(parts[1:] or parts, ignore_index=True)
+    return joined
 
 
 def iterate_samples(folder: Path) -> Iterator[pd.DataFrame]:
@@ -307,28 +303,16 @@ def iterate_samples(folder: Path) -> Iterator[pd.DataFrame]:
     The rows of one case in one launch lie in one row group, or in successive ones. Raises
     InvalidRun for a damaged file.
     """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with _refuse_damaged_samples(folder):
-        for path in _sample_files(folder):
+    whole, parts = folder / "samples.parquet", folder / "samples.parts"
+    try:
+        for path in [whole] if whole.exists() else sorted(parts.glob("part-*.parquet")):
             with path.open("rb") as file:
                 parquet = pq.ParquetFile(file)
                 for number in range(parquet.num_row_groups):
                     yield parquet.read_row_group(number, use_threads=False).to_pandas()
-
-
-def _sample_files(folder: Path) -> list[Path]:
-    whole, parts = folder / "samples.parquet", folder / "samples.parts"
-    return [whole] if whole.exists() else sorted(parts.glob("part-*.parquet"))
-
-
-@contextlib.contextmanager
-def _refuse_damaged_samples(folder: Path) -> Iterator[None]:
-    """Raise InvalidRun for a file of samples that cannot be read."""
-    import pyarrow as pa
-
-    try:
-        yield
     except (OSError, ValueError, pa.ArrowException) as error:
         first = (str(error).splitlines() or ["no reason given"])[0]
         raise InvalidRun(f"the samples in {folder} cannot be read: {first}") from None

@@ -18,15 +18,11 @@ def install_extra(name: str) -> str:
 
 def list_choices(known: Iterable[str]) -> str:
     """Return "a, b or c"."""
-    return _join(known, "or")
+    return list_all(known, "or")
 
 
-def list_all(names: Iterable[str]) -> str:
-    """Return "a, b and c"."""
-    return _join(names, "and")
-
-
-def _join(names: Iterable[str], word: str) -> str:
+def list_all(names: Iterable[str], word: str = "and") -> str:
+    """Return "a, b and c", with this word before the last."""
     *most, last = names
     return f"{', '.join(most)} {word} {last}" if most else str(last)
 

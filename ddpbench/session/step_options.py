@@ -9,9 +9,8 @@ from typing import Any
 
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.hooks import HOOKS
-from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.parallel import TENSOR, WAYS, Hosts, Way, parse_mesh
-from ddpbench.catalog.task import Workload
+from ddpbench.catalog.task import OPTIMIZERS, Workload
 from ddpbench.catalog.workloads import CHOICES, SETTINGS, WORKLOADS
 from ddpbench.launch.placement import Refused
 from ddpbench.records.schema import Plan

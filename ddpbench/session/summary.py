@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpbench.analysis import clocks, stats, steps
-from ddpbench.analysis.kept_stamps import Kept
+from ddpbench.analysis.stats import Kept
 from ddpbench.records.schema import LAUNCH_HIDDEN, Result
 from ddpbench.records.store import SAMPLE_COLUMNS
 
@@ -35,7 +35,7 @@ def summarise_result(
         result,
         calls=samples.calls,
         batch=samples.calls // samples.cold_calls,
-        cold_seconds=float(stats.t_max(samples.cold, samples.cold_calls)[0]),
+        cold_seconds=float(stats.over_ranks(samples.cold).times(samples.cold_calls)[0]),
         warm_up=samples.warm_up.repetitions,
         stop_reason=samples.stop_reason,
         checks=samples.checks,

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ddpbench.analysis import sharded_steps, steps
-from ddpbench.catalog import faults, user_workload
-from ddpbench.catalog.optimizers import OPTIMIZERS
-from ddpbench.catalog.task import RankSetup, Task, Workload
+from ddpbench.catalog import faults, workloads
+from ddpbench.catalog.task import OPTIMIZERS, RankSetup, Task, Workload
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import ddp_step, memory, rehearsal, training
 from ddpbench.measure.rounds import Measured, Pace, Rounds
@@ -115,7 +114,7 @@ class Trial:
             return StepResult(case=case, launch=self.index, reason=reason), None
         epochs = self._train(workload, case)  # first: an impossible checkpoint is refused at once
         notes = []
-        if elsewhere := user_workload.find_other_device(main.task.batch(0), self.device):
+        if elsewhere := workloads.find_other_device(main.task.batch(0), self.device):
             notes.append(
                 f"batch(step) returns a tensor on {elsewhere}, not on {self.device}: the time of "
                 "the step includes copying it; let batch(step) return it on the device"
@@ -293,7 +292,7 @@ class Trial:
         rehearsal.release_memory(self.device)
         try:
             task = workload.build(options.settings_of(workload), self.rank_setup(batch))
-            batch = batch or user_workload.count_samples(task.batch(0))
+            batch = batch or workloads.count_samples(task.batch(0))
         except Refused as error:
             refusal = str(error)
         except Exception as error:  # whatever a user's function raises: only a shortage is a skip

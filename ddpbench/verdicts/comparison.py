@@ -11,9 +11,8 @@ import numpy as np
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import LEFT_OUT
 from ddpbench.records.wording import counted
-from ddpbench.verdicts import drift, many_pairs, matching, verdict
-from ddpbench.verdicts.differences import MACHINE, Difference, differences
-from ddpbench.verdicts.drift import Drift
+from ddpbench.verdicts import differences, many_pairs, matching, verdict
+from ddpbench.verdicts.differences import ASSUMED, FEWEST_RUNS, MACHINE, Difference, Drift
 from ddpbench.verdicts.many_pairs import DRIFT, Pair
 from ddpbench.verdicts.matching import AnyCase, Side, SideCase, Source
 from ddpbench.verdicts.verdict import (
@@ -93,7 +92,7 @@ class Comparison:
 
 
 def compare(
-    base: Source, new: Source, rule: Rule, wanted: Callable[[AnyCase], bool] = matching.everything
+    base: Source, new: Source, rule: Rule, wanted: Callable[[AnyCase], bool] = lambda case: True
 ) -> Comparison:
     """Compare the wanted cases of two sides.
 
@@ -107,7 +106,7 @@ def compare(
         return ORDER.index(row.verdict), -change, *matching.row_of(row.case)
 
     rows.sort(key=order)
-    environments = differences(base.runs, new.runs)
+    environments = differences.differences(base.runs, new.runs)
     return Comparison(
         base, new, rule, tuple(rows), environments, tuple(_notes(base, new, rule, rows))
     )
@@ -187,7 +186,7 @@ def _judged(rows: list[Row], rule: Rule) -> list[Row]:
         pair = _pair(base, new, rule)
         if rule.drift is not None:
             logs = rule.drift.known.get(rows[i].case, ())
-            pair = replace(pair, drift=drift.margin(logs, len(todo)), earlier=len(logs))
+            pair = replace(pair, drift=differences.drift_margin(logs, len(todo)), earlier=len(logs))
         pairs.append(pair)
     judgements = many_pairs.judge_pairs(pairs, rule.paired, rule.confidence)
     for i, pair, judgement in zip(todo, pairs, judgements, strict=True):
@@ -225,7 +224,7 @@ def _without_moved_cores(row: Row) -> Row:
     """Withdraw a claim that the placement of the ranks' cores explains, and a promise to notice."""
     if row.base is None or row.new is None:
         return row
-    longer, why = drift.moved(row.base, row.new)
+    longer, why = differences.find_moved_cores(row.base, row.new)
     if not why:
         return row
     row = replace(row, noticeable=None)
@@ -263,10 +262,10 @@ def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[s
         counts = {len(rule.drift.known.get(row.case, ())) for row in rows if row.shift is not None}
         fewest = min(counts, default=0)
         known = f"learned from at least {fewest} earlier runs in BASE's environment"
-        if fewest < drift.FEWEST:
+        if fewest < FEWEST_RUNS:
             known = (
-                f"{drift.ASSUMED * 100:g} % is assumed for cases with fewer than {drift.FEWEST} "
-                f"earlier runs in BASE's environment: {drift.FEWEST - fewest} more are missing"
+                f"{ASSUMED * 100:g} % is assumed for cases with fewer than {FEWEST_RUNS} "
+                f"earlier runs in BASE's environment: {FEWEST_RUNS - fewest} more are missing"
             )
         yield (
             f"the two sides are {_span(rule.drift.seconds)} apart, and a machine changes over "

@@ -1,15 +1,26 @@
-"""Differences between the environments of two sets of runs, which may explain a change."""
+"""What may explain a change besides the code: the environments of two sets of runs, and drift.
+
+The drift of a machine is how much runs of identical code differ if they are apart in time. The
+intervals of one run do not show it. Pure.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
 from typing import Any
 
+import numpy as np
+
+from ddpbench.analysis.lines import DISAGREEING
 from ddpbench.analysis.rank_setup import merge_settings
-from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Plan, Run
+from ddpbench.verdicts import matching
+from ddpbench.verdicts.matching import AnyCase, Side, Source
+from ddpbench.verdicts.verdict import FALSE_SHARE
 
 # Facts of launches and ranks. Load and free memory are left out: they change every minute.
 FACTS = (
@@ -66,7 +77,9 @@ def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set
         facts_by_name.setdefault(name, set()).add(_format_value(value))
 
     for launch in (launch for run in runs for launch in run.launches):
-        facts = {**launch.facts, **_git(launch)}
+        facts = dict(launch.facts)
+        if (revision := facts.get("git_revision")) is not None:
+            facts["git"] = str(revision)[:12] + (" and changes" if facts.get("git_dirty") else "")
         for name in FACTS:
             if name in facts:
                 note(name, facts[name])
@@ -81,9 +94,9 @@ def _environment(runs: Sequence[Run], variables: Iterable[str]) -> dict[str, set
                 for name in variables:
                     note(name, known.get(name, UNSET))
     for run in runs:
-        for field in fields(Plan):
-            if field.name != "seed":
-                note(f"plan: {field.name}", getattr(run.plan, field.name))
+        for each in fields(Plan):
+            if each.name != "seed":
+                note(f"plan: {each.name}", getattr(run.plan, each.name))
     return facts_by_name
 
 
@@ -93,16 +106,110 @@ def _variables(run: Run) -> set[str]:
     return {name for name in names if not PASSING.match(name)}
 
 
-def _git(launch: Launch) -> dict[str, str]:
-    revision = launch.facts.get("git_revision")
-    if revision is None:
-        return {}
-    return {"git": str(revision)[:12] + (" and changes" if launch.facts.get("git_dirty") else "")}
-
-
 def _format_value(value: Any) -> str:
     if isinstance(value, dict):
         return " ".join(_format_value(each) for each in value.values() if each is not None)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)
+
+
+ASSUMED = 0.35  # change between two runs of identical code, while too few runs show it
+FEWEST_RUNS = 5  # earlier runs that show it
+# Differences that leave a run among those that show the drift. All others may change times.
+HARMLESS = ("git", "commit", "plan: ")
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Two sides that are apart in time, and log times of earlier runs like them."""
+
+    seconds: float  # from the end of the one to the beginning of the other
+    # case → log times of stored runs in BASE's environment, one per run
+    known: Mapping[AnyCase, tuple[float, ...]] = field(default_factory=dict)
+
+
+def drift_margin(logs: Sequence[float], cases: int) -> float:
+    """Return the change, a fraction, that two runs of identical code seldom exceed.
+
+    It is the 95th percentile of the changes among earlier runs. If these are few, or if the
+    comparison has many cases, the quantile of Student's t is larger: at most 5 % of comparisons
+    then show a larger change in any case (Bonferroni).
+    """
+    if len(logs) < FEWEST_RUNS:
+        return ASSUMED
+    from scipy.stats import t
+
+    first, second = np.triu_indices(len(logs), 1)
+    changes = np.abs(np.take(logs, first) - np.take(logs, second))
+    reach = t.ppf(1 - FALSE_SHARE / cases, len(logs) - 1) * np.std(logs, ddof=1) * math.sqrt(2)
+    return math.expm1(max(float(np.percentile(changes, 95)), float(reach)))
+
+
+def explain_drift(change: float, earlier: int) -> str:
+    """Explain why a change is not claimed, and which earlier runs are missing."""
+    known = f"two runs of identical code may differ by ±{change * 100:.1f} %"
+    if earlier >= FEWEST_RUNS:
+        return known
+    return f"{known} (assumed: {earlier} of the {FEWEST_RUNS} earlier runs that show it are stored)"
+
+
+def find_moved_cores(base: Side, new: Side) -> tuple[float, str]:
+    """Return how many times longer NEW's handoffs take, and how that explains a change.
+
+    Returns 1 and "" if the hypervisor and the kernel placed the ranks' cores alike, or that is
+    unknown. A handoff takes 0.4 µs between two cores, and 6.5 or 18 µs between others, for minutes.
+    Small messages over shared memory follow: such runs of identical code differ by half or more.
+    """
+    if not base.handoffs or not new.handoffs:
+        return 1.0, ""
+    before, after = float(np.median(base.handoffs)), float(np.median(new.handoffs))
+    if abs(math.log(after / before)) < math.log(DISAGREEING):
+        return 1.0, ""
+    return after / before, (
+        f"the ranks' cores are not placed alike: the round trip of a cache line takes "
+        f"{before * 1e6:.2g} µs in BASE, {after * 1e6:.2g} in NEW"
+    )
+
+
+def estimate_drift(base: Source, new: Source, stored: Iterable[Run]) -> Drift | None:
+    """Estimate the drift between two sides; None if launches took turns or have no time stamps.
+
+    stored: runs to learn from; runs in another environment than BASE, and NEW's own, are left out.
+    """
+    seconds = apart(base, new)
+    if seconds is None:
+        return None
+    others = {run.id: run for run in (*stored, *base.runs)}
+    for run in new.runs:
+        others.pop(run.id, None)
+    known: dict[AnyCase, tuple[float, ...]] = {}
+    for run in others.values():
+        changed = [each.name for each in differences(base.runs, [run])]
+        if run.state != "complete" or not all(name.startswith(HARMLESS) for name in changed):
+            continue
+        for case, found in matching.find_cases(Source(run.id, (run,))).items():
+            if found.side is not None:
+                side = found.side.of_quartiles() or found.side
+                known[case] = (*known.get(case, ()), math.log(side.seconds))
+    return Drift(seconds, known)
+
+
+def apart(base: Source, new: Source) -> float | None:
+    """Return the seconds from the end of the earlier side to the beginning of the later one.
+
+    Returns None if launches took turns or have no time stamps.
+    """
+    spans = []
+    for source in (base, new):
+        launches = [launch for run in source.runs for launch in run.launches]
+        if not launches or not all(launch.started for launch in launches):
+            return None
+        ends = [launch.ended or launch.started for launch in launches]
+        spans.append((min(_at(launch.started) for launch in launches), max(map(_at, ends))))
+    first, second = sorted(spans)
+    return second[0] - first[1] if second[0] >= first[1] and first[0] < second[0] else None
+
+
+def _at(stamp: str) -> float:
+    return datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()

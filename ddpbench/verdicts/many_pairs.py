@@ -8,7 +8,7 @@ from functools import partial
 from math import expm1
 
 from ddpbench.analysis.stats import Floats
-from ddpbench.verdicts import drift, verdict
+from ddpbench.verdicts import differences, verdict
 from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, MOST, SLOWER, Chance, Shift
 
 DRIFT, BUSY = "drift", "busy"  # why SLOWER or FASTER is withheld, which launches cannot settle
@@ -60,7 +60,7 @@ def judge_pairs(
         judge = partial(verdict.judge, found, pair.margin, chances.get(i), false_share)
         judgement = Judgement(judge(pair.drift), found)
         if judgement.verdict == INCONCLUSIVE and judge() != INCONCLUSIVE:
-            why = drift.explain(pair.drift, pair.earlier)
+            why = differences.explain_drift(pair.drift, pair.earlier)
             judgement = replace(judgement, why=why, withheld=DRIFT)
         elif judgement.verdict == INCONCLUSIVE:
             needed = verdict.launches_needed(found, pair.margin, len(pairs))
@@ -71,7 +71,7 @@ def judge_pairs(
         strict = shift(pair.base, pair.new, 1 - false_share / len(pairs))
         enough = paired or len(pair.base) >= verdict.separable(len(pairs), verdict.FEWEST)
         if found is not None and strict is not None and enough:
-            learned = pair.earlier >= drift.FEWEST
+            learned = pair.earlier >= differences.FEWEST_RUNS
             change = verdict.noticeable(found, pair.margin, pair.drift, strict, learned)
             judgement = replace(judgement, noticeable=change)
         judgements.append(judgement)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddpbench.analysis import findings, limits, stats, steps
+from ddpbench.analysis import findings, lines, stats, steps
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Case, Interval, Result, Run, StepCase, StepResult
 
@@ -84,12 +84,8 @@ class SideCase:
         return self.side is not None or self.fault is not None
 
 
-def everything(case: AnyCase) -> bool:
-    return True
-
-
 def find_cases(
-    source: Source, wanted: Callable[[AnyCase], bool] = everything
+    source: Source, wanted: Callable[[AnyCase], bool] = lambda case: True
 ) -> dict[AnyCase, SideCase]:
     """Collect the wanted cases of one side over all launches of all its runs.
 
@@ -184,7 +180,7 @@ def _fault(outcome: Outcome) -> str | None:
     elif outcome.wrong:
         rank = outcome.wrong[0].rank
         return f"{'a rank' if rank < 0 else f'rank {rank}'} got a wrong result"
-    elif seconds is not None and limits.impossible(outcome, seconds):
+    elif seconds is not None and lines.impossible(outcome, seconds):
         return "faster than the data can move"
     elif (outcome.unhidden_share or 0.0) >= 0.5:
         return "the launch of most calls was not hidden, so the time includes it"

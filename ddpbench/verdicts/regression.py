@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddpbench.verdicts import drift, many_pairs, matching
+from ddpbench.verdicts import differences, many_pairs, matching
 from ddpbench.verdicts.comparison import ONLY_NEW, ORDER
 from ddpbench.verdicts.many_pairs import Pair
 from ddpbench.verdicts.matching import AnyCase, Side
@@ -61,7 +61,7 @@ def judge_tests(
         rows[i] = replace(row, base=replace(row.base, side=old), new=replace(row.new, side=now))
         sides = [one.side for one in saved[row.test] if one.case == row.new.case]
         logs = [math.log((side.of_quartiles() or side).seconds) for side in sides]
-        drifted, busy = drift.margin(logs, len(todo)), (old.busy, now.busy)
+        drifted, busy = differences.drift_margin(logs, len(todo)), (old.busy, now.busy)
         times = np.array(old.times), np.array(now.times)
         pairs.append(Pair(*times, margin, drifted, len(logs), busy))
     for i, judgement in zip(todo, many_pairs.judge_pairs(pairs), strict=True):

@@ -18,7 +18,6 @@ from ddpbench.analysis import stats
 from ddpbench.analysis.stats import Floats
 
 MARGIN = 0.03  # the smallest change that counts if both sides are measured in turns
-STORED_MARGIN = 0.1  # the same for two stored runs
 CONFIDENCE = 0.95
 FALSE_SHARE = 0.05  # of the changes that a sweep reports may be false, at most
 FEWEST = 5  # launches per side that an interval of the shift needs; pairs: stats.FEWEST

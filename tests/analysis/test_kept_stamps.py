@@ -9,8 +9,8 @@ import pytest
 from random_stamps import kept_in_bursts, stamps_on_one_clock
 from stored_runs import a_result
 
-from ddpbench.analysis import kept_stamps, stats
-from ddpbench.analysis.kept_stamps import Kept
+from ddpbench.analysis import stats
+from ddpbench.analysis.stats import Kept
 from ddpbench.measure.pace import Samples
 from ddpbench.records import store
 from ddpbench.session.summary import summarise_result
@@ -34,7 +34,7 @@ def test_above_the_limit_rows_are_bounded_and_tell_the_same(
 ) -> None:
     """The first repetitions are whole, of each later one at most five ranks stay, with their own
     stamps; the slowest, the fastest, first in, last in and last out follow from them exactly."""
-    monkeypatch.setattr(kept_stamps, "KEPT_STAMPS", 200)
+    monkeypatch.setattr(stats, "KEPT_STAMPS", 200)
     stamps = stamps_on_one_clock(64, 50)
     its = kept_in_bursts(stamps, burst)
     rows = its.rows()
@@ -67,7 +67,7 @@ def test_the_summary_is_of_all_ranks_whatever_is_kept(monkeypatch: pytest.Monkey
     summary, columns = summed()
     assert summary == stats.summary(stats.over_ranks(timed), 1, common_clock=True)
     assert {len(columns[name]) for name in store.SAMPLE_COLUMNS} == {16 * 51}
-    monkeypatch.setattr(kept_stamps, "KEPT_STAMPS", 64)
+    monkeypatch.setattr(stats, "KEPT_STAMPS", 64)
     bounded, fewer = summed()
     assert bounded == summary
     repetition = np.asarray(fewer["repetition"])
@@ -80,6 +80,6 @@ def test_what_is_gathered_at_once_is_bounded() -> None:
     """However many the ranks, ranks × repetitions of one gathering stay within the limit; there is
     always one repetition."""
     for world in (1, 2, 1000, 16384, 2**20, 2**21):
-        count = kept_stamps.fitting(world)
+        count = stats.fitting(world)
         assert count >= 1
-        assert count == 1 or count * world <= kept_stamps.GATHERED_STAMPS
+        assert count == 1 or count * world <= stats.GATHERED_STAMPS

@@ -24,7 +24,7 @@ def test_the_time_of_a_repetition_is_that_of_its_slowest_rank() -> None:
     """t_max is, for each repetition, the largest exit - entry over the ranks, in seconds a call."""
     for seed, calls in ((0, 1), (1, 2), (2, 20)):
         stamps = random_stamps(5, 30, seed)
-        times = stats.t_max(stamps, calls)
+        times = stats.over_ranks(stamps).times(calls)
         for repetition in range(30):
             slowest = max(
                 int(stamps[rank, repetition, 1]) - int(stamps[rank, repetition, 0])
@@ -310,8 +310,8 @@ def test_a_summary_is_of_t_max() -> None:
         reach = distance * (third - first)
         assert counted == sum(not first - reach <= t <= third + reach for t in times)
     assert summary.outliers > summary.far_outliers == 1
-    assert summary.lag1 == stats.lag1(stats.t_max(stamps, 1))
-    assert summary.interval == stats.median_interval(stats.t_max(stamps, 1))
+    assert summary.lag1 == stats.lag1(stats.over_ranks(stamps).times(1))
+    assert summary.interval == stats.median_interval(stats.over_ranks(stamps).times(1))
 
 
 def test_a_repetition_of_many_calls_has_no_percentiles() -> None:

@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
 
-from ddpbench.catalog import models, user_workload, workloads
+from ddpbench.catalog import models, workloads
 from ddpbench.catalog.task import BATCHES, EPOCHS, RankSetup, Task
 from ddpbench.catalog.workloads import CHOICES, WORKLOADS, get
 from ddpbench.launch.placement import Refused
@@ -233,8 +233,8 @@ def test_samples_are_counted_in_the_batch_itself() -> None:
     """The first dimension of the first tensor, in tuples and dicts too; 1 where there is none."""
     rows = torch.zeros(7, 3)
     for batch in (rows, (rows, rows[:2]), {"x": [rows]}):
-        assert user_workload.count_samples(batch) == 7
-    assert [user_workload.count_samples(batch) for batch in (torch.tensor(1.0), "text", ())] == [
+        assert workloads.count_samples(batch) == 7
+    assert [workloads.count_samples(batch) for batch in (torch.tensor(1.0), "text", ())] == [
         1,
         1,
         1,
@@ -245,9 +245,9 @@ def test_a_tensor_elsewhere_is_found_in_a_batch() -> None:
     """On another device than the rank's, in tuples and dicts too."""
     here, there = torch.ones(2), torch.ones(2, device="meta")
     for batch in (there, (here, there), {"x": ("text", [here, there])}):
-        assert user_workload.find_other_device(batch, CPU) == torch.device("meta")
+        assert workloads.find_other_device(batch, CPU) == torch.device("meta")
     for batch in (here, (here, here), "text", ()):
-        assert user_workload.find_other_device(batch, CPU) is None
+        assert workloads.find_other_device(batch, CPU) is None
 
 
 @pytest.mark.usefixtures("own")

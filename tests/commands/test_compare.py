@@ -646,9 +646,8 @@ def test_markdown_shows_what_is_not_the_same_and_folds_the_rest(compared: Compar
 
 
 def test_the_formats_offered_are_those_that_exist() -> None:
-    """The command names them, and the margin, without loading what they need."""
+    """The command names them without loading what they need."""
     assert tuple(render.FORMATS) == compare.FORMATS
-    assert compare.MARGIN_PERCENT / 100 == verdict.STORED_MARGIN
 
 
 def test_labels_tell_all_cases_of_a_run_apart() -> None:

@@ -173,10 +173,9 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         notes: dict[int, Verdict] = {}
         reports: list[str] = []
         probe.walk(
-            probe.request("gloo", "cpu", (), wanted),
-            one_rank,
-            subgroup,
-            torch.device("cpu"),
+            probe.Place(
+                probe.request("gloo", "cpu", (), wanted), one_rank, subgroup, torch.device("cpu")
+            ),
             report=lambda kind, text: reports.append(f"{kind} {text}"),
             note=lambda number, verdict: notes.update({number: verdict}),
         )

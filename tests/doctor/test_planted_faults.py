@@ -25,7 +25,7 @@ from simulated_hosts import PORT, Hosts
 from tabulate import tabulate
 
 from ddpbench.doctor.stragglers import judge
-from ddpbench.doctor.stragglers.loads import ALONE
+from ddpbench.doctor.stragglers.turns import ALONE
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 from ddpbench.runtime import cpu

@@ -18,10 +18,10 @@ from rank_setups import a_rank, a_setup
 from simulated_gpu import SimulatedGpu
 
 from ddpbench.analysis.rank_setup import Setup
-from ddpbench.doctor.stragglers import judge, loads, turns
+from ddpbench.doctor.stragglers import judge, turns
 from ddpbench.doctor.stragglers.examine import build_tables
 from ddpbench.doctor.stragglers.judge import Suspect, find_cause
-from ddpbench.doctor.stragglers.loads import ALONE, TOGETHER, Load, Pass, Shown, prepare_efforts
+from ddpbench.doctor.stragglers.turns import ALONE, TOGETHER, Load, Pass, Shown, prepare_efforts
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
 from ddpbench.render.column import TERMINAL
@@ -294,9 +294,9 @@ def gpu_of_events(simulated_gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kind, "event", lambda device: events)
     monkeypatch.setattr(kind, "synchronize", lambda device: events.given.append("all"))
     monkeypatch.setattr(kind, "in_use", lambda: events.given.append("state"))
-    monkeypatch.setattr(loads, "SIDE", {"cpu": 8, "cuda": 16})
-    monkeypatch.setattr(loads, "COPY_NBYTES", {"cpu": 64, "cuda": 128})
-    monkeypatch.setattr(loads, "LEAST_COPY_NBYTES", 64)
+    monkeypatch.setattr(turns, "SIDE", {"cpu": 8, "cuda": 16})
+    monkeypatch.setattr(turns, "COPY_NBYTES", {"cpu": 64, "cuda": 128})
+    monkeypatch.setattr(turns, "LEAST_COPY_NBYTES", 64)
     return events
 
 

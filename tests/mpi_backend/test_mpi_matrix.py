@@ -37,7 +37,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
 from ddpbench import mpi
 from ddpbench.mpi_backend import library as mpi_library
-from ddpbench.mpi_backend import types as mpi_types
+from ddpbench.mpi_backend import tensors as mpi_tensors
 
 SIZES = (1, 3)  # two ranks are what every other test of mpi has
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
@@ -605,7 +605,7 @@ def check_interleaved(group: Group, rank: int, size: int) -> None:
 def patched_counts(version: tuple[int, int]) -> contextlib.ExitStack:
     """Let an int hold no more than 50, in an MPI of this version."""
     stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(mpi_types, "most", 50))
+    stack.enter_context(mock.patch.object(mpi_tensors, "most", 50))
     stack.enter_context(mock.patch.object(mpi_library.mpi(), "Get_version", return_value=version))
     return stack
 

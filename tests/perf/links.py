@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' own modules
 from simulated_hosts import Hosts, missing, payload
 from tabulate import tabulate
 
-from ddpbench.analysis import limits
+from ddpbench.analysis import lines
 from ddpbench.catalog.sizes import readable
 from ddpbench.records import store
 from ddpbench.records.schema import Result, Run
@@ -61,7 +61,7 @@ def readings(run: Run) -> Iterator[tuple[Result, float, float]]:
     for result in sorted(run.results, key=lambda r: (order[r.case.operation], r.case.nbytes)):
         assert result.summary is not None
         seconds = result.summary.median_seconds
-        yield result, seconds, limits.busbw(result.case.nbytes, seconds, result.bus_factor)
+        yield result, seconds, lines.busbw(result.case.nbytes, seconds, result.bus_factor)
 
 
 def truth(words: tuple[str, ...]) -> int:
@@ -87,7 +87,7 @@ def truth(words: tuple[str, ...]) -> int:
                     name, count, case.operation, readable(result.requested_nbytes), carries / 1e9,
                     latency * 1e6, true / 1e9, busbw / 1e9, f"{busbw / true:.1%}",
                     "" if fine else "OFF", result.limit.bytes_per_second / 1e9,
-                    f"{limits.fraction(result, seconds):.1%}",
+                    f"{lines.fraction(result, seconds):.1%}",
                 ))  # fmt: skip
     heads = (
         "link", "hosts", "operation", "size", "carries GB/s", "at 4 KiB µs", "true GB/s",
@@ -107,7 +107,7 @@ def unequal(words: tuple[str, ...]) -> None:
         with hosts as bench:
             run = measured(bench, "--sizes", "1M", *words)
         for result, seconds, busbw in readings(run):
-            share = f"{limits.fraction(result, seconds):.1%}"
+            share = f"{lines.fraction(result, seconds):.1%}"
             rows.append((name, result.case.operation, seconds * 1e3, busbw / 1e9, share))
     heads = "four hosts at 1 Gbit/s", "operation", "time ms", "busbw GB/s", "% limit"
     print(tabulate(rows, heads, floatfmt=".4f"))

@@ -61,7 +61,7 @@ def make_run(folder: Path) -> None:
                 warm_up=as_rows(stamps[:, 1 : 1 + WARM_UPS]), warm_ups=WARM_UPS,
             ),
         )  # fmt: skip
-        cold_seconds = float(stats.t_max(stamps[:, :1], 1)[0])
+        cold_seconds = float(stats.over_ranks(stamps[:, :1]).times(1)[0])
         results.append(
             Result(
                 case, launch, 1.0, nbytes, nbytes, cold_seconds=cold_seconds, warm_up=WARM_UPS,

@@ -37,7 +37,7 @@ import numpy as np
 from ddpbench import cli
 from ddpbench.records import store
 from ddpbench.records.schema import Result, Run
-from ddpbench.verdicts import comparison, drift, many_pairs, matching, regression
+from ddpbench.verdicts import comparison, differences, many_pairs, matching, regression
 from ddpbench.verdicts.comparison import Rule
 from ddpbench.verdicts.many_pairs import Pair
 from ddpbench.verdicts.matching import Source
@@ -110,7 +110,7 @@ def scale(run: Run, factor: float) -> Run:
 def compare_stored(base: Run, new: Run, earlier: Sequence[Run]) -> list[Case]:
     """Judge as `compare` does."""
     sides = Source(base.id, (base,)), Source(new.id, (new,))
-    known = drift.estimate_drift(*sides, earlier)
+    known = differences.estimate_drift(*sides, earlier)
     rows = comparison.compare(*sides, Rule(STORED_MARGIN, known)).rows
     return [Case(row.verdict, row.noticeable) for row in rows]
 
@@ -242,11 +242,11 @@ def print_simulated(trials: int = 200) -> bool:
     for setting in settings:
         decided = total = 0
         for _ in range(trials // setting.cases):
-            drifts = [0.0 if setting.turns else drift.ASSUMED] * setting.cases
+            drifts = [0.0 if setting.turns else differences.ASSUMED] * setting.cases
             if setting.earlier:
                 runs = [np.log(setting.draw(random)) for _ in range(setting.earlier)]
                 logs = np.transpose([np.median(each, axis=1) for each in runs])
-                drifts = [drift.margin(list(each), setting.cases) for each in logs]
+                drifts = [differences.drift_margin(list(each), setting.cases) for each in logs]
             change = setting.judge(random, drifts, 1.0).noticeable
             if change is not None:
                 total += 1

@@ -12,7 +12,7 @@ from stored_runs import a_case, a_result, a_run
 
 from ddpbench import collectives
 from ddpbench.analysis import stats
-from ddpbench.analysis.kept_stamps import Kept
+from ddpbench.analysis.stats import Kept
 from ddpbench.measure import start
 from ddpbench.measure.calibrate import Rates
 from ddpbench.records.schema import Case, Limit, Plan

@@ -34,9 +34,6 @@ from ddpbench.doctor.capabilities.verdicts import (
     WRONG,
     Combination,
     Verdict,
-    build_tables,
-    findings,
-    rows,
 )
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.measure import memory, throwaway_ranks
@@ -119,14 +116,14 @@ def _outcome(context: Context, request: Request, trials: Trials) -> Outcome:
         "ranks": request.ranks,
         "elements": list(probe.ELEMENTS),
         "wanted": len(request.wanted),
-        "verdicts": rows(trials.tried),
+        "verdicts": verdicts.rows(trials.tried),
     }
     return Outcome(
         lines=tuple(_describe_tries(context, request, trials)),
         unchecked=tuple(unchecked),
-        findings=findings(context.backend.name, trials.tried),
+        findings=verdicts.findings(context.backend.name, trials.tried),
         figures=figures,
-        tables=build_tables(figures, context.backend.name),
+        tables=verdicts.build_tables(figures, context.backend.name),
     )
 
 

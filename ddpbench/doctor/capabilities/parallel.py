@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ddpbench.doctor.capabilities.verdicts import OK, PARALLEL, WRONG, Combination, Verdict
@@ -151,23 +152,16 @@ def _gather_whole(model: nn.Module) -> dict[str, torch.Tensor]:
 # --- the ways -------------------------------------------------------------------------------------
 
 
-def _train_ddp(ranks: Ranks) -> dict[str, torch.Tensor]:
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = _make_model(ranks.device)
-    _step(DistributedDataParallel(model, process_group=ranks.group), _own_rows(ranks))
-    return _gather_whole(model)
-
-
-def _train_zero(ranks: Ranks) -> dict[str, torch.Tensor]:
+def _train_ddp(ranks: Ranks, shards_optimizer: bool = False) -> dict[str, torch.Tensor]:
     import torch
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    model = _make_model(ranks.device)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, process_group=ranks.group, lr=LEARNING_RATE
-    )
+    model, optimizer = _make_model(ranks.device), None
+    if shards_optimizer:
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, process_group=ranks.group, lr=LEARNING_RATE
+        )
     _step(DistributedDataParallel(model, process_group=ranks.group), _own_rows(ranks), optimizer)
     return _gather_whole(model)
 
@@ -178,10 +172,6 @@ def _shard(ranks: Ranks, mesh: DeviceMesh) -> nn.Module:
     model = _make_model(ranks.device)
     fully_shard(model, mesh=mesh)
     return model
-
-
-def _train_fully_shard(ranks: Ranks) -> dict[str, torch.Tensor]:
-    return _gather_whole(_step(_shard(ranks, ranks.mesh), _own_rows(ranks)))
 
 
 def _train_hsdp(ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -219,8 +209,8 @@ def _save_and_load(ranks: Ranks) -> dict[str, torch.Tensor]:
 
 WAYS: dict[str, Callable[[Ranks], dict[str, torch.Tensor]]] = {
     "DDP": _train_ddp,
-    "ZeroRedundancyOptimizer": _train_zero,
-    "fully_shard": _train_fully_shard,
+    "ZeroRedundancyOptimizer": partial(_train_ddp, shards_optimizer=True),
+    "fully_shard": lambda ranks: _gather_whole(_step(_shard(ranks, ranks.mesh), _own_rows(ranks))),
     "HSDP": _train_hsdp,
     "tensor parallel": _train_tensor_parallel,
     "sharded checkpoint": _save_and_load,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
@@ -51,6 +51,15 @@ class Request(throwaway_ranks.Request):
     first: int = 0
     known: Combination | None = None  # one that works
     folder: str = ""  # of their files
+
+
+class Place(NamedTuple):
+    """Where one rank tries combinations."""
+
+    request: Request
+    world: World
+    subgroup: Subgroup
+    device: torch.device
 
 
 def request(
@@ -115,26 +124,20 @@ def main(folder: Path) -> int:
             partition = subgroups.divide_ranks("world", list(world.hosts.values()))
             subgroup = Subgroup(partition, tested, tested, rank=world.rank)
             start.barrier(tested, device)()  # nor are connections made in it
+            place = Place(request, world, subgroup, device)
             if request.known is not None:
-                attempted(request, request.known, world, subgroup, device)
-            walk(request, world, subgroup, device, report=report, note=note)
+                attempted(place, request.known)
+            walk(place, report=report, note=note)
 
     return throwaway_ranks.run(MODULE, folder, request, attempt, preloaded)
 
 
-def walk(
-    request: Request,
-    world: World,
-    subgroup: Subgroup,
-    device: torch.device,
-    *,
-    report: Report,
-    note: Callable[[int, Verdict], None],
-) -> None:
+def walk(place: Place, *, report: Report, note: Callable[[int, Verdict], None]) -> None:
     """Try one combination after the other, until the ranks or their group are out of step.
 
     note: stores the verdict of a combination, by its number.
     """
+    request, world = place.request, place.world
     known, called = request.known, set()
     for number in range(request.first, len(request.wanted)):
         combination = request.wanted[number]
@@ -144,13 +147,13 @@ def walk(
         else:  # the first call of an operation may connect the ranks once more, and load code
             report("doing" if combination.operation in called else "first", str(number))
         called.add(combination.operation)
-        own = attempted(request, combination, world, subgroup, device)
+        own = attempted(place, combination)
         if own.outcome == UNSUPPORTED:
             report("refused", f"{number} {own.why}")  # while others may wait for ever
         else:
             report("tried", str(number))
         verdict, apart = _agree_verdict(world, own)
-        broken = control.gather_values(world, _has_failed(device))
+        broken = control.gather_values(world, _has_failed(place.device))
         if any(broken):  # whatever these processes try from now on fails, too
             verdict, apart = verdicts.breaking(verdict), True
         note(number, verdict)
@@ -158,7 +161,7 @@ def walk(
             known = known or combination
         elif known is not None and not apart:
             report("checking", str(number))
-            own = attempted(request, known, world, subgroup, device)
+            own = attempted(place, known)
             again, _ = _agree_verdict(world, own)
             if again.outcome != OK:
                 apart = True
@@ -187,42 +190,31 @@ def _agree_verdict(world: World, own: Verdict) -> tuple[Verdict, bool]:
     )
 
 
-def attempted(
-    request: Request,
-    combination: Combination,
-    world: World,
-    subgroup: Subgroup,
-    device: torch.device,
-) -> Verdict:
+def attempted(place: Place, combination: Combination) -> Verdict:
     """Return this rank's own verdict: the result is right or wrong, or the call was refused.
 
     Raises an error that says that memory is short: that is no refusal of the backend.
     """
     try:
         if combination.form == PARALLEL:
-            ranks = parallel.Ranks(world, subgroup.world_group, device, request.folder)
+            group, folder = place.subgroup.world_group, place.request.folder
+            ranks = parallel.Ranks(place.world, group, place.device, folder)
             return parallel.attempt(combination.operation, ranks)
-        return _call(request, combination, world, subgroup, device)
+        return _call(place, combination)
     except Exception as error:  # any other error is a backend's way to refuse
         if memory.OUT_OF_MEMORY.search(str(error)):
             raise
         return Verdict(UNSUPPORTED, throwaway_ranks.sentence(error))
 
 
-def _call(
-    request: Request,
-    combination: Combination,
-    world: World,
-    subgroup: Subgroup,
-    device: torch.device,
-) -> Verdict:
+def _call(place: Place, combination: Combination) -> Verdict:
     """Call an operation with all sizes, and check its results."""
     from ddpbench.measure.loop import Bench
 
     verdict = Verdict(OK)
     for elements in ELEMENTS:  # always all of them, so that the ranks stay in step
-        case = _case(request, combination, elements, subgroup)
-        bench = Bench(case, PLAN, world, subgroup, device)
+        case = _case(place, combination, elements)
+        bench = Bench(case, PLAN, place.world, place.subgroup, place.device)
         bench.repeat(1)
         wrong = bench.wrong(-1) if OPERATIONS[combination.operation].sized else None
         if wrong is not None and verdict.outcome == OK:
@@ -241,28 +233,28 @@ def _call(
     return verdict
 
 
-def _case(request: Request, combination: Combination, elements: int, subgroup: Subgroup) -> Case:
-    operation, size = OPERATIONS[combination.operation], subgroup.partition.size
+def _case(place: Place, combination: Combination, elements: int) -> Case:
+    operation, partition = OPERATIONS[combination.operation], place.subgroup.partition
     dtype = combination.dtype or "uint8"
     count = elements if operation.sized else 0
     return Case(
         operation=combination.operation,
         form=combination.form,
-        backend=request.backend,
+        backend=place.request.backend,
         provider="",
-        device=request.device,
+        device=place.request.device,
         dtype=dtype,
         reduce_op=combination.reduce_op,
         root=0 if operation.rooted else None,
-        nbytes=count * DTYPES[dtype].nbytes * (size if operation.blocks else 1),
+        nbytes=count * DTYPES[dtype].nbytes * (partition.size if operation.blocks else 1),
         count=count,
         in_place=operation.places[0] == "in",
         async_op=False,
         issue="isolated",
         start=PLAN.start,
         depth=1,
-        world_size=size,
-        ranks_per_host=subgroup.partition.ranks_per_host,
+        world_size=partition.size,
+        ranks_per_host=partition.ranks_per_host,
     )
 
 

@@ -140,14 +140,14 @@ CELLS = {"ok": "ok", "unsupported": "–", "wrong": "WRONG", "crash": "CRASH", "
 UNTRIED = "?"
 # Other names by which torch's messages call a dtype or a reduce op.
 ALIASES = {
-    "float32": ("float",),
-    "float64": ("double",),
-    "float16": ("half",),
-    "int8": ("char",),
-    "int32": ("int",),
-    "int64": ("long",),
-    "uint8": ("byte",),
-    "prod": ("product",),
+    "float32": "float",
+    "float64": "double",
+    "float16": "half",
+    "int8": "char",
+    "int32": "int",
+    "int64": "long",
+    "uint8": "byte",
+    "prod": "product",
 }
 
 Row = Mapping[str, Any]  # of `rows`
@@ -222,7 +222,7 @@ def _reasons(verdicts: Sequence[Row]) -> list[str]:
 def _without_names(verdict: Row) -> str:
     """Return the reason without the names and numbers of this combination, so that more match."""
     own = [verdict[key] for key in ("operation", "dtype", "reduce_op") if verdict[key]]
-    names = "|".join(name for word in own for name in (word, *ALIASES.get(word, ())))
+    names = "|".join(name for word in own for name in (word, ALIASES.get(word, word)))
     unnamed = re.sub(rf"\b({names})\b", "…", verdict["why"], flags=re.IGNORECASE)
     return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "…", unnamed)
 

@@ -75,10 +75,10 @@ def examine(context: Context) -> Outcome:
     # Many connections are made at the first message. The group itself is connected already: with
     # nccl, the first operation of a group needs all its ranks, and some are in no pair.
     gather_readings(world, wire, schedule.rounds, 0.0)
-    at_once = _joined(gather_readings(world, wire, schedule.at_once(), schedule.seconds))
+    at_once = gather_readings(world, wire, schedule.at_once(), schedule.seconds)
     steps = schedule.alone(context.seed)
-    alone = _joined(gather_readings(world, wire, steps, schedule.seconds))
-    repeated, doubts = _gather_again(context, schedule, wire, _best([alone, at_once]))
+    alone = gather_readings(world, wire, steps, schedule.seconds)
+    repeated, doubts = _gather_again(context, schedule, wire, _best(alone, at_once))
     carried = {
         cell: Carried(
             alone[cell].bytes_per_second if cell in alone else None,
@@ -110,7 +110,7 @@ def _gather_again(
         steps = [[cell] for pair in pairs for cell in pair if cell is not None]
         again = Again(suspect, suspects.upper(best[cell].bytes_per_second for cell in healthy))
         while not again.decided:
-            readings = _joined(gather_readings(context.world, wire, steps, AGAIN_SECONDS))
+            readings = gather_readings(context.world, wire, steps, AGAIN_SECONDS)
             again = again.and_again(
                 *([readings[c].bytes_per_second for c in cells] for cells in (slow, healthy))
             )
@@ -120,10 +120,10 @@ def _gather_again(
     return repeated, doubts
 
 
-def _best(readings: Sequence[Readings]) -> Readings:
+def _best(alone: Readings, at_once: Readings) -> Readings:
     """Return the fastest reading of each cell: other load makes a link slower, never faster."""
-    best: Readings = {}
-    for cell, reading in (item for one in readings for item in one.items()):
+    best = dict(alone)
+    for cell, reading in at_once.items():
         if cell not in best or reading.bytes_per_second > best[cell].bytes_per_second:
             best[cell] = reading
     return best
@@ -242,10 +242,6 @@ def _between_gpus(context: Context) -> bool:
     """Tell whether the links within a host connect GPUs without sockets."""
     on_host = devices.of(context.device).memory == "host"
     return not on_host and context.backend.transport != "tcp"
-
-
-def _joined(steps: Sequence[Readings]) -> Readings:
-    return {cell: reading for readings in steps for cell, reading in readings.items()}
 
 
 @dataclass(frozen=True)

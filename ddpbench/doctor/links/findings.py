@@ -167,11 +167,7 @@ def summary(title: str, cells: Mapping[Cell, Carried]) -> list[str]:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Format the median, the least and the most."""
-    middle, least, most = (
-        f"{each:.3g}" if each < 1000 else f"{each:.0f}"
-        for each in (median(values), min(values), max(values))
-    )
+    middle, least, most = map(_short, (median(values), min(values), max(values)))
     return f"{middle} ({least} … {most})"
 
 
@@ -180,10 +176,7 @@ SLOWEST = 10  # in a list
 
 
 def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
-    """Return the tables; none if nothing was measured."""
-    cells = figures.get("cells")
-    if not cells:
-        return ()
+    cells = figures["cells"]
     names = _names(figures)
     rates = [rate for cell in cells for rate in cell[2:4] if rate]
     scale, unit = (1e9, "GB/s") if min(rates) >= 1e9 else (1e6, "MB/s")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import partialmethod
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
@@ -88,12 +89,6 @@ class Wire:
         """Let the peer return."""
         raise NotImplementedError
 
-    def _send(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._move("isend", peer, tensors)
-
-    def _receive(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._move("irecv", peer, tensors)
-
     def _move(self, name: str, peer: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send or receive as a batch, even a single tensor.
 
@@ -105,6 +100,8 @@ class Wire:
         batch = [dist.P2POp(move, t, group=self._group, group_peer=peer) for t in tensors]
         for work in dist.batch_isend_irecv(batch):
             work.wait()
+
+    _send, _receive = partialmethod(_move, "isend"), partialmethod(_move, "irecv")
 
 
 class HostWire(Wire):
@@ -229,25 +226,25 @@ def agree_wire(world: World, group: dist.ProcessGroup, device: torch.device) -> 
 
 def gather_readings(
     world: World, wire: Wire, steps: Sequence[Sequence[Cell]], seconds: float
-) -> list[dict[Cell, Reading]]:
-    """Measure step after step, the cells of one at once; return the readings of each step.
+) -> dict[Cell, Reading]:
+    """Measure step after step, the cells of one at once; return the reading of each cell.
 
     All ranks call it, and it returns the same on all. The ranks of a step must be disjoint; a rank
-    that is in none waits. seconds: of one step, approximately.
+    that is in none waits. A cell is in one step only. seconds: of one step, approximately.
     """
     own: list[list[float]] = []
-    for number, cells in enumerate(steps):
+    for cells in steps:
         names = " and ".join(f"rank {a} to {b}" for a, b in cells[:2])
         more = f" and {len(cells) - 2} more" if len(cells) > 2 else ""
         world.watchdog.begin_phase(f"the measurement of links: {names}{more}")
         control.barrier_all()
         for sender, receiver in cells:
             if world.rank == sender:
-                own.append([number, receiver, *astuple(wire.lead(receiver, seconds))])
+                own.append([receiver, *astuple(wire.lead(receiver, seconds))])
             elif world.rank == receiver:
                 wire.follow(sender)
-    readings: list[dict[Cell, Reading]] = [{} for _ in steps]
-    for sender, rows in enumerate(control.gather_values(world, own)):
-        for number, receiver, *values in rows:
-            readings[number][sender, receiver] = Reading(*values)
-    return readings
+    return {
+        (sender, receiver): Reading(*values)
+        for sender, rows in enumerate(control.gather_values(world, own))
+        for receiver, *values in rows
+    }

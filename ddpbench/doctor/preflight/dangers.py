@@ -32,59 +32,51 @@ class Setting:
 
     variable: str
     values: str  # a regular expression of the values that cost time
-    severity: str
     cost: str
-    device: str | None = None  # on which it costs time; None: on every device
-
-    def costs(self, device: str, value: str | None) -> bool:
-        """Tell whether this value costs time on this device."""
-        here = self.device in (None, device)
-        return here and value is not None and re.fullmatch(self.values, value, re.I) is not None
+    severity: str = "warning"
+    device: str | None = "cuda"  # on which it costs time; None: on every device
 
 
 YES = "1|true|yes|on"
 SETTINGS = (
-    Setting("CUDA_LAUNCH_BLOCKING", YES, "warning", "each kernel is waited for", "cuda"),
+    Setting("CUDA_LAUNCH_BLOCKING", YES, "each kernel is waited for"),
     Setting(
         "PYTORCH_NO_CUDA_MEMORY_CACHING",
         "[^0].*",
-        "warning",
         "each tensor is allocated by the driver, which waits for the GPU",
-        "cuda",
     ),
     Setting(
         "TORCH_NCCL_BLOCKING_WAIT",
         YES,
-        "warning",
         "each collective is waited for by the CPU, so that nothing hides it",
-        "cuda",
     ),
-    Setting("NCCL_DEBUG", "trace", "warning", "NCCL writes a line for each call", "cuda"),
-    Setting("NCCL_CHECK_POINTERS", "1", "warning", "NCCL checks the buffers of each call", "cuda"),
+    Setting("NCCL_DEBUG", "trace", "NCCL writes a line for each call"),
+    Setting("NCCL_CHECK_POINTERS", "1", "NCCL checks the buffers of each call"),
     Setting(
         "NCCL_P2P_DISABLE",
         "1",
-        "note",
         "GPUs of a host send to each other through the host's memory",
-        "cuda",
+        "note",
     ),
     Setting(
         "NCCL_SHM_DISABLE",
         "1",
-        "note",
         "ranks of a host may send to each other through the network",
-        "cuda",
+        "note",
     ),
-    Setting("NCCL_IB_DISABLE", "1", "note", "hosts send to each other over TCP", "cuda"),
+    Setting("NCCL_IB_DISABLE", "1", "hosts send to each other over TCP", "note"),
     Setting(
         "OMP_WAIT_POLICY",
         "active",
-        "note",
         "threads that wait keep their cores busy, which the backend's threads may need",
+        "note",
+        None,
     ),
-    Setting("PYTHONDEVMODE", ".+", "note", "Python checks its own work"),
-    Setting("PYTHONMALLOC", ".*debug", "note", "Python checks its memory"),
-    Setting("PYTHONTRACEMALLOC", "[^0].*", "note", "Python remembers where memory was asked for"),
+    Setting("PYTHONDEVMODE", ".+", "Python checks its own work", "note", None),
+    Setting("PYTHONMALLOC", ".*debug", "Python checks its memory", "note", None),
+    Setting(
+        "PYTHONTRACEMALLOC", "[^0].*", "Python remembers where memory was asked for", "note", None
+    ),
 )
 
 
@@ -92,9 +84,10 @@ def costly_settings(setup: Setup) -> Iterator[Finding]:
     """Find settings that cost time."""
     everyone = [merge_settings(facts) for facts in setup.ranks]
     for setting in SETTINGS:
-        values = [own.get(setting.variable) for own in everyone]
-        ranks = [rank for rank, value in enumerate(values) if setting.costs(setup.device, value)]
-        if ranks:
+        values = [own.get(setting.variable) or "" for own in everyone]
+        costs = re.compile(setting.values, re.IGNORECASE).fullmatch
+        ranks = [rank for rank, value in enumerate(values) if costs(value)]
+        if ranks and setting.device in (None, setup.device):
             yield Finding(
                 setting.severity,
                 "debug-setting",

@@ -60,9 +60,8 @@ SAME = (
 
 def same_facts(setup: Setup) -> Iterator[Finding]:
     """Compare the facts of SAME."""
-    mixed_torch = (
-        len(folded(setup.values("torch"))) > 1
-    )  # reported already; the library follows torch
+    # Reported already; the library follows torch.
+    mixed_torch = len(folded(setup.values("torch"))) > 1
     for same in SAME:
         groups = folded(setup.values(same.fact))
         if len(groups) > 1 and not (mixed_torch and same.fact == "library"):
@@ -110,9 +109,7 @@ def same_variables(setup: Setup) -> Iterator[Finding]:
             for own in everyone
         ]
     for name in sorted(set().union(*everyone)):
-        groups = folded(
-            [own.get(name) or None for own in everyone]
-        )  # an empty value counts as none
+        groups = folded([own.get(name) or None for own in everyone])  # an empty value is none
         if len(groups) == 1 or not COMPARED.match(name) or OWN.match(name):
             continue
         grave = setup.backend == "nccl" and TOGETHER.match(name)

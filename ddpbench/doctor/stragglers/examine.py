@@ -20,17 +20,6 @@ from typing import Any
 from ddpbench.analysis.rank_setup import Setup, crowded
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.stragglers import judge, turns
-from ddpbench.doctor.stragglers.loads import (
-    ALONE,
-    COPY,
-    COPY_NBYTES,
-    TOGETHER,
-    Effort,
-    Load,
-    Pass,
-    Shown,
-    prepare_efforts,
-)
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.runtime import control, cpu, devices, gpu_facts
 
@@ -38,7 +27,7 @@ SLICE_SECONDS = 0.02, 0.1  # least and most time of a turn at one load
 PERIOD_SECONDS = 0.12  # least with a CPU quota: longer than the kernel's period of 0.1 s
 ALONE_SHARE = 0.25  # of the time of the examination, for the first pass
 WORK_SECONDS = 5e-3  # of equal work before each all_reduce
-WORDS = {ALONE: "alone", TOGETHER: "all at once"}
+WORDS = {turns.ALONE: "alone", turns.TOGETHER: "all at once"}
 MEMORY_SHARE = 1 / 16  # of the free memory, for one of two buffers of all ranks of a machine
 
 
@@ -47,8 +36,8 @@ def examine(context: Context) -> Outcome:
     world, backend, device = context.world, context.backend.name, context.device.type
     full_hosts = _full_hosts(context)
     share = MEMORY_SHARE * (cpu.free_memory_nbytes() or 0) / len(world.neighbours)
-    copy_nbytes = min(COPY_NBYTES["cpu"], *map(int, control.gather_values(world, share)))
-    efforts = prepare_efforts(context.device, copy_nbytes)
+    copy_nbytes = min(turns.COPY_NBYTES["cpu"], *map(int, control.gather_values(world, share)))
+    efforts = turns.prepare_efforts(context.device, copy_nbytes)
     loads = {name: effort.load for name, effort in efforts.items()}
     together = world.world_size > 1 and not full_hosts
     passes, work_seconds = _gather_passes(context, efforts, together)
@@ -70,8 +59,8 @@ def examine(context: Context) -> Outcome:
 
 
 def _gather_passes(
-    context: Context, efforts: Mapping[str, Effort], together: bool
-) -> tuple[list[Pass], float]:
+    context: Context, efforts: Mapping[str, turns.Effort], together: bool
+) -> tuple[list[turns.Pass], float]:
     """Return what all ranks showed in each pass, and the seconds of a usual rank's equal work.
 
     together: whether to measure all ranks at once as well.
@@ -80,23 +69,23 @@ def _gather_passes(
     slice_seconds = _slice_seconds(context, len(efforts))
     memory = devices.of(context.device).memory
     work = next(effort for effort in efforts.values() if effort.load.memory == memory)
-    passes: list[Pass] = []
+    passes: list[turns.Pass] = []
     repetitions, work_seconds = 0, 0.0
     while len(passes) < judge.PASSES:
         context.report_progress("each rank alone" + (", again to be sure" if passes else ""))
         alone = turns.barrier_turns_alone(world, efforts, slice_seconds, look_around=bool(passes))
-        measured, waited_ns = {ALONE: alone}, list[int]()
+        measured, waited_ns = {turns.ALONE: alone}, list[int]()
         gpu = turns.gpu_at_work(context.device, work)
         if not passes:
             everyone = control.gather_values(world, alone.seconds[work.load.name])
             repetitions, work_seconds = turns.equal_work(everyone, WORK_SECONDS)
         if together:
             context.report_progress("all ranks at once")
-            measured[TOGETHER] = turns.barrier_turns_together(world, efforts, slice_seconds)
+            measured[turns.TOGETHER] = turns.barrier_turns_together(world, efforts, slice_seconds)
             waited_ns = turns.barrier_waits_ns(
                 world, context.process_group, context.device, work, repetitions
             )
-        own = Shown(
+        own = turns.Shown(
             seconds={when: turn.seconds for when, turn in measured.items()},
             kept={when: turn.kept for when, turn in measured.items()},
             waited_ns=waited_ns,
@@ -105,7 +94,7 @@ def _gather_passes(
             gpu=gpu,
             neighbours=alone.neighbours,
         )
-        passes.append([Shown(**shown) for shown in control.gather_values(world, asdict(own))])
+        passes.append([turns.Shown(**shown) for shown in control.gather_values(world, asdict(own))])
         if not control.broadcast_decision(world, int(judge.suspected(passes, work_seconds))):
             break
     return passes, work_seconds
@@ -134,7 +123,9 @@ def _full_hosts(context: Context) -> list[str]:
     return found
 
 
-def _lines(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: float) -> Iterator[str]:
+def _lines(
+    passes: Sequence[turns.Pass], loads: Mapping[str, turns.Load], work_seconds: float
+) -> Iterator[str]:
     for when in passes[0][0].seconds:
         rates = [
             f"{name} {judge.span(judge.rates(passes, load, when))} {load.unit}"
@@ -150,7 +141,7 @@ def _lines(passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: floa
 
 
 def _unchecked(
-    passes: Sequence[Pass], full_hosts: Sequence[str], loads: Mapping[str, Load]
+    passes: Sequence[turns.Pass], full_hosts: Sequence[str], loads: Mapping[str, turns.Load]
 ) -> Iterator[str]:
     if len(passes[0]) == 1:
         yield "which rank is slower than the others: there is only one rank"
@@ -164,16 +155,16 @@ def _unchecked(
             f"which rank is slow ({WORDS[when]}) or late: the host is busy, and ranks waited for a "
             f"core for {min(share, 1.0) * 100:.0f} % of the time"
         )
-    if COPY not in loads:
+    if turns.COPY not in loads:
         yield "memory copy: too little memory is free"
-    if passes[0][0].kept[ALONE].get("queued") is None:
+    if passes[0][0].kept[turns.ALONE].get("queued") is None:
         yield "waiting for a core: this kernel does not report it"
     on_gpu = any(load.memory != "host" for load in loads.values())
     if on_gpu and any(shown.gpu is None for shown in passes[0]):
         yield f"why a GPU is slow: {gpu_facts.explain_unknown_gpu()}"
 
 
-def _ranks(passes: Sequence[Pass], setup: Setup) -> Iterator[dict[str, Any]]:
+def _ranks(passes: Sequence[turns.Pass], setup: Setup) -> Iterator[dict[str, Any]]:
     waits = judge.wait_seconds(passes[-1])
     for rank, last in enumerate(passes[-1]):
         yield {

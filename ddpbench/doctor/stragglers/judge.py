@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpbench.analysis.rank_setup import Setup, folded
-from ddpbench.doctor.stragglers.loads import ALONE, Load, Pass, Shown
+from ddpbench.doctor.stragglers.turns import ALONE, Load, Pass, Shown
 from ddpbench.records.schema import Finding
 
 RATIO = 1.4
@@ -28,26 +28,18 @@ MOST_SHARE = 0.99
 CLOCK_SHARE = 0.85  # of the others' clock, below which a core or GPU runs slowly
 
 
-@dataclass(frozen=True)
-class Slow:
-    """One load at which a rank was slow."""
-
-    when: str
-    load: str
-
-
-def suspects(passes: Sequence[Pass]) -> dict[int, list[Slow]]:
-    """Return the ranks that were slow in every pass, and at which loads.
+def suspects(passes: Sequence[Pass]) -> dict[int, list[tuple[str, str]]]:
+    """Return the ranks that were slow in every pass, each with when and at which loads.
 
     A load at which a rank was slow alone is not listed again for all at once.
     """
-    slow: dict[int, list[Slow]] = {}
+    slow: dict[int, list[tuple[str, str]]] = {}
     for rank in range(len(passes[0])):
         for when, loads in passes[0][rank].seconds.items():
             for load in loads:
-                listed = any(one.load == load for one in slow.get(rank, []))
+                listed = any(known == load for _, known in slow.get(rank, []))
                 if not listed and all(_is_slow(one, rank, when, load) for one in passes):
-                    slow.setdefault(rank, []).append(Slow(when, load))
+                    slow.setdefault(rank, []).append((when, load))
     return slow
 
 
@@ -99,18 +91,17 @@ def findings(
         return tuple(_notes(passes, setup, reported=set()))
     slow, late_rank = suspects(passes), late(passes, work_seconds)
     groups: dict[tuple[str, str], list[tuple[int, Cause]]] = {}
-    for rank, at in slow.items():
-        memory = loads[at[0].load].memory
-        cause = find_cause(Suspect(rank, at[0].when, memory, passes[-1], setup))
+    for rank, ((when, load), *_) in slow.items():
+        suspect = Suspect(rank, when, loads[load].memory, passes[-1], setup)
+        cause = find_cause(suspect)
         groups.setdefault((setup.host(rank), cause.name), []).append((rank, cause))
     found = []
     for group in groups.values():
         ranks, cause = [rank for rank, _ in group], group[0][1]
-        late_too = late_rank is not None and late_rank in ranks
         verb, of = ("is", "") if len(ranks) == 1 else ("are", f"of rank {ranks[0]}: ")
         measured = _slow_rates(ranks, slow, passes, loads)
         sentence = f"{setup.who(ranks)} {verb} slow: {measured}; {of}{cause.sentence}"
-        if late_too and (waiting := _others_wait(passes, late_rank)):
+        if late_rank in ranks and (waiting := _others_wait(passes, late_rank)):
             sentence += f"; the others wait {waiting * 1e3:.3g} ms for it in an all_reduce"
         place = {**setup.place(ranks), "cause": cause.name}
         found.append(Finding("warning", "slow-rank", sentence, cause.next_step, place))
@@ -178,21 +169,21 @@ def _late(shown: Pass, work_seconds: float) -> int | None:
 
 def _slow_rates(
     ranks: Sequence[int],
-    slow: Mapping[int, Sequence[Slow]],
+    slow: Mapping[int, Sequence[tuple[str, str]]],
     passes: Sequence[Pass],
     loads: Mapping[str, Load],
 ) -> str:
     """Describe the rates of slow ranks beside those of the others, for each load."""
     parts = []
-    for at in slow[ranks[0]]:
-        load = loads[at.load]
-        others = [rank for rank in range(len(passes[0])) if at not in slow.get(rank, ())]
+    for when, name in slow[ranks[0]]:
+        load = loads[name]
+        others = [rank for rank in range(len(passes[0])) if (when, name) not in slow.get(rank, ())]
         own_span, others_span = (
-            span([load.rate(best(passes, rank, at.when, at.load)) for rank in group])
+            span([load.rate(best(passes, rank, when, name)) for rank in group])
             for group in (ranks, others)
         )
-        when = "alone" if at.when == ALONE else "while all ranks work,"
-        parts.append(f"{load.name} {when} at best {own_span} {load.unit}, the others {others_span}")
+        words = "alone" if when == ALONE else "while all ranks work,"
+        parts.append(f"{name} {words} at best {own_span} {load.unit}, the others {others_span}")
     return "; ".join(parts)
 
 
@@ -286,32 +277,21 @@ def find_cause(suspect: Suspect) -> Cause:
     return next(cause for find in CAUSES if (cause := find(suspect)) is not None)
 
 
-def _throttled(suspect: Suspect) -> Cause | None:
-    share = suspect.kept("throttled")
-    if share is None:
-        return None
-    return Cause(
-        "throttled",
-        f"its control group was throttled for {share * 100:.0f} % of the time",
-        "raise its CPU quota (docker --cpus, Kubernetes limits.cpu, systemd CPUQuota), or use "
-        "fewer threads",
-    )
-
-
-def _stolen(suspect: Suspect) -> Cause | None:
-    share = suspect.kept("stolen")
-    if share is None:
-        return None
-    return Cause(
-        "stolen",
-        f"the hypervisor gave its cores to others for {share * 100:.0f} % of the time",
-        "ask for a dedicated host, or another one",
-    )
-
-
-def _queued(suspect: Suspect) -> Cause | None:
-    share = suspect.kept("queued")
-    if share is None:
+def _kept_from_running(suspect: Suspect) -> Cause | None:
+    if (share := suspect.kept("throttled")) is not None:
+        return Cause(
+            "throttled",
+            f"its control group was throttled for {share * 100:.0f} % of the time",
+            "raise its CPU quota (docker --cpus, Kubernetes limits.cpu, systemd CPUQuota), or use "
+            "fewer threads",
+        )
+    if (share := suspect.kept("stolen")) is not None:
+        return Cause(
+            "stolen",
+            f"the hypervisor gave its cores to others for {share * 100:.0f} % of the time",
+            "ask for a dedicated host, or another one",
+        )
+    if (share := suspect.kept("queued")) is None:
         return None
     processes = ", ".join(suspect.own.neighbours[:3])
     cpuset = suspect.setup.ranks[suspect.rank].get("cpuset")
@@ -324,8 +304,8 @@ def _queued(suspect: Suspect) -> Cause | None:
 
 
 def _gpu_slowed(suspect: Suspect) -> Cause | None:
-    reasons = set(_reasons(suspect.own))
-    common = [set(_reasons(other)) for other in suspect.others]
+    reasons = _reasons(suspect.own)
+    common = [_reasons(other) for other in suspect.others]
     usual = {
         reason for reason in reasons if 2 * sum(reason in others for others in common) > len(common)
     }
@@ -343,9 +323,9 @@ def _gpu_slowed(suspect: Suspect) -> Cause | None:
     )
 
 
-def _reasons(shown: Shown) -> list[str]:
+def _reasons(shown: Shown) -> set[str]:
     reasons: Any = (shown.gpu or {}).get("throttle_reasons")
-    return list(reasons or ())
+    return set(reasons or ())
 
 
 def _hardware(suspect: Suspect) -> Cause | None:
@@ -382,17 +362,13 @@ def _clock(suspect: Suspect) -> Cause | None:
     )
 
 
-def _crowd(suspect: Suspect) -> Cause | None:
-    if suspect.when == ALONE:
-        return None
-    return Cause(
-        "neighbour",
-        "alone it is as fast as they are: it shares cores, caches or memory with other ranks",
-        "bind each rank to cores of its own (mpirun --bind-to core, srun --cpu-bind=cores)",
-    )
-
-
-def _nature(suspect: Suspect) -> Cause | None:
+def _crowd_or_nature(suspect: Suspect) -> Cause | None:
+    if suspect.when != ALONE:
+        return Cause(
+            "neighbour",
+            "alone it is as fast as they are: it shares cores, caches or memory with other ranks",
+            "bind each rank to cores of its own (mpirun --bind-to core, srun --cpu-bind=cores)",
+        )
     return Cause(
         "nature",
         "it is slow by nature: no quota, no hypervisor and no neighbour kept it from running, as "
@@ -405,12 +381,9 @@ def _nature(suspect: Suspect) -> Cause | None:
 
 
 CAUSES: Sequence[Callable[[Suspect], Cause | None]] = (
-    _throttled,
-    _stolen,
-    _queued,
+    _kept_from_running,
     _gpu_slowed,
     _hardware,
     _clock,
-    _crowd,
-    _nature,
+    _crowd_or_nature,
 )

@@ -22,15 +22,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ddpbench.analysis.spans import Span, Timed
-from ddpbench.catalog.optimizers import OPTIMIZERS
 from ddpbench.catalog.parallel import SHARD, TENSOR, WAYS
+from ddpbench.catalog.task import OPTIMIZERS, Task
 from ddpbench.measure.parallel.communication import Communication
 from ddpbench.measure.step import Replica
 from ddpbench.runtime import control
 
 if TYPE_CHECKING:
     from ddpbench.catalog.parallel import Plan
-    from ddpbench.catalog.task import Task
     from ddpbench.records.schema import StepCase
     from ddpbench.runtime.world import World
 
