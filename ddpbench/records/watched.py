@@ -114,7 +114,7 @@ class WatchedPause:
 class WatchedBalance:
     """Where all the time of rank 0 went while it was watched: the parts add up to the wall time.
 
-    A long step is at least half as long again as usual. What it takes longer is a part of its own.
+    A long step takes at least 1.5 times as long as usual; its extra time is a part of its own.
     """
 
     before_seconds: float  # until the first step ends
