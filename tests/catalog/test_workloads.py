@@ -210,7 +210,7 @@ number = 3
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of the user's in the current folder, another that does not run."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [*sys.path, ""])
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "workload_of_mine", raising=False)
     (tmp_path / "workload_of_mine.py").write_text(OWN)
