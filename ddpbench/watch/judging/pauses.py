@@ -1,7 +1,7 @@
 """Steps that take much longer than usual: who pauses, how often, at which line, what it costs.
 
 They are counted over the whole job in bounded memory. Pauses of one kind have the same rank, or
-all ranks, and the same phase, and share a line of the program.
+all ranks, and the same phase, and are at the same lines of the program.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ NEWEST = 1024  # pauses of a kind, whose steps and sizes are kept
 OLDEST = 8  # of these
 LINES = 16  # of a kind
 OF_ALL = 0.5  # of the additional time of one rank, that all ranks have as well
+ALIKE = 0.3  # of the time of two pauses, at the same lines
 ABOUT = 2.0  # times as long
 PERIODIC = 0.6  # of the pauses that follow another one by exactly the period
 LONGEST_PERIOD = 1000  # steps
@@ -63,10 +64,11 @@ class Pauses:
             _add_lines(self.waits, {step.waits_at: step.waited})
 
     def resembles(self, step: LongStep, seconds: float) -> bool:
-        """Whether a pause has a line of these, or is about as long where its line is unknown or is
-        one that the thread had come to when it was looked at, as after a call that held Python's
-        lock: then the step must be the next of a period."""
-        if self.lines.keys() & step.lines:
+        """Whether a pause is at the lines of these, or is about as long where its line is unknown
+        or is one that the thread had come to when it was looked at, as after a call that held
+        Python's lock: then the step must be the next of a period."""
+        own, others = _find_shares(step.lines), _find_shares(self.lines)
+        if sum(min(share, others.get(line, 0.0)) for line, share in own.items()) >= ALIKE:
             return True
         usual = self.seconds / self.count
         if not usual / ABOUT <= seconds <= usual * ABOUT:
@@ -176,6 +178,11 @@ class PauseHistory:
             if len(self.kinds) > KINDS:
                 self.kinds.remove(min(self.kinds[:-1], key=lambda kind: kind.seconds))
         kind.add(step, seconds)
+
+
+def _find_shares(lines: Mapping[str, float]) -> dict[str, float]:
+    total = sum(lines.values())
+    return {line: seconds / total for line, seconds in lines.items()}
 
 
 def _add_lines(kept: dict[str, float], lines: Mapping[str, float]) -> None:
