@@ -47,11 +47,13 @@ class Pauses:
     last_step: int = 0
     lines: dict[str, float] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
+    every: int | None = None  # the period, once it was asked for since the last pause
     oldest: list[tuple[int, int, float]] = field(default_factory=list)
     recent: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=NEWEST))
 
     def add(self, step: LongStep, seconds: float) -> None:
         """Add a pause of so many seconds."""
+        self.every = None
         self.count += step.weight
         self.seconds += step.weight * seconds
         self.longest_seconds = max(self.longest_seconds, seconds)
@@ -113,6 +115,11 @@ class Pauses:
 
     def find_period(self) -> int:
         """Return the steps from one pause to the next; 0 if that varies."""
+        if self.every is None:
+            self.every = self._find_period()
+        return self.every
+
+    def _find_period(self) -> int:
         steps = [step for step, _, _ in self.recent]
         known = set(steps)
         apart = Counter(
