@@ -150,8 +150,8 @@ class Proof:
                     f"{spans(one.ranks)} did not reach it with such a model when the others did"
                 )
                 step = (
-                    "once, on a busy host, is harmless; otherwise all ranks must take the same "
-                    "steps: print len(loader) and the model in every rank"
+                    "ignore this if it happened once on a busy host; otherwise print len(loader) "
+                    "and the model in every rank: all must take the same steps"
                 )
                 place = {"step": number}
                 self._add(one.ranks, Finding("warning", NOT_COMPARED, sentence, step, place))
