@@ -64,15 +64,15 @@ def describe_line(frame: FrameType) -> str:
     line = own.f_lineno  # the thread may go on while its source is read
     text = " ".join(_calling(own.f_code, own.f_lasti, line).split())
     while text.endswith(")"):  # what is called, without its arguments
-        opened = [i for i, sign in enumerate(text) if sign == "(" and _is_closed(text[i:])]
+        opened = [
+            i
+            for i, sign in enumerate(text)
+            if sign == "(" and text.count("(", i) == text.count(")", i)
+        ]
         text = text[: opened[-1]].rstrip() if opened else ""
     name = _NAME.search(text)
     place = f"{Path(own.f_code.co_filename).name}:{line}"
     return f"{place} {name[0]}" if name else place
-
-
-def _is_closed(text: str) -> bool:
-    return text.count("(") == text.count(")")
 
 
 def find_error_place(error: BaseException) -> str:

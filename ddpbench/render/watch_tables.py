@@ -78,8 +78,7 @@ def _parts(line: StepLine, style: Style, whole: bool) -> str:
             f"; exposed communication {ms(watched.exposed_seconds, step)} ms per step: without it "
             f"at most ×{gain:.2f} faster"
         )
-    parts = [style.table(cells, headings, headings[:1]), text]
-    return style.gap.join(parts)
+    return style.gap.join([style.table(cells, headings, headings[:1]), text])
 
 
 def _balance(watched: Watched, style: Style) -> str:

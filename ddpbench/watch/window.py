@@ -102,8 +102,8 @@ class RankWindow(msgspec.Struct, frozen=True):
 
     rows: float32 [steps, COLUMNS], the steps from first_step on; ended_ns: end of the last step, by
     the system clock; facts: name → value, such as "gc_seconds"; values: the newest of each name;
-    long_steps: the newest LONG_STEPS; lines: seconds of a usual step by line of the program, the
-    LINES with the most; last: the rank's script has ended.
+    long_steps: the longest, at most LONG_STEPS; lines: seconds of a usual step by line of the
+    program, the LINES with the most; last: the rank's script has ended.
     """
 
     rank: int

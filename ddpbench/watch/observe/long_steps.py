@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -121,9 +121,7 @@ class LongSteps:
 
     def _describe(self, step: Step, extra: Floats, looks: Sequence[Look]) -> LongStep:
         lines: dict[str, float] = {}
-        since_begin = [min(look.seconds, (look.ns - step.began_ns) * 1e-9) for look in looks]
-        pairs = zip(looks, since_begin, strict=True)
-        _add_lines(lines, (look._replace(seconds=seconds) for look, seconds in pairs))
+        _add_lines(lines, looks, step.began_ns)
         more = {
             line: s - self._lines.get(line, 0.0) / (self._steps or 1) for line, s in lines.items()
         }
@@ -145,11 +143,12 @@ def _level(step: LongStep) -> int:
     return round(math.log2(sum(step.extra)))
 
 
-def _add_lines(lines: dict[str, float], looks: Iterable[Look]) -> None:
-    """Add the seconds of looks to their lines."""
+def _add_lines(lines: dict[str, float], looks: Sequence[Look], since_ns: int = 0) -> None:
+    """Add the seconds of looks to their lines, as far as they are after since_ns."""
     for look in looks:
         if look.line:
-            lines[look.line] = lines.get(look.line, 0.0) + look.seconds
+            seconds = min(look.seconds, (look.ns - since_ns) * 1e-9)
+            lines[look.line] = lines.get(look.line, 0.0) + seconds
 
 
 def _find_long(seconds: Floats) -> npt.NDArray[np.bool_]:

@@ -76,7 +76,8 @@ class Observer:
     0; after_doubling: after steps 1, 2, 4, 8, … alone; after_backward: after each synchronised
     backward, one in which process groups had collectives, with the ranks of each of these groups;
     after_average: after torch has averaged parameters over ranks, with their number so far.
-    losses: of the job. counts: of "messages", sends and receives since the first step.
+    losses: of the job. counts: of "messages", sends and receives since the first step. thread: of
+    the training, None before its first mark, NOBODY once this has stopped.
     on_error: called once, with an error in the observer or in after_step, which ends the
     observation and not the job. at_thread_end: called in the training thread where that ends.
     """
@@ -92,7 +93,7 @@ class Observer:
         self._local = threading.local()  # of the training thread: freed where that ends
         self._marks, self._on_error = marks, on_error
         self._owner = get_ident()  # the thread that uses the hooks
-        self._thread: int | None = None  # of the training, NOBODY once this has stopped
+        self.thread: int | None = None
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._anchor: weakref.ref[Optimizer] | None = None
         self._others: Counter[int] = Counter()  # steps since the anchor's last
@@ -122,11 +123,6 @@ class Observer:
         _observers.add(self)
 
     @property
-    def thread(self) -> int | None:
-        """Return the thread of the training; None before its first mark."""
-        return self._thread
-
-    @property
     def modules(self) -> list[nn.Module]:
         """Return the root modules found that are still alive."""
         return [module for one in self._roots if (module := one()) is not None]
@@ -144,7 +140,7 @@ class Observer:
 
     def stop(self) -> None:
         """Add no more marks. What is installed stays and does nothing. For any thread."""
-        self._thread = NOBODY
+        self.thread = NOBODY
 
     def close(self) -> None:
         """Stop, and remove what is installed. Safe to call again, and in any state.
@@ -163,7 +159,7 @@ class Observer:
                 call.remove()
 
     def _fail(self, error: Exception) -> None:
-        if self._thread != NOBODY:
+        if self.thread != NOBODY:
             self.stop()
             if self._on_error is not None:
                 self._in_hook = True
@@ -175,9 +171,9 @@ class Observer:
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if self._thread is None:
+        if self.thread is None:
             self._follow_thread()
-        elif get_ident() != self._thread:
+        elif get_ident() != self.thread:
             return
         try:
             known = self._optimizers.get(id(optimizer))
@@ -188,11 +184,11 @@ class Observer:
             self._fail(error)
 
     def _follow_thread(self) -> None:
-        self._thread = self._owner = get_ident()
+        self.thread = self._owner = get_ident()
         self._local.end = _ThreadEnd(self)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or get_ident() != self._thread:
+        if torch.compiler.is_compiling() or get_ident() != self.thread:
             return
         try:
             if self._is_anchor(optimizer) or self._takes_over(optimizer):
@@ -286,7 +282,7 @@ class Observer:
                 self._wrap_calls([one for one in children if id(one) not in within])
 
     def _begin_forward(self) -> int:
-        if get_ident() != self._thread:
+        if get_ident() != self.thread:
             return NOBODY
         phase = FORWARD if torch.is_grad_enabled() else OTHER
         self._add(phase)
@@ -301,13 +297,13 @@ class Observer:
     def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            elsewhere = self._thread not in (None, get_ident())
+            elsewhere = self.thread not in (None, get_ident())
             if torch.compiler.is_compiling() or self._in_backward or elsewhere:
                 return original(tensors, *args, **kwargs)
             before = calls.count_collectives()
             self._in_backward, self._own_ended = True, False
             try:
-                if self._thread is not None:
+                if self.thread is not None:
                     self._add(BACKWARD)
                     self._watch_begin(tensors)
                     if (step := self._marks.step + 1) >= self.losses.due:
@@ -315,7 +311,7 @@ class Observer:
                 original(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
-                if self._thread is not None:
+                if self.thread is not None:
                     self._add(BACKWARD + END)
             return self._end_backward(before)
 
@@ -327,14 +323,14 @@ class Observer:
         The ranks of a process group call the same collectives. So such a backward is the n-th of
         its group in all of them, however many optimizer steps or other backwards a rank takes.
         """
-        if self._thread == NOBODY:
+        if self.thread == NOBODY:
             return
         try:
             after = calls.count_collectives()
             met = frozenset(ranks for ranks, count in after.items() if count > before[ranks])
             if not met:
                 return
-            if self._thread is None:
+            if self.thread is None:
                 self._follow_thread()
             if not met <= self._met:
                 self._met |= met
@@ -392,7 +388,7 @@ class Observer:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             # torch.compile traces this up to here.
-            if torch.compiler.is_compiling() or get_ident() != self._thread:
+            if torch.compiler.is_compiling() or get_ident() != self.thread:
                 return original(*args, **kwargs)
             if not self._marks.is_in_order():
                 return original(*args, **kwargs)
@@ -414,7 +410,7 @@ class Observer:
     def _count_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def post(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() == self._thread:
+            if get_ident() == self.thread:
                 self.counts["messages"] += 1
             return original(*args, **kwargs)
 
@@ -424,7 +420,7 @@ class Observer:
         @functools.wraps(original)
         def average(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
-            if get_ident() == self._thread:
+            if get_ident() == self.thread:
                 self._averages += 1
                 try:
                     self._call(self.after_average, self._averages)
@@ -435,7 +431,7 @@ class Observer:
 
     def _add(self, kind: int) -> None:
         try:
-            if self._thread != NOBODY:
+            if self.thread != NOBODY:
                 self._marks.add(kind)
         except Exception as error:
             self._fail(error)

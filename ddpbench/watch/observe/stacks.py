@@ -1,6 +1,6 @@
 """The line of the program where the training thread is, looked up many times a second.
 
-A look takes tens of µs, in a thread of its own. An error there is raised by `take`.
+A thread of its own does this. An error there is raised by `take`.
 """
 
 from __future__ import annotations
