@@ -19,7 +19,7 @@ usage: run_bench.sh COMMAND [arguments passed on]
   all      measure every available backend, on the CPU and on the GPUs if there are any
   slurm    submit a Slurm job: run_bench.sh slurm -N2 -n4 [sbatch options] [-- COMMAND …]
   regress  measure the speed of ddpbench (tests/perf); exit code 1 if it is slower than before
-  test     run the test suite; the arguments of test and regress go to pytest
+  test     run the tests that take minutes; test --all: all; other arguments go to pytest
   python   run the environment's Python: run_bench.sh python script.py
 
 The other commands of ddpbench work too, as in `run_bench.sh doctor -n 4`:
@@ -232,16 +232,33 @@ everywhere() { # everywhere COMMAND BACKENDS GPU-BACKENDS [arguments]: on the CP
 }
 
 tests() {
-  # The whole suite in three processes, as much of it is waiting, and in the order of conftest.py. A
-  # file's tests stay together.
-  local argument options=("$checkout/tests" --numprocesses 3 --dist loadfile --no-loadscope-reorder)
-  for argument; do # a test file or folder that is named replaces the whole suite
-    [[ $(readlink -f -- "${argument%%::*}") != "$checkout"/tests/* ]] || options=()
+  # A tier runs in three processes, as much of it is waiting. A file's tests stay together, the files in
+  # the order of conftest.py. What measures time comes last, alone.
+  local word tier code status=5 words=() tiers=(quick) options=(-c "$checkout/pyproject.toml")
+  local quick=("$checkout/tests" --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not (thorough or measures_time)")
+  local thorough=("${quick[@]}" -m "thorough and not measures_time")
+  local time=("$checkout/tests" -m measures_time) named=()
+  for word; do
+    case $word in
+      --all) tiers=(quick thorough time) ;;
+      --rest) tiers=(thorough time) ;;
+      *) words+=("$word") ;;
+    esac
+    # a test file or folder that is named replaces the whole suite
+    [[ $(readlink -f -- "${word%%::*}") != "$checkout"/tests/* ]] || tiers=(named)
   done
   [[ -w $checkout ]] || options+=(-p no:cacheprovider)
   import_checkout
-  say "running: python -m pytest $*"
-  exec "$python" -m pytest -c "$checkout/pyproject.toml" "${options[@]}" "$@"
+  for tier in "${tiers[@]}"; do
+    local -n selected=$tier
+    say "running: python -m pytest ${words[*]} ($tier)"
+    code=0
+    "$python" -m pytest "${options[@]}" "${selected[@]}" "${words[@]}" || code=$?
+    # 5: the words have selected none of this tier.
+    ((code == 5 || status % 5)) || status=$code
+    ((code != 2)) || break # Ctrl-C
+  done
+  exit "$status"
 }
 
 regress() { # each run is saved, and the next one compared with it

@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from frozen import finding_facts, verdict_facts
+from patience import PATIENCE_SECONDS, wait_until
 from warm_python import warm_python
 
 from ddpbench.launch import placement
@@ -24,7 +24,7 @@ from ddpbench.records.schema import Run
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-QUICK = ("--slice", "0.1", "--timeout", "10", "--launches", "1")
+QUICK = ("--slice", "0.1", "--timeout", "60", "--launches", "1")
 ONE_SENTENCE = re.compile(r"ddpbench: [^\n]+\n")
 
 needs_mpirun = pytest.mark.skipif(
@@ -74,7 +74,7 @@ def torchrun(nproc: int) -> list[str]:
 
 
 def run_command(
-    words: list[str], cwd: Path, timeout: float = 90, **variables: str
+    words: list[str], cwd: Path, timeout: float = PATIENCE_SECONDS, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command line until it ends; fail after `timeout` seconds."""
     return subprocess.run(
@@ -89,7 +89,7 @@ def run_command(
 
 
 def run_ddpbench(
-    cwd: Path, *words: str, timeout: float = 90, **variables: str
+    cwd: Path, *words: str, timeout: float = PATIENCE_SECONDS, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `ddpbench WORDS…` in a warm Python until it ends; fail after `timeout` seconds."""
     return run_command([*warm_python(), "-m", "ddpbench", *words], cwd, timeout, **variables)
@@ -137,15 +137,13 @@ def end_facts(run: Run) -> dict[str, Any]:
 
 
 def wait_for_result(cwd: Path) -> None:
-    """Wait until a run in results/ of `cwd` holds a measured case; fail after 100 s."""
-    until = time.monotonic() + 100
-    while time.monotonic() < until:
+    """Wait until a run in results/ of `cwd` holds a measured case."""
+
+    def has_result() -> bool:
         folders = store.list_runs(cwd / "results")
-        if folders and any(outcome.summary for outcome in store.read(folders[0]).outcomes):
-            return
-        time.sleep(0.05)
-    ends = [(run.state, run.state_reason) for run in map(store.read, folders)]
-    raise AssertionError(f"nothing was measured: {ends}")
+        return any(each.summary for folder in folders[:1] for each in store.read(folder).outcomes)
+
+    wait_until(has_result, "a result")
 
 
 def assert_refused(

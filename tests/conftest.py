@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,19 +17,14 @@ from simulated_hosts import Hosts, missing
 if TYPE_CHECKING:
     from simulated_gpu import SimulatedGpu
 
-# The files that take longest, the slowest first: so no process is left alone with one at the end.
-SLOW = (
-    "test_collectives", "test_ddp", "test_slurm", "test_planted_faults", "test_scripts",
-    "test_run_bench", "test_mpi_matrix", "test_mpi", "test_mesh_scenarios", "test_guard", "test_ab",
-    "test_links", "test_rendezvous", "test_hosts", "test_hooks", "test_cli", "test_report_browser",
-    "test_replicas", "test_terminal_text", "test_watched_hosts", "test_observer",
-    "test_stragglers", "test_training", "test_layers",
-)  # fmt: skip
+SECONDS = Path(__file__).parent / "seconds.json"  # of each file, in a run of the whole suite
+ATTEMPTS = 3  # of a test that asserts a measured time; pytest prints which needed more than one
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that writes frozen texts again; facts have none."""
+    """Add the options that write what tests have found; frozen facts have none."""
     parser.addoption("--rewrite-text", action="store_true", help="rewrite tests/golden/text")
+    parser.addoption("--rewrite-seconds", action="store_true", help="rewrite tests/seconds.json")
 
 
 @pytest.fixture
@@ -39,10 +35,33 @@ def frozen(request: pytest.FixtureRequest) -> Frozen:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note all tests, before some are deselected; move those of the slow files to the front."""
+    """Note all tests, before some are deselected; put the files that take longest first.
+
+    So no process is left alone with one at the end.
+    """
     config.stash[COLLECTED] = {(item.path.stem, item.name) for item in items}
-    ranks = {name: rank for rank, name in enumerate(SLOW)}
-    items.sort(key=lambda item: ranks.get(item.path.stem, len(SLOW)))
+    seconds = json.loads(SECONDS.read_text())
+    items.sort(key=lambda item: -seconds.get(item.path.stem, 0.0))
+    for item in items:
+        if item.get_closest_marker("measures_time"):
+            item.add_marker(pytest.mark.flaky(reruns=ATTEMPTS - 1))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Write how long each file took, with --rewrite-seconds."""
+    if not config.getoption("--rewrite-seconds"):
+        return
+    seconds = json.loads(SECONDS.read_text())
+    spent: dict[str, float] = {}
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        if isinstance(report, pytest.TestReport):
+            name = Path(report.nodeid.partition("::")[0]).stem
+            spent[name] = spent.get(name, 0.0) + report.duration
+    seconds |= {name: round(total) for name, total in spent.items()}
+    slow = {name: total for name, total in sorted(seconds.items()) if total >= 1}
+    SECONDS.write_text(json.dumps(slow, indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from command_lines import clean_environment
-from in_process import PATIENCE_SECONDS, Outcome
+from in_process import Outcome
+from patience import PATIENCE_SECONDS
 
 CODES = frozenset({0, 1, 2, 3, 4, 5, 130})
 MAX_LINES = 3  # of a refusal

@@ -14,11 +14,10 @@ from unittest import mock
 
 import pytest
 from command_lines import clean_environment
+from patience import PATIENCE_SECONDS
 
 from ddpbench import cli
 from ddpbench.session import errors, launch_loop
-
-PATIENCE_SECONDS = 60.0  # for one command: the machine may be busy
 
 
 class ProcessStarted(BaseException):

@@ -7,14 +7,15 @@ import time
 from pathlib import Path
 
 import psutil
+from patience import PATIENCE_SECONDS
 
 
 def wait_for_left_processes(folder: Path) -> list[str]:
-    """Return the command lines of processes that name a path in this folder and run after 10 s.
+    """Return the command lines of processes that name a path in this folder and do not end.
 
-    The process that cleans up after a killed one needs some of that time.
+    The process that cleans up after a killed one needs some time.
     """
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE_SECONDS
     while command_lines := _list_processes(folder):
         if time.monotonic() > until:
             break
