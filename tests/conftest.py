@@ -39,12 +39,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     So no process is left alone with one at the end.
     """
-    config.stash[COLLECTED] = {(item.path.stem, item.name) for item in items}
+    measures = {item: bool(item.get_closest_marker("measures_time")) for item in items}
+    config.stash[COLLECTED] = {(each.path.stem, each.name): measures[each] for each in items}
     seconds = json.loads(SECONDS.read_text())
     items.sort(key=lambda item: -seconds.get(item.path.stem, 0.0))
-    for item in items:
-        if item.get_closest_marker("measures_time"):
-            item.add_marker(pytest.mark.flaky(reruns=ATTEMPTS - 1))
+    for item in filter(measures.get, items):
+        item.add_marker(pytest.mark.flaky(reruns=ATTEMPTS - 1))
 
 
 def pytest_terminal_summary(

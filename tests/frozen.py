@@ -17,7 +17,8 @@ import pytest
 from ddpbench.records.schema import Finding
 
 GOLDEN = Path(__file__).parent / "golden"
-COLLECTED = pytest.StashKey[set[tuple[str, str]]]()  # module and name of each test
+# Module and name of each test, and whether it has the marker measures_time.
+COLLECTED = pytest.StashKey[dict[tuple[str, str], bool]]()
 HEAD = "═══ "  # a line that starts with this begins a text and contains its key
 
 RANKS = re.compile(r"\branks? (\d+(?:(?:, | and |–)\d+)*)")

@@ -246,3 +246,14 @@ def test_nothing_is_frozen_that_no_test_reads(pytestconfig: pytest.Config) -> No
             assert list(GOLDEN.parent.rglob(f"{path.stem}.py")), path
             continue
         assert keys <= known, path
+
+
+def test_no_further_test_measures_time(
+    request: pytest.FixtureRequest, pytestconfig: pytest.Config
+) -> None:
+    """Those that do are listed under this test's name in facts/; the list may only shrink."""
+    tests = pytestconfig.stash[COLLECTED]
+    modules = {module for module, _ in tests}
+    marked = {f"{module}::{name}" for (module, name), measures in tests.items() if measures}
+    listed = read_facts(GOLDEN / "facts" / "test_golden.json")[request.node.name]
+    assert marked == {test for test in listed if test.partition("::")[0] in modules}
