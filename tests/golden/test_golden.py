@@ -22,6 +22,11 @@ from ddpbench.records import store
 
 RUNS = sorted(path.name for path in (GOLDEN / "runs").iterdir())
 DAMAGED = ("damaged", "newer")  # no command can read these
+# Their pages as Markdown have every title, caption, sentence, table and legend of a page.
+MARKDOWN = (
+    "sweep", "sweep changed", "step", "hsdp", "diverged", "training", "doctor", "doctor-slow",
+    "watch-late",
+)  # fmt: skip
 WORDING = ("sentence", "next_step", "reason", "why")  # columns of text
 
 # Command lines by the command whose texts they are. They run where results/ holds golden/runs.
@@ -79,7 +84,7 @@ COMMAND_LINES = {
         "baseline save a/b sweep",
     ),
     "report": (
-        "report sweep --markdown -",
+        *(f"report {name} --markdown -" for name in MARKDOWN),
         "report sweep --svg pictures",
         "report step --svg pictures",
         "report hsdp --svg pictures",
