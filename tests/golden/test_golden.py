@@ -91,8 +91,6 @@ COMMAND_LINES = {
         "report doctor --svg pictures --chart links-bandwidth",
         "report watch-late --svg pictures",
         "report step --output page.html",
-        "report sweep changed --output page.html",
-        "report sweep --svg pictures --chart nothing",
         "report sweep --svg pictures --chart all_reduce-tim",
         "report sweep --svg pictures --chart facts",
         "report sweep --chart all_reduce-time",
@@ -206,7 +204,12 @@ def test_a_stored_run_keeps_its_facts(results: Path, frozen: Frozen, name: str) 
 
 
 @pytest.mark.parametrize(
-    "line", [pytest.param(line, id=line) for lines in COMMAND_LINES.values() for line in lines]
+    "line",
+    [
+        pytest.param(line, id=line, marks=[pytest.mark.thorough] if "--svg" in line else [])
+        for lines in COMMAND_LINES.values()
+        for line in lines
+    ],
 )
 def test_a_command_line_keeps_its_facts(
     results: Path, line: str, request: pytest.FixtureRequest

@@ -18,6 +18,8 @@ from ddpbench.records.wording import install_extra
 from ddpbench.report.chart import ReportRun
 from ddpbench.report.output import page_file
 
+pytestmark = pytest.mark.thorough
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
@@ -25,7 +27,6 @@ STEP = Path(__file__).parents[2] / "results/reference/ddp-cpu-2-ranks"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 WIDE, PHONE = 1280, 390
 SCRIPT = "<script>alert(1)</script>"
-POINTS = "figure[data-operation=all_reduce] .mark-symbol.role-mark path"
 # The charts and their names: which colours and texts are there tells which theme drew them.
 FILLS = "() => [...document.querySelectorAll('figure svg text')].map((e) => e.getAttribute('fill'))"
 
@@ -126,20 +127,9 @@ def test_only_charts_in_sight_are_drawn(reference: Path, open_page: Open) -> Non
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE
 
 
-def test_hovering_a_point_shows_its_values(reference: Path, open_page: Open) -> None:
-    """The tooltip names the point's size and backend."""
-    page = open_page(reference)
-    draw_all(page, "figure[data-operation=all_reduce]")
-    page.locator(POINTS).first.hover(force=True)
-    tooltip = page.locator("#vg-tooltip-element.visible")
-    tooltip.wait_for()
-    text = tooltip.inner_text()
-    assert "backend" in text
-    assert "4 B" in text
-
-
-def test_a_backend_can_be_hidden(reference: Path, open_page: Open) -> None:
-    """Without its check mark a backend leaves charts, also those drawn later, and tables."""
+def test_a_backend_and_an_operation_can_be_hidden(reference: Path, open_page: Open) -> None:
+    """Without its check mark a backend leaves charts, also those drawn later, and tables; an
+    operation's charts leave the page. Both come back."""
     page = open_page(reference)
     chart = page.locator("figure[data-operation=all_reduce]").first
     chart.scroll_into_view_if_needed()
@@ -162,10 +152,6 @@ def test_a_backend_can_be_hidden(reference: Path, open_page: Open) -> None:
     page.wait_for_function(f"{count} == n[1]", arg=[marks, both])
     assert rows.count() == 26
 
-
-def test_an_operation_can_be_hidden(reference: Path, open_page: Open) -> None:
-    """Without its check mark an operation's charts leave the page, and come back with it."""
-    page = open_page(reference)
     charts = page.locator("figure[data-operation=all_gather]")
     shown = charts.count()
     assert shown
@@ -197,19 +183,6 @@ def test_a_case_can_be_chosen(reference: Path, open_page: Open) -> None:
     chart.get_by_label("Filter").fill("")
     assert chart.locator("option").all_inner_texts() == cases
     assert chart.get_by_label("Case").input_value() == matching[-1]
-
-
-def test_charts_of_a_section_show_the_same_case(reference: Path, open_page: Open) -> None:
-    """The choice in one chart is that of the charts beside it that have the same cases."""
-    page = open_page(reference)
-    draw_all(page, "#skew figure[data-chart]")
-    first, second = page.locator("#skew select").all()
-    before = page.locator("#skew table").all_text_contents()
-    last = first.locator("option").all_inner_texts()[-1]
-    first.select_option(last)
-    assert second.input_value() == last
-    after = page.locator("#skew table").all_text_contents()
-    assert all(old != new for old, new in zip(before, after, strict=True))
 
 
 def test_charts_follow_the_system_and_print_in_light(reference: Path, open_page: Open) -> None:
