@@ -179,15 +179,6 @@ def test_the_mean_may_fall_by_half_but_grow_by_a_tenth_only() -> None:
 # --- outliers and autocorrelation -----------------------------------------------------------------
 
 
-def test_outliers_are_counted_on_both_sides() -> None:
-    """Of 1…99 the quartiles are 25.5 and 74.5: 1.5 interquartile ranges reach to -48 and 148."""
-    calm = list(range(1, 100))
-    assert stats.outliers(np.array(calm, dtype=float), 1.5) == 0
-    assert stats.outliers(np.array([*calm, 147.0]), 1.5) == 0
-    assert stats.outliers(np.array([*calm, 152.0, -52.0, 1000.0]), 1.5) == 3
-    assert stats.outliers(np.array([*calm, 152.0, -52.0, 1000.0]), 3.0) == 1
-
-
 def test_lag1_is_the_correlation_of_neighbours() -> None:
     """An alternating series has -1, a rising one 1, and any other what the formula gives."""
     assert stats.lag1(np.array([1.0, 2.0] * 10)) == pytest.approx(-1)

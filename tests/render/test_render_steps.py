@@ -109,9 +109,11 @@ def test_milliseconds_have_the_places_of_the_step(
 
 
 def test_the_budget_shows_parts_and_never_noise_as_a_number() -> None:
-    """What is resolved has its value; what is not stands in parentheses, and no rank is accused."""
-    run = two_backends()
-    rows = read_rows(formats.table(run), "budget")
+    """What is resolved has its value; what is not stands in parentheses, and no rank is accused.
+    The faster backend has a star above."""
+    text = formats.table(two_backends())
+    assert [row["backend"] for row in read_rows(text, TITLE)] == ["gloo", "mpi *"]
+    rows = read_rows(text, "budget")
     waiting = [rows[line]["part of a step"] for line in (8, 17)]
     assert ["rank 1" in part for part in waiting] == [True, False]
     assert float(rows[2]["ms"]) == pytest.approx(19.5, abs=0.5)

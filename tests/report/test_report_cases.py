@@ -164,7 +164,7 @@ def test_the_summary_names_damaged_samples(tmp_path: Path, frozen: Frozen) -> No
     assert str(tmp_path) in damaged.findings[0].sentence
 
 
-# --- lateness and stay of each rank ----------------------------------------------------------------
+# --- lateness and stay of each rank ---------------------------------------------------------------
 
 
 def a_stored_run(folder: Path, lates: dict[int, list[int]], **other: Any) -> Run:

@@ -127,9 +127,3 @@ def test_the_summary_names_the_fastest_backend(
 ) -> None:
     """A backend is the fastest where its interval lies below the others'; the sizes are named."""
     frozen.text(summarise(ReportRun("run", a_sweep(gloo=gloo, mpi=mpi))))
-
-
-@pytest.mark.parametrize("state", ["failed", "complete"])
-def test_the_summary_begins_with_an_early_end(state: str, frozen: Frozen) -> None:
-    """The first sentence on an incomplete run says so, and none says that nothing was found."""
-    frozen.text(summarise(ReportRun("run", a_run(a_result(), state=state))))

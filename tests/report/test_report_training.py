@@ -53,18 +53,6 @@ def test_losses_lie_where_their_steps_were() -> None:
     ]  # fmt: skip
 
 
-def test_an_epoch_whose_replicas_differed_is_circled(frozen: Frozen) -> None:
-    """Only then is there a circle, and a sentence about it."""
-    (equal,), (bad,) = (
-        charts(a_run(some_epochs(3, replicas_equal=verdict))) for verdict in (True, False)
-    )
-    frozen.text(f"{equal.caption}\n{bad.caption}")
-    assert bad.table.rows[-1][-1] == "NOT EQUAL"
-    assert bad.spec
-    assert equal.spec
-    assert len(bad.spec["layer"]) == len(equal.spec["layer"]) + 1
-
-
 @pytest.mark.parametrize("losses", [(None, None), (7.0, None)], ids=["all", "half"])
 def test_a_training_that_diverged_says_so(
     losses: tuple[float | None, float | None], frozen: Frozen
