@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from patience import PATIENCE_SECONDS
 from stored_runs import a_case, a_result, a_run, a_summary, with_facts
 
 from ddpbench.interchange import sources
@@ -73,6 +74,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
         context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
         )
+        context.set_default_timeout(1000 * PATIENCE_SECONDS)
         contexts.append(context)
         page = context.new_page()
         url = path.as_uri()
@@ -247,6 +249,7 @@ def test_markup_in_names_is_text(tmp_path: Path, open_page: Open) -> None:
 def test_without_scripts_the_tables_are_there(reference: Path, browser: Browser) -> None:
     """A browser without JavaScript shows a note, the tables, and no control that does nothing."""
     page = browser.new_page(java_script_enabled=False)
+    page.set_default_timeout(1000 * PATIENCE_SECONDS)
     page.goto(reference.as_uri())
     assert page.get_by_text("Charts need JavaScript").is_visible()
     page.locator("summary").first.click()
