@@ -43,15 +43,6 @@ def test_the_parts_are_those_of_the_samples_and_add_up() -> None:
     assert whole == pytest.approx(summary.step.value * 1e3, rel=1e-9)
 
 
-def test_each_part_names_its_source() -> None:
-    """A difference of arms, or spans; the overhead is by how much these disagree."""
-    sources = {part.name: part.source for part in a_sharded_summary(prefetch=-7).budget}
-    assert sources[steps.EITHER] == sources[steps.EXPOSED] == "arms"
-    assert sources["prefetch would save"] == sources["waiting for rank 0"] == "arms"
-    assert sources["exposed all_gather"] == sources["hidden all_gather"] == "spans"
-    assert sources[steps.OVERHEAD] == "arms less spans"
-
-
 def test_a_straggler_is_not_communication() -> None:
     """The other ranks wait 20 ms for rank 2 in a collective, and nothing of it is exposed."""
     even = parts_ms(a_sharded_summary(scatter=6))

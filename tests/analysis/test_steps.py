@@ -22,13 +22,7 @@ from stored_steps import (
 from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.flags import find_fastest
 from ddpbench.records import codec
-from ddpbench.records.schema import (
-    Part,
-    StepResult,
-    StepSummary,
-)
-
-# --- samples and records that other tests build on too --------------------------------------------
+from ddpbench.records.schema import Part, StepResult, StepSummary
 
 
 def parts(summary: StepSummary) -> dict[str, Part]:
@@ -72,15 +66,6 @@ def test_phases_are_those_of_the_slowest_rank_of_each_step() -> None:
         assert who.count(phase.slowest_rank) == max(map(who.count, who))
         assert phase.slowest_share == who.count(phase.slowest_rank) / len(who)
     assert (found[0].slowest_rank, found[0].slowest_share) == (2, 1.0)
-
-
-def test_no_common_clock_is_needed() -> None:
-    """Shifting one rank's clock by an hour changes nothing."""
-    samples = step_samples()
-    hour = 3600 * 10**9 * np.array([0, 1])[:, None, None, None]
-    shifted = {name: stamps + hour for name, stamps in samples.stamps.items()}
-    one, other = (steps.summarise(s, 1, 0) for s in (samples, replace(samples, stamps=shifted)))
-    assert one == other
 
 
 # --- the budget -----------------------------------------------------------------------------------
@@ -203,7 +188,7 @@ def test_a_late_rank_is_named_from_two_percent_of_the_step_on(delay: float, reso
     assert {bucket.late_rank for bucket in found.buckets} == ({1} if resolved else {None})
 
 
-@pytest.mark.parametrize("rounds", [7, 119, 120, 139, 140])
+@pytest.mark.parametrize("rounds", [7, 120, 140])
 def test_a_late_rank_is_found_after_any_number_of_rounds(rounds: int) -> None:
     """Six batches of rounds are too few for the corrected confidence: then the rounds themselves
     are taken."""
@@ -314,14 +299,6 @@ def test_a_round_that_was_cut_short_does_not_count() -> None:
         bucket_stamps=None if samples.bucket_stamps is None else samples.bucket_stamps[:, :8],
     )  # fmt: skip
     assert steps.summarise(fewer, 1, 0) == steps.summarise(whole, 1, 0)
-
-
-def test_many_ranks_are_summarised() -> None:
-    """16,384 ranks in a few rounds: nothing loops over ranks."""
-    samples = step_samples(world=16_384, rounds=3, in_a_row=1, buckets=2, late=(16_000, 30))
-    found = steps.summarise(samples, 1, 0)
-    assert found.budget[-1].rank == 16_000
-    assert found.phases[0].slowest_rank == 16_000
 
 
 def test_a_verifications_cost_is_its_slowest_ranks() -> None:
@@ -445,8 +422,7 @@ def test_lines_stand_by_workload_settings_and_backend() -> None:
 
 
 def test_the_faster_backend_is_the_one_whose_interval_lies_below() -> None:
-    """Apart: the lower. Overlapping, alone, busy, without interval, or with differing replicas:
-    none."""
+    """None of overlapping, busy, or where replicas differ; see test_lines.py for the others."""
     slow, fast = a_step_summary(), a_step_summary(exposed=5)
 
     def group(first: StepSummary, **other: Any) -> list[step_lines.StepLine]:
@@ -456,8 +432,6 @@ def test_the_faster_backend_is_the_one_whose_interval_lies_below() -> None:
 
     apart = group(slow)
     assert find_fastest(apart) is apart[1]
-    assert find_fastest(apart[1:]) is None
     assert find_fastest(group(fast)) is None
-    assert find_fastest(group(a_step_summary(rounds=3))) is None
     assert find_fastest(group(slow, others_share=0.5)) is None
     assert find_fastest(group(slow, replicas=some_replicas(equal=False, ok=False))) is None

@@ -22,6 +22,11 @@ from ddpbench.records import store
 
 RUNS = sorted(path.name for path in (GOLDEN / "runs").iterdir())
 DAMAGED = ("damaged", "newer")  # no command can read these
+# Their pages as Markdown have every title, caption, sentence, table and legend of a page.
+MARKDOWN = (
+    "sweep", "sweep changed", "step", "hsdp", "diverged", "training", "doctor", "doctor-slow",
+    "watch-late",
+)  # fmt: skip
 WORDING = ("sentence", "next_step", "reason", "why")  # columns of text
 
 # Command lines by the command whose texts they are. They run where results/ holds golden/runs.
@@ -79,15 +84,13 @@ COMMAND_LINES = {
         "baseline save a/b sweep",
     ),
     "report": (
-        "report sweep --markdown -",
+        *(f"report {name} --markdown -" for name in MARKDOWN),
         "report sweep --svg pictures",
         "report step --svg pictures",
         "report hsdp --svg pictures",
         "report doctor --svg pictures --chart links-bandwidth",
         "report watch-late --svg pictures",
         "report step --output page.html",
-        "report sweep changed --output page.html",
-        "report sweep --svg pictures --chart nothing",
         "report sweep --svg pictures --chart all_reduce-tim",
         "report sweep --svg pictures --chart facts",
         "report sweep --chart all_reduce-time",
@@ -201,7 +204,12 @@ def test_a_stored_run_keeps_its_facts(results: Path, frozen: Frozen, name: str) 
 
 
 @pytest.mark.parametrize(
-    "line", [pytest.param(line, id=line) for lines in COMMAND_LINES.values() for line in lines]
+    "line",
+    [
+        pytest.param(line, id=line, marks=[pytest.mark.thorough] if "--svg" in line else [])
+        for lines in COMMAND_LINES.values()
+        for line in lines
+    ],
 )
 def test_a_command_line_keeps_its_facts(
     results: Path, line: str, request: pytest.FixtureRequest

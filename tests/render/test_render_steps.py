@@ -19,12 +19,11 @@ from stored_steps import (
 )
 from text_tables import read_table
 
-from ddpbench.analysis import findings, step_lines, steps
+from ddpbench.analysis import findings, step_lines
 from ddpbench.records import codec
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Plan, Run, StepResult
 from ddpbench.render import formats
-from ddpbench.render.column import Column, UnknownColumn
 from ddpbench.render.formats import FORMATS
 from ddpbench.render.step_columns import STEP_COLUMNS, ms
 
@@ -63,13 +62,6 @@ DIFFER = some_replicas(
 # --- header and title -----------------------------------------------------------------------------
 
 
-def test_the_header_says_how_steps_were_measured(frozen: Frozen) -> None:
-    """The header has rounds, steps in a row, threads, verification and seed in one line."""
-    runs = (two_backends(), *(two_backends(plan=Plan(verify=every)) for every in (0, 10)))
-    shown = [line for run in runs for line in formats.table(run).splitlines()]
-    frozen.text("\n".join(line for line in shown if line.startswith("how ")))
-
-
 def test_the_title_names_what_is_not_default(frozen: Frozen) -> None:
     """The title has workload, settings, size, batch, device, and options that are not DDP's own."""
     case = a_step_case(
@@ -99,27 +91,11 @@ def test_no_line_of_the_tables_is_wider_than_a_terminal() -> None:
 # --- phases ---------------------------------------------------------------------------------------
 
 
-def test_backends_stand_side_by_side_and_the_faster_has_a_star() -> None:
-    """Each backend has a row with step, interval, rate, phases, slowest rank, verdict and flags."""
-    run = two_backends()
-    gloo, mpi = read_rows(formats.table(run), TITLE)
-    assert list(gloo) == [column.heading for column in STEP_COLUMNS.values() if column.default]
-    assert (gloo["backend"], mpi["backend"]) == ("gloo", "mpi *")
-    summary = run.steps[0].summary
-    assert summary is not None
-    assert gloo["step ms"] == f"{summary.step.value * 1e3:.2f}"
-    assert gloo["samples/s"] == f"{summary.samples_per_second:.0f}"
-    assert gloo["forward ms"] == f"{summary.phases[0].slowest.value * 1e3:.2f}"
-    assert (gloo["slowest rank"], gloo["equal"], gloo["flags"]) == ("1 (100 %)", "yes", "")
-    assert re.fullmatch(r"±0\.\d%", gloo["95 %"])
-
-
 @pytest.mark.parametrize(
     ("seconds", "like", "text"),
     [
-        (0.0012, 0.08, "1.20"), (0.08, 0.08, "80.00"), (0.012, 0.8, "12.0"), (1.5, 12.0, "1500"),
-        (0.00012, 0.0005, "0.1200"), (None, 1.0, "-"), (0.001, None, "1.000"),
-        (0.0000012, 0.0000012, "0.0012"),
+        (0.0012, 0.08, "1.20"), (0.012, 0.8, "12.0"), (1.5, 12.0, "1500"), (None, 1.0, "-"),
+        (0.001, None, "1.000"), (0.0000012, 0.0000012, "0.0012"),
     ],
 )  # fmt: skip
 def test_milliseconds_have_the_places_of_the_step(
@@ -133,17 +109,14 @@ def test_milliseconds_have_the_places_of_the_step(
 
 
 def test_the_budget_shows_parts_and_never_noise_as_a_number() -> None:
-    """What is resolved has its value, interval and share; what is not stands in parentheses, and no
-    rank is accused. The step stands below the rows that make it."""
-    run = two_backends()
-    rows = read_rows(formats.table(run), "budget")
-    parts = [row["part of a step"] for row in rows]
-    assert parts[:8] == parts[9:17]
-    assert "rank 1" in parts[8]
-    assert "rank 1" not in parts[17]
-    assert [row["backend"] for row in rows] == ["gloo", *[""] * 8, "mpi", *[""] * 8]
+    """What is resolved has its value; what is not stands in parentheses, and no rank is accused.
+    The faster backend has a star above."""
+    text = formats.table(two_backends())
+    assert [row["backend"] for row in read_rows(text, TITLE)] == ["gloo", "mpi *"]
+    rows = read_rows(text, "budget")
+    waiting = [rows[line]["part of a step"] for line in (8, 17)]
+    assert ["rank 1" in part for part in waiting] == [True, False]
     assert float(rows[2]["ms"]) == pytest.approx(19.5, abs=0.5)
-    assert re.fullmatch(r"\[\d+\.\d\d … \d+\.\d\d\]", rows[2]["95 %"])
     for row in (rows[10], rows[17]):
         low, high = re.findall(r"-?\d+\.\d\d", row["95 %"])
         assert float(low) <= 0 < float(high)
@@ -151,76 +124,17 @@ def test_the_budget_shows_parts_and_never_noise_as_a_number() -> None:
         assert re.fullmatch(r"\(-?0\.\d\)", row["% of step"])
 
 
-def test_the_shown_budget_adds_up() -> None:
-    """The rows as they are printed make the step, exposed communication and communication, but for
-    the last digit."""
-    text = formats.table(two_backends())
-    for first in (0, 9):
-        rows = read_rows(text, "budget")[first : first + 8]
-        ms = [float(row["ms"].strip("()")) for row in rows]
-        assert ms[3] == pytest.approx(sum(ms[:3]), abs=0.021)
-        assert ms[2] == pytest.approx(ms[4] + ms[5], abs=0.021)
-        assert ms[7] == pytest.approx(ms[4] + ms[6], abs=0.021)
-        assert rows[3]["% of step"] == "100.0"
-
-
-def test_what_could_be_gained_at_most_is_told() -> None:
-    """Each backend has its speed-up without communication, or a bound if that is not resolved."""
-    factor = r"×\d\.\d\d \[\d\.\d\d … \d\.\d\d\]"
-    assert len(re.findall(factor, formats.table(two_backends()))) == 2
-    nothing = a_step_summary(exposed=0, copies=0, noise=0.02, in_a_row=1)
-    text = show(a_step_result(summary=nothing))
-    assert not re.findall(factor, text)
-    assert re.search(r"than ×1\.\d\d ", text)
-
-
-def test_too_few_rounds_give_no_budget(frozen: Frozen) -> None:
-    """Without any interval, one line states the reason instead of a table of dashes."""
-    text = show(a_step_result(summary=a_step_summary(rounds=3)))
-    (block,) = [block for block in text.split("\n\n") if block.startswith("budget\n")]
-    assert "---" not in block
-    frozen.text(block)
-
-
 # --- buckets --------------------------------------------------------------------------------------
 
 
-def test_buckets_show_where_they_wait() -> None:
-    """Each bucket has a row with size, names, hand-over, wire, wait and the late rank."""
-    rows = read_rows(formats.table(two_backends()), "buckets")
-    assert len(rows) == 8
-    named = ("backend", "#", "MB", "n", "parameters", "late rank")
-    assert [rows[0][head] for head in named] == [
-        "gloo", "0", "4.00", "2", "layers.4.weight … layers.4.bias", "1",
-    ]  # fmt: skip
-    assert float(rows[0]["wait ms"]) == pytest.approx(2.2, abs=0.3)
-    assert [row["late rank"] for row in rows] == ["1"] * 4 + ["-"] * 4
-
-
-@pytest.mark.parametrize(("count", "rows"), [(12, 12), (13, 11), (40, 11)])
+@pytest.mark.parametrize(("count", "rows"), [(12, 12), (40, 11)])
 def test_of_many_buckets_both_ends_and_the_rest_are_shown(count: int, rows: int) -> None:
     """Up to twelve buckets have a row each; of more, only the first and last five have."""
     found = read_rows(show(a_step_result(summary=a_step_summary(buckets=count))), "buckets")
     assert len(found) == rows
-    if count > 12:
-        assert (found[5]["#"], found[5]["n"]) == ("…", str(2 * (count - 10)))
-        assert found[5]["MB"] == f"{4 * (count - 10)}.00"
-        assert found[5]["parameters"].startswith(f"{count - 10} ")
-        assert found[-1]["#"] == str(count - 1)
-
-
-def test_long_names_keep_their_end() -> None:
-    """A long parameter name is cut at its beginning, since names differ at the end."""
-    result = a_step_result(summary=a_step_summary(buckets=1))
-    assert result.summary is not None
-    long = replace(
-        result.summary.buckets[0], first="transformer.encoder.layers.11.self_attn.in_proj_weight",
-        parameters=1,
-    )  # fmt: skip
-    (row,) = read_rows(
-        show(replace(result, summary=replace(result.summary, buckets=(long,)))), "buckets"
-    )
-    assert row["parameters"] == "…elf_attn.in_proj_weight"
+    if count == 40:
+        assert (found[5]["#"], found[5]["n"], found[5]["MB"]) == ("…", "60", "120.00")
+        assert (found[4]["#"], found[6]["#"], found[10]["#"]) == ("4", "35", "39")
 
 
 # --- replicas and training ------------------------------------------------------------------------
@@ -246,25 +160,13 @@ def test_equal_replicas_are_one_verdict_with_its_cost(frozen: Frozen) -> None:
 def test_a_difference_is_shown_with_its_whole_report(frozen: Frozen) -> None:
     """The step, until when they were equal, and the report, indented; the row says NO; of several
     launches the bad one is shown."""
-    for text in (
-        show(a_step_result(replicas=DIFFER)),
-        show(a_step_result(), a_step_result(launch=1, replicas=DIFFER)),
-    ):
-        frozen.text(replicas_block(text))
-        (row,) = read_rows(text, TITLE)
-        assert (row["equal"], row["flags"].split()[0]) == ("NO", "DIFFER")
+    text = show(a_step_result(), a_step_result(launch=1, replicas=DIFFER))
+    frozen.text(replicas_block(text))
+    (row,) = read_rows(text, TITLE)
+    assert (row["equal"], row["flags"].split()[0]) == ("NO", "DIFFER")
     infinite = show(a_step_result(replicas=replace(DIFFER, equal=True)))
     frozen.text(replicas_block(infinite))
     assert read_rows(infinite, TITLE)[0]["equal"] == "NaN"
-
-
-def test_a_case_that_stopped_before_any_round_is_shown() -> None:
-    """A case whose replicas differ in the warm-up has a row of dashes and the report."""
-    text = show(replace(a_step_result(replicas=DIFFER), summary=None))
-    (row,) = read_rows(text, TITLE)
-    assert (row["step ms"], row["slowest rank"], row["equal"]) == ("-", "-", "NO")
-    assert "NOT EQUAL" in replicas_block(text)
-    assert "budget" not in text
 
 
 def test_of_many_tensors_that_differ_two_stand_above_the_tables(frozen: Frozen) -> None:
@@ -289,7 +191,7 @@ def test_a_training_shows_the_load_of_a_rank(frozen: Frozen) -> None:
         frozen.text("\n".join(line for line in text.splitlines() if line.startswith("load ")))
 
 
-@pytest.mark.parametrize(("count", "rows"), [(1, 1), (18, 18), (19, 16), (500, 16)])
+@pytest.mark.parametrize(("count", "rows"), [(18, 18), (500, 16)])
 def test_of_a_long_training_some_epochs_are_shown(count: int, rows: int) -> None:
     """A long training shows the first and last epochs, ten between, and each fault."""
     result = a_step_result(epochs=some_epochs(count))
@@ -298,10 +200,6 @@ def test_of_a_long_training_some_epochs_are_shown(count: int, rows: int) -> None
     assert len(numbers) == rows
     assert numbers == sorted(set(numbers))
     assert (numbers[0], numbers[-1]) == (1, count)
-    assert found[0] == {
-        "backend": "gloo", "epoch": "1", "train loss": "0.4500", "validation loss": "0.4950",
-        "seconds": "0.3120", "replicas": "equal",
-    }  # fmt: skip
     if count == 500:
         epochs = list(result.epochs)
         epochs[49] = replace(epochs[49], replicas_equal=False)
@@ -310,31 +208,6 @@ def test_of_a_long_training_some_epochs_are_shown(count: int, rows: int) -> None
 
 
 # --- below the tables -----------------------------------------------------------------------------
-
-
-def test_skipped_cases_and_notes_have_their_reason(frozen: Frozen) -> None:
-    """Backends skipped for the same reason share a line; a skipped workload has no table."""
-    both = [a_step_case(workload="big", backend=name) for name in ("gloo", "mpi")]
-    skipped = [StepResult(case, i, reason="no memory") for i, case in enumerate(both)]
-    text = show(a_step_result(notes=("no_sync is forbidden",)), *skipped)
-    notes = [line for line in text.splitlines() if line.startswith(("skipped", "note"))]
-    frozen.text("\n".join(notes))
-    assert not any(line.startswith("big ") for line in text.splitlines())
-
-
-def test_legends_explain_what_is_shown_and_no_more(frozen: Frozen) -> None:
-    """Legends explain raised flags, the star and the tables shown, and nothing else."""
-    frozen.text(formats.table(two_backends()).split("\n\n")[-1])
-    alone = replace(a_step_summary(rounds=3), budget=(), buckets=(), observer=None)
-    few = show(a_step_result(a_step_case(world_size=1), summary=alone)).split("\n\n")[-1]
-    assert [line.split(":")[0] for line in few.splitlines()] == ["arm", "step ms", "imprecise"]
-
-
-def test_quiet_leaves_the_tables_only() -> None:
-    """--quiet drops header, notes, skipped cases and legends."""
-    blocks = formats.table(two_backends(), quiet=True).split("\n\n")
-    heads = [block.split("\n")[0] for block in blocks]
-    assert heads == [TITLE, "budget", "buckets", "replicas"]
 
 
 def test_a_run_without_steps_says_so(frozen: Frozen) -> None:
@@ -346,18 +219,6 @@ def test_a_run_without_steps_says_so(frozen: Frozen) -> None:
     assert codec.decode(Run, json.loads(formats.json(run))) == run
 
 
-def test_markdown_has_headings_and_tables_that_render() -> None:
-    """A heading a workload and one a table within; every table has rows of equally many cells, and
-    lines of text do not run together."""
-    lines = formats.markdown(two_backends()).splitlines()
-    assert [line for line in lines if line.startswith("#")] == [
-        f"### {TITLE}", "#### budget", "#### buckets", "#### replicas",
-    ]  # fmt: skip
-    for i, line in enumerate(lines):
-        if line and lines[i - 1] and i:
-            assert line.count("|") == lines[i - 1].count("|") > 2
-
-
 # --- for machines ---------------------------------------------------------------------------------
 
 
@@ -367,11 +228,6 @@ def test_csv_has_every_number_unrounded() -> None:
     frame = pd.read_csv(io.StringIO(formats.csv(run)), float_precision="round_trip")
     assert list(frame.columns) == list(STEP_COLUMNS)
     assert frame["backend"].tolist() == ["gloo", "mpi"]
-    words = {"workload", "settings", "backend", "provider", "device", "optimizer", "comm_hook",
-             "parallel"}  # fmt: skip
-    for name in set(STEP_COLUMNS) - words:
-        numeric = pd.api.types.is_numeric_dtype(frame[name])
-        assert numeric or pd.api.types.is_bool_dtype(frame[name]), name
     for row, result in enumerate(run.steps):
         summary = result.summary
         assert summary is not None
@@ -388,14 +244,6 @@ def test_csv_has_every_number_unrounded() -> None:
     assert frame["verified"].tolist() == [136, 136]
 
 
-def test_the_columns_of_parts_know_their_names() -> None:
-    """Each part that a budget can have has its columns."""
-    (line,) = step_lines.lines(a_step_run(a_step_result(summary=a_step_summary(late=(1, 9)))))
-    for name in ("compute", "copies", "exposed", "communication", "hidden", "waiting"):
-        assert STEP_COLUMNS[f"{name}_ms"].value(line) is not None
-    assert steps.COPIES == "bucket copies"
-
-
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
     """--columns gives these columns in every format, and no other table; what is noise stays a
@@ -408,20 +256,6 @@ def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
     else:
         assert len(text.split("\n\n")) == (1 if form == "table" else 2)
         assert re.search(r"\(0\.\d\d\).*mpi", text)
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_an_unknown_column_is_one_sentence(form: str) -> None:
-    """A column of collectives is refused for steps, with the columns that steps have."""
-    with pytest.raises(UnknownColumn, match="'p99'") as caught:
-        FORMATS[form](two_backends(), ("p99",), False)
-    assert ", ".join(STEP_COLUMNS) in str(caught.value)
-
-
-def test_json_is_the_whole_run() -> None:
-    """JSON without columns is the run as stored."""
-    run = two_backends()
-    assert codec.decode(Run, json.loads(formats.json(run))) == run
 
 
 def test_every_column_can_be_shown_for_every_line() -> None:
@@ -438,10 +272,3 @@ def test_every_column_can_be_shown_for_every_line() -> None:
         for name, column in STEP_COLUMNS.items():
             assert re.fullmatch(r"[^\n]{0,40}", column.show(line)), name
             assert isinstance(column.value(line), float | int | str | None), name
-
-
-def test_a_column_that_is_added_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry added to STEP_COLUMNS is shown."""
-    monkeypatch.setitem(STEP_COLUMNS, "double", Column("double", lambda line: 2 * line.case.batch))
-    assert [row["double"] for row in read_rows(formats.table(two_backends()), TITLE)] == ["128"] * 2
-    assert formats.csv(two_backends(), ("double",)).split() == ["double", "128", "128"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from patience import PATIENCE_SECONDS
 from stored_runs import a_case, a_result, a_run, a_summary, with_facts
 
 from ddpbench.interchange import sources
@@ -18,6 +19,8 @@ from ddpbench.records.wording import install_extra
 from ddpbench.report.chart import ReportRun
 from ddpbench.report.output import page_file
 
+pytestmark = pytest.mark.thorough
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
@@ -25,7 +28,6 @@ STEP = Path(__file__).parents[2] / "results/reference/ddp-cpu-2-ranks"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 WIDE, PHONE = 1280, 390
 SCRIPT = "<script>alert(1)</script>"
-POINTS = "figure[data-operation=all_reduce] .mark-symbol.role-mark path"
 # The charts and their names: which colours and texts are there tells which theme drew them.
 FILLS = "() => [...document.querySelectorAll('figure svg text')].map((e) => e.getAttribute('fill'))"
 
@@ -72,6 +74,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
         context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
         )
+        context.set_default_timeout(1000 * PATIENCE_SECONDS)
         contexts.append(context)
         page = context.new_page()
         url = path.as_uri()
@@ -126,20 +129,9 @@ def test_only_charts_in_sight_are_drawn(reference: Path, open_page: Open) -> Non
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE
 
 
-def test_hovering_a_point_shows_its_values(reference: Path, open_page: Open) -> None:
-    """The tooltip names the point's size and backend."""
-    page = open_page(reference)
-    draw_all(page, "figure[data-operation=all_reduce]")
-    page.locator(POINTS).first.hover(force=True)
-    tooltip = page.locator("#vg-tooltip-element.visible")
-    tooltip.wait_for()
-    text = tooltip.inner_text()
-    assert "backend" in text
-    assert "4 B" in text
-
-
-def test_a_backend_can_be_hidden(reference: Path, open_page: Open) -> None:
-    """Without its check mark a backend leaves charts, also those drawn later, and tables."""
+def test_a_backend_and_an_operation_can_be_hidden(reference: Path, open_page: Open) -> None:
+    """Without its check mark a backend leaves charts, also those drawn later, and tables; an
+    operation's charts leave the page. Both come back."""
     page = open_page(reference)
     chart = page.locator("figure[data-operation=all_reduce]").first
     chart.scroll_into_view_if_needed()
@@ -162,10 +154,6 @@ def test_a_backend_can_be_hidden(reference: Path, open_page: Open) -> None:
     page.wait_for_function(f"{count} == n[1]", arg=[marks, both])
     assert rows.count() == 26
 
-
-def test_an_operation_can_be_hidden(reference: Path, open_page: Open) -> None:
-    """Without its check mark an operation's charts leave the page, and come back with it."""
-    page = open_page(reference)
     charts = page.locator("figure[data-operation=all_gather]")
     shown = charts.count()
     assert shown
@@ -197,19 +185,6 @@ def test_a_case_can_be_chosen(reference: Path, open_page: Open) -> None:
     chart.get_by_label("Filter").fill("")
     assert chart.locator("option").all_inner_texts() == cases
     assert chart.get_by_label("Case").input_value() == matching[-1]
-
-
-def test_charts_of_a_section_show_the_same_case(reference: Path, open_page: Open) -> None:
-    """The choice in one chart is that of the charts beside it that have the same cases."""
-    page = open_page(reference)
-    draw_all(page, "#skew figure[data-chart]")
-    first, second = page.locator("#skew select").all()
-    before = page.locator("#skew table").all_text_contents()
-    last = first.locator("option").all_inner_texts()[-1]
-    first.select_option(last)
-    assert second.input_value() == last
-    after = page.locator("#skew table").all_text_contents()
-    assert all(old != new for old, new in zip(before, after, strict=True))
 
 
 def test_charts_follow_the_system_and_print_in_light(reference: Path, open_page: Open) -> None:
@@ -274,6 +249,7 @@ def test_markup_in_names_is_text(tmp_path: Path, open_page: Open) -> None:
 def test_without_scripts_the_tables_are_there(reference: Path, browser: Browser) -> None:
     """A browser without JavaScript shows a note, the tables, and no control that does nothing."""
     page = browser.new_page(java_script_enabled=False)
+    page.set_default_timeout(1000 * PATIENCE_SECONDS)
     page.goto(reference.as_uri())
     assert page.get_by_text("Charts need JavaScript").is_visible()
     page.locator("summary").first.click()

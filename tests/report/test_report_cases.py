@@ -1,4 +1,4 @@
-"""The chart of any one case, from raw samples on disk."""
+"""The chart of any one case and the heat maps of ranks, from raw samples on disk."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.report.chart import Chart, ReportRun
 from ddpbench.report.repetitions import Repetitions, reduce_samples
-from ddpbench.report.sections import cases, overview
-from ddpbench.session.summary import operation_columns, span_columns
+from ddpbench.report.sections import cases, overview, skew
+from ddpbench.session.summary import operation_columns
 
 Ints = npt.NDArray[np.int64]
 WARM_UPS = 3
@@ -150,41 +150,6 @@ def test_the_first_choice_is_the_most_telling(tmp_path: Path) -> None:
     assert (low["middle"], high["middle"]) == pytest.approx((1e-5, 1e-4), rel=0.05)
 
 
-def test_close_lines_share_a_label(tmp_path: Path) -> None:
-    """Labels do not lie on each other: the p99 next to the median is named beside it."""
-    add_case(tmp_path, 0, a_case().key, np.linspace(1000, 10**6, 60, dtype=int).reshape(2, 30))
-    summary = a_summary(1e-5, percentiles_seconds={"p99": 1.001e-5})
-    chart = one_chart(a_run(a_result(summary=summary)), tmp_path)
-    assert [row["label"] for row in rows(chart, 0, "marks")] == ["median, p99"]
-
-
-def test_parts_of_a_step_are_choices(tmp_path: Path) -> None:
-    """Samples that belong to no operation keep their own name."""
-    spans = np.zeros((2, 10, 2), dtype=np.int64)
-    spans[:, :, 1] = 5000
-    store.add_samples(tmp_path, 0, span_columns({"mlp/gloo/cpu/ddp/forward": spans}, 0))
-    chart = one_chart(a_run(), tmp_path)
-    assert [choice.label for choice in chart.choices] == ["mlp/gloo/cpu/ddp/forward"]
-
-
-def test_the_chart_shows_its_first_choice(tmp_path: Path) -> None:
-    """The spec holds the datasets of the first choice, so that a picture needs no page."""
-    add_case(tmp_path, 0, a_case().key, np.full((2, 30), 20_000))
-    chart = one_chart(a_run(a_result()), tmp_path)
-    assert chart.spec is not None
-    assert set(chart.spec["datasets"]) == set(chart.choices[0].data)
-    assert chart.spec["datasets"]["timed"] == rows(chart, 0, "timed")
-
-
-def test_without_samples_there_is_no_section(tmp_path: Path) -> None:
-    """A log, a run without samples and a damaged file of samples have no chart of calls."""
-    run = a_run(a_result())
-    assert cases.section([ReportRun("a", run)]) is None
-    assert cases.section([ReportRun("a", run, tmp_path)]) is None
-    (tmp_path / "samples.parquet").write_bytes(b"PAR1 broken")
-    assert cases.section([ReportRun("a", run, tmp_path)]) is None
-
-
 def test_the_summary_names_damaged_samples(tmp_path: Path, frozen: Frozen) -> None:
     """A page without repetitions says why, if the file of samples is damaged; else it says
     nothing about it."""
@@ -197,3 +162,56 @@ def test_the_summary_names_damaged_samples(tmp_path: Path, frozen: Frozen) -> No
     assert whole.findings == ()
     frozen.facts([finding_facts(finding) for finding in damaged.findings])
     assert str(tmp_path) in damaged.findings[0].sentence
+
+
+# --- lateness and stay of each rank ---------------------------------------------------------------
+
+
+def a_stored_run(folder: Path, lates: dict[int, list[int]], **other: Any) -> Run:
+    """Store an all_reduce of 0.1 ms for each size; each rank enters late by so many ns."""
+    results = []
+    for part, (nbytes, late) in enumerate(lates.items()):
+        case = a_case(nbytes=nbytes, world_size=len(late))
+        entry = np.tile(np.array(late)[:, None], 10)
+        add_case(folder, part, case.key, 100_000 - entry, entry)
+        results.append(a_result(case, part, summary=a_summary(1e-4, **other)))
+    return a_run(*results)
+
+
+def skew_charts(run: Run, folder: Path) -> list[Chart]:
+    section = skew.section([ReportRun(run.id, run, folder)])
+    return section.charts if section else []
+
+
+def cells(chart: Chart) -> dict[tuple[int, int], float]:
+    """Return the seconds of each rank and size."""
+    sizes = chart.choices[0].data["calls"]["nbytes"]
+    return {(row["rank"], sizes[row["case"]]): row["seconds"] for row in rows(chart, 0, "cells")}
+
+
+def test_the_late_rank_is_late_and_stays_shortest(tmp_path: Path) -> None:
+    """Both heat maps hold a cell per rank and size, in seconds; their tables hold the µs."""
+    run = a_stored_run(tmp_path, {1024: [0, 40_000, 2_000], 4096: [0, 60_000, 4_000]})
+    late, stay = skew_charts(run, tmp_path)
+    assert cells(late)[1, 4096] == pytest.approx(60e-6)
+    assert cells(stay)[1, 4096] == pytest.approx(40e-6)
+    assert min(cells(stay), key=cells(stay).__getitem__) == (1, 4096)
+    assert [column.heading for column in late.table.columns] == ["rank", "1 KiB µs", "4 KiB µs"]
+    assert late.table.rows[1] == (1, pytest.approx(40.0), pytest.approx(60.0))
+    assert late.choices[0].data["calls"]["call"] == pytest.approx((1e-4, 1e-4))
+
+
+def test_clocks_that_differ_show_no_lateness(tmp_path: Path) -> None:
+    """Where entries of ranks are not comparable, only the stay is shown: it needs one clock."""
+    run = a_stored_run(tmp_path, {1024: [0, 40_000]}, skew_seconds=None)
+    assert [chart.name for chart in skew_charts(run, tmp_path)] == ["skew-stay"]
+
+
+def test_many_ranks_keep_the_latest(tmp_path: Path) -> None:
+    """Of 100 ranks the map keeps the 64 latest, and the latest of all is one of them."""
+    late = [n % 7 for n in range(100)]
+    late[41] = 70_000
+    shown, _ = skew_charts(a_stored_run(tmp_path, {1024: late}), tmp_path)
+    ranks = {rank for rank, _ in cells(shown)}
+    assert len(ranks) == 64
+    assert 41 in ranks

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import pytest
+from drawn import values
 from frozen import Frozen
 from stored_runs import a_run, with_tables
 
@@ -30,13 +30,6 @@ def section_of(make: MakeSection, *examined: Examination) -> Section:
 def charts(section: Section) -> dict[str, Chart]:
     """The charts of a section by name."""
     return {chart.name: chart for chart in section.charts}
-
-
-def values(chart: Chart) -> list[dict[str, Any]]:
-    """The values that a chart shows."""
-    assert chart.spec is not None
-    (rows,) = chart.spec["datasets"].values()
-    return list(rows)
 
 
 def examined_ranks(
@@ -84,32 +77,6 @@ def test_a_late_rank_is_marked_where_the_ranks_wait() -> None:
     assert waits == {0: (1.0, ""), 1: (1.0, "late")}
 
 
-def test_what_is_unknown_or_never_happened_is_left_out() -> None:
-    """Waits that were not measured; a reason that is unknown, or that held up no rank."""
-    one = examined_ranks([0.1, 0.1], wait=None, told=("ranks compute",))
-    section = section_of(stragglers.section, one)
-    found = charts(section)
-    assert set(found) == {"stragglers-matmul", "stragglers-memory-copy", "stragglers-held-up"}
-    assert {v["series"] for v in values(found["stragglers-held-up"])} == {"waiting for a core"}
-    assert section.lines == ("Ranks compute.",)
-    assert charts(section_of(stragglers.section, examined_ranks([0.1]))) == {}
-
-
-def test_launches_and_backends_share_a_chart(frozen: Frozen) -> None:
-    """Their dots lie beside each other, and the table has a column for each."""
-    several = [
-        examined_ranks([0.1, 0.2], n, backend)
-        for n, backend in enumerate(("gloo", "mpi", "gloo", "mpi"))
-    ]
-    chart = charts(section_of(stragglers.section, *several))["stragglers-matmul"]
-    assert len(values(chart)) == 4 * 2 * 2
-    frozen.text("\n".join(column.heading for column in chart.table.columns))
-    assert chart.spec is not None
-    assert [p["value"] for p in chart.spec["params"] if p["name"] == "backends"] == [
-        ["gloo", "mpi"]
-    ]
-
-
 def tried(*outcomes: str, launch: int = 0, backend: str = "gloo") -> Examination:
     """An all_reduce of one dtype for each outcome, and a barrier, which works."""
     verdicts = [
@@ -134,31 +101,6 @@ def test_each_outcome_has_a_symbol_of_its_own() -> None:
     assert {*CELLS.values(), UNTRIED} <= set(capabilities.OUTCOMES)
 
 
-def test_an_equal_launch_is_not_drawn_again() -> None:
-    """One matrix for each backend, and one more for a launch in which something else worked."""
-    same = [tried("ok", launch=n) for n in range(3)]
-    other = tried("ok", "hang", launch=3)
-    mpi = tried("ok", launch=4, backend="mpi")
-    assert len(charts(section_of(capabilities.section, *same, other, mpi))) == 3
-
-
-def test_facts_of_several_launches_are_one_table() -> None:
-    """A fact that differs names its launches; the order of the facts stays."""
-    columns = (TableColumn(align="left"), TableColumn(align="left"))
-
-    def preflight(launch: int, memory: str) -> Examination:
-        table = Table("environment", columns, (("memory", memory), ("cpu", "X")))
-        return Examination("preflight", launch, "gloo", 1.0, tables=(table,))
-
-    (chart,) = charts(
-        section_of(examinations.section, preflight(0, "1 GiB"), preflight(1, "2 GiB"))
-    ).values()
-    assert chart.spec is None
-    assert chart.table.rows == (
-        ("memory", "1 GiB (launch 0)"), ("memory", "2 GiB (launch 1)"), ("cpu", "X"),
-    )  # fmt: skip
-
-
 def test_an_examination_of_a_plug_in_appears() -> None:
     """With its tables and lines, although the page does not know it."""
     table = Table("write speed", (TableColumn("rank"), TableColumn("MB/s")), ((0, 512.0),))
@@ -167,28 +109,6 @@ def test_an_examination_of_a_plug_in_appears() -> None:
     (chart,) = charts(section).values()
     assert (chart.title, chart.table) == ("disk: write speed", table)
     assert section.lines == ("Wrote a file.",)
-
-
-def test_many_lines_are_a_table(frozen: Frozen) -> None:
-    """Six launches would hide the charts below them."""
-    several = [
-        examined_ranks([0.1, 0.1], n, told=(f"line {n}",), unchecked=("the GPUs",))
-        for n in range(6)
-    ]
-    section = section_of(stragglers.section, *several)
-    assert section.lines == ()
-    rows = charts(section)["stragglers-results"].table.rows
-    assert len(rows) == 7
-    frozen.text("\n".join(f"{launch}: {line}" for launch, line in rows[:2]))
-
-
-@pytest.mark.parametrize("make", [stragglers.section, capabilities.section, examinations.section])
-def test_a_run_without_examinations_has_none_of_these_sections(make: MakeSection) -> None:
-    """And a run whose examination has no figures shows no chart."""
-    assert make([ReportRun("a-run", a_run())]) is None
-    for name in ("stragglers", "capabilities"):
-        section = make([run_of(Examination(name, 0, "gloo", 1.0))])
-        assert section is None or section.rows == ()
 
 
 def test_no_line_ends_inside_an_option_or_before_a_unit() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frozen import Frozen
+from drawn import values
 from stored_runs import a_run, with_tables
 
 from ddpbench.records.schema import Examination
@@ -44,37 +44,14 @@ def charts(*measured: dict[str, Any]) -> list[Chart]:
     return section.charts
 
 
-def cells(chart: Chart) -> list[dict[str, Any]]:
-    """The values that a chart shows."""
-    assert chart.spec is not None
-    (rows,) = chart.spec["datasets"].values()
-    return list(rows)
-
-
 def outlined(chart: Chart) -> set[tuple[str, str]]:
     """The ways that a chart outlines."""
-    return {(cell["from"], cell["to"]) for cell in cells(chart) if cell["slow"]}
-
-
-def test_bandwidth_and_latency_stand_beside_each_other() -> None:
-    """Each with its unit, each direction in a cell of its own, and the same values in the table."""
-    section = links.section([run_of(figures(3))])
-    assert section is not None
-    ((bandwidth, latency),) = section.rows
-    assert "MB/s" in bandwidth.caption
-    assert {(c["from"], c["to"]) for c in cells(bandwidth)} == {
-        (a, b) for a in "012" for b in "012" if a != b
-    }
-    first = cells(bandwidth)[0]
-    assert f"{first['value'] / 2:.3g} MB/s" in first.values()
-    assert bandwidth.table.rows[0][:3] == ("0", None, first["value"])
-    assert {c["value"] for c in cells(latency)} == {50.0}
+    return {(cell["from"], cell["to"]) for cell in values(chart) if cell["slow"]}
 
 
 @pytest.mark.parametrize(
     ("suspect", "ways"),
     [
-        (slow("rank", [0], [3]), {("0", "3"), ("3", "0")}),
         (slow("rank", [0], [3], "receives"), {("3", "0")}),
         (slow("rank", [2], [], "sends"), {("2", "0"), ("2", "1"), ("2", "3")}),
         (slow("host", [0], [2]), {(a, b) for a in "01" for b in "23"}
@@ -103,42 +80,5 @@ def test_many_ranks_stay_small() -> None:
         assert chart.spec is not None
         assert "text" not in [layer["mark"]["type"] for layer in chart.spec["layer"]]
         assert chart.spec["height"] < 400
-        columns = {name: [row[name] for row in cells(chart)] for name in cells(chart)[0]}
+        columns = {name: [row[name] for row in values(chart)] for name in values(chart)[0]}
         assert len(json.dumps(columns)) < 400_000
-
-
-def test_rates_of_different_magnitude_have_logarithmic_colours() -> None:
-    """Memory and a slow network in one matrix: each has a colour of its own."""
-    mixed = figures(3)
-    mixed["cells"][0][2] = 1e7
-    log, linear = (charts(f)[0].spec for f in (mixed, figures(3)))
-    assert log is not None
-    assert linear is not None
-    assert log["layer"][0]["encoding"]["color"]["scale"]["type"] == "log"
-    assert linear["layer"][0]["encoding"]["color"]["scale"]["domain"][0] == 0
-
-
-def test_pairs_across_a_cut_only(frozen: Frozen) -> None:
-    """Ranks in halves are measured at once only: these rates are shown, and said so."""
-    halves = figures(4, halved=True)
-    halves["cells"] = [[a, b, None, 2e9, 5e-5] for a in (0, 1) for b in (2, 3)]
-    bandwidth, _ = charts(halves)
-    assert {cell["value"] for cell in cells(bandwidth)} == {2.0}
-    frozen.text(bandwidth.caption)
-
-
-def test_launches_have_names_of_their_own() -> None:
-    """Two launches are two pairs of charts; without any examination there is no section."""
-    found = charts(figures(2), figures(2))
-    assert len({chart.name for chart in found}) == 4
-    assert [chart.title for chart in found[::2]] == ["Bandwidth, launch 0", "Bandwidth, launch 1"]
-    assert links.section([ReportRun("a", a_run())]) is None
-
-
-def test_a_run_whose_links_have_no_figures_shows_its_lines() -> None:
-    """One rank has no links; the reason stands there."""
-    reason = "links: there is only one rank"
-    one = Examination("links", 0, "gloo", 1.0, unchecked=(reason,))
-    section = links.section([ReportRun("a", a_run(examinations=(one,)))])
-    assert section is not None
-    assert (section.rows, section.lines) == ((), (f"Not checked: {reason}.",))

@@ -29,6 +29,7 @@ from ddpbench.report.output import markdown, pictures
 from ddpbench.report.sections import collectives
 
 REFERENCE = ROOT / "results" / "reference" / "cpu-2-ranks"
+pytestmark = pytest.mark.thorough
 CHARTS = ("all_reduce-time", "all_reduce-bandwidth")
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -131,15 +132,6 @@ def test_markdown_links_its_pictures(folder: Path) -> None:
     assert len(re.findall(r"^\| +4 KiB \| .*\| gloo ", text, re.MULTILINE)) == 2
 
 
-def test_markdown_goes_to_stdout(small: Path) -> None:
-    """`--markdown -` prints the Markdown and nothing else: no paths, and no links to pictures."""
-    done = report(small, "--markdown", "-", "--chart", CHARTS[0])
-    assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("# small\n")
-    assert re.search(r"^\| +4 KiB \|", done.out, re.MULTILINE)
-    assert "![" not in done.out
-
-
 @pytest.mark.parametrize(
     "words", [("--svg", "x"), ("--png", "x"), ("--markdown", "x/report.md")], ids=lambda w: w[0]
 )
@@ -159,14 +151,6 @@ def test_a_full_disk_is_named_with_the_file(
     assert done.code == 2
     frozen.text(done.err)
     assert not list(Path("x").iterdir())
-
-
-def test_facts_in_markdown_are_as_they_were() -> None:
-    """A table without headings is a code block, in which GitHub shows every sign as it is."""
-    facts = Table("facts", (TableColumn("", "left"),) * 2, (("where", "<script>|\x1b"),))
-    section = Section("x", "x", "", rows=((Chart("facts", "facts", "", None, facts),),))
-    text = markdown.make_markdown([section], "x", {})
-    assert "```\nwhere       <script>|\\x1b\n```" in text
 
 
 def test_markdown_shows_names_as_text(frozen: Frozen) -> None:

@@ -1,11 +1,11 @@
 """A DDP step on a page: its timeline by rank, its budget and its buckets."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from drawn import values
 from frozen import Frozen
 from stored_steps import (
     a_sharded_case,
@@ -17,7 +17,7 @@ from stored_steps import (
     step_samples,
 )
 
-from ddpbench.analysis import step_lines, steps
+from ddpbench.analysis import steps
 from ddpbench.records.schema import Run, StepCase
 from ddpbench.report.chart import Chart, ReportRun
 from ddpbench.report.charts.step_timeline import MOST_LANES
@@ -45,10 +45,8 @@ def charts(*runs: ReportRun) -> dict[str, Chart]:
 
 
 def spans(chart: Chart) -> pd.DataFrame:
-    """What a timeline draws."""
-    assert chart.spec is not None
-    (rows,) = chart.spec["datasets"].values()
-    return pd.DataFrame(rows)
+    """What a chart draws."""
+    return pd.DataFrame(values(chart))
 
 
 def lane(chart: Chart, rank: int) -> pd.DataFrame:
@@ -96,17 +94,6 @@ def test_a_bucket_is_pale_while_it_waits_for_the_late_rank() -> None:
     assert "'rank 0'" in str(chart.spec)
 
 
-def test_lanes_do_not_cover_each_other() -> None:
-    """A lane's buckets lie above its compute, and its lowest pixel above the next lane."""
-    drawn = spans(charts(late_run(buckets=40))["step-mlp-gloo"])
-    first = drawn[drawn["lane"] == "rank 0"]
-    compute = first["phase"] != "transfer"
-    assert first[~compute]["bottom"].max() <= first[compute]["top"].min()
-    assert first["bottom"].max() < drawn[drawn["lane"] == "rank 1"]["top"].min()
-    assert drawn["top"].min() >= 0
-    assert (drawn["bottom"] - drawn["top"]).min() >= 1
-
-
 def test_of_many_ranks_those_are_drawn_that_compute_longest_and_shortest(frozen: Frozen) -> None:
     """The late rank is among them, and the caption says how many there are."""
     case = a_step_case(world_size=64, ranks_per_host=(64,))
@@ -121,46 +108,13 @@ def test_of_many_ranks_those_are_drawn_that_compute_longest_and_shortest(frozen:
     frozen.text(chart.caption)
 
 
-def test_without_samples_a_timeline_is_of_the_slowest_rank(frozen: Frozen) -> None:
-    """The stored figures are enough for one lane."""
-    summary = a_step_summary()
-    chart = charts(ReportRun("a", a_step_run(a_step_result(summary=summary))))["step-mlp-gloo"]
-    drawn = spans(chart).set_index("what")
-    assert set(drawn["lane"]) == {"slowest rank"}
-    assert drawn.loc["forward", "end"] == summary.phases[0].slowest.value
-    transfer = drawn.loc["bucket 3, 4.00 MB: transfer"]
-    assert transfer["end"] - transfer["begin"] == pytest.approx(summary.buckets[3].wire.value)
-    frozen.text(chart.caption)
-
-
-def test_the_last_backward_of_several_ends_the_step() -> None:
-    """With micro-batches, the last bucket is reduced where all backwards together end."""
-    drawn = lane(charts(late_run(a_step_case(accumulate=3)))["step-mlp-gloo"], 0)
-    reduced = drawn[drawn["phase"] == "transfer"]["end"].max()
-    assert reduced == pytest.approx(drawn.loc["blocked", "end"])
-
-
-def test_launches_are_shown_one_at_a_time() -> None:
-    """Each launch is a choice with its own data and table; the first is drawn."""
-    results = [a_step_result(launch=n, summary=a_step_summary(seed=n)) for n in range(3)]
-    chart = charts(a_report(a_step_run(*results)))["step-mlp-gloo"]
-    assert [choice.label for choice in chart.choices] == ["launch 1", "launch 2", "launch 3"]
-    assert chart.spec
-    (name,) = chart.spec["datasets"]
-    first = chart.choices[0].data[name]
-    assert list(first["begin"]) == [row["begin"] for row in chart.spec["datasets"][name]]
-    assert chart.table == chart.choices[0].table
-
-
 def test_the_parts_of_a_budget_adjoin(frozen: Frozen) -> None:
     """Compute, copies and exposed communication add up to the step; the exposed communication is
     covered by transfer and overhead, and hidden communication ends where it begins."""
     summary = a_step_summary()
     report = ReportRun("a", a_step_run(a_step_result(summary=summary)))
     chart = charts(report)["step-mlp-budget"]
-    assert chart.spec
-    (rows,) = chart.spec["datasets"].values()
-    bars = pd.DataFrame(rows).set_index("part")
+    bars = spans(chart).set_index("part")
     chain = bars.loc[[steps.COMPUTE, steps.COPIES, steps.EXPOSED]]
     assert chain["begin"].iloc[0] == 0
     assert list(chain["begin"])[1:] == pytest.approx(list(chain["end"])[:-1])
@@ -177,64 +131,6 @@ def test_the_parts_of_a_budget_adjoin(frozen: Frozen) -> None:
     frozen.text(chart.caption)
 
 
-def test_a_part_that_is_noise_is_pale_and_in_parentheses() -> None:
-    """An unresolved part is told from one that is clearly above 0."""
-    summary = a_step_summary(copies=0.0, noise=0.02)
-    chart = charts(ReportRun("a", a_step_run(a_step_result(summary=summary))))["step-mlp-budget"]
-    rows = {row[1]: row for row in chart.table.rows}
-    assert rows[steps.COPIES][2].startswith("(")
-    assert not rows[steps.COMPUTE][2].startswith("(")
-    assert chart.spec
-    (data,) = chart.spec["datasets"].values()
-    pale = {row["part"] for row in data if not row["resolved"]}
-    assert steps.COPIES in pale
-    assert steps.COMPUTE not in pale
-
-
-def test_each_launch_is_a_tick_on_the_budget(frozen: Frozen) -> None:
-    """Few launches give no interval; their values are shown."""
-    results = [a_step_result(launch=n, summary=a_step_summary(seed=n)) for n in range(3)]
-    chart = charts(ReportRun("a", a_step_run(*results)))["step-mlp-budget"]
-    assert chart.spec
-    ticks = next(rows for rows in chart.spec["datasets"].values() if "at" in rows[0])
-    compute = [row["at"] for row in ticks if row["part"] == steps.COMPUTE]
-    values = [step_lines.lines(a_step_run(result))[0].part(steps.COMPUTE) for result in results]
-    assert compute == pytest.approx([part.figure.value for part in values if part])
-    frozen.text(chart.caption)
-
-
-def test_buckets_are_a_table_and_with_unequal_sizes_a_chart(frozen: Frozen) -> None:
-    """The table has what the terminal's has; buckets of one size need no chart."""
-    equal = charts(late_run())["step-mlp-buckets"]
-    assert equal.spec is None
-    assert len(equal.table.rows) == 4
-    assert equal.table.rows[0][:5] == ("gloo", "0", "4.00", "2", "layers.4.weight … layers.4.bias")
-    assert equal.table.rows[0][-1] == "1"
-    summary = a_step_summary(**LATE)
-    first, *rest = summary.buckets
-    unequal = replace(summary, buckets=(replace(first, nbytes=1_000_000), *rest))
-    run = a_step_run(a_step_result(summary=unequal))
-    drawn = charts(ReportRun("a", run))["step-mlp-buckets"]
-    assert drawn.spec is not None
-    (rows,) = drawn.spec["datasets"].values()
-    assert [row["nbytes"] for row in rows] == [1_000_000, *[4_000_000] * 3]
-    assert rows[0]["seconds"] == first.wire.value
-    frozen.text(drawn.caption)
-
-
-def test_backends_share_a_budget_and_have_a_timeline_each() -> None:
-    """The charts of a workload on two backends; readers can hide a backend of the budget."""
-    run = a_step_run(*(a_step_result(a_step_case(backend=name)) for name in ("gloo", "mpi")))
-    made = charts(ReportRun("a", run))
-    assert list(made) == [
-        "step-mlp", "step-mlp-gloo", "step-mlp-mpi", "step-mlp-budget", "step-mlp-buckets",
-    ]  # fmt: skip
-    spec = made["step-mlp-budget"].spec
-    assert spec is not None
-    assert spec["params"][0]["value"] == ["gloo", "mpi"]
-    assert [row[0] for row in made["step-mlp"].table.rows] == ["gloo", "mpi"]
-
-
 def sharded_run(*launches: int, **samples: Any) -> ReportRun:
     """A run of fully_shard with these launches."""
     results = [
@@ -247,9 +143,7 @@ def test_a_sharded_step_is_divided_by_operation(frozen: Frozen) -> None:
     """Each operation's exposed part follows the one before up to the end of the step, hidden
     communication ends where they begin, and what prefetch saves lies behind the step."""
     chart = charts(sharded_run(0, prefetch=7.0))["step-mlp-budget"]
-    assert chart.spec
-    (rows,) = chart.spec["datasets"].values()
-    bars = pd.DataFrame(rows).set_index("part")
+    bars = spans(chart).set_index("part")
     names = ["exposed all_gather", "exposed reduce_scatter", steps.OVERHEAD]
     chain, exposed = bars.loc[names], bars.loc[steps.EXPOSED]
     assert chain["begin"].iloc[0] == pytest.approx(exposed["begin"])
@@ -263,38 +157,6 @@ def test_a_sharded_step_is_divided_by_operation(frozen: Frozen) -> None:
     assert sources[steps.EXPOSED] == "arms"
     assert sources["exposed all_gather"] == "spans"
     frozen.text("\n".join(chart.table.legend))
-
-
-@pytest.mark.parametrize(("blocks", "rows"), [(2, 8), (8, 5)])
-def test_layer_groups_are_bars_that_merge_where_there_are_many(blocks: int, rows: int) -> None:
-    """Their times add up to the parts of the budget, and the table is the terminal's."""
-    report = sharded_run(0, 1, 2, blocks=blocks)
-    made = charts(report)
-    chart = made["step-mlp-layers"]
-    assert len(chart.table.rows) == rows
-    assert chart.spec
-    (drawn,) = chart.spec["datasets"].values()
-    bars = pd.DataFrame(drawn)
-    gathers = bars[(bars["operation"] == "all_gather") & (bars["what"] == "exposed")]
-    (line,) = step_lines.lines(report.run)
-    part = line.part("exposed all_gather")
-    assert part is not None
-    total = (gathers["end"] - gathers["begin"]).sum()
-    assert total == pytest.approx(part.figure.value, rel=0.01)
-
-
-def test_what_was_not_measured_has_no_chart(frozen: Frozen) -> None:
-    """A step without budget and buckets, of one rank, has a timeline; a skipped case nothing."""
-    summary = a_step_summary(world=1)
-    bare = replace(summary, budget=(), buckets=(), observer=None)
-    case = a_step_case(world_size=1, ranks_per_host=(1,))
-    run = a_step_run(a_step_result(case, summary=bare, notes=("no budget: too large",)))
-    assert list(charts(ReportRun("a", run))) == ["step-mlp", "step-mlp-gloo"]
-    section = step.section([ReportRun("a", run)])
-    assert section is not None
-    frozen.text("\n".join(section.lines))
-    skipped = replace(run.steps[0], summary=None, reason="too large")
-    assert step.section([ReportRun("a", replace(run, steps=(skipped,)))]) is None
 
 
 def test_chart_names_are_plain_and_unique() -> None:

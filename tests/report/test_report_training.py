@@ -1,15 +1,12 @@
 """Losses and load of a training on a page, from stored runs."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
+from drawn import values
 from frozen import Frozen
 from stored_steps import a_step_case, a_step_result, a_step_run, some_epochs
 
-from ddpbench.records import codec, store
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Epoch, Run
 from ddpbench.report.chart import Chart, ReportRun
@@ -22,13 +19,6 @@ def charts(*runs: Run) -> list[Chart]:
     """The charts of these runs' section."""
     section = training.section([ReportRun(f"run {n}", run) for n, run in enumerate(runs, 1)])
     return [] if section is None else section.charts
-
-
-def values(chart: Chart) -> list[dict[str, Any]]:
-    """The values that a chart shows."""
-    assert chart.spec is not None
-    (rows,) = chart.spec["datasets"].values()
-    return list(rows)
 
 
 def a_run(*epochs: tuple[Epoch, ...], backends: tuple[str, ...] = ("gloo",)) -> Run:
@@ -63,49 +53,6 @@ def test_losses_lie_where_their_steps_were() -> None:
     ]  # fmt: skip
 
 
-def test_the_load_has_the_x_axis_of_the_losses() -> None:
-    """CPU, memory and GPU have a chart each, with the same domain and the same left margin."""
-    made = charts(a_run(loaded(3, gpu=True)))
-    assert [chart.title for chart in made] == [
-        "Loss of regression", "CPU", "Memory", "GPU", "GPU memory",
-    ]  # fmt: skip
-    layers = [chart.spec["layer"][0]["encoding"] for chart in made if chart.spec]
-    assert {json.dumps(layer["x"]["scale"]) for layer in layers} == {
-        '{"domain": [0, 3], "nice": false}'
-    }
-    assert len({layer["y"]["axis"]["minExtent"] for layer in layers}) == 1
-    assert [chart.table.rows[2] for chart in made[1:]] == [
-        ("gloo", 3, "0.9000", "4.200"), ("gloo", 3, "2 GiB"), ("gloo", 3, "75 %"),
-        ("gloo", 3, "3 GiB"),
-    ]  # fmt: skip
-
-
-def test_a_run_stored_without_load_still_has_its_losses(tmp_path: Path) -> None:
-    """A file of an earlier version has neither load nor losses of parts of an epoch."""
-    stored = json.loads(codec.encode(a_run(some_epochs(3))))
-    for epoch in stored["steps"][0]["epochs"]:
-        del epoch["load"], epoch["train_losses"]
-    (tmp_path / "run.json").write_text(json.dumps(stored))
-    run = store.read(tmp_path)
-    assert run == a_run(some_epochs(3))
-    (loss,) = charts(run)
-    assert [(row["x"], row["kind"]) for row in values(loss)][:2] == [
-        (0.5, "training"), (1.0, "validation"),
-    ]  # fmt: skip
-
-
-def test_an_epoch_whose_replicas_differed_is_circled(frozen: Frozen) -> None:
-    """Only then is there a circle, and a sentence about it."""
-    (equal,), (bad,) = (
-        charts(a_run(some_epochs(3, replicas_equal=verdict))) for verdict in (True, False)
-    )
-    frozen.text(f"{equal.caption}\n{bad.caption}")
-    assert bad.table.rows[-1][-1] == "NOT EQUAL"
-    assert bad.spec
-    assert equal.spec
-    assert len(bad.spec["layer"]) == len(equal.spec["layer"]) + 1
-
-
 @pytest.mark.parametrize("losses", [(None, None), (7.0, None)], ids=["all", "half"])
 def test_a_training_that_diverged_says_so(
     losses: tuple[float | None, float | None], frozen: Frozen
@@ -118,25 +65,3 @@ def test_a_training_that_diverged_says_so(
     frozen.text(sentence)
     ((loss,),) = section.rows
     assert (loss.spec is None) == (losses[0] is None)
-
-
-def test_launches_and_backends_are_told_apart(frozen: Frozen) -> None:
-    """The facts name what differs; equal losses are said to cover each other."""
-    same = charts(a_run(loaded(2), loaded(2), backends=("gloo", "mpi")))
-    assert {row[:2] for row in same[1].table.rows} == {
-        (backend, launch) for backend in ("gloo", "mpi") for launch in (1, 2)
-    }
-    other = charts(a_run(loaded(2), some_epochs(2, train_loss=0.1)))
-    frozen.text(f"{same[0].caption}\n{other[0].caption}")
-
-
-def test_several_runs_stand_side_by_side(frozen: Frozen) -> None:
-    """Each chart of one run is beside that of the other; names are unique."""
-    made = charts(a_run(loaded(2)), a_run(loaded(2)))
-    frozen.text("\n".join(chart.title for chart in made[:2]))
-    assert len({chart.name for chart in made}) == len(made) == 6
-
-
-def test_runs_without_epochs_have_no_training() -> None:
-    """A run that only measured steps has no such section."""
-    assert training.section([ReportRun("a", a_step_run(a_step_result()))]) is None

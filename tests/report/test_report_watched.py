@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 from frozen import Frozen
-from stored_runs import a_run
 from stored_steps import a_step_case, a_step_result, a_step_run
 from synthetic_rounds import BEGAN_NS, Fault, Job
 
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run
-from ddpbench.records.watched import COLUMNS, Moment, Watched, WatchedCollective, WatchedLink
+from ddpbench.records.watched import Watched, WatchedCollective, WatchedLink
 from ddpbench.report.chart import Chart, ReportRun
-from ddpbench.report.charts import watch_timeline
-from ddpbench.report.output.page import json_in_html, make_page
 from ddpbench.report.sections import watched as watched_section
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.judging.summary import summarize
@@ -76,35 +73,6 @@ def shown() -> dict[str, Chart]:
     return charts(a_watched_run())
 
 
-def test_a_job_without_steps_and_other_commands_have_what_they_have() -> None:
-    """Without steps there are collectives and links alone; without a watch there is no section."""
-    bare = Watched(0, -1, 0.0, (), 0.0, {"a": 2})
-    run = a_watched_run()
-    (result,) = run.steps
-    known = replace(bare, collectives=result.watched.collectives) if result.watched else bare
-    assert [*charts(replace(run, steps=(replace(result, watched=known),)))] == ["watch-collectives"]
-    for nothing in (replace(run, steps=(replace(result, watched=bare),)), a_run(), a_step_run()):
-        assert watched_section.section([ReportRun("nothing", nothing)]) is None
-
-
-def test_all_charts_over_time_have_one_axis(shown: dict[str, Chart]) -> None:
-    """Parts, lateness, exposed communication, loss, recorded values and load stand below each other
-    from the start of the watch to its last step."""
-    assert [*shown] == [
-        "watch-parts", "watch-lateness", "watch-exposed", "watch-loss", "watch-value-1",
-        "watch-load-cpu", "watch-load-memory", "watch-ranks", "watch-extra", "watch-collectives",
-        "watch-links",
-    ]  # fmt: skip
-    axes = set()
-    for name in [*shown][:7]:
-        spec = shown[name].spec
-        assert spec is not None
-        encoded = [layer["encoding"] for layer in spec["layer"] if "x" in layer["encoding"]]
-        axes |= {str(each["x"]) for each in encoded if each["x"]["field"] == "at"}
-    assert len(axes) == 1
-    assert shown["watch-value-1"].title == "v <b>"
-
-
 def test_a_rule_stands_where_a_finding_begins(shown: dict[str, Chart]) -> None:
     """The straggler has a rule at its first late step, with its sentence, and no rule is at 0."""
     run = a_watched_run()
@@ -124,26 +92,18 @@ def test_the_late_rank_stands_out_over_time_and_by_phase(shown: dict[str, Chart]
     table = shown["watch-lateness"].table
     column = [c.heading for c in table.columns].index("rank 3 ms")
     late = [(row[1], row[column]) for row in table.rows]
-    for step, value in late:
-        assert value == pytest.approx(30 if step > SINCE + 20 else 0, abs=12) or step > SINCE - 20
+    before = [value for step, value in late if step < SINCE - 20]
+    after = [value for step, value in late if step > SINCE + 20]
+    assert len(before) > 10
+    assert len(after) > 10
+    assert before == pytest.approx([0] * len(before), abs=12)
+    assert after == pytest.approx([30] * len(after), abs=12)
     cells = {(row["rank"], row["part"]): row for row in rows_of(shown["watch-extra"], "marked")}
     (outlined,) = [place for place, row in cells.items() if row["marked"]]
     assert outlined == ("3 on b", "forward")
     assert cells[outlined]["seconds"] == pytest.approx(0.015, rel=0.15)
     assert shown["watch-ranks"].table.rows[0][0] == 3
     assert shown["watch-ranks"].table.rows[0][-1] == "straggler"
-
-
-def test_parts_are_in_the_table(shown: dict[str, Chart]) -> None:
-    """Each point of the table has the time of day in UTC, the step, and what the chart shows."""
-    chart = shown["watch-parts"]
-    points, cursors = rows_of(chart, "input"), rows_of(chart, "clock")
-    assert len(points) <= watch_timeline.POINTS + 1
-    assert [row[:2] for row in chart.table.rows] == [(c["clock"], c["step"]) for c in cursors]
-    for point, row in zip(points, chart.table.rows, strict=True):
-        assert row[0].endswith(" UTC")
-        assert row[3:] == pytest.approx([point[name] * 1e3 for name in COLUMNS])
-    assert cursors[0]["clock"].startswith("14:13:")
 
 
 def test_slow_links_are_outlined() -> None:
@@ -165,27 +125,6 @@ def test_slow_links_are_outlined() -> None:
     assert sum(map(sum, marked)) == 4
 
 
-def test_close_moments_are_one_point() -> None:
-    """Steps come in rounds: those of a round are merged, and what was read in them is kept."""
-    moments = tuple(
-        Moment(
-            1.79e9 + 60 * n + m, 10 * n + m, 0.1 + m, (0.1 + m,) * 6, 0.1,
-            load=Load(1.0 + m, 2.0, 10**9, gpu_share=0.5) if m else None,
-            loss=float(m) if n else None, values={"x": float(m)} if m else {},
-        )
-        for n in range(200) for m in range(3)
-    )  # fmt: skip
-    run = a_watched_run(moments=moments, ranks=())
-    (result,) = run.steps
-    assert result.watched is not None
-    merged = watch_timeline.build_timeline(run, result.watched).moments
-    assert 100 <= len(merged) <= watch_timeline.POINTS + 1
-    assert merged[-1].step == moments[-1].step
-    first = merged[0]
-    assert (first.step_seconds, first.loss, first.values) == (1.1, 1.0, {"x": 1.5})
-    assert first.load == Load(2.5, 2.0, 10**9, gpu_share=0.5)
-
-
 def test_one_huge_step_does_not_flatten_the_others(frozen: Frozen) -> None:
     """The axis is cut above the usual steps, and the caption says so; the table has all."""
     run = a_watched_run()
@@ -197,32 +136,3 @@ def test_one_huge_step_does_not_flatten_the_others(frozen: Frozen) -> None:
     assert chart.spec is not None
     assert chart.spec["layer"][0]["encoding"]["y"]["scale"]["domain"][1] < 1
     frozen.text(chart.caption)
-
-
-def test_runs_of_other_times_stand_side_by_side() -> None:
-    """Two jobs have each chart twice, with names of their own; a run without load and without
-    lateness over time shows what it has."""
-    run = a_watched_run()
-    (result,) = run.steps
-    assert result.watched is not None
-    old_ranks = tuple(
-        replace(rank, late_seconds=(), extra_seconds=()) for rank in result.watched.ranks
-    )
-    moments = tuple(
-        replace(moment, load=None, loss=None, values={}) for moment in result.watched.moments
-    )
-    old = a_watched_run(moments=moments, ranks=old_ranks)
-    names = ("parts", "exposed", "ranks", "collectives", "links")
-    shown = charts(old, old)
-    assert [*shown] == [f"watch-{name}-{number}" for name in names for number in (1, 2)]
-
-
-def test_the_page_escapes_what_a_job_says() -> None:
-    """Names of hosts, of recorded values and of findings are text, in charts and around them."""
-    run = a_watched_run(hosts={"<script>alert(1)</script>": 4})
-    nasty = Finding("warning", "straggler", "</script><b>", place={"since_step": 10, "rank": 1})
-    page = make_page([ReportRun("a", replace(run, findings=(nasty,)))])
-    assert "<script>alert(1)" not in page
-    assert "</script><b>" not in page
-    assert "v <b>" not in page
-    assert "&lt;/script&gt;" in json_in_html("x") + page

@@ -24,7 +24,7 @@ def found(base: Floats, new: Floats) -> Shift:
 # --- the shift ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("base", "new"), [(5, 5), (6, 6), (6, 9), (12, 8), (30, 30)])
+@pytest.mark.parametrize(("base", "new"), [(5, 5), (6, 9), (30, 30)])
 def test_the_shift_is_the_median_of_all_differences_of_logs(base: int, new: int) -> None:
     """Hodges–Lehmann against a plain loop over all pairs, its interval against theilslopes."""
     a, b = launch_medians(base, seed=1), launch_medians(new, 1.2e-3, 0.02, seed=2)
@@ -38,17 +38,6 @@ def test_the_shift_is_the_median_of_all_differences_of_logs(base: int, new: int)
     assert shift.half_width == pytest.approx((plain.high_slope - plain.low_slope) / 2)
 
 
-def test_the_interval_is_that_of_the_mann_whitney_test() -> None:
-    """Of 5 and 5 launches it ends at the 3rd differences from either end: those that the exact
-    test at 5 % leaves."""
-    a, b = launch_medians(5, seed=3), launch_medians(5, seed=4)
-    each = sorted(math.log(y / x) for x, y in itertools.product(a, b))
-    shift = found(a, b)
-    assert (shift.low, shift.high) == pytest.approx((each[2], each[-3]), abs=1e-9)
-    moved = [scipy_stats.mannwhitneyu(b / math.exp(d), a).pvalue for d in (each[1], each[3])]
-    assert moved[0] < 0.05 < moved[1]
-
-
 def test_the_other_way_round_the_shift_has_the_other_sign() -> None:
     """BASE and NEW swapped: the same figures mirrored, and SLOWER becomes FASTER."""
     a, b = launch_medians(6, seed=5), launch_medians(7, 1.1e-3, seed=6)
@@ -59,7 +48,7 @@ def test_the_other_way_round_the_shift_has_the_other_sign() -> None:
     assert [verdict.judge(shift, 0.03) for shift in (there, back)] == [SLOWER, FASTER]
 
 
-@pytest.mark.parametrize(("base", "new"), [(1, 1), (4, 4), (4, 30), (30, 4), (0, 6)])
+@pytest.mark.parametrize(("base", "new"), [(4, 4), (4, 30), (30, 4), (0, 6)])
 def test_below_five_launches_a_side_there_is_no_verdict(base: int, new: int) -> None:
     """However far the sides lie apart, and however many launches the other has: INCONCLUSIVE, and
     six are asked for."""
@@ -67,15 +56,6 @@ def test_below_five_launches_a_side_there_is_no_verdict(base: int, new: int) -> 
     assert shift is None
     assert verdict.judge(shift, 0.03) == INCONCLUSIVE
     assert verdict.launches_needed(shift, 0.03) == 6
-
-
-@pytest.mark.parametrize("launches", [5, 6])
-def test_from_five_launches_on_a_plain_change_is_seen(launches: int) -> None:
-    """20 % at half a percent of noise is SLOWER or FASTER, nothing is SAME."""
-    base = launch_medians(launches, noise=0.002, seed=7)
-    for factor, wanted in ((1.2, SLOWER), (1.0, SAME), (1 / 1.2, FASTER)):
-        new = launch_medians(launches, 1e-3 * factor, 0.002, seed=8)
-        assert verdict.judge(found(base, new), 0.03) == wanted
 
 
 def test_launches_without_any_variance_are_the_same_without_a_warning() -> None:
@@ -137,18 +117,11 @@ def test_the_paired_interval_is_scipys_signed_rank_test_inverted(
 
 
 def test_pairs_that_cannot_reach_a_confidence_have_no_interval_of_it() -> None:
-    """Six pairs reach 96.875 % at most."""
+    """Six pairs reach 96.875 % at most, and five not even 95 %."""
     base, new = np.ones(6), np.full(6, 2.0)
+    assert verdict.paired_shift(base[:5], new[:5]) is None
     assert verdict.judge(verdict.paired_shift(base, new, 0.968), 0.03) == SLOWER
     assert verdict.judge(verdict.paired_shift(base, new, 0.97), 0.03) == INCONCLUSIVE
-
-
-@pytest.mark.parametrize(("pairs", "exists"), [(0, False), (1, False), (5, False), (6, True)])
-def test_below_six_pairs_there_is_no_interval(pairs: int, exists: bool) -> None:
-    """No exact 95 % interval of a median exists below six."""
-    shift = verdict.paired_shift(np.ones(pairs), np.full(pairs, 2.0))
-    assert (shift is not None) == exists
-    assert verdict.judge(shift, 0.03) == (SLOWER if exists else INCONCLUSIVE)
 
 
 # --- the rule -------------------------------------------------------------------------------------
@@ -234,9 +207,7 @@ def test_identical_code_is_seldom_called_different_in_a_sweep() -> None:
     ("low", "high", "launches", "needed"),
     [
         (-2 * LIMIT, 2 * LIMIT, 6, 24),  # R·(half-width/margin)²
-        (-1.5 * LIMIT, 1.5 * LIMIT, 8, 18),
         (0, 3 * LIMIT, 5, 12),  # 11.25
-        (-10 * LIMIT, 10 * LIMIT, 6, 600),
         (0, 1.2 * LIMIT, 6, 14),  # narrow enough, but across the margin: 6·(0.6/0.4)² = 13.5
         (-1.1 * LIMIT, 0.1 * LIMIT, 6, 9),  # 6·(0.6/0.5)² = 8.64
         (0.5 * LIMIT, 1.5 * LIMIT, 6, None),  # around the margin itself
@@ -251,7 +222,7 @@ def test_the_launches_that_would_decide(
     assert verdict.launches_needed(Shift((low + high) / 2, low, high, launches), 0.03) == needed
 
 
-@pytest.mark.parametrize(("cases", "needed"), [(1, 6), (2, 6), (12, 6), (40, 6), (100, 7)])
+@pytest.mark.parametrize(("cases", "needed"), [(1, 6), (40, 6), (100, 7)])
 def test_a_sweep_needs_launches_enough_for_its_correction(cases: int, needed: int) -> None:
     """One changed case among so many passes the corrected test with these launches at best, by the
     number of ways to divide them; and not with one fewer."""
