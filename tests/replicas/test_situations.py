@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 import situations
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 import ddpbench
 
 
+@pytest.mark.thorough
 def test_situations_of_training() -> None:
     """Healthy ones give no error; a fault is found in its tensor, rank and step, with its cause."""
     names = ["optimizer LBFGS", "unequal calls", "growth", "a fault behind another", "ZeRO"]
