@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from patience import PATIENCE_SECONDS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -251,7 +252,7 @@ def play_all(folder: Path, rank: int, plays: Mapping[str, Callable[[], Any]]) ->
 
 
 def run_ranks(
-    words: Sequence[str], size: int, folder: Path, seconds: float = 150
+    words: Sequence[str], size: int, folder: Path, seconds: float = 3 * PATIENCE_SECONDS
 ) -> list[dict[str, Any]]:
     """Run `WORDS FOLDER RANK SIZE` in each rank; return what each has written."""
     from command_lines import clean_environment  # which no rank needs
@@ -270,6 +271,11 @@ def run_ranks(
     finally:
         for process in ranks:
             process.kill()
+    return read_results(folder, size, errors)
+
+
+def read_results(folder: Path, size: int, errors: str) -> list[dict[str, Any]]:
+    """Return what each rank has written; `errors` is what the ranks have printed."""
     paths = [folder / f"{rank}.json" for rank in range(size)]
     assert all(path.exists() for path in paths), errors
     return [json.loads(path.read_text()) for path in paths]

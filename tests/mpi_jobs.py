@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from command_lines import ROOT, TESTS
+from patience import PATIENCE_SECONDS
 from torch import Tensor
 from warm_python import warm_python
 
@@ -83,10 +84,14 @@ def mpirun_command(
 
 
 def run_job(
-    job: Callable[..., None], ranks: int, folder: Path, **variables: str
+    job: Callable[..., None],
+    ranks: int,
+    folder: Path,
+    python: Sequence[str] = (),
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a job in `ranks` ranks until it ends; end it after 160 s and raise TimeoutExpired."""
-    words = mpirun_command(job, ranks, folder, warm_python())
+    """Run a job in `ranks` ranks until it ends; if it does not, end it and raise TimeoutExpired."""
+    words = mpirun_command(job, ranks, folder, python or warm_python())
     process = subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -96,10 +101,10 @@ def run_job(
         start_new_session=True,
     )
     try:
-        output = process.communicate(timeout=160)  # pytest's own limit is 180 s
+        output = process.communicate(timeout=3 * PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)  # mpirun takes its ranks along
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE_SECONDS)
         raise
     return subprocess.CompletedProcess(words, process.returncode, *output)
 

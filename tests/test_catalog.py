@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-from command_lines import QUICK, clean_environment
+from command_lines import QUICK, run_command
 from warm_python import warm_python
 
 import ddpbench
@@ -40,53 +39,28 @@ findings.CHECKS.append(lambda run: [Finding("note", "fake", "a fake finding")])
 MAIN = "from ddpbench.cli import main\nsys.exit(main())\n"
 
 
-def call(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """ddpbench with the fakes, in the ranks too: they import the same module first."""
-    (tmp_path / "fakes.py").write_text(FAKES)
+def test_fakes_are_in_help_sweep_and_output(tmp_path: Path) -> None:
+    """An operation, a backend, an output and a column are in the help as soon as registered. They
+    are measured, checked and printed; a fake check of the run adds its finding."""
     (tmp_path / "front.py").write_text(FAKES + MAIN)
-    return subprocess.run(
-        [*warm_python(), "front.py", *words],
-        cwd=tmp_path,
-        env=clean_environment(PYTHONPATH=f"{Path(__file__).parents[1]}:{tmp_path}"),
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
 
-
-def test_fakes_appear_in_the_help(tmp_path: Path) -> None:
-    """An operation, a backend, an output and a column stand in the help as soon as registered."""
-    done = call(tmp_path, "collectives", "--help")
-    assert done.returncode == 0
-    for name in ("all_reduce_twice", "gloo2", "shout", "ns"):
-        assert re.search(rf"\b{name}\b", done.stdout), name
-
-
-def test_fakes_are_swept_and_shown(tmp_path: Path) -> None:
-    """They are measured, checked and printed; a fake check of the run adds its finding."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = ["collectives", "--backend", "gloo2", "--op", "all_reduce_twice", "--sizes", "4,64"]
-    (tmp_path / "front.py").write_text(FAKES + MAIN)
-    for extra, expected in (
-        (["--columns", "size,ns,check"], r"all_reduce_twice  float32[^\n]*\n[^\n]*time ns"),
-        (["--format", "shout"], r"SHOUTED 2 cases"),
-    ):
-        done = subprocess.run(
-            [*warm_python(), *torchrun, "front.py", *words, *extra, *QUICK],
-            cwd=tmp_path,
-            env=clean_environment(),
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
+    def call(*words: str, launcher: Sequence[str] = ()) -> str:
+        done = run_command([*warm_python(), *launcher, "front.py", *words], tmp_path)
         assert done.returncode == 0, done.stderr
-        assert re.search(expected, done.stdout), done.stdout
-        if "--columns" in extra:
-            assert "NOTE (fake)" in done.stdout
-            assert "gloo2" in done.stdout
-            assert done.stdout.count(" ok") == 2
+        return done.stdout
+
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["--backend", "gloo2", "--op", "all_reduce_twice", "--sizes", "4,64", *QUICK]
+    columns = ["--columns", "size,ns,check"]
+    table = call("collectives", *words, *columns, launcher=torchrun)
+    assert re.search(r"all_reduce_twice  float32[^\n]*\n[^\n]*time ns", table), table
+    assert "NOTE (fake)" in table
+    assert "gloo2" in table
+    assert table.count(" ok") == 2
+    assert "SHOUTED 2 cases" in call("show", "last", "--format", "shout")
+    text = call("collectives", "--help")
+    for name in ("all_reduce_twice", "gloo2", "shout", "ns"):
+        assert re.search(rf"\b{name}\b", text), name
 
 
 COMMAND = """
@@ -111,27 +85,21 @@ def run(namespace, words):
 """.lstrip()
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "expected"),
-    [
-        (["--help"], 0, r"(?s)diagnose:\n.*\n  greet +greet the ranks\n(?:  [^\n]*\n)*\ncompare:"),
-        (["greet", "--help"], 0, r"(?s)usage: ddpbench greet .*Greet the ranks.*whom to greet"),
-        (["greet", "--name", "Ada"], 4, r"hello Ada\n"),
-    ],
-)
-def test_a_command_is_one_file(tmp_path: Path, words: list[str], code: int, expected: str) -> None:
-    """A module in commands/ stands in the overview, in its group, has a help of its own, and runs:
-    no other file knows it. The overview does not import it."""
+def test_a_command_is_one_file(tmp_path: Path) -> None:
+    """A module in commands/ is in the overview, in its group, has a help of its own, and runs: no
+    other file knows it. The overview does not import it."""
     root = Path(ddpbench.__file__).parents[1]
     shutil.copytree(root / "ddpbench", tmp_path / "ddpbench")
     (tmp_path / "ddpbench/commands/greet.py").write_text(COMMAND)
-    done = subprocess.run(
-        [sys.executable, "-m", "ddpbench", *words],
-        cwd=tmp_path, env=clean_environment(PYTHONPATH=str(tmp_path)),
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (code, "")
-    assert re.search(expected, done.stdout), done.stdout
+    for words, code, expected in (
+        ("--help", 0, r"(?s)diagnose:\n.*\n  greet +greet the ranks\n(?:  [^\n]*\n)*\ncompare:"),
+        ("greet --help", 0, r"(?s)usage: ddpbench greet .*Greet the ranks.*whom to greet"),
+        ("greet --name Ada", 4, r"hello Ada\n"),
+    ):
+        command = [sys.executable, "-m", "ddpbench", *words.split()]
+        done = run_command(command, tmp_path, PYTHONPATH=str(tmp_path))
+        assert (done.returncode, done.stderr) == (code, "")
+        assert re.search(expected, done.stdout), done.stdout
 
 
 def test_every_command_declares_its_line() -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from command_lines import clean_environment
+from command_lines import run_command
 from frozen import Frozen
+from patience import wait_until
+from warm_python import warm_python
 
 from ddpbench.catalog import faults, step_faults
 from ddpbench.catalog.faults import IN_SET_UP, IN_STEP
@@ -94,23 +93,17 @@ def test_a_slow_rank_really_shares_its_core() -> None:
     assert not busy.is_running()
 
 
-def test_busy_processes_end_with_a_rank_that_is_killed() -> None:
+def test_busy_processes_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
     """However the rank ends: here it leaves without undoing anything."""
     program = (
         "import os, psutil\nfrom ddpbench.catalog import faults\n"
         "context = faults.slow_rank(None, {'busy': 2.0})\ncontext.__enter__()\n"
         "print(*[child.pid for child in psutil.Process().children()], flush=True)\nos._exit(9)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=clean_environment(), capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+    done = run_command([*warm_python(), "-c", program], tmp_path)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
-    until = time.monotonic() + 20
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(map(psutil.pid_exists, pids))
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), "the end of both")
 
 
 def test_an_allocation_really_fails() -> None:

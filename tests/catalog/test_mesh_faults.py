@@ -86,7 +86,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if torch.__version__ < "2.9":
         pytest.skip("gloo of this torch cannot average, which HSDP needs")
     folder = tmp_path_factory.mktemp("faults")
-    done = run_command([*warm_python(), __file__, str(folder)], folder, timeout=120)
+    done = run_command([*warm_python(), __file__, str(folder)], folder)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
@@ -97,6 +97,7 @@ def compare(results: list[dict[str, Any]], job: str, one: int, other: int) -> li
     return [[name for name in a if a[name] != b[name]] for a, b in pairs]
 
 
+@pytest.mark.thorough
 def test_one_replica_is_initialised_with_another_seed(
     results: list[dict[str, Any]], frozen: Frozen
 ) -> None:
@@ -104,6 +105,7 @@ def test_one_replica_is_initialised_with_another_seed(
     frozen.facts([compare(results, "other-seed", shard, 2 + shard) for shard in (0, 1)])
 
 
+@pytest.mark.thorough
 def test_one_group_misses_a_synchronisation(results: list[dict[str, Any]], frozen: Frozen) -> None:
     """The two ranks that hold the chosen rank's shard differ from that step on, in all parameters;
     those of the other shard stay equal; later steps call the real all_reduce again."""
@@ -111,6 +113,7 @@ def test_one_group_misses_a_synchronisation(results: list[dict[str, Any]], froze
     assert all(one["restored"] for one in results)
 
 
+@pytest.mark.thorough
 def test_one_rank_alone_updates_what_tensor_parallelism_leaves_whole(
     results: list[dict[str, Any]], frozen: Frozen
 ) -> None:
@@ -123,6 +126,7 @@ def test_one_rank_alone_updates_what_tensor_parallelism_leaves_whole(
     assert steps[0] == steps[1] != steps[2]
 
 
+@pytest.mark.thorough
 def test_one_bit_of_one_shard_flips(results: list[dict[str, Any]], frozen: Frozen) -> None:
     """One element of the first shard of the chosen rank differs after the step."""
     frozen.facts([compare(results, "flipped-shard", shard, 2 + shard)[:2] for shard in (0, 1)])
@@ -152,7 +156,7 @@ def test_a_fault_that_the_mesh_has_no_place_for_is_refused(
 
 
 @pytest.mark.parametrize("name", ["bypass", "no-sync", "slow-link"])
-@pytest.mark.parametrize("parallel", ["fsdp", "hsdp", "tp", "fsdp+tp"])
+@pytest.mark.parametrize("parallel", ["fsdp", "tp"])
 def test_a_fault_of_ddp_is_refused_on_a_mesh(name: str, parallel: str) -> None:
     """There is no DDP that a forward could bypass, and no no_sync."""
     replica = SimpleNamespace(case=SimpleNamespace(parallel=parallel))

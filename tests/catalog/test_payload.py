@@ -16,7 +16,7 @@ from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import Piece
 from ddpbench.catalog.payload import PERIOD
 
-WORLDS = (1, 2, 3, 4, 7, 16, 200)
+WORLDS = (1, 2, 3, 7, 16, 200)
 COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add, "avg": torch.add, "prod": torch.mul,
     "min": torch.minimum, "max": torch.maximum,
@@ -61,10 +61,10 @@ def in_some_order(dtype: str, reduce_op: str, world: int, seed: int) -> torch.Te
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_order_of_reduction_gives_the_expected_result(dtype: str) -> None:
     """Sums, averages, products, minima, maxima of up to 200 ranks, computed in the dtype itself in
-    three random orders, equal `reduced` bit for bit."""
+    two random orders, equal `reduced` bit for bit."""
     for reduce_op, world in itertools.product(REDUCE_OPS, WORLDS):
         expected = payload.reduced(3, dtype, reduce_op, world)
-        for seed in range(3):
+        for seed in range(2):
             got = in_some_order(dtype, reduce_op, world, seed)
             assert first_wrong_of(got, expected) is None, (reduce_op, world)
         if reduce_op != "avg" or world <= DTYPES[dtype].exact:
@@ -77,7 +77,7 @@ def first_wrong_of(got: torch.Tensor, expected: Table) -> tuple[int, str, str] |
 
 
 @pytest.mark.parametrize("dtype", [name for name, kind in DTYPES.items() if kind.floating])
-@pytest.mark.parametrize("world", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize("world", [2, 64])
 def test_averages_over_powers_of_two_may_scale_first(dtype: str, world: int) -> None:
     """A backend that divides every input by a power of two before it sums gets the same bits."""
     parts = [tensor(t / world, dtype) for t in inputs(dtype, "avg", world, 3)]
@@ -140,30 +140,23 @@ def stretch(values: Table, dtype: str, start: int, length: int) -> torch.Tensor:
     return torch.from_numpy(np.resize(np.roll(values, -start), length)).to(getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int8", "uint8"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "uint8", "int64"])
 def test_a_block_in_the_wrong_place_is_seen(dtype: str) -> None:
     """Block b delivered where block a belongs is wrong for every size of 32 elements and more that
-    is no multiple of the period: of another rank (all_gather), or of another place in the sum."""
+    is no multiple of the period: of another rank (all_gather), or of another place in the sum, or
+    in the product where the dtype has room for several."""
     world = 4
     tables = inputs(dtype, None, world, 1)
-    total = payload.reduced(1, dtype, "sum", world)
+    roomy = dtype in ("float32", "bfloat16", "int64")
+    totals = [payload.reduced(1, dtype, op, world) for op in ("sum", "prod")[: 1 + roomy]]
     for count in (32, 64, 255, 1000, 1020, 1022, 4096):
         for a, b in itertools.permutations(range(world), 2):
             of_other_rank = stretch(tables[b], dtype, 0, count)
             assert payload.find_wrong(of_other_rank, Piece(0, count, a), tables[a]) is not None
-            of_other_place = stretch(total, dtype, b * count, count)
             piece = Piece(0, count, None, offset=a * count)
-            assert payload.find_wrong(of_other_place, piece, total) is not None
-
-
-@pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "bfloat16"])
-def test_a_block_of_a_product_in_the_wrong_place_is_seen(dtype: str) -> None:
-    """Products differ from place to place too, of whole numbers as well: they are not one power of
-    two all over."""
-    total = payload.reduced(1, dtype, "prod", 4)
-    for count, (a, b) in itertools.product((32, 1000, 4096), itertools.permutations(range(4), 2)):
-        got = stretch(total, dtype, b * count, count)
-        assert payload.find_wrong(got, Piece(0, count, None, a * count), total) is not None
+            for total in totals:
+                of_other_place = stretch(total, dtype, b * count, count)
+                assert payload.find_wrong(of_other_place, piece, total) is not None
 
 
 def rooms() -> list[tuple[str, str | None, int]]:
@@ -188,9 +181,9 @@ def result(dtype: str, reduce_op: str | None, world: int, generation: int) -> Ta
 
 def test_a_stale_result_of_some_length_is_always_seen() -> None:
     """Wherever the dtype leaves room for two values, the result of the generation before differs
-    somewhere in 64 elements, in each of 20 generations."""
+    somewhere in 64 elements, in each of 10 generations."""
     for dtype, reduce_op, world in rooms():
-        results = [result(dtype, reduce_op, world, g)[:64] for g in range(21)]
+        results = [result(dtype, reduce_op, world, g)[:64] for g in range(11)]
         seen = [bool((a != b).any()) for a, b in itertools.pairwise(results)]
         assert all(seen), (dtype, reduce_op, world)
 
@@ -208,8 +201,8 @@ def test_a_stale_single_element_is_seen_nearly_always(
     dtype: str, reduce_op: str | None, most: float
 ) -> None:
     """In a buffer of one element, the result of the generation before is the same by chance only:
-    the share over 2000 generations of 4 ranks stays below what the dtype's values allow."""
-    firsts = np.array([result(dtype, reduce_op, 4, g)[0] for g in range(2001)])
+    the share over 500 generations of 4 ranks stays below what the dtype's values allow."""
+    firsts = np.array([result(dtype, reduce_op, 4, g)[0] for g in range(501)])
     assert (firsts[1:] == firsts[:-1]).mean() <= most
 
 

@@ -10,6 +10,7 @@ from ddpbench.catalog import payload
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import Piece
 
+pytestmark = pytest.mark.thorough  # a compiler makes the simulation
 PERIOD = payload.PERIOD
 
 
@@ -62,7 +63,7 @@ def test_a_gpu_gets_the_bits_of_the_cpu(simulated_gpu: SimulatedGpu, dtype: str)
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int64"])
 def test_a_gpu_is_checked_as_the_cpu_is(simulated_gpu: SimulatedGpu, dtype: str) -> None:
     """A wrong element, in a whole period or in the rest, is found at the same index with the same
     text; a right buffer costs one read for the periods and one for the rest."""

@@ -1,34 +1,27 @@
 """The workloads: weights, data and losses, alone and in a DDP step of real ranks.
 
 One job plays every workload in all its ranks and leaves what it saw in files. A rank runs this very
-file: `python test_workloads.py JOB FOLDER [SIZE]`.
+file: `python test_workloads.py FOLDER RANK SIZE`, or in MPI's job
+`python test_workloads.py job_mpi FOLDER`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import multiprocessing
-import os
-import signal
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import mesh_training
 import mpi_jobs
 import pytest
 import torch
 import torch.distributed as dist
 from frozen import Frozen
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
 
@@ -339,78 +332,30 @@ def joined(setup: RankSetup, gather: str) -> dict[str, list[float]]:
     return seen
 
 
-def with_constants(setup: RankSetup) -> list[float]:
-    """How far each gradient of contrastive with no-grad is from one process's that scores the
-    joined batch once for each rank, with the features of all other ranks detached, and averages
-    these losses; relative to the largest element, in float64."""
-    task = built("contrastive", setup, gather="no-grad")
-    replica = DistributedDataParallel(task.model.double(), process_group=setup.group)
-    single = built("contrastive", replace(setup, rank=0, group=None))
-    single.model.double()
-    parts = [
-        [
-            part.double()
-            for part in built("contrastive", replace(setup, rank=r, group=None)).batch(0)
-        ]
-        for r in range(setup.world_size)
-    ]
-    task.loss(replica, parts[setup.rank]).backward()
-    outputs = [single.model(part) for part in parts]
-    total = torch.zeros((), dtype=torch.float64)
-    for kept in range(setup.world_size):
-        features = [f if r == kept else f.detach() for r, (f, _) in enumerate(outputs)]
-        left, right = torch.cat(features, dim=1)
-        scores, pairs = outputs[0][1] * left @ right.T, torch.arange(len(left))
-        total = total + cross_entropy(scores, pairs) / 2 + cross_entropy(scores.T, pairs) / 2
-    (total / setup.world_size).backward()
-    return [
-        float((got.grad - wanted.grad).abs().max() / wanted.grad.abs().max())
-        for got, wanted in zip(task.model.parameters(), single.model.parameters(), strict=True)
-        if got.grad is not None and wanted.grad is not None
-    ]
-
-
 def job(folder: Path, group: Any) -> None:
     """All plays, in every rank."""
-    torch.set_num_threads(1)
     rank = dist.get_rank()
     setup = RankSetup(rank, dist.get_world_size(), 4, CPU, 3, group)
-    outcomes: dict[str, Any] = {}
-    try:
-        for name in WORKLOADS:
-            outcomes[name] = in_ddp(name, setup)
-        outcomes["joined"] = {way: joined(setup, way) for way in CHOICES["gather"]}
-        outcomes["with constants"] = with_constants(setup)
-    except Exception:
-        outcomes["error"] = traceback.format_exc()
-    (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+    plays: dict[str, Callable[[], Any]] = {name: partial(in_ddp, name, setup) for name in WORKLOADS}
+    plays |= {way: partial(joined, setup, way) for way in CHOICES["gather"]}
+    mesh_training.play_all(folder, rank, plays)
     dist.destroy_process_group()
 
 
-def job_gloo(folder: Path, size: str) -> None:
-    """All ranks, forked from one process, which imports torch once for all."""
-    fork = multiprocessing.get_context("fork")
-    ranks = [
-        fork.Process(target=over_gloo, args=(folder, rank, int(size))) for rank in range(int(size))
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-
-
-def over_gloo(folder: Path, rank: int, size: int) -> None:
-    store = dist.FileStore(str(folder / "store"), size)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+def job_gloo(folder: Path, rank: int, size: int) -> None:
+    mesh_training.start_group(folder, rank, size)
     job(folder, dist.group.WORLD)
 
 
 def job_mpi(folder: Path) -> None:
     import ddpbench.mpi
 
+    torch.set_num_threads(1)
     dist.init_process_group(ddpbench.mpi.NAME)
     job(folder, dist.group.WORLD)
+
+
+GROUPS = ["gloo-4", pytest.param("mpi-2", marks=pytest.mark.thorough)]
 
 
 @pytest.fixture(scope="module")
@@ -418,34 +363,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[A
     @cache
     def run(group: str) -> list[Any]:
         folder = tmp_path_factory.mktemp(group)
-        backend, _, size = group.partition("-")
-        said = run_gloo(folder, int(size)) if backend == "gloo" else run_mpi(folder, int(size))
-        paths = [folder / f"{rank}.json" for rank in range(int(size))]
-        assert all(path.exists() for path in paths), said
-        seen = [json.loads(path.read_text()) for path in paths]
-        assert not any("error" in one for one in seen), seen
-        return seen
+        if group == "gloo-4":
+            results = mesh_training.run_ranks([*warm_python(), __file__], 4, folder)
+        else:
+            done = mpi_jobs.run_job(job_mpi, 2, folder)
+            results = mesh_training.read_results(folder, 2, done.stderr)
+        for name, result in results[0].items():
+            assert "error" not in result, f"{name}: {result}"
+        return results
 
     return run
-
-
-def run_gloo(folder: Path, size: int) -> str:
-    words = [*warm_python(), __file__, "job_gloo", str(folder), str(size)]
-    ranks = subprocess.Popen(
-        words, env=mpi_jobs.ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        return ranks.communicate(timeout=150)[1]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(ranks.pid, signal.SIGKILL)
-
-
-def run_mpi(folder: Path, size: int) -> str:
-    return mpi_jobs.run_job(job_mpi, size, folder).stderr
-
-
-GROUPS = ["gloo-2", "gloo-4", "mpi-2"]
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -468,11 +395,12 @@ def test_contrastive_is_as_one_process(
     outcomes: Callable[[str], list[Any]], group: str, way: str
 ) -> None:
     """In DDP the mean loss is that of one process on the joined batch of all ranks, and so are the
-    gradients; but the towers' are divided by the number of ranks where the gather has none."""
+    gradients; but the towers' are divided by the number of ranks where the gather has none: the
+    features of other ranks are constants then."""
     ranks = outcomes(group)
     factor = 1 / len(ranks) if way == "no-grad" else 1
     for one in ranks:
-        seen = one["joined"][way]
+        seen = one[way]
         assert {name: len(values) for name, values in seen.items()} == {
             "loss": 2, "towers": 2 * 8, "scale": 2, "apart": 2 * 9,
         }  # fmt: skip
@@ -482,16 +410,8 @@ def test_contrastive_is_as_one_process(
         assert max(seen["apart"]) < 1e-12
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_no_grad_takes_other_ranks_for_constants(
-    outcomes: Callable[[str], list[Any]], group: str
-) -> None:
-    """The gradients of --gather no-grad in DDP are those of one process that averages the losses of
-    all ranks, each with the features of the other ranks detached."""
-    for one in outcomes(group):
-        assert len(one["with constants"]) == 9
-        assert max(one["with constants"]) < 1e-12
-
-
 if __name__ == "__main__":
-    globals()[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+    if sys.argv[1] == "job_mpi":
+        job_mpi(Path(sys.argv[2]))
+    else:
+        job_gloo(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -12,22 +12,14 @@ from typing import Any
 import pytest
 import torch
 from simulated_gpu import CUDA, SimulatedGpu, fake_group
+from test_workloads import SMALL
 from torch.utils._pytree import tree_leaves
 
 from ddpbench.catalog import models
 from ddpbench.catalog.task import RankSetup
 from ddpbench.catalog.workloads import WORKLOADS
 
-# Shapes of each workload that take a moment.
-SMALL: dict[str, dict[str, Any]] = {
-    "linear": {},
-    "mlp": {"width": 16, "depth": 3},
-    "convnet": {"width": 4, "depth": 1},
-    "transformer": {"layers": 1, "width": 128, "sequence": 8, "vocabulary": 50},
-    "embedding": {"rows": 500, "width": 8},
-    "contrastive": {"width": 16, "gather": "grad"},
-    "regression": {"width": 16, "depth": 3},
-}
+pytestmark = pytest.mark.thorough  # a compiler makes the simulation
 
 
 @pytest.fixture(autouse=True)

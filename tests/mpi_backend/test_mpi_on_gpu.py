@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from mpi_jobs import HALF, OP, run_job, start_group
@@ -242,6 +243,7 @@ def job_gpu(folder: Path) -> None:
     (folder / f"ended{mpi_library.world()[0]}").touch()
 
 
+@pytest.mark.thorough
 def test_tensors_of_a_gpu_are_read_and_written_in_the_order_of_its_streams(tmp_path: Path) -> None:
     """With an MPI that knows GPUs and one that does not: MPI reads after the caller's stream, on
     the tensor's GPU, in any thread, and a result is in memory when the call ends."""

@@ -5,7 +5,8 @@
     pytorch/pytorch #160169: parameters without a tensor-parallel plan diverge across tp
     pytorch/pytorch #79620: whether the parameters of FSDP are the same in all ranks
 
-One job of 4 ranks plays all of them, another of 8 ranks the threads; as in test_replicas.py.
+One job of 4 ranks plays all of them, another of 8 ranks a mesh of three dimensions; as in
+test_replicas.py.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from torch.distributed.tensor import DTensor, Partial
 from warm_python import warm_python
 
 import ddpbench
+
+pytestmark = pytest.mark.thorough
 
 FAULTY, LAST = 3, 5  # the first bad step, and the last that is taken
 Edit = Callable[[Training], None]
@@ -80,22 +83,22 @@ def local(tensor: Any) -> Tensor:
 # --- the threads
 
 
-def seeds_of_hsdp(sizes: tuple[int, ...], first: int = 0) -> Any:
+def seeds_of_hsdp(first: int = 0) -> Any:
     """Each replica of HSDP is initialised from its own seed: fully_shard broadcasts nothing."""
     training = Training(
-        Setting("hsdp", sizes), seed=lambda mesh: mesh.get_local_rank("dp_replicate")
+        Setting("hsdp", (2, 2)), seed=lambda mesh: mesh.get_local_rank("dp_replicate")
     )
     return watch(training, first=first)
 
 
-def submesh_of_hsdp(sizes: tuple[int, ...]) -> Any:
+def submesh_of_hsdp() -> Any:
     """fully_shard gets the mesh of the shards alone: no gradient crosses dp_replicate."""
-    return watch(Training(Setting("hsdp", sizes), shard_over=("dp_shard",)))
+    return watch(Training(Setting("hsdp", (2, 2)), shard_over=("dp_shard",)))
 
 
-def forgotten_all_reduce(sizes: tuple[int, ...]) -> Any:
+def forgotten_all_reduce() -> Any:
     """A loop averages over dp_replicate itself, and from a step on it forgets to."""
-    training = Training(Setting("hsdp", sizes), shard_over=("dp_shard",))
+    training = Training(Setting("hsdp", (2, 2)), shard_over=("dp_shard",))
     group, forgets = training.mesh.get_group("dp_replicate"), False
 
     def forget(training: Training) -> None:
@@ -105,15 +108,15 @@ def forgotten_all_reduce(sizes: tuple[int, ...]) -> Any:
     def average(optimizer: Any, *_: Any) -> None:
         for parameter in training.model.parameters() if not forgets else ():
             dist.all_reduce(local(parameter.grad), group=group)
-            local(parameter.grad).div_(sizes[0])
+            local(parameter.grad).div_(2)
 
     training.optimizer.register_step_pre_hook(average)
     return watch(training, before=forget)
 
 
-def rounding_over_tp(sizes: tuple[int, ...], every: int = 1) -> Any:
+def rounding_over_tp(every: int = 1) -> Any:
     """The gradient behind the encoder is rounded differently along tp, as a kernel may do."""
-    training = Training(Setting("fsdp+tp", sizes))
+    training = Training(Setting("fsdp+tp", (2, 2)))
     error = 0.0
 
     def round_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -238,12 +241,12 @@ def healthy(way: str, sizes: tuple[int, ...]) -> Any:
 Plays = Mapping[str, Callable[[], Any]]
 PLAYS: dict[int, Plays] = {
     4: {
-        "seeds_of_hsdp": partial(seeds_of_hsdp, (2, 2)),
-        "seeds_of_hsdp, seen late": partial(seeds_of_hsdp, (2, 2), first=1),
-        "submesh_of_hsdp": partial(submesh_of_hsdp, (2, 2)),
-        "forgotten_all_reduce": partial(forgotten_all_reduce, (2, 2)),
-        "rounding_over_tp": partial(rounding_over_tp, (2, 2)),
-        "rounding_over_tp, seen late": partial(rounding_over_tp, (2, 2), every=4),
+        "seeds_of_hsdp": seeds_of_hsdp,
+        "seeds_of_hsdp, seen late": partial(seeds_of_hsdp, first=1),
+        "submesh_of_hsdp": submesh_of_hsdp,
+        "forgotten_all_reduce": forgotten_all_reduce,
+        "rounding_over_tp": rounding_over_tp,
+        "rounding_over_tp, seen late": partial(rounding_over_tp, every=4),
         "tensor_parallel_bias": tensor_parallel_bias,
         "bit_of_a_shard": partial(bit_of_a_shard, "hsdp", (2, 2), rank=3),
         "plain_bias_over_tp": plain_bias_over_tp,
@@ -257,12 +260,7 @@ PLAYS: dict[int, Plays] = {
         "healthy_hsdp": partial(healthy, "hsdp", (2, 2)),
         "healthy_fsdp+tp": partial(healthy, "fsdp+tp", (2, 2)),
     },
-    8: {
-        "seeds_of_hsdp": partial(seeds_of_hsdp, (4, 2)),
-        "submesh_of_hsdp": partial(submesh_of_hsdp, (2, 4)),
-        "rounding_over_tp": partial(rounding_over_tp, (2, 4)),
-        "bit_of_a_shard": partial(bit_of_a_shard, "hsdp+tp", (2, 2, 2), rank=5),
-    },
+    8: {"bit_of_a_shard": partial(bit_of_a_shard, "hsdp+tp", (2, 2, 2), rank=5)},
 }
 
 

@@ -1,20 +1,16 @@
 """Replicas: digests of bits, and planted faults found in real process groups.
 
 One job plays every fault below in all its ranks and leaves the reports in files; pytest then looks
-at them one by one. A rank runs this very file: `python test_replicas.py JOB FOLDER [RANK SIZE]`.
+at them one by one. A rank runs this very file: `python test_replicas.py FOLDER RANK SIZE`, or in
+MPI's job `python test_replicas.py job_mpi FOLDER`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import re
-import subprocess
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -22,6 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import mesh_training
 import mpi_jobs
 import pytest
 import torch
@@ -68,8 +65,9 @@ def values(dtype: torch.dtype, count: int = 40) -> Tensor:
 @pytest.mark.parametrize("formula", FORMULAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_digest_is_of_bits(formula: Formula, dtype: torch.dtype) -> None:
-    """Of every dtype: equal bits give equal digests, and each single bit flipped another one."""
-    tensor = values(dtype)
+    """Of every dtype: equal bits give equal digests, each single bit flipped another one, and so
+    does swapping two different elements."""
+    tensor = values(dtype, 12)
     whole = formula(tensor)
     assert formula(tensor.clone()) == whole
     raw = tensor.view(torch.uint8)
@@ -81,15 +79,7 @@ def test_a_digest_is_of_bits(formula: Formula, dtype: torch.dtype) -> None:
             raw[byte] ^= 1 << bit
     assert len(digests) == 1 + 8 * raw.numel()
     assert formula(tensor) == whole
-
-
-@pytest.mark.parametrize("formula", FORMULAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_permutation_is_seen(formula: Formula, dtype: torch.dtype) -> None:
-    """Swapping any two different elements changes the digest."""
-    tensor = values(dtype)
-    whole = formula(tensor)
-    for other in range(1, 40):
+    for other in range(1, 12):
         if tensor[0] != tensor[other] if dtype not in FLOAT8 else other % 7:
             swapped = tensor.clone()
             swapped[0], swapped[other] = tensor[other].clone(), tensor[0].clone()
@@ -128,37 +118,22 @@ def test_no_elements_and_no_dimensions(formula: Formula) -> None:
     assert formula(nn.Parameter(torch.tensor(1.0))) == formula(torch.tensor(1.0))
 
 
-def test_the_device_formula_over_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are told apart: exchanging two, or a word between two, changes the digest; so do
-    values whose low bits are all zero, for which linear weights would be blind."""
+def test_values_whose_low_bits_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanging two of them between blocks changes the digest on a device, which linear weights
+    would not see."""
     monkeypatch.setattr(digest, "BLOCK", 8)
     monkeypatch.setattr(digest, "JOINED", 4)
-    tensor = torch.arange(64, dtype=torch.float64)
-    whole = on_device(tensor)
-    assert on_device(torch.cat([tensor[8:16], tensor[:8], tensor[16:]])) != whole
-    powers = 2.0 ** (torch.arange(64, dtype=torch.float64) % 2)
-    digests = set()
-    for i in range(0, 64, 2):
-        for j in range(1, 64, 2):
+    powers = 2.0 ** (torch.arange(32, dtype=torch.float64) % 2)
+    digests = {on_device(powers)}
+    for i in range(0, 32, 2):
+        for j in range(1, 32, 2):
             swapped = powers.clone()
             swapped[i], swapped[j] = powers[j], powers[i]
             digests.add(on_device(swapped))
-    assert len(digests) == 32 * 32
-    assert on_device(powers) not in digests
+    assert len(digests) == 1 + 16 * 16
 
 
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.is_floating_point or d.is_complex])
-def test_nonfinite_elements_are_counted(dtype: torch.dtype) -> None:
-    """Of every dtype that has them; a sum that overflows is no false alarm."""
-    tensor = values(dtype)
-    assert digest.read([tensor], (0, 1))[1].tolist() == [0]
-    tensor[3] = math.nan
-    assert digest.read([tensor], (0, 1))[1].tolist() == [1]
-    huge = torch.full((9,), torch.finfo(torch.float32).max)
-    assert digest.read([huge], (0, 1))[1].tolist() == [0]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_each_tensor_is_searched_by_exactly_one_of_equal_ranks(ranks: int) -> None:
     """However the bytes are spread: the shares are whole tensors, and equal tensors equal loads."""
     for sizes in ([0], [1], [5, 0, 7, 0], [1 << 16, 1, 1, 1], [8] * 48):
@@ -194,15 +169,6 @@ def test_without_a_process_group() -> None:
     assert report.nonfinite[0].counts == ((0, 1),)
 
 
-def test_wrappers_leave_no_mark_on_names() -> None:
-    """A module that torch.compile wraps has the names of the bare one."""
-    module = nn.Sequential(nn.Linear(2, 2))
-    compiled: Any = torch.compile(module)
-    found = [state.collect(each, (), True).entries["parameter"] for each in (module, compiled)]
-    assert [entry.name for entry in found[1]] == ["0.weight", "0.bias"]
-    assert found[0] == found[1]
-
-
 class Odd(nn.Module):
     """What is seldom in a module."""
 
@@ -228,7 +194,7 @@ def test_what_cannot_be_read_is_named() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["Adam", "SGD", "LBFGS", "Adagrad"])
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "LBFGS"])
 def test_names_of_optimizer_state(kind: str) -> None:
     """State is named after the parameter, options after the group; asking adds no state."""
     module = nn.Linear(2, 1)
@@ -365,17 +331,61 @@ class Play:
         return ddpbench.verify_replicas(self.ddp, self.optimizer, **options)
 
 
+# Edits of the last rank's replica.
+
+
+def flip_bit(play: Play) -> None:
+    play.net.fc.weight.data.view(torch.int32)[2, 3] ^= 1 << 20
+
+
+def permute(play: Play) -> None:
+    play.net.out.weight.data.copy_(play.net.out.weight.data.flip(0))
+
+
+def put_nan(play: Play) -> None:
+    play.net.out.weight.data[1, 2:4] = math.nan
+
+
+def edit_state(play: Play) -> None:
+    state = play.optimizer.state[play.net.fc.weight]
+    state["exp_avg" if "exp_avg" in state else "momentum_buffer"][1, 2] += 0.3
+
+
+def edit_count(play: Play) -> None:
+    play.optimizer.state[play.net.out.bias]["step"] += 1  # from 2.0 to 3.0: one bit
+
+
+def edit_scale(play: Play) -> None:
+    play.net.scale[1] = 5.0
+
+
+def edit_mean(play: Play) -> None:
+    play.net.norm[0].running_mean[1] += 1
+
+
+def edit_gradient(play: Play) -> None:
+    play.net.fc.weight.grad[0, 1] = 9.0
+
+
+EDITS = {
+    "fault_permuted": permute, "fault_nan": put_nan, "fault_count": edit_count,
+    "fault_buffer": edit_scale, "fault_gradient": edit_gradient,
+}  # fmt: skip
+
+
+def edited(name: str, group: Any) -> Any:
+    """The report after one of EDITS."""
+    play = Play(group).healthy()
+    if play.last:
+        EDITS[name](play)
+    return play.report(gradients=True if name == "fault_gradient" else None)
+
+
 def fault_bit(group: Any) -> Any:
     play = Play(group).healthy()
     if play.last:
-        play.net.fc.weight.data.view(torch.int32)[2, 3] ^= 1 << 20
+        flip_bit(play)
     return play.verifier.check(3)
-
-
-def fault_bypass(group: Any) -> Any:
-    play = Play(group)
-    play.step(model=play.net)
-    return play.verifier.check(1)
 
 
 def fault_bypass_bare(group: Any) -> Any:
@@ -384,44 +394,10 @@ def fault_bypass_bare(group: Any) -> Any:
     return ddpbench.verify_replicas(play.net, group=group)
 
 
-def fault_no_sync(group: Any) -> Any:
-    play = Play(group).healthy()
-    play.step(unsynced=2, synced=1)
-    assert play.verifier.check(3).ok
-    play.step(unsynced=3, synced=0)
-    return play.verifier.check(4)
-
-
-def fault_no_sync_at_once(group: Any) -> Any:
-    play = Play(group)
-    play.step(unsynced=2, synced=0)
-    return play.verifier.check(1)
-
-
-def fault_rates(group: Any) -> Any:
-    play = Play(group, lr=0.01 * (1 + dist.get_rank()))
-    play.step()
-    return play.report()
-
-
 def fault_rates_unseen(group: Any) -> Any:
     play = Play(group, lr=0.01 * (1 + dist.get_rank()))
     play.step()
     return ddpbench.verify_replicas(play.ddp)
-
-
-def fault_permuted(group: Any) -> Any:
-    play = Play(group).healthy()
-    if play.last:
-        play.net.out.weight.data.copy_(play.net.out.weight.data.flip(0))
-    return play.report()
-
-
-def fault_nan(group: Any) -> Any:
-    play = Play(group).healthy()
-    if play.last:
-        play.net.out.weight.data[1, 2:4] = math.nan
-    return play.report()
 
 
 def fault_nan_everywhere(group: Any) -> Any:
@@ -440,48 +416,6 @@ def fault_nan_payload(group: Any) -> Any:
     play = Play(group).healthy()
     play.net.out.bias.data.view(torch.int32)[0] = 0x7FC00000 + 3 * play.last
     return play.report()
-
-
-def fault_moment(group: Any) -> Any:
-    play = Play(group).healthy()
-    if play.last:
-        play.optimizer.state[play.net.fc.weight]["exp_avg"].mul_(2)
-    return play.report()
-
-
-def fault_count(group: Any) -> Any:
-    play = Play(group).healthy()
-    if play.last:
-        play.optimizer.state[play.net.out.bias]["step"] += 1  # from 2.0 to 3.0: one bit
-    return play.report()
-
-
-def fault_buffer(group: Any) -> Any:
-    play = Play(group).healthy()
-    if play.last:
-        play.net.scale[1] = 5.0
-    return play.report()
-
-
-def fault_buffer_bare(group: Any) -> Any:
-    play = Play(group).healthy()
-    if play.last:
-        play.net.scale[1] = 5.0
-    return ddpbench.verify_replicas(play.net, group=group)
-
-
-def fault_edit(group: Any) -> Any:
-    play = Play(group).healthy()
-    if play.last:
-        play.net.fc.weight.data[4:6, 1] += 0.5
-    return play.report()
-
-
-def fault_gradient(group: Any) -> Any:
-    play = Play(group).healthy()
-    if play.last:
-        play.net.fc.weight.grad[0, 1] = 9.0
-    return play.report(gradients=True)
 
 
 def fault_structure(group: Any) -> Any:
@@ -618,7 +552,7 @@ def play_healthy(group: Any) -> Any:
     """Many steps with BatchNorm, dropout and accumulation: no alarm, and buffers are told."""
     play = Play(group, norm=True)
     verifier = ddpbench.Verifier(play.ddp, play.optimizer, gradients=True)
-    for step in range(100 if play.size == 2 else 20):
+    for step in range(20):
         play.step(unsynced=step % 2)
         report = verifier.check(step)
         assert report.ok, str(report)
@@ -646,14 +580,13 @@ def play_traffic(group: Any) -> Any:
 def play_absent(group: Any) -> Any:
     """The last: a rank that does not come ends with the time-out of the group."""
     if dist.get_backend(group) != "gloo":
-        return None
-    hasty = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
-    began = time.monotonic()
+        return
+    hasty = dist.new_group(backend="gloo")
+    dist.barrier(hasty)  # ranks meet with a long time-out
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), hasty)
     if dist.get_rank() != dist.get_world_size() - 1:
         with pytest.raises(RuntimeError, match=r"(?i)timed out|closed by peer"):
             ddpbench.verify_replicas(nn.Linear(2, 2), group=hasty)
-        assert time.monotonic() - began < 10
-    return None
 
 
 # --- faults at a step of a training that is verified step after step
@@ -672,35 +605,15 @@ def wrong_rates(play: Play) -> None:
     play.step()
 
 
-def wrong_bit(play: Play) -> None:
+def wrong(edit: Callable[[Play], None], play: Play) -> None:
     play.step()
     if play.last:
-        play.net.fc.weight.data.view(torch.int32)[2, 3] ^= 1 << 20
+        edit(play)
 
 
-def wrong_permuted(play: Play) -> None:
-    play.step()
-    if play.last:
-        play.net.out.weight.data.copy_(play.net.out.weight.data.flip(0))
-
-
-def wrong_nan(play: Play) -> None:
-    play.step()
-    if play.last:
-        play.net.out.weight.data[1, 2] = math.nan
-
-
-def wrong_state(play: Play) -> None:
-    play.step()
-    if play.last:
-        state = play.optimizer.state[play.net.fc.weight]
-        state["exp_avg" if "exp_avg" in state else "momentum_buffer"][1, 2] += 0.3
-
-
-def wrong_buffer(play: Play) -> None:
-    play.step()
-    if play.last:
-        play.net.norm[0].running_mean[1] += 1
+wrong_bit, wrong_permuted, wrong_nan, wrong_state, wrong_buffer = (
+    partial(wrong, edit) for edit in (flip_bit, permute, put_nan, edit_state, edit_mean)
+)
 
 
 @dataclasses.dataclass
@@ -743,8 +656,8 @@ def train(group: Any, planted: Planted, sgd: bool) -> Any:
     found = -(-planted.at // planted.every) * planted.every
     reports = {}
     for step in range(1, 7):
-        wrong = step == planted.at or (step > planted.at and not planted.once)
-        (planted.plant if wrong else Play.step)(play)
+        faulty = step == planted.at or (step > planted.at and not planted.once)
+        (planted.plant if faulty else Play.step)(play)
         if step % planted.every == 0:
             reports[step] = report = play.verifier.check(step)
             assert report.ok or step >= found, str(report)
@@ -756,13 +669,6 @@ def train(group: Any, planted: Planted, sgd: bool) -> Any:
     if not reports[found].equal:
         assert play.verifier.first_report is reports[found]
     return reports[found]
-
-
-def fault_sign(group: Any) -> Any:
-    play = Play(group).healthy()
-    if play.last:
-        play.net.fc.weight.data[2, 3] *= -1
-    return play.report()
 
 
 def play_mended(group: Any) -> Any:
@@ -795,7 +701,7 @@ def play_control(group: Any) -> Any:
     verifier = ddpbench.Verifier(play.ddp, play.optimizer, dist.new_group(backend="gloo"))
     play.step()
     assert verifier.check(1).ok
-    wrong_permuted(play)
+    wrong(permute, play)
     report = verifier.check(2)
     assert report.cause.code == "permuted"
     assert report.faults == ("parameter out.weight",)
@@ -825,6 +731,7 @@ def play_sharded(group: Any) -> Any:
 
 
 PLAYS = {n: f for n, f in globals().items() if n.startswith(("fault_", "play_"))}
+PLAYS |= {name: partial(edited, name) for name in EDITS}
 TRAININGS = {
     f"{name}, {optimizer}": partial(train, planted=planted, sgd=optimizer == "SGD")
     for name, planted in PLANTED.items()
@@ -834,27 +741,19 @@ TRAININGS = {
 
 def job(folder: Path) -> None:
     """All plays, in every rank of the default group; outcomes in files."""
-    rank = dist.get_rank()
-    outcomes: dict[str, Any] = {}
-    plays = dict(PLAYS)
-    if f"{dist.get_backend().removesuffix('4py')}-{dist.get_world_size()}" in TRAINED:
-        plays = {**TRAININGS, **plays}
-    for name, play in plays.items():
-        try:
-            report = play(dist.group.WORLD)
-            done = report is None or isinstance(report, dict)
-            outcomes[name] = report if done else report_as_json(report)
-        except Exception:
-            outcomes[name] = {"error": traceback.format_exc()}
-            break  # the ranks may no longer be together
-    (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+
+    def run(play: Callable[[Any], Any]) -> Any:
+        report = play(dist.group.WORLD)
+        return report_as_json(report) if isinstance(report, ddpbench.Report) else report
+
+    plays = {**(TRAININGS if dist.get_backend() == "gloo" else {}), **PLAYS}
+    plays = {name: partial(run, play) for name, play in plays.items()}
+    mesh_training.play_all(folder, dist.get_rank(), plays)
     dist.destroy_process_group()
 
 
 def job_gloo(folder: Path, rank: int, size: int) -> None:
-    store = dist.FileStore(str(folder / "store"), size)
-    limit = timedelta(seconds=30)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    mesh_training.start_group(folder, rank, size)
     job(folder)
 
 
@@ -865,8 +764,7 @@ def job_mpi(folder: Path) -> None:
     job(folder)
 
 
-GROUPS = ["gloo-2", "gloo-3", "mpi-2"]
-TRAINED = ["gloo-3", "mpi-2"]  # in which every one of PLANTED is played
+GROUPS = ["gloo-3", pytest.param("mpi-2", marks=pytest.mark.thorough)]
 
 
 @pytest.fixture(scope="module")
@@ -874,33 +772,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[A
     @cache
     def run(group: str) -> list[Any]:
         folder = tmp_path_factory.mktemp(group)
-        backend, _, size = group.partition("-")
-        said = run_gloo(folder, int(size)) if backend == "gloo" else run_mpi(folder, int(size))
-        paths = [folder / f"{rank}.json" for rank in range(int(size))]
-        assert all(path.exists() for path in paths), said
-        return [json.loads(path.read_text()) for path in paths]
+        if group == "gloo-3":
+            return mesh_training.run_ranks([*warm_python(), __file__], 3, folder)
+        done = mpi_jobs.run_job(job_mpi, 2, folder)
+        return mesh_training.read_results(folder, 2, done.stderr)
 
     return run
-
-
-def run_gloo(folder: Path, size: int) -> str:
-    words = [*warm_python(), __file__, "job_gloo", str(folder)]
-    ranks = [
-        subprocess.Popen(
-            [*words, str(rank), str(size)], stderr=subprocess.PIPE, env=mpi_jobs.ENVIRONMENT,
-            text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        return "".join(rank.communicate(timeout=120)[1] for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
-
-
-def run_mpi(folder: Path, size: int) -> str:
-    return mpi_jobs.run_job(job_mpi, size, folder).stderr  # type: ignore[arg-type]
 
 
 PARAMETERS = [f"parameter {n}" for n in ("fc.weight", "fc.bias", "out.weight", "out.bias")]
@@ -908,18 +785,14 @@ GRADIENTS = [name.replace("parameter", "gradient") for name in PARAMETERS]
 NANS = {"value": "nan (0x7fc00003)", "reference_value": "nan (0x7fc00000)", "max_delta": None}
 FOUND: dict[str, dict[str, Any]] = {  # details of the first tensor
     "fault_bit": {"bit": 20, "index": [2, 3], "differing": 1},
-    "fault_sign": {"bit": 31, "index": [2, 3], "differing": 1},
     "fault_permuted": {"permuted": True, "differing": 16},
     "fault_nan": {"index": [1, 2], "differing": 2},
     "fault_negative_zero": {
         "index": [2], "value": "-0.0", "reference_value": "0.0", "bit": 31, "max_delta": 0.0
     },
     "fault_nan_payload": NANS,
-    "fault_moment": {"index": [0, 0]},
     "fault_count": {"value": "3.0", "reference_value": "2.0"},
     "fault_buffer": {"index": [1], "value": "5.0"},
-    "fault_buffer_bare": {"max_delta": 4.0},
-    "fault_edit": {"index": [4, 1], "differing": 2, "elements": 48},
     "fault_gradient": {"index": [0, 1], "value": "9.0"},
     "fault_large": {"index": [1999, 1], "differing": 2, "max_delta": 2.5, "value": "1.5"},
 }  # fmt: skip
@@ -961,13 +834,10 @@ def test_a_fault_in_the_last_rank(
 
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
 @pytest.mark.parametrize("name", PLANTED)
-@pytest.mark.parametrize("group", TRAINED)
-def test_a_fault_at_a_step(
-    outcomes: Outcomes, group: str, name: str, optimizer: str, frozen: Frozen
-) -> None:
+def test_a_fault_at_a_step(outcomes: Outcomes, name: str, optimizer: str, frozen: Frozen) -> None:
     """Verified after every step, or every third, a fault is found at the first look after it, with
     its cause; later looks tell no other cause, and earlier ones nothing."""
-    report, planted = same_everywhere(outcomes, group, f"{name}, {optimizer}"), PLANTED[name]
+    report, planted = same_everywhere(outcomes, "gloo-3", f"{name}, {optimizer}"), PLANTED[name]
     assert report["cause"] in planted.cause.split(" or "), report["text"]
     severity, _, place = facts_of(report, "tensors", "cause")[0]
     until = [report["equal"], report["step"], report["equal_until"]]
@@ -978,7 +848,7 @@ def test_a_fault_at_a_step(
 def test_headlines(outcomes: Outcomes, group: str, frozen: Frozen) -> None:
     """The first line says how much of what differs, and never that what is not proved is."""
     names = ["fault_bit", "fault_nan_everywhere", "fault_buffer", "fault_structure"]
-    names += ["play_sharded"] if group != "mpi-2" else []
+    names += ["play_sharded"] if group == "gloo-3" else []
     reports = [same_everywhere(outcomes, group, name) for name in names]
     kinds = ("parameter", "buffer", "gradient")
     counts = [[report["compared"].get(kind, 0) for kind in kinds] for report in reports]
@@ -1000,16 +870,10 @@ def test_the_first_bad_step_is_kept(outcomes: Outcomes, group: str, frozen: Froz
     assert "3 failed" in report["summary"]
 
 
-WHOLE = [
-    "fault_bypass", "fault_bypass_bare", "fault_no_sync", "fault_no_sync_at_once",
-    "fault_rates_unseen", "fault_rates",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", ["fault_bypass_bare", "fault_rates_unseen"])
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_fault_of_the_loop(outcomes: Outcomes, group: str, name: str, frozen: Frozen) -> None:
-    """Parameters differ in all ranks, and the cause is the right one."""
+    """Parameters differ in all ranks, and the cause is the right one, without DDP or optimizer."""
     report, size = same_everywhere(outcomes, group, name), int(group[-1])
     assert not report["equal"]
     frozen.facts(facts_of(report, "tensors")[0])
@@ -1017,12 +881,7 @@ def test_a_fault_of_the_loop(outcomes: Outcomes, group: str, name: str, frozen: 
     assert len(set(names_of(report)) & set(PARAMETERS)) >= 3
     parameters = [d for d in report["differences"] if d["kind"] == "parameter"]
     assert parameters[0]["values"] == [[rank] for rank in range(size)]
-    assert (set(names_of(report)) >= set(GRADIENTS)) is (not name.startswith("fault_rates"))
-    if name == "fault_rates":
-        (rate,) = [d for d in report["differences"] if d["name"] == "param_groups[0].lr"]
-        assert [d["value"] for d in rate["details"]] == [
-            str(0.01 * (1 + rank)) for rank in range(1, size)
-        ]
+    assert (set(names_of(report)) >= set(GRADIENTS)) is (name == "fault_bypass_bare")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -1118,7 +977,7 @@ def test_a_subgroup_names_global_ranks(outcomes: Outcomes, group: str, frozen: F
     report, size = same_everywhere(outcomes, group, "play_subgroup"), int(group[-1])
     assert report["ranks"] == list(range(1, size))
     differ = [d["values"] for d in report["differences"]]
-    assert differ == {2: [], 3: [[[1], [2]]], 4: [[[2, 3], [1]]]}[size]
+    assert differ == {2: [], 3: [[[1], [2]]]}[size]
     frozen.facts(facts_of(report))
 
 
@@ -1143,7 +1002,7 @@ def quiet() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    if os.environ.get("OMPI_COMM_WORLD_SIZE") or sys.argv[1] == "job_mpi":
+    if sys.argv[1] == "job_mpi":
         job_mpi(Path(sys.argv[2]))
     else:
-        job_gloo(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+        job_gloo(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -17,26 +17,13 @@ from two_replicas import flip_bit, locate_bit, make_values
 from ddpbench.replicas import digest, locate
 from ddpbench.replicas.channel import Channel
 
+pytestmark = pytest.mark.thorough  # a compiler makes the simulation
+
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 OTHERS = [torch.complex64, torch.bool, torch.int8, torch.int32, torch.int64, torch.uint8]
 OTHERS += [torch.uint16, torch.uint32, torch.uint64]
 DTYPES = [*FLOATS, *FLOAT8, *OTHERS]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gpus_digest_is_of_bits(simulated_gpu: SimulatedGpu, dtype: torch.dtype) -> None:
-    """Two equal tensors on a GPU have equal digests; a flipped bit and two exchanged elements
-    change the digest; no layout does."""
-    content = make_values(dtype)
-    swapped = content.clone()
-    swapped[1], swapped[2] = content[2].clone(), content[1].clone()
-    wide = torch.stack([content, content], 1).to("cuda")
-    tensors = [content, flip_bit(content, 4321), swapped]
-    far = [*(t.to("cuda") for t in tensors), content.to("cuda"), wide[:, 0]]
-    digests = digest.read(far)[0].tolist()
-    assert digests[0] == digests[3] == digests[4]
-    assert len({*digests[:3]}) == 3
 
 
 @pytest.mark.parametrize("sizes", [[1], [1, 0, 9, 5000], [3] * 40, [1 << 20, 7, (1 << 20) + 1]])

@@ -31,6 +31,8 @@ import ddpbench
 from ddpbench.replicas.scopes import find_offsets
 from ddpbench.replicas.sharding import WAITING, read_layout
 
+pytestmark = pytest.mark.thorough
+
 SIZE = 5  # the last rank is in no mesh: each call is made in 4 of 5 ranks
 Play = Callable[[DeviceMesh], Any]
 
