@@ -62,7 +62,7 @@ def find_refusal(
 
     options: arguments of DistributedDataParallel that JSON can represent; bucket_cap_mb is ignored.
     modules: imported by the ranks first. buckets: number of buckets of the model, at most 8.
-    clock: by which the trial may take too long.
+    clock: judges whether the trial takes too long.
     """
     request = Request(
         backend=backend,

@@ -22,6 +22,7 @@ import pytest
 import torch
 from command_lines import ddpbench_command, read_stored_run, run_command, run_ddpbench
 from frozen import Frozen
+from patience import PATIENCE_SECONDS
 from rank_pool import RankPool
 from simulated_hosts import PORT, Hosts
 from tabulate import tabulate
@@ -218,8 +219,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[Trial, tuple[Path, A
         folder = tmp_path_factory.mktemp(name(trial))
         words = [*f"{ENDING} {trial.words}".split(), "--inject", trial.fault]
         if name(trial) == "hang":  # In a warm Python, the place would be a line of the tests.
-            return folder, run_command(ddpbench_command(*words), folder)
-        return folder, run_ddpbench(folder, *words)
+            return folder, run_command(ddpbench_command(*words), folder, 2 * PATIENCE_SECONDS)
+        return folder, run_ddpbench(folder, *words, timeout=2 * PATIENCE_SECONDS)
 
     with ThreadPoolExecutor(3) as threads:
         return dict(zip(ENDED, threads.map(run, ENDED), strict=True))
