@@ -25,7 +25,7 @@ from ddpbench.catalog import backends
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import throwaway_ranks
-from ddpbench.measure.throwaway_ranks import Report, Trial
+from ddpbench.measure.throwaway_ranks import Clock, Report, Trial
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.world import World
 
@@ -52,6 +52,7 @@ def find_refusal(
     *,
     modules: Sequence[str] = (),
     buckets: int = 4,
+    clock: Clock = time,
 ) -> str | None:
     """Return None if the hook works on this backend and device, else one sentence: why not.
 
@@ -61,6 +62,7 @@ def find_refusal(
 
     options: arguments of DistributedDataParallel that JSON can represent; bucket_cap_mb is ignored.
     modules: imported by the ranks first. buckets: number of buckets of the model, at most 8.
+    clock: judges whether the trial takes too long.
     """
     request = Request(
         backend=backend,
@@ -74,25 +76,25 @@ def find_refusal(
         buckets=min(buckets, 8),
     )
     with throwaway_ranks.started(MODULE, request) as trial:
-        late = _await(trial, timeout_seconds)
+        late = _await(trial, timeout_seconds, clock)
         reason = _reason(trial.folder, request.ranks, trial.end(), late)
     return None if reason is None else f"{hook} on {backend}: {reason}"
 
 
-def _await(trial: Trial, seconds: float) -> str | None:
+def _await(trial: Trial, seconds: float, clock: Clock) -> str | None:
     """Wait for the end of the process. Return a reason if one step, or all, take too long."""
-    deadline = time.monotonic() + seconds
+    deadline = clock.monotonic() + seconds
     while trial.process.poll() is None:
         busy = [state for state in trial.states() if state.kind == "doing"]
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             if not busy:
                 return f"its trial did not end within {seconds:g} s"
             return f"it did not end within {seconds:g} s: rank {busy[0].rank} was in {busy[0].text}"
         for rank, _, text, since in busy:
             # The first step loads libraries and takes longer.
-            if text in map(_step, range(2, STEPS + 1)) and time.time() - since > STEP_SECONDS:
+            if text in map(_step, range(2, STEPS + 1)) and clock.time() - since > STEP_SECONDS:
                 return f"it hung: rank {rank} was in {text} for over {STEP_SECONDS:g} s"
-        time.sleep(0.02)
+        clock.sleep(0.02)
     return None
 
 

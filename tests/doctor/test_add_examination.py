@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from command_lines import run_ddpbench
 from frozen import Frozen
 
@@ -44,6 +45,7 @@ GB/s: while all ranks write
 """
 
 
+@pytest.mark.thorough
 def test_an_examination_is_added_by_one_file(tmp_path: Path, frozen: Frozen) -> None:
     """A module named with --import registers it. It stands in the help, it can be chosen, its table
     and its finding are printed, and `show` prints the same where the module is missing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +22,14 @@ import torch.distributed as dist
 from command_lines import write_warm_python
 from frozen import Frozen
 from left_processes import wait_for_left_processes
+from patience import PATIENCE_SECONDS
 from rank_pool import RankPool
+from slept_time import SleptTime
 
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.doctor.capabilities import parallel, probe, verdicts
-from ddpbench.doctor.capabilities.examine import Trials, trying
+from ddpbench.doctor.capabilities.examine import HANG_SECONDS, Trials, trying
 from ddpbench.doctor.capabilities.verdicts import (
     CRASH,
     HANG,
@@ -280,59 +284,64 @@ ABORTED = "Fatal Python error: Aborted\n"
 
 
 class Set:
-    """A set of ranks that has noted verdicts and told states, and ended with a code, or hangs."""
+    """A set of ranks that notes verdicts and tells states, and ends with a code, or hangs."""
 
     def __init__(
         self, first: int, outcomes: str = "", states: Sequence[str] = (), code: int | None = 0,
-        output: str = "", ages: Sequence[float] = (1e9, 1e9), rounds: int = 0,
+        output: str = "", told: Sequence[float] = (0, 0), ends: float = 0,
     ) -> None:  # fmt: skip
-        """ages: of the states, in seconds; rounds: how often the ranks are seen to run."""
+        """told, ends: seconds from the start to the state of each rank, and to the end."""
         self.first, self.states, self.output, self.code = first, states, output, code
-        self.ages, self.rounds = ages, rounds
+        self.told, self.ends = told, ends
         names = {"o": OK, "u": UNSUPPORTED}
         notes = [[first + i, asdict(Verdict(names[o]))] for i, o in enumerate(outcomes)]
         self.notes = "".join(json.dumps(note) + "\n" for note in notes)
 
-    def poll(self) -> int | None:
-        self.rounds -= 1
-        return None if self.rounds >= 0 else self.code
-
-    def wait(self) -> int:
-        return -9 if self.code is None else self.code
-
-    def write(self, folder: Path) -> None:
+    def start(self, folder: Path, clock: SleptTime) -> None:
+        self.clock, self.began = clock, clock.now
         folder.mkdir()
         (folder / "verdicts").write_text(self.notes + '[99, {"outco')  # killed in mid-line
         (folder / "output").write_text(self.output)
         for rank, text in enumerate(self.states):
             path = folder / f"rank-{rank}"
             path.write_text(f"doing its start\n{text}\n")
-            since = time.time() - self.ages[rank]
-            os.utime(path, (since, since))
+            os.utime(path, (self.began + self.told[rank],) * 2)
+
+    def poll(self) -> int | None:
+        return self.code if self.clock.now >= self.began + self.ends else None
+
+    def end(self) -> int:
+        self.lasted = self.clock.now - self.began
+        return -9 if self.code is None else self.code
 
 
-def tried(
-    sets: Sequence[Set], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 3
-) -> Trials:
-    """What is heard of `count` combinations from these sets of ranks, all of which are used."""
-    left = list(sets)
+Attempt = Callable[..., Trials]
 
-    @contextlib.contextmanager
-    def started(module: str, request: probe.Request) -> Iterator[Any]:
-        this = left.pop(0)
-        assert request.first == this.first
-        folder = tmp_path / str(len(left))
-        this.write(folder)
-        trial = throwaway_ranks.Trial(folder, this)  # type: ignore[arg-type]
-        yield SimpleNamespace(folder=folder, process=this, states=trial.states, end=this.wait)
 
-    monkeypatch.setattr(throwaway_ranks, "started", started)
-    wanted = probe.combinations(2)[:count]
-    trials = Trials(wanted)
-    for _ in trying(probe.request("gloo", "cpu", (), wanted), trials, 20.0):
-        pass
-    assert left == []
-    return trials
+@pytest.fixture
+def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
+    """Try three combinations with these sets of ranks, all of which are used."""
+    folders = (tmp_path / str(number) for number in itertools.count())
+
+    def attempt(*sets: Set, seconds: float = 100.0) -> Trials:
+        left, clock = list(sets), SleptTime()
+
+        @contextlib.contextmanager
+        def started(module: str, request: probe.Request) -> Iterator[Any]:
+            this, folder = left.pop(0), next(folders)
+            assert request.first == this.first
+            this.start(folder, clock)
+            states = partial(throwaway_ranks.states, folder)
+            yield SimpleNamespace(folder=folder, process=this, states=states, end=this.end)
+
+        monkeypatch.setattr(throwaway_ranks, "started", started)
+        trials = Trials(probe.combinations(2)[:3])
+        request = probe.request("gloo", "cpu", (), trials.wanted)
+        assert {*trying(request, trials, seconds, clock)} <= {None}
+        assert left == []
+        return trials
+
+    return attempt
 
 
 @pytest.mark.parametrize(
@@ -345,96 +354,89 @@ def tried(
     ids=["aborted", "exit code", "hang"],
 )
 def test_what_ends_its_ranks_twice_is_told_and_the_rest_is_tried(
-    end: tuple[Any, ...], outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    frozen: Frozen,
-) -> None:  # fmt: skip
+    end: tuple[Any, ...], outcome: str, tried: Attempt, frozen: Frozen
+) -> None:
     """A crash or a hang is confirmed by fresh ranks, which begin with the suspect; where they can
     do it, it was a bad moment."""
     twice = [Set(0, "o", *end), Set(1, "", *end), Set(2, "o", ["works 3"])]
-    before, found, after = tried(twice, tmp_path, monkeypatch).verdicts
+    before, found, after = tried(*twice).verdicts
     assert [before, found.outcome, after] == [Verdict(OK), outcome, Verdict(OK)]
     frozen.verdict(found.why)
     once = [Set(0, "o", *end), Set(1, "oo", ["works 3"])]
-    (tmp_path / "again").mkdir()
-    assert tried(once, tmp_path / "again", monkeypatch).verdicts == [Verdict(OK)] * 3
+    assert tried(*once).verdicts == [Verdict(OK)] * 3
 
 
 @pytest.mark.parametrize("kind", ["first", "doing"])
 @pytest.mark.parametrize("clock", ["host", "device"])
 def test_the_first_call_on_a_device_may_take_longer(
-    kind: str, clock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
+    kind: str, clock: str, tried: Attempt, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
 ) -> None:
     """Two ranks take 6 s to make a communicator, and work: on a device that is no hang."""
     monkeypatch.setattr(devices.KINDS["cpu"], "clock", clock)
     slow = [f"{kind} 0", f"{kind} 0"]
     if (kind, clock) == ("first", "device"):
-        sets = [Set(0, "ooo", slow, ages=(6, 6), rounds=2)]
-        assert tried(sets, tmp_path, monkeypatch).verdicts == [Verdict(OK)] * 3
+        assert tried(Set(0, "ooo", slow, ends=6)).verdicts == [Verdict(OK)] * 3
         return
-    sets = [Set(0, "", slow, None, ages=(6, 6)), Set(0, "", slow, None, ages=(6, 6))]
-    hang = tried([*sets, Set(1, "oo", ["works 3"])], tmp_path, monkeypatch).verdicts[0]
+    cut = Set(0, "", slow, ends=6)
+    hang = tried(cut, Set(0, "", slow, ends=6), Set(1, "oo", ["works 3"])).verdicts[0]
     assert hang.outcome == HANG
+    assert cut.lasted == pytest.approx(HANG_SECONDS, abs=0.2)
     frozen.verdict(hang.why)
 
 
-def test_a_way_of_parallel_training_may_take_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
-) -> None:
-    """It is many calls: on the CPU of a busy host, 6 s are no hang, and 31 s are."""
+def test_a_way_of_parallel_training_may_take_longer(tried: Attempt, frozen: Frozen) -> None:
+    """It is many calls: on the CPU of a busy host, 29 s are no hang, and 31 s are."""
     slow = ["training 0", "training 0"]
-    sets = [Set(0, "ooo", slow, ages=(6, 6), rounds=2)]
-    assert tried(sets, tmp_path, monkeypatch).verdicts == [Verdict(OK)] * 3
-    (tmp_path / "again").mkdir()
-    sets = [Set(0, "", slow, None, ages=(31, 31)), Set(1, "oo", ["works 3"])]
-    found = tried(sets, tmp_path / "again", monkeypatch).verdicts
+    assert tried(Set(0, "ooo", slow, ends=29)).verdicts == [Verdict(OK)] * 3
+    found = tried(Set(0, "", slow, ends=31), Set(1, "oo", ["works 3"])).verdicts
     assert found[0].outcome == HANG
     frozen.verdict(found[0].why)
 
 
 def test_a_first_call_that_never_ends_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
+    tried: Attempt, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
 ) -> None:
     """After the time that it had, and not tried again: there is no time for that."""
     monkeypatch.setattr(devices.KINDS["cpu"], "clock", "device")
-    sets = [Set(0, "", ["first 0", "tried 0"], None, ages=(31, 40)), Set(1, "oo", ["works 3"])]
-    found = tried(sets, tmp_path, monkeypatch).verdicts
+    found = tried(Set(0, "", ["first 0", "tried 0"], None), Set(1, "oo", ["works 3"])).verdicts
     assert found[0].outcome == HANG
     frozen.verdict(found[0].why)
 
 
-def test_a_rank_that_waits_for_the_last_does_not_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_waits_for_the_last_does_not_hang(tried: Attempt) -> None:
     """Rank 0 was through long ago, and rank 1 has only just come to its end."""
-    sets = [Set(0, "ooo", ["tried 0", "tried 0"], ages=(20, 1), rounds=2)]
-    assert tried(sets, tmp_path, monkeypatch).verdicts == [Verdict(OK)] * 3
+    late = Set(0, "ooo", ["tried 0", "tried 0"], told=(0, 19), ends=20)
+    assert tried(late).verdicts == [Verdict(OK)] * 3
 
 
-def test_trials_without_memory_are_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
-) -> None:
+def test_trials_end_with_their_time(tried: Attempt) -> None:
+    """What hangs then, or waits for its turn, was not tried; nobody is blamed."""
+    late = Set(0, "o", ["doing 1", "doing 1"], None)
+    trials = tried(late, seconds=3.0)
+    assert late.lasted == pytest.approx(3.0, abs=0.2)
+    assert trials.verdicts == [Verdict(OK)]
+    assert "the 3 s for it were over" in str(trials.given_up)
+
+
+def test_trials_without_memory_are_given_up(tried: Attempt, frozen: Frozen) -> None:
     """That says nothing about the backend: no combination is blamed."""
     short = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB"
-    trials = tried([Set(0, "o", ["first 1", f"failed {short}"], 5)], tmp_path, monkeypatch)
+    trials = tried(Set(0, "o", ["first 1", f"failed {short}"], 5))
     assert trials.verdicts == [Verdict(OK)]
     assert trials.given_up
     frozen.text(trials.given_up)
 
 
-def test_who_waits_for_a_rank_that_refused_does_not_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
-) -> None:
+def test_who_waits_for_a_rank_that_refused_does_not_hang(tried: Attempt, frozen: Frozen) -> None:
     """One rank raises, the other never returns: an error is what a user sees, so that it is not
     supported, and by whom; fresh ranks go on behind it."""
-    sets = [Set(0, "", ["doing 0", "refused 0 TypeError: no"], None), Set(1, "ou", ["works 3"])]
-    found = tried(sets, tmp_path, monkeypatch).verdicts
+    refused = Set(0, "", ["doing 0", "refused 0 TypeError: no"], None)
+    found = tried(refused, Set(1, "ou", ["works 3"])).verdicts
     assert [verdict.outcome for verdict in found] == [UNSUPPORTED, OK, UNSUPPORTED]
     frozen.verdict(found[0].why)
 
 
-def test_a_group_that_broke_after_a_verdict_costs_no_other_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_broke_after_a_verdict_costs_no_other_its_own(tried: Attempt) -> None:
     """Ranks that leave, hang or die after they have agreed: fresh ones go on with the next, and
     what broke the group is told."""
     sets = [
@@ -442,15 +444,12 @@ def test_a_group_that_broke_after_a_verdict_costs_no_other_its_own(
         Set(2, "o", ["works 3"], 5, ABORTED),
     ]  # fmt: skip
     refused = Verdict(UNSUPPORTED)
-    found = tried(sets, tmp_path, monkeypatch).verdicts
-    assert found == [verdicts.breaking(refused), refused, Verdict(OK)]
+    assert tried(*sets).verdicts == [verdicts.breaking(refused), refused, Verdict(OK)]
 
 
-def test_ranks_that_cannot_start_are_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
-) -> None:
+def test_ranks_that_cannot_start_are_given_up(tried: Attempt, frozen: Frozen) -> None:
     """Nothing is blamed on a combination; the reason is told."""
-    trials = tried([Set(0, "", ["failed no GPU"], 5)], tmp_path, monkeypatch)
+    trials = tried(Set(0, "", ["failed no GPU"], 5))
     assert trials.verdicts == []
     assert trials.given_up
     frozen.text(trials.given_up)
@@ -484,6 +483,7 @@ OPERATIONS["all_gather"] = replace(honest, bind=bind)
 """
 
 
+@pytest.mark.thorough
 def test_a_crash_is_found_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
     frozen: Frozen,
@@ -497,7 +497,9 @@ def test_a_crash_is_found_and_nothing_is_left(
     wanted = [BARRIER, LIST, SUM, Combination("DDP", PARALLEL, None, None)]
     trials = Trials(wanted)
     request = probe.request("gloo", "cpu", ("planted",), wanted)
-    for _ in trying(request, trials, 90.0):
+    # However busy this machine is, nothing hangs.
+    patient = SimpleNamespace(time=lambda: 0.0, monotonic=time.monotonic, sleep=time.sleep)
+    for _ in trying(request, trials, PATIENCE_SECONDS, patient):
         pass
     assert trials.given_up is None
     frozen.facts([verdict.outcome for verdict in trials.verdicts])
@@ -519,10 +521,11 @@ def test_no_time_is_told(frozen: Frozen) -> None:
     frozen.text(trials.given_up)
 
 
+@pytest.mark.thorough
 def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> None:
     """The examination stores a verdict for each combination, and finds nothing wrong with gloo; the
     table stands in what is printed."""
-    done = pool.call(2, tmp_path, "doctor", "--only", "capabilities", "--seconds", "40")
+    done = pool.call(2, tmp_path, "doctor", "--only", "capabilities", "--seconds", "120")
     (folder,) = store.list_runs(tmp_path / "results")
     (found,) = store.read(folder).examinations
     # In torch 2.7 gloo's reduce_scatter adds up, whatever it is asked for, also for fully_shard.

@@ -12,20 +12,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from command_lines import ddpbench_command, read_stored_run, run_command, run_ddpbench
 from frozen import Frozen
+from patience import PATIENCE_SECONDS
 from rank_pool import RankPool
 from simulated_hosts import PORT, Hosts
 from tabulate import tabulate
 
-from ddpbench.doctor.stragglers import judge
-from ddpbench.doctor.stragglers.turns import ALONE
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 from ddpbench.runtime import cpu
@@ -60,11 +61,8 @@ def name(trial: Trial) -> str:
 # --- in the set-up --------------------------------------------------------------------------------
 
 PREFLIGHT = "doctor --only preflight --seconds 1 --fail-on warning --backend gloo --device cpu"
-SET_UP = (
-    Trial("wrong-interface:rank=1", "GLOO_SOCKET_IFNAME=nonesuch0"),
-    Trial("mixed-versions:rank=1", "torch 1.0.0"),
-    Trial("oversubscribed:per_core=3"),
-)
+REFUSED = Trial("wrong-interface:rank=1", "GLOO_SOCKET_IFNAME=nonesuch0")
+SET_UP = (Trial("mixed-versions:rank=1", "torch 1.0.0"), Trial("oversubscribed:per_core=3"))
 
 # --- in a step ------------------------------------------------------------------------------------
 
@@ -92,9 +90,9 @@ MESH = (
 # --- that ends the run ----------------------------------------------------------------------------
 
 # Long enough for the ranks of a busy machine, and short enough to wait for.
-ENDING = f"{STEP} {FEW} -n 3 --timeout 6"
+ENDING = f"{STEP} {FEW} -n 3 --timeout 20"
 ENDED = (
-    Trial("hang:rank=1,step=6", "hang (step_faults.py:", "--timeout 10"),
+    Trial("hang:rank=1,step=6", "hang (step_faults.py:"),
     Trial("out-of-memory:rank=1,step=6", "1073741824 bytes"),
     # gloo may end a neighbour of rank 1 then: of four ranks, two still agree.
     Trial("wrong-shape:rank=1,step=6", words="-n 4"),
@@ -151,25 +149,34 @@ def check(trial: Trial, exit_code: int, results: Results, frozen: Frozen, table:
     assert any(trial.token in sentence for _, sentence in results), results
 
 
-@pytest.mark.parametrize("trial", SET_UP, ids=name)
-def test_a_fault_in_the_set_up_is_found(
-    pool: RankPool, tmp_path: Path, trial: Trial, frozen: Frozen, table: Table
+def test_faults_in_the_set_up_are_found(
+    pool: RankPool, tmp_path: Path, frozen: Frozen, table: Table
 ) -> None:
-    """With its rank and variable; and in the same ranks without the fault no longer."""
-    done = pool.call(2, tmp_path, *PREFLIGHT.split(), "--inject", trial.fault)
-    results = (
-        read_message(trial, done.returncode, done.stderr)
-        if done.returncode in ENDS
-        else list_results(read_stored_run(tmp_path)[1], name(trial))
-    )
-    check(trial, done.returncode, results, frozen, table)
-    healthy = tmp_path / "healthy"
-    healthy.mkdir()
-    assert pool.call(2, healthy, *PREFLIGHT.split()).returncode not in ENDS
-    assert list_results(read_stored_run(healthy)[1], name(trial)) == []
+    """With rank and variable, in one launch if none ends it; and in the same ranks without the
+    faults no longer."""
+    names = [name(trial) for trial in SET_UP]
+    done = pool.call(2, tmp_path, *PREFLIGHT.split(), "--inject", REFUSED.fault)
+    results = read_message(REFUSED, done.returncode, done.stderr)
+    check(REFUSED, done.returncode, results, frozen, table)
+    planted = [word for trial in SET_UP for word in ("--inject", trial.fault)]
+    done = pool.call(2, tmp_path, *PREFLIGHT.split(), "--output", "planted", *planted)
+    for trial in SET_UP:
+        run = store.read(tmp_path / "planted")
+        own = [each for each in list_results(run, *names) if each[0][0] == name(trial)]
+        check(trial, done.returncode, own, frozen, table)
+    done = pool.call(2, tmp_path, *PREFLIGHT.split(), "--output", "healthy")
+    assert done.returncode not in ENDS
+    assert list_results(store.read(tmp_path / "healthy"), *names) == []
 
 
-@pytest.mark.parametrize("trial", DDP, ids=name)
+def first_quick(*trials: Trial) -> pytest.MarkDecorator:
+    """The first of these trials is in the first tier."""
+    first, *others = trials
+    rest = [pytest.param(trial, marks=pytest.mark.thorough) for trial in others]
+    return pytest.mark.parametrize("trial", [first, *rest], ids=name)
+
+
+@first_quick(*DDP)
 def test_a_fault_in_a_replica_is_found_at_its_step(
     pool: RankPool, tmp_path: Path, trial: Trial, frozen: Frozen, table: Table
 ) -> None:
@@ -189,6 +196,7 @@ def test_a_fault_in_a_replica_is_found_at_its_step(
     assert run.exit_code == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("trial", MESH, ids=name)
 def test_a_fault_in_a_mesh_is_found(
     pool: RankPool, tmp_path: Path, trial: Trial, frozen: Frozen, table: Table
@@ -203,20 +211,33 @@ def test_a_fault_in_a_mesh_is_found(
     assert "NOT EQUAL" in done.stdout
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[Trial, tuple[Path, Any]]:
+    """The folder and the end of each run; three run at once, as most wait for their deadline."""
+
+    def run(trial: Trial) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp(name(trial))
+        words = [*f"{ENDING} {trial.words}".split(), "--inject", trial.fault]
+        if name(trial) == "hang":  # In a warm Python, the place would be a line of the tests.
+            return folder, run_command(ddpbench_command(*words), folder, 2 * PATIENCE_SECONDS)
+        return folder, run_ddpbench(folder, *words, timeout=2 * PATIENCE_SECONDS)
+
+    with ThreadPoolExecutor(3) as threads:
+        return dict(zip(ENDED, threads.map(run, ENDED), strict=True))
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("trial", ENDED, ids=name)
 def test_a_rank_that_ends_the_run_is_named(
-    tmp_path: Path, trial: Trial, frozen: Frozen, table: Table
+    ended: dict[Trial, tuple[Path, Any]], trial: Trial, frozen: Frozen, table: Table
 ) -> None:
-    """With its line or its call, within the deadline; what was measured is marked as partial."""
-    words = [*f"{ENDING} {trial.words}".split(), "--inject", trial.fault]
-    if name(trial) == "hang":  # In a warm Python, the place would be a line of the tests.
-        done = run_command(ddpbench_command(*words), tmp_path)
-    else:
-        done = run_ddpbench(tmp_path, *words)
+    """With its line or its call; what was measured is marked as partial."""
+    folder, done = ended[trial]
     check(trial, done.returncode, read_message(trial, done.returncode, done.stderr), frozen, table)
-    assert read_stored_run(tmp_path)[1].state == "failed"
+    assert read_stored_run(folder)[1].state == "failed"
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_named(tmp_path: Path, frozen: Frozen, table: Table) -> None:
     """The file that cannot be written, and why."""
     trial = Trial("full-disk", "File too large")
@@ -227,28 +248,29 @@ def test_a_full_disk_is_named(tmp_path: Path, frozen: Frozen, table: Table) -> N
 # --- slow -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.measures_time
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a rank needs a core of its own")
+@pytest.mark.skipif(cpu.queued_seconds() is None, reason="this kernel counts no wait for a core")
 def test_a_rank_beside_busy_processes_is_named(
     pool: RankPool, tmp_path: Path, frozen: Frozen, table: Table
 ) -> None:
-    """Rank 1 is bound to a core that three processes keep busy: it is slow, by its neighbours."""
+    """Rank 1 is bound to a core that three processes keep busy: it is slow, by its neighbours. If
+    rank 0, which is free, waits for a core as well, nobody is named, and the report says why."""
     trial = Trial("slow-rank:rank=1")
     words = "doctor --only stragglers --seconds 1 --fail-on warning --backend gloo --device cpu"
     done = pool.call(2, tmp_path, *words.split(), "--inject", trial.fault)
     run = read_stored_run(tmp_path)[1]
-    free = run.examinations[0].figures["ranks"][0]
-    if (free["kept"][ALONE]["queued"] or 0.0) > judge.BUSY_SHARE / 2:
-        pytest.skip("this host is busy: rank 0, which is free, waits for a core as well")
-    if cpu.queued_seconds() is None:
-        pytest.skip("this kernel does not count for how long a rank waits for a core")
-    check(trial, done.returncode, list_results(run, "slow-rank"), frozen, table)
+    results = list_results(run, "slow-rank")
+    if not results and any("the host is busy" in each for each in run.examinations[0].unchecked):
+        return
+    check(trial, done.returncode, results, frozen, table)
 
 
 def test_a_rank_with_a_slow_forward_is_named(
     pool: RankPool, tmp_path: Path, frozen: Frozen, table: Table
 ) -> None:
-    """A rank whose forward takes 40 ms more is the slowest, and the one the others wait for; that
-    they are ahead of it after an arm without communication lengthens no step of the next."""
+    """A rank whose forward takes 40 ms more is the one the others wait for; that they are ahead of
+    it after an arm without communication lengthens no step of the next."""
     trial = Trial("slow-rank:rank=1,step=1,ms=40")
     words = "ddp --backend gloo --device cpu --workload linear --rounds 12 --in-a-row 1"
     done = pool.call(3, tmp_path, *words.split(), "--inject", trial.fault)
@@ -258,11 +280,12 @@ def test_a_rank_with_a_slow_forward_is_named(
     assert result.summary is not None
     budget = result.summary.budget
     (waiting,) = (part for part in budget if part.rank == 1 and part.resolved)
-    assert 0.030 < waiting.figure.value < 0.060
+    assert waiting.figure.value > 0.030
     (exposed,) = (part for part in budget if part.name == "exposed communication")
-    assert exposed.figure.value < 0.020
+    assert exposed.figure.value < waiting.figure.value / 2
 
 
+@pytest.mark.measures_time
 def test_a_slow_link_and_a_slow_host_are_found(
     hosts: Callable[..., Hosts], tmp_path: Path, frozen: Frozen, table: Table
 ) -> None:
@@ -275,12 +298,14 @@ def test_a_slow_link_and_a_slow_host_are_found(
     with closing(bench.pool((1, 1, 1, 1))) as ranks:
         done = ranks.ask(
             tmp_path, [{"RANK": str(rank), "LOCAL_RANK": "0"} for rank in range(4)],
-            *words.split(), "--timeout", "30", "--output", "run",
+            *words.split(), "--timeout", "60", "--output", "run",
             "--init-method", f"tcp://{bench[0].address}:{PORT}",
         )  # fmt: skip
     run = store.read(tmp_path / "run")
     warnings = {finding.code for finding in run.findings if finding.severity == "warning"}
     check(trial, done.returncode, list_results(run, *warnings), frozen, table)
-    for again in (each for each in run.examinations[0].figures["again"] if each["confirmed"]):
+    confirmed = [each for each in run.examinations[0].figures["again"] if each["confirmed"]]
+    assert len(confirmed) == 2
+    for again in confirmed:
         assert 0.5e8 < again["line_bits_per_second"] < 2e8
         assert 3e8 < again["others_line_bits_per_second"] < 2e9

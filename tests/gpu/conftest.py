@@ -1,4 +1,4 @@
-"""The checks that need a GPU: all tests of this folder have the marker `gpu`."""
+"""The checks that need a GPU: all tests of this folder have the markers `gpu` and `thorough`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder."""
+    """Mark the tests of this folder, of which each starts processes."""
     for item in items:
         if item.path.parent == HERE:
             item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from command_lines import clean_environment, ddpbench_command, run_command
+from command_lines import ddpbench_command, run_command
+from patience import PATIENCE_SECONDS
 
 REHEARSAL, LIBRARY = "DDPBENCH_GPU_REHEARSAL", "DDPBENCH_NCCL_LIBRARY"
 UNITS = Path(__file__).with_name("gpu_units.py")
@@ -45,19 +46,17 @@ class Machine:
         library = os.environ.get(LIBRARY)
         return {**SHARING, **({"LD_PRELOAD": library} if library else {})}
 
-    def run(
-        self, cwd: Path, *words: str, seconds: float = 150, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, cwd: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run `ddpbench WORDS…` on the device, until it ends; print what it prints."""
         command = [*ddpbench_command(*words), "--device", self.device]
-        done = run_command(command, cwd, seconds, **variables)
+        done = run_command(command, cwd, 2 * PATIENCE_SECONDS, **variables)
         print(f"$ ddpbench {' '.join(command[3:])}\n{done.stdout}{done.stderr}")
         return done
 
     def check_unit(self, name: str) -> None:
         """Run a check of gpu_units.py in a process of its own: this one must not start CUDA."""
         words = [sys.executable, str(UNITS), name, self.device]
-        done = run_command(words, UNITS.parent, 150)
+        done = run_command(words, UNITS.parent)
         print(done.stdout)
         assert done.returncode == 0, done.stderr
 
@@ -66,10 +65,7 @@ def read_facts(device: str) -> dict[str, object]:
     """Return what torch says about the devices, asked in another process."""
     library = {"LD_PRELOAD": os.environ[LIBRARY]} if os.environ.get(LIBRARY) else {}
     words = [sys.executable, str(UNITS), "facts", device]
-    done = subprocess.run(
-        words, env=clean_environment(**library), capture_output=True, text=True, check=False,
-        timeout=100,
-    )  # fmt: skip
+    done = run_command(words, UNITS.parent, **library)
     assert done.returncode == 0, done.stderr
     facts: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return facts

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
+from patience import wait_until
 from two_replicas import flip_bit, locate_bit, make_values
 
 from ddpbench.catalog import hooks, payload
@@ -205,31 +206,6 @@ def check_timing(device: torch.device) -> None:
             assert medians["hidden"] <= medians["events"] + 1000  # about what events resolve
 
 
-def check_digest_rate(device: torch.device) -> None:
-    """Print how fast the digest reads 1 GiB of parameters; a rehearsal reads 16 MiB."""
-    whole = 2**24 if device.type == "cpu" else 2**30
-    kind, sizes = devices.of(device), [2**20] * 8 + [4096] * 100
-    tensors = [torch.randn(size, device=device) for size in sizes]
-    while sum(tensor.nbytes for tensor in tensors) < whole:
-        tensors.append(torch.randn(whole // 64, device=device))
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    for name, call in {
-        "digest": lambda: digest.weighted(tensors),
-        "digest and finite": lambda: digest.read(tensors, (0, 1)),
-        "copy (read and write)": lambda: [tensor.clone() for tensor in tensors],
-    }.items():
-        seconds = []
-        for _ in range(5):
-            kind.synchronize(device)
-            began = time.perf_counter()
-            call()
-            kind.synchronize(device)
-            seconds.append(time.perf_counter() - began)
-        best = min(seconds)
-        print(f"{name}: {nbytes} bytes in {best * 1e3:.2f} ms, {nbytes / best * 1e-9:.1f} GB/s")
-        assert best > 0
-
-
 def check_gpu_facts(device: torch.device) -> None:
     """NVML finds the GPU that torch uses: its clocks, its memory's errors, its links."""
     torch.zeros(1, device=device)
@@ -316,10 +292,7 @@ def check_recorder(device: torch.device) -> None:
         assert [call.name for call in log.calls] == ["all_reduce", "all_reduce"]
         assert device.type == "cpu" or (log.started, log.finished) == (2, 1)
         kind.synchronize(device)
-        until = time.monotonic() + 20
-        while log.finished < 2:
-            assert time.monotonic() < until
-            (log,) = flight.read_logs("", whole=True)
+        wait_until(lambda: flight.read_logs("", whole=True)[0].finished == 2, "the second call")
 
 
 def check_capture(device: torch.device) -> None:
@@ -369,7 +342,7 @@ def capture_double(tensor: torch.Tensor) -> None:
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "payload": check_payload, "digest": check_digest, "located bit": check_located_bit,
     "events": check_events, "noop hook": check_noop_hook, "timing": check_timing,
-    "digest rate": check_digest_rate, "gpu facts": check_gpu_facts,
+    "gpu facts": check_gpu_facts,
     "device copy": check_device_copy, "losses": check_losses, "capture": check_capture,
     "recorder": check_recorder,
 }  # fmt: skip

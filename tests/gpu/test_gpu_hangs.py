@@ -7,13 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from command_lines import clean_environment
 from frozen import Frozen, verdict_facts
 from gpu_machine import Machine
+from patience import PATIENCE_SECONDS
 
 from ddpbench.launch import placement
 
@@ -42,10 +42,8 @@ def play(
             environ = clean_environment(**{**variables, **common, **own})
             ranks.append(subprocess.Popen(words, env=environ, stdout=output, stderr=output))
     try:
-        until = time.monotonic() + 90
-        for process in ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(1.0, until - time.monotonic()))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            ranks[0].wait(PATIENCE_SECONDS)
     finally:
         codes = [process.poll() for process in ranks]
         for process in ranks:

@@ -10,11 +10,12 @@ import pytest
 from command_lines import ONE_SENTENCE, ROOT, needs_mpirun, read_stored_run, run_command
 from frozen import Frozen, finding_facts
 from gpu_machine import Machine
+from patience import PATIENCE_SECONDS
 
 from ddpbench.records import store
 from ddpbench.records.schema import EVENTS, LAUNCH_HIDDEN, Run
 
-TWO = ("-n", "2", "--timeout", "30", "--share-gpu")
+TWO = ("-n", "2", "--timeout", "60", "--share-gpu")
 SHORT = ("--launches", "1", "--slice", "0.3")
 SMALL = ("--layers", "2", "--width", "256", "--vocabulary", "1000")
 
@@ -36,7 +37,8 @@ def test_a_world_of_one(machine: Machine, tmp_path: Path) -> None:
     no device."""
     place = ["cpu", "--backend", "gloo"] if machine.rehearsal else ["gpu"]
     words = [*place, "-n", "1", "--sizes", "8:64M:x64", "--slice", "0.5", "--launches", "2"]
-    done = run_command([str(ROOT / "run_bench.sh"), *words], tmp_path, 170, VIRTUAL_ENV=sys.prefix)
+    command = [str(ROOT / "run_bench.sh"), *words]
+    done = run_command(command, tmp_path, 2 * PATIENCE_SECONDS, VIRTUAL_ENV=sys.prefix)
     print(done.stdout, done.stderr)
     assert done.returncode == 0
     assert "one-rank" in done.stdout
@@ -121,43 +123,13 @@ def test_ddp_on_nccl(machine: Machine, two_ranks: dict[str, str], tmp_path: Path
     assert "exposed" in done.stdout
 
 
-@pytest.mark.parametrize("only", ["preflight,stragglers,links,capabilities", "links"])
-def test_the_doctor_on_nccl(
-    machine: Machine, two_ranks: dict[str, str], tmp_path: Path, only: str
-) -> None:
+def test_the_doctor_on_nccl(machine: Machine, two_ranks: dict[str, str], tmp_path: Path) -> None:
     """The doctor ends with its tables and finds no error on two healthy ranks of nccl."""
-    words = ("doctor", "--backend", machine.backend, "--only", only, "--seconds", "5")
+    words = ("doctor", "--backend", machine.backend, "--seconds", "5")
     done = machine.run(tmp_path, *words, *TWO, **two_ranks)
     assert done.returncode in (0, 1)
     assert "ERROR" not in done.stdout
     assert "links" in done.stdout
-
-
-def test_the_budget_does_not_depend_on_what_is_verified(
-    machine: Machine, two_ranks: dict[str, str], tmp_path: Path
-) -> None:
-    """The median step with a verification after every step, and with none, are of one magnitude;
-    the figures are printed, for a person to compare."""
-    words = ("ddp", "--backend", machine.backend, "--workload", "transformer", *SMALL)
-    amp = () if machine.rehearsal else ("--amp", "bf16")
-    medians = {}
-    for verify in ("every", "off"):
-        folder = tmp_path / verify
-        folder.mkdir()
-        options = ("--verify", verify, "--rounds", "10", *amp)
-        assert machine.run(folder, *words, *options, *TWO, **two_ranks).returncode == 0
-        medians[verify] = read_step_seconds(folder)
-    print(medians)
-    ratio = medians["every"] / medians["off"]
-    assert 0.5 < ratio < 2.0
-
-
-def read_step_seconds(folder: Path) -> float:
-    """Return the median step of the only run in a folder."""
-    _, run = read_stored_run(folder)
-    (result,) = run.steps
-    assert result.summary is not None
-    return result.summary.step.value
 
 
 @needs_mpirun

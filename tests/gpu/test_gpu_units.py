@@ -23,7 +23,16 @@ def test_facts(machine: Machine) -> None:
         assert len(machine.nccl) == 3
 
 
-@pytest.mark.parametrize("name", CHECKS)
+MEASURES_TIME = ("events", "timing", "device copy", "losses")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.measures_time] if name in MEASURES_TIME else [])
+        for name in CHECKS
+    ],
+)
 def test_unit(machine: Machine, name: str) -> None:
     """The check of this name in gpu_units.py passes; its docstring says what that means."""
     machine.check_unit(name)

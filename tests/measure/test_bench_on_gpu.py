@@ -21,6 +21,8 @@ from ddpbench.records.schema import EVENTS, HIDDEN_LAUNCH, TWO_STREAMS, Case, Pl
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import Partition, Subgroup
 
+pytestmark = pytest.mark.thorough  # the simulation needs a compiler
+
 FORMED = [(name, form) for name, entry in OPERATIONS.items() for form in entry.forms]
 RANKS = 3
 
@@ -129,7 +131,7 @@ def test_a_whole_sweep_over_gpu_tensors(cuda_guard: Path, tmp_path: Path) -> Non
     words = ["--import", "pretend_gpu", "--device", "cuda", "--backend", "nccl", "-n", "2"]
     words += ["--op", "all_reduce,all_gather,send_recv,barrier", "--sizes", "4K", *QUICK]
     environ = {GUARD_VARIABLE: str(cuda_guard)}
-    done = run_ddpbench(tmp_path, "collectives", *words, "--timeout", "60", **environ)
+    done = run_ddpbench(tmp_path, "collectives", *words, **environ)
     assert done.returncode == 0, done.stderr
     _, run = read_stored_run(tmp_path)
     assert len(run.results) == 4

@@ -47,6 +47,7 @@ nvml.nvmlDeviceGetFieldValues = lambda gpu, fields: [
 """
 
 
+@pytest.mark.thorough
 def test_a_result_above_what_the_memory_moves_is_invalid(tmp_path: Path, frozen: Frozen) -> None:
     """On a device's clock, too, a backend that returns before it has done anything is INVALID: the
     device cannot even read so many bytes in that time."""
@@ -64,6 +65,7 @@ def test_a_result_above_what_the_memory_moves_is_invalid(tmp_path: Path, frozen:
     assert "% limit -" in done.stdout
 
 
+@pytest.mark.thorough
 def test_the_limit_of_links_and_its_source_are_shown(tmp_path: Path, frozen: Frozen) -> None:
     """What NVML reports of the links becomes the limit of a case, under its name."""
     (tmp_path / "pretend.py").write_text(PRETEND)
@@ -131,6 +133,7 @@ kind.event = lambda device: CoarseEvent()
 """
 
 
+@pytest.mark.thorough
 def test_times_below_the_step_of_a_devices_clock_end_no_run(tmp_path: Path) -> None:
     """With one rank nccl does nothing, and two events may show the same time. Such a call is timed
     in batches; if that shows no time either, there is no bandwidth."""

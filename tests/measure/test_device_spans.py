@@ -61,12 +61,13 @@ def in_stream(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, str]
     folder = tmp_path_factory.mktemp("stream")
     words = ["--import", "stream_backend", "--backend", "stream", "-n", "2", "--sizes", "8"]
     # On a busy host, few of the calls are quick.
-    words += ["--op", "all_reduce,barrier", "--slice", "0.5", "--timeout", "20", "--launches", "1"]
+    words += ["--op", "all_reduce,barrier", "--slice", "1", "--timeout", "60", "--launches", "1"]
     done = run_ddpbench(folder, "collectives", *words, LAUNCH_MS=str(LAUNCH_MS))
     assert done.returncode == 0, done.stderr
     return *read_stored_run(folder), done.stdout
 
 
+@pytest.mark.thorough
 def test_the_launch_is_in_its_own_figure_and_not_in_the_time(
     in_stream: tuple[Path, Run, str],
 ) -> None:
@@ -93,6 +94,7 @@ def test_the_launch_is_in_its_own_figure_and_not_in_the_time(
         assert not result.wrong
 
 
+@pytest.mark.thorough
 def test_what_comes_from_the_hosts_stamps_is_left_out(in_stream: tuple[Path, Run, str]) -> None:
     """They end when a call has returned, so there is no skew, no bracket of the time, and no figure
     that other benchmarks would print. A barrier's launch is not hidden: it has them."""
@@ -113,6 +115,7 @@ def test_what_comes_from_the_hosts_stamps_is_left_out(in_stream: tuple[Path, Run
             assert set(of_host) == {None}
 
 
+@pytest.mark.thorough
 def test_every_output_shows_the_launch(in_stream: tuple[Path, Run, str]) -> None:
     """The table, its legend and its header, CSV and JSON."""
     folder, run, text = in_stream
@@ -127,6 +130,7 @@ def test_every_output_shows_the_launch(in_stream: tuple[Path, Run, str]) -> None
     assert json.loads(formats.json(run, ("op", "launch")))[0].keys() == {"op", "launch"}
 
 
+@pytest.mark.thorough
 def test_calls_too_short_for_the_devices_clock_are_batched(tmp_path: Path) -> None:
     """A repetition is then several calls, launched behind one sleep. Launch and time are of one.
 
@@ -151,6 +155,7 @@ def test_calls_too_short_for_the_devices_clock_are_batched(tmp_path: Path) -> No
     assert result.summary.launch_seconds == pytest.approx(slowest_ns * 1e-9 / result.calls)
 
 
+@pytest.mark.thorough
 def test_a_launch_that_is_seen_is_flagged(tmp_path: Path) -> None:
     """The CPU does its work as it is called: no launch can be hidden. Each repetition is counted,
     and the row says that its time includes the launch."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from command_lines import clean_environment, needs_mpirun, write_warm_python
+from command_lines import mpirun, needs_mpirun, run_command, write_warm_python
 from frozen import Frozen
 from left_processes import wait_for_left_processes
+from patience import PATIENCE_SECONDS
+from slept_time import SleptTime
 from warm_python import warm_python
 
 from ddpbench.catalog import hooks
@@ -87,16 +90,15 @@ def a_request(hook: str, **options: Any) -> hook_probe.Request:
 # PowerSGD's callbacks wait for each other in gloo's threads, or end their group there: it can hang
 # or abort this process, and is tried in others below.
 @pytest.mark.parametrize("hook", [name for name in HOOKS if name != "powersgd"])
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True, "static_graph": True}])
-def test_a_hook_trains_alone(alone: Any, hook: str, options: dict[str, Any]) -> None:
+def test_a_hook_trains_alone(alone: Any, hook: str) -> None:
     """Each entry is taken by DDP and trains in a world of one, where nothing can be lost on the
     way; bf16 at least says why torch does not take it."""
     said: list[str] = []
 
     def train() -> list[torch.Tensor]:
         return hook_probe._train(
-            a_request(hook, **options), alone, torch.device("cpu"), 0,
-            lambda kind, text: said.append(f"{kind} {text}"),
+            a_request(hook, gradient_as_bucket_view=True, static_graph=True), alone,
+            torch.device("cpu"), 0, lambda kind, text: said.append(f"{kind} {text}"),
         )  # fmt: skip
 
     if hook == "bf16" and torch.version.cuda is None and torch.version.hip is None:
@@ -105,6 +107,21 @@ def test_a_hook_trains_alone(alone: Any, hook: str, options: dict[str, Any]) -> 
         return
     assert all(bool(parameter.isfinite().all()) for parameter in train())
     assert said == [f"doing step {n} of 5" for n in range(1, 6)]
+
+
+def test_the_hook_is_tried_with_several_buckets(
+    alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PowerSGD, which works on gloo with one bucket, cannot have them in flight together there."""
+    seen: list[int] = []
+
+    def note(state, bucket):  # type: ignore[no-untyped-def]
+        seen.append(bucket.index())
+        return hooks.noop(state, bucket)
+
+    monkeypatch.setitem(HOOKS, "note", hooks.Hook("note", "", lambda group: (None, note)))
+    hook_probe._train(a_request("note"), alone, torch.device("cpu"), 0, lambda kind, text: None)
+    assert seen[-3:] == [0, 1, 2]
 
 
 def test_no_reduction_leaves_the_bucket(alone: Any) -> None:
@@ -229,48 +246,96 @@ def test_the_trial_is_nobody_s_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placement.read_placement(environ) is None
 
 
+# --- how long a trial may take --------------------------------------------------------------------
+
+
+def step(number: int) -> str:
+    return f"step {number} of {hook_probe.STEPS}"
+
+
+class Script:
+    """A trial whose ranks do what was written before, until some second."""
+
+    def __init__(self, folder: Path, *states: str, ends: float = float("inf")) -> None:
+        self.folder, self.ends, self.clock = folder, ends, SleptTime()
+        self.began, self.process = self.clock.now, self
+        for rank, text in enumerate(states):
+            path = folder / f"rank-{rank}"
+            path.write_text(f"doing {text}\n")
+            os.utime(path, (self.began,) * 2)
+        self.states = partial(throwaway_ranks.states, folder)
+
+    def poll(self) -> int | None:
+        return 0 if self.clock.now - self.began >= self.ends else None
+
+    def wait(self, seconds: float) -> tuple[str | None, float]:
+        """Return why the trial takes too long, and after how many seconds that is known."""
+        late = hook_probe._await(self, seconds, self.clock)  # type: ignore[arg-type]
+        return late, self.clock.now - self.began
+
+
+def test_a_step_that_takes_too_long_is_told(tmp_path: Path) -> None:
+    """Any step but the first, which loads libraries; the rank that is in it, not one that waits."""
+    assert Script(tmp_path, step(2), step(2), ends=9.9).wait(60)[0] is None
+    assert Script(tmp_path, step(1), step(1), ends=59).wait(60)[0] is None
+    late, seconds = Script(tmp_path, "the comparison of the replicas", step(3)).wait(60)
+    assert late == "it hung: rank 1 was in step 3 of 5 for over 10 s"
+    assert seconds == pytest.approx(hook_probe.STEP_SECONDS, abs=0.1)
+
+
+def test_a_trial_that_does_not_end_is_told(tmp_path: Path) -> None:
+    """With what its first rank was doing, if one has started."""
+    late, seconds = Script(tmp_path).wait(60)
+    assert late == "its trial did not end within 60 s"
+    assert seconds == pytest.approx(60, abs=0.1)
+    late, _ = Script(tmp_path, step(1)).wait(60)
+    assert late == "it did not end within 60 s: rank 0 was in step 1 of 5"
+
+
 # --- real trials ----------------------------------------------------------------------------------
 
-OPTIONS = {"bucket_cap_mb": None, "gradient_as_bucket_view": True}
 
-
-@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
-def test_hooks_on_gloo(
-    hook: str, planted: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """fp16 works; bf16 does or torch says what it lacks; PowerSGD, with several buckets, hangs or
-    dies. The sentence names hook, backend and reason, and nothing else is printed or left."""
-    if hook == "powersgd":
-        monkeypatch.setattr(hook_probe, "STEP_SECONDS", 3.0)
-    said = hook_probe.find_refusal(hook, "gloo", "cpu", 60, OPTIONS)
-    if hook == "fp16":
-        assert said is None
-    elif hook == "bf16":
-        assert said is None or said.startswith("bf16 on gloo: TypeError: ")
-    else:
-        assert said is None or re.match(r"powersgd on gloo: .*(rank \d|SIGABRT|\w+Error: )", said)
-    assert said is None or "\n" not in said
+def test_a_hook_that_works_leaves_nothing(
+    planted: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """fp16 works on gloo; nothing is printed, no process and no file stays."""
+    options = {"bucket_cap_mb": None, "gradient_as_bucket_view": True}
+    assert hook_probe.find_refusal("fp16", "gloo", "cpu", PATIENCE_SECONDS, options) is None
     assert capfd.readouterr() == ("", "")
     assert wait_for_left_processes(tmp_path) == []
     assert [path.name for path in tmp_path.glob("ddpbench-*")] == []
 
 
+@pytest.mark.thorough
 def test_powersgd_works_on_gloo_with_one_bucket(planted: tuple[str, ...]) -> None:
     """It is the buckets in flight together that it cannot have there."""
-    assert hook_probe.find_refusal("powersgd", "gloo", "cpu", 60, {}, buckets=1) is None
+    words = ("powersgd", "gloo", "cpu", PATIENCE_SECONDS)
+    assert hook_probe.find_refusal(*words, {}, buckets=1) is None
 
 
+class UntilStep3:
+    """A clock on which no time passes until rank 1 alone is in step 3; then the steps are late."""
+
+    monotonic, sleep = time.monotonic, time.sleep
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def time(self) -> float:
+        found = [state.text for path in self.folder.glob("ddpbench-*")
+                 for state in throwaway_ranks.states(path)]  # fmt: skip
+        return time.time() + 1e6 if found == ["the comparison of the replicas", step(3)] else 0.0
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("hook", ["hang", "abort", "differ"])
 def test_a_faulty_hook_of_a_module(
-    hook: str, planted: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    frozen: Frozen,
-) -> None:  # fmt: skip
+    hook: str, planted: tuple[str, ...], tmp_path: Path, frozen: Frozen
+) -> None:
     """A hook that a user's module brings is tried too. One that never ends and hears no signal is
     cut, one that aborts is told so, one that reduces nothing is found out; nothing is left."""
-    if hook == "hang":
-        monkeypatch.setattr(hook_probe, "STEP_SECONDS", 2.0)
-    said = hook_probe.find_refusal(hook, "gloo", "cpu", 60, {}, modules=planted)
+    words, clock = (hook, "gloo", "cpu", PATIENCE_SECONDS), UntilStep3(tmp_path)
+    said = hook_probe.find_refusal(*words, {}, modules=planted, clock=clock)
     assert said is not None
     assert said.startswith(f"{hook} on gloo: ")
     frozen.verdict(said)
@@ -290,29 +355,21 @@ import sys, time
 from pathlib import Path
 from ddpbench.measure import hook_probe
 from ddpbench.mpi_backend import library as mpi_library
-done = Path(sys.argv[1])
+done, sys.executable = Path(sys.argv[1]), sys.argv[2]
 if mpi_library.world() == (0, 2):
-    done.write_text(str(hook_probe.find_refusal("powersgd", "mpi", "cpu", 60, {})))
+    done.write_text(str(hook_probe.find_refusal("powersgd", "mpi", "cpu", 120, {})))
 while not done.exists():
     time.sleep(0.05)
 """
 
 
 @needs_mpirun
+@pytest.mark.thorough
 def test_a_rank_of_mpirun_may_ask(tmp_path: Path) -> None:
     """In a rank under mpirun, with MPI running, a trial on mpi starts an mpirun of its own; the job
     ends well. PowerSGD works there, with several buckets too."""
-    found = placement.find_mpirun()
-    assert found is not None
-    root = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
     outcome = tmp_path / "outcome"
-    version = subprocess.run(
-        [found, "--version"], capture_output=True, text=True, check=True
-    ).stdout
-    done = subprocess.run(
-        [found, *(root if "Open MPI" in version else []), "-n", "2", *warm_python(), "-c", INSIDE,
-         str(outcome)],
-        env=clean_environment(), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    words = [*mpirun(2), *warm_python(), "-c", INSIDE, str(outcome), sys.executable]
+    done = run_command(words, tmp_path, 2 * PATIENCE_SECONDS, OMPI_MCA_mpi_yield_when_idle="1")
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
     assert outcome.read_text() == "None"

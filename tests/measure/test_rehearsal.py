@@ -79,10 +79,11 @@ def run(cwd: Path, ranks: int, *functions: str) -> Any:
     """Measure these workloads of the user."""
     (cwd / "mine.py").write_text(WORKLOADS)
     names = ",".join(f"mine:{function}" for function in functions)
-    few = ("--rounds", "1", "--in-a-row", "1", "--timeout", "30")
+    few = ("--rounds", "1", "--in-a-row", "1", "--timeout", "60")
     return run_ddpbench(cwd, "ddp", "-n", str(ranks), "--workload", names, *few)
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_in_one_rank_is_skipped_in_all(tmp_path: Path, frozen: Frozen) -> None:
     """Wherever memory runs out: one sentence names the rank and what helps, and the next case is
     tried. If only the second replica does not fit, the step is measured without a budget."""
@@ -99,6 +100,7 @@ def test_what_does_not_fit_in_one_rank_is_skipped_in_all(tmp_path: Path, frozen:
     frozen.text("\n".join([*reasons, *second.notes]))
 
 
+@pytest.mark.thorough
 def test_a_lack_that_is_found_too_late_says_what_helps(tmp_path: Path) -> None:
     """It ends the run, because other ranks would wait for this one."""
     done = run(tmp_path, 1, "late")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_lines import read_stored_run, run_ddpbench
+from command_lines import QUICK, read_stored_run, run_ddpbench
 from frozen import Frozen
 
 from ddpbench.measure import memory
@@ -29,9 +29,8 @@ torch.zeros = zeros_or_error
 
 def sweep(folder: Path, fault: str, *words: str) -> tuple[int, str, Run]:
     """Run a sweep with a fault. Return its exit code, its messages, and what it stored."""
-    quick = ("--slice", "0.05", "--timeout", "5", "--launches", "1", "--quiet")
-    faulty = ("--import", "faulty_backend", "--backend", "faulty")
-    done = run_ddpbench(folder, "collectives", *faulty, *words, *WORDS, *quick, FAULT=fault)
+    faulty = ("--import", "faulty_backend", "--backend", "faulty", "--quiet", *QUICK)
+    done = run_ddpbench(folder, "collectives", *faulty, *WORDS, *words, FAULT=fault)
     return done.returncode, done.stderr, read_stored_run(folder)[1]
 
 
@@ -40,6 +39,7 @@ def reasons(run: Run) -> dict[int, str | None]:
     return {result.case.nbytes: result.reason for result in run.results}
 
 
+@pytest.mark.thorough
 def test_a_case_without_memory_is_skipped_in_all_ranks(tmp_path: Path, frozen: Frozen) -> None:
     """In the buffers of one rank: the row names the rank, the cause and what to change. In the
     first call of all ranks, in which a backend may allocate its own buffers: no rank has joined, so
@@ -54,12 +54,13 @@ def test_a_case_without_memory_is_skipped_in_all_ranks(tmp_path: Path, frozen: F
     frozen.text(str(found[4096]))
 
 
+@pytest.mark.thorough
 def test_a_first_call_without_memory_in_one_rank_ends_the_run_with_the_cause(
     tmp_path: Path,
 ) -> None:
     """The other rank waits inside the backend, and nothing else would end that: the run ends before
     the deadline, names the rank, the cause and what to change, and does not accuse the other."""
-    code, error, run = sweep(tmp_path, "oom:1:65536")
+    code, error, run = sweep(tmp_path, "oom:1:65536", "--timeout", "15")
     assert code == 5
     assert "ddpbench: rank 1: OutOfMemoryError: " in error
     assert SHORT in error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -13,20 +12,26 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddpbench.measure.parallel.communication import Communication
+from ddpbench.runtime.devices import HostEvent
 
 
 class Stream:
-    """A stream on which waiting takes time, which it counts."""
+    """A stream on which a wait takes 1 ms; everything else takes a stamp's 1 ns."""
 
-    seconds, waited_ns = 0.3, 0
+    ns = 0
+
+    @classmethod
+    def stamp(cls) -> HostEvent:
+        event = HostEvent()
+        cls.ns += 1
+        event.ns = cls.ns
+        return event
 
     def record_event(self, event: object = None) -> object:
         return event or object()
 
     def wait_event(self, event: object) -> None:
-        began = time.perf_counter_ns()
-        time.sleep(self.seconds)
-        self.waited_ns += time.perf_counter_ns() - began
+        Stream.ns += 1_000_000
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def test_exposed_is_what_the_stream_of_the_step_waits() -> None:
     streams = SimpleNamespace(Stream=Stream, now=step)
     streams.current_stream = lambda: streams.now
     communication = Communication(nn.Linear(2, 2), torch.device("cpu"))
-    communication._streams = streams
+    communication._streams, communication._stamp = streams, Stream.stamp
     communication.mode = "timed"
     with communication.around():
         streams.now = side
@@ -52,12 +57,11 @@ def test_exposed_is_what_the_stream_of_the_step_waits() -> None:
         reduced = side.record_event()
         streams.now = step
         step.wait_event(object())
-        before, Stream.seconds = step.waited_ns, 0.002
         step.wait_event(reduced)
         side.wait_event(reduced)
-        waited = step.waited_ns - before
         dist.all_reduce(torch.ones(2))
     hidden, own = communication.spans
-    assert waited <= hidden.exposed_ns < waited + before
-    assert 0 < own.exposed_ns <= own.end_ns - own.begin_ns + 1
+    assert hidden.exposed_ns == pytest.approx(1_000_000, abs=10)
+    assert own.exposed_ns == pytest.approx(own.end_ns - own.begin_ns, abs=1)
+    assert 0 < own.exposed_ns < 10
     assert Stream.wait_event.__qualname__ == "Stream.wait_event"

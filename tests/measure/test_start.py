@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from command_lines import clean_environment
+from command_lines import run_command
 from frozen import Frozen
 from recording_backend import NAME
 from stored_runs import a_case
@@ -93,7 +92,7 @@ def job(folder: Path) -> int:
     """Call the barriers in one rank, wherever it may run."""
     placement = read_placement()
     assert placement is not None
-    with join_world(placement, Rendezvous(timeout_seconds=30)) as world:
+    with join_world(placement, Rendezvous(timeout_seconds=60)) as world:
         found = {name: call_barriers(world, hosts) for name, (hosts, _) in PLACES.items()}
         seen = {"barriers": found, **bind(world)}
         (folder / f"{world.rank}.json").write_text(json.dumps(seen))
@@ -105,9 +104,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     """What each of four ranks saw."""
     folder = tmp_path_factory.mktemp("barriers")
     words = [*warm_python(), __file__, str(folder)]
-    done = subprocess.run(
-        words, env=clean_environment(), capture_output=True, text=True, timeout=90
-    )
+    done = run_command(words, folder)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 

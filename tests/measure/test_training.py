@@ -29,6 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from frozen import Frozen
+from patience import PATIENCE_SECONDS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
@@ -301,15 +302,14 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]
     @cache
     def run(size: int) -> list[Any]:
         folder = tmp_path_factory.mktemp(f"ranks-{size}")
-        # On eight ranks only what is of interest there.
-        names = ["play_converged"] if size > 3 else sorted(PLAYS, key="play_interrupted".__eq__)
+        names = sorted(PLAYS, key="play_interrupted".__eq__)
         words = [*warm_python(), __file__, str(folder), str(size), *names]
         ranks = subprocess.Popen(
             words, env=mpi_jobs.ENVIRONMENT, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
         try:
-            said = ranks.communicate(timeout=150)[1]
+            said = ranks.communicate(timeout=PATIENCE_SECONDS)[1]
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(ranks.pid, signal.SIGKILL)
@@ -326,7 +326,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]
 
 
 Played = Callable[[int, str], list[Any]]
-SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+SIZES = pytest.mark.parametrize("size", [1, 3])
 
 
 @SIZES
@@ -352,8 +352,8 @@ def test_losses_are_of_all_samples(played: Played, size: int) -> None:
         assert one["got"] == seen[0]["got"]
         assert one["seconds"] == seen[0]["seconds"] > 0
         assert one["samples"] == 16 * 8 * size - (size == 1)
-    if size == 2:
-        assert seen[0]["batches"] == [64, 63]
+    if size == 3:
+        assert seen[0]["batches"] == [43, 42, 42]
 
 
 @SIZES
@@ -437,7 +437,7 @@ def test_an_interrupted_rank_ends_all(played: Played, size: int) -> None:
         assert one == {"trained": [1, 2], "stored": 2}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@SIZES
 def test_regression_converges(played: Played, size: int) -> None:
     """On any number of ranks the validation loss falls below a tenth of what it was before the
     training, and of what it was after the first epoch."""
@@ -453,7 +453,7 @@ def test_other_tasks_do_not_train() -> None:
 
 
 def main(folder: Path, size: int, *names: str) -> None:
-    """All ranks, forked from one process: importing torch eight times would take longest."""
+    """All ranks, forked from one process: importing torch each time would take longest."""
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=job, args=(folder, rank, size, *names)) for rank in range(size)]
     for rank in ranks:

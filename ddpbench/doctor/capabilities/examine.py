@@ -37,7 +37,7 @@ from ddpbench.doctor.capabilities.verdicts import (
 )
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.measure import memory, throwaway_ranks
-from ddpbench.measure.throwaway_ranks import Trial
+from ddpbench.measure.throwaway_ranks import Clock, Trial
 from ddpbench.records.wording import counted
 from ddpbench.runtime import control, devices
 
@@ -140,13 +140,15 @@ class Trials:
         return list(zip(self.wanted, self.verdicts, strict=False))
 
 
-def trying(request: Request, trials: Trials, seconds: float) -> Generator[None, None, None]:
+def trying(
+    request: Request, trials: Trials, seconds: float, clock: Clock = time
+) -> Generator[None, None, None]:
     """Try all combinations in about so many seconds at most, and add the verdicts to `trials`.
 
     Yields about every POLL_SECONDS until the end. Closed earlier, it leaves nothing running.
     """
     try:
-        yield from _sets(request, trials, time.monotonic() + seconds)
+        yield from _sets(request, trials, clock.monotonic() + seconds, clock)
     except OSError as error:
         trials.given_up = f"no ranks could be started ({error.strerror or error})"
     else:
@@ -154,22 +156,24 @@ def trying(request: Request, trials: Trials, seconds: float) -> Generator[None, 
             trials.given_up = f"the {seconds:g} s for it were over; give it more with --seconds"
 
 
-def _sets(request: Request, trials: Trials, until: float) -> Generator[None, None, None]:
+def _sets(
+    request: Request, trials: Trials, until: float, clock: Clock
+) -> Generator[None, None, None]:
     """Start one set of ranks after the other, until all is tried or the time is over."""
     suspect = -1
-    while len(trials.verdicts) < len(trials.wanted) and time.monotonic() < until:
+    while len(trials.verdicts) < len(trials.wanted) and clock.monotonic() < until:
         first = len(trials.verdicts)
         known = next((each for each, verdict in trials.tried if verdict.outcome == OK), None)
         this = replace(request, first=first, known=known)
         with throwaway_ranks.started(probe.MODULE, this) as trial:
-            hung = yield from _watched(trial, until, request.device)
+            hung = yield from _watched(trial, until, request.device, clock)
             code = trial.end()
             trials.verdicts += _heard(trial.folder, first)
             at = len(trials.verdicts)
             if any(state[1:3] == ("checking", str(at - 1)) for state in trial.states()):
                 trials.verdicts[-1] = verdicts.breaking(trials.verdicts[-1])
             blamed = _blamed(trial, at, hung, code)
-            if time.monotonic() > until or at == len(trials.wanted):
+            if clock.monotonic() >= until or at == len(trials.wanted):
                 return
             failed = (state.text for state in trial.states() if state.kind == "failed")
             if short := next(filter(memory.OUT_OF_MEMORY.search, failed), ""):
@@ -187,21 +191,21 @@ def _sets(request: Request, trials: Trials, until: float) -> Generator[None, Non
             suspect = at
 
 
-def _watched(trial: Trial, until: float, device: str) -> Generator[None, None, float]:
+def _watched(trial: Trial, until: float, device: str, clock: Clock) -> Generator[None, None, float]:
     """Wait until the ranks or the time have ended.
 
     Returns the seconds that the ranks had for what they do if they hang, else 0.
     """
     slow = {"training", "first"} if devices.get(device).clock == "device" else {"training"}
-    while trial.process.poll() is None and time.monotonic() < until:
+    while trial.process.poll() is None and clock.monotonic() < until:
         states = [state for state in trial.states() if state.text.isdecimal()]
         is_slow = any(state.kind in slow for state in states)
         allowed = FIRST_SECONDS if is_slow else HANG_SECONDS
         # A rank that is through waits for the others, so the last one counts.
-        if states and time.time() - max(state.since for state in states) > allowed:
+        if states and clock.time() - max(state.since for state in states) > allowed:
             return allowed
         yield
-        time.sleep(POLL_SECONDS)
+        clock.sleep(POLL_SECONDS)
     return 0.0
 
 
