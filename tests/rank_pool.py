@@ -60,13 +60,15 @@ class RankPool:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     calls: int = 0
 
-    def call(self, world_size: int, cwd: Path, *words: str) -> Done:
+    def call(self, world_size: int, cwd: Path, *words: str, **variables: str) -> Done:
         """Run a command line of ddpbench in `world_size` ranks, which meet over a file in `cwd`."""
         while len(self.processes) < world_size:
             self.processes.append(start_rank())
         self.calls += 1
         meeting = cwd / f"meeting-{self.calls}"
-        environs = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+        environs = [
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), **variables} for rank in range(world_size)
+        ]
         return self.ask(cwd, environs, *words, "--init-method", f"file://{meeting}")
 
     def ask(self, cwd: Path, environs: Sequence[dict[str, str]], *words: str) -> Done:
