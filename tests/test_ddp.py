@@ -134,7 +134,7 @@ def test_a_divided_model_steps_on_mpi(tmp_path: Path) -> None:
         ("--gradient-as-bucket-view", "--bucket-cap-mb", "0.01"),
         ("--static-graph", "--amp", "bf16", "--optimizer", "adamw"),
         ("--find-unused-parameters", "--accumulate", "3", "--verify", "5"),
-        ("--comm-hook", "fp16", "--optimizer", "adam"),
+        pytest.param(("--comm-hook", "fp16", "--optimizer", "adam"), marks=pytest.mark.thorough),
         ("--no-budget", "--verify", "off", "--threads", "2"),
     ],
     ids=" ".join,
@@ -326,7 +326,7 @@ def test_bad_input_is_one_sentence(
     [
         (("--inject", "buffer", *SMALL), "convnet"),
         (("--inject", "nan:rank=2", *SMALL), "rank 2"),
-        (("--comm-hook", "bf16", *SMALL), "bf16"),
+        pytest.param(("--comm-hook", "bf16", *SMALL), "bf16", marks=pytest.mark.thorough),
         (("--workload", "embedding", "--rows", "40000000000"), "memory"),
     ],
 )

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from command_lines import clean_environment
 from frozen import Frozen
-from rank_pool import Done, RankPool
 from patience import PATIENCE_SECONDS
+from rank_pool import Done, RankPool
 from simulated_hosts import PORT, Hosts
 
 from ddpbench.records import store
