@@ -79,14 +79,14 @@ def fault_of(outcome: Outcome) -> str | None:
     return f"not printable: {strange}" if strange else None
 
 
-def main(description: str, fuzz: Callable[[random.Random, float], Tally]) -> None:
-    """Fuzz for --seconds from --seed, print each fault, and exit with 1 if there was any."""
+def main(description: str, fuzz: Callable[[random.Random, int], Tally]) -> None:
+    """Try --cases from --seed, print each fault, and exit with 1 if there was any."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     started = time.monotonic()
-    tally = fuzz(random.Random(arguments.seed), arguments.seconds)
+    tally = fuzz(random.Random(arguments.seed), arguments.cases)
     for fault in tally.faults:
         sys.stdout.write(f"{fault}\n\n")
     sys.stdout.write(f"seed {arguments.seed}, {time.monotonic() - started:.0f} s: {tally}\n")

@@ -1,27 +1,35 @@
 """A pool of rank processes that the tests share, so that no test waits for imports of torch.
 
-Each rank runs one command line of ddpbench after another, as if a launcher had just started it.
-This module, run as a program, is such a rank: it reads orders and writes answers as lines of JSON.
+Each rank runs one command line of ddpbench after another, each in a fork, as if a launcher had just
+started it: whatever one changes is gone before the next. This module, run as a program, is such a
+rank: it reads orders and writes answers as lines of JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any
 
 from command_lines import clean_environment
-from warm_python import warm_python
+from patience import PATIENCE_SECONDS
+from warm_python import PRELOADED, warm_python
 
+import ddpbench
 from ddpbench import cli
 from ddpbench.session import errors
+
+IMPORTED = ("analysis", "doctor", "measure", "render", "replicas", "session")  # before any order
 
 
 @dataclass(frozen=True)
@@ -52,13 +60,15 @@ class RankPool:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     calls: int = 0
 
-    def call(self, world_size: int, cwd: Path, *words: str) -> Done:
+    def call(self, world_size: int, cwd: Path, *words: str, **variables: str) -> Done:
         """Run a command line of ddpbench in `world_size` ranks, which meet over a file in `cwd`."""
         while len(self.processes) < world_size:
             self.processes.append(start_rank())
         self.calls += 1
         meeting = cwd / f"meeting-{self.calls}"
-        environs = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+        environs = [
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), **variables} for rank in range(world_size)
+        ]
         return self.ask(cwd, environs, *words, "--init-method", f"file://{meeting}")
 
     def ask(self, cwd: Path, environs: Sequence[dict[str, str]], *words: str) -> Done:
@@ -77,12 +87,6 @@ class RankPool:
         for process in self.processes[:world_size]:
             assert process.stdout is not None
             answers.append(json.loads(process.stdout.readline() or '{"code": 5}'))
-        if any(
-            "stdout" not in answer for answer in answers
-        ):  # a rank has died: start new ones next time
-            for process in self.processes:
-                process.kill()
-            self.close()
         return Done(
             max(answer["code"] for answer in answers),
             "".join(answer.get("stdout", "") for answer in answers),
@@ -95,35 +99,44 @@ class RankPool:
             assert process.stdin is not None
             process.stdin.close()
         for process in self.processes:
-            process.wait(30)
+            process.wait(PATIENCE_SECONDS)
         self.processes.clear()
 
 
-def _read_orders() -> Iterator[dict[str, Any]]:
-    for line in sys.stdin:
-        yield json.loads(line)
-
-
 def main() -> None:
-    """Run orders until standard input ends."""
+    """Run each order in a fork of this process, until standard input ends."""
     errors.WAIT_FOR_SPEAKER_SECONDS = 0.0  # no launcher ends rank 0 here
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output past sys.stdout must not mix with the answers
-    for order in _read_orders():
-        os.environ.update(order["environ"])
-        os.chdir(order["cwd"])
-        sys.path.insert(0, order["cwd"])  # as `python -m` does
-        sys.argv[1:] = order["words"]
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                code = cli.main(order["words"])
-            except SystemExit as end:
-                code = int(end.code or 0)
-        sys.path.remove(order["cwd"])
-        answer = {"code": code, "stdout": out.getvalue(), "stderr": err.getvalue()}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    own = (module.name for module in walk_packages(ddpbench.__path__, "ddpbench."))
+    for name in (*PRELOADED, *(name for name in own if name.split(".")[1] in IMPORTED)):
+        if not name.endswith("__main__"):
+            import_module(name)
+    gc.freeze()
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            answers.write(json.dumps(run_order(**json.loads(line))) + "\n")
+            answers.flush()
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            answers.write('{"code": 5}\n')
+            answers.flush()
+
+
+def run_order(environ: dict[str, str], cwd: str, words: list[str]) -> dict[str, Any]:
+    """Run a command line of ddpbench; return its exit code and output."""
+    os.environ.update(environ)
+    os.chdir(cwd)
+    sys.path.insert(0, cwd)  # as `python -m` does
+    sys.argv[1:] = words
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = cli.main(words)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return {"code": code, "stdout": out.getvalue(), "stderr": err.getvalue()}
 
 
 if __name__ == "__main__":

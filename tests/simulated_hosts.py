@@ -42,6 +42,7 @@ from typing import IO
 
 import psutil
 from command_lines import clean_environment
+from patience import PATIENCE_SECONDS
 from rank_pool import Done, RankPool, start_rank
 
 PREFIX = "ddpbench-"  # of namespaces; the pid of their owner follows
@@ -150,7 +151,7 @@ class Hosts:
         self,
         command: Sequence[str] | Mapping[int, Sequence[str]],
         cwd: Path | None = None,
-        seconds: float = 60.0,
+        seconds: float = PATIENCE_SECONDS,
         **environ: str,
     ) -> list[Done]:
         """Run a command on all hosts at once, or one per host; return the outcomes in this order.
@@ -182,7 +183,7 @@ class Hosts:
         *arguments: str,
         ranks: Sequence[int],
         cwd: Path | None = None,
-        seconds: float = 60.0,
+        seconds: float = PATIENCE_SECONDS,
         **environ: str,
     ) -> list[Done]:
         """Run torchrun on the first hosts, with ranks[i] ranks on host i; host 0 is the master."""
@@ -328,14 +329,16 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
             for descendant in descendants:
                 with contextlib.suppress(psutil.Error):
                     descendant.kill()
-            psutil.wait_procs(descendants, 5.0)
+            psutil.wait_procs(descendants, PATIENCE_SECONDS)
         process.kill()
         process.wait()
 
 
 def _sh(*command: str) -> str:
     """Run a short command and return its stdout. Raises CalledProcessError if it fails."""
-    done = subprocess.run(command, timeout=20, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, timeout=PATIENCE_SECONDS, check=True, capture_output=True, text=True
+    )
     return done.stdout
 
 

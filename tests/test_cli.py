@@ -24,11 +24,16 @@ from command_lines import (
     torchrun,
 )
 from frozen import Frozen
-from in_process import call_in_process
+from in_process import call_in_process, forbid_processes
+from patience import PATIENCE_SECONDS
+from rank_pool import RankPool
+from stored_runs import a_run
 from warm_python import warm_python
 
 from ddpbench import cli
+from ddpbench.catalog import backends
 from ddpbench.launch import placement
+from ddpbench.records import store
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,7 @@ def test_variables_that_cannot_be_are_one_sentence(
     known = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**known, "MASTER_PORT": "1", **environ}.items():
         monkeypatch.setenv(name, value)
-    ended = call_in_process(["collectives", "--backend", "gloo", "--timeout", "3"])
+    ended = call_in_process(["collectives", "--backend", "gloo"])
     assert ended.code == 2
     assert ONE_SENTENCE.fullmatch(ended.err), ended.err
     assert token in ended.err
@@ -103,6 +108,22 @@ def test_a_limit_that_is_too_low_is_told_before_the_ranks_start(
     assert not (tmp_path / "results").exists()
 
 
+def assert_refused_here(words: list[str], pattern: str = "") -> None:
+    """Assert that a command is refused in one sentence before it starts a process."""
+    with forbid_processes():
+        ended = call_in_process(words)
+    assert (ended.code, ended.out) == (2, "")
+    assert ONE_SENTENCE.fullmatch(ended.err), ended.err
+    assert re.search(pattern, ended.err)
+    assert not Path("results").exists()
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_an_address_without_a_port_is_one_sentence(tmp_path: Path, frozen: Frozen) -> None:
     """The port that the launcher's own store has is not taken for the one that is meant."""
     words = ["-n", "2", "--backend", "gloo", "--master-addr", "127.0.0.1", *QUICK]
@@ -112,21 +133,15 @@ def test_an_address_without_a_port_is_one_sentence(tmp_path: Path, frozen: Froze
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_nccl_without_a_gpu_says_so(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("empty_folder")
+def test_nccl_without_a_gpu_says_so() -> None:
     """No traceback: why not, and what to do."""
-    done = run_ddpbench(tmp_path, "collectives", "--backend", "nccl")
-    assert_refused(done, "NCCL|GPU|CUDA")
+    assert_refused_here(["collectives", "--backend", "nccl"], "NCCL|GPU|CUDA")
 
 
-def test_under_torchrun_only_rank_0_speaks(tmp_path: Path) -> None:
-    """A typo in three ranks is one sentence of ours; torchrun adds its own report."""
-    done = run_command([*torchrun(3), "-m", "ddpbench.collectives", "--op", "all_redcue"], tmp_path)
-    assert done.returncode != 0
-    assert len(re.findall(r"^ddpbench: ", done.stderr, re.MULTILINE)) == 1
-
-
+@pytest.mark.thorough
 def test_mpi_under_torchrun_offers_the_command_that_works(tmp_path: Path) -> None:
-    """torchrun's ranks are MPI worlds of their own; the sentence has the mpirun line."""
+    """torchrun's ranks are MPI worlds of their own; only rank 0 speaks, and has the mpirun line."""
     done = run_command([*torchrun(2), "-m", "ddpbench.collectives", "--backend", "mpi"], tmp_path)
     assert done.returncode != 0
     told = re.findall(r"^ddpbench: .*", done.stderr, re.MULTILINE)
@@ -134,50 +149,46 @@ def test_mpi_under_torchrun_offers_the_command_that_works(tmp_path: Path) -> Non
     assert "mpirun -n 2 python -m ddpbench.collectives --backend mpi" in told[0]
 
 
-def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("empty_folder")
+def test_a_port_in_use_is_refused_before_anything_starts() -> None:
     """The port and what to do are named."""
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
         words = ["collectives", "--backend", "gloo", "--master-port", str(port)]
-        done = run_ddpbench(tmp_path, *words)
-    assert_refused(done, f"--master-port {port}")
-    assert not (tmp_path / "results").exists()
+        assert_refused_here(words, f"--master-port {port}")
 
 
-@pytest.mark.parametrize("launcher", [(), (*torchrun(2), "-m")], ids=["alone", "torchrun"])
+@pytest.mark.usefixtures("empty_folder")
 def test_a_root_that_is_no_rank_is_refused_before_anything_is_stored(
-    tmp_path: Path, launcher: tuple[str, ...]
+    pool: RankPool, tmp_path: Path
 ) -> None:
-    """One process says so, also under torchrun, and no run is left behind."""
-    words = ("--backend", "gloo", "--op", "broadcast", "--root", "5")
-    if launcher:
-        done = run_command([*launcher, "ddpbench.collectives", *words], tmp_path)
-    else:
-        done = run_ddpbench(tmp_path, "collectives", "-n", "2", *words)
-        assert done.returncode == 2
+    """One process says so, also under a launcher, and no run is left behind."""
+    words = ["collectives", "--backend", "gloo", "--op", "broadcast", "--root", "5"]
+    assert_refused_here([*words, "-n", "2"], "--root 5")
+    done = pool.call(2, tmp_path, *words)
+    assert done.returncode == 2
     assert len(re.findall(r"^ddpbench: .*--root 5", done.stderr, re.MULTILINE)) == 1
-    assert not (tmp_path / "results").exists()
+    assert not Path("results").exists()
 
 
-def test_a_launcher_that_is_missing_is_named_with_its_remedy(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("empty_folder")
+def test_a_launcher_that_is_missing_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without mpirun, mpi is refused with the pip line."""
-    block = (
-        "import sys; from ddpbench.launch import placement as at; at.find_mpirun = lambda: None; "
-    )
-    block += "from ddpbench.cli import main; sys.exit(main())"
-    words = ["collectives", "--backend", "mpi", "-n", "2"]
-    done = run_command([sys.executable, "-c", block, *words], tmp_path)
-    assert_refused(done, "pip install")
+    monkeypatch.setattr(backends, "find_mpirun", lambda: None)
+    assert_refused_here(["collectives", "--backend", "mpi", "-n", "2"], "pip install")
 
 
+@pytest.mark.thorough
 def test_a_rank_that_never_starts_is_named(tmp_path: Path, frozen: Frozen) -> None:
     """Two of three tasks come; the third is named when the time is up."""
     port = str(placement.free_port())
     started = [
         subprocess.Popen(
-            [*warm_python(), "-m", "ddpbench.collectives", "--timeout", "5"],
+            [*warm_python(), "-m", "ddpbench.collectives", "--timeout", "20"],
             cwd=tmp_path,
             env=clean_environment(
                 RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3",
@@ -188,22 +199,23 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path, frozen: Frozen) -> No
         )
         for rank in (0, 2)
     ]  # fmt: skip
-    told = [process.communicate(timeout=60)[1] for process in started]
+    told = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in started]
     assert [process.returncode for process in started] == [2, 2]
     assert ONE_SENTENCE.fullmatch(told[0]), told
     assert told[1] == ""
     frozen.text(told[0])
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
-    """The second run into one --output is refused; the first stays."""
-    words = ["collectives", "--backend", "gloo", "--op", "barrier", "--output", "mine", *QUICK]
-    assert run_ddpbench(tmp_path, *words).returncode == 0
-    before = (tmp_path / "mine" / "run.json").read_bytes()
-    assert_refused(run_ddpbench(tmp_path, *words))
-    assert (tmp_path / "mine" / "run.json").read_bytes() == before
+@pytest.mark.usefixtures("empty_folder")
+def test_a_folder_that_holds_a_run_is_not_overwritten() -> None:
+    """A run into the --output of another is refused; the first stays."""
+    store.create(Path("mine"), a_run(), "x")
+    before = Path("mine/run.json").read_bytes()
+    assert_refused_here(["collectives", "--backend", "gloo", "--output", "mine", *QUICK])
+    assert Path("mine/run.json").read_bytes() == before
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
     """The run stops with the reason; what was stored before loads, and is marked."""
@@ -229,23 +241,15 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 99}', '{"schema": 1}'])
-def test_stored_runs_that_cannot_be_read_exit_with_3(tmp_path: Path, content: str) -> None:
+@pytest.mark.usefixtures("empty_folder")
+def test_stored_runs_that_cannot_be_read_exit_with_3(content: str) -> None:
     """Empty, cut, foreign, newer and incomplete files: one sentence, exit 3."""
-    folder = tmp_path / "results" / "x"
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(content)
-    assert_refused(run_ddpbench(tmp_path, "show", "x"), r"run\.json", code=3)
-
-
-def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
-    """--help works where torch cannot be imported."""
-    block = (
-        "import sys; sys.modules['torch'] = None; from ddpbench.cli import main; sys.exit(main())"
-    )
-    done = run_command([sys.executable, "-c", block, "collectives", "--help"], tmp_path)
-    assert done.returncode == 0
-    assert "--backend" in done.stdout
-    assert not list(tmp_path.iterdir())
+    Path("results/x").mkdir(parents=True)
+    Path("results/x/run.json").write_text(content)
+    ended = call_in_process(["show", "x"])
+    assert (ended.code, ended.out) == (3, "")
+    assert ONE_SENTENCE.fullmatch(ended.err)
+    assert "run.json" in ended.err
 
 
 def test_a_missing_package_is_named_with_its_remedy(

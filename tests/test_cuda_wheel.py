@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import QUICK, clean_environment
+from patience import PATIENCE_SECONDS
 
 from ddpbench.records import store
 
@@ -60,7 +61,7 @@ def run(
         there |= {"LD_PRELOAD": str(driver), "FAKE_GPUS": str(gpus)}
     return subprocess.run(
         [PYTHON, *words], cwd=cwd, env=clean_environment(**there),
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
     )  # fmt: skip
 
 

@@ -24,7 +24,8 @@ from command_lines import (
     wait_for_result,
 )
 from frozen import Frozen
-from in_process import capture_command
+from in_process import call_in_process, capture_command
+from patience import PATIENCE_SECONDS
 from rank_pool import Done, RankPool
 from warm_python import warm_python
 
@@ -37,7 +38,7 @@ from ddpbench.records.schema import StepResult
 from ddpbench.session import options, trial
 
 SMALL = ("--width", "64", "--depth", "2", "--batch", "8")
-FEW = ("--rounds", "6", "--in-a-row", "2", "--timeout", "60")
+FEW = ("--rounds", "6", "--in-a-row", "2")
 # A shape that each workload takes a moment for.
 TINY = (
     "--width", "16", "--depth", "2", "--layers", "1", "--sequence", "8", "--vocabulary", "64",
@@ -57,7 +58,7 @@ def parts(result: StepResult) -> dict[str, float]:
     return {part.name: part.figure.value for part in result.summary.budget}
 
 
-def test_torchrun_prints_all_tables(tmp_path: Path) -> None:
+def test_torchrun_prints_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Phases, budget, buckets and replicas from rank 0 alone, exit code 0; what is stored agrees:
     each step was verified, phases add up to the step, both gradients' buckets were seen."""
     words = [*torchrun(2), "--no-python", *warm_python(), "-m", "ddpbench.ddp", *SMALL, *FEW]
@@ -85,16 +86,17 @@ def test_torchrun_prints_all_tables(tmp_path: Path) -> None:
     (folder,) = store.list_runs(tmp_path / "results")
     table = pd.read_csv(folder / "table.csv")
     assert len(table) == 1
-    shown = run_ddpbench(tmp_path, "show", "last")
-    assert shown.stdout == done.stdout
+    monkeypatch.chdir(tmp_path)
+    assert call_in_process(["show", "last"]).out == done.stdout
 
 
 @needs_mpirun
+@pytest.mark.thorough
 def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
     """Side by side in one run, with replicas equal after each step, and a loss of its own in each
     rank, but for contrastive, whose loss is of the joined batch."""
     words = ("ddp", "-n", "2", "--backend", "gloo,mpi", "--workload", "all", "--rounds", "2")
-    done = run_ddpbench(tmp_path, *words, *TINY, timeout=150)
+    done = run_ddpbench(tmp_path, *words, *TINY, timeout=2 * PATIENCE_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     results = read_stored_run(tmp_path)[1].steps
     assert {(result.case.workload, result.case.backend) for result in results} == {
@@ -111,25 +113,19 @@ def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
 
 
 @needs_mpirun
+@pytest.mark.thorough
 def test_a_divided_model_steps_on_mpi(tmp_path: Path) -> None:
-    """HSDP over two groups of MPI is measured, and its replicas are equal after each step."""
-    words = ("ddp", "-n", "2", "--backend", "mpi", "--parallel", "hsdp", "--mesh", "2x1")
-    done = run_ddpbench(tmp_path, *words, *TINY[:4], *FEW, "--no-budget", timeout=150)
+    """HSDP over two groups of MPI is measured, and its replicas are equal after each step; the
+    ranks are mpirun's own."""
+    words = ["-m", "ddpbench.ddp", "--backend", "mpi", "--parallel", "hsdp", "--mesh", "2x1"]
+    words += [*TINY[:4], *FEW, "--no-budget"]
+    done = run_command([*mpirun(2), *warm_python(), *words], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     result = one(tmp_path)
-    assert result.case.mesh == (2, 1)
+    assert (result.case.mesh, result.case.world_size) == ((2, 1), 2)
     assert result.summary is not None
     assert result.replicas is not None
     assert result.replicas.ok
-
-
-@needs_mpirun
-def test_mpirun_starts_ranks_too(tmp_path: Path) -> None:
-    """Three ranks under mpirun itself."""
-    words = [*mpirun(3), *warm_python(), "-m", "ddpbench.ddp", "--backend", "mpi", *SMALL, *FEW]
-    done = run_command(words, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert one(tmp_path).case.world_size == 3
 
 
 @pytest.mark.parametrize(
@@ -138,7 +134,7 @@ def test_mpirun_starts_ranks_too(tmp_path: Path) -> None:
         ("--gradient-as-bucket-view", "--bucket-cap-mb", "0.01"),
         ("--static-graph", "--amp", "bf16", "--optimizer", "adamw"),
         ("--find-unused-parameters", "--accumulate", "3", "--verify", "5"),
-        ("--comm-hook", "fp16", "--optimizer", "adam"),
+        pytest.param(("--comm-hook", "fp16", "--optimizer", "adam"), marks=pytest.mark.thorough),
         ("--no-budget", "--verify", "off", "--threads", "2"),
     ],
     ids=" ".join,
@@ -179,14 +175,16 @@ def test_one_rank_has_a_step_and_no_communication(pool: RankPool, tmp_path: Path
     assert "exposed communication" not in parts(one(tmp_path))
 
 
-def test_steps_are_timed_with_the_devices_clock(tmp_path: Path, frozen: Frozen) -> None:
+def test_steps_are_timed_with_the_devices_clock(
+    pool: RankPool, tmp_path: Path, frozen: Frozen
+) -> None:
     """As on a GPU, with events of the CPU: the case says so, the parts of the budget make the step,
     and a fault is found right after its step."""
     (tmp_path / "timed.py").write_text(
         'from ddpbench.runtime import devices\ndevices.KINDS["cpu"].clock = "device"\n'
     )
     fault = ("--inject", "bit-flip:step=7,rank=1", "--on-mismatch", "continue")
-    done = run_ddpbench(tmp_path, "ddp", "-n", "2", "--import", "timed", *SMALL, *FEW, *fault)
+    done = pool.call(2, tmp_path, "ddp", "--import", "timed", *SMALL, *FEW, *fault)
     assert done.returncode == 4, done.stdout + done.stderr
     result = one(tmp_path)
     assert result.case.clock == "device"
@@ -245,15 +243,14 @@ ddp_step.Hook._reduced = reduce_and_stamp
 """
 
 
-def test_a_planted_slow_link_is_recovered(tmp_path: Path) -> None:
+@pytest.mark.measures_time
+def test_a_planted_slow_link_is_recovered(pool: RankPool, tmp_path: Path) -> None:
     """The last bucket takes 40 ms from hand-over to reduction: exposed communication is what this
     really took (sleeping ends late on a busy host), within its interval or a millisecond of it."""
     (tmp_path / "stamped_link.py").write_text(STAMPED_LINK)
     words = ("ddp", "--workload", "linear", "--rounds", "12", "--in-a-row", "1")
     fault = ("--inject", "slow-link:ms=40,step=1", "--import", "stamped_link")
-    pool = RankPool()  # of its own, because the ranks keep what they import
     done = pool.call(2, tmp_path, *words, *fault)
-    pool.close()
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = [map(int, file.read_text().split()) for file in tmp_path.glob("planted-*")]
     planted = median(map(max, zip(*ranks, strict=True))) * 1e-9  # a step takes its slowest rank
@@ -329,7 +326,7 @@ def test_bad_input_is_one_sentence(
     [
         (("--inject", "buffer", *SMALL), "convnet"),
         (("--inject", "nan:rank=2", *SMALL), "rank 2"),
-        (("--comm-hook", "bf16", *SMALL), "bf16"),
+        pytest.param(("--comm-hook", "bf16", *SMALL), "bf16", marks=pytest.mark.thorough),
         (("--workload", "embedding", "--rows", "40000000000"), "memory"),
     ],
 )
@@ -344,14 +341,14 @@ def test_what_cannot_be_here_is_one_sentence(
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpirun)])
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, frozen: Frozen, backend: str) -> None:
+@pytest.mark.thorough
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, frozen: Frozen) -> None:
     """SIGINT in the second workload ends the run with 130 and the first one's result."""
-    words = ddpbench_command("ddp", "-n", "2", "--backend", backend, "--workload", "linear,mlp")
+    words = ddpbench_command("ddp", "-n", "2", "--backend", "gloo", "--workload", "linear,mlp")
     with running_command([*words, *SMALL, "--seconds", "4"], tmp_path) as process:
         wait_for_result(tmp_path)
         os.killpg(process.pid, signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=40)
+        stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     assert "PARTIAL (interrupted)" in stdout
@@ -426,6 +423,7 @@ def test_a_wrong_model_function_is_told(
     assert told in done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("function", ["fails", "starves"])
 def test_an_exception_of_the_users_model_is_no_case_that_is_missing(
     tmp_path: Path, function: str

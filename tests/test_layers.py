@@ -1,7 +1,6 @@
 """The house plan: imports run down, and the torch-free floors work where there is no torch."""
 
 import ast
-import shutil
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from functools import cache
@@ -90,7 +89,7 @@ GIVEN["ddpbench.load"] = "ddpbench.commands.show"
 def given_on_demand(node: ast.AST) -> bool:
     """Whether this code of a module runs when a name is asked for, or when types are checked."""
     if isinstance(node, ast.If):
-        return ast.unparse(node.test) == "TYPE_CHECKING"
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     return isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
 
 
@@ -125,7 +124,8 @@ def imported(
             names = [GIVEN.get(one, name) for one, name in zip(within, names, strict=True)]
         elif (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__")
+            and getattr(node.func, "attr", getattr(node.func, "id", ""))
+            in ("import_module", "__import__")
             and isinstance(node.args[0], ast.Constant)
         ):
             names = [str(node.args[0].value)]
@@ -143,44 +143,52 @@ def imports_of(
     return tuple(imported(ast.parse(text), module, modules, everything))
 
 
-def modules_below(root: Path) -> tuple[dict[str, Path], frozenset[str]]:
-    """The files below `root`/ddpbench by dotted name, and all names by which they are imported."""
-    paths = {
-        ".".join(path.relative_to(root).with_suffix("").parts): path
-        for path in (root / "ddpbench").rglob("*.py")
+@cache
+def read_package() -> dict[str, str]:
+    """The text of each file of the package, by its path below ddpbench/."""
+    folder = ROOT / "ddpbench"
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.py")}
+
+
+def plant(path: str, code: str) -> dict[str, str]:
+    """The package with this code at the end of a file."""
+    return {**read_package(), path: f"{read_package().get(path, '')}{code}\n"}
+
+
+def read_imports(
+    texts: dict[str, str], everything: bool = False
+) -> dict[tuple[str, str], tuple[tuple[int, str], ...]]:
+    """What each file imports, by its path and its dotted name."""
+    names = {path: ".".join(("ddpbench", *Path(path).with_suffix("").parts)) for path in texts}
+    short = {path: name.removesuffix(".__init__") for path, name in names.items()}
+    modules = frozenset({*names.values(), *short.values()})
+    return {
+        (path, short[path]): imports_of(text, short[path], modules, everything)
+        for path, text in texts.items()
     }
-    return paths, frozenset({name.removesuffix(".__init__") for name in paths} | set(paths))
 
 
-def arrows_up(root: Path) -> list[str]:
-    """Every import below `root`/ddpbench that its floor may not make."""
-    paths, modules = modules_below(root)
+def arrows_up(texts: dict[str, str]) -> list[str]:
+    """Every import in these files that its floor may not make."""
     found = []
-    for name, path in paths.items():
-        module = name.removesuffix(".__init__")
+    for (path, module), targets in read_imports(texts).items():
         mine = floor(module)
-        for line, target in imports_of(path.read_text(), module, modules):
+        for line, target in targets:
             inside = target.removeprefix("ddpbench.")
             if floor(target) != mine and not {floor(target), inside} & set(FLOORS.get(mine, ())):
-                found.append(f"{path.relative_to(root)}:{line} imports {target}")
+                found.append(f"ddpbench/{path}:{line} imports {target}")
     return sorted(found)
 
 
-def cycles(root: Path) -> list[list[str]]:
-    """The modules below `root`/ddpbench that import one another, in a circle of any length.
+def cycles(texts: dict[str, str]) -> list[list[str]]:
+    """The modules that import one another, in a circle of any length.
 
     An import counts wherever it stands. Only an import whose name is computed does not: cli finds
     a command by its name in the folder commands/, as a shell finds a program, and knows none.
     """
-    paths, modules = modules_below(root)
     imports = {
-        name.removesuffix(".__init__"): {
-            target.removesuffix(".__init__")
-            for _, target in imports_of(
-                path.read_text(), name.removesuffix(".__init__"), modules, True
-            )
-        }
-        for name, path in paths.items()
+        module: {target.removesuffix(".__init__") for _, target in targets}
+        for (_, module), targets in read_imports(texts, True).items()
     }
     reached = {name: reachable(name, imports) for name in imports}
     circles = {
@@ -204,7 +212,7 @@ def reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
 def test_no_modules_import_one_another() -> None:
     """No strongly connected component of the imports has two modules, nor one that imports
     itself."""
-    assert cycles(ROOT) == []
+    assert cycles(read_package()) == []
 
 
 CIRCLES = {
@@ -219,19 +227,16 @@ CIRCLES = {
 
 
 @pytest.mark.parametrize("way", CIRCLES)
-def test_a_circle_is_found(tmp_path: Path, way: str) -> None:
-    """An import that closes a circle, planted in a copy wherever Python allows one, is found."""
-    shutil.copytree(ROOT / "ddpbench", tmp_path / "ddpbench")
+def test_a_circle_is_found(way: str) -> None:
+    """An import that closes a circle, planted wherever Python allows one, is found."""
     name, planted = CIRCLES[way]
-    path = tmp_path / "ddpbench" / name
-    path.write_text(f"{path.read_text()}{planted}\n")
-    (circle,) = cycles(tmp_path)
+    (circle,) = cycles(plant(name, planted))
     assert "ddpbench." + name.removesuffix(".py").replace("/", ".") in circle
 
 
 def test_no_arrow_runs_up() -> None:
     """Every module of ddpbench imports from floors below its own only."""
-    assert arrows_up(ROOT) == []
+    assert arrows_up(read_package()) == []
 
 
 def test_the_floors_have_an_order() -> None:
@@ -267,26 +272,22 @@ UP = {
 
 
 @pytest.mark.parametrize("way", UP)
-def test_an_arrow_up_is_found(tmp_path: Path, way: str) -> None:
-    """An import that runs up, planted in a copy in any way that Python has, is found, alone and
-    with its line."""
-    shutil.copytree(ROOT / "ddpbench", tmp_path / "ddpbench")
+def test_an_arrow_up_is_found(way: str) -> None:
+    """An import that runs up, planted in any way that Python has, is found, alone and with its
+    line."""
     name, planted = UP[way]
-    path = tmp_path / "ddpbench" / name
-    first = len(path.read_text().splitlines()) + 1
-    path.write_text(f"{path.read_text()}{planted}\n")
-    line = first + planted.count("\n")
-    assert [arrow.split(" ")[0] for arrow in arrows_up(tmp_path)] == [f"ddpbench/{name}:{line}"]
+    line = len(read_package()[name].splitlines()) + 1 + planted.count("\n")
+    arrows = arrows_up(plant(name, planted))
+    assert [arrow.split(" ")[0] for arrow in arrows] == [f"ddpbench/{name}:{line}"]
 
 
-def test_a_module_that_is_run_may_call_the_front_door(tmp_path: Path) -> None:
+def test_a_module_that_is_run_may_call_the_front_door() -> None:
     """`if __name__ == "__main__":` is no import of the module; a new command is on its floor."""
-    shutil.copytree(ROOT / "ddpbench", tmp_path / "ddpbench")
-    (tmp_path / "ddpbench/another.py").write_text(
+    code = (
         "from ddpbench import collectives\nfrom ddpbench.measure import loop\n"
-        'if __name__ == "__main__":\n    from ddpbench.cli import main\n'
+        'if __name__ == "__main__":\n    from ddpbench.cli import main'
     )
-    assert arrows_up(tmp_path) == []
+    assert arrows_up(plant("another.py", code)) == []
 
 
 # --- without torch --------------------------------------------------------------------------------
@@ -296,34 +297,15 @@ TORCH_FREE = ("analysis", "records", "render", "catalog", "interchange", "doctor
 
 
 def test_without_torch_all_its_free_floors_can_be_imported() -> None:
-    """analysis, records, render, catalog, interchange, doctor, options and cli import
-    where importing torch fails; the hook that makes it fail does so."""
+    """They, the measuring commands and cli import where importing torch fails; the hook that makes
+    it fail does so."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for folder in (
-            "analysis",
-            "records",
-            "render",
-            "catalog",
-            "interchange",
-            "doctor",
-        )
+        for folder in TORCH_FREE
         for path in (ROOT / "ddpbench" / folder).rglob("*.py")
         if path.name != "models.py"  # subclasses of nn.Module, which building a task imports
     ]
-    modules += [
-        f"ddpbench.{name}"
-        for name in (
-            "options",
-            "cli",
-            "collectives",
-            "compare",
-            "baseline",
-            "report",
-            "ddp",
-        )
-        if (ROOT / f"ddpbench/{name}.py").exists()
-    ]
+    modules += ["ddpbench.cli", "ddpbench.collectives", "ddpbench.ddp"]
     assert len(modules) > 15
     said = run_without_torch(
         "for name in sys.argv[1:]: importlib.import_module(name)\n"
@@ -378,14 +360,20 @@ def test_help_loads_nothing_heavy() -> None:
     assert said == "2\n"
 
 
-@pytest.mark.parametrize("form", ["table", "csv", "json", "markdown"])
-def test_a_stored_run_is_shown_without_torch(tmp_path: Path, form: str) -> None:
+def test_a_stored_run_is_shown_without_torch(tmp_path: Path) -> None:
     """`show` reads and prints a run, in every format, on a machine that has no torch."""
     run = a_run(a_result(), a_result(a_case(nbytes=8, count=2)))
     store.create(tmp_path / "mine", run, "x")
-    said = run_without_torch(RUN_DDPBENCH, "show", str(tmp_path / "mine"), "--format", form)
-    assert "all_reduce" in said
-    assert "gloo" in said
+    program = (
+        "from ddpbench.cli import main\n"
+        "for form in sys.argv[2:]: main(['show', sys.argv[1], '--format', form]), print('=====')"
+    )
+    forms = ("table", "csv", "json", "markdown")
+    *shown, end = run_without_torch(program, str(tmp_path / "mine"), *forms).split("=====\n")
+    assert (len(shown), end) == (4, "")
+    for text in shown:
+        assert "all_reduce" in text
+        assert "gloo" in text
 
 
 # --- kinds of devices -----------------------------------------------------------------------------
@@ -406,23 +394,24 @@ KINDS_NAMED = {
 def names_a_kind(node: ast.AST) -> bool:
     """Whether this code asks torch.cuda, or compares something with the name of a kind."""
     if isinstance(node, ast.Attribute):
-        return node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda"
+        return node.attr == "is_cuda" or (node.attr == "cuda" and ast.unparse(node) == "torch.cuda")
     if isinstance(node, ast.Compare):
         sides = [node.left, *node.comparators]
         return any(isinstance(s, ast.Constant) and s.value in ("cpu", "cuda") for s in sides)
     return False
 
 
-def kinds_named(root: Path) -> set[str]:
-    """The files below `root`/ddpbench where the name of a kind of device decides something."""
+def kinds_named() -> set[str]:
+    """The files of the package where the name of a kind of device decides something."""
     return {
-        path.relative_to(root / "ddpbench").as_posix()
-        for path in (root / "ddpbench").rglob("*.py")
-        if any(names_a_kind(node) for node in ast.walk(ast.parse(path.read_text())))
+        path
+        for path, text in read_package().items()
+        if "cuda" in text or '"cpu"' in text
+        if any(names_a_kind(node) for node in ast.walk(ast.parse(text)))
     } - {"runtime/devices.py"}
 
 
 def test_only_the_table_of_devices_knows_kinds() -> None:
     """Code outside the table neither calls torch.cuda nor compares the name of a kind, but for the
     files that are listed with their reasons. Ask `devices.of(device)` instead."""
-    assert kinds_named(ROOT) == set(KINDS_NAMED)
+    assert kinds_named() == set(KINDS_NAMED)

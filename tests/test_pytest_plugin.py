@@ -15,6 +15,7 @@ import pytest
 import scipy.stats  # noqa: F401  an inner pytest forgets what it imported, which numpy does not bear
 from command_lines import clean_environment
 from frozen import Frozen
+from patience import PATIENCE_SECONDS
 from stored_runs import a_case, a_result, a_run, a_summary, launch_medians, with_facts
 from without_torch import run_without_torch
 
@@ -121,6 +122,7 @@ def lines_of_ddpbench(result: pytest.RunResult) -> str:
 # --- for real -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_fresh_repository_sees_a_planted_slowdown(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +136,7 @@ def test_a_fresh_repository_sees_a_planted_slowdown(
     for name, value in clean_environment().items():
         monkeypatch.setenv(name, value)
     words = ["-p", "ddpbench.pytest_plugin", "--ddpbench-launches=1", "--benchmark-autosave"]
-    first = pytester.runpytest_subprocess(*words, timeout=120)
+    first = pytester.runpytest_subprocess(*words, timeout=PATIENCE_SECONDS)
     assert first.ret == 0, first.stdout.str()
     (file,) = pytester.path.glob(".benchmarks/*/0001_*.json")
     (told,) = saved(file)["benchmarks"]
@@ -142,7 +144,7 @@ def test_a_fresh_repository_sees_a_planted_slowdown(
     assert 0 < told["stats"]["median"] < 0.005
     monkeypatch.setenv("SLOW", "1")
     words += ["--benchmark-compare", "--benchmark-compare-fail=median:100%"]
-    second = pytester.runpytest_subprocess(*words, timeout=120)
+    second = pytester.runpytest_subprocess(*words, timeout=PATIENCE_SECONDS)
     assert second.ret != 0
     assert "PercentageRegressionCheck" in second.stderr.str()
 

@@ -10,13 +10,15 @@ import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from frozen import Frozen
+from patience import PATIENCE_SECONDS
 
 from ddpbench import cli
 
@@ -75,7 +77,7 @@ def run_bench(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
 
@@ -130,19 +132,27 @@ def make_wheel(folder: Path, name: str) -> None:
 
 def make_environment(folder: Path, *paths: str | Path) -> Path:
     """A virtual environment that sees the packages of this Python, and these paths."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     seen = [entry for entry in sys.path if entry.endswith("-packages")]
     (packages / "seen.pth").write_text("\n".join(map(str, [*seen, *paths])) + "\n")
     return folder
 
 
-@pytest.mark.parametrize("arguments", [[], ["cup"], ["--cpu"], ["", "x"]])
-def test_an_unknown_command_is_one_sentence(checkout: Path, arguments: list[str]) -> None:
-    """What is no sub-command ends with exit 2 and one line that lists what there is."""
-    result = run_bench(checkout, *arguments, env=environment(PYTHON="/nowhere/python"))
+@pytest.fixture
+def active(checkout: Path, tmp_path: Path) -> Path:
+    """An active environment that has the checkout's ddpbench."""
+    return make_environment(tmp_path / "active", checkout)
+
+
+def test_only_what_is_no_command_is_refused(checkout: Path) -> None:
+    """It ends with exit 2 and one line that lists what there is, before a Python is looked for."""
+    env = environment(PYTHON="/nowhere/python")
     wanted = "not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python"
-    assert wanted in refused(result)
+    for arguments in ([], ["cup"], ["--cpu"], ["", "x"]):
+        assert wanted in refused(run_bench(checkout, *arguments, env=env))
+    for command in cli.list_names():
+        assert "/nowhere/python" in refused(run_bench(checkout, command, env=env))
 
 
 def test_help_lists_the_commands(checkout: Path) -> None:
@@ -156,18 +166,6 @@ def test_help_lists_the_commands(checkout: Path) -> None:
     assert len(rows) == len(own) + 1
 
 
-@pytest.mark.parametrize("command", sorted({*cli.list_names()} - {"ddp"}))
-def test_each_command_of_ddpbench_is_passed_on(
-    checkout: Path, tmp_path: Path, command: str
-) -> None:
-    """`run_bench.sh COMMAND …` is `ddpbench COMMAND …`, with its exit code."""
-    active = make_environment(tmp_path / "active", checkout)
-    env = environment(VIRTUAL_ENV=str(active), STUB_EXIT="3")
-    result = run_bench(checkout, command, "a b", "--c", env=env)
-    assert [call["argv"] for call in said(result)] == [[command, "a b", "--c"]]
-    assert result.returncode == 3
-
-
 SBATCH = """\
 #!/bin/sh
 echo "$@"
@@ -175,13 +173,14 @@ exec bash
 """
 
 
-def test_slurm_submits_a_script_that_keeps_words_whole(checkout: Path, tmp_path: Path) -> None:
+def test_slurm_submits_a_script_that_keeps_words_whole(
+    checkout: Path, active: Path, tmp_path: Path
+) -> None:
     """The words before -- are sbatch's; the others run under srun in this Python, quoted as given,
     with the CPUs of a task. The exit code is sbatch's."""
     for name, text in (("sbatch", SBATCH), ("srun", '#!/bin/sh\necho "$1" "$2"; shift 2; "$@"\n')):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    active = make_environment(tmp_path / "active", checkout)
     path = f"{tmp_path}:{os.environ['PATH']}"
     env = environment(VIRTUAL_ENV=str(active), PATH=path, STUB_EXIT="4", SLURM_CPUS_PER_TASK="3")
     given = ["ddp", "--output", "a b", "--op", "$HOME", ""]
@@ -244,7 +243,7 @@ def test_gpu_without_a_gpu_is_refused_before_any_set_up(
 
 @pytest.mark.parametrize(("error", "calls"), [("", 2), ("No CUDA GPUs are available", 1)])
 def test_gpus_that_torch_cannot_use_are_skipped(
-    checkout: Path, tmp_path: Path, error: str, calls: int
+    checkout: Path, active: Path, tmp_path: Path, error: str, calls: int
 ) -> None:
     """A driver may list GPUs that this job may not use. The exit code is that of the CPU's part."""
     install_gpu(tmp_path / "machine", "driver/gpus/0000:01:00.0/information", "Model: NVIDIA H200")
@@ -253,7 +252,6 @@ def test_gpus_that_torch_cannot_use_are_skipped(
     (tmp_path / "fake" / "torch.py").write_text(
         f"class cuda:\n    @staticmethod\n    def init():\n        {raised}\n"
     )
-    active = make_environment(tmp_path / "active", checkout)
     env = environment(VIRTUAL_ENV=str(active), PYTHONPATH=str(tmp_path / "fake"), STUB_EXIT="4")
     for command in ("all", "ddp"):
         result = run_bench(checkout, command, env=env)
@@ -330,6 +328,7 @@ def test_the_active_environment_is_used_as_it_is(checkout: Path, tmp_path: Path)
         assert call["module"] == str(installed / "ddpbench" / "__main__.py")
 
 
+@pytest.mark.thorough
 def test_an_active_environment_without_ddpbench_is_passed_over(
     checkout: Path, tmp_path: Path
 ) -> None:
@@ -340,6 +339,7 @@ def test_an_active_environment_without_ddpbench_is_passed_over(
     assert said(result)[0]["python"] == str(checkout / ".venv/bin/python")
 
 
+@pytest.mark.thorough
 def test_a_python_with_everything_is_all_that_is_needed(checkout: Path, tmp_path: Path) -> None:
     """With torch and all the rest at hand nothing is installed, and the checkout's ddpbench runs.
 
@@ -375,30 +375,21 @@ def test_a_checkout_that_cannot_be_written(checkout: Path) -> None:
     assert "cannot write" in refused(run_bench(checkout, "cpu"))
 
 
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        ("cpu", [["--device", "cpu", "--backend", "gloo,mpi", "-n", "2"]]),
-        ("mpi", [["--device", "cpu", "--backend", "mpi", "-n", "2"]]),
-        (
-            "all",
-            [["--device", "cpu", "--backend", "all", "-n", "2"]],
-        ),
-    ],
-)
-def test_arguments_and_exit_code_pass_through(
-    checkout: Path, tmp_path: Path, command: str, options: list[list[str]]
-) -> None:
-    """The caller's arguments come last, whole, so that they win; ddpbench's exit code is kept."""
-    installed = make_environment(tmp_path / "active", checkout)
-    env = environment(VIRTUAL_ENV=str(installed), STUB_EXIT="4")
-    result = run_bench(checkout, command, "--op", "all reduce", "-n", "3", env=env)
+def test_arguments_and_exit_code_pass_through(checkout: Path, active: Path) -> None:
+    """The caller's arguments come last, whole, so that they win; ddpbench's exit code is kept. A
+    command of ddpbench itself gets nothing else."""
+    env = environment(VIRTUAL_ENV=str(active), STUB_EXIT="4")
     given = ["--op", "all reduce", "-n", "3"]
-    assert [call["argv"] for call in said(result)] == [["collectives", *o, *given] for o in options]
-    assert result.returncode == 4
-    assert f"python -m ddpbench collectives {' '.join(options[0])}" in result.stderr
+    for command, backends in (("cpu", "gloo,mpi"), ("mpi", "mpi"), ("all", "all"), ("show", "")):
+        result = run_bench(checkout, command, *given, env=env)
+        own = ["collectives", "--device", "cpu", "--backend", backends, "-n", "2"]
+        own = own if backends else [command]
+        assert [call["argv"] for call in said(result)] == [[*own, *given]]
+        assert result.returncode == 4
+        assert f"python -m ddpbench {' '.join(own)}" in result.stderr
 
 
+@pytest.mark.thorough
 def test_what_is_missing_is_installed_beside_the_torch_at_hand(
     checkout: Path, tmp_path: Path
 ) -> None:
@@ -431,6 +422,7 @@ def test_what_is_missing_is_installed_beside_the_torch_at_hand(
     assert "setting up" not in again.stderr
 
 
+@pytest.mark.thorough
 def test_an_extra_that_cannot_be_had_stops_nothing(checkout: Path) -> None:
     """What only some backends need is tried for, then left out by name: ddpbench reports the rest.
 
@@ -447,23 +439,17 @@ def test_an_extra_that_cannot_be_had_stops_nothing(checkout: Path) -> None:
     assert "install ddpbench_probe>=1" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        (("cpu",), False),
-        (("compare", "a", "b", "--report=page.html"), True),
-        (("report",), True),
-    ],
-)
-def test_the_extra_for_pages_is_wanted_where_it_is_asked_for(
-    checkout: Path, words: tuple[str, ...], wanted: bool
-) -> None:
+def test_the_extra_for_pages_is_wanted_where_it_is_asked_for(checkout: Path) -> None:
     """A command that makes a page tries to have the extra `report`; others do not."""
     project = checkout / "pyproject.toml"
     project.write_text(project.read_text().replace("report = [", 'report = ["ddpbench_probe>=1", '))
-    result = run_bench(checkout, *words)
-    assert result.returncode == 0, result.stderr
-    assert ("without ddpbench_probe>=1" in result.stderr) == wanted
+    (checkout / ".venv").touch()  # nothing can be installed
+    for words, wanted in (
+        (["cpu"], False), (["compare", "a", "b", "--report=page.html"], True), (["report"], True),
+    ):  # fmt: skip
+        result = run_bench(checkout, *words)
+        assert result.returncode == 0, result.stderr
+        assert ("without ddpbench_probe>=1" in result.stderr) == wanted
 
 
 def test_a_foreign_venv_is_left_alone(checkout: Path, frozen: Frozen) -> None:
@@ -485,54 +471,129 @@ def test_an_unusable_python_is_one_sentence(checkout: Path, tmp_path: Path, froz
         frozen.text(line.replace(python, "PYTHON"))
 
 
-def test_the_suite_runs_from_anywhere_and_takes_pytest_arguments(
-    checkout: Path, tmp_path: Path
+# A Python that has all modules. Run with -m, it prints its words, and ends with the next of the
+# codes in a file beside it.
+RECORDING_PYTHON = """\
+#!/bin/sh
+[ "$1" = -m ] || exit 0
+printf '%s|' "$PYTHONPATH" "$@"
+echo
+read -r code rest <"$0.codes"
+echo "$rest" >"$0.codes"
+exit "$code"
+"""
+TIERS = {
+    "quick": "not (thorough or measures_time)",
+    "thorough": "thorough and not measures_time",
+    "time": "measures_time",
+}
+
+
+@pytest.fixture
+def record(checkout: Path, tmp_path: Path) -> Callable[..., tuple[list[list[str]], int]]:
+    """Run run_bench.sh, in which each call of pytest ends with a code of these; return the words of
+    the calls and the exit code."""
+    python = tmp_path / "recording" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(RECORDING_PYTHON)
+    python.chmod(0o755)
+
+    def run(words: str, codes: str = "0 0 0", cwd: Path = tmp_path) -> tuple[list[list[str]], int]:
+        Path(f"{python}.codes").write_text(f"{codes}\n")
+        env = environment(VIRTUAL_ENV=str(tmp_path / "recording"))
+        result = run_bench(checkout, *words.split(), cwd=cwd, env=env)
+        calls = [line.split("|")[:-1] for line in result.stdout.splitlines()]
+        for call in calls:  # it tests the checkout, with the checkout's settings
+            assert call[0].split(os.pathsep)[0] == str(checkout)
+            assert call[1:5] == ["-m", "pytest", "-c", f"{checkout}/pyproject.toml"]
+        return [call[5:] for call in calls], result.returncode
+
+    return run
+
+
+Record = Callable[..., tuple[list[list[str]], int]]
+
+
+def tiers_of(calls: list[list[str]]) -> list[str]:
+    """The tiers that these calls of pytest select; what measures time runs alone."""
+    marks = [call[len(call) - call[::-1].index("-m")] for call in calls]
+    tiers = [next(name for name, mark in TIERS.items() if mark == each) for each in marks]
+    assert ["--numprocesses" in call for call in calls] == [name != "time" for name in tiers]
+    return tiers
+
+
+def test_the_suite_runs_in_tiers(checkout: Path, record: Record) -> None:
+    """`test` runs the first, --all also the rest, --rest the rest only, each on all tests; other
+    words go to pytest in each of them."""
+    for words, tiers in (
+        ("test -k one", ["quick"]),
+        ("test --all -k one", ["quick", "thorough", "time"]),
+        ("test -k one --rest", ["thorough", "time"]),
+    ):
+        calls, code = record(words)
+        assert (tiers_of(calls), code) == (tiers, 0)
+        assert all(f"{checkout}/tests" in call for call in calls)
+        assert all(call[-2:] == ["-k", "one"] for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("codes", "calls", "code"),
+    [
+        ("0 5 5", 3, 0),  # 5: nothing was selected
+        ("5 0 5", 3, 0),
+        ("5 5 5", 3, 5),
+        ("0 0 1", 3, 1),
+        ("1 5 0", 3, 1),
+        ("5 1 0", 3, 1),
+        ("3 1 0", 3, 3),
+        ("135 0 0", 3, 135),  # a signal ended it
+        ("0 2 0", 2, 2),  # Ctrl-C
+        ("130 0 0", 1, 130),
+    ],
+)
+def test_no_tier_hides_that_another_has_failed(
+    record: Record, codes: str, calls: int, code: int
 ) -> None:
-    """`test -k NAME` selects in the checkout's tests, and runs the checkout's code, anywhere."""
-    (checkout / "tests").mkdir()
-    suite = checkout / "tests" / "test_probe.py"
-    imported = f"import ddpbench\n    assert ddpbench.__file__.startswith({str(checkout)!r})"
-    suite.write_text(f"def test_one():\n    {imported}\n\n\ndef test_two():\n    assert False\n")
-    assert "1 passed in" in run_bench(checkout, "test", "-k", "one").stdout
-    failed = run_bench(checkout, "test", "a checkout/tests/test_probe.py::test_two", cwd=tmp_path)
-    assert failed.returncode == 1
-    assert "1 failed in" in failed.stdout
+    """The first failure is the exit code, and Ctrl-C ends all; it is 5 if no tier has a test."""
+    recorded, ended = record("test --all", codes)
+    assert (len(recorded), ended) == (calls, code)
+
+
+def test_what_is_named_replaces_the_suite(checkout: Path, record: Record) -> None:
+    """A file, a folder or a test of the suite, seen from the current folder, is run once, whatever
+    its tier is; its failure is the exit code."""
+    (checkout / "tests" / "perf").mkdir(parents=True)
+    (checkout / "tests" / "test_probe.py").touch()
+    for word, cwd in (
+        ("tests/test_probe.py::test_two", checkout), ("test_probe.py", checkout / "tests"),
+        ("tests/perf", checkout),
+    ):  # fmt: skip
+        assert record(f"test {word} -x", "1", cwd) == ([[word, "-x"]], 1)
 
 
 def test_regress_runs_the_suite_of_what_must_not_become_slower(
-    checkout: Path, tmp_path: Path
+    checkout: Path, record: Record
 ) -> None:
     """tests/perf is run, from anywhere, and saved into the checkout's results, and compared with
     what is there; more arguments win; pytest's exit code is kept."""
-    suite = checkout / "tests" / "perf"
-    suite.mkdir(parents=True)
-    (suite / "test_probe.py").write_text("def test_one():\n    pass\n\n\ndef test_two(): 1 / 0\n")
-    (suite / "conftest.py").write_text(
-        "import json, sys\nfrom pathlib import Path\n\n\ndef pytest_addoption(parser):\n"
-        "    parser.addoption('--ddpbench-compare', nargs='?')\n"
-        "    Path('words.json').write_text(json.dumps(sys.argv))\n"
-    )
+    (checkout / "tests" / "perf").mkdir(parents=True)
     saved = checkout / "results" / "benchmarks"
-    for option in ("tests/perf", "--ddpbench-compare"):
-        result = run_bench(checkout, "regress", "-k", "two", cwd=tmp_path)
-        assert result.returncode == 1
-        assert "1 failed, 1 deselected in" in result.stdout
-        words = json.loads((tmp_path / "words.json").read_text())
-        assert words[-5].endswith(option)
-        assert words[-4:] == ["--benchmark-autosave", f"--benchmark-storage={saved}", "-k", "two"]
+    for compared in ([], ["--ddpbench-compare"]):
+        own = [f"{checkout}/tests/perf", *compared, "--benchmark-autosave"]
+        words = [*own, f"--benchmark-storage={saved}", "-k", "two"]
+        assert record("regress -k two", "1") == ([words], 1)
         (saved / "machine").mkdir(parents=True, exist_ok=True)
         (saved / "machine" / "0001_run.json").write_text("{}")
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
 def test_results_go_to_the_checkout_if_the_folder_cannot_be_written(
-    checkout: Path, tmp_path: Path
+    checkout: Path, active: Path, tmp_path: Path
 ) -> None:
     """A user who may not write here gets results/ of the checkout, and --output still wins. Where
     the checkout cannot be written either, the refusal comes before the set-up."""
     here = tmp_path / "read-only"
     here.mkdir(mode=0o555)
-    active = make_environment(tmp_path / "active", checkout)
     # A root without this capability has the rights of a normal user in its own folders.
     bounded = ("setpriv", "--bounding-set", "-dac_override") if os.geteuid() == 0 else ()
 
@@ -540,8 +601,9 @@ def test_results_go_to_the_checkout_if_the_folder_cannot_be_written(
         line = [*bounded, str(checkout / "run_bench.sh"), *words]
         env = environment(**changes)
         return subprocess.run(
-            line, cwd=here, env=env, capture_output=True, text=True, timeout=60, check=False
-        )
+            line, cwd=here, env=env, capture_output=True, text=True, timeout=PATIENCE_SECONDS,
+            check=False,
+        )  # fmt: skip
 
     (call,) = said(run("cpu", VIRTUAL_ENV=str(active)))
     *_, option, folder = call["argv"]  # type: ignore[misc]

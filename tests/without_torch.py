@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from command_lines import ROOT
+from patience import PATIENCE_SECONDS
 
 RUN_DDPBENCH = (
     "sys.argv = ['ddpbench', *sys.argv[1:]]; runpy.run_module('ddpbench', run_name='__main__')"
@@ -30,7 +31,7 @@ def run_without_torch(program: str, *words: str, forbidden: tuple[str, ...] = ("
     done = subprocess.run(
         [sys.executable, "-c", f"FORBIDDEN = {forbidden!r}{NO_TORCH}{program}", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        check=False, timeout=60,
+        check=False, timeout=PATIENCE_SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,14 +1,13 @@
 """A case measured by another process: the words it is given, its run and its end, its JSON."""
 
 import json
-import os
-import signal
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from frozen import Frozen
+from left_processes import wait_for_end
+from patience import PATIENCE_SECONDS
 from stored_runs import a_case, a_result, a_run, a_summary
 from stored_steps import a_step_result, a_step_run
 
@@ -27,9 +26,9 @@ if script["run"]:
 (Path(__file__).with_name("words.json")).write_text(json.dumps(sys.argv[1:]))
 sys.stderr.write(script["stderr"])
 if script["sleep"]:
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "600"])
     Path(__file__).with_name("child").write_text(str(child.pid))
-    time.sleep(60)
+    time.sleep(600)
 sys.exit(script["code"])
 """
 
@@ -50,7 +49,8 @@ def ended(stub: Path, run: Run | None, code: int, stderr: str = "", sleep: float
     text = json.dumps(asdict(run)) if run else ""
     script = {"run": text, "code": code, "stderr": stderr, "sleep": sleep > 0}
     (stub / "script.json").write_text(json.dumps(script))
-    return one_case.measure("collectives", ["--op=all_reduce"], stub / "run", sleep or 60.0)
+    seconds = sleep or PATIENCE_SECONDS
+    return one_case.measure("collectives", ["--op=all_reduce"], stub / "run", seconds)
 
 
 def test_the_run_of_a_clean_command_is_read(stub: Path) -> None:
@@ -101,18 +101,7 @@ def test_when_time_is_up_all_its_processes_end(stub: Path) -> None:
             ended(stub, None, 0, sleep=seconds)
         if (stub / "child").exists():
             break
-    child = int((stub / "child").read_text())
-    for _ in range(100):
-        try:
-            os.kill(child, 0)
-            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-        except (ProcessLookupError, FileNotFoundError):
-            return
-        if state == "Z":  # ended; whoever adopted it has not looked yet
-            return
-        time.sleep(0.05)
-    os.kill(child, signal.SIGKILL)
-    pytest.fail("the child lives")
+    wait_for_end(int((stub / "child").read_text()))
 
 
 def test_keywords_are_options() -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from command_lines import clean_environment
 from frozen import Frozen
+from patience import PATIENCE_SECONDS
 from warm_python import warm_python
 
 from ddpbench.launch import forks
@@ -88,7 +89,7 @@ def run_job(folder: Path) -> int:
     """Agree on devices in one rank, as often as there are ways to ask; write the answers down."""
     placement = read_placement()
     assert placement is not None
-    with join_world(placement, Rendezvous(timeout_seconds=30)) as world:
+    with join_world(placement, Rendezvous(timeout_seconds=60)) as world:
         found = [choose(world, share_gpu) for share_gpu in (False, True)]
         (folder / str(world.rank)).write_text(json.dumps(found))
     return 0
@@ -99,7 +100,8 @@ def test_ranks_agree_on_their_gpus_or_are_refused_together(frozen: Frozen, tmp_p
     ranks 0 and 2 share, and know it, and NCCL takes each rank for another host."""
     done = subprocess.run(
         [*warm_python(), __file__, str(tmp_path)],
-        env=clean_environment(), capture_output=True, text=True, timeout=90, check=False,
+        env=clean_environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS,
+        check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answers = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]

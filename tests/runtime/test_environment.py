@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
+from patience import wait_until
 
 from ddpbench.runtime import cpu, environment
 
@@ -266,9 +267,7 @@ def test_a_repository_around_an_installation_is_not_its_revision(tmp_path: Path)
 def test_a_command_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A git that hangs costs its deadline and gives None."""
     monkeypatch.setattr(environment, "COMMAND_DEADLINE_SECONDS", 0.2)
-    start = time.perf_counter()
-    assert environment._output("sleep", "60") is None
-    assert time.perf_counter() - start < 5
+    assert environment._output("sleep", "inf") is None
 
 
 # Control groups and memory
@@ -378,6 +377,7 @@ def test_nominal_speed_is_in_bytes_per_second(monkeypatch: pytest.MonkeyPatch) -
 # CPU
 
 
+@pytest.mark.measures_time
 @pytest.mark.parametrize("program", [SPIN, PING_PONG], ids=["spin", "ping-pong"])
 def test_a_busy_neighbour_shows(program: str) -> None:
     """What another process uses is seen, even where it sleeps and wakes between the ticks.
@@ -387,9 +387,7 @@ def test_a_busy_neighbour_shows(program: str) -> None:
     cores = os.cpu_count() or 1
     with busy(program) as used:
         before, meter = used(), cpu.CpuMeter()
-        until = time.monotonic() + 60
-        while used() < before + 0.5 and time.monotonic() < until:  # on a busy host it gets little
-            time.sleep(0.1)
+        wait_until(lambda: used() > before + 0.5, "half a second of the neighbour's work")
         use, theirs = meter.stop(), used() - before
     share = cpu.others_share(use.host_busy_seconds, [use.own_seconds], use.wall_seconds, cores)
     without = cpu.others_share(
@@ -398,7 +396,6 @@ def test_a_busy_neighbour_shows(program: str) -> None:
     assert share is not None
     assert without is not None
     expected = theirs / (use.wall_seconds * cores)
-    assert theirs > 0.4  # else the host gave the neighbour no time, and nothing is proved
     assert share > 0.85 * expected
     assert without < share - 0.8 * expected
 
@@ -438,6 +435,7 @@ def test_switches_count_every_thread() -> None:
     assert second.voluntary_switches >= first.voluntary_switches
 
 
+@pytest.mark.measures_time
 def test_metering_is_cheap() -> None:
     """Constructing and stopping a meter takes less than a millisecond."""
 

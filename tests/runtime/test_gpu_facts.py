@@ -233,6 +233,7 @@ print(json.dumps([gpu_facts.gpu_state(), gpu_facts.gpu_links(), gpu_facts.gpu_he
 """
 
 
+@pytest.mark.thorough
 def test_the_real_pynvml_reads_a_gpu_with_eighteen_links(tmp_path: Path) -> None:
     """The real pynvml, on a stub of NVIDIA's library with its structures, gives the facts of a GPU.
 

@@ -30,17 +30,18 @@ print(nccl_library.loaded_version(), nccl_library.version(), nccl_library.descri
 """
 
 
-@pytest.fixture
-def stubs(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a libnccl.so.2 and a librccl.so.1 that only tell a version."""
     if shutil.which("cc") is None:
         pytest.skip("needs cc")
+    folder = tmp_path_factory.mktemp("stubs")
     codes = {"libnccl.so.2": 23007, "librccl.so.1": 22105, "libnccl-net-ofi.so": 0}
     for name, code in codes.items():
         command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", name, f"-Wl,-soname,{name}"]
         text = SOURCE.format(code=code)
-        subprocess.run(command, input=text, text=True, cwd=tmp_path, check=True)
-    return tmp_path
+        subprocess.run(command, input=text, text=True, cwd=folder, check=True)
+    return folder
 
 
 def shown(stubs: Path, load: str, hip: str = "") -> list[str]:
@@ -53,6 +54,7 @@ def shown(stubs: Path, load: str, hip: str = "") -> list[str]:
     return done.stdout.strip().split("; ")
 
 
+@pytest.mark.thorough
 def test_the_loaded_library_tells_its_version(stubs: Path) -> None:
     """What is loaded counts, not the headers with which torch was built."""
     version = ["(2, 30, 7)", "(2, 30, 7)", "2.30.7", "NCCL 2.30.7", "none"]
@@ -60,12 +62,14 @@ def test_the_loaded_library_tells_its_version(stubs: Path) -> None:
     assert shown(stubs, str(stubs / "libnccl.so.2")) == version
 
 
+@pytest.mark.thorough
 def test_asking_loads_no_library(stubs: Path) -> None:
     """A library that is installed but not loaded does not answer: torch may load another one."""
     built = ["None", "(2, 29, 7)", "2.29.7 (as built)", "NCCL 2.29.7 (as built)", "None"]
     assert shown(stubs, "") == built
 
 
+@pytest.mark.thorough
 def test_rccl_is_asked_by_its_name(stubs: Path) -> None:
     """On a build for AMD the version is that of RCCL, and is called so."""
     version = ["(2, 21, 5)", "(2, 21, 5)", "2.21.5", "RCCL 2.21.5", "none"]
@@ -73,6 +77,7 @@ def test_rccl_is_asked_by_its_name(stubs: Path) -> None:
     assert shown(stubs, "libnccl.so.2", "6.4")[0] == "None"
 
 
+@pytest.mark.thorough
 def test_a_plug_in_is_named(stubs: Path) -> None:
     """What NCCL has loaded decides which network carries the data."""
     assert shown(stubs, "libnccl.so.2,libnccl-net-ofi.so")[-1] == "libnccl-net-ofi.so"

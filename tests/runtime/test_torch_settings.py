@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch.distributed as dist
 from command_lines import clean_environment
+from patience import PATIENCE_SECONDS
 
 from ddpbench.hang import torch_settings
 from ddpbench.launch.placement import free_port, read_placement
@@ -59,7 +60,7 @@ def test_torch_records_groups_and_lets_the_watchdog_come_first(tmp_path: Path) -
         env=environment,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     inside, after, store_seconds = json.loads(path.read_text())

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from frozen import Frozen
+from patience import PATIENCE_SECONDS
 from warm_python import warm_python
 
 import ddpbench
@@ -234,7 +235,7 @@ def test_under_a_launcher_rank_0_alone_speaks(launcher: str) -> None:
     """If all ranks get a bad option, all end with exit code 2, and only rank 0 prints the line."""
     words = ["collectives", "--sizes", "8:4:x2"]
     processes = start_ranks(words, [LAUNCHERS[launcher](rank) for rank in (0, 1)])
-    outputs = [process.communicate(timeout=60) for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert [out for out, _ in outputs] == ["", ""]
     assert [err.count("\n") for _, err in outputs] == [1, 0]
@@ -248,7 +249,7 @@ def test_an_unknown_command_is_refused_by_rank_0_alone_or_without_a_launcher() -
         ["colectives"],
         [{}, *(LAUNCHERS["torchrun"](rank) for rank in (0, 1)), {"RANK": "9", "WORLD_SIZE": "2"}],
     )
-    outputs = [process.communicate(timeout=60) for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
     assert [process.returncode for process in processes] == [2] * 4
     assert [out for out, _ in outputs] == [""] * 4
     assert [err.count("\n") for _, err in outputs] == [1, 1, 0, 1]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from command_lines import QUICK, run_command, torchrun
+from command_lines import QUICK
 from frozen import Frozen
+from patience import PATIENCE_SECONDS
+from rank_pool import RankPool
 from stored_runs import a_result, a_run
 
 from ddpbench import cli, collectives
@@ -112,17 +116,24 @@ def test_each_host_reports_that_it_has_no_gpus(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: cuda)
     words = ["collectives", "--device", device, "--backend", backend]
     options = collectives.Options.of(command_line.parse(words))
-    monkeypatch.setattr(start_ranks, "WAIT_FOR_SPEAKER_SECONDS", 1.0)
-    host = socket.gethostname()
+    monkeypatch.setattr(start_ranks, "WAIT_FOR_SPEAKER_SECONDS", 0.0)
+    host, silent = socket.gethostname(), threading.Semaphore(0)
+
+    def wait_for_two(seconds: float) -> None:
+        assert silent.acquire(timeout=PATIENCE_SECONDS)
+        assert silent.acquire(timeout=PATIENCE_SECONDS)
 
     def refuse(rank: int) -> tuple[int, str]:
         with pytest.raises(Refused, match=f"^host {host}[:,].*driver init") as refused:
             start_ranks.resolve(options, Placement("torchrun", 4 + rank, 8, rank, 4))
+        if refused.value.speaker != 4 + rank:
+            silent.release()
         return refused.value.speaker, str(refused.value).partition(": ")[0]
 
     assert refuse(0) == (4, f"host {host}")
     assert refuse(2) == (6, f"host {host}, rank 6")
-    with ThreadPoolExecutor() as ranks:
+    monkeypatch.setattr(start_ranks, "time", SimpleNamespace(sleep=wait_for_two))
+    with ThreadPoolExecutor(3) as ranks:
         speakers = dict(zip((1, 2, 3), ranks.map(refuse, (1, 2, 3)), strict=True))
     own = [rank for rank, (speaker, _) in speakers.items() if speaker == 4 + rank]
     assert len(own) == 1
@@ -148,23 +159,13 @@ backends.BACKENDS["gloo2"] = replace(backends.BACKENDS["gloo"], name="gloo2", si
 
 @pytest.mark.parametrize("names", ["gloo,gloo2", "gloo2,gloo"])
 def test_a_backend_refused_under_a_launcher_keeps_and_marks_what_others_measured(
-    tmp_path: Path, names: str
+    pool: RankPool, tmp_path: Path, names: str
 ) -> None:
     """Under a launcher, a refusal of the second backend marks the run as failed and shows what the
     first one measured; if nothing was measured, the run is removed."""
     (tmp_path / "refused_backend.py").write_text(REFUSED_BACKEND)
-    words = [
-        "--import",
-        "refused_backend",
-        "--backend",
-        names,
-        "--op",
-        "barrier",
-        "--device",
-        "cpu",
-    ]
-    start = [*torchrun(1), "-m", "ddpbench.collectives", *words, *QUICK, "--output", "run"]
-    done = run_command(start, tmp_path)
+    words = ("--import", "refused_backend", "--backend", names, "--op", "barrier", *QUICK)
+    done = pool.call(1, tmp_path, "collectives", "--device", "cpu", *words, "--output", "run")
     (refusal,) = re.findall(r"^ddpbench: (gloo2 .*3, not 1): ", done.stderr, re.MULTILINE)
     assert (tmp_path / "run").exists() == bool(done.stdout) == (names == "gloo,gloo2")
     if done.stdout:
