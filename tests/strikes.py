@@ -26,8 +26,7 @@ import psutil
 from command_lines import clean_environment
 from patience import PATIENCE_SECONDS
 
-# Healthy ranks start and go on within this deadline even where much else runs. After a stop it must
-# pass, and no more than the rest of a busy machine's patience with the end.
+# Healthy ranks start, meet and go on within this deadline, even where much else runs.
 TIMEOUT_SECONDS = 20
 MARK = "DDPBENCH_STRIKE"  # an environment variable of all processes that a trial starts
 NAMED = re.compile(r"ddpbench: (side [ab]: )?rank \d+ .*(killed|stopped|died)")

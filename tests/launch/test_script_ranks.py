@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,11 +29,11 @@ def shell(script: str) -> subprocess.Popen[bytes]:
     return scripts.start_rank(["sh", "-c", script], 1, 2, 7)
 
 
-def await_all(*ranks: subprocess.Popen[bytes], signals: Sequence[signal.Signals] = ()) -> int:
-    """Return the exit code of a command with these ranks, which gets signals meanwhile."""
+def await_all(*ranks: subprocess.Popen[bytes], then: signal.Signals | None = None) -> int:
+    """Return the exit code of a command with these ranks, which gets a signal a moment later."""
     with scripts.forward_to(ranks) as received:
-        for number in signals:
-            threading.Timer(0.3, signal.raise_signal, [number]).start()
+        if then is not None:
+            threading.Timer(0.3, signal.raise_signal, [then]).start()
         return scripts.await_all(ranks, received).code
 
 
@@ -104,7 +104,7 @@ def test_a_closed_terminal_ends_the_ranks(
     before = signal.signal(number, signal.SIG_DFL)
     ranks = [shell("sleep 600"), shell("sleep 600")]
     try:
-        assert await_all(*ranks, signals=[number]) == 5
+        assert await_all(*ranks, then=number) == 5
     finally:
         signal.signal(number, before)
     assert [rank.returncode for rank in ranks] == [-number, -number]
@@ -129,5 +129,5 @@ def test_signals_reach_all_ranks_and_they_may_end_by_themselves(tmp_path: Path) 
         shell(f"trap 'exit 130' TERM; : >'{file}'; while :; do sleep 0.05; done") for file in files
     ]
     await_files(*files)
-    assert await_all(*ranks, signals=[signal.SIGTERM]) == 130
+    assert await_all(*ranks, then=signal.SIGTERM) == 130
     assert [rank.returncode for rank in ranks] == [130, 130]
