@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from command_lines import clean_environment
+from patience import PATIENCE_SECONDS
 
 from ddpbench.launch.placement import free_port
 
@@ -67,7 +68,7 @@ class Cluster:
     environ: Mapping[str, str]
 
     def call(
-        self, *words: str | Path, cwd: Path, seconds: float = 120
+        self, *words: str | Path, cwd: Path, seconds: float = PATIENCE_SECONDS
     ) -> subprocess.CompletedProcess[str]:
         """Run a command until it ends."""
         return subprocess.run(
@@ -82,7 +83,7 @@ class Cluster:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def until(self, true: Callable[[], bool], seconds: float = 120) -> bool:
+    def until(self, true: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
         """Wait until `true()` holds; return False if it does not within `seconds`."""
         deadline = time.monotonic() + seconds
         while not (seen := true()) and time.monotonic() < deadline:
@@ -152,10 +153,10 @@ def _daemon(words: list[str], environ: Mapping[str, str], log: Path) -> Iterator
             process.wait()
 
 
-def _require_idle(up: Cluster, folder: Path, seconds: float = 30) -> None:
+def _require_idle(up: Cluster, folder: Path) -> None:
     def states() -> list[str]:
         return up.call("sinfo", "-h", "-N", "-o", "%T", cwd=folder).stdout.split()
 
-    if not up.until(lambda: states() == ["idle"] * len(NODES), seconds):
+    if not up.until(lambda: states() == ["idle"] * len(NODES)):
         said = "".join(f"\n{log.name}: {log.read_text()[-600:]}" for log in folder.glob("*.log"))
-        raise RuntimeError(f"no idle Slurm within {seconds:g} s, nodes {states()}:{said}")
+        raise RuntimeError(f"no idle Slurm within {PATIENCE_SECONDS:g} s, nodes {states()}:{said}")

@@ -24,8 +24,10 @@ from pathlib import Path
 
 import psutil
 from command_lines import clean_environment
+from patience import PATIENCE_SECONDS
 
-TIMEOUT_SECONDS, BEYOND_SECONDS = 6, 10
+# Healthy ranks start, meet and go on within this deadline, even where much else runs.
+TIMEOUT_SECONDS = 20
 MARK = "DDPBENCH_STRIKE"  # an environment variable of all processes that a trial starts
 NAMED = re.compile(r"ddpbench: (side [ab]: )?rank \d+ .*(killed|stopped|died)")
 CACHE = f"torchinductor_{getpass.getuser()}"
@@ -90,7 +92,7 @@ def try_strike(strike: Strike, rng: random.Random) -> tuple[float, list[str]] | 
                     assert process.returncode == 0, (folder / "err").read_text()
                     return None
                 shared = {path.name for path in (folder / "tmp").rglob("ddpbench-*")}
-                faults = _wait_for_end(process, token, TIMEOUT_SECONDS + BEYOND_SECONDS)
+                faults = _wait_for_end(process, token, TIMEOUT_SECONDS + PATIENCE_SECONDS)
                 seconds = time.monotonic() - struck
             finally:
                 for each in list_members(token):

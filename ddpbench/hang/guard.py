@@ -26,7 +26,6 @@ import math
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, replace
 from functools import cache
@@ -95,8 +94,10 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     flight = Flight()
     if dist.get_rank() == 0 and _times == 1 and (warning := flight.explain_unseen_hangs()):
         status_board.print_message(f"ddpbench: {warning}\n")
-    _on = Guard(board, flight, timeout, end)
-    return _on
+    guard = Guard(board, flight, timeout, end)
+    guard.start()
+    _on = guard
+    return guard
 
 
 @cache
@@ -124,10 +125,10 @@ def _handle_terminate() -> object:
 
 
 class Guard:
-    """The watchdog of one rank."""
+    """The watchdog of one rank. Its waits and their ages are by the clock of its board."""
 
     def __init__(self, own_board: Board, flight: Flight, timeout: float, end: bool) -> None:
-        self._board, self._rank = own_board, own_board.rank
+        self._board, self._rank, self._clock = own_board, own_board.rank, own_board.clock
         self._timeout, self._end = timeout, end
         self._flight, self._pid = flight, os.getpid()
         self._since: dict[Hashable, float] = {}  # when each wait began
@@ -139,13 +140,16 @@ class Guard:
         self.callers = 1  # who have not closed it
         self._judging = threading.RLock()
         self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ddpbench-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Introduce this rank to the others, and watch it in a thread."""
         self._board.introduce(self_report.identify(self._rank))
         self._heartbeat = self_report.read_heartbeat(self._flight)
         self._board.publish_heartbeat(self._heartbeat)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._handle_exception
         atexit.register(self.close, at_exit=True)
-        self._thread = threading.Thread(target=self._watch, name="ddpbench-watchdog", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -188,26 +192,30 @@ class Guard:
 
     def _watch(self) -> None:
         while not (self._closed.wait(BEAT_SECONDS) or self._code):
-            self._heartbeat = heartbeat = self_report.read_heartbeat(self._flight)
-            answered = self._board.publish_heartbeat(heartbeat)
-            if None in self._board.identities:
-                self._board.introduce(self._board.identity)
-            if answered and self._is_published("alarm"):
-                self._await_settling(heartbeat)
-                self._alarm()
-            elif self._waits_too_long(heartbeat, progress := progress_key(heartbeat)):
-                self._alarm(f"has waited longer than {self._timeout:g} s", late=True)
-            elif self._stands_still(progress):
-                self._alarm(f"no progress for {self._patience():g} s", still=True)
+            self._beat()
+
+    def _beat(self) -> None:
+        self._heartbeat = heartbeat = self_report.read_heartbeat(self._flight)
+        answered = self._board.publish_heartbeat(heartbeat)
+        if None in self._board.identities:
+            self._board.introduce(self._board.identity)
+        if answered and self._is_published("alarm"):
+            self._await_settling(heartbeat)
+            self._alarm()
+        elif self._waits_too_long(heartbeat, progress := progress_key(heartbeat)):
+            self._alarm(f"has waited longer than {self._timeout:g} s", late=True)
+        elif self._stands_still(progress):
+            self._alarm(f"no progress for {self._patience():g} s", still=True)
 
     def _await_settling(self, heartbeat: RankStatus) -> None:
         """Let a rank that destroys its groups leave, or fail, before it takes part in a verdict."""
-        until = time.monotonic() + SETTLE_SECONDS
-        ends = heartbeat.destroyed or heartbeat.inside == "destroy_process_group"
-        while ends and not self._failure and not self._closed.is_set() and time.monotonic() < until:
+        until = self._clock.monotonic() + SETTLE_SECONDS
+        if not (heartbeat.destroyed or heartbeat.inside == "destroy_process_group"):
+            return
+        while not (self._failure or self._closed.is_set()) and self._clock.monotonic() < until:
             if self._is_published("verdict"):
                 return
-            time.sleep(status_board.POLL_SECONDS)
+            self._clock.sleep(status_board.POLL_SECONDS)
 
     def _patience(self) -> float:
         return 1.25 * self._timeout + 2 * BEAT_SECONDS
@@ -216,7 +224,7 @@ class Guard:
         return self._board.await_keys([self._board.key(topic, self._round)], 0.0) is not None
 
     def _waits_too_long(self, heartbeat: RankStatus, progress: Hashable) -> bool:
-        now, since = time.monotonic(), self._since
+        now, since = self._clock.monotonic(), self._since
         waits = find_waits(heartbeat)
         self._since = {wait: since.get(wait, now) for wait in (*waits, progress)}
         ages = {wait: now - self._since[wait] for wait in set(waits) - self._reported}
@@ -237,11 +245,11 @@ class Guard:
         A training that replays CUDA graphs calls nothing, but keeps its GPU busy. A collective that
         hangs does so, too: where no recorder shows it, report both.
         """
-        stood = time.monotonic() - self._since[progress]
+        stood = self._clock.monotonic() - self._since[progress]
         if stood < self._patience() / 2 or progress in self._reported:
             return False
         if cuda.is_gpu_busy() and not self._flight.explain_unseen_hangs():
-            self._since[progress] = time.monotonic()
+            self._since[progress] = self._clock.monotonic()
             return False
         return stood >= self._patience()
 
@@ -257,7 +265,7 @@ class Guard:
             if fails:
                 self._alarm(leave=not self._end)
         while self._code == HANG:
-            time.sleep(1.0)  # until the thread ends this process
+            self._clock.sleep(1.0)  # until the thread ends this process
         if self._code:  # end as Python does, with atexit handlers and buffered files
             self._ending = True
             faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=2)
@@ -284,7 +292,7 @@ class Guard:
             heartbeat = self_report.read_heartbeat(self._flight)
             progress = progress_key(heartbeat)
             (self._reported if judgement.sentence else self._deferred).add(progress)
-            self._since[progress] = time.monotonic()
+            self._since[progress] = self._clock.monotonic()
             if judgement.notice:
                 if status.cause and not still:  # the others have not heard it: raise it again
                     self._alarm(cause, late=late, still=still, leave=leave)
@@ -299,7 +307,7 @@ class Guard:
         if self._end and leave:
             if self._code == FAILURE:  # the others' ends may free this main thread, which then ends
                 self._board.await_ends(judgement.failed, END_SECONDS)
-                time.sleep(SETTLE_SECONDS)
+                self._clock.sleep(SETTLE_SECONDS)
             if not (self._ending or self._closed.is_set()):
                 status_board.end_process(self._code)
 
@@ -336,4 +344,4 @@ class Guard:
             keys = [self._board.key("told", self._round, rank) for rank in judgement.heard]
             self._board.await_keys(keys, LEAVE_SECONDS)
         if self._rank == 0:  # the store mostly lives here
-            time.sleep(LEAVE_SECONDS / 4)
+            self._clock.sleep(LEAVE_SECONDS / 4)

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from ddpbench.hang.self_report import RankIdentity, observe_state
 from ddpbench.hang.status import ALIVE, DIED, LEFT, OVER, STOPPED, RankStatus, SilentRank
@@ -37,6 +37,13 @@ PRINT_SECONDS = 2.0
 POLL_SECONDS = 0.05  # between two looks at a key
 STORE_TIMEOUT = timedelta(seconds=5)
 CLOSE_SECONDS = 0.5
+
+
+class Clock(Protocol):
+    """The part of the module `time` by which ranks wait for each other."""
+
+    def monotonic(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 class Address(NamedTuple):
@@ -210,10 +217,11 @@ class Board:
         prefix: str,
         rank: int,
         identities: Sequence[RankIdentity | None],
+        clock: Clock = time,
     ) -> None:
         self.client, self.rank = StoreClient(find_store(store)), rank
         self.identities = list(identities)
-        self._prefix = prefix
+        self._prefix, self.clock = prefix, clock
         self._heartbeat_0: bytes | None = None
 
     def key(self, *parts: object) -> str:
@@ -240,11 +248,11 @@ class Board:
 
     def await_keys(self, keys: list[str], seconds: float) -> bytes | None:
         """Return the value of the first key once all are there, None after this time."""
-        until = time.monotonic() + seconds
+        until = self.clock.monotonic() + seconds
 
         def read(store: dist.Store) -> bytes | None:
-            while not (complete := store.check(keys)) and time.monotonic() < until:
-                time.sleep(POLL_SECONDS)
+            while not (complete := store.check(keys)) and self.clock.monotonic() < until:
+                self.clock.sleep(POLL_SECONDS)
             return store.get(keys[0]) if complete else None
 
         return self.client.request(seconds + ANSWER_SECONDS, read)
@@ -284,7 +292,7 @@ class Board:
         """
         statuses = {self.rank: status}
         left: set[int] = set()
-        until = time.monotonic() + seconds
+        until = self.clock.monotonic() + seconds
 
         def put(store: dist.Store) -> bool:
             store.set(self.key(topic, self.rank), json.dumps(asdict(status)))
@@ -302,9 +310,9 @@ class Board:
             hopeless = all(
                 r in left or self._observe(r) in (DIED, STOPPED) for r in self._missing(statuses)
             )
-            if hopeless or time.monotonic() > until:
+            if hopeless or self.clock.monotonic() > until:
                 break
-            time.sleep(POLL_SECONDS)
+            self.clock.sleep(POLL_SECONDS)
         return statuses, answers
 
     def find_silent(self, heard: Iterable[int], store_answers: bool) -> list[SilentRank]:
@@ -341,9 +349,9 @@ class Board:
 
         A launcher ends all ranks with the first.
         """
-        until = time.monotonic() + seconds
-        while ALIVE in map(self._observe, ranks) and time.monotonic() < until:
-            time.sleep(POLL_SECONDS)
+        until = self.clock.monotonic() + seconds
+        while ALIVE in map(self._observe, ranks) and self.clock.monotonic() < until:
+            self.clock.sleep(POLL_SECONDS)
 
     def _missing(self, ranks: Iterable[int]) -> list[int]:
         return sorted(set(range(len(self.identities))) - set(ranks))

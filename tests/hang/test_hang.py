@@ -233,6 +233,24 @@ def test_ranks_that_say_the_same_are_told_together(frozen: Frozen) -> None:
     frozen.verdict(explain_hang([], {2: late, 0: late, 1: other, 3: late}))
 
 
+def test_a_wait_of_which_no_call_is_known_shows_where_all_are(frozen: Frozen) -> None:
+    """A call that connects the ranks first, or a wait for what was posted before."""
+    waits = RankStatus(
+        "train (t.py:9)", "all_reduce", cause="has waited longer than 9 s", late=True
+    )
+    frozen.verdict(explain_hang([], {0: waits, 1: RankStatus("load (data.py:22)")}))
+    posted = replace(waits, inside="wait", logs=(Log("", (0, 1), 0, 0, moves=4, exact=False),))
+    frozen.verdict(explain_hang([], {0: posted, 1: RankStatus("load (data.py:22)")}))
+
+
+def test_an_error_that_a_rank_still_handles_is_told(frozen: Frozen) -> None:
+    """Its `finally` waits in a collective that does not end: the error would never be seen."""
+    handles = "KeyError: 'label', at train (t.py:4)"
+    mine = words(REDUCE, ("barrier", ""), ended=1, inside="barrier", late=True, handles=handles)
+    others = replace(words(REDUCE, REDUCE, ended=1, inside="all_reduce"), late=True)
+    frozen.verdict(explain_hang([], {0: others, 1: replace(mine, place="train (t.py:6)")}))
+
+
 def test_a_collective_that_all_have_joined_accuses_the_backend(frozen: Frozen) -> None:
     """All are in it, with the same call, and it does not end."""
     frozen.verdict(explain_hang([], {0: WAITS, 1: WAITS}))
@@ -287,6 +305,15 @@ def test_a_group_is_named_in_a_mismatch_and_several_others_are_told(frozen: Froz
         rank: words(("all_reduce", f"int8[{size}]"), group="of group 2")
         for rank, size in enumerate(sizes)
     }
+    frozen.verdict(explain_hang([], ranks))
+
+
+def test_groups_of_one_rank_each_do_not_hide_a_mismatch(frozen: Frozen) -> None:
+    """What each has called in a group of which the other is no member is not compared."""
+    ranks = {0: words(REDUCE), 1: words(("barrier", ""))}
+    for rank, status in ranks.items():
+        own = Log(f"of group {rank + 1}", (rank,), 1, 1, calls(("all_reduce", f"int8[{rank}]")))
+        ranks[rank] = replace(status, logs=(*status.logs, own))
     frozen.verdict(explain_hang([], ranks))
 
 

@@ -1,13 +1,20 @@
-"""A connection to the ranks' store while its host accepts none: real sockets and a real store."""
+"""A connection to the ranks' store: real sockets and a real store, also one that is stopped."""
 
+import os
+import signal
 import socket
+import sys
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from command_lines import running_command
+from patience import PATIENCE_SECONDS, wait_until
 
-from ddpbench.hang.status_board import Address, StoreClient
+import ddpbench
+from ddpbench.hang.status_board import Address, StoreClient, find_store
 
 LOCAL = "127.0.0.1"
 
@@ -21,7 +28,7 @@ def test_a_store_that_accepts_late_is_waited_for(capfd: pytest.CaptureFixture[st
         each.setblocking(False)
         each.connect_ex((LOCAL, port))
     clients: list[StoreClient] = []
-    server = Address(LOCAL, port, timedelta(seconds=60))
+    server = Address(LOCAL, port, timedelta(seconds=PATIENCE_SECONDS))
     thread = threading.Thread(target=lambda: clients.append(StoreClient(server)))
     thread.start()
     thread.join(1.0)
@@ -29,9 +36,9 @@ def test_a_store_that_accepts_late_is_waited_for(capfd: pytest.CaptureFixture[st
     for each in [busy, *queued]:
         each.close()
     store = dist.TCPStore(LOCAL, port, is_master=True, wait_for_workers=False)
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
     store.set("key", "value")
-    assert clients[0].request(10.0, lambda client: client.get("key")) == b"value"
+    assert clients[0].request(PATIENCE_SECONDS, lambda client: client.get("key")) == b"value"
     clients[0].close()
     assert "frame #" not in capfd.readouterr().err
 
@@ -44,3 +51,34 @@ def test_a_store_that_never_accepts_is_given_up(capfd: pytest.CaptureFixture[str
         with pytest.raises(RuntimeError, match=r"accepted no connection within 0\.3 s"):
             StoreClient(server)
     assert not capfd.readouterr().err
+
+
+STORE = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_thread_stays_in_a_store_that_does_not_answer(tmp_path: Path) -> None:
+    """If one were still in C++ when the interpreter ends, the process would be aborted."""
+    with running_command([sys.executable, "-c", STORE], tmp_path) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        client = StoreClient(find_store(dist.TCPStore("127.0.0.1", port, wait_for_workers=False)))
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert client.request(0.1, lambda store: store.add("left", 1)) is None
+        client.close()
+    assert "ddpbench-store" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_file_in_which_ranks_met_goes_with_their_group(tmp_path: Path) -> None:
+    """Otherwise a group that meets there again would find the old one's addresses."""
+    path = tmp_path / "store"
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    with ddpbench.watchdog():
+        assert path.exists()
+        dist.destroy_process_group()
+        wait_until(lambda: not path.exists(), "the end of the file")

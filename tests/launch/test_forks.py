@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from pathlib import Path
 
 import pytest
 from command_lines import ONE_SENTENCE, clean_environment
 from frozen import Frozen
+from patience import PATIENCE_SECONDS, wait_until
 from strikes import MARK, list_members
 from warm_python import warm_python
 
@@ -23,20 +23,20 @@ from ddpbench.launch import family
 # `main` of each rank: a Python expression of `place` and `dist`, run as `python -c`.
 PROGRAM = """
 import os, signal, sys, time
-from ddpbench.launch import forks, placement
+from ddpbench.launch import forks, placement, supervise
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import join_world
-from ddpbench.launch.supervise import Deadline
+supervise.JOIN_SECONDS = {join}
 def main():
     place = placement.read_placement()
     {body}
-sys.exit(forks.run(main, {ranks}, deadline=Deadline(3.0)))
+sys.exit(forks.run(main, {ranks}, deadline=supervise.Deadline(3.0)))
 """
 
 
-def started(body: str, ranks: int = 2, **extra: str) -> subprocess.Popen[str]:
+def started(body: str, ranks: int = 2, join: float = 1.0, **extra: str) -> subprocess.Popen[str]:
     """A program that forks ranks with this body; it stands in `ps` if `extra` has a mark for it."""
-    program = PROGRAM.format(body=body, ranks=ranks)
+    program = PROGRAM.format(body=body, ranks=ranks, join=join)
     python = [sys.executable] if MARK in extra else warm_python()
     return subprocess.Popen(
         [*python, "-c", program], env=clean_environment(**extra), text=True,
@@ -44,10 +44,10 @@ def started(body: str, ranks: int = 2, **extra: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def ended(body: str, ranks: int = 2) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr."""
-    process = started(body, ranks)
-    out, err = process.communicate(timeout=60)
+def ended(body: str, ranks: int = 2, join: float = 1.0) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr. join: how much longer than ranks the watch waits for them."""
+    process = started(body, ranks, join)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
     return process.returncode, out, err
 
 
@@ -59,9 +59,9 @@ def test_ranks_are_placed_and_meet() -> None:
         "        pids = {member.pid for member in world.members}\n"
         "    def wakes():\n"
         "        return int(open(f'/proc/{os.getppid()}/status').read().split()[-3])\n"
-        "    before = wakes()\n"
+        "    before, began = wakes(), time.monotonic()\n"
         "    time.sleep(0.5)\n"
-        "    seldom = wakes() - before < 20\n"
+        "    seldom = wakes() - before < 40 * (time.monotonic() - began)\n"
         "    os.write(1, f'{place.rank} of {place.world_size} by {place.launcher}, "
         "{len(pids)} processes, {sys.stdin.read()!r}, {seldom}\\n'.encode())\n"
         "    return 0",
@@ -76,82 +76,79 @@ def test_ranks_are_placed_and_meet() -> None:
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        ("return 0", 0),
         ("return place.rank * 4", 4),
         ("sys.exit(place.rank)", 1),
         ("raise ValueError('mine')", 5),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 5),
     ],
 )
 def test_the_highest_exit_code_counts(body: str, code: int) -> None:
-    """A rank that is killed, or raises, counts as 5; what it raised is shown."""
+    """A rank that raises counts as 5; what it raised is shown."""
     got, _, err = ended(body)
     assert got == code
     assert ("ValueError: mine" in err) == ("ValueError" in body)
 
 
-def test_when_one_fails_the_others_are_told_to_end() -> None:
-    """Rank 0 would sleep for long: it gets SIGTERM as soon as rank 1 has left with 3, and that it
+def test_when_one_fails_the_others_are_told_to_end(tmp_path: Path) -> None:
+    """Rank 0 would sleep for ever: it gets SIGTERM as soon as rank 1 has left with 3, and that it
     dies of it is not what the ranks end with."""
-    began = time.monotonic()
     code, out, _ = ended(
         "die = lambda: (signal.signal(15, signal.SIG_DFL), os.kill(os.getpid(), 15))\n"
         "    signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'told'), die()))\n"
-        "    if place.rank == 1: time.sleep(0.5); return 3\n"
-        "    time.sleep(60); return 0"
+        f"    there = {str(tmp_path / 'there')!r}\n"
+        "    if place.rank == 0: open(there, 'w').close(); time.sleep(600)\n"
+        "    while not os.path.exists(there): time.sleep(0.01)\n"
+        "    return 3"
     )
     assert (code, out) == (3, "told")
-    assert time.monotonic() - began < 50
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_is_passed_on(tmp_path: Path) -> None:
     """What the parent gets each rank gets once, and the parent waits for them."""
     there = tmp_path / "there"
     process = started(
         "heard = []\n"
-        f"    signal.signal({int(number)}, lambda n, _: heard.append(n))\n"
+        "    signal.signal(signal.SIGINT, lambda n, _: heard.append(n))\n"
         f"    open({str(there)!r} + str(place.rank), 'w').close()\n"
-        "    until = time.monotonic() + 30\n"
-        "    while not heard and time.monotonic() < until: time.sleep(0.01)\n"
+        "    while not heard: time.sleep(0.01)\n"
         "    time.sleep(0.2)\n"
         "    os.write(1, f'{len(heard)}\\n'.encode())\n"
         "    return 130"
     )
-    until = time.monotonic() + 60
-    while not all(Path(f"{there}{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    os.kill(process.pid, number)
-    out, _ = process.communicate(timeout=60)
+    wait_until(lambda: all(Path(f"{there}{rank}").exists() for rank in range(2)))
+    os.kill(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, out) == (130, "1\n1\n")
 
 
-MEET = "with join_world(place, Rendezvous(timeout_seconds=3.0)): pass\n"
+MEET = "with join_world(place, Rendezvous(timeout_seconds={})): pass\n"
 BLOW = "if place.rank == 1: os.kill(os.getpid(), signal.{blow})\n"
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "join"),
     [
-        BLOW.format(blow="SIGKILL") + "    time.sleep(20)",
-        BLOW.format(blow="SIGSTOP") + "    " + MEET,
-        MEET + "    " + BLOW.format(blow="SIGSTOP") + "    return 0",
+        pytest.param(BLOW.format(blow="SIGKILL") + "    time.sleep(600)", 1.0, id="killed"),
+        pytest.param(
+            BLOW.format(blow="SIGSTOP") + "    " + MEET.format(3.0), 60.0, id="stopped",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            MEET.format(60.0) + "    " + BLOW.format(blow="SIGSTOP") + "    return 0", 1.0,
+            id="stopped at its end", marks=pytest.mark.thorough,
+        ),
     ],
-    ids=["killed", "stopped", "stopped at its end"],
-)
+)  # fmt: skip
 def test_a_rank_that_is_lost_before_or_after_the_others_met_is_named(
-    body: str, frozen: Frozen
+    body: str, join: float, frozen: Frozen
 ) -> None:
-    """In one sentence, with the signal and a next step, within the deadline and a few seconds."""
-    began = time.monotonic()
-    code, out, err = ended(body)
+    """In one sentence, with the signal and a next step."""
+    code, out, err = ended(body, join=join)
     assert (code, out) == (5, "")
     assert ONE_SENTENCE.fullmatch(err), err
     frozen.verdict(re.sub(r"\(\S+, pid \d+\)", "(HOST, pid PID)", err))
-    assert time.monotonic() - began < 25  # imports on a busy host among them
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_where_the_parent_is_killed(tmp_path: Path) -> None:
     """Neither ranks, nor what they have started, nor a temporary folder."""
     token = uuid.uuid4().hex
@@ -163,16 +160,11 @@ def test_nothing_is_left_where_the_parent_is_killed(tmp_path: Path) -> None:
         "    time.sleep(600)",
         **{MARK: token, "TMPDIR": str(tmp_path)},
     )
-    until = time.monotonic() + 60
-    while len(list(tmp_path.glob("there*"))) < 2 and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_until(lambda: len(list(tmp_path.glob("there*"))) == 2)
     assert len(list_members(token)) >= 5
     process.kill()
-    process.communicate(timeout=20)
-    until = time.monotonic() + 10
-    while (left := list_members(token)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert left == []
+    process.communicate(timeout=PATIENCE_SECONDS)
+    wait_until(lambda: not list_members(token), "the end of all processes")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there0", "there1"]
 
 

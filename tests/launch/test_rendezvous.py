@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import socket
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
-from command_lines import ROOT, clean_environment
+from command_lines import ROOT, clean_environment, needs_mpirun
+from patience import PATIENCE_SECONDS, wait_until
 
 from ddpbench.launch import placement, sockets
+from ddpbench.launch.placement import Refused
 
 EVERYWHERE = {"0.0.0.0", "::"}
 SWEEP = ("collectives", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.2", "--launches", "1")
@@ -44,7 +47,7 @@ def seen_listening(words: list[str], cwd: Path) -> set[tuple[str, int]]:
         [sys.executable, *words], cwd=cwd, env=clean_environment(), stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
-        until = time.monotonic() + 90
+        until = time.monotonic() + PATIENCE_SECONDS
         while process.poll() is None and time.monotonic() < until:
             try:
                 seen |= listening(psutil.Process(process.pid))
@@ -52,10 +55,11 @@ def seen_listening(words: list[str], cwd: Path) -> set[tuple[str, int]]:
                 break
             time.sleep(0.02)
         process.terminate()
-        assert process.wait(30) == 0, process.stderr and process.stderr.read()
+        assert process.wait(PATIENCE_SECONDS) == 0, process.stderr and process.stderr.read()
     return seen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("starter", ["forked", "executed"])
 def test_on_one_host_nothing_listens_beyond_it(starter: str, tmp_path: Path) -> None:
     """Of the launcher and its ranks every socket that ever listened was on loopback: the store, the
@@ -69,11 +73,11 @@ def test_on_one_host_nothing_listens_beyond_it(starter: str, tmp_path: Path) -> 
     assert {address for address, _ in seen} == {"127.0.0.1"}
 
 
+@pytest.mark.thorough
+@needs_mpirun
 def test_under_mpirun_the_store_listens_on_loopback(tmp_path: Path) -> None:
     """MPI has sockets of its own, wherever it likes; the ranks' store has one, on the port given,
     and that is on loopback."""
-    if placement.find_mpirun() is None:
-        pytest.skip(placement.NO_MPIRUN)
     port = placement.free_port()
     words = ["-m", "ddpbench", *SWEEP, "--backend", "mpi", "-n", "2", "--master-port", str(port)]
     seen = seen_listening(words, tmp_path)
@@ -112,15 +116,21 @@ def test_a_store_is_served_and_lets_go_of_its_port() -> None:
     """Clients of the same torch reach it by name and by address, and its end closes the socket."""
     import torch.distributed as dist
 
-    patience = timedelta(seconds=10)
+    patience = timedelta(seconds=PATIENCE_SECONDS)
     store = sockets.serve("localhost", 0, patience)
     client = dist.TCPStore("127.0.0.1", store.port, timeout=patience, wait_for_workers=False)
     client.set("key", "value")
     assert store.get("key") == b"value"
     port = store.port
     del client, store
-    time.sleep(0.2)
-    placement.require_free(port)
+
+    def is_free() -> bool:
+        with contextlib.suppress(Refused):
+            placement.require_free(port)
+            return True
+        return False
+
+    wait_until(is_free, "the end of the store's socket")
 
 
 # --- nothing that runs what it reads --------------------------------------------------------------

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from patience import wait_until
 
 from ddpbench.launch import placement, scripts
 from ddpbench.launch.placement import Placement
@@ -27,10 +29,17 @@ def shell(script: str) -> subprocess.Popen[bytes]:
     return scripts.start_rank(["sh", "-c", script], 1, 2, 7)
 
 
-def await_all(*ranks: subprocess.Popen[bytes]) -> int:
-    """Return the exit code of a command with these ranks."""
+def await_all(*ranks: subprocess.Popen[bytes], then: signal.Signals | None = None) -> int:
+    """Return the exit code of a command with these ranks, which gets a signal a moment later."""
     with scripts.forward_to(ranks) as received:
+        if then is not None:
+            threading.Timer(0.3, signal.raise_signal, [then]).start()
         return scripts.await_all(ranks, received).code
+
+
+def await_files(*paths: Path) -> None:
+    """Wait until shells have created these files, when their traps are set."""
+    wait_until(lambda: all(path.exists() for path in paths), "the shells' start")
 
 
 def test_a_rank_has_the_environment_that_torchrun_sets() -> None:
@@ -93,29 +102,32 @@ def test_a_closed_terminal_ends_the_ranks(
     """Nothing is left, and nothing is reported as killed. What ignores the signal, as under nohup,
     would keep ignoring it."""
     before = signal.signal(number, signal.SIG_DFL)
-    ranks = [shell("sleep 100"), shell("sleep 100")]
-    timer = threading.Timer(0.3, signal.raise_signal, [number])
-    timer.start()
+    ranks = [shell("sleep 600"), shell("sleep 600")]
     try:
-        assert await_all(*ranks) == 5
+        assert await_all(*ranks, then=number) == 5
     finally:
         signal.signal(number, before)
     assert [rank.returncode for rank in ranks] == [-number, -number]
     assert capsys.readouterr().err == ""
 
 
-def test_none_stays_when_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_stays_when_another_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that ignores SIGTERM is killed."""
     monkeypatch.setattr(scripts, "GRACE_SECONDS", 0.2)
-    stuck = shell("trap '' TERM; sleep 100")
+    stuck = shell(f"trap '' TERM; : >'{tmp_path}/set'; sleep 600")
+    await_files(tmp_path / "set")
     assert await_all(stuck, shell("exit 3")) == 3
     assert stuck.returncode == -signal.SIGKILL
 
 
-def test_signals_reach_all_ranks_and_they_may_end_by_themselves() -> None:
+def test_signals_reach_all_ranks_and_they_may_end_by_themselves(tmp_path: Path) -> None:
     """SIGTERM to this process goes to each; they end as they choose, in their time."""
-    ranks = [shell("trap 'exit 130' TERM; while :; do sleep 0.05; done") for _ in range(2)]
-    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGTERM])
-    timer.start()
-    assert await_all(*ranks) == 130
+    files = tmp_path / "0", tmp_path / "1"
+    ranks = [
+        shell(f"trap 'exit 130' TERM; : >'{file}'; while :; do sleep 0.05; done") for file in files
+    ]
+    await_files(*files)
+    assert await_all(*ranks, then=signal.SIGTERM) == 130
     assert [rank.returncode for rank in ranks] == [130, 130]

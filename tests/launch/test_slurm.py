@@ -2,14 +2,14 @@
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_lines import ROOT, clean_environment
+from command_lines import ROOT, run_command
+from patience import PATIENCE_SECONDS
 from rank_pool import Done, RankPool
 from slurm_cluster import Cluster, explain_missing, start_cluster
 from warm_python import warm_python
@@ -120,7 +120,7 @@ RANK = """\
 import os, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(130))
 os.kill(os.getppid(), signal.SIGUSR1)
-time.sleep(60)
+time.sleep(600)
 sys.exit(9)
 """
 
@@ -134,9 +134,8 @@ def test_sigusr1_is_passed_on_to_the_ranks_that_ddpbench_starts(tmp_path: Path) 
         "raise SystemExit(starters.start('', ['rank.py'], None, 1, supervise.Deadline()))"
     )
     words = [sys.executable, "-c", code]
-    environ = clean_environment()
-    done = subprocess.run(words, cwd=tmp_path, env=environ, timeout=60, check=False)
-    assert done.returncode == 130
+    done = run_command(words, tmp_path)
+    assert done.returncode == 130, done.stderr
 
 
 # --- a real Slurm ---------------------------------------------------------------------------------
@@ -168,6 +167,7 @@ def submitted(cluster: Cluster, folder: Path, *words: str) -> str:
     return re.fullmatch(r"Submitted batch job (\d+)\n", done.stdout)[1]  # type: ignore[index]
 
 
+@pytest.mark.thorough
 def test_a_job_and_a_direct_srun_leave_complete_runs(cluster: Cluster, tmp_path: Path) -> None:
     """At the same time on the same two nodes, whose names resolve nowhere: four ranks of a bare
     srun, unequally spread, and a job of run_bench.sh. Both meet, measure, and store what they
@@ -178,7 +178,7 @@ def test_a_job_and_a_direct_srun_leave_complete_runs(cluster: Cluster, tmp_path:
     running = cluster.begin(*words, cwd=direct)
     try:
         number = submitted(cluster, job, "collectives", *TINY)
-        out, err = running.communicate(timeout=150)
+        out, err = running.communicate(timeout=PATIENCE_SECONDS)
     finally:
         running.kill()
     assert running.returncode == 0, err
@@ -195,6 +195,7 @@ def test_a_job_and_a_direct_srun_leave_complete_runs(cluster: Cluster, tmp_path:
         assert {each["SLURM_NODEID"] for each in seen} == {"0", "1"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("how", "name"), [((), "SIGTERM"), (("--signal", "USR1"), "SIGUSR1")])
 def test_scancel_leaves_a_marked_partial_run(
     how: tuple[str, ...], name: str, cluster: Cluster, tmp_path: Path
@@ -207,7 +208,7 @@ def test_scancel_leaves_a_marked_partial_run(
     assert cluster.until(lambda: measured(folder))
     assert cluster.call("scancel", *how, job, cwd=folder).returncode == 0
     output = folder / "results" / f"slurm-{job}.out"
-    assert cluster.until(lambda: "stored in " in output.read_text(), 30), output.read_text()
+    assert cluster.until(lambda: "stored in " in output.read_text()), output.read_text()
     assert "PARTIAL (interrupted)" in output.read_text()
     run = store.read(store.find(str(next(folder.glob("results/*/run.json")).parent)))
     assert (run.state, run.exit_code) == ("interrupted", 130)
@@ -215,6 +216,7 @@ def test_scancel_leaves_a_marked_partial_run(
     assert run.outcomes
 
 
+@pytest.mark.thorough
 def test_a_refusal_under_srun_is_one_rank_s(cluster: Cluster, tmp_path: Path) -> None:
     """Four tasks with a typo: one sentence, exit code 2."""
     words = ("srun", "-N2", "-n4", *warm_python(), "-m", "ddpbench.collectives", "--sise", "4")

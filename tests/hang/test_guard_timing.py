@@ -1,0 +1,308 @@
+"""When the watchdog raises an alarm, and how long it waits for other ranks: at a made-up clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from nccl_entries import GROUP, NcclRecorder
+
+from ddpbench.hang import cuda, flight_recorder, guard, self_report, status_board
+from ddpbench.hang.flight_recorder import Flight
+from ddpbench.hang.guard import BEAT_SECONDS, GRACE_SECONDS, SETTLE_SECONDS, Guard
+from ddpbench.hang.process_groups import Group
+from ddpbench.hang.self_report import RankIdentity
+from ddpbench.hang.status import ALIVE, DIED, STOPPED, Call, Log, RankStatus
+from ddpbench.hang.status_board import Board
+
+TIMEOUT = 100.0
+PATIENCE = 1.25 * TIMEOUT + 2 * BEAT_SECONDS  # with a rank that calls nothing
+
+
+class FakeClock:
+    """A clock that goes on only where somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        """Return the seconds since the beginning."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Be so much later."""
+        self.now += seconds
+
+
+class DirectClient:
+    """A client of a store that answers at once."""
+
+    gone, has_server = False, True
+
+    def __init__(self, place: Callable[[], dist.Store]) -> None:
+        self.store = place()
+
+    def request(self, seconds: float, function: Callable[[dist.Store], Any]) -> Any:
+        """Return what the function of the store returns."""
+        return function(self.store)
+
+
+class FakeFlight:
+    """What a rank has called: in its heartbeats, and in a dump, which is right."""
+
+    logs: tuple[Log, ...] = ()
+    dump: tuple[Log, ...] | None = None
+    unseen = ""
+
+    def read_logs(self, inside: str, whole: bool, lines: bool = True) -> tuple[Log, ...]:
+        """As Flight."""
+        return self.dump if whole and self.dump is not None else self.logs
+
+    def explain_unseen_hangs(self) -> str:
+        """As Flight."""
+        return self.unseen
+
+
+def log(started: int, finished: int, moves: int = -1) -> Log:
+    """The log of the default group of two ranks."""
+    calls = tuple(Call(number, "all_reduce") for number in range(1, started + 1))
+    return Log("", (0, 1), started, finished, calls, moves=moves)
+
+
+COMPUTES = RankStatus("evaluate (e.py:4)")
+REDUCES = RankStatus("train (t.py:9)", inside="all_reduce", call=7)
+
+
+class Watched:
+    """Rank 0 of two under a watchdog with end=False; rank 1 reports only what a test writes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, flight: Any = None) -> None:
+        self.clock, self.flight = FakeClock(), flight or FakeFlight()
+        self.status, self.state = COMPUTES, ALIVE
+        self.printed: list[tuple[float, str]] = []
+
+        def read(flight: Any, place: str = "", whole: bool = True) -> RankStatus:
+            logs = flight.read_logs(self.status.inside, whole)
+            return replace(self.status, place=place or self.status.place, logs=logs)
+
+        def note(text: str) -> None:
+            self.printed.append((self.clock.now, text))
+
+        for module, name, stand_in in (
+            (status_board, "StoreClient", DirectClient),
+            (status_board, "print_message", note),
+            (status_board, "observe_state", lambda other, own: self.state),
+            (self_report, "read_heartbeat", lambda flight: read(flight, whole=False)),
+            (self_report, "read_status", read),
+        ):
+            monkeypatch.setattr(module, name, stand_in)
+        self.store = dist.HashStore()
+        identities = [RankIdentity(rank, "node", rank, "boot") for rank in range(2)]
+        self.board = Board(self.store, "guard", 0, identities, self.clock)
+        self.guard = Guard(self.board, self.flight, TIMEOUT, end=False)
+
+    def run(self, seconds: float) -> list[float]:
+        """Let so much time pass; return when verdicts were printed meanwhile."""
+        until, before = self.clock.now + seconds, len(self.printed)
+        while self.clock.now < until:
+            self.clock.sleep(BEAT_SECONDS)
+            self.guard._beat()
+        return [now for now, _ in self.printed[before:]]
+
+    def write(self, value: Any, *key: object) -> None:
+        """Write under a key as another rank does."""
+        self.store.set(self.board.key(*key), json.dumps(asdict(value)))
+
+    def answer(self, status: RankStatus) -> None:
+        """Let rank 1 report this whenever it is asked."""
+        for number in range(9):
+            self.write(status, f"words/{number}", 1)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """A watched rank, while another computes."""
+    made = Watched(monkeypatch)
+    made.answer(replace(COMPUTES, logs=(log(3, 3),)))
+    return made
+
+
+# --- waits ----------------------------------------------------------------------------------------
+
+
+def test_a_collective_that_stays_open_is_reported_once_after_the_time_out(watched: Watched) -> None:
+    """Counted from the heartbeat that sees it first. The next one counts anew."""
+    watched.flight.logs = (log(3, 3),)
+    watched.run(50)
+    watched.flight.logs, watched.status = (log(4, 3),), REDUCES
+    assert watched.run(TIMEOUT) == []
+    assert watched.run(BEAT_SECONDS) == [50 + BEAT_SECONDS + TIMEOUT]
+    assert "rank 1 never joined #4 all_reduce" in watched.printed[0][1]
+    assert watched.run(5 * TIMEOUT) == []
+    watched.flight.logs, watched.status = (log(5, 4),), replace(REDUCES, call=8)
+    assert len(watched.run(2 * TIMEOUT)) == 1
+
+
+@pytest.mark.parametrize("change", ["call", "counts"])
+def test_a_loop_of_waits_is_no_hang(watched: Watched, change: str) -> None:
+    """The main thread is always in one line, but in another call, or after another move."""
+    for number in range(12):
+        call, moves = (number, 0) if change == "call" else (-1, number)
+        watched.status = RankStatus("f (x.py:1)", inside="recv", call=call)
+        watched.flight.logs = (log(3, 3, moves),)
+        assert watched.run(TIMEOUT / 2) == []
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_one_call_that_does_not_end_is_a_hang(watched: Watched, counted: bool) -> None:
+    """A receive after a loop of others, or what no backend counts yet, as while ranks connect."""
+    watched.run(3 * BEAT_SECONDS)
+    watched.status = RankStatus("f (x.py:1)", inside="recv", call=3)
+    watched.flight.logs = (log(3, 3, 20),) if counted else ()
+    began = watched.clock.now + BEAT_SECONDS
+    assert watched.run(1.1 * TIMEOUT) == [began + TIMEOUT]
+    assert "rank 0: has waited longer than 100 s" in watched.printed[0][1]
+
+
+def test_a_wait_that_neither_a_call_nor_a_count_identifies_is_none(watched: Watched) -> None:
+    """It may be another wait of the same line each time."""
+    watched.status = RankStatus("f (x.py:1)", inside="wait")
+    watched.flight.logs = (log(3, 3),)
+    assert watched.run(TIMEOUT + 2 * BEAT_SECONDS) == []
+
+
+def test_a_count_that_a_dump_corrects_is_no_hang(watched: Watched) -> None:
+    """It is asked again each time-out, and reported once the dump has it open, too."""
+    watched.flight.logs, watched.flight.dump = (log(3, 2),), (log(3, 3),)
+    assert watched.run(1.2 * TIMEOUT) == []
+    watched.flight.dump = None
+    assert watched.run(TIMEOUT) == [2 * TIMEOUT + BEAT_SECONDS]
+
+
+def test_an_all_reduce_of_nccl_that_hangs_after_sends_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The heartbeats take the last call for open: a dump says that #5 has ended, and #6 has not."""
+    recorder = NcclRecorder()
+    for _ in range(5):
+        recorder.collective()
+    for _ in range(900):
+        recorder.send()
+    group = Group(GROUP, "", (0, 1), ("nccl",), lambda backend: recorder.collectives)
+    recorders = {"_dump_nccl_trace": recorder.functions}
+    monkeypatch.setattr(flight_recorder, "_recorders", lambda _: recorders)
+    monkeypatch.setattr(Flight, "_current", lambda self: [group])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    watched = Watched(monkeypatch, Flight())
+    watched.answer(COMPUTES)
+    assert watched.run(1.2 * TIMEOUT) == []
+    recorder.collective(ends=False)
+    assert len(watched.run(1.2 * TIMEOUT)) == 1
+    assert "#6 all_reduce" in watched.printed[0][1]
+
+
+# --- no progress ----------------------------------------------------------------------------------
+
+
+def test_a_rank_that_calls_nothing_is_reported_once_for_each_stop(watched: Watched) -> None:
+    """A quarter after the time-out, as a notice without stacks: it may compute rightly."""
+    watched.flight.logs = (log(3, 3),)
+    assert watched.run(PATIENCE) == []
+    assert watched.run(5 * TIMEOUT) == [BEAT_SECONDS + PATIENCE]
+    assert "no progress for 126 s" in watched.printed[0][1]
+    assert watched.printed[0][1].endswith("; the job goes on\n")
+    watched.flight.logs = (log(4, 4),)
+    assert len(watched.run(5 * TIMEOUT)) == 1
+
+
+def test_a_notice_waits_while_another_rank_waits(watched: Watched) -> None:
+    """That rank's alarm comes soon, and shows more. If none comes, it is printed after all."""
+    watched.flight.logs = (log(3, 3),)
+    watched.answer(replace(REDUCES, logs=(log(4, 3),)))
+    assert watched.run(2 * PATIENCE) == []
+    assert watched.run(PATIENCE) == [BEAT_SECONDS + 2 * PATIENCE]
+    assert watched.printed[0][1].endswith("; the job goes on\n")
+
+
+@pytest.mark.parametrize(("unseen", "idle"), [("", 3 * TIMEOUT), ("nccl's recorder is off", 0.0)])
+def test_no_progress_is_reported_once_the_gpu_is_idle(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, unseen: str, idle: float
+) -> None:
+    """A rank that calls nothing for many time-outs may replay CUDA graphs. Without a recorder, its
+    GPU may as well be in a collective that hangs: the report does not wait."""
+    watched.flight.logs, watched.flight.unseen = (log(3, 3),), unseen
+    monkeypatch.setattr(cuda, "is_gpu_busy", lambda: watched.clock.now < 3 * TIMEOUT)
+    (told,) = watched.run(6 * TIMEOUT)
+    # The last look at a busy GPU came within half the patience.
+    assert idle + PATIENCE / 2 <= told <= idle + PATIENCE + 1.0
+
+
+# --- other ranks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "seconds"), [(ALIVE, GRACE_SECONDS), (STOPPED, 0.0), (DIED, 0.0), ("left", 0.0)]
+)
+def test_a_rank_that_may_still_answer_has_a_grace(
+    monkeypatch: pytest.MonkeyPatch, state: str, seconds: float
+) -> None:
+    """One that is stopped, dead or has left is not waited for."""
+    watched = Watched(monkeypatch)
+    watched.state = DIED if state == "left" else state
+    if state == "left":
+        watched.store.set(watched.board.key("left", 1), "1")
+        watched.write(replace(COMPUTES, left=True), "beat", 1)
+    watched.flight.logs, watched.status = (log(4, 3),), REDUCES
+    watched.run(TIMEOUT + BEAT_SECONDS)
+    ((told, text),) = watched.printed
+    late = told - TIMEOUT - BEAT_SECONDS - seconds
+    assert 0 <= late <= 2 * status_board.POLL_SECONDS
+    assert f"rank 1 (node, pid 1) {'has left' if state == 'left' else state}" in text
+
+
+@pytest.mark.parametrize(
+    ("status", "seconds"),
+    [
+        (replace(COMPUTES, inside="destroy_process_group"), SETTLE_SECONDS),
+        (replace(COMPUTES, destroyed=True), SETTLE_SECONDS),
+        (COMPUTES, 0.0),
+    ],
+    ids=("destroys", "has destroyed", "works"),
+)
+def test_a_rank_that_ends_its_groups_settles_before_it_answers_an_alarm(
+    watched: Watched, status: RankStatus, seconds: float
+) -> None:
+    """It may fail or leave within that time, and so be no witness."""
+    watched.status, watched.flight.logs = status, (log(3, 3),)
+    watched.run(10 * BEAT_SECONDS)
+    watched.store.add(watched.board.key("alarm", 0), 1)
+    began = watched.clock.now + BEAT_SECONDS
+    answered: list[float] = []
+    publish = watched.board.publish
+
+    def note(text: str, *key: object) -> None:
+        answered.append(watched.clock.now)
+        publish(text, *key)
+
+    watched.board.publish = note  # type: ignore[method-assign]
+    watched.run(BEAT_SECONDS)
+    assert 0 <= answered[0] - began - seconds <= 2 * status_board.POLL_SECONDS
+
+
+def test_another_rank_s_verdict_is_printed_and_a_missing_one_made_up_for(watched: Watched) -> None:
+    """Whoever raises the alarm first judges; if that rank is lost, this one judges after a second
+    more than the grace."""
+    watched.flight.logs = (log(3, 3),)
+    watched.answer(replace(REDUCES, logs=(log(4, 3),), cause="has waited longer", late=True))
+    watched.store.add(watched.board.key("alarm", 0), 1)
+    (told,) = watched.run(BEAT_SECONDS)
+    assert BEAT_SECONDS + GRACE_SECONDS + 1.0 <= told <= BEAT_SECONDS + GRACE_SECONDS + 1.2
+    judgement = guard.judge(watched.board, "words/0", watched.status, 0.0)
+    watched.store.add(watched.board.key("alarm", 1), 1)
+    watched.write(replace(judgement, sentence="rank 7 is to blame"), "verdict", 1)
+    began = watched.clock.now
+    assert watched.run(BEAT_SECONDS) == [began + BEAT_SECONDS]
+    assert "rank 7 is to blame" in watched.printed[-1][1]
