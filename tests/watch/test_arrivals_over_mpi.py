@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 import torch.distributed as dist
 from mpi_jobs import all_gather_single, run_job, start_group
@@ -20,6 +21,8 @@ from ddpbench.watch.observe.arrivals import Arrivals
 from ddpbench.watch.observe.marks import END, Marks
 from ddpbench.watch.observe.observer import Observer
 from ddpbench.watch.window import BLOCKED, Call
+
+pytestmark = pytest.mark.thorough
 
 
 def train() -> None:

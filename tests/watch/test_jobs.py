@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import jobs
+import pytest
+
+pytestmark = pytest.mark.thorough
 
 
 def test_jobs_are_the_same_with_a_watch() -> None:

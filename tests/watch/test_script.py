@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from command_lines import ONE_SENTENCE, assert_refused, clean_environment, run_command
 from frozen import Frozen
+from patience import PATIENCE_SECONDS
 
 FACTS = """
 import pickle, sys, threading, atexit, typing, inspect, dataclasses
@@ -167,7 +168,7 @@ def test_one_rank_speaks_for_all(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    texts = [rank.communicate(timeout=60)[1] for rank in ranks]
+    texts = [rank.communicate(timeout=PATIENCE_SECONDS)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
     assert ONE_SENTENCE.fullmatch(texts[0])
     assert texts[1] == ""
