@@ -62,6 +62,13 @@ class Observed:
         """Return the letters since the last call."""
         return letters(self.marks.take())
 
+    def start(self) -> tuple[Net, torch.optim.Optimizer]:
+        """Return a model that was found in a first step, and its optimizer."""
+        model = Net()
+        optimizer = start(model)
+        self.take()
+        return model, optimizer
+
 
 @pytest.fixture(autouse=True)
 def _few_objects() -> Iterator[None]:
@@ -123,9 +130,7 @@ def test_plain_loop(observed: Observed) -> None:
 
 def test_accumulation_and_several_losses(observed: Observed) -> None:
     """Each micro-batch has its own backward; a retained graph and lists of tensors have, too."""
-    model = Net()
-    optimizer = start(model)
-    observed.take()
+    model, optimizer = observed.start()
     for _ in range(3):
         model(torch.ones(2, 4)).sum().backward()
     loss = model(torch.ones(2, 4)).sum()
@@ -139,9 +144,7 @@ def test_accumulation_and_several_losses(observed: Observed) -> None:
 
 def test_hooks_of_the_loss_are_the_users_alone(observed: Observed) -> None:
     """A user's hooks on the tensor where backward begins are called as often as without marks."""
-    model = Net()
-    start(model)
-    observed.take()
+    model, _ = observed.start()
 
     def run() -> list[float]:
         gradients: list[float] = []
@@ -176,9 +179,7 @@ class Strict(Tensor):
 
 def test_what_backward_is_called_with_is_left_alone(observed: Observed) -> None:
     """Generators, edges of a graph and subclasses work as without marks."""
-    model = Net()
-    start(model)
-    observed.take()
+    model, _ = observed.start()
     model(torch.ones(2, 4)).sum().as_subclass(Strict).backward()
     assert observed.take() == "fFbwB"
     model.zero_grad()
@@ -195,9 +196,7 @@ def test_what_backward_is_called_with_is_left_alone(observed: Observed) -> None:
 
 def test_autograd_grad_is_no_backward(observed: Observed) -> None:
     """torch.autograd.grad, as in a gradient penalty, has no mark, and gives the same gradients."""
-    model = Net()
-    start(model)
-    observed.take()
+    model, _ = observed.start()
     batch = torch.ones(2, 4, requires_grad=True)
     (gradient,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
     gradient.pow(2).sum().backward()
@@ -207,11 +206,9 @@ def test_autograd_grad_is_no_backward(observed: Observed) -> None:
     assert torch.equal(again, gradient)
 
 
-def test_backward_that_fails_passes_on_its_error(observed: Observed) -> None:
-    """The error of a backward is torch's own, or the user's, and the end is marked."""
-    model = Net()
-    optimizer = start(model)
-    observed.take()
+def test_forward_and_backward_that_fail_pass_on_their_error(observed: Observed) -> None:
+    """The error is torch's own, or the user's, and the end is marked."""
+    model, optimizer = observed.start()
     with pytest.raises(RuntimeError, match="require grad"):
         torch.ones(()).backward()
     assert observed.take() == "bB"
@@ -224,15 +221,16 @@ def test_backward_that_fails_passes_on_its_error(observed: Observed) -> None:
     with pytest.raises(KeyError, match="mine"):
         loss.sum().backward()
     assert observed.take() == "fFbB"
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(torch.ones(2, 3))
+    assert observed.take() == "fF"
     train(model, optimizer)
     assert observed.take() == "fFbwBo|"
 
 
 def test_reentrant_backward_is_part_of_the_outer_one(observed: Observed) -> None:
     """Reentrant checkpoints call backward within backward, and forward without gradients."""
-    model = Net()
-    optimizer = start(model)
-    observed.take()
+    model, optimizer = observed.start()
     batch = torch.ones(2, 4, requires_grad=True)
     value = torch.utils.checkpoint.checkpoint(model.body, batch, use_reentrant=True)
     model.head(value).sum().backward()
@@ -240,21 +238,9 @@ def test_reentrant_backward_is_part_of_the_outer_one(observed: Observed) -> None
     assert observed.take() == "bwBo|"
 
 
-def test_forward_that_fails_is_ended(observed: Observed) -> None:
-    """An exception in forward passes unchanged, and its end is marked."""
-    model = Net()
-    start(model)
-    observed.take()
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        model(torch.ones(2, 3))
-    assert observed.take() == "fF"
-
-
 def test_evaluation_is_other(observed: Observed) -> None:
     """A forward without gradients is no forward."""
-    model = Net()
-    optimizer = start(model)
-    observed.take()
+    model, optimizer = observed.start()
     with torch.no_grad():
         model(torch.ones(2, 4))
     with torch.inference_mode():
@@ -376,9 +362,7 @@ class Numbers(Dataset[Tensor]):
 
 def test_loader(observed: Observed) -> None:
     """Each iter() and next() of a DataLoader is input. Workers that were forked have no marks."""
-    model = Net()
-    optimizer = start(model)
-    observed.take()
+    model, optimizer = observed.start()
     for batch in DataLoader(Numbers(), batch_size=4, num_workers=2):
         model(batch).sum().backward()
         optimizer.step()
@@ -387,17 +371,14 @@ def test_loader(observed: Observed) -> None:
 
 def test_nested_loader(observed: Observed) -> None:
     """A DataLoader within a dataset is input within input."""
-    start(Net())
-    observed.take()
+    observed.start()
     next(iter(DataLoader(Numbers(nested=True), batch_size=2)))
     assert observed.take() == "iI" + "i" + "iIiI" * 2 + "I"
 
 
 def test_other_threads_and_forked_children_add_nothing(observed: Observed) -> None:
     """Marks come from the thread that trains, in the process that installed the observer."""
-    model = Net()
-    optimizer = start(model)
-    observed.take()
+    model, optimizer = observed.start()
     thread = threading.Thread(target=train, args=(Net(), sgd(Net())))
     thread.start()
     thread.join()
@@ -661,9 +642,7 @@ def test_compiled_step_with_backward_and_optimizer(observed: Observed) -> None:
 @pytest.mark.thorough
 def test_compiled_autograd(observed: Observed) -> None:
     """Under compiled autograd, gradients are right and backward is marked."""
-    model = Net()
-    optimizer = start(model)
-    observed.take()
+    model, optimizer = observed.start()
     expected = [p.detach().clone() for p in model.parameters()]
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         train(model, optimizer, 2)
