@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from patience import PATIENCE_SECONDS
 
 from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.window import COLUMNS, Call, RankWindow, pack_rows
@@ -61,7 +62,6 @@ def make_window(rank: int, first: int, last: bool = False) -> RankWindow:
 class Reported:
     """What an exchange gave a rank."""
 
-    seconds: float
     ranks: dict[str, list[int]]  # of each host
     first_steps: set[int]
     last: bool
@@ -85,7 +85,7 @@ class Process:
 
     def answer(self) -> Any:
         """Return what the process has sent next."""
-        assert self.pipe.poll(20), "no answer"
+        assert self.pipe.poll(PATIENCE_SECONDS), "no answer"
         return self.pipe.recv()
 
 
@@ -105,33 +105,29 @@ def open_store(where: str) -> dist.Store:
     if where.startswith("/"):
         return dist.PrefixStore("default_pg", dist.FileStore(where, -1))
     host, _, port = where.rpartition(":")
-    client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=10))
+    client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=60))
     return dist.PrefixStore("default_pg", client)
 
 
-def _follow_orders(where: str, rank: int, world_size: int, period: float, pipe: Connection) -> None:
+def _follow_orders(where: str, rank: int, world_size: int, pipe: Connection) -> None:
     """Make one exchange per order, which is (first step, whether it is the last)."""
-    began = time.monotonic()
     store = open_store(where)  # a transport does not keep it
-    transport = Transport(store, "watch/1", rank, world_size, period)
-    pipe.send(time.monotonic() - began)
+    transport = Transport(store, "watch/1", rank, world_size, PERIOD)
+    pipe.send("ready")
     while (order := pipe.recv()) is not None:
         first, last = order
         if not last:
             time.sleep(transport.seconds_to_round())
-        began = time.monotonic()
         hosts = transport.exchange(make_window(rank, first, last))
         pipe.send(
             Reported(
-                time.monotonic() - began,
                 {host.host: [r for a, b in host.ranks for r in range(a, b + 1)] for host in hosts},
                 {host.first_step for host in hosts},
                 bool(hosts) and all(host.last for host in hosts),
             )
         )
-    began = time.monotonic()
     transport.close()
-    pipe.send(time.monotonic() - began)
+    pipe.send("closed")
 
 
 class Job:
@@ -148,8 +144,7 @@ class Job:
         for rank, place in enumerate(places):
             self.ranks.append(
                 Process(
-                    lambda pipe, rank=rank: _follow_orders(where, rank, len(places), PERIOD, pipe),
-                    place,
+                    lambda pipe, rank=rank: _follow_orders(where, rank, len(places), pipe), place
                 )
             )
         for rank in self.ranks:

@@ -37,7 +37,7 @@ from ddpbench.launch.placement import free_port
 
 ROOT = Path(__file__).parents[2]
 DDP = DistributedDataParallel
-STEPS, DEADLINE_SECONDS = 20, 120
+STEPS, DEADLINE_SECONDS = 20, 240
 WATCH = ["-m", "ddpbench.watch", "--timeout", "100"]
 Play = Callable[[int], object]
 KINDS: dict[str, tuple[Play, int, bool]] = {}  # play, ranks, whether the group is made before

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from command_lines import clean_environment, run_command
 from frozen import Frozen
+from patience import PATIENCE_SECONDS
 
 import ddpbench
 from ddpbench.launch.placement import free_port
@@ -89,6 +90,7 @@ def test_a_wrong_argument_is_refused_at_once(frozen: Frozen, arguments: dict[str
     assert api._on is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=needs_all)])
 def test_one_line_in_the_script_is_enough(tmp_path: Path, when: str) -> None:
     """Before or after init_process_group; a second call returns the same watch, whose end in `with`
@@ -106,7 +108,7 @@ def test_one_line_in_the_script_is_enough(tmp_path: Path, when: str) -> None:
         )
         for rank in range(2)
     ]
-    texts = [rank.communicate(timeout=240) for rank in ranks]
+    texts = [rank.communicate(timeout=2 * PATIENCE_SECONDS) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], texts
     assert [out.split() for out, _ in texts] == [["0", "True"], ["1", "False"]]
     assert "part of a step" in texts[0][1]
@@ -114,6 +116,7 @@ def test_one_line_in_the_script_is_enough(tmp_path: Path, when: str) -> None:
     assert (tmp_path / "results").exists() == (when == "before")
 
 
+@pytest.mark.thorough
 def test_a_watch_ends_with_the_thread_that_trains(tmp_path: Path) -> None:
     """The run is complete, with all steps, where another thread than that of the watch trains and
     the process is killed right after, as by Ray Train."""

@@ -281,63 +281,42 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
 
 
-def job_ddp(rank: int) -> Any:
-    return train(DistributedDataParallel(make_model()))
-
-
-def test_calls_of_ddp_are_in_their_steps(tmp_path: Path) -> None:
-    """In each step, DDP broadcasts buffers in forward and reduces gradients in backward."""
-    for calls in run_ranks(job_ddp, tmp_path):
-        inside = [call for call in calls if call.step >= 2]
-        for step in range(2, 6):
-            operations = [call.operation for call in inside if call.step == step]
-            assert operations[0] == "broadcast"
-            assert operations[-1] == "all_reduce"
-
-
-def job_fsdp(rank: int) -> Any:
+def job_models(rank: int) -> Any:
+    """Train with DDP, with fully_shard and with tensor parallelism."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2,))
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    return train(fully_shard(model, mesh=mesh))
-
-
-def test_calls_of_fsdp_are_the_same_in_all_ranks(tmp_path: Path) -> None:
-    """fully_shard gathers parameters in forward and backward, and reduces gradients in backward."""
-    first, second = run_ranks(job_fsdp, tmp_path)
-    counts = Counter(call.step for call in first if call.operation == "all_gather")
-    assert {counts[step] for step in range(1, 6)} == {4}
-    assert {call.step for call in first if call.operation != "all_gather"} >= {1, 2, 3, 4, 5}
-    keys = [
-        [(c.group, c.number, c.operation, c.nbytes) for c in calls] for calls in (first, second)
-    ]
-    assert keys[0] == keys[1]
-
-
-def job_tensor_parallel(rank: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
         parallelize_module,
     )
 
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    mesh = init_device_mesh("cpu", (2,))
+    sharded, divided = (nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(2))
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh)
     torch.manual_seed(0)
-    return train(parallelize_module(model, init_device_mesh("cpu", (2,)), plan))
+    parallelize_module(divided, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    models = DistributedDataParallel(make_model()), fully_shard(sharded, mesh=mesh), divided
+    return [train(model) for model in models]
 
 
-def test_calls_of_tensor_parallel_are_in_their_steps(tmp_path: Path) -> None:
-    """Each step reduces the activations of forward, in both ranks."""
-    for calls in run_ranks(job_tensor_parallel, tmp_path):
-        inside = [call for call in calls if call.step >= 1]
-        assert {call.operation for call in inside} == {"all_reduce"}
-        assert {call.nbytes for call in inside} == {4 * 64 * 4}
+def test_calls_are_in_their_steps(tmp_path: Path) -> None:
+    """In each step, DDP broadcasts buffers in forward and reduces gradients in backward;
+    fully_shard gathers parameters in both, and reduces gradients in backward; tensor parallelism
+    reduces the activations of forward. They are the same calls in all ranks."""
+    keys = []
+    for ddp, fsdp, divided in run_ranks(job_models, tmp_path):
+        for step in range(2, 6):
+            operations = [call.operation for call in ddp if call.step == step]
+            assert (operations[0], operations[-1]) == ("broadcast", "all_reduce")
+        counts = Counter(call.step for call in fsdp if call.operation == "all_gather")
+        assert {counts[step] for step in range(1, 6)} == {4}
+        assert {call.step for call in fsdp if call.operation != "all_gather"} >= {1, 2, 3, 4, 5}
+        inside = [call for call in divided if call.step >= 1]
+        assert {(call.operation, call.nbytes) for call in inside} == {("all_reduce", 4 * 64 * 4)}
+        keys.append([(c.group, c.number, c.operation, c.nbytes) for c in fsdp])
+    assert keys[0] == keys[1]
 
 
 # --- the hook -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 import torch.distributed as dist
 from mpi_jobs import all_gather_single, run_job, start_group
@@ -20,6 +21,8 @@ from ddpbench.watch.observe.arrivals import Arrivals
 from ddpbench.watch.observe.marks import END, Marks
 from ddpbench.watch.observe.observer import Observer
 from ddpbench.watch.window import BLOCKED, Call
+
+pytestmark = pytest.mark.thorough
 
 
 def train() -> None:
@@ -54,6 +57,28 @@ def make_calls() -> list[tuple[int, int]]:
     return around
 
 
+def observe_waits() -> list[list[int]]:
+    """Return the kinds of the marks that each call adds."""
+    marks = Marks()
+    observer = Observer(marks)
+    model = nn.Linear(8, 8)
+    torch.optim.SGD(model.parameters()).step()
+    data, peer = torch.zeros(4), 1 - dist.get_rank()
+    kinds = []
+    for call in (
+        *list_calls(),
+        lambda: dist.all_reduce(data, async_op=True).wait(),  # type: ignore[union-attr]
+        lambda: dist.send(data, peer) if peer else dist.recv(data, peer),
+        lambda: (dist.isend if peer else dist.irecv)(data, peer).wait(),  # type: ignore[union-attr]
+        lambda: DistributedDataParallel(model),
+    ):
+        marks.take()
+        call()
+        kinds.append([mark[0] for mark in marks.take()])
+    observer.close()
+    return kinds
+
+
 def job_watched(folder: Path) -> None:
     """Write what is known of the calls of this rank."""
     start_group("mpi4py", folder)
@@ -75,7 +100,7 @@ def job_watched(folder: Path) -> None:
     watched.close()
     make_calls()
     unwatched = watched.read([], final=True)
-    facts = [calls, later, unwatched, around, issued_ns]
+    facts = [calls, later, unwatched, around, issued_ns, observe_waits()]
     (folder / f"{dist.get_rank()}.json").write_bytes(msgspec.json.encode(facts))
     dist.destroy_process_group()
 
@@ -83,12 +108,13 @@ def job_watched(folder: Path) -> None:
 def test_calls_over_mpi_have_begin_and_end(tmp_path: Path) -> None:
     """Each call has the time when it was issued and the time that it took, within those that its
     caller saw; ranks agree on group, number, operation and size, also where calls are asynchronous,
-    in a new group and in DDP. Before the first read and after `close` there are no stamps."""
+    in a new group and in DDP. Before the first read and after `close` there are no stamps. Whether
+    MPI is called at once or by a worker, the wait begins and ends with a mark."""
     process = run_job(job_watched, 2, tmp_path)
     assert process.returncode == 0, process.stderr
     keys = []
     for rank in range(2):
-        calls, later, unwatched, around, issued_ns = json.loads(
+        calls, later, unwatched, around, issued_ns, waits = json.loads(
             (tmp_path / f"{rank}.json").read_text()
         )
         found, more = [Call(*call) for call in calls], [Call(*call) for call in later]
@@ -105,42 +131,11 @@ def test_calls_over_mpi_have_begin_and_end(tmp_path: Path) -> None:
         assert reduced == [8, 288, 288, 288]  # 8 × 8 weights and 8 biases
         assert all(call.wire_ns > 0 for call in more)
         assert unwatched == []
-        keys.append([(c.group, c.number, c.operation, c.nbytes) for c in [*found, *more]])
-    assert keys[0] == keys[1]
-
-
-def job_waits(folder: Path) -> None:
-    """Write the kinds of the marks that each call adds."""
-    start_group("mpi4py", folder)
-    marks = Marks()
-    observer = Observer(marks)
-    model = nn.Linear(8, 8)
-    torch.optim.SGD(model.parameters()).step()
-    data, peer = torch.zeros(4), 1 - dist.get_rank()
-    kinds = []
-    for call in (
-        *list_calls(),
-        lambda: dist.all_reduce(data, async_op=True).wait(),  # type: ignore[union-attr]
-        lambda: dist.send(data, peer) if peer else dist.recv(data, peer),
-        lambda: (dist.isend if peer else dist.irecv)(data, peer).wait(),  # type: ignore[union-attr]
-        lambda: DistributedDataParallel(model),
-    ):
-        marks.take()
-        call()
-        kinds.append([mark[0] for mark in marks.take()])
-    observer.close()
-    (folder / f"{dist.get_rank()}.json").write_bytes(msgspec.json.encode(kinds))
-    dist.destroy_process_group()
-
-
-def test_waits_over_mpi_are_marked(tmp_path: Path) -> None:
-    """Whether MPI is called at once or by a worker: the wait begins and ends."""
-    process = run_job(job_waits, 2, tmp_path)
-    assert process.returncode == 0, process.stderr
-    for rank in range(2):
-        for kinds in json.loads((tmp_path / f"{rank}.json").read_text()):
+        for kinds in waits:
             assert (kinds[0], kinds[-1]) == (BLOCKED, BLOCKED + END)
             assert set(kinds) == {BLOCKED, BLOCKED + END}
+        keys.append([(c.group, c.number, c.operation, c.nbytes) for c in [*found, *more]])
+    assert keys[0] == keys[1]
 
 
 if __name__ == "__main__":

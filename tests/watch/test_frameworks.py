@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import clean_environment
+from patience import PATIENCE_SECONDS
 
 from ddpbench.records import store
 from ddpbench.records.watched import Watched
@@ -33,6 +34,7 @@ OWN = ("forward", "backward", "optimizer", "input")
 
 pytestmark = [
     pytest.mark.frameworks,
+    pytest.mark.thorough,
     pytest.mark.skipif(not PYTHON, reason="DDPBENCH_FRAMEWORKS_PYTHON names no Python"),
 ]
 
@@ -41,7 +43,7 @@ def run(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the Python that has the frameworks."""
     return subprocess.run(
         [PYTHON, *words], cwd=cwd, env=clean_environment(**ENVIRONMENT),
-        capture_output=True, text=True, timeout=170, check=False,
+        capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, check=False,
     )  # fmt: skip
 
 

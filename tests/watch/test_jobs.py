@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import jobs
+import pytest
+
+pytestmark = pytest.mark.thorough
 
 
-def test_jobs_are_the_same_with_a_watch() -> None:
+@pytest.mark.parametrize(
+    "kind", ["exception in one rank", "stdout and stderr through a tee", "init_method file://"]
+)
+def test_a_job_is_the_same_with_a_watch(kind: str) -> None:
     """Exit codes, stdout with all losses, and files; a FileStore leaves no file behind."""
-    names = ["exception in one rank", "stdout and stderr through a tee", "init_method file://"]
-    assert jobs.main(["--only", *names]) == 0
+    assert jobs.main(["--only", kind, "--verbose"]) == 0

@@ -86,6 +86,12 @@ def a_history(rounds: int = 1) -> History:
     return history
 
 
+def finish(results: Path, *findings: Finding, rounds: int = 1) -> Run:
+    """Store a job of so many rounds until its end; return the stored run."""
+    Outputs(Settings(output=results), a_job()).finish(a_history(rounds), findings, COMPLETE)
+    return the_run(results)
+
+
 def the_run(results: Path) -> Run:
     """The only run in a folder."""
     (folder,) = store.list_runs(results)
@@ -120,8 +126,7 @@ def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
 def test_a_run_says_where_the_time_of_a_step_goes(tmp_path: Path) -> None:
     """The record has the median step, its phases with the slowest rank of each, exposed
     communication, the hosts, the timeline, collectives and links."""
-    Outputs(Settings(output=tmp_path), a_job()).finish(a_history(8), [], COMPLETE)
-    run = the_run(tmp_path)
+    run = finish(tmp_path, rounds=8)
     (result,) = run.steps
     watched = result.watched
     assert watched is not None
@@ -172,18 +177,15 @@ def test_no_secret_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_shows_a_watched_job(tmp_path: Path, form: str) -> None:
     """The formats of `show` take a run with steps, and one whose job took none."""
-    for history in (a_history(3), History()):
-        results = tmp_path / str(len(history.job))
-        Outputs(Settings(output=results), a_job()).finish(history, [SLOW], COMPLETE)
-        text = FORMATS[form](the_run(results), None, False)
-        assert "train.py" in text
+    for rounds in (3, 0):
+        run = finish(tmp_path / str(rounds), SLOW, rounds=rounds)
+        assert "train.py" in FORMATS[form](run, None, False)
 
 
 def test_chosen_columns_of_a_watched_job(tmp_path: Path) -> None:
     """`--columns` takes those of a DDP step; what a watch cannot know is empty."""
-    Outputs(Settings(output=tmp_path), a_job()).finish(a_history(), [], COMPLETE)
     columns = ("workload", "step_ms", "samples_per_second", "backward_ms", "exposed_ms")
-    head, row = FORMATS["csv"](the_run(tmp_path), columns, False).splitlines()
+    head, row = FORMATS["csv"](finish(tmp_path), columns, False).splitlines()
     assert head == ",".join(columns)
     name, step, samples, backward, exposed = row.split(",")
     assert (name, samples) == ("train.py", "")

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from command_lines import ONE_SENTENCE, assert_refused, clean_environment, run_command
 from frozen import Frozen
+from patience import PATIENCE_SECONDS
+
+from ddpbench.watch.program import entry
 
 FACTS = """
 import pickle, sys, threading, atexit, typing, inspect, dataclasses
@@ -49,7 +52,6 @@ ENDS = {
     "a syntax error": "x = 1\nif x\n",
     "a sentence": "import sys; sys.exit('a sentence')",
     "a number": "raise SystemExit(7)",
-    "no number": "import sys; sys.exit()",
     "Ctrl-C": SIGNAL.format("SIGINT"),
     "SIGKILL": SIGNAL.format("SIGKILL"),
     "os._exit": "import os; print('lost'); os._exit(9)",
@@ -140,13 +142,24 @@ def test_variables_that_a_script_sets_come_before_torch(tmp_path: Path) -> None:
     ids=" ".join,
 )
 def test_a_wrong_command_line_is_one_sentence(
-    frozen: Frozen, tmp_path: Path, words: list[str]
+    frozen: Frozen,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
 ) -> None:
     """Exit code 2, before anything of the program has run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["watch", *words])
+    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "empty").mkdir()
-    done = run_command([sys.executable, "-m", "ddpbench.watch", *words], tmp_path)
-    assert_refused(done, "")
-    frozen.text(done.stderr)
+    with pytest.raises(SystemExit) as end:
+        entry.main(words)
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert ONE_SENTENCE.fullmatch(err)
+    frozen.text(err)
 
 
 def test_an_error_of_an_import_is_one_sentence(tmp_path: Path) -> None:
@@ -167,7 +180,7 @@ def test_one_rank_speaks_for_all(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    texts = [rank.communicate(timeout=60)[1] for rank in ranks]
+    texts = [rank.communicate(timeout=PATIENCE_SECONDS)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
     assert ONE_SENTENCE.fullmatch(texts[0])
     assert texts[1] == ""

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from command_lines import clean_environment
+from patience import PATIENCE_SECONDS
 from warm_python import warm_python
 
 from ddpbench.launch.placement import free_port
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 
+pytestmark = pytest.mark.thorough
 SCRIPT = """
 import contextlib, sys, time
 import torch
@@ -45,9 +47,6 @@ class Synced(torch.nn.Linear):
     def forward(self, batch):
         return super().forward(batch - Sum.apply(batch).mean(0))
 
-def receive(tensor, sender):
-    dist.recv(tensor, sender) if kind == "pipeline" else dist.irecv(tensor, sender).wait()
-
 def is_over():
     findings = reports[-1]["findings"] if reports else []
     found = any(f["code"] == wanted and f["place"].get("ranks") == ranks for f in findings)
@@ -68,13 +67,13 @@ def train():
     while step % 30 or not is_over():
         step += 1
         batch = torch.ones(4, 8, requires_grad=True)
-        if kind in ("pipeline", "messages"):
+        if kind == "pipeline":
             if rank:
-                receive(batch.data, rank - 1)
+                dist.recv(batch.data, rank - 1)
             output, gradient = model(batch), torch.ones(4, 8)
             if rank < last:
                 dist.send(output.detach(), rank + 1)
-                receive(gradient, rank + 1)
+                dist.irecv(gradient, rank + 1).wait()
             output.backward(gradient)
             if rank:
                 dist.send(batch.grad, rank - 1)
@@ -82,8 +81,6 @@ def train():
             model(batch).sum().backward()
         for _ in range(60 if kind == "collectives" else 0):
             dist.all_reduce(torch.ones(8))
-        if kind == "barrier":
-            dist.barrier()
         optimizer.step()
         optimizer.zero_grad()
         if kind == "checkpoint":
@@ -115,7 +112,7 @@ def watch(folder: Path, kind: str, ranks: int, wanted: str) -> Run:
         )
         for rank in range(ranks)
     ]
-    texts = [process.communicate(timeout=150)[1] for process in started]
+    texts = [process.communicate(timeout=2 * PATIENCE_SECONDS)[1] for process in started]
     assert [process.returncode for process in started] == [0] * ranks, texts
     (path,) = store.list_runs(folder / "results")
     return store.read(path)
@@ -134,19 +131,18 @@ def test_what_a_script_does_between_steps_is_no_input(tmp_path: Path) -> None:
     assert run.launches[0].launcher == "no launcher"
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "messages"])
-def test_the_slow_stage_of_a_pipeline_is_found(tmp_path: Path, kind: str) -> None:
+def test_the_slow_stage_of_a_pipeline_is_found(tmp_path: Path) -> None:
     """Waits for messages are blocked, those of irecv too, so that the stage is late for which the
     others wait. Advice on transfers is not given, because such a wait is none."""
-    findings = watch(tmp_path, kind, 3, "straggler").findings
+    findings = watch(tmp_path, "pipeline", 3, "straggler").findings
     assert find_late(findings) == [(1, "forward")]
     assert "exposed-communication" not in {f.code for f in findings}
 
 
-@pytest.mark.parametrize("kind", ["buffers", "sync batch norm", "barrier"])
+@pytest.mark.parametrize("kind", ["buffers", "sync batch norm"])
 def test_who_is_late_is_found_wherever_ranks_meet(tmp_path: Path, kind: str) -> None:
-    """Ranks wait for the late one in DDP's broadcast of buffers, in SyncBatchNorm, or in a barrier
-    between steps. Only the rank that makes them wait is late, in its phase."""
+    """Ranks wait for the late one in DDP's broadcast of buffers or in SyncBatchNorm. Only the rank
+    that makes them wait is late, in its phase."""
     findings = watch(tmp_path, kind, 3, "straggler").findings
     assert find_late(findings) == [(1, "forward")]
 

@@ -48,24 +48,7 @@ dist.destroy_process_group()
 SENDS = 7e7  # bits per second
 AHEAD_SECONDS, DRIFT_PPM = 0.4, 400
 WRONG = 2  # the host with this clock
-
-
-@pytest.fixture(scope="module")
-def run(hosts: Callable[..., Hosts], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The stored run of a job with one rank on each of four hosts.
-
-    Links carry 1 Gbit/s, but between host2 and host3 100 Mbit/s. The clock of host3 is 0.4 s ahead
-    and gains 0.4 ms every second.
-    """
-    if shutil.which("cc") is None:
-        pytest.skip("there is no C compiler")
-    folder = tmp_path_factory.mktemp("hosts")
-    clock, source = folder / "clock.so", Path(__file__).parent / "shifted_clock.c"
-    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", clock, "-ldl"], check=True)
-    shifted = [f"LD_PRELOAD={clock}", f"AHEAD_NS={AHEAD_SECONDS * 1e9:.0f}"]
-    shifted += [f"DRIFT_PPM={DRIFT_PPM}", f"SINCE_NS={time.monotonic_ns()}"]
-    bench = hosts(4, rate=1e9, pairs={(1, 2): 1e8})
-    return watch(bench, folder, SCRIPT, {WRONG: shifted})
+pytestmark = pytest.mark.measures_time
 
 
 def watch(
@@ -92,17 +75,27 @@ def watch(
     return store.read(next(results.iterdir()))
 
 
-def test_a_slow_link_is_blamed_and_no_rank(frozen: Frozen, run: Run) -> None:
-    """The finding names both hosts, in the direction in which the ring sends, and the interface."""
+def test_a_slow_link_is_blamed_and_no_rank(
+    frozen: Frozen, hosts: Callable[..., Hosts], tmp_path: Path
+) -> None:
+    """Links carry 1 Gbit/s, but between host2 and host3 100 Mbit/s. The finding names both hosts,
+    in the direction in which the ring sends, and the interface.
+
+    Arrivals are compared by one clock: though that of host3 is 0.4 s ahead, and gains 0.4 ms every
+    second, its rank does not look late, and no call seems to have waited that long.
+    """
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    clock, source = tmp_path / "clock.so", Path(__file__).parent / "shifted_clock.c"
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", clock, "-ldl"], check=True)
+    shifted = [f"LD_PRELOAD={clock}", f"AHEAD_NS={AHEAD_SECONDS * 1e9:.0f}"]
+    shifted += [f"DRIFT_PPM={DRIFT_PPM}", f"SINCE_NS={time.monotonic_ns()}"]
+    bench = hosts(4, rate=1e9, pairs={(1, 2): 1e8})
+    run = watch(bench, tmp_path, SCRIPT, {WRONG: shifted})
     blamed = [finding for finding in run.findings if finding.severity != "note"]
     (link,) = [finding for finding in blamed if finding.code.startswith("slow-")]
     frozen.facts(finding_facts(link))
     assert not [finding for finding in blamed if "straggler" in finding.code]
-
-
-def test_arrivals_are_compared_by_one_clock(run: Run) -> None:
-    """Though one host's clock is 0.4 s ahead, and gains, its rank does not look late, and no call
-    seems to have waited that long."""
     watched = run.steps[0].watched
     assert watched is not None
     # Of a step's calls, one that ends with a report is missing now and then.

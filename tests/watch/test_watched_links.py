@@ -58,7 +58,7 @@ def test_bytes_of_a_connection_are_those_since_the_last_read(
     (link,) = watched.read()
     assert (link.peer, link.nbytes) == (other.getsockname()[0], len(SENT))
     assert link.busy_seconds >= 0
-    assert 0 < link.rtt_seconds < 1
+    assert link.rtt_seconds > 0
     assert watched.read() == []
     assert count_files() == files
     one.close()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from command_lines import clean_environment
 from frozen import Frozen, finding_facts
+from patience import PATIENCE_SECONDS
 from warm_python import warm_python
 
 from ddpbench.launch.placement import free_port
@@ -19,6 +20,7 @@ from ddpbench.records.schema import Run
 
 SCRIPT = Path(__file__).parent / "scripts" / "sharded.py"
 RANKS = 4
+pytestmark = pytest.mark.thorough
 needs_average = pytest.mark.skipif(
     torch.__version__ < "2.9", reason="gloo of this torch cannot average, which HSDP needs"
 )
@@ -41,7 +43,7 @@ def watch(folder: Path, *words: str, code: int = 0) -> Run:
         )
         for rank in range(RANKS)
     ]
-    texts = [rank.communicate(timeout=200) for rank in ranks]
+    texts = [rank.communicate(timeout=2 * PATIENCE_SECONDS) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [code, 0, 0, 0], texts
     errors = "".join(err for _, err in texts)
     assert "watch of rank" not in errors, errors  # a failure of the watch itself

@@ -22,11 +22,11 @@ for step in range(1, 401):
     time.sleep(0.004)
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
-    if step % 20 == 0 and SAVES:
+    if step % 20 == 0:
         if dist.get_rank() == 0:
             time.sleep(0.1)  # save
         dist.barrier()  # meet
-    if step % 50 == 0 and EVALUATES:
+    if step % 50 == 0:
         with torch.no_grad():
             model.module(torch.ones(4, 8))
         time.sleep(0.2)  # evaluate
@@ -35,10 +35,9 @@ if dist.get_rank() == 0:
 """
 
 
-def watch(folder: Path, saves: bool, evaluates: bool) -> tuple[Run, str, float]:
+def watch(folder: Path) -> tuple[Run, str, float]:
     """Run the job; return its run, what was printed on stderr, and the seconds of its steps."""
-    script = JOB.replace("SAVES", str(saves)).replace("EVALUATES", str(evaluates))
-    (folder / "train.py").write_text(script)
+    (folder / "train.py").write_text(JOB)
     done = run_ddpbench(folder, "watch", "-n", "2", "--output", "out", "train.py")
     assert done.returncode == 0, done.stderr
     (path,) = (folder / "out").iterdir()
@@ -51,26 +50,24 @@ def place(comment: str, call: str) -> str:
     return f"train.py:{number} {call}"
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_a_pause_is_found_with_its_period_and_line(tmp_path: Path, evaluates: bool) -> None:
-    """Of one rank, for which the others wait in a barrier, and of all ranks."""
-    run, shown, _ = watch(tmp_path, not evaluates, evaluates)
-    findings = [finding for finding in run.findings if finding.code == "pauses"]
-    found = findings[0].place
-    assert found["phase"] == "other"
-    if evaluates:
-        assert (found.get("rank"), found["every"]) == (None, 50)
-        assert found["line"] == place("evaluate", "time.sleep")
-    else:
-        assert (found["rank"], found["every"]) == (0, 20)
-        assert found["line"] == place("save", "time.sleep")
-        assert f"others wait at {place('meet', 'dist.barrier')};" in findings[0].sentence
-    assert findings[0].sentence in shown
+@pytest.mark.thorough
+def test_pauses_are_found_with_their_period_and_line(tmp_path: Path) -> None:
+    """One of one rank, for which the others wait in a barrier, and one of all ranks."""
+    run, shown, _ = watch(tmp_path)
+    found = {each.place.get("every"): each for each in run.findings if each.code == "pauses"}
+    of_rank_0, of_all = found[20], found[50]
+    assert {each.place["phase"] for each in (of_rank_0, of_all)} == {"other"}
+    assert (of_rank_0.place["rank"], of_all.place.get("rank")) == (0, None)
+    assert of_rank_0.place["line"] == place("save", "time.sleep")
+    assert of_all.place["line"] == place("evaluate", "time.sleep")
+    assert f"others wait at {place('meet', 'dist.barrier')};" in of_rank_0.sentence
+    assert of_rank_0.sentence in shown
 
 
+@pytest.mark.measures_time
 def test_all_the_time_is_accounted_for(tmp_path: Path) -> None:
     """The parts of the balance contain all steps, and the mean step is that of a stopwatch."""
-    run, shown, seconds = watch(tmp_path, saves=True, evaluates=True)
+    run, shown, seconds = watch(tmp_path)
     watched = run.steps[0].watched
     assert watched is not None
     balance = watched.balance

@@ -11,9 +11,11 @@ import hashlib
 import socket
 import struct
 import time
+from typing import Any
 
 import msgspec
 
+from ddpbench.watch.gather import offsets
 from ddpbench.watch.window import RankWindow
 
 SEND_SECONDS = 0.3  # for a leader that has not read the others' datagrams yet
@@ -25,6 +27,30 @@ HEADER = struct.Struct("!16sq")  # token, round
 ANSWER = struct.Struct("!16sq")  # token, ns that the host's clock is ahead
 
 
+class Clock:
+    """How a rank reads the time and waits; a test gives it time of its own."""
+
+    def monotonic(self) -> float:
+        """Return seconds that no one can set."""
+        return time.monotonic()
+
+    def now_ns(self) -> int:
+        """Return the time of the system clock."""
+        return offsets.now_ns()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait so long."""
+        time.sleep(seconds)
+
+    def receive(self, inbox: socket.socket, seconds: float) -> tuple[bytes, Any]:
+        """Return a datagram and its sender; raise OSError if none comes within this time."""
+        inbox.settimeout(seconds)
+        return inbox.recvfrom(2 * MOST_NBYTES)
+
+
+CLOCK = Clock()
+
+
 class Mailbox:
     """One rank's end of its host's socket.
 
@@ -32,8 +58,9 @@ class Mailbox:
     has found the host's clock ahead of rank 0's, as of the round before.
     """
 
-    def __init__(self, token: bytes, expected: int) -> None:
+    def __init__(self, token: bytes, expected: int, clock: Clock = CLOCK) -> None:
         self.token, self.leads, self.ahead_ns = token, False, 0
+        self._clock = clock
         self._name = b"\0ddpbench-" + hashlib.blake2b(token, digest_size=16).hexdigest().encode()
         self._expected = expected
         self.ranks: set[int] = set()  # of this host that the leader has ever heard
@@ -79,14 +106,14 @@ class Mailbox:
         ahead_ns: for the ranks' answers: they take it for the time of the next round.
         """
         windows = {own.rank: own}
-        until = time.monotonic() + (LAST_SECONDS if own.last else JOIN_SECONDS)
+        until = self._clock.monotonic() + (LAST_SECONDS if own.last else JOIN_SECONDS)
         while True:
             complete = self._is_complete(number, windows)
-            left = until - time.monotonic()
+            left = until - self._clock.monotonic()
             # What has come already is read in any case, or the queue would fill.
-            self._socket.settimeout(0.0 if complete else max(left, 0.0))
+            seconds = 0.0 if complete else max(left, 0.0)
             try:
-                data, sender = self._socket.recvfrom(2 * MOST_NBYTES)
+                data, sender = self._clock.receive(self._socket, seconds)
             except OSError:
                 if complete or left <= 0:
                     break

@@ -7,7 +7,6 @@ steps in common. The leader of rank 0's host is rank 0.
 from __future__ import annotations
 
 import secrets
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,7 +18,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.watch.gather import offsets
 from ddpbench.watch.gather.host_reports import POLL_SECONDS, HostReports, Job
 from ddpbench.watch.gather.joining import join_ranks
-from ddpbench.watch.gather.mailbox import Mailbox
+from ddpbench.watch.gather.mailbox import CLOCK, Clock, Mailbox
 from ddpbench.watch.gather.offsets import SAME, TOKEN_NBYTES, ClockServer, Line, Offset
 from ddpbench.watch.window import LINKS, HostWindow, RankWindow
 
@@ -42,7 +41,7 @@ class Transport:
 
     prefix: of the keys in the store, the same in all ranks, another one for each watch of a job;
     period: seconds from one round to the next, the same in all ranks; folder: of the stored
-    run.
+    run; clock: by which rounds begin and waits end.
     """
 
     def __init__(
@@ -53,7 +52,9 @@ class Transport:
         world_size: int,
         period: float = PERIOD,
         folder: str = "",
+        clock: Clock = CLOCK,
     ) -> None:
+        self._clock = clock
         self._rank, self._world_size, self._period_ns = rank, world_size, round(period * 1e9)
         prefix = f"{prefix}/{placement.read_restarts()}"
         self._reports = HostReports(store, prefix)
@@ -68,7 +69,7 @@ class Transport:
         self._clock_server: ClockServer | None = None
         if rank == 0 and world_size > 1:
             self._job = Job(secrets.token_bytes(TOKEN_NBYTES), self._addresses, folder=folder)
-            self._mailbox = Mailbox(self._job.token, self._guess_ranks())
+            self._mailbox = Mailbox(self._job.token, self._guess_ranks(), clock)
             self._mailbox.lead()  # before any other rank knows the name
             self._reports.publish_job(self._job)
 
@@ -121,21 +122,21 @@ class Transport:
     def _now_ns(self) -> int:
         """This host's clock, corrected to rank 0's as far as all ranks of the host know it."""
         if self._mailbox is None:
-            return offsets.now_ns()
+            return self._clock.now_ns()
         self._mailbox.read_answers()
-        return offsets.now_ns() - self._mailbox.ahead_ns
+        return self._clock.now_ns() - self._mailbox.ahead_ns
 
     def _meet(self, seconds: float) -> Mailbox | None:
         """The mailbox of this job, None as long as rank 0 has not published the job."""
-        until = time.monotonic() + seconds
+        until = self._clock.monotonic() + seconds
         while self._mailbox is None:
             self._job = self._reports.read_job()
             if self._job is not None:
-                self._mailbox = Mailbox(self._job.token, self._guess_ranks())
-            elif time.monotonic() >= until:
+                self._mailbox = Mailbox(self._job.token, self._guess_ranks(), self._clock)
+            elif self._clock.monotonic() >= until:
                 break
             else:
-                time.sleep(POLL_SECONDS)
+                self._clock.sleep(POLL_SECONDS)
         return self._mailbox
 
     def _guess_ranks(self) -> int:
@@ -164,11 +165,11 @@ class Transport:
 
     def _lead(self, mailbox: Mailbox, number: int, window: RankWindow) -> list[HostWindow]:
         """Join this host's windows; report them to rank 0, or return all hosts' there."""
-        began = time.monotonic()
+        began = self._clock.monotonic()
         if self._rank and not window.last:
             self._compare_clocks(number)
         line = self._offset.line if self._rank else SAME
-        ahead_ns = int(line.ahead(np.array([offsets.now_ns()]))[0])
+        ahead_ns = int(line.ahead(np.array([self._clock.now_ns()]))[0])
         windows = mailbox.collect(number, window, ahead_ns)
         hosts = self._join(windows, line)
         if self._rank:
@@ -194,7 +195,7 @@ class Transport:
         if self._reports.count_hosts() == 0 or number % self._reports.rounds:
             return False
         self._serve_clock()
-        time.sleep(max(0.0, began + REPORT_SECONDS - time.monotonic()))
+        self._clock.sleep(max(0.0, began + REPORT_SECONDS - self._clock.monotonic()))
         return True
 
     def _serve_clock(self) -> None:
@@ -207,13 +208,13 @@ class Transport:
     def _compare_clocks(self, number: int) -> None:
         """Ask rank 0 for its time, if it is this host's turn."""
         turns = self._reports.hosts // COMPARISONS + 1
-        if (number - self._reports.slot) % turns or time.monotonic() < self._compare_at:
+        if (number - self._reports.slot) % turns or self._clock.monotonic() < self._compare_at:
             return
         if self._job is None or not self._job.port:
             self._job = self._reports.read_job() or self._job
         if self._job is not None and self._job.port:
             exchanges = offsets.ping(self._job.addresses, self._job.port, self._job.token)
             if exchanges is None:
-                self._compare_at = time.monotonic() + RETRY_SECONDS
+                self._compare_at = self._clock.monotonic() + RETRY_SECONDS
             else:
                 self._offset.add(exchanges)
