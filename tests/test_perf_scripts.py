@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_lines import clean_environment, needs_mpirun, write_warm_python
+from command_lines import ROOT, clean_environment, needs_mpirun, run_command, write_warm_python
 from patience import PATIENCE_SECONDS
 from simulated_hosts import missing
 from warm_python import warm_python
@@ -50,7 +50,7 @@ JUDGES = {
 }  # fmt: skip
 NOT_HERE = {
     "peers": "needs a build of OSU's programs",
-    "test_speed": "a test file: `./run_bench.sh regress` runs it",
+    "test_speed": "a test file: see the last test",
     "conftest": "of test_speed",
     "bare": "a rank of overhead",
     "train": "a rank of watch_cost",
@@ -120,3 +120,20 @@ def test_a_script_measures_between_hosts(
         assert not os.environ.get("DDPBENCH_TEST_ALL"), why
         pytest.skip(f"no simulated hosts: {why}")
     assert end in run_script(tmp_path, name, *words, warm=False)
+
+
+@pytest.mark.thorough
+def test_a_test_of_speed_passes(tmp_path: Path) -> None:
+    """One of those that `./run_bench.sh regress` runs, with a single launch."""
+    words = [
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "gloo and 4K and broad",
+    ]
+    command = [sys.executable, "-m", "pytest", *words, "--ddpbench-launches", "1"]
+    done = run_command([*command, str(PERF / "test_speed.py")], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
