@@ -148,7 +148,7 @@ def yield_core() -> Iterator[None]:
     """Let MPI calls yield their core while they wait, for threads beside one that computes.
 
     It costs a small call a microsecond, and made a DDP step 1.2 times as fast with one core per
-    rank (tests/perf/mpi_step.py).
+    rank.
     """
     global _yielding, _before
     if (switch := _set_yield()) is None:

@@ -1,11 +1,11 @@
 """What ddpbench reads on links of a known rate, beside what TCP can carry there.
 
-    sudo ./run_bench.sh python tests/perf/links.py [SECONDS a case]
+    sudo ./run_bench.sh python tests/perf/links.py [SECONDS [LINK]]
 
-Hosts (simulated_hosts.py) with links of 100 Mbit/s, 1 and 2.5 Gbit/s, a rank each, under torchrun;
-then four hosts, alike, with a slow one, with a slow pair. `carries` is the truth: the share of the
-nominal rate that is left to TCP in full Ethernet frames; `true` is that less the time of the
-operation at 4 KiB, which is no link's. `limit` is what the same launch measured with plain sockets.
+Hosts (simulated_hosts.py) with links of 100 Mbit/s, 1 and 2.5 Gbit/s, or of LINK alone, a rank
+each, under torchrun, with SECONDS (2) for a case. `carries` is the truth: the share of the nominal
+rate that is left to TCP in full Ethernet frames; `true` is that less the time of the operation at
+4 KiB, which is no link's. `limit` is what the same launch measured with plain sockets.
 OFF marks what is off the true one by more than 2 %, and exits with 1: broadcast is one stream and
 must not be; the others' algorithms wait between their pieces, the longer the fewer cores are free,
 for all hosts share those of this machine.
@@ -29,11 +29,6 @@ from ddpbench.records import store
 from ddpbench.records.schema import Result, Run
 
 RATES = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "2.5 Gbit/s": 2.5e9}
-FOUR = {
-    "alike": Hosts(4, rate=1e9),
-    "host4 at 100 Mbit/s": Hosts(4, rate=[1e9, 1e9, 1e9, 1e8]),
-    "host1-host2 at 100 Mbit/s": Hosts(4, rate=1e9, pairs={(0, 1): 1e8}),
-}
 # gloo's all_gather posts the send of each half before its receive. Of two ranks both use the one
 # connection, where the word that a receive is posted waits behind the half of whichever was first:
 # then one begins when the other has sent a half, and it takes three halves' time instead of two's.
@@ -64,13 +59,16 @@ def readings(run: Run) -> Iterator[tuple[Result, float, float]]:
         yield result, seconds, lines.busbw(result.case.nbytes, seconds, result.bus_factor)
 
 
-def truth(words: tuple[str, ...]) -> int:
-    """Print the table for two and three hosts; how many rows are off."""
+def main(slice_seconds: str, *links: str) -> int:
+    """Print the table for two and three hosts; 1 if any row is off."""
+    if (why := missing()) is not None:
+        sys.exit(f"no hosts to measure between: {why}")
     rows, sources, off = [], set(), 0
-    for name, rate in RATES.items():
+    for name, rate in ((link, RATES[link]) for link in links or RATES):
         for count, operations in ((2, "all_reduce,all_gather,broadcast"), (3, "all_gather")):
             with Hosts(count, rate=rate) as bench:
-                run = measured(bench, "--sizes", "4K,1M,16M", "--op", operations, *words)
+                words = ("--sizes", "4K,1M,16M", "--op", operations, "--slice", slice_seconds)
+                run = measured(bench, *words)
             carries, latency = payload(rate), 0.0
             for result, seconds, busbw in readings(run):
                 case, wire = result.case, result.case.nbytes * result.bus_factor / carries
@@ -96,32 +94,9 @@ def truth(words: tuple[str, ...]) -> int:
     formats = ("", "", "", "", ".4f", ".0f", ".4f", ".4f", "", "", ".4f", "")
     print(tabulate(rows, heads, floatfmt=formats))
     print(f"limit: {', '.join(sorted(sources))}")
-    print(f"{off} of {len(rows)} readings off by more than {OFF:.0%}\n")
-    return off
-
-
-def unequal(words: tuple[str, ...]) -> None:
-    """Print what four hosts read of which one link, or one pair's, is slow."""
-    rows = []
-    for name, hosts in FOUR.items():
-        with hosts as bench:
-            run = measured(bench, "--sizes", "1M", *words)
-        for result, seconds, busbw in readings(run):
-            share = f"{lines.fraction(result, seconds):.1%}"
-            rows.append((name, result.case.operation, seconds * 1e3, busbw / 1e9, share))
-    heads = "four hosts at 1 Gbit/s", "operation", "time ms", "busbw GB/s", "% limit"
-    print(tabulate(rows, heads, floatfmt=".4f"))
-
-
-def main(slice_seconds: float) -> int:
-    """Print both tables; 1 where ddpbench and the truth differ by more than they may."""
-    if (why := missing()) is not None:
-        sys.exit(f"no hosts to measure between: {why}")
-    words = ("--slice", str(slice_seconds))
-    off = truth(words)
-    unequal(words)
+    print(f"{off} of {len(rows)} readings off by more than {OFF:.0%}")
     return int(off > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]) if sys.argv[1:] else 2.0))
+    sys.exit(main(*(sys.argv[1:] or ["2"])))

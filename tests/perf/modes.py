@@ -3,11 +3,10 @@ a launch needs the fewest launches where there are two.
 
     ./run_bench.sh python tests/perf/modes.py [RUN …]
 
-First simulations: how often `modes` finds two, beside Hartigan's dip test (p < 1 %) where the
-package `diptest` is installed, which ddpbench does not need. Then launches drawn from two modes,
-and the launches of each RUN (stored, with raw samples): how much each figure varies from launch to
-launch, as a standard deviation of its logarithm, and the launches that it needs for the precision
-that the median has with 100.
+First simulations: how often `modes` finds two. Then launches drawn from two modes, and the
+launches of each RUN (stored, with raw samples): how much each figure varies from launch to launch,
+as a standard deviation of its logarithm, and the launches that it needs for the precision that the
+median has with 100.
 """
 
 from __future__ import annotations
@@ -69,19 +68,11 @@ def found(times: Floats) -> bool:
 
 def detection() -> None:
     """How often two modes are found."""
-    tests = {"modes": found}
-    try:
-        from diptest import diptest
-
-        tests["dip test"] = lambda times: bool(diptest(np.log(times))[1] < 0.01)
-    except ImportError:
-        print("the package diptest is not installed: without its column")
     rows = []
     for name, shape in SHAPES.items():
-        drawn = {n: [shape(n) for _ in range(TRIALS)] for n in SIZES}
-        for test, finds in tests.items():
-            rows.append([name, test, *(f"{np.mean([*map(finds, drawn[n])]):.0%}" for n in SIZES)])
-    print(tabulate(rows, ["calls", "found by", *(f"of {n}" for n in SIZES)]), "\n")
+        shares = [np.mean([found(shape(n)) for _ in range(TRIALS)]) for n in SIZES]
+        rows.append([name, *(f"{share:.0%}" for share in shares)])
+    print(tabulate(rows, ["two modes found in", *(f"of {n} calls" for n in SIZES)]), "\n")
 
 
 def varied(launches: Sequence[Floats]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What the process group over mpi4py costs above the MPI call that it makes, and beside gloo.
 
-    ./run_bench.sh python tests/perf/mpi_speed.py [RANKS [LAUNCHES [SIZE,…]]]
+    ./run_bench.sh python tests/perf/mpi_speed.py [RANKS [LAUNCHES [SIZE,… [BLOCKS]]]]
 
 The floor is torch's own dispatch to a group that does nothing (its "fake" backend) plus the bare
 mpi4py call on the same memory. "least" is a Python group that does nothing but that bare call: what
@@ -12,6 +12,7 @@ does nothing comes each time after a bare call that is not timed. A ratio is the
 of the ratios of their medians; every figure is the median over launches, with its 95 % interval
 over launches. "again" is the bare call once more, as an arm of its own: its ratio to "bare" shows
 what bias is left. gloo sleeps where MPI polls, so it has launches of its own without any MPI.
+Without arguments: 2 ranks, 8 launches, three sizes, 60 blocks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,10 +31,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launches import by_turns, shown
+from scipy.stats import quantile_test
 from tabulate import tabulate
 
-from ddpbench.launch import placement
+from ddpbench.launch import placement, starters, supervise
 from ddpbench.mpi_backend.group import NAME, register
 from ddpbench.mpi_backend.library import library, mpi, world
 
@@ -45,7 +47,7 @@ RATIOS: dict[str, tuple[str, tuple[str, ...]]] = {  # one arm over the sum of so
     "again / bare": ("again", ("bare",)),
     "async / mpi": ("async", ("mpi",)),
 }
-BLOCKS = 60
+LAUNCHERS = {"mpi": "mpirun", "gloo": ""}
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -89,13 +91,13 @@ def mpi_arms(op: str, count: int, groups: dict[str, Any]) -> Calls:
 
 
 def measured(
-    calls: Calls, count: int, barrier: Callable[[], Any], seed: str
+    calls: Calls, count: int, barrier: Callable[[], Any], seed: str, blocks: int
 ) -> dict[str, list[list[float]]]:
     """Arm → block → this rank's times in ns; each block has the arms in an order of its own."""
     many = max(2, min(100, 2_600_000 // count))
     taken: dict[str, list[list[float]]] = {arm: [] for arm in calls}
     order = random.Random(seed)  # the same in every rank
-    for _ in range(BLOCKS + 1):
+    for _ in range(blocks + 1):
         for arm in order.sample(list(calls), len(calls)):
             call, before = calls[arm], calls["bare"] if arm == "fake" else None
             taken[arm].append([])
@@ -122,7 +124,7 @@ def medians(
     return found
 
 
-def rank_of_mpi(out: Path, sizes: list[str]) -> None:
+def rank_of_mpi(out: Path, sizes: list[str], blocks: int) -> None:
     """One launch of all arms but gloo; rank 0 writes the medians."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers "fake"
 
@@ -143,24 +145,27 @@ def rank_of_mpi(out: Path, sizes: list[str]) -> None:
     for op in OPERATIONS:
         for label in sizes:
             calls = mpi_arms(op, SIZES[label], groups)
-            taken = measured(calls, SIZES[label], comm.Barrier, f"{out.name}/{op}/{label}")
+            seed = f"{out.name}/{op}/{label}"
+            taken = measured(calls, SIZES[label], comm.Barrier, seed, blocks)
             found[f"{op} {label}"] = medians(taken, gather)
     if rank == 0:
         out.write_text(json.dumps({"library": library(), "medians": found}))
     dist.destroy_process_group()
 
 
-def rank_of_gloo(out: Path, sizes: list[str]) -> None:
+def rank_of_gloo(out: Path, sizes: list[str], blocks: int) -> None:
     """One launch of gloo alone; rank 0 writes the medians."""
     place = placement.read_placement()
     assert place is not None
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    store = dist.FileStore(str(out.with_suffix(".store")), place.world_size)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
     found = {}
     for op in OPERATIONS:
         for label in sizes:
             calls, *_ = torch_calls(SIZES[label], place.world_size)
             arms: Calls = {"gloo": partial(calls[op], dist.group.WORLD, False)}
-            taken = measured(arms, SIZES[label], dist.barrier, f"{out.name}/{op}/{label}")
+            seed = f"{out.name}/{op}/{label}"
+            taken = measured(arms, SIZES[label], dist.barrier, seed, blocks)
             found[f"{op} {label}"] = medians(
                 taken, lambda every, mine: dist.all_gather(list(every), mine)
             )
@@ -180,9 +185,33 @@ def ratio(blocks: dict[str, list[float]], above: str, below: tuple[str, ...]) ->
     return statistics.median(a / b for a, b in zip(blocks[above], floors, strict=True))
 
 
-def main(ranks: int, launches: int, sizes: str) -> None:
+def measure_by_turns(ranks: int, launches: int, *words: str) -> dict[str, list[dict[str, Any]]]:
+    """Return what each launch of each kind has found; which comes first is drawn for each pair."""
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in LAUNCHERS}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(launches):
+            for kind in random.sample(list(LAUNCHERS), len(LAUNCHERS)):
+                out = Path(folder) / f"{kind}-{number}"
+                line = [__file__, "--rank", kind, str(out), *words]
+                deadline = supervise.Deadline()
+                if code := starters.start(LAUNCHERS[kind], line, None, ranks, deadline):
+                    raise SystemExit(code)
+                found[kind].append(json.loads(out.read_text()))
+    return found
+
+
+def describe(values: Sequence[float]) -> str:
+    """Return the median over launches and its 95 % interval, which six launches or more have."""
+    text = f"{statistics.median(values):.3f}"
+    if len(values) < 6:
+        return text
+    interval = quantile_test(values).confidence_interval()
+    return f"{text} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def main(ranks: int, launches: int, sizes: str, blocks: str) -> None:
     """Start the launches, print the table."""
-    found = by_turns(__file__, ranks, launches, [sizes])
+    found = measure_by_turns(ranks, launches, sizes, blocks)
     print(
         f"{found['mpi'][0]['library']}, torch {torch.__version__}, {ranks} ranks, {launches} "
         "launches of mpi and as many of gloo; µs: medians over launches"
@@ -197,7 +226,7 @@ def main(ranks: int, launches: int, sizes: str) -> None:
             key,
             *(f"{statistics.median(map(statistics.median, (each[arm] for each in of))):.2f}"
               for arm in ARMS),
-            *(shown([ratio(each, *arms) for each in of]) for arms in RATIOS.values()),
+            *(describe([ratio(each, *arms) for each in of]) for arms in RATIOS.values()),
         ])  # fmt: skip
     print(tabulate(rows, ["", *ARMS, *RATIOS], disable_numparse=True))
 
@@ -205,9 +234,10 @@ def main(ranks: int, launches: int, sizes: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         torch.set_num_threads(1)
-        kind, name, labels = sys.argv[2:]
+        kind, name, labels, count = sys.argv[2:]
         of_kind = {"mpi": rank_of_mpi, "gloo": rank_of_gloo}[kind]
-        of_kind(Path(name), labels.split(","))
+        of_kind(Path(name), labels.split(","), int(count))
     else:
-        ranks, launches, chosen = (*sys.argv[1:], *("2", "8", ",".join(SIZES))[len(sys.argv) - 1 :])
-        main(int(ranks), int(launches), chosen)
+        defaults = ("2", "8", ",".join(SIZES), "60")
+        ranks, launches, chosen, blocks = (*sys.argv[1:], *defaults[len(sys.argv) - 1 :])
+        main(int(ranks), int(launches), chosen, blocks)

@@ -105,10 +105,10 @@ class Bench:
         self.at += 2 * CALL_NS * count
         return np.column_stack([entry, entry + CALL_NS, np.full(count, -1)])
 
-    def rest(self) -> None:
-        """Nothing to do."""
+    def begin(self) -> None:
+        """Do nothing."""
 
-    refill = rest
+    rest = refill = begin
 
 
 def measured(size: int, folder: Path) -> dict[str, float]:
@@ -132,7 +132,9 @@ def measured(size: int, folder: Path) -> dict[str, float]:
         run = Run("", "collectives", (), PLAN, store.format_now(), backends=("gloo",))
         store.create(folder, run, "scale")
         whole = cpu.CpuMeter()
-        launch = launch_facts.gather_launch_record(world, backend, "cpu", 0, {}, {}, CASES)
+        launch = launch_facts.gather_launch_record(
+            world, backend, "cpu", index=0, clock={}, facts={}, cases=CASES
+        )
         record = recorder.Recorder(launch, folder)
     for number in range(CASES):
         case = Case(
@@ -171,7 +173,7 @@ def measured(size: int, folder: Path) -> dict[str, float]:
 
 
 def main(words: list[str]) -> int:
-    """A row a world."""
+    """Print a row per world."""
     if words[:1] == ["--one"]:
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(measured(int(words[1]), Path(folder) / "run")))
@@ -179,7 +181,7 @@ def main(words: list[str]) -> int:
     rows = []
     for world in map(int, words or map(str, WORLDS)):
         command = [sys.executable, __file__, "--one", str(world)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         rows.append({"ranks": world, **json.loads(done.stdout)})
     print(tabulate(rows, headers="keys", floatfmt=".4g"))
     return 0

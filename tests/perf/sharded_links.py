@@ -1,9 +1,9 @@
 """The collectives of a sharded step on a link of a known rate, beside what their bytes take there.
 
-    sudo ./run_bench.sh python tests/perf/sharded_links.py [ROUNDS]
+    sudo ./run_bench.sh python tests/perf/sharded_links.py [ROUNDS [WIDTH]]
 
-Hosts (tests/simulated_hosts.py) with links of 1 Gbit/s, a rank each, train an mlp with
-`ddp --parallel fsdp`: first without prefetch, then with it.
+Hosts (tests/simulated_hosts.py) with links of 1 Gbit/s, a rank each, train an mlp of
+WIDTH (1024) with `ddp --parallel fsdp` for ROUNDS (12): first without prefetch, then with it.
 
 - `sent`: bytes that one rank hands to TCP in a step, from the counters of its interface while
   torchrun carries out the same collectives alone. The interface counts a burst of frames as one
@@ -40,7 +40,7 @@ from simulated_hosts import Hosts, missing, payload  # isort: skip  (links has p
 
 RATE = 1e9
 HOSTS = 3
-MLP = ("--workload", "mlp", "--width", "1024", "--depth", "4", "--batch", "256", "--threads", "1")
+MLP = ("--workload", "mlp", "--depth", "4", "--batch", "256", "--threads", "1")
 STEPS_OF_A_ROUND = 3  # those that communicate: prefetch on, prefetch off, timed
 REPEATS = 9
 HEADER = 66  # Ethernet 14, IP 20, TCP 20 and its time stamps 12
@@ -165,7 +165,7 @@ def compare(
     return wrong, all_sent
 
 
-def main(rounds: int) -> int:
+def main(rounds: int, width: int) -> int:
     """Print the table; 1 if exposed times are off."""
     if (why := missing()) is not None:
         sys.exit(f"no hosts to measure between: {why}")
@@ -176,12 +176,12 @@ def main(rounds: int) -> int:
         def counted() -> int:
             return sent_nbytes(bench.inside(0, "cat", "/proc/net/dev"))
 
-        before = counted()
-        run = step_on(bench, rounds, "--no-prefetch")
+        before, shape = counted(), ("--width", str(width))
+        run = step_on(bench, rounds, *shape, "--no-prefetch")
         middle = counted()
-        step_on(bench, 2 * rounds, "--no-prefetch")
+        step_on(bench, 2 * rounds, *shape, "--no-prefetch")
         a_step = ((counted() - middle) - (middle - before)) / rounds / STEPS_OF_A_ROUND
-        off, on = collectives_of(run), collectives_of(step_on(bench, rounds))
+        off, on = collectives_of(run), collectives_of(step_on(bench, rounds, *shape))
         kinds = list(dict.fromkeys((each.operation, each.nbytes // each.calls) for each in off))
         single = alone(bench, kinds, Path(name))
     wrong, sent = compare(off, on, single)
@@ -197,4 +197,5 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         repeat_collectives(json.loads(sys.argv[1]), Path(sys.argv[2]))
     else:
-        sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 12))
+        numbers = (*map(int, sys.argv[1:]), *(12, 1024)[len(sys.argv) - 1 :])
+        sys.exit(main(*numbers))

@@ -1,16 +1,18 @@
 """Which slow link or host the doctor finds among hosts of which some are slow, and at what rate.
 
-    sudo ./run_bench.sh python tests/perf/slow_links.py [TIMES]
+    sudo ./run_bench.sh python tests/perf/slow_links.py [TIMES [HOSTS]]
 
-Four hosts (simulated_hosts.py), a rank each, under torchrun. OFF marks a rate that is off the
-planted one by more than 5 %, WRONG what was found and is not there, or the other way round; both
-exit with 1. All hosts share the cores of this machine: what else runs on it makes links slower.
+Hosts (simulated_hosts.py) as PLANTED has them, or only those of the name HOSTS, a rank each, under
+torchrun. OFF marks a rate that is off the planted one by more than 5 %, WRONG what was found and is
+not there, or the other way round; both exit with 1. All hosts share the cores of this machine: what
+else runs on it makes links slower.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' own modules
@@ -69,12 +71,13 @@ def found(examination: Examination) -> dict[tuple[str, ...], float]:
     }
 
 
-def main(times: int) -> int:
+def main(times: int, kinds: Sequence[str]) -> int:
     """Print the table; 1 where anything is off or wrong."""
     if (why := missing()) is not None:
         sys.exit(f"no hosts to measure between: {why}")
     rows, bad = [], 0
-    for name, (hosts, planted) in PLANTED.items():
+    for name in kinds or PLANTED:
+        hosts, planted = PLANTED[name]
         for _ in range(times):
             with hosts as bench:
                 examination = examined(bench)
@@ -95,4 +98,4 @@ def main(times: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 1))
+    sys.exit(main(int((sys.argv[1:] or [1])[0]), sys.argv[2:]))

@@ -91,7 +91,8 @@ def main(seconds: float) -> None:
     found = looks(seconds)
     if mpi().COMM_WORLD.Get_rank():
         return
-    border = 1.5 * min(min(before, after) for before, *_, after in found)
+    # A busy machine may leave no look: see `Handoff`.
+    border = 1.5 * min((min(before, after) for before, *_, after in found), default=0.0)
     rows = []
     for name, its in (
         ("near", [each[:3] for each in found if max(each[0], each[3]) <= border]),

@@ -1,6 +1,6 @@
 """A DDP step on links of a known rate, beside what an all_reduce of its gradients takes there.
 
-    sudo ./run_bench.sh python tests/perf/step_links.py [ROUNDS]
+    sudo ./run_bench.sh python tests/perf/step_links.py [ROUNDS [LINK]]
 
 Two hosts (simulated_hosts.py), a rank each, under torchrun, with links of 1 Gbit/s, 300 and 100
 Mbit/s; the step is that of an mlp with 4.2 MB of gradients, which DDP reduces in two buckets, the
@@ -9,15 +9,12 @@ last layer's 1.05 MB first. `wire` is what these bytes take on the link; `at onc
 other. Exposed communication must be the buckets' all_reduces less what backward hides of them:
 `exposed + hidden` over `buckets`. OFF marks what is off by more than 10 %, or an exposed time that
 does not grow as the link shrinks, and exits with 1.
-
-Then four hosts: alike, with a slow link, with a slow rank. A slow link makes all ranks wait alike
-and shows as exposed communication, of which `wire` is what the slowest link takes for its share of
-a ring; a slow rank is waited for and named.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from links import measured
@@ -32,12 +29,7 @@ from simulated_hosts import Hosts, missing, payload  # isort: skip  (links has p
 
 RATES = {"1 Gbit/s": 1e9, "300 Mbit/s": 3e8, "100 Mbit/s": 1e8}
 MLP = ("--workload", "mlp", "--width", "512", "--depth", "4", "--batch", "64", "--threads", "1")
-FOUR = {
-    "alike": (Hosts(4, rate=1e9), ()),
-    "host3's link at 100 Mbit/s": (Hosts(4, rate=[1e9, 1e9, 1e8, 1e9]), ()),
-    "rank 2 slower by 60 ms": (Hosts(4, rate=1e9), ("--inject", "slow-rank:rank=2,ms=60")),
-}
-OFF, RING = 0.10, 2 * 3 / 4  # of its bytes an all_reduce of four sends so many from each
+OFF = 0.10
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ def read(rate: float, rounds: int) -> Read:
         sizes = [bucket.nbytes for bucket in step.summary.buckets]
         run = measured(
             bench, "--op", "all_reduce", "--sizes", ",".join(map(str, [*sizes, sum(sizes)])),
-            "--slice", "3",
+            "--slice", str(rounds / 4),
         )  # fmt: skip
     took = {r.case.nbytes: r.summary.median_seconds for r in run.results if r.summary}
     return Read(step, took[sum(sizes)], sum(took[nbytes] for nbytes in sizes), sum(sizes))
@@ -92,10 +84,12 @@ def share(figure: Part | None) -> str:
     return f"±{(interval.high - interval.low) / 2 * 1e3:.1f}" if interval else "-"
 
 
-def shrinking(rounds: int) -> int:
-    """Print the table of two hosts; how many rows are off."""
+def main(rounds: int, links: Sequence[str]) -> int:
+    """Print the table; 1 where the step and the collective differ by more than they may."""
+    if (why := missing()) is not None:
+        sys.exit(f"no hosts to measure between: {why}")
     rows, off, before, sizes = [], 0, 0.0, ""
-    for name, rate in RATES.items():
+    for name, rate in ((link, RATES[link]) for link in links or RATES):
         found = read(rate, rounds)
         exposed, step = part(found.step, steps.EXPOSED), found.step
         assert step.summary is not None
@@ -114,47 +108,9 @@ def shrinking(rounds: int) -> int:
         "wire", "(exposed + hidden) / buckets", "",
     )  # fmt: skip
     print(tabulate(rows, heads, disable_numparse=True, stralign="right"))
-    print(f"buckets of {sizes}; {off} of {len(rows)} off\n")
-    return off
-
-
-def unequal(rounds: int) -> None:
-    """Print the table of four hosts."""
-    rows = []
-    for name, (hosts, words) in FOUR.items():
-        with hosts as bench:
-            line = step_on(bench, rounds, *words)
-        assert line.summary is not None
-        waiting = line.part(steps.WAITING)
-        late = [str(b.late_rank) for b in line.summary.buckets if b.late_rank is not None]
-        rows.append((
-            name, *(f"{t * 1e3:.1f}" for t in (
-                line.seconds or 0.0, part(line, steps.COMPUTE), part(line, steps.EXPOSED))),
-            f"{RING * line.case.parameter_nbytes / payload(min(hosts.rates)) * 1e3:.1f}",
-            f"{waiting.name} {waiting.figure.value * 1e3:.1f}"
-            if waiting and waiting.resolved else "-",
-            " ".join(late) or "-",
-        ))  # fmt: skip
-    heads = (
-        "four hosts at 1 Gbit/s, ms:",
-        "step",
-        "compute",
-        "exposed",
-        "wire",
-        "waiting",
-        "late rank",
-    )
-    print(tabulate(rows, heads, disable_numparse=True))
-
-
-def main(rounds: int) -> int:
-    """Print both tables; 1 where the step and the collective differ by more than they may."""
-    if (why := missing()) is not None:
-        sys.exit(f"no hosts to measure between: {why}")
-    off = shrinking(rounds)
-    unequal(rounds)
+    print(f"buckets of {sizes}; {off} of {len(rows)} off")
     return int(off > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 12))
+    sys.exit(main(int((sys.argv[1:] or [12])[0]), sys.argv[2:]))

@@ -1,15 +1,13 @@
 """Whether verdicts on real launches can be trusted, on this machine: all_reduce, 2 ranks.
 
-    ./run_bench.sh python tests/perf/verdicts.py pool FOLDER [RUNS]
+    ./run_bench.sh python tests/perf/verdicts.py pool FOLDER [RUNS [SLICE]]
     ./run_bench.sh python tests/perf/verdicts.py table FOLDER
-    ./run_bench.sh python tests/perf/verdicts.py ab FOLDER [TRIALS [BUDGET]]
-    ./run_bench.sh python tests/perf/verdicts.py noticed
+    ./run_bench.sh python tests/perf/verdicts.py noticed [TRIALS]
 
-pool: RUNS (12) runs of identical code per backend, gloo and mpi, 64 KiB and 4 MiB.
+pool: RUNS (12) runs of identical code per backend, gloo and mpi, 64 KiB and 4 MiB, with a SLICE of
+0.25 s per size.
 table: compares every two of these runs as `compare` and the pytest plugin do, with and without five
 earlier runs. The slow-downs are planted in the samples: the times of one side are scaled.
-ab: real launches in turns, TRIALS (3) per backend and slow-down, each for BUDGET (20) seconds. The
-slow-downs are planted as a delay of each call. FOLDER tells how long a call takes.
 noticed: simulated launches with drift: how often a change of 1.5 times the one that a comparison
 says it could have noticed is decided.
 
@@ -23,10 +21,8 @@ import contextlib
 import io
 import itertools
 import json
-import os
 import random
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,18 +31,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ddpbench import cli
+from ddpbench.commands.compare import MARGIN_PERCENT
 from ddpbench.records import store
 from ddpbench.records.schema import Result, Run
 from ddpbench.verdicts import comparison, differences, many_pairs, matching, regression
 from ddpbench.verdicts.comparison import Rule
 from ddpbench.verdicts.many_pairs import Pair
 from ddpbench.verdicts.matching import Source
-from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, MARGIN, SAME, SLOWER, STORED_MARGIN
+from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, MARGIN, SAME, SLOWER
 
 MEASURED = ("collectives", "--device", "cpu", "-n", "2", "--op", "all_reduce", "--limit", "100")
 BACKENDS = ("gloo", "mpi")
 PLANTED = (0.0, 0.05, 0.1, 0.2, 0.5)
 FALSE, DECIDED = 0.05, 0.95
+STORED_MARGIN = MARGIN_PERCENT / 100  # of `compare` and the pytest plugin
 
 
 class Case(NamedTuple):
@@ -78,9 +76,9 @@ def print_row(title: str, planted: float, comparisons: Sequence[Sequence[Case]])
 # --- stored runs ----------------------------------------------------------------------------------
 
 
-def measure_pool(folder: Path, count: int) -> bool:
+def measure_pool(folder: Path, count: int, slice_seconds: str) -> bool:
     """Measure runs of identical code, the backends in turns."""
-    words = (*MEASURED, "--sizes", "64K,4M", "--launches", "6", "--slice", "0.25")
+    words = (*MEASURED, "--sizes", "64K,4M", "--launches", "6", "--slice", slice_seconds)
     for number, backend in itertools.product(range(count), BACKENDS):
         output = str(folder / f"{backend}-{number:02}")
         read_json(*words, "--backend", backend, "--output", output)
@@ -138,10 +136,10 @@ def print_table(folder: Path) -> bool:
         BACKENDS, (compare_stored, judge_tests), (4, 0)
     ):
         runs = read_pool(folder, backend)
-        pairs = [
-            (base, new, draw.sample([r for r in runs if r not in (base, new)], earlier))
-            for base, new in itertools.combinations(runs, 2)
-        ]
+        pairs = []
+        for base, new in itertools.combinations(runs, 2):
+            others = [run for run in runs if run not in (base, new)]
+            pairs.append((base, new, draw.sample(others, min(earlier, len(others)))))
         title = f"{judge.__name__} {backend}, {'five' if earlier else 'no'} earlier"
         for planted in PLANTED:
             found = [judge(a, scale(b, 1 + planted), others) for a, b, others in pairs]
@@ -165,39 +163,6 @@ def print_noticed(title: str, changes: Sequence[Sequence[float | None]], plant: 
             decided += sum(case.verdict == SLOWER for case in cases)
     print(f"{title:34} 1.5 × the noticeable change: {decided} of {total} decided", flush=True)
     return decided >= DECIDED * total
-
-
-# --- launches in turns ----------------------------------------------------------------------------
-
-
-def print_ab(pool: Path, trials: int, budget: float) -> bool:
-    """Look for planted delays in turns; whether equal sides stay equal."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    )
-    good, pool = True, pool.absolute()
-    seconds = {
-        backend: float(np.median([
-            found.side.seconds for run in read_pool(pool, backend)
-            for case, found in matching.find_cases(Source(run.id, (run,))).items()
-            if case.nbytes == 65536 and found.side is not None  # type: ignore[union-attr]
-        ])) for backend in BACKENDS
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="ddpbench-") as folder, contextlib.chdir(folder):
-        for backend, planted in itertools.product(BACKENDS, PLANTED):
-            delay, found, widths, blocks = planted * seconds[backend], [], [], []
-            for _ in range(trials):
-                (row,) = read_json(
-                    "ab", "--a", "", "--b", f"DELAYED_SECONDS={delay:.9f}", "--budget", str(budget),
-                    *("--", *MEASURED, "--backend", backend, "--sizes", "64K"),
-                    "--import", "delayed",
-                )["rows"]  # fmt: skip
-                found.append([Case(row["verdict"], row["noticeable"])])
-                widths.append((row["change_high"] - row["change_low"]) / 2)
-                blocks.append(row["base_launches"])
-            good &= print_row(f"ab {backend}", planted, found)
-            print(f"    half-widths {', '.join(f'{w:.1%}' for w in widths)}; launches {blocks}")
-    return good
 
 
 # --- simulated launches ---------------------------------------------------------------------------
@@ -229,7 +194,7 @@ class Setting(NamedTuple):
         return many_pairs.judge_pairs(pairs, self.turns, 0.968 if self.turns else 0.95)[0]
 
 
-def print_simulated(trials: int = 200) -> bool:
+def print_simulated(trials: int) -> bool:
     """Plant 1.5 times the change that a simulated comparison says it could have noticed."""
     good, random = True, np.random.default_rng(0)
     settings = [Setting(True, 0, launch, 1, 0) for launch in (0.03, 0.1)]
@@ -258,15 +223,14 @@ def print_simulated(trials: int = 200) -> bool:
 
 def main(kind: str, *words: str) -> int:
     """Run one of the kinds."""
-    folder = Path(words[0]) if words else Path()
-    count, budget = (*words[1:], *("12" if kind == "pool" else "3", "20")[len(words[1:]) :])
-    kinds = {
-        "pool": lambda: measure_pool(folder, int(count)),
-        "table": lambda: print_table(folder),
-        "ab": lambda: print_ab(folder, int(count), float(budget)),
-        "noticed": print_simulated,
-    }
-    return int(not kinds[kind]())
+    if kind == "pool":
+        folder, count, slice_seconds = (*words, *("", "12", "0.25")[len(words) :])
+        fine = measure_pool(Path(folder), int(count), slice_seconds)
+    elif kind == "table":
+        fine = print_table(Path(words[0]))
+    else:
+        fine = print_simulated(int((*words, "200")[0]))
+    return int(not fine)
 
 
 if __name__ == "__main__":

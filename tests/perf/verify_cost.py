@@ -1,6 +1,6 @@
 """What verify_replicas costs: of a DDP step on the CPU, and of all-reducing the same bytes by gloo.
 
-    ./run_bench.sh python tests/perf/verify_cost.py [RANKS] [ROUNDS]
+    ./run_bench.sh python tests/perf/verify_cost.py [RANKS [ROUNDS [WORKLOADS]]]
 
 Step, floors, verifications and all_reduces take turns in one launch, each behind a barrier, in an
 order that is drawn anew for each round: what always follows a step finds the step's caches. A time
@@ -11,15 +11,13 @@ healthy replica is reported different.
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench import Report, verify_replicas
+from ddpbench.launch import forks
 from ddpbench.replicas.digest import of_cpu
 
 WARM = 3
@@ -142,20 +141,17 @@ def measure(title: str, rank: int, rounds: int) -> None:
         sys.exit("a healthy replica is reported different")
 
 
-def main(rank: int, size: int, rounds: int, store: str) -> None:
-    """In every rank."""
+def main(ranks: int, rounds: int, workloads: int) -> int:
+    """Measure the first workloads in every rank."""
     torch.set_num_threads(1)
-    limit = timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit
-    )
-    for title in WORKLOADS:
+    rank = int(os.environ["DDPBENCH_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    for title in [*WORKLOADS][:workloads]:
         measure(title, rank, rounds)
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    ranks, rounds = (*map(int, sys.argv[1:]), *(2, 20)[len(sys.argv) - 1 :])
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        torch.multiprocessing.spawn(main, (ranks, rounds, store), ranks)  # type: ignore[no-untyped-call]
+    numbers = (*map(int, sys.argv[1:]), *(2, 20, len(WORKLOADS))[len(sys.argv) - 1 :])
+    sys.exit(forks.run(partial(main, *numbers), numbers[0]))

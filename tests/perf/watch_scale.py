@@ -1,6 +1,7 @@
 """What a watch costs as ranks and steps grow: messages, joins, memory and the store's bytes.
 
-    python tests/perf/watch_scale.py [WORLD_SIZE …]
+    ./run_bench.sh python tests/perf/watch_scale.py [WORLD_SIZE …]
+    ./run_bench.sh python tests/perf/watch_scale.py growth [STEPS]
 
 Eight ranks a host, in windows of STEPS steps and CALLS calls. One host is simulated rank by rank,
 through the real encoding. The other hosts report the same under their own names to a real TCPStore
@@ -8,7 +9,9 @@ in a process of its own, from which rank 0 reads them and joins them. Each world
 process. join s, read s: CPU time of rank 0's process, once a round. hold: the longest CPU time in
 ms in which another thread of rank 0 did not run meanwhile; the switch interval is 0.5 ms, so that
 only calls in C hold the interpreter longer. memory MB: the most, above what the imports take.
-growth MB: of a host's leader and rank 0 together, from 10,000 to 100,000 steps.
+
+growth: MB by which a host's leader and rank 0 together grow from a tenth of STEPS (100,000) to all
+of them. It takes minutes.
 """
 
 from __future__ import annotations
@@ -135,14 +138,14 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return value, time.process_time() - began
 
 
-def measure_growth() -> float:
-    """MB by which the mailboxes and rank 0's history grow over 90,000 steps."""
+def measure_growth(steps: int) -> float:
+    """MB by which the mailboxes and rank 0's history grow over nine tenths of the steps."""
     noise = np.random.default_rng(2)
     leader, member = Mailbox(os.urandom(16), 2), None
     leader.lead()
     member, history = Mailbox(leader.token, 2), History()
     sizes = []
-    for number, first in enumerate(range(0, 100_000, STEPS)):
+    for number, first in enumerate(range(0, steps + STEPS, STEPS)):
         member.send(number, a_window(1, first, noise))
         windows = leader.collect(number, a_window(0, first, noise), 0)
         assert len(windows) == 2
@@ -151,7 +154,7 @@ def measure_growth() -> float:
         round_ = joining.join_hosts([host])
         assert round_ is not None
         history.add(round_)
-        if number in (10_000 // STEPS, 100_000 // STEPS):
+        if number in (steps // 10 // STEPS, steps // STEPS):
             sizes.append(psutil.Process().memory_info().rss)
     return (sizes[1] - sizes[0]) / 1e6
 
@@ -208,7 +211,6 @@ def measure(world: int) -> dict[str, float]:
         "history s": add_seconds,
         "history hold": adding.longest,
         "memory MB": (after - before) * 1024 / 1e6,
-        "growth MB": measure_growth() if world == WORLDS[0] else float("nan"),
     }
 
 
@@ -216,6 +218,10 @@ def main(words: list[str]) -> int:
     """Print a row per world."""
     if words[:1] == ["--one"]:
         print(json.dumps(measure(int(words[1]))))
+        return 0
+    if words[:1] == ["growth"]:
+        steps = int((*words, "100000")[1])
+        print(f"growth to {steps} steps: {measure_growth(steps):.1f} MB")
         return 0
     rows = []
     for world in map(int, words or map(str, WORLDS)):

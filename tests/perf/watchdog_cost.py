@@ -1,25 +1,25 @@
 """What the watchdog costs: a collective, a DDP step, one heartbeat, one call over mpi4py.
 
-    ./run_bench.sh python tests/perf/watchdog_cost.py [BLOCKS]
+    ./run_bench.sh python tests/perf/watchdog_cost.py [BLOCKS [CALLS]]
 
-Two ranks on gloo. Blocks with and without `ddpbench.watchdog` take turns in one launch; the figure
-is the median over pairs of neighbouring blocks, with its interval. Aims: no more than 1 µs a
-collective. The heartbeat's own time is measured too: it is what a command of ddpbench spends about
-once a second between timed spans, and a user's rank twice a second in a thread of its own.
+Two ranks on gloo. BLOCKS (24) blocks of CALLS (4000) calls, or CALLS / 100 steps, with and without
+`ddpbench.watchdog` take turns in one launch; the figure is the median over pairs of neighbouring
+blocks, with its interval. Aims: no more than 1 µs per collective. The heartbeat's own time is
+measured too: it is what a command of ddpbench spends about once a second between timed spans, and a
+user's rank twice a second in a thread of its own.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
-import tempfile
 import time
 import timeit
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from itertools import count
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpbench
 from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.self_report import read_heartbeat
+from ddpbench.launch import forks
 
-CALLS, STEPS, WARM = 4000, 40, 2
+RANKS, WARM = 2, 2
 
 
 def block(call: Callable[[], object], times: int) -> float:
@@ -79,12 +80,12 @@ def row(name: str, without: list[float], watched: list[float], unit: float) -> l
     return cells
 
 
-def noted() -> float:
+def noted(calls: int) -> float:
     """Seconds that the count of a call over mpi4py takes: its three statements, alone."""
     lane = type("Lane", (), {})()
     past: deque[object] = deque(maxlen=64)
     names = {"lane": lane, "count": count(1).__next__, "keep": past.append, "kind": torch.float32}
-    many = 1_000_000
+    many = 250 * calls
     new = "lane.inside = this = (count(), 'all_reduce', kind, 4)\nkeep(this)"
     with_it, before = (
         min(timeit.repeat(code, globals=names, number=many, repeat=5))
@@ -93,13 +94,11 @@ def noted() -> float:
     return (with_it - before) / many
 
 
-def main(rank: int, size: int, blocks: int, store: str) -> None:
-    """In every rank."""
+def main(blocks: int, calls: int) -> int:
+    """Measure in every rank; rank 0 prints."""
     torch.set_num_threads(1)
-    limit = timedelta(seconds=120)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit
-    )
+    rank = int(os.environ["DDPBENCH_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     one = torch.zeros(1)
     layers = (nn.Linear(1024, 1024) for _ in range(4))
     replica = DistributedDataParallel(nn.Sequential(*layers))
@@ -112,8 +111,8 @@ def main(rank: int, size: int, blocks: int, store: str) -> None:
         optimizer.step()
 
     rows = [
-        row("all_reduce of 4 B, µs", *pairs(lambda: dist.all_reduce(one), CALLS, blocks), 1e6),
-        row("DDP step, 4 × Linear(1024), ms", *pairs(step, STEPS, blocks), 1e3),
+        row("all_reduce of 4 B, µs", *pairs(lambda: dist.all_reduce(one), calls, blocks), 1e6),
+        row("DDP step, 4 × Linear(1024), ms", *pairs(step, max(1, calls // 100), blocks), 1e3),
     ]
     flight, beats = Flight(), []
     for _ in range(200):
@@ -124,13 +123,12 @@ def main(rank: int, size: int, blocks: int, store: str) -> None:
         head = ["", "without", "with", "difference", "%"]
         print(tabulate(rows, head, floatfmt=".2f"))
         print(f"the words of a heartbeat: {statistics.median(beats) * 1e6:.0f} µs")
-        print(f"the count of a call over mpi4py: {noted() * 1e9:.0f} ns", flush=True)
+        print(f"the count of a call over mpi4py: {noted(calls) * 1e9:.0f} ns", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    blocks = int(sys.argv[1]) if sys.argv[1:] else 24
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        torch.multiprocessing.spawn(main, (2, blocks, store), 2)  # type: ignore[no-untyped-call]
+    blocks, calls = (*map(int, sys.argv[1:]), *(24, 4000)[len(sys.argv) - 1 :])
+    sys.exit(forks.run(partial(main, blocks, calls), RANKS))
