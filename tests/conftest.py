@@ -17,7 +17,7 @@ from simulated_hosts import Hosts, missing
 if TYPE_CHECKING:
     from simulated_gpu import SimulatedGpu
 
-SECONDS = Path(__file__).parent / "seconds.json"  # of each file, in a run of the whole suite
+SECONDS = Path(__file__).parent / "seconds.json"  # by the tests that -m selects: seconds of a file
 ATTEMPTS = 3  # of a test that asserts a measured time; pytest prints which needed more than one
 
 
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     measures = {item: bool(item.get_closest_marker("measures_time")) for item in items}
     config.stash[COLLECTED] = {(each.path.stem, each.name): measures[each] for each in items}
-    seconds = json.loads(SECONDS.read_text())
+    seconds = json.loads(SECONDS.read_text()).get(config.option.markexpr, {})
     items.sort(key=lambda item: -seconds.get(item.path.stem, 0.0))
     for item in filter(measures.get, items):
         item.add_marker(pytest.mark.flaky(reruns=ATTEMPTS - 1))
@@ -50,18 +50,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Write how long each file took, with --rewrite-seconds."""
+    """Write how long each file of these tests took, with --rewrite-seconds."""
     if not config.getoption("--rewrite-seconds"):
         return
-    seconds = json.loads(SECONDS.read_text())
     spent: dict[str, float] = {}
     for report in (each for reports in terminalreporter.stats.values() for each in reports):
         if isinstance(report, pytest.TestReport):
             name = Path(report.nodeid.partition("::")[0]).stem
             spent[name] = spent.get(name, 0.0) + report.duration
-    seconds |= {name: round(total) for name, total in spent.items()}
-    slow = {name: total for name, total in sorted(seconds.items()) if total >= 1}
-    SECONDS.write_text(json.dumps(slow, indent=1) + "\n")
+    seconds = json.loads(SECONDS.read_text())
+    seconds[config.option.markexpr] = {
+        name: round(total) for name, total in sorted(spent.items()) if total >= 1
+    }
+    SECONDS.write_text(json.dumps(seconds, indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")
