@@ -366,8 +366,8 @@ def test_ranks_that_are_apart_are_compared_where_both_have_called() -> None:
 def test_without_a_store_only_what_is_seen_is_blamed(frozen: Frozen) -> None:
     """Ranks that live cannot answer then; the one that is stopped is the cause, and the sentence
     says that it is one rank's view."""
-    silent = [replace(ONE, rank=0), SilentRank(2, "rank 2 (h, pid 3)", ALIVE)]
-    frozen.verdict(explain_hang(silent, {1: WAITS}, store_answers=False))
+    silent = [ONE, SilentRank(0, "rank 0 (h, pid 3)", ALIVE)]
+    frozen.verdict(explain_hang(silent, {2: WAITS}, store_answers=False))
 
 
 def test_without_a_store_and_nobody_seen_the_rank_of_the_store_is_blamed(frozen: Frozen) -> None:
