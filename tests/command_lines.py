@@ -95,6 +95,20 @@ def run_ddpbench(
     return run_command([*warm_python(), "-m", "ddpbench", *words], cwd, timeout, **variables)
 
 
+AS_WARM = (
+    "import runpy, sys; sys.executable, *sys.argv[1:] = sys.argv[1:]; "
+    "runpy.run_module('ddpbench', run_name='__main__', alter_sys=True)"
+)
+
+
+def run_all_warm(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `ddpbench WORDS…` as run_ddpbench does; each Python that it starts is warm, too."""
+    folder = cwd / "warm"
+    folder.mkdir()
+    python = [*warm_python(), "-c", AS_WARM, write_warm_python(folder)]
+    return run_command([*python, *words], cwd, 2 * PATIENCE_SECONDS)
+
+
 @contextlib.contextmanager
 def running_command(words: list[str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """Start a command line in a session of its own; kill what is left of it at the end."""
