@@ -121,14 +121,17 @@ def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
 @needs_mpirun
 @pytest.mark.thorough
 def test_a_divided_model_steps_on_mpi(tmp_path: Path) -> None:
-    """HSDP over two groups of MPI is measured, and its replicas are equal after each step; the
-    ranks are mpirun's own."""
+    """HSDP over two groups of MPI is measured, and its replicas are equal after each step. The
+    ranks are mpirun's own and meet over MPI; rank 0 alone prints."""
     words = ["-m", "ddpbench.ddp", "--backend", "mpi", "--parallel", "hsdp", "--mesh", "2x1"]
     words += [*TINY[:4], *FEW, "--no-budget"]
     done = run_command([*mpirun(2), *warm_python(), *words], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     result = one(tmp_path)
     assert (result.case.mesh, result.case.world_size) == ((2, 1), 2)
+    folder, run = read_stored_run(tmp_path)
+    assert run.launches[0].launcher == "mpirun"
+    assert (folder / "table.txt").read_text() == done.stdout
     assert result.summary is not None
     assert result.replicas is not None
     assert result.replicas.ok
