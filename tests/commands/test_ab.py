@@ -241,7 +241,7 @@ def test_a_side_that_fails_says_why(
     has failed does not count as interrupted."""
     (tmp_path / "faulty_side.py").write_text(FAULTY)
     # Not in this process, whose torch.distributed the module would change for other tests.
-    run = run_all_warm if token == "rank 1" else run_ddpbench  # a warm Python needs no PYTHONHOME
+    run = run_all_warm if token == "rank 1" else run_ddpbench  # a warm Python ignores PYTHONHOME
     done = run(tmp_path, "ab", *words, "--output", "out", "--", *ONE)
     assert done.returncode == 5
     *_, sentence, _ = done.stderr.splitlines()
