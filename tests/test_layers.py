@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from stored_runs import a_case, a_result, a_run
-from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without_torch
+from without_torch import RUN_AND_PRINT_CODE, run_without_torch
 
 import ddpbench
 from ddpbench.records import store
@@ -101,17 +101,41 @@ def is_left_out(node: ast.AST, module: str) -> bool:
     return module == "ddpbench" and given_on_demand(node)
 
 
+Found = tuple[ast.Import | ast.ImportFrom | ast.Call, bool]
+
+
+@cache
+def find_imports(text: str, module: str) -> tuple[Found, ...]:
+    """What a file imports, at the top, in functions, for type checking or through import_module
+    with a constant, and whether it is left out. A file is the same in nearly every copy."""
+    found: list[Found] = []
+
+    def look(node: ast.AST, left_out: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            out = left_out or is_left_out(child, module)
+            named = isinstance(child, ast.Import | ast.ImportFrom)
+            if named or (
+                isinstance(child, ast.Call)
+                and getattr(child.func, "attr", getattr(child.func, "id", ""))
+                in ("import_module", "__import__")
+                and isinstance(child.args[0], ast.Constant)
+            ):
+                found.append((child, out))
+            look(child, out)
+
+    look(ast.parse(text), False)
+    return tuple(found)
+
+
 def imported(
-    tree: ast.AST, module: str, modules: AbstractSet[str], everything: bool = False
+    text: str, module: str, modules: AbstractSet[str], everything: bool = False
 ) -> Iterator[tuple[int, str]]:
-    """(line, module) of everything of ddpbench that this code imports, at the top, in functions,
-    for type checking, relatively or through import_module with a constant; but for what is left
-    out, unless everything is asked for. Code in ddpbench that uses what the package gives its users
-    imports the module that has it."""
-    for node in ast.iter_child_nodes(tree):
-        if not everything and is_left_out(node, module):
+    """(line, module) of everything of ddpbench that this file imports, relatively, too; but for
+    what is left out, unless everything is asked for. Code in ddpbench that uses what the package
+    gives its users imports the module that has it."""
+    for node, left_out in find_imports(text, module):
+        if left_out and not everything:
             continue
-        names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -122,25 +146,10 @@ def imported(
             within = [f"{base}.{alias.name}" for alias in node.names]
             names = [name if name in modules else base for name in within]
             names = [GIVEN.get(one, name) for one, name in zip(within, names, strict=True)]
-        elif (
-            isinstance(node, ast.Call)
-            and getattr(node.func, "attr", getattr(node.func, "id", ""))
-            in ("import_module", "__import__")
-            and isinstance(node.args[0], ast.Constant)
-        ):
+        else:
+            assert isinstance(node.args[0], ast.Constant)
             names = [str(node.args[0].value)]
-        for name in names:
-            if name.split(".")[0] == "ddpbench":
-                yield getattr(node, "lineno", 0), name
-        yield from imported(node, module, modules, everything)
-
-
-@cache
-def imports_of(
-    text: str, module: str, modules: frozenset[str], everything: bool = False
-) -> tuple[tuple[int, str], ...]:
-    """What `imported` gives for a file: of most files the same in every copy."""
-    return tuple(imported(ast.parse(text), module, modules, everything))
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "ddpbench")
 
 
 @cache
@@ -163,7 +172,7 @@ def read_imports(
     short = {path: name.removesuffix(".__init__") for path, name in names.items()}
     modules = frozenset({*names.values(), *short.values()})
     return {
-        (path, short[path]): imports_of(text, short[path], modules, everything)
+        (path, short[path]): tuple(imported(text, short[path], modules, everything))
         for path, text in texts.items()
     }
 
@@ -350,14 +359,14 @@ def test_help_loads_nothing_heavy() -> None:
     """`python -m ddpbench collectives --help` works without torch, numpy, pandas, scipy, pyarrow
     and MPI, and so does a refused option: typing is answered at once."""
     heavy = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py")
-    assert "--reduce-op" in run_without_torch(
-        RUN_DDPBENCH, "collectives", "--help", forbidden=heavy
+    program = (
+        "from ddpbench import cli\n"
+        "for words in ['--help'], ['--op', 'none']:\n"
+        "    try: cli.main(['collectives', *words])\n"
+        "    except SystemExit as end: print(end.code)"
     )
-    said = run_without_torch(
-        RUN_AND_PRINT_CODE,
-        "collectives", "--op", "none", forbidden=heavy,
-    )  # fmt: skip
-    assert said == "2\n"
+    *_, said, code = run_without_torch(program, forbidden=heavy).partition("--reduce-op")
+    assert (said, code.splitlines()[-2:]) == ("--reduce-op", ["0", "2"])
 
 
 def test_a_stored_run_is_shown_without_torch(tmp_path: Path) -> None:

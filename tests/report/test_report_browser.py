@@ -119,7 +119,8 @@ def test_a_page_is_accessible(step: Path, open_page: Open, width: int, scheme: s
 
 def test_only_charts_in_sight_are_drawn(reference: Path, open_page: Open) -> None:
     """A page opens with the charts near the window, and draws the others when they come near; on
-    a phone it never scrolls sideways."""
+    a phone it never scrolls sideways. The page of a default sweep stays below 3 MB."""
+    assert reference.stat().st_size < 3_000_000
     page = open_page(reference, PHONE)
     page.locator("figure svg[aria-hidden]").first.wait_for()
     charts = page.locator("figure[data-chart]").count()

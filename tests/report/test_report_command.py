@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_lines import ROOT, clean_environment
+from command_lines import QUICK
 from drawn import values
 from frozen import Frozen
 from in_process import Outcome, call_in_process, forbid_processes
-from patience import PATIENCE_SECONDS
+from rank_pool import RankPool
 from stored_runs import (
     a_case,
     a_launch,
@@ -26,7 +25,6 @@ from stored_runs import (
     base_and_new,
     launch_results,
 )
-from warm_python import warm_python
 from without_torch import run_without_torch
 
 from ddpbench.records import store
@@ -299,19 +297,14 @@ def test_a_page_that_cannot_be_written_is_one_sentence(
 # --- measuring commands ---------------------------------------------------------------------------
 
 
-def test_a_measured_run_has_its_page_at_the_end() -> None:
+def test_a_measured_run_has_its_page_at_the_end(pool: RankPool, home: Path) -> None:
     """`collectives --report` writes report.html into the run's folder and prints its path."""
-    words = ("collectives", "-n", "2", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4",
-             "--slice", "0.02", "--launches", "1", "--output", "mine", "--report")  # fmt: skip
-    done = subprocess.run(
-        [*warm_python(), "-m", "ddpbench", *words],
-        env={**clean_environment(), "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
-    )  # fmt: skip
+    words = ("--backend", "gloo", "--op", "all_reduce", "--sizes", "4", *QUICK)
+    done = pool.call(2, home, "collectives", *words, "--output", "mine", "--report")
     assert done.returncode in (0, 1), done.stderr
     *_, stored, written = done.stderr.splitlines()
-    assert stored.endswith(" mine")
-    assert written.endswith(" mine/report.html")
+    assert stored.endswith("mine")
+    assert written.endswith("mine/report.html")
     page = Path("mine/report.html").read_text()
     assert "all_reduce" in page
     assert "<h1>mine</h1>" in page

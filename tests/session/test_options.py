@@ -1,28 +1,21 @@
 """Options are parsed strictly; an error is one sentence from one process, with exit code 2."""
 
 import argparse
-import os
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from frozen import Frozen
-from patience import PATIENCE_SECONDS
-from warm_python import warm_python
+from in_process import Outcome, call_in_process, forbid_processes
 
-import ddpbench
 from ddpbench import collectives
 from ddpbench.catalog import backends
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.launch.placement import Refused
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.session import options
-
-ROOT = Path(ddpbench.__file__).parents[1]
 
 
 def make_parser() -> options.Parser:
@@ -218,39 +211,34 @@ LAUNCHERS: dict[str, Environ] = {
 }
 
 
-def start_ranks(words: list[str], environs: list[dict[str, str]]) -> list[subprocess.Popen[str]]:
-    """Start this command in one process per environment."""
-    command = [*warm_python(), "-m", "ddpbench", *words]
-    return [
-        subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": str(ROOT), **environ}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for environ in environs
-    ]  # fmt: skip
+def call_as(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *words: str) -> Outcome:
+    """Run a command as the process that a launcher starts with these variables."""
+    with monkeypatch.context() as patch, forbid_processes():
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        return call_in_process(words)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_under_a_launcher_rank_0_alone_speaks(launcher: str) -> None:
+def test_under_a_launcher_rank_0_alone_speaks(
+    launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If all ranks get a bad option, all end with exit code 2, and only rank 0 prints the line."""
-    words = ["collectives", "--sizes", "8:4:x2"]
-    processes = start_ranks(words, [LAUNCHERS[launcher](rank) for rank in (0, 1)])
-    outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
-    assert [out for out, _ in outputs] == ["", ""]
-    assert [err.count("\n") for _, err in outputs] == [1, 0]
-    assert outputs[0][1].startswith("ddpbench: --sizes: ")
+    words = ("collectives", "--sizes", "8:4:x2")
+    first, second = (call_as(monkeypatch, LAUNCHERS[launcher](rank), *words) for rank in (0, 1))
+    assert (first.code, first.out, first.err.count("\n")) == (2, "", 1)
+    assert first.err.startswith("ddpbench: --sizes: ")
+    assert second == Outcome(2, "", "")
 
 
-def test_an_unknown_command_is_refused_by_rank_0_alone_or_without_a_launcher() -> None:
+def test_an_unknown_command_is_refused_by_rank_0_alone_or_without_a_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An unknown command is refused by rank 0, or by a process without a launcher. If a launcher's
     variables contradict each other, no process knows its rank, and each prints the sentence."""
-    processes = start_ranks(
-        ["colectives"],
-        [{}, *(LAUNCHERS["torchrun"](rank) for rank in (0, 1)), {"RANK": "9", "WORLD_SIZE": "2"}],
-    )
-    outputs = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
-    assert [process.returncode for process in processes] == [2] * 4
-    assert [out for out, _ in outputs] == [""] * 4
-    assert [err.count("\n") for _, err in outputs] == [1, 1, 0, 1]
-    assert ["colectives" in err for _, err in outputs] == [True, True, False, True]
+    ranks = (LAUNCHERS["torchrun"](rank) for rank in (0, 1))
+    environs = [{}, *ranks, {"RANK": "9", "WORLD_SIZE": "2"}]
+    ended = [call_as(monkeypatch, environ, "colectives") for environ in environs]
+    assert [(each.code, each.out) for each in ended] == [(2, "")] * 4
+    assert [each.err.count("\n") for each in ended] == [1, 1, 0, 1]
+    assert ["colectives" in each.err for each in ended] == [True, True, False, True]
