@@ -88,6 +88,8 @@ def _ask(path: str, words: list[str]) -> int:
 
 def _serve(listener: socket.socket, path: str) -> dict[str, Any]:
     """Fork for each request until standard input ends; return, in the fork, what it must run."""
+    from pathlib import Path
+
     for name in PRELOADED:
         import_module(name)
     gc.collect()
@@ -95,7 +97,7 @@ def _serve(listener: socket.socket, path: str) -> dict[str, Any]:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         if 0 in select.select([listener, 0], [], [])[0]:
-            shutil.rmtree(os.path.dirname(path))
+            shutil.rmtree(Path(path).parent)
             os._exit(0)
         client, _ = listener.accept()
         if os.fork() == 0:
@@ -134,11 +136,12 @@ def _watch_over(client: socket.socket) -> dict[str, Any]:
 def _enter_namespaces(client: socket.socket) -> None:
     """Go to the client's network, host name and files in /etc, if it is on a simulated host."""
     import ctypes
+    from pathlib import Path
 
     pid, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     for name in ("net", "uts", "mnt"):
-        theirs = f"/proc/{pid}/ns/{name}"
-        if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{name}"):
+        theirs = Path(f"/proc/{pid}/ns/{name}")
+        if theirs.readlink() != Path(f"/proc/self/ns/{name}").readlink():
             namespace = os.open(theirs, os.O_RDONLY)
             if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
                 raise OSError(ctypes.get_errno(), f"setns {theirs}")

@@ -15,7 +15,6 @@ from torch import nn
 
 import ddpbench
 
-
 NARROW = ("unequal calls", "a fault behind another")
 
 
