@@ -194,8 +194,7 @@ class Hosts:
             host: [*torchrun, f"--node-rank={host}", f"--nproc-per-node={count}", *arguments]
             for host, count in enumerate(ranks)
         }
-        # As torchrun itself, its ranks are warm where sys.executable is.
-        return self.run(commands, cwd, seconds, PYTHON_EXEC=sys.executable, **environ)
+        return self.run(commands, cwd, seconds, **environ)
 
     def pool(self, ranks: Sequence[int]) -> RankPool:
         """Return a pool of rank processes, `ranks[i]` of them on host i; use `ask`, not `call`."""

@@ -68,7 +68,8 @@ NOT_HERE = {
 }
 # `python WARM SCRIPT WORDS…`: what the script starts with sys.executable is warm too.
 AS_WARM = (
-    "import pathlib, runpy, sys; sys.executable, *sys.argv = sys.argv[1:]; "
+    "import os, pathlib, runpy, sys; sys.executable, *sys.argv = sys.argv[1:]; "
+    "os.environ['PYTHON_EXEC'] = sys.executable; "  # of torchrun's ranks
     "sys.path[0] = str(pathlib.Path(sys.argv[0]).parent); "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
