@@ -43,9 +43,8 @@ class Done:
 
 def start_rank(prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
     """Start a rank process; `prefix` is a command that runs it elsewhere, as on another host."""
-    python = [sys.executable] if prefix else warm_python()
     return subprocess.Popen(
-        [*prefix, *python, __file__],
+        [*prefix, *warm_python(), __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -5,23 +5,34 @@ What it prints at its end is checked, never a figure.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from command_lines import ROOT, clean_environment, needs_mpirun, run_command, write_warm_python
+from command_lines import (
+    ROOT,
+    clean_environment,
+    needs_mpirun,
+    nightly,
+    run_command,
+    write_warm_python,
+)
 from patience import PATIENCE_SECONDS
 from simulated_hosts import missing
+from stored_runs import a_case, a_run, launch_results
 from warm_python import warm_python
+
+from ddpbench.records import store
 
 PERF = Path(__file__).parent / "perf"
 # Script, its words, and what it prints at its end.
 ON_THIS_HOST = [
     ("coverage", ["10"], "worst share of false verdicts: "),
     ("modes", [], "mean of logarithms"),
-    ("overhead", ["gloo", "1"], "1 launches a side; bound "),
+    ("overhead", ["gloo", "1", "0.05"], "1 launches a side; bound "),
     ("scale", ["16"], "run.json MB"),
     ("verdicts", ["noticed", "8"], "launch=0.1, cases=4, earlier=10): "),
     ("verify_cost", ["2", "1", "1"], "and gradients"),
@@ -39,7 +50,7 @@ OVER_MPI = [
 WITH_RANKS_OF_ITS_OWN = ("healthy", ["2"], "2 healthy runs, ")
 ON_SEVERAL_HOSTS = [
     ("links", ["0.05", "2.5 Gbit/s"], "readings off by more than"),
-    ("sharded_links", ["1", "64"], "these collectives"),
+    pytest.param("sharded_links", ["1", "64"], "these collectives", marks=nightly),
     ("slow_links", ["1", "one of three"], "planted Mbit/s"),
     ("step_links", ["2", "1 Gbit/s"], "of 1 off"),
 ]
@@ -57,7 +68,8 @@ NOT_HERE = {
 }
 # `python WARM SCRIPT WORDS…`: what the script starts with sys.executable is warm too.
 AS_WARM = (
-    "import pathlib, runpy, sys; sys.executable, *sys.argv = sys.argv[1:]; "
+    "import os, pathlib, runpy, sys; sys.executable, *sys.argv = sys.argv[1:]; "
+    "os.environ['PYTHON_EXEC'] = sys.executable; "  # of torchrun's ranks
     "sys.path[0] = str(pathlib.Path(sys.argv[0]).parent); "
     "runpy.run_path(sys.argv[0], run_name='__main__')"
 )
@@ -85,7 +97,7 @@ def run_script(cwd: Path, name: str, *words: str, warm: bool = True) -> str:
 def test_each_script_is_run_here_or_has_a_reason() -> None:
     """A new script must be added to a list of this file."""
     lists = (*ON_THIS_HOST, *OVER_MPI, WITH_RANKS_OF_ITS_OWN, *ON_SEVERAL_HOSTS)
-    runs = {name for name, *_ in lists}
+    runs = {name for name, *_ in (getattr(each, "values", each) for each in lists)}
     assert {path.stem for path in PERF.glob("*.py")} == runs | NOT_HERE.keys()
 
 
@@ -100,8 +112,12 @@ def test_a_script_prints_its_table(tmp_path: Path, name: str, words: list[str], 
 
 @pytest.mark.thorough
 @needs_mpirun
-def test_real_launches_are_measured_and_judged(tmp_path: Path) -> None:
-    run_script(tmp_path, "verdicts", "pool", "runs", "2", "0.02")
+def test_launches_are_measured_and_judged(tmp_path: Path) -> None:
+    run_script(tmp_path, "verdicts", "pool", "pool", "1", "0.02", "1")
+    assert all(store.read(tmp_path / "pool" / f"{each}-00").launches for each in ("gloo", "mpi"))
+    for backend, seed in itertools.product(("gloo", "mpi"), range(3)):
+        run = a_run(*launch_results(1e-3, a_case(backend=backend), seed=seed))
+        store.create(tmp_path / "runs" / f"{backend}-{seed}", run, "")
     assert "judge_tests mpi, no earlier" in run_script(tmp_path, "verdicts", "table", "runs")
 
 
@@ -119,7 +135,7 @@ def test_a_script_measures_between_hosts(
     if (why := missing()) is not None:
         assert not os.environ.get("DDPBENCH_TEST_ALL"), why
         pytest.skip(f"no simulated hosts: {why}")
-    assert end in run_script(tmp_path, name, *words, warm=False)
+    assert end in run_script(tmp_path, name, *words)
 
 
 @pytest.mark.thorough

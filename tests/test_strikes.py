@@ -1,4 +1,4 @@
-"""Five of the strikes that `strikes.py` makes at random moments."""
+"""Four of the strikes that `strikes.py` makes at random moments."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,6 @@ from strikes import Strike, try_strike
 STRIKES = [
     Strike("ddp", "gloo", SIGSTOP, "rank", 0.001),
     Strike("doctor", "gloo", SIGKILL, "rank", 0.03),
-    Strike("collectives", "mpi", SIGSTOP, "rank", 0.3),
     Strike("collectives", "mpi", SIGKILL, "mpirun", 0.5),
     Strike("ddp", "mpi", SIGKILL, "parent", 0.2),
 ]

@@ -4,7 +4,8 @@
 and without torch: it hands its words, folder, environment, cores and streams to a server, which
 forks, and runs them as `python WORDS…` would. It passes signals on and ends as the program does.
 The server has imported what others wrote, and nothing of ddpbench. `ps` shows the program's words;
-but it is no child of the caller, and /proc has the server's environment for it.
+but it is no child of the caller, and /proc has the server's environment for it. Started on a
+simulated host, it runs there.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -44,18 +48,19 @@ def warm_python() -> list[str]:
     Libraries that read the environment when they are loaded have read OMP_NUM_THREADS=1.
     """
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind("")  # Linux chooses an abstract name: nothing to clean up
+    # A file, as simulated hosts share no abstract names. The server removes it.
+    path = tempfile.mkdtemp(prefix="warm-python-") + "/socket"
+    listener.bind(path)
     listener.listen(64)
     environ = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     server = subprocess.Popen(
-        [sys.executable, __file__, "serve", str(listener.fileno()), "-" * SHOWN_BYTES],
+        [sys.executable, __file__, "serve", str(listener.fileno()), path, "-" * SHOWN_BYTES],
         stdin=subprocess.PIPE,
         pass_fds=[listener.fileno()],
         # With NVML asked whether there is a GPU, CUDA stays untouched, and forks can use it.
         env={**environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         start_new_session=True,
     )
-    name = listener.getsockname().hex()
     listener.close()
 
     def end() -> None:
@@ -64,15 +69,15 @@ def warm_python() -> list[str]:
         server.wait(30)
 
     atexit.register(end)
-    return [sys.executable, "-IS", __file__, "run", name]
+    return [sys.executable, "-IS", __file__, "run", path]
 
 
-def _ask(name: bytes, words: list[str]) -> int:
+def _ask(path: str, words: list[str]) -> int:
     """Have the server run `python WORDS…`; return its status, as `os.waitpid` does."""
     request = {"words": words, "environ": dict(os.environ), "cpus": [*os.sched_getaffinity(0)]}
     body = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(name)
+        server.connect(path)
         socket.send_fds(server, [len(body).to_bytes(4, "big")], [0, 1, 2, os.open(".", os.O_PATH)])
         server.sendall(body)
         for number in PASSED_ON:
@@ -81,8 +86,10 @@ def _ask(name: bytes, words: list[str]) -> int:
     return int.from_bytes(status, "big") if status else 1 << 8
 
 
-def _serve(listener: socket.socket) -> dict[str, Any]:
+def _serve(listener: socket.socket, path: str) -> dict[str, Any]:
     """Fork for each request until standard input ends; return, in the fork, what it must run."""
+    from pathlib import Path
+
     for name in PRELOADED:
         import_module(name)
     gc.collect()
@@ -90,6 +97,7 @@ def _serve(listener: socket.socket) -> dict[str, Any]:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         if 0 in select.select([listener, 0], [], [])[0]:
+            shutil.rmtree(Path(path).parent)
             os._exit(0)
         client, _ = listener.accept()
         if os.fork() == 0:
@@ -105,6 +113,7 @@ def _watch_over(client: socket.socket) -> dict[str, Any]:
     body = client.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
     program = os.fork()
     if program == 0:
+        _enter_namespaces(client)
         client.close()
         os.setsid()
         os.fchdir(streams.pop())
@@ -122,6 +131,21 @@ def _watch_over(client: socket.socket) -> dict[str, Any]:
             break
     client.send(os.waitpid(program, 0)[1].to_bytes(4, "big"))
     os._exit(0)
+
+
+def _enter_namespaces(client: socket.socket) -> None:
+    """Go to the client's network, host name and files in /etc, if it is on a simulated host."""
+    import ctypes
+    from pathlib import Path
+
+    pid, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    for name in ("net", "uts", "mnt"):
+        theirs = Path(f"/proc/{pid}/ns/{name}")
+        if theirs.readlink() != Path(f"/proc/self/ns/{name}").readlink():
+            namespace = os.open(theirs, os.O_RDONLY)
+            if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+                raise OSError(ctypes.get_errno(), f"setns {theirs}")
+            os.close(namespace)
 
 
 def _show_words(words: list[str]) -> None:
@@ -149,6 +173,8 @@ def _run(words: list[str], environ: dict[str, str], cpus: list[int]) -> None:
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     sys.path[:1] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if words[0] == "-u":  # torchrun's; the buffer is written at the end
+        words = words[1:]
     first, *rest = words
     sys.argv = rest if first == "-m" else words
     if first == "-m":
@@ -166,9 +192,9 @@ def _run(words: list[str], environ: dict[str, str], cpus: list[int]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        _run(**_serve(socket.socket(fileno=int(sys.argv[2]))))
+        _run(**_serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3]))
     else:
-        status = _ask(bytes.fromhex(sys.argv[2]), sys.argv[3:])
+        status = _ask(sys.argv[2], sys.argv[3:])
         if os.WIFSIGNALED(status):
             if os.WTERMSIG(status) in PASSED_ON:
                 signal.signal(os.WTERMSIG(status), signal.SIG_DFL)

@@ -6,6 +6,7 @@ import contextlib
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +18,36 @@ from warm_python import warm_python
 
 import ddpbench
 from ddpbench.hang import flight_recorder
+from ddpbench.launch.placement import find_mpirun
 
 pytestmark = pytest.mark.thorough
 
 SCRIPT = Path(__file__).parent / "watched_scripts.py"
-# So many at once do not keep each other waiting. The last of each has processes of its own.
-GLOO = (
-    ("talk", "raise", "quiet"),
-    ("store", "shape", "uneven"),
-    ("pipeline", "connect", "worker"),
-)
+AT_ONCE = 4  # so many do not keep each other waiting
+OVER_MPI = "inside"
+# Those that take longest come first.
+PLAYS = (
+    "talk", "store", OVER_MPI, "worker", "connect", "pipeline", "quiet", "raise", "shape", "uneven",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What all plays over gloo have left."""
+    """What all plays have left."""
     path = tmp_path_factory.mktemp("plays")
-    for plays in GLOO:
-        # The first plays tell what ddpbench imports: in a warm Python it may all be there.
-        python = [sys.executable] if "talk" in plays else warm_python()
-        with running_command([*python, str(SCRIPT), str(path), *plays], path) as process:
+    # The play `talk` tells what ddpbench imports: in a warm Python it may all be there.
+    pythons = {"talk": [sys.executable], OVER_MPI: [*mpirun(2), *warm_python()]}
+
+    def run(play: str) -> None:
+        words = [*pythons.get(play, warm_python()), str(SCRIPT), str(path), play]
+        with running_command(words, path) as process:
             process.wait(PATIENCE_SECONDS + 20)  # a play ends with all stacks before
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=PATIENCE_SECONDS)
-                (path / f"stdout of {plays[-1]} ended").touch()
+                _, err = process.communicate(timeout=PATIENCE_SECONDS)
+                (path / f"end of {play}").write_text(err)
+
+    with ThreadPoolExecutor(AT_ONCE) as lanes:
+        list(lanes.map(run, (each for each in PLAYS if each != OVER_MPI or find_mpirun())))
     return path
 
 
@@ -145,15 +152,13 @@ def test_a_verdict_ends_what_the_ranks_have_started(frozen: Frozen, folder: Path
     whose parent has gone."""
     codes, told, _ = said(folder, "worker")
     frozen.facts({"exit": codes, "blamed": verdict_facts(told[0])["blamed"]})
-    assert (folder / "stdout of worker ended").exists()
+    assert (folder / "end of worker").exists()
 
 
 @needs_mpirun
-def test_over_mpi_it_is_the_same(frozen: Frozen, tmp_path: Path) -> None:
+def test_over_mpi_it_is_the_same(frozen: Frozen, folder: Path) -> None:
     """A rank that is stopped inside MPI, while the other is there too: its own count tells it."""
-    words = [*mpirun(2), *warm_python(), str(SCRIPT), "-", "inside"]
-    with running_command(words, tmp_path) as process:
-        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    err = (folder / f"end of {OVER_MPI}").read_text()
     frozen.facts(stated(verdicts(err)))
     assert "SIGSTOP" in err
 

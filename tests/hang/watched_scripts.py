@@ -1,8 +1,7 @@
-"""Users' scripts under ddpbench's watchdog: `python watched_scripts.py FOLDER PLAY…`.
+"""Users' scripts under ddpbench's watchdog: `python watched_scripts.py FOLDER PLAY`.
 
-It forks two ranks for each play and runs all plays at once; under mpirun it is itself one of the
-ranks. Rank 1, or the rank that the play names, does not do its part. A play leaves PLAY.err and
-PLAY.codes in the folder.
+It forks two ranks for the play; under mpirun it is itself one of the ranks. Rank 1, or the rank
+that the play names, does not do its part. A play leaves PLAY.err and PLAY.codes in the folder.
 
 Whatever must be in time only waits for what has happened, so that a busy machine does no harm.
 """
@@ -252,26 +251,22 @@ def main(play: str) -> None:
         dist.destroy_process_group()
 
 
-def forked(folder: Path, plays: list[str]) -> str:
-    """In a rank its play; "" once all ranks are over."""
-    ranks: dict[str, list[int]] = {}
-    for play in plays:
-        port = placement.free_port()
-        for rank in range(RANKS):
-            if (child := os.fork()) == 0:
-                here = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
-                os.environ.update({k: str(v) for k, v in here.items()}, MASTER_ADDR="127.0.0.1")
-                file = os.open(folder / f"{play}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(file, 2)
-                return play
-            ranks.setdefault(play, []).append(child)
-    for play, children in ranks.items():
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        (folder / f"{play}.codes").write_text(" ".join(map(str, codes)))
-    return ""
+def forked(folder: Path, play: str) -> bool:
+    """Fork the ranks; True in a rank, False once all ranks are over."""
+    port, children = placement.free_port(), []
+    for rank in range(RANKS):
+        if (child := os.fork()) == 0:
+            here = {"RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
+            os.environ.update({k: str(v) for k, v in here.items()}, MASTER_ADDR="127.0.0.1")
+            file = os.open(folder / f"{play}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(file, 2)
+            return True
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    (folder / f"{play}.codes").write_text(" ".join(map(str, codes)))
+    return False
 
 
 if __name__ == "__main__":
-    mine = sys.argv[2]
-    if "OMPI_COMM_WORLD_RANK" in os.environ or (mine := forked(Path(sys.argv[1]), sys.argv[2:])):
-        main(mine)
+    if "OMPI_COMM_WORLD_RANK" in os.environ or forked(Path(sys.argv[1]), sys.argv[2]):
+        main(sys.argv[2])

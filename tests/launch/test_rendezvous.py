@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import socket
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,17 +12,21 @@ from typing import Any
 
 import psutil
 import pytest
-from command_lines import ROOT, clean_environment, needs_mpirun
+from command_lines import ROOT, needs_mpirun, running_command
 from patience import PATIENCE_SECONDS, wait_until
+from warm_python import warm_python
 
 from ddpbench.launch import placement, sockets
 from ddpbench.launch.placement import Refused
 
 EVERYWHERE = {"0.0.0.0", "::"}
 SWEEP = ("collectives", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.2", "--launches", "1")
-EXECUTED = (
-    "import sys; from ddpbench.launch import starters, supervise; "
-    "sys.exit(starters.start('', {}, None, 2, supervise.Deadline()))"
+# A warm Python is no child of the test: it writes its process's number.
+NUMBERED = "import os, sys; print(os.getpid(), flush=True); "
+DDPBENCH = NUMBERED + "from ddpbench import cli; sys.exit(cli.main(sys.argv[1:]))"
+EXECUTED = NUMBERED + (
+    "from ddpbench.launch import starters, supervise; "
+    "sys.exit(starters.start('', sys.argv[1:], None, 2, supervise.Deadline()))"
 )
 
 
@@ -40,22 +42,19 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
     return found
 
 
-def seen_listening(words: list[str], cwd: Path) -> set[tuple[str, int]]:
-    """All that a command and its ranks listened on until their end, which must be a good one."""
+def seen_listening(code: str, words: list[str], cwd: Path) -> set[tuple[str, int]]:
+    """All that a program and its ranks listened on until their end, which must be a good one."""
     seen: set[tuple[str, int]] = set()
-    with subprocess.Popen(
-        [sys.executable, *words], cwd=cwd, env=clean_environment(), stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
+    with running_command([*warm_python(), "-c", code, *words], cwd) as process:
+        assert process.stdout is not None
+        program = psutil.Process(int(process.stdout.readline()))
         until = time.monotonic() + PATIENCE_SECONDS
         while process.poll() is None and time.monotonic() < until:
-            try:
-                seen |= listening(psutil.Process(process.pid))
-            except psutil.Error:
-                break
+            with contextlib.suppress(psutil.Error):
+                seen |= listening(program)
             time.sleep(0.02)
-        process.terminate()
-        assert process.wait(PATIENCE_SECONDS) == 0, process.stderr and process.stderr.read()
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 0, err
     return seen
 
 
@@ -65,11 +64,11 @@ def test_on_one_host_nothing_listens_beyond_it(starter: str, tmp_path: Path) -> 
     """Of the launcher and its ranks every socket that ever listened was on loopback: the store, the
     control group, the streams that calibrate. (The tested gloo listens where gloo does in any job,
     which is told to be loopback here.)"""
-    words = ["-m", "ddpbench", *SWEEP, "--backend", "gloo", "-n", "2"]
-    if starter == "executed":
-        own = ["-m", "ddpbench", *SWEEP, "--backend", "gloo"]
-        words = ["-c", EXECUTED.format(own)]
-    seen = seen_listening(words, tmp_path)
+    words = [*SWEEP, "--backend", "gloo"]
+    if starter == "forked":
+        seen = seen_listening(DDPBENCH, [*words, "-n", "2"], tmp_path)
+    else:
+        seen = seen_listening(EXECUTED, ["-m", "ddpbench", *words], tmp_path)
     assert {address for address, _ in seen} == {"127.0.0.1"}
 
 
@@ -79,8 +78,8 @@ def test_under_mpirun_the_store_listens_on_loopback(tmp_path: Path) -> None:
     """MPI has sockets of its own, wherever it likes; the ranks' store has one, on the port given,
     and that is on loopback."""
     port = placement.free_port()
-    words = ["-m", "ddpbench", *SWEEP, "--backend", "mpi", "-n", "2", "--master-port", str(port)]
-    seen = seen_listening(words, tmp_path)
+    words = [*SWEEP, "--backend", "mpi", "-n", "2", "--master-port", str(port)]
+    seen = seen_listening(DDPBENCH, words, tmp_path)
     assert {address for address, number in seen if number == port} == {"127.0.0.1"}
 
 

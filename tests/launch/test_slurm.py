@@ -196,24 +196,25 @@ def test_a_job_and_a_direct_srun_leave_complete_runs(cluster: Cluster, tmp_path:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("how", "name"), [((), "SIGTERM"), (("--signal", "USR1"), "SIGUSR1")])
-def test_scancel_leaves_a_marked_partial_run(
-    how: tuple[str, ...], name: str, cluster: Cluster, tmp_path: Path
-) -> None:
-    """Cancelled or warned in the middle, a job's run is marked with the signal, keeps its cases,
-    and the table of what was measured still reaches the job's output."""
+def test_scancel_leaves_a_marked_partial_run(cluster: Cluster, tmp_path: Path) -> None:
+    """Of two jobs that share the nodes, one is cancelled in the middle and one is warned: each run
+    is marked with its signal, keeps its cases, and the table of what was measured still reaches the
+    job's output."""
     words = ("--op", "all_reduce", "--sizes", "4:4K:+32", "--slice", "0.1")
-    folder = tmp_path / "job"
-    job = submitted(cluster, folder, "collectives", *words)
-    assert cluster.until(lambda: measured(folder))
-    assert cluster.call("scancel", *how, job, cwd=folder).returncode == 0
-    output = folder / "results" / f"slurm-{job}.out"
-    assert cluster.until(lambda: "stored in " in output.read_text()), output.read_text()
-    assert "PARTIAL (interrupted)" in output.read_text()
-    run = store.read(store.find(str(next(folder.glob("results/*/run.json")).parent)))
-    assert (run.state, run.exit_code) == ("interrupted", 130)
-    assert name in str(run.state_reason)
-    assert run.outcomes
+    cancel = {"SIGTERM": (), "SIGUSR1": ("--signal", "USR1")}
+    jobs = {name: submitted(cluster, tmp_path / name, "collectives", *words) for name in cancel}
+    for name, job in jobs.items():
+        assert cluster.until(lambda folder=tmp_path / name: measured(folder))
+        assert cluster.call("scancel", *cancel[name], job, cwd=tmp_path).returncode == 0
+    for name, job in jobs.items():
+        output = tmp_path / name / "results" / f"slurm-{job}.out"
+        ended = cluster.until(lambda output=output: "stored in " in output.read_text())
+        assert ended, output.read_text()
+        assert "PARTIAL (interrupted)" in output.read_text()
+        run = store.read(next((tmp_path / name).glob("results/*/run.json")).parent)
+        assert (run.state, run.exit_code) == ("interrupted", 130)
+        assert name in str(run.state_reason)
+        assert run.outcomes
 
 
 @pytest.mark.thorough

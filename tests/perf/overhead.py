@@ -1,14 +1,14 @@
 """What ddpbench adds to a bare script: processes of their own, launch by launch in random order.
 
-    ./run_bench.sh python tests/perf/overhead.py [gloo|mpi …] [LAUNCHES]
+    ./run_bench.sh python tests/perf/overhead.py [gloo|mpi …] [LAUNCHES [SECONDS]]
 
 all_reduce on 2 ranks. A block has a launch of `bare.py`, one of `ddpbench collectives` and one of
 the same with `--start none`, as users run them: ranks that are forked for gloo, started by mpirun
 for mpi, where both sides use ddpbench's process group over mpi4py. LAUNCHES (20) blocks. Three
 definitions: the median and the lower quartile of the slowest rank's time after a barrier, and the
-mean over ranks and calls without one. A ratio's interval is over blocks, for all rows together 95 %
-(each row's share of 5 % is the same); fewer than 10 blocks have none. Exits with 1 where an
-interval lies above 1.02.
+mean over ranks and calls without one. A case has SECONDS (0.3). A ratio's interval is over blocks,
+for all rows together 95 % (each row's share of 5 % is the same); fewer than 10 blocks have none.
+Exits with 1 where an interval lies above 1.02.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ DEFINITIONS: dict[str, tuple[str, Callable[[Stamps], float]]] = {
 }
 
 
-def launch_bare(backend: str, out: Path, seed: int) -> dict[Case, Stamps]:
+def launch_bare(backend: str, out: Path, seed: int, seconds: float) -> dict[Case, Stamps]:
     """Run the script once: two processes in sessions of their own as torchrun's, or mpirun's."""
-    words = [BARE, backend, str(out), str(seed), str(SECONDS), *map(str, SIZES)]
+    words = [BARE, backend, str(out), str(seed), str(seconds), *map(str, SIZES)]
     if backend == "mpi":
         code = starters.mpirun(words, 2)
     else:
@@ -75,10 +75,12 @@ def launch_bare(backend: str, out: Path, seed: int) -> dict[Case, Stamps]:
     return {case: np.stack([part["{}/{}".format(*case)] for part in parts]) for case in cases}
 
 
-def launch_ddpbench(backend: str, start: str, out: Path, seed: int) -> dict[Case, Stamps]:
+def launch_ddpbench(
+    backend: str, start: str, out: Path, seed: int, seconds: float
+) -> dict[Case, Stamps]:
     """Run the command once."""
     words = ["collectives", "--device=cpu", f"--backend={backend}", "-n=2", "--op=all_reduce",
-             f"--sizes={','.join(map(str, SIZES))}", f"--slice={SECONDS}", f"--start={start}",
+             f"--sizes={','.join(map(str, SIZES))}", f"--slice={seconds}", f"--start={start}",
              "--launches=1", f"--seed={seed}", "--quiet", f"--output={out}"]  # fmt: skip
     command = [sys.executable, "-m", "ddpbench", *words]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
@@ -108,8 +110,10 @@ def compared(
 
 def main(words: Sequence[str]) -> int:
     """Measure each backend by itself: ranks that poll would take gloo's cores."""
-    blocks = next((int(word) for word in words if word.isdecimal()), LAUNCHES)
-    backends = [word for word in words if not word.isdecimal()] or ["gloo", "mpi"]
+    backends = [word for word in words if word.isalpha()] or ["gloo", "mpi"]
+    numbers = [float(word) for word in words if not word.isalpha()]
+    launches_per_side, seconds = (*numbers, *(LAUNCHES, SECONDS)[len(numbers) :])
+    blocks = int(launches_per_side)
     confidence = 1 - 0.05 / (len(backends) * len(DEFINITIONS) * len(SIZES))
     order, rows, clear = random.Random(), [], False
     for backend in backends:
@@ -119,8 +123,8 @@ def main(words: Sequence[str]) -> int:
                 for arm in order.sample(ARMS, len(ARMS)):
                     out, seed = Path(name) / f"{arm}-{block}", order.randrange(2**31)
                     launches[arm].append(
-                        launch_bare(backend, out, seed) if arm == "bare"
-                        else launch_ddpbench(backend, arm, out, seed)
+                        launch_bare(backend, out, seed, seconds) if arm == "bare"
+                        else launch_ddpbench(backend, arm, out, seed, seconds)
                     )  # fmt: skip
             for what, nbytes, theirs, ours, shift in compared(launches, confidence):
                 ratio, interval = ours / theirs, "-"

@@ -51,6 +51,7 @@ def main(batch: int, steps: int, file: Path) -> None:
     dist.all_gather_object(memories, memory)
     if dist.get_rank() == 0:
         file.write_text(json.dumps([*taken.tolist(), memories]))
+    time.sleep(0.5)  # gloo may hang where its group is freed right after a call
     dist.destroy_process_group()
 
 

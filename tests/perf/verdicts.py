@@ -1,11 +1,11 @@
 """Whether verdicts on real launches can be trusted, on this machine: all_reduce, 2 ranks.
 
-    ./run_bench.sh python tests/perf/verdicts.py pool FOLDER [RUNS [SLICE]]
+    ./run_bench.sh python tests/perf/verdicts.py pool FOLDER [RUNS [SLICE [LAUNCHES]]]
     ./run_bench.sh python tests/perf/verdicts.py table FOLDER
     ./run_bench.sh python tests/perf/verdicts.py noticed [TRIALS]
 
 pool: RUNS (12) runs of identical code per backend, gloo and mpi, 64 KiB and 4 MiB, with a SLICE of
-0.25 s per size.
+0.25 s per size and six LAUNCHES.
 table: compares every two of these runs as `compare` and the pytest plugin do, with and without five
 earlier runs. The slow-downs are planted in the samples: the times of one side are scaled.
 noticed: simulated launches with drift: how often a change of 1.5 times the one that a comparison
@@ -76,9 +76,9 @@ def print_row(title: str, planted: float, comparisons: Sequence[Sequence[Case]])
 # --- stored runs ----------------------------------------------------------------------------------
 
 
-def measure_pool(folder: Path, count: int, slice_seconds: str) -> bool:
+def measure_pool(folder: Path, count: int, slice_seconds: str, launches: str) -> bool:
     """Measure runs of identical code, the backends in turns."""
-    words = (*MEASURED, "--sizes", "64K,4M", "--launches", "6", "--slice", slice_seconds)
+    words = (*MEASURED, "--sizes", "64K,4M", "--launches", launches, "--slice", slice_seconds)
     for number, backend in itertools.product(range(count), BACKENDS):
         output = str(folder / f"{backend}-{number:02}")
         read_json(*words, "--backend", backend, "--output", output)
@@ -224,8 +224,8 @@ def print_simulated(trials: int) -> bool:
 def main(kind: str, *words: str) -> int:
     """Run one of the kinds."""
     if kind == "pool":
-        folder, count, slice_seconds = (*words, *("", "12", "0.25")[len(words) :])
-        fine = measure_pool(Path(folder), int(count), slice_seconds)
+        folder, count, *how = (*words, *("", "12", "0.25", "6")[len(words) :])
+        fine = measure_pool(Path(folder), int(count), *how)
     elif kind == "table":
         fine = print_table(Path(words[0]))
     else:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import situations
 import torch
-from command_lines import write_warm_python
+from command_lines import nightly, write_warm_python
 from torch import nn
 
 import ddpbench
 
+NARROW = ("unequal calls", "a fault behind another")
+
 
 @pytest.mark.thorough
-def test_situations_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("names", [NARROW, pytest.param(situations.PLAYS, marks=nightly)])
+def test_situations_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Iterable[str]
+) -> None:
     """Healthy ones give no error; a fault is found in its tensor, rank and step, with its cause."""
     monkeypatch.setattr(sys, "executable", write_warm_python(tmp_path))
-    names = ["optimizer LBFGS", "unequal calls", "growth", "a fault behind another", "ZeRO"]
-    assert situations.main(["--only", *names, "local SGD", "NaN payloads", "Join"]) == 0
+    assert situations.main(["--only", *names]) == 0
 
 
 def test_a_traced_model_can_be_saved() -> None:

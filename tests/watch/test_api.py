@@ -1,14 +1,13 @@
 """`ddpbench.watch(...)`: a package that can be called, its arguments, its beginning and its end."""
 
 import inspect
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import clean_environment, run_command
+from command_lines import clean_environment, nightly, run_command
 from frozen import Frozen
 from patience import PATIENCE_SECONDS
 
@@ -17,9 +16,6 @@ from ddpbench.launch.placement import free_port
 from ddpbench.records import store
 from ddpbench.watch import api, command
 
-needs_all = pytest.mark.skipif(
-    not os.environ.get("DDPBENCH_WATCH_ALL"), reason="DDPBENCH_WATCH_ALL=1 runs it"
-)
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, ddpbench
 from torch import nn
@@ -91,7 +87,7 @@ def test_a_wrong_argument_is_refused_at_once(frozen: Frozen, arguments: dict[str
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=needs_all)])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=nightly)])
 def test_one_line_in_the_script_is_enough(tmp_path: Path, when: str) -> None:
     """Before or after init_process_group; a second call returns the same watch, whose end in `with`
     gives the last report to rank 0; a forked child and a second end do nothing."""

@@ -1,11 +1,10 @@
 """Training scripts that know nothing of ddpbench, under every launcher: watched and not, the same.
 
 Exit codes, output and the digests of all parameters are compared. A few telling cells run by
-default; DDPBENCH_WATCH_ALL=1 runs the whole matrix.
+default; .ci/nightly runs the whole matrix.
 """
 
 import contextlib
-import os
 import re
 import shutil
 import signal
@@ -20,6 +19,7 @@ from command_lines import (
     ddpbench_command,
     mpirun,
     needs_mpirun,
+    nightly,
     read_stored_run,
     run_command,
     running_command,
@@ -36,9 +36,6 @@ GPT, TUTORIAL = str(SCRIPTS / "gpt.py"), str(SCRIPTS / "tutorial.py")
 WATCH = ["-m", "ddpbench.watch"]
 LONG = 2 * PATIENCE_SECONDS
 pytestmark = pytest.mark.thorough
-needs_all = pytest.mark.skipif(
-    not os.environ.get("DDPBENCH_WATCH_ALL"), reason="minutes; DDPBENCH_WATCH_ALL=1 runs it"
-)
 
 # What launchers other than torchrun leave to the user, who would write it into a job script.
 BY_HAND = (
@@ -119,10 +116,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.Comp
     [
         ("torchrun", GPT, []),
         pytest.param("mpirun", TUTORIAL, ["--workers", "2"], marks=needs_mpirun),
-        pytest.param("ddpbench", GPT, [], marks=needs_all),
-        pytest.param("torchrun", TUTORIAL, ["--workers", "2"], marks=needs_all),
-        pytest.param("ddpbench", TUTORIAL, ["--workers", "2"], marks=needs_all),
-        pytest.param("mpirun", GPT, [], marks=[needs_mpirun, needs_all]),
+        pytest.param("ddpbench", GPT, [], marks=nightly),
+        pytest.param("torchrun", TUTORIAL, ["--workers", "2"], marks=nightly),
+        pytest.param("ddpbench", TUTORIAL, ["--workers", "2"], marks=nightly),
+        pytest.param("mpirun", GPT, [], marks=[needs_mpirun, nightly]),
     ],
 )
 def test_a_watched_script_gives_the_same_results(
@@ -182,7 +179,7 @@ def test_a_terminated_job_is_stored_as_interrupted(tmp_path: Path) -> None:
 LAUNCHERS = ["torchrun", "ddpbench", pytest.param("mpirun", marks=needs_mpirun)]
 
 
-@needs_all
+@nightly
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("end", ["raise", "exit", "_exit", "9", "15"])
 def test_a_watched_script_ends_alike(tmp_path: Path, launcher: str, end: str) -> None:
@@ -197,7 +194,7 @@ def test_a_watched_script_ends_alike(tmp_path: Path, launcher: str, end: str) ->
     assert count[0] == count[1]
 
 
-@needs_all
+@nightly
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_launcher_ends_alike(
@@ -217,7 +214,7 @@ def test_an_interrupted_launcher_ends_alike(
     assert codes[0] == codes[1]
 
 
-@needs_all
+@nightly
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_a_compiled_model_gives_the_same_results(tmp_path: Path, compiler: str) -> None:
     """torch.compile around the model, inside DDP."""
@@ -233,7 +230,7 @@ def test_a_compiled_model_gives_the_same_results(tmp_path: Path, compiler: str) 
     assert_same(*runs)
 
 
-@needs_all
+@nightly
 def test_nodes_with_unequal_numbers_of_ranks(tmp_path: Path) -> None:
     """torchrun with 2 + 1 ranks: `-m ddpbench.watch train.py` is the same as `train.py`."""
     digests = []
@@ -266,7 +263,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@needs_all
+@nightly
 @pytest.mark.parametrize(
     ("script", "words"),
     [(GPT, []), (TUTORIAL, ["--workers", "2"]), (TUTORIAL, ["--end", "raise"])],
