@@ -131,6 +131,7 @@ def watch(folder: Path, kind: str) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The stored run of each kind. All run at once, as their ranks mostly sleep."""
+    warm_python()  # before the threads, which all call it
     places = [tmp_path_factory.mktemp(kind.replace(" ", "-")) for kind in KINDS]
     with ThreadPoolExecutor(len(KINDS)) as threads:
         return dict(zip(KINDS, threads.map(watch, places, KINDS), strict=True))
