@@ -30,6 +30,9 @@ ONE_SENTENCE = re.compile(r"ddpbench: [^\n]+\n")
 needs_mpirun = pytest.mark.skipif(
     placement.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
 )
+nightly = pytest.mark.skipif(
+    not os.environ.get("DDPBENCH_TEST_NIGHTLY"), reason="long: .ci/nightly runs it"
+)
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
