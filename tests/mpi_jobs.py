@@ -60,6 +60,7 @@ ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}",
     "OMP_NUM_THREADS": "1",
+    "OMPI_MCA_btl": "^ofi",  # the search for libfabric's networks takes a second
     "OMPI_MCA_mpi_yield_when_idle": "1",  # the ranks poll, and there may be fewer cores
     "I_MPI_THREAD_YIELD": "2",
 }

@@ -5,7 +5,8 @@ and without torch: it hands its words, folder, environment, cores and streams to
 forks, and runs them as `python WORDS…` would. It passes signals on and ends as the program does.
 The server has imported what others wrote, and nothing of ddpbench. `ps` shows the program's words;
 but it is no child of the caller, and /proc has the server's environment for it. Started on a
-simulated host, it runs there.
+simulated host, it runs there. With PYTHON_EXEC, which torchrun reads too, in the environment, that
+is the program's sys.executable.
 """
 
 from __future__ import annotations
@@ -170,12 +171,15 @@ def _run(words: list[str], environ: dict[str, str], cpus: list[int]) -> None:
     _show_words(words)
     if environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
+    sys.executable = environ.get("PYTHON_EXEC", sys.executable)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     sys.path[:1] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if words[0] == "-u":  # torchrun's; the buffer is written at the end
-        words = words[1:]
     first, *rest = words
+    if first == "-u":
+        sys.stdout.reconfigure(write_through=True)
+        first, *rest = words = rest
     sys.argv = rest if first == "-m" else words
     if first == "-m":
         sys.path.insert(0, str(Path.cwd()))

@@ -291,7 +291,7 @@ def test_an_mpi_rank_that_is_lost_is_named_and_nothing_is_left(
 def test_under_a_user_s_own_mpirun_the_ranks_name_it(tmp_path: Path, frozen: Frozen) -> None:
     """Nobody watches from outside then: a rank that waits in MPI_Init does, and ends the job."""
     words = [*mpirun(2), sys.executable, "-c", lost("SIGSTOP")]
-    done = run_command(words, tmp_path, TMPDIR=str(tmp_path))
+    done = run_command(words, tmp_path, TMPDIR=str(tmp_path), OMPI_MCA_btl="^ofi")
     assert done.returncode == 5, done.stderr
     pattern = r"^ddpbench: rank \d \(\S+, pid \d+\) .*\(SIGSTOP\): .*"
     (told,) = re.findall(pattern, done.stderr, re.MULTILINE)

@@ -370,6 +370,7 @@ def test_a_rank_of_mpirun_may_ask(tmp_path: Path) -> None:
     ends well. PowerSGD works there, with several buckets too."""
     outcome = tmp_path / "outcome"
     words = [*mpirun(2), *warm_python(), "-c", INSIDE, str(outcome), sys.executable]
-    done = run_command(words, tmp_path, 2 * PATIENCE_SECONDS, OMPI_MCA_mpi_yield_when_idle="1")
+    variables = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi"}
+    done = run_command(words, tmp_path, 2 * PATIENCE_SECONDS, **variables)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
     assert outcome.read_text() == "None"

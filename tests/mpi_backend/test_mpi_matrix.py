@@ -427,15 +427,20 @@ def cases(row: Row, dtype: torch.dtype, rank: int, size: int) -> list[At]:
 
 
 def survey(group: Group, row: Row, dtypes: Sequence[torch.dtype], layouts: Any = ()) -> list[str]:
-    """Try all cases of a row in all layouts, with every layout in all ways by turns."""
+    """Try all cases of a row, with every layout in all ways by turns.
+
+    A case of SOME dtypes is tried in all layouts, another one in one of them by turns.
+    """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    every = [at for dtype in dtypes for at in cases(row, dtype, rank, size)]
-    turns = product(enumerate(every), enumerate(layouts or row.layouts))
-    return [
-        fault
-        for (i, at), (j, layout) in turns
-        for fault in faults(row, at, layout, WAYS[(i + j) % 3], group)
-    ]
+    layouts, found = layouts or row.layouts, []
+    for dtype in dtypes:
+        turns = product(enumerate(cases(row, dtype, rank, size)), enumerate(layouts))
+        for (i, at), (j, layout) in turns:
+            if dtype in SOME:
+                found += faults(row, at, layout, WAYS[(i + j) % 3], group)
+            elif i % len(layouts) == j:
+                found += faults(row, at, layout, WAYS[(i // len(layouts) + j) % 3], group)
+    return found
 
 
 def survey_all(group: Group, dtypes: Sequence[torch.dtype], shapes: Any = ((3, 2),)) -> list[str]:

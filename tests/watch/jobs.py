@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -459,12 +459,14 @@ kind("group destroyed and made again", init=False)(lambda rank: _meet(rank, 2))
 # --- in the parent
 
 
-def run_ranks(name: str, ranks: int, folder: Path, words: list[str]) -> dict[str, Any]:
+def run_ranks(
+    name: str, ranks: int, folder: Path, python: list[str], words: list[str]
+) -> dict[str, Any]:
     """Run a job; return each rank's exit code, stdout and stderr, and the files written."""
     folder.mkdir()
     environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environ |= {"PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *words, __file__, "--rank-of", name]
+    command = [*python, *words, __file__, "--rank-of", name]
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -501,8 +503,8 @@ def find_differences(bare: dict[str, Any], watched: dict[str, Any], folder: Path
     return wrong
 
 
-def main(words: list[str]) -> int:
-    """Run the jobs; print the table."""
+def main(words: list[str], python: Sequence[str] = (sys.executable,)) -> int:
+    """Run the jobs in this Python; print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--verbose", action="store_true", help="print what differs")
@@ -513,7 +515,7 @@ def main(words: list[str]) -> int:
     for name in options.only:
         with tempfile.TemporaryDirectory() as place:
             bare, watched = (
-                run_ranks(name, KINDS[name][1], Path(place) / way, start)
+                run_ranks(name, KINDS[name][1], Path(place) / way, [*python], start)
                 for way, start in (("bare", []), ("watched", WATCH))
             )
             wrong = find_differences(bare, watched, Path(place) / "watched")

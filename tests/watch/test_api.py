@@ -10,6 +10,7 @@ import pytest
 from command_lines import clean_environment, nightly, run_command
 from frozen import Frozen
 from patience import PATIENCE_SECONDS
+from warm_python import warm_python
 
 import ddpbench
 from ddpbench.launch.placement import free_port
@@ -95,7 +96,7 @@ def test_one_line_in_the_script_is_enough(tmp_path: Path, when: str) -> None:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "train.py"],
+            [*warm_python(), "train.py"],
             cwd=tmp_path,
             env=clean_environment(WHEN=when, RANK=str(rank), LOCAL_RANK=str(rank), **variables),
             stdout=subprocess.PIPE,
@@ -117,7 +118,7 @@ def test_a_watch_ends_with_the_thread_that_trains(tmp_path: Path) -> None:
     """The run is complete, with all steps, where another thread than that of the watch trains and
     the process is killed right after, as by Ray Train."""
     (tmp_path / "train.py").write_text(IN_A_THREAD)
-    assert run_command([sys.executable, "train.py"], tmp_path).returncode == 0
+    assert run_command([*warm_python(), "train.py"], tmp_path).returncode == 0
     run = store.read(next((tmp_path / "results").iterdir()))
     assert run.state == "complete"
     assert (watched := run.steps[0].watched) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jobs
 import pytest
+from warm_python import warm_python
 
 pytestmark = pytest.mark.thorough
 
@@ -13,4 +14,4 @@ pytestmark = pytest.mark.thorough
 )
 def test_a_job_is_the_same_with_a_watch(kind: str) -> None:
     """Exit codes, stdout with all losses, and files; a FileStore leaves no file behind."""
-    assert jobs.main(["--only", kind, "--verbose"]) == 0
+    assert jobs.main(["--only", kind, "--verbose"], warm_python()) == 0

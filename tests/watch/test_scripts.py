@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from command_lines import (
     clean_environment,
-    ddpbench_command,
     mpirun,
     needs_mpirun,
     nightly,
@@ -25,7 +24,7 @@ from command_lines import (
     running_command,
     torchrun,
 )
-from patience import PATIENCE_SECONDS
+from patience import PATIENCE_SECONDS, wait_until
 from slurm_cluster import Cluster, explain_missing, start_cluster
 from warm_python import warm_python
 
@@ -35,7 +34,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 GPT, TUTORIAL = str(SCRIPTS / "gpt.py"), str(SCRIPTS / "tutorial.py")
 WATCH = ["-m", "ddpbench.watch"]
 LONG = 2 * PATIENCE_SECONDS
-pytestmark = pytest.mark.thorough
+STORED = "results/*/run.json"
+ONCE_STORED = ("--after", STORED)  # a job that is over at once is not
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("warm_ranks")]
 
 # What launchers other than torchrun leave to the user, who would write it into a job script.
 BY_HAND = (
@@ -57,14 +58,14 @@ def by_hand(words: list[str]) -> list[str]:
 
 def command(launcher: str, watch: bool, *script: str) -> list[str]:
     """Return the command line that starts a script in two ranks, watched or not."""
-    python = [sys.executable, *(WATCH if watch else []), *script]
+    python = [sys.executable] if launcher == "srun" else warm_python()
+    words = [*(WATCH if watch else []), *script]
     if launcher == "torchrun":
-        return [*torchrun(2), *python[1:]]
+        return [*torchrun(2), *words]
     if launcher == "ddpbench":
-        if watch:
-            return ddpbench_command("watch", "-n", "2", *script)
-        return [sys.executable, "-c", UNWATCHED, *script]
-    line = python if watch else by_hand(python)
+        start = ["-m", "ddpbench", "watch", "-n", "2"] if watch else ["-c", UNWATCHED]
+        return [*python, *start, *script]
+    line = [*python, *words] if watch else by_hand([*python, *words])
     if launcher == "mpirun":
         return [*mpirun(2), *line]
     return ["srun", "-n", "2", *line]
@@ -115,7 +116,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.Comp
     ("launcher", "script", "words"),
     [
         ("torchrun", GPT, []),
-        pytest.param("mpirun", TUTORIAL, ["--workers", "2"], marks=needs_mpirun),
+        pytest.param("mpirun", TUTORIAL, ["--workers", "1"], marks=needs_mpirun),
         pytest.param("ddpbench", GPT, [], marks=nightly),
         pytest.param("torchrun", TUTORIAL, ["--workers", "2"], marks=nightly),
         pytest.param("ddpbench", TUTORIAL, ["--workers", "2"], marks=nightly),
@@ -137,7 +138,9 @@ def test_a_watched_script_gives_the_same_results(
 def test_a_script_that_fails_under_ddpbench_gives_its_exit_code(tmp_path: Path) -> None:
     """The ranks' own exit code, 3, is that of `ddpbench watch` and of the stored run, although the
     other rank fails as well; no frame of ddpbench is in the traceback of that one."""
-    done = run_command(command("ddpbench", True, TUTORIAL, "--end", "exit"), tmp_path, LONG)
+    done = run_command(
+        command("ddpbench", True, TUTORIAL, *ONCE_STORED, "--end", "exit"), tmp_path, LONG
+    )
     assert done.returncode == 3, done.stderr
     assert "ddpbench/watch" not in done.stderr
     assert_stored(tmp_path, "failed", 3, "rank 1 ")
@@ -154,8 +157,8 @@ def assert_stored(place: Path, state: str, code: int, reason: str) -> None:
 @pytest.mark.parametrize(("end", "code"), [("raise", 1), ("hang", 5)])
 def test_the_rank_that_failed_first_is_stored(tmp_path: Path, end: str, code: int) -> None:
     """Under torchrun, which ends rank 0 with the first rank that fails, and after a verdict."""
-    timeout = "15" if end == "hang" else "60"
-    words = [*torchrun(2), *WATCH, "--timeout", timeout, TUTORIAL, "--end", end]
+    timeout = "10" if end == "hang" else "60"
+    words = [*torchrun(2), *WATCH, "--timeout", timeout, TUTORIAL, *ONCE_STORED, "--end", end]
     assert run_command(words, tmp_path, LONG).returncode == 1
     assert_stored(tmp_path, "failed", code, "rank 1")
 
@@ -167,6 +170,7 @@ def test_a_terminated_job_is_stored_as_interrupted(tmp_path: Path) -> None:
         assert process.stdout is not None
         while "epoch 3" not in process.stdout.readline():
             pass
+        wait_until(lambda: [*tmp_path.glob(STORED)], "a stored run")
         process.terminate()
         _, err = process.communicate(timeout=LONG)
     assert process.returncode == 5

@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,14 @@ from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 
 pytestmark = pytest.mark.thorough
+KINDS = {  # ranks, and the code of the finding for which the job trains
+    "checkpoint": (2, "straggler"),
+    "pipeline": (3, "straggler"),
+    "buffers": (3, "straggler"),
+    "sync batch norm": (3, "straggler"),
+    "missing": (3, "missing-ranks"),
+    "collectives": (2, "straggler"),
+}
 SCRIPT = """
 import contextlib, sys, time
 import torch
@@ -98,8 +107,9 @@ def find_late(findings: Sequence[Finding]) -> list[tuple[Any, Any]]:
     return [(f.place["rank"], f.place["phase"]) for f in findings if f.code == "straggler"]
 
 
-def watch(folder: Path, kind: str, ranks: int, wanted: str) -> Run:
-    """Run the script until a finding of this code is reported; return the stored run."""
+def watch(folder: Path, kind: str) -> Path:
+    """Run the script until the finding of this kind is reported; return the run's folder."""
+    ranks, wanted = KINDS[kind]
     (folder / "train.py").write_text(SCRIPT)
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [
@@ -115,13 +125,28 @@ def watch(folder: Path, kind: str, ranks: int, wanted: str) -> Run:
     texts = [process.communicate(timeout=2 * PATIENCE_SECONDS)[1] for process in started]
     assert [process.returncode for process in started] == [0] * ranks, texts
     (path,) = store.list_runs(folder / "results")
-    return store.read(path)
+    return path
 
 
-def test_what_a_script_does_between_steps_is_no_input(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The stored run of each kind. All run at once, as their ranks mostly sleep."""
+    warm_python()  # before the threads, which all call it
+    places = [tmp_path_factory.mktemp(kind.replace(" ", "-")) for kind in KINDS]
+    with ThreadPoolExecutor(len(KINDS)) as threads:
+        return dict(zip(KINDS, threads.map(watch, places, KINDS), strict=True))
+
+
+@pytest.fixture
+def runs(folders: dict[str, Path]) -> dict[str, Run]:
+    """The record of each run."""
+    return {kind: store.read(path) for kind, path in folders.items()}
+
+
+def test_what_a_script_does_between_steps_is_no_input(runs: dict[str, Run]) -> None:
     """In a job without a DataLoader, a checkpoint after each step is `other`, and no advice is
     about data loaders. The ranks of this job have no launcher."""
-    run = watch(tmp_path, "checkpoint", 2, "straggler")
+    run = runs["checkpoint"]
     (straggler,) = [f for f in run.findings if f.code == "straggler"]
     assert (straggler.place["rank"], straggler.place["phase"]) == (1, "other")
     assert "waits-for-input" not in {f.code for f in run.findings}
@@ -131,37 +156,37 @@ def test_what_a_script_does_between_steps_is_no_input(tmp_path: Path) -> None:
     assert run.launches[0].launcher == "no launcher"
 
 
-def test_the_slow_stage_of_a_pipeline_is_found(tmp_path: Path) -> None:
+def test_the_slow_stage_of_a_pipeline_is_found(runs: dict[str, Run]) -> None:
     """Waits for messages are blocked, those of irecv too, so that the stage is late for which the
     others wait. Advice on transfers is not given, because such a wait is none."""
-    findings = watch(tmp_path, "pipeline", 3, "straggler").findings
+    findings = runs["pipeline"].findings
     assert find_late(findings) == [(1, "forward")]
     assert "exposed-communication" not in {f.code for f in findings}
 
 
 @pytest.mark.parametrize("kind", ["buffers", "sync batch norm"])
-def test_who_is_late_is_found_wherever_ranks_meet(tmp_path: Path, kind: str) -> None:
+def test_who_is_late_is_found_wherever_ranks_meet(runs: dict[str, Run], kind: str) -> None:
     """Ranks wait for the late one in DDP's broadcast of buffers or in SyncBatchNorm. Only the rank
     that makes them wait is late, in its phase."""
-    findings = watch(tmp_path, kind, 3, "straggler").findings
-    assert find_late(findings) == [(1, "forward")]
+    assert find_late(runs[kind].findings) == [(1, "forward")]
 
 
-def test_nothing_is_said_of_all_ranks_if_some_are_missing(tmp_path: Path) -> None:
+def test_nothing_is_said_of_all_ranks_if_some_are_missing(
+    folders: dict[str, Path], runs: dict[str, Run]
+) -> None:
     """If the late rank does not report, the others wait long: no advice on communication follows
     from that, and a note counts the ranks on which the findings rest."""
-    run = watch(tmp_path, "missing", 3, "missing-ranks")
+    run = runs["missing"]
     (note,) = [f for f in run.findings if f.code == "missing-ranks"]
     assert note.place["ranks"] == [2]
     assert "2 of 3 ranks" in note.sentence
     assert "exposed-communication" not in {f.code for f in run.findings}
-    (table,) = tmp_path.glob("results/*/table.txt")
-    assert "at most ×" not in table.read_text()
+    assert "at most ×" not in (folders["missing"] / "table.txt").read_text()
 
 
-def test_steps_with_many_collectives_count_all(tmp_path: Path) -> None:
+def test_steps_with_many_collectives_count_all(runs: dict[str, Run]) -> None:
     """Of steps with 60 collectives each, the calls of a few fit into a report, and all steps."""
-    run = watch(tmp_path, "collectives", 2, "straggler")
+    run = runs["collectives"]
     assert find_late(run.findings) == [(1, "forward")]
     watched = run.steps[0].watched
     assert watched is not None

@@ -10,6 +10,7 @@ from command_lines import run_ddpbench
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 JOB = """
 import time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

@@ -1,16 +1,17 @@
 """`ddpbench watch --verify` on real ranks: faults in jobs of an unusual form."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command_lines import ddpbench_command, run_command
+from command_lines import run_ddpbench, write_warm_python
 
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
 
 pytestmark = pytest.mark.thorough
 SCRIPT = """
-import sys
+import sys, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +27,7 @@ if rank in members:
     model = DistributedDataParallel(torch.nn.Linear(8, 8), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for step in range(steps):
+        time.sleep(0.1)  # a job that is over at once may end before its ranks have met
         model(torch.ones(4, 8)).square().mean().backward()
         if kind == "by hand":
             with torch.no_grad():
@@ -41,11 +43,21 @@ dist.destroy_process_group()
 """
 
 
-def watch(folder: Path, kind: str, every: int, ranks: int = 2) -> tuple[int, list[Finding], int]:
+Watched = tuple[int, list[Finding], int]
+JOBS = {  # the words of the script, --verify, ranks
+    "skipped": ("skipped", 4, 2),
+    "by hand": ("by hand", 4, 4),
+    "never compared": ("healthy", 100, 2),
+    "healthy": ("healthy", 4, 2),
+}
+
+
+def watch(folder: Path, job: str) -> Watched:
     """Return exit code, findings and number of steps of a watched job."""
+    kind, every, ranks = JOBS[job]
     (folder / "train.py").write_text(SCRIPT)
     words = ("-n", str(ranks), "--verify", str(every), "train.py", kind)
-    done = run_command(ddpbench_command("watch", *words), folder)
+    done = run_ddpbench(folder, "watch", *words)
     (run,) = store.list_runs(folder / "results")
     record = store.read(run)
     assert record.launches[0].launcher == "ddpbench"
@@ -53,21 +65,27 @@ def watch(folder: Path, kind: str, every: int, ranks: int = 2) -> tuple[int, lis
     return done.returncode, list(record.findings), watched.steps if watched is not None else 0
 
 
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watched]:
+    """What was found in each job. All run at once, as they mostly sleep."""
+    folders = [tmp_path_factory.mktemp(job.replace(" ", "-")) for job in JOBS]
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(JOBS)) as threads:
+        patch.setenv("PYTHON_EXEC", write_warm_python(tmp_path_factory.mktemp("python")))
+        return dict(zip(JOBS, threads.map(watch, folders, JOBS), strict=True))
+
+
 def find(findings: list[Finding], severity: str, code: str = "") -> list[Finding]:
     return [f for f in findings if f.severity == severity and (not code or f.code == code)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "equal_until", "wrong"),
-    [("skipped", 2, 3, 7), ("by hand", 4, 7, 11)],
-)
+@pytest.mark.parametrize(("job", "equal_until", "wrong"), [("skipped", 3, 7), ("by hand", 7, 11)])
 def test_a_difference_is_found_at_a_point_that_the_ranks_share(
-    tmp_path: Path, kind: str, ranks: int, equal_until: int, wrong: int
+    watched: dict[str, Watched], job: str, equal_until: int, wrong: int
 ) -> None:
     """A rank skips an optimizer step; a weight changes in a job that updates by hand, whose model
     only the last two of four ranks train. Each is an error of the step in which it was compared
     next, the job does not wait, and the end counts the comparisons."""
-    code, findings, steps = watch(tmp_path, kind, 4, ranks)
+    code, findings, steps = watched[job]
     assert code == 4
     assert steps > 0
     assert {f.place["step"] for f in find(findings, "error")} == {wrong}
@@ -77,15 +95,15 @@ def test_a_difference_is_found_at_a_point_that_the_ranks_share(
     assert not find(findings, "warning", "replicas-not-compared")
 
 
-def test_replicas_that_were_never_compared_are_an_error(tmp_path: Path) -> None:
+def test_replicas_that_were_never_compared_are_an_error(watched: dict[str, Watched]) -> None:
     """So it is with --verify 100 in a job of 24 steps."""
-    code, findings, _ = watch(tmp_path, "healthy", 100)
+    code, findings, _ = watched["never compared"]
     assert (code, [f.code for f in find(findings, "error")]) == (1, ["replicas-not-compared"])
 
 
-def test_a_healthy_job_ends_as_ever(tmp_path: Path) -> None:
+def test_a_healthy_job_ends_as_ever(watched: dict[str, Watched]) -> None:
     """Its exit code is 0, and the end names each comparison."""
-    code, findings, _ = watch(tmp_path, "healthy", 4)
+    code, findings, _ = watched["healthy"]
     assert (code, find(findings, "error")) == (0, [])
     (summary,) = find(findings, "note", "replicas-compared")
     assert summary.place == {"compared": 6, "equal": 6, "step": 23}

@@ -4,6 +4,7 @@ It knows nothing of ddpbench. Started by torchrun, or by anything that sets the 
 """
 
 import argparse
+import glob
 import hashlib
 import os
 import sys
@@ -71,7 +72,7 @@ def train(arguments: argparse.Namespace, rank: int) -> None:
             loss = loss_function(model(inputs), targets)
             loss.backward()
             optimizer.step()
-            end_early(arguments.end, rank, epoch, step)
+            end_early(arguments.end, arguments.after, rank, epoch, step)
         print(f"rank {rank} epoch {epoch} loss {loss.item():.6f}", flush=True)
 
     path = f"{tempfile.gettempdir()}/checkpoint-{os.environ['MASTER_PORT']}.pt"
@@ -85,10 +86,12 @@ def train(arguments: argparse.Namespace, rank: int) -> None:
     print(f"rank {rank} of {dist.get_world_size()}: {digest(model.module)}", flush=True)
 
 
-def end_early(how: str, rank: int, epoch: int, step: int) -> None:
-    """End this rank in the middle of the training, if asked to."""
+def end_early(how: str, after: str, rank: int, epoch: int, step: int) -> None:
+    """End this rank in the middle of the training, if asked to, once a file exists."""
     if (rank, epoch, step) != (1, 1, 2) or not how:
         return
+    while after and not glob.glob(after):  # noqa: PTH207
+        time.sleep(0.1)
     if how == "raise":
         raise ValueError("rank 1 has had enough")
     if how == "hang":
@@ -106,6 +109,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--end", default="", help="raise, exit, _exit, hang, or a signal's number")
+    parser.add_argument("--after", default="", help="a file of this pattern, before --end")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     train(arguments, dist.get_rank())
