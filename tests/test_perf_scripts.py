@@ -50,7 +50,9 @@ OVER_MPI = [
 WITH_RANKS_OF_ITS_OWN = ("healthy", ["2"], "2 healthy runs, ")
 ON_SEVERAL_HOSTS = [
     ("links", ["0.05", "2.5 Gbit/s"], "readings off by more than"),
-    pytest.param("sharded_links", ["1", "64"], "these collectives", marks=nightly),
+]
+ON_SEVERAL_HOSTS_NIGHTLY = [
+    ("sharded_links", ["1", "64"], "these collectives"),
     ("slow_links", ["1", "one of three"], "planted Mbit/s"),
     ("step_links", ["2", "1 Gbit/s"], "of 1 off"),
 ]
@@ -96,8 +98,8 @@ def run_script(cwd: Path, name: str, *words: str, warm: bool = True) -> str:
 
 def test_each_script_is_run_here_or_has_a_reason() -> None:
     """A new script must be added to a list of this file."""
-    lists = (*ON_THIS_HOST, *OVER_MPI, WITH_RANKS_OF_ITS_OWN, *ON_SEVERAL_HOSTS)
-    runs = {name for name, *_ in (getattr(each, "values", each) for each in lists)}
+    several = (*ON_SEVERAL_HOSTS, *ON_SEVERAL_HOSTS_NIGHTLY)
+    runs = {name for name, *_ in (*ON_THIS_HOST, *OVER_MPI, WITH_RANKS_OF_ITS_OWN, *several)}
     assert {path.stem for path in PERF.glob("*.py")} == runs | NOT_HERE.keys()
 
 
@@ -128,7 +130,13 @@ def test_healthy_runs_raise_no_alarm(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "words", "end"), ON_SEVERAL_HOSTS)
+@pytest.mark.parametrize(
+    ("name", "words", "end"),
+    [
+        *ON_SEVERAL_HOSTS,
+        *(pytest.param(*each, marks=nightly) for each in ON_SEVERAL_HOSTS_NIGHTLY),
+    ],
+)
 def test_a_script_measures_between_hosts(
     tmp_path: Path, name: str, words: list[str], end: str
 ) -> None:
