@@ -22,7 +22,7 @@ needs_all = pytest.mark.skipif(
     not os.environ.get("DDPBENCH_WATCH_ALL"), reason="DDPBENCH_WATCH_ALL=1 runs it"
 )
 SCRIPT = """
-import os, sys, torch, torch.distributed as dist, ddpbench
+import os, sys, time, torch, torch.distributed as dist, ddpbench
 from torch import nn
 reports = []
 if os.environ["WHEN"] == "before":
@@ -34,6 +34,7 @@ model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with ddpbench.watch() as watch:
     for _ in range(20):
+        time.sleep(0.1)  # in a job that is over at once, ranks do not meet
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
 pid = os.fork()
