@@ -18,7 +18,7 @@ from ddpbench.records import store
 from ddpbench.watch import api, command
 
 SCRIPT = """
-import os, sys, torch, torch.distributed as dist, ddpbench
+import os, sys, time, torch, torch.distributed as dist, ddpbench
 from torch import nn
 reports = []
 if os.environ["WHEN"] == "before":
@@ -30,6 +30,7 @@ model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with ddpbench.watch() as watch:
     for _ in range(20):
+        time.sleep(0.1)  # in a job that is over at once, ranks do not meet
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
 pid = os.fork()

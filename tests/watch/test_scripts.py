@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,13 +29,14 @@ from slurm_cluster import Cluster, explain_missing, start_cluster
 from warm_python import warm_python
 
 from ddpbench.launch.placement import free_port
+from ddpbench.records import store
 
 SCRIPTS = Path(__file__).parent / "scripts"
 GPT, TUTORIAL = str(SCRIPTS / "gpt.py"), str(SCRIPTS / "tutorial.py")
 WATCH = ["-m", "ddpbench.watch"]
 LONG = 2 * PATIENCE_SECONDS
-STORED = "results/*/run.json"
-ONCE_STORED = ("--after", STORED)  # a job that is over at once is not
+# In a job that is over at once, ranks do not meet.
+ONCE_REPORTED = ("--epochs", "100000", "--after", "reported")
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("warm_ranks")]
 
 # What launchers other than torchrun leave to the user, who would write it into a job script.
@@ -138,12 +139,31 @@ def test_a_watched_script_gives_the_same_results(
 def test_a_script_that_fails_under_ddpbench_gives_its_exit_code(tmp_path: Path) -> None:
     """The ranks' own exit code, 3, is that of `ddpbench watch` and of the stored run, although the
     other rank fails as well; no frame of ddpbench is in the traceback of that one."""
-    done = run_command(
-        command("ddpbench", True, TUTORIAL, *ONCE_STORED, "--end", "exit"), tmp_path, LONG
-    )
-    assert done.returncode == 3, done.stderr
-    assert "ddpbench/watch" not in done.stderr
+    words = command("ddpbench", True, TUTORIAL, *ONCE_REPORTED, "--end", "exit")
+    code, err = run_until_reported(words, tmp_path)
+    assert code == 3, err
+    assert "ddpbench/watch" not in err
     assert_stored(tmp_path, "failed", 3, "rank 1 ")
+
+
+def run_until_reported(
+    words: list[str], place: Path, then: Callable[[subprocess.Popen[str]], object] = id
+) -> tuple[int, str]:
+    """Let rank 1 of a watched script end early once both ranks are in the stored run.
+
+    Calls `then` with the process that started the ranks. Returns its exit code and stderr.
+    """
+
+    def is_reported() -> bool:
+        runs = store.list_runs(place / "results")
+        return bool(runs) and len(store.read(runs[0]).launches[0].ranks) == 2
+
+    with running_command(words, place) as process:
+        wait_until(is_reported, "the first report of both ranks")
+        (place / "reported").touch()
+        then(process)
+        _, err = process.communicate(timeout=LONG)
+    return process.returncode, err
 
 
 def assert_stored(place: Path, state: str, code: int, reason: str) -> None:
@@ -158,22 +178,16 @@ def assert_stored(place: Path, state: str, code: int, reason: str) -> None:
 def test_the_rank_that_failed_first_is_stored(tmp_path: Path, end: str, code: int) -> None:
     """Under torchrun, which ends rank 0 with the first rank that fails, and after a verdict."""
     timeout = "10" if end == "hang" else "60"
-    words = [*torchrun(2), *WATCH, "--timeout", timeout, TUTORIAL, *ONCE_STORED, "--end", end]
-    assert run_command(words, tmp_path, LONG).returncode == 1
+    words = [*torchrun(2), *WATCH, "--timeout", timeout, TUTORIAL, *ONCE_REPORTED, "--end", end]
+    assert run_until_reported(words, tmp_path)[0] == 1
     assert_stored(tmp_path, "failed", code, "rank 1")
 
 
 def test_a_terminated_job_is_stored_as_interrupted(tmp_path: Path) -> None:
     """SIGTERM ends rank 0 at once; the process that started it stores and prints the table."""
-    words = command("ddpbench", True, TUTORIAL, "--epochs", "100000")
-    with running_command(words, tmp_path) as process:
-        assert process.stdout is not None
-        while "epoch 3" not in process.stdout.readline():
-            pass
-        wait_until(lambda: [*tmp_path.glob(STORED)], "a stored run")
-        process.terminate()
-        _, err = process.communicate(timeout=LONG)
-    assert process.returncode == 5
+    words = command("ddpbench", True, TUTORIAL, *ONCE_REPORTED, "--end", "hang")
+    code, err = run_until_reported(words, tmp_path, subprocess.Popen.terminate)
+    assert code == 5
     assert_stored(tmp_path, "interrupted", 5, "interrupted by SIGTERM")
     assert "stored in " in err
 
