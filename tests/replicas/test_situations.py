@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,14 @@ from torch import nn
 
 import ddpbench
 
-NARROW = ("unequal calls", "a fault behind another")
+SITUATIONS = ("unequal calls", "a fault behind another")
+MORE = ("optimizer LBFGS", "growth", "ZeRO", "local SGD", "NaN payloads", "Join")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("names", [NARROW, pytest.param(situations.PLAYS, marks=nightly)])
+@pytest.mark.parametrize("names", [SITUATIONS, pytest.param(MORE, marks=nightly)])
 def test_situations_of_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Iterable[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
     """Healthy ones give no error; a fault is found in its tensor, rank and step, with its cause."""
     monkeypatch.setattr(sys, "executable", write_warm_python(tmp_path))
