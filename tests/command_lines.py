@@ -33,9 +33,6 @@ nightly = pytest.mark.skipif(
 needs_mpirun = pytest.mark.skipif(
     placement.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
 )
-nightly = pytest.mark.skipif(
-    not os.environ.get("DDPBENCH_TEST_NIGHTLY"), reason="long: .ci/nightly runs it"
-)
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
@@ -101,18 +98,12 @@ def run_ddpbench(
     return run_command([*warm_python(), "-m", "ddpbench", *words], cwd, timeout, **variables)
 
 
-AS_WARM = (
-    "import runpy, sys; sys.executable, *sys.argv[1:] = sys.argv[1:]; "
-    "runpy.run_module('ddpbench', run_name='__main__', alter_sys=True)"
-)
-
-
 def run_all_warm(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run `ddpbench WORDS…` as run_ddpbench does; each Python that it starts is warm, too."""
     folder = cwd / "warm"
     folder.mkdir()
-    python = [*warm_python(), "-c", AS_WARM, write_warm_python(folder)]
-    return run_command([*python, *words], cwd, 2 * PATIENCE_SECONDS)
+    python = write_warm_python(folder)
+    return run_ddpbench(cwd, *words, timeout=2 * PATIENCE_SECONDS, PYTHON_EXEC=python)
 
 
 @contextlib.contextmanager

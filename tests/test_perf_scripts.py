@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from command_lines import (
     ROOT,
-    clean_environment,
     needs_mpirun,
     nightly,
     run_command,
@@ -68,28 +66,16 @@ NOT_HERE = {
     "bare": "a rank of overhead",
     "train": "a rank of watch_cost",
 }
-# `python WARM SCRIPT WORDS…`: what the script starts with sys.executable is warm too.
-AS_WARM = (
-    "import os, pathlib, runpy, sys; sys.executable, *sys.argv = sys.argv[1:]; "
-    "os.environ['PYTHON_EXEC'] = sys.executable; "  # of torchrun's ranks
-    "sys.path[0] = str(pathlib.Path(sys.argv[0]).parent); "
-    "runpy.run_path(sys.argv[0], run_name='__main__')"
-)
 
 
 def run_script(cwd: Path, name: str, *words: str, warm: bool = True) -> str:
     """Run a script to its end and return what it prints."""
     command = [str(PERF / f"{name}.py"), *words]
-    python = [*warm_python(), "-c", AS_WARM, write_warm_python(cwd)] if warm else [sys.executable]
-    done = subprocess.run(
-        [*python, *command],
-        cwd=cwd,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENCE_SECONDS,
-        check=False,
-    )
+    if warm:  # with all that it starts
+        python, extra = warm_python(), {"PYTHON_EXEC": write_warm_python(cwd)}
+    else:
+        python, extra = [sys.executable], {}
+    done = run_command([*python, *command], cwd, 4 * PATIENCE_SECONDS, **extra)
     codes = (0, 1) if name in JUDGES else (0,)
     assert done.returncode in codes, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
