@@ -61,8 +61,6 @@ class RankPool:
 
     def call(self, world_size: int, cwd: Path, *words: str, **variables: str) -> Done:
         """Run a command line of ddpbench in `world_size` ranks, which meet over a file in `cwd`."""
-        while len(self.processes) < world_size:
-            self.processes.append(start_rank())
         self.calls += 1
         meeting = cwd / f"meeting-{self.calls}"
         environs = [
@@ -73,6 +71,8 @@ class RankPool:
     def ask(self, cwd: Path, environs: Sequence[dict[str, str]], *words: str) -> Done:
         """Run a command line in one rank per environment; return its output and highest code."""
         world_size = len(environs)
+        while len(self.processes) < world_size:
+            self.processes.append(start_rank())
         for process, environ in zip(self.processes, environs, strict=False):
             order = {
                 "environ": {**environ, "WORLD_SIZE": str(world_size)},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -188,15 +187,7 @@ def test_of_one_clock_nothing_is_asked() -> None:
 # --- real ranks -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def far(pool: RankPool, tmp_path: Path) -> Iterator[RankPool]:
-    """Three ranks of the pool; they read the true clock again afterwards."""
-    pool.call(3, tmp_path, "--version")
-    yield pool
-    pool.ask(Path.cwd(), [{"AHEAD_NS": ""}] * 3, "--version")
-
-
-def test_planted_offsets_are_found_and_corrected(far: RankPool, tmp_path: Path) -> None:
+def test_planted_offsets_are_found_and_corrected(pool: RankPool, tmp_path: Path) -> None:
     """Three ranks, two with clocks of their own, a day ahead and 2 s behind: each offset is found
     to within its bound, and in the stored stamps no rank leaves an all_reduce before all are in."""
     planted = (0, 86_400_000_000_007, -2_000_000_000)
@@ -204,7 +195,7 @@ def test_planted_offsets_are_found_and_corrected(far: RankPool, tmp_path: Path) 
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "AHEAD_NS": str(ns) if rank else ""}
         for rank, ns in enumerate(planted)
     ]
-    done = far.ask(
+    done = pool.ask(
         tmp_path, environs, "collectives", "--import", "shifted_clock", "--backend", "gloo", "--op",
         "all_reduce", "--sizes", "4,4M", "--slice", "0.2", "--limit", "100",
         "--output", "run", "--init-method", f"file://{tmp_path / 'meeting'}",
