@@ -19,7 +19,7 @@ usage: run_bench.sh COMMAND [arguments passed on]
   all      measure every available backend, on the CPU and on the GPUs if there are any
   slurm    submit a Slurm job: run_bench.sh slurm -N2 -n4 [sbatch options] [-- COMMAND …]
   regress  measure the speed of ddpbench (tests/perf); exit code 1 if it is slower than before
-  test     run the tests that take minutes; test --all: all; other arguments go to pytest
+  test     run the tests for every change; test --all runs all tests; other arguments go to pytest
   python   run the environment's Python: run_bench.sh python script.py
 
 The other commands of ddpbench work too, as in `run_bench.sh doctor -n 4`:

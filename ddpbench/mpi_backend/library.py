@@ -147,8 +147,7 @@ def _set_yield() -> Any:
 def yield_core() -> Iterator[None]:
     """Let MPI calls yield their core while they wait, for threads beside one that computes.
 
-    It costs a small call a microsecond, and made a DDP step 1.2 times as fast with one core per
-    rank.
+    It costs a small call a microsecond. A DDP step is faster with it where each rank has one core.
     """
     global _yielding, _before
     if (switch := _set_yield()) is None:
