@@ -17,7 +17,7 @@ from simulated_hosts import Hosts, missing
 if TYPE_CHECKING:
     from simulated_gpu import SimulatedGpu
 
-SECONDS = Path(__file__).parent / "seconds.json"  # by the tests that -m selects: seconds of a file
+SECONDS = Path(__file__).parent / "seconds.json"  # expression after -m → test file → its seconds
 ATTEMPTS = 3  # of a test that asserts a measured time; pytest prints which needed more than one
 
 

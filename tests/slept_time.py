@@ -6,8 +6,8 @@ from __future__ import annotations
 class SleptTime:
     """Stands for the module `time`."""
 
-    def __init__(self) -> None:
-        self.now = 1e9
+    def __init__(self, now: float = 1e9) -> None:
+        self.now = now
 
     def time(self) -> float:
         """Return the seconds slept so far, after a start in the past."""

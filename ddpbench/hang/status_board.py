@@ -20,11 +20,12 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from ddpbench.hang.self_report import RankIdentity, observe_state
 from ddpbench.hang.status import ALIVE, DIED, LEFT, OVER, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family, sockets
+from ddpbench.launch.clock import Clock
 from ddpbench.records import codec, redact
 from ddpbench.records.terminal_text import escape_lines
 
@@ -37,13 +38,6 @@ PRINT_SECONDS = 2.0
 POLL_SECONDS = 0.05  # between two looks at a key
 STORE_TIMEOUT = timedelta(seconds=5)
 CLOSE_SECONDS = 0.5
-
-
-class Clock(Protocol):
-    """The part of the module `time` by which ranks wait for each other."""
-
-    def monotonic(self) -> float: ...
-    def sleep(self, seconds: float, /) -> None: ...
 
 
 class Address(NamedTuple):

@@ -23,9 +23,10 @@ from typing import Any
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.hooks import HOOKS
+from ddpbench.launch.clock import Clock
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import throwaway_ranks
-from ddpbench.measure.throwaway_ranks import Clock, Report, Trial
+from ddpbench.measure.throwaway_ranks import Report, Trial
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.world import World
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -55,16 +55,6 @@ Report = Callable[..., None]  # (kind, text): report what this rank is doing
 Attempt = Callable[[World, Report], None]  # one rank's part
 
 
-class Clock(Protocol):
-    """How the time of a trial is judged: by the module `time`, or by a clock of a test."""
-
-    def time(self) -> float: ...
-
-    def monotonic(self) -> float: ...
-
-    def sleep(self, seconds: float, /) -> None: ...
-
-
 @dataclass(frozen=True)
 class Request:
     """The ranks of a trial, sent to them as JSON. A subclass adds what they try."""
@@ -83,7 +73,7 @@ class State(NamedTuple):
     rank: int
     kind: str  # "doing", "failed", "works", or a kind that the attempt adds
     text: str
-    since: float  # as Clock.time
+    since: float  # time.time()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from nccl_entries import GROUP, NcclRecorder
+from slept_time import SleptTime
 
 from ddpbench.hang import cuda, flight_recorder, guard, self_report, status_board
 from ddpbench.hang.flight_recorder import Flight
@@ -21,20 +22,6 @@ from ddpbench.hang.status_board import Board
 
 TIMEOUT = 100.0
 PATIENCE = 1.25 * TIMEOUT + 2 * BEAT_SECONDS  # with a rank that calls nothing
-
-
-class FakeClock:
-    """A clock that goes on only where somebody sleeps."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        """Return the seconds since the beginning."""
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        """Be so much later."""
-        self.now += seconds
 
 
 class DirectClient:
@@ -80,7 +67,7 @@ class Watched:
     """Rank 0 of two under a watchdog with end=False; rank 1 reports only what a test writes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, flight: Any = None) -> None:
-        self.clock, self.flight = FakeClock(), flight or FakeFlight()
+        self.clock, self.flight = SleptTime(0.0), flight or FakeFlight()
         self.status, self.state = COMPUTES, ALIVE
         self.printed: list[tuple[float, str]] = []
 

@@ -36,8 +36,9 @@ from ddpbench.doctor.capabilities.verdicts import (
     Verdict,
 )
 from ddpbench.doctor.context import Context, Outcome
+from ddpbench.launch.clock import Clock
 from ddpbench.measure import memory, throwaway_ranks
-from ddpbench.measure.throwaway_ranks import Clock, Trial
+from ddpbench.measure.throwaway_ranks import Trial
 from ddpbench.records.wording import counted
 from ddpbench.runtime import control, devices
 
