@@ -127,8 +127,9 @@ def test_the_late_rank_is_found_with_its_phase(
 
 
 def test_load_loss_and_recorded_values_are_stored(results: list[dict[str, Any]]) -> None:
-    """The timeline has the load of the ranks, a loss that both computed in a step up to then, and
-    the median of the values that they recorded."""
+    """The timeline has the load of the ranks, and the medians over the ranks of the loss and of the
+    values that they recorded. The ranks may have read their losses in different steps up to then.
+    """
     folder = Path(results[0]["straggler"]["folder"]) / results[0]["straggler"]["last"]["run"]
     watched = store.read(folder).steps[0].watched
     assert watched is not None
@@ -138,7 +139,8 @@ def test_load_loss_and_recorded_values_are_stored(results: list[dict[str, Any]])
     losses = [(each.step, each.loss) for each in watched.moments if each.loss is not None]
     assert losses
     for step, loss in losses:
-        assert loss in [pytest.approx(each, rel=1e-4) for each in computed[: step + 1]], step
+        up_to_then = computed[: step + 1]
+        assert min(up_to_then) * 0.999 < loss < max(up_to_then) * 1.001, step
     values = [moment.values for moment in watched.moments if moment.values]
     assert values
     assert all(one == {"validation loss": 1.0} for one in values)
