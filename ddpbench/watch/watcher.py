@@ -56,7 +56,7 @@ from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pa
 
 POLL_SECONDS = 0.2  # between two looks for a process group
 LOAD_SECONDS = 1.0  # a load over less may be that of the job's end
-CLOSE_SECONDS = 8.0  # for the last windows of all ranks
+CLOSE_SECONDS = 60.0  # for a disk; the waits for other ranks have limits of their own, 7 s in all
 OUTPUT_SHARE = 2e-3  # of the time that rank 0 may spend on findings and outputs
 OUTPUT_SECONDS = 30.0  # from one output to the next at the latest
 
@@ -160,7 +160,7 @@ class Watcher:
     def _watch_for_hangs(self) -> None:
         if self._settings.timeout and self._guard is None:
             # The script may have one on, or may have destroyed its groups just now.
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, ValueError):
                 self._guard = guard.watchdog(self._settings.timeout)
 
     def _fail(self, error: Exception) -> None:
@@ -268,6 +268,9 @@ class _Reports:
         from torch.distributed.distributed_c10d import _get_default_store
 
         rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        name = str(dist.get_backend())
+        # First of all: a short script may end its group while the other parts are made.
+        self._transport = Transport(_get_default_store(), prefix, rank, self._world_size)
         self._history, self._findings = History(), tuple[Finding, ...]()
         self._newest_ns, self._group_sizes = Counter[str](), Counter[str]()  # by group
         self._results = settings.output or Path("results").absolute()
@@ -281,11 +284,9 @@ class _Reports:
         if rank == 0:
             import scipy.special  # noqa: F401  # else analysis.stats does, in a watched step
 
-            job = identify_job(settings.script, settings.verify)
+            job = identify_job(settings.script, settings.verify, name, self._world_size)
             self._backend, self._outputs = job.case.backend, Outputs(settings, job)
-        self._transport = Transport(
-            _get_default_store(), prefix, rank, self._world_size, folder=f"{self.folder or ''}"
-        )
+            self._transport.publish_folder(f"{self.folder or ''}")
         self._end = End("complete", None, 0)
 
     def seconds_to_round(self) -> float:

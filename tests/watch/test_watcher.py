@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from command_lines import run_command
 from frozen import Frozen
+from patience import PATIENCE_SECONDS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
@@ -90,6 +91,22 @@ def refuse(self: object) -> Any:
     raise OSError("no such socket")
 
 
+def end_a_job_at_once(rank: int, folder: Path) -> None:
+    """Destroy the process group while rank 0 still sets up its watch."""
+    begun, ended, identify = threading.Event(), threading.Event(), watcher.identify_job
+
+    def identify_late(*words: Any) -> Any:
+        begun.set()
+        assert ended.wait(PATIENCE_SECONDS)
+        return identify(*words)
+
+    watcher.identify_job = identify_late
+    with ddpbench.watch(output=folder / "short"):
+        assert rank or begun.wait(PATIENCE_SECONDS)
+        dist.destroy_process_group()
+        ended.set()
+
+
 def run_rank(folder: Path) -> int:
     """Play all jobs, and store what each showed in this rank."""
     rank = int(os.environ["DDPBENCH_RANK"])
@@ -101,8 +118,8 @@ def run_rank(folder: Path) -> int:
     results["error"] = watch_with_an_error(rank)
     results["restored"] = torch.autograd.backward is backward
     results["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("ddpbench")]
+    end_a_job_at_once(rank, folder)
     (folder / f"{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
     return 0
 
 
@@ -148,6 +165,13 @@ def test_load_loss_and_recorded_values_are_stored(results: list[dict[str, Any]])
     assert loads
     assert all(0 < load.cpu_cores <= load.most_cpu_cores for load in loads)
     assert all(1e7 < load.memory_nbytes < 1e11 for load in loads)
+
+
+def test_a_job_that_is_over_at_once_is_complete(results: list[dict[str, Any]]) -> None:
+    """The stored run says so, although the group was gone before its watch was set up."""
+    results_folder = Path(results[0]["straggler"]["folder"]).with_name("short")
+    (run,) = map(store.read, results_folder.iterdir())
+    assert run.state == "complete"
 
 
 def test_a_watched_job_computes_the_same(results: list[dict[str, Any]]) -> None:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ddpbench.hang.status_board import Address, StoreClient, await_server, find_store, unwrap
+from ddpbench.hang.status_board import (
+    STORE_TIMEOUT,
+    Address,
+    StoreClient,
+    await_server,
+    find_store,
+    unwrap,
+)
 from ddpbench.watch.window import HostWindow
 
 if TYPE_CHECKING:
@@ -45,7 +52,9 @@ class HostReports:
         import torch.distributed as dist
 
         self._prefix, self._is_file = prefix, isinstance(unwrap(store), dist.FileStore)
-        self._place, self._was_open = find_store(store), False
+        self._place = find_store(store)
+        if isinstance(self._place, Address):  # a watch waits for less than the job itself
+            self._place = self._place._replace(timeout=STORE_TIMEOUT)
         self._client: StoreClient | None = None
         self._retry_at = 0.0
         self._folder = ""  # of the keys of the job with this token
@@ -143,20 +152,13 @@ class HostReports:
             self.close()
             self._retry_at = time.monotonic() + RETRY_SECONDS
         if self._client is None and time.monotonic() >= self._retry_at:
-            if not self._was_open or self._is_reachable():
-                self._client, self._was_open = StoreClient(self._place), True
-            else:
+            try:
+                if isinstance(self._place, Address):
+                    await_server(self._place, REACH_SECONDS)
+                self._client = StoreClient(self._place)
+            except RuntimeError:  # the store may have ended with its process group
                 self._retry_at = time.monotonic() + RETRY_SECONDS
         return None if self._client is None else self._client.request(seconds, function)
-
-    def _is_reachable(self) -> bool:
-        """Whether a client could connect again, after the store had closed the connection."""
-        if isinstance(self._place, Address):
-            try:
-                await_server(self._place, REACH_SECONDS)
-            except RuntimeError:
-                return False
-        return True
 
     def _find_slot(self, store: dist.Store, host: str) -> int:
         """This host's number: that of an earlier leader, or the next one."""

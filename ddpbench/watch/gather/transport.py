@@ -7,7 +7,7 @@ steps in common. The leader of rank 0's host is rank 0.
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -40,8 +40,8 @@ class Transport:
     """One rank's part of it. Where something does not answer, windows are lost.
 
     prefix: of the keys in the store, the same in all ranks, another one for each watch of a job;
-    period: seconds from one round to the next, the same in all ranks; folder: of the stored
-    run; clock: by which rounds begin and waits end.
+    period: seconds from one round to the next, the same in all ranks; clock: by which rounds begin
+    and waits end.
     """
 
     def __init__(
@@ -51,7 +51,6 @@ class Transport:
         rank: int,
         world_size: int,
         period: float = PERIOD,
-        folder: str = "",
         clock: Clock = CLOCK,
     ) -> None:
         self._clock = clock
@@ -68,10 +67,12 @@ class Transport:
         self._offset, self._compare_at = Offset(), 0.0
         self._clock_server: ClockServer | None = None
         if rank == 0 and world_size > 1:
-            self._job = Job(secrets.token_bytes(TOKEN_NBYTES), self._addresses, folder=folder)
+            self._job = Job(secrets.token_bytes(TOKEN_NBYTES), self._addresses)
             self._mailbox = Mailbox(self._job.token, self._guess_ranks(), clock)
             self._mailbox.lead()  # before any other rank knows the name
             self._reports.publish_job(self._job)
+        elif world_size > 1:
+            self._meet(0.0)  # connects now: a short job has ended its store before the first round
 
     def seconds_to_round(self) -> float:
         """Return the time until the next round begins, when `exchange` is to be called."""
@@ -106,9 +107,14 @@ class Transport:
                 return []
         return self._lead(mailbox, number, window)
 
+    def publish_folder(self, folder: str) -> None:
+        """Let the other ranks know the folder of the stored run. Only rank 0 calls it."""
+        self._republish(folder=folder)
+
     def find_folder(self) -> str:
         """Return the folder of the stored run; "" if there is none, or it cannot be known."""
-        self._meet(MEET_SECONDS)
+        if self._meet(MEET_SECONDS) is not None and self._job is not None and not self._job.folder:
+            self._job = self._reports.read_job() or self._job
         return self._job.folder if self._job is not None else ""
 
     def close(self) -> None:
@@ -201,8 +207,11 @@ class Transport:
     def _serve_clock(self) -> None:
         if self._clock_server is None and self._job is not None:
             self._clock_server = ClockServer(self._job.token)
-            port = self._clock_server.port
-            self._job = msgspec.structs.replace(self._job, port=port)
+            self._republish(port=self._clock_server.port)
+
+    def _republish(self, **known: Any) -> None:
+        if self._job is not None:
+            self._job = msgspec.structs.replace(self._job, **known)
             self._reports.publish_job(self._job)
 
     def _compare_clocks(self, number: int) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from ddpbench.catalog import backends
 from ddpbench.launch import placement
@@ -36,12 +35,12 @@ class Job:
         return replace(self, case=case, launch=replace(self.launch, ranks=tuple(ranks)))
 
 
-def identify_job(script: str, verify: int) -> Job:
-    """Return the job of this process, once its default process group exists. Runs in rank 0.
+def identify_job(script: str, verify: int, name: str, world_size: int) -> Job:
+    """Return the job of this process. Runs in rank 0.
 
-    script: its name for titles, or "" for that of the running program.
+    script: its name for titles, or "" for that of the running program. name: of its default
+    process group's backend, in torch; world_size: the number of its ranks.
     """
-    name = str(dist.get_backend())
     kind = devices.preferred()
     device = "cpu" if kind.in_use() is None else kind.name
     backend = backends.get("mpi" if name == NAME else name)
@@ -51,7 +50,7 @@ def identify_job(script: str, verify: int) -> Job:
         provider=backend.provider(device),
         library=backend.library(),
         launcher=placement.name_launcher(),
-        world_size=dist.get_world_size(),
+        world_size=world_size,
         facts=environment.run_facts(),
         started=store.format_now(),
         cases=1,
