@@ -27,9 +27,6 @@ ROOT = TESTS.parent
 QUICK = ("--slice", "0.1", "--timeout", "60", "--launches", "1")
 ONE_SENTENCE = re.compile(r"ddpbench: [^\n]+\n")
 
-nightly = pytest.mark.skipif(
-    not os.environ.get("DDPBENCH_TEST_NIGHTLY"), reason="long: .ci/nightly runs it"
-)
 needs_mpirun = pytest.mark.skipif(
     placement.find_mpirun() is None, reason="there is no mpirun: install the extra `mpi`"
 )

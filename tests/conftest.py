@@ -45,6 +45,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -seconds.get(item.path.stem, 0.0))
     for item in filter(measures.get, items):
         item.add_marker(pytest.mark.flaky(reruns=ATTEMPTS - 1))
+    if not os.environ.get("DDPBENCH_TEST_NIGHTLY"):
+        skip = pytest.mark.skip(reason="long: .ci/nightly runs it")
+        for item in items:
+            if item.get_closest_marker("nightly"):
+                item.add_marker(skip)
 
 
 def pytest_terminal_summary(

@@ -22,7 +22,6 @@ from command_lines import (
     ddpbench_command,
     end_facts,
     needs_mpirun,
-    nightly,
     read_stored_run,
     run_all_warm,
     run_ddpbench,
@@ -302,7 +301,7 @@ def test_a_dead_rank_is_named_and_the_rest_is_kept(tmp_path: Path, frozen: Froze
 
 @pytest.mark.parametrize(
     ("fault", "deadline"),
-    [("raise:1", "60"), pytest.param("hang:1", "20", marks=[pytest.mark.thorough, nightly])],
+    [("raise:1", "60"), pytest.param("hang:1", "20", marks=pytest.mark.nightly)],
     ids=["raise:1", "hang:1"],
 )
 def test_a_rank_that_raises_or_sleeps_is_named_with_its_line(
@@ -339,7 +338,9 @@ def test_a_short_case_tells_a_busy_host(pool: RankPool, tmp_path: Path) -> None:
     assert (result.others_share or 0) > BUSY_SHARE
 
 
-@pytest.mark.parametrize("backend", ["gloo", thorough_on_mpi("mpi")])
+@pytest.mark.parametrize(
+    "backend", ["gloo", pytest.param("mpi", marks=[needs_mpirun, pytest.mark.nightly])]
+)
 def test_ctrl_c_leaves_a_partial_marked_result(
     tmp_path: Path, frozen: Frozen, backend: str
 ) -> None:

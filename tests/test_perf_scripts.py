@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_lines import (
     ROOT,
     needs_mpirun,
-    nightly,
     run_command,
     write_warm_python,
 )
@@ -46,12 +46,13 @@ OVER_MPI = [
 WITH_RANKS_OF_ITS_OWN = ("healthy", ["2"], "2 healthy runs, ")
 ON_SEVERAL_HOSTS = [
     ("links", ["0.05", "2.5 Gbit/s"], "readings off by more than"),
-]
-ON_SEVERAL_HOSTS_NIGHTLY = [
     ("sharded_links", ["1", "64"], "these collectives"),
     ("slow_links", ["1", "one of three"], "planted Mbit/s"),
     ("step_links", ["2", "1 Gbit/s"], "of 1 off"),
 ]
+# These take more than ten seconds.
+NIGHTLY = {"healthy", "links", "mpi_speed", "overhead", "sharded_links", "slow_links", "step_links",
+           "watch_cost", "watch_stragglers"}  # fmt: skip
 # These judge measured figures, which may be bad here, and then exit with 1.
 JUDGES = {
     "coverage", "links", "overhead", "sharded_links", "slow_links", "step_links", "verdicts",
@@ -64,6 +65,12 @@ NOT_HERE = {
     "bare": "a rank of overhead",
     "train": "a rank of watch_cost",
 }
+
+
+def script(name: str, *rest: Any, marks: tuple[pytest.MarkDecorator, ...] = ()) -> Any:
+    """One of the scripts as a case of a test."""
+    marks = (*marks, *([pytest.mark.nightly] if name in NIGHTLY else []))
+    return pytest.param(name, *rest, marks=marks)
 
 
 def run_script(cwd: Path, name: str, *words: str, warm: bool = True) -> str:
@@ -82,15 +89,16 @@ def run_script(cwd: Path, name: str, *words: str, warm: bool = True) -> str:
 
 def test_each_script_is_run_here_or_has_a_reason() -> None:
     """A new script must be added to a list of this file."""
-    several = (*ON_SEVERAL_HOSTS, *ON_SEVERAL_HOSTS_NIGHTLY)
-    runs = {name for name, *_ in (*ON_THIS_HOST, *OVER_MPI, WITH_RANKS_OF_ITS_OWN, *several)}
+    here = (*ON_THIS_HOST, *OVER_MPI, WITH_RANKS_OF_ITS_OWN)
+    runs = {name for name, *_ in (*here, *ON_SEVERAL_HOSTS)}
     assert {path.stem for path in PERF.glob("*.py")} == runs | NOT_HERE.keys()
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "words", "end"),
-    [*ON_THIS_HOST, *(pytest.param(*each, marks=needs_mpirun) for each in OVER_MPI)],
+    [script(*each) for each in ON_THIS_HOST]
+    + [script(*each, marks=(needs_mpirun,)) for each in OVER_MPI],
 )
 def test_a_script_prints_its_table(tmp_path: Path, name: str, words: list[str], end: str) -> None:
     assert end in run_script(tmp_path, name, *words)
@@ -108,6 +116,7 @@ def test_launches_are_measured_and_judged(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.nightly
 def test_healthy_runs_raise_no_alarm(tmp_path: Path) -> None:
     name, words, end = WITH_RANKS_OF_ITS_OWN
     assert end in run_script(tmp_path, name, *words, warm=False)
@@ -117,10 +126,7 @@ def test_healthy_runs_raise_no_alarm(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("hosts")  # skipped or failed where there can be none
 @pytest.mark.parametrize(
     ("name", "words", "end"),
-    [
-        *ON_SEVERAL_HOSTS,
-        *(pytest.param(*each, marks=nightly) for each in ON_SEVERAL_HOSTS_NIGHTLY),
-    ],
+    [script(*each) for each in ON_SEVERAL_HOSTS],
 )
 def test_a_script_measures_between_hosts(
     tmp_path: Path, name: str, words: list[str], end: str
@@ -128,6 +134,7 @@ def test_a_script_measures_between_hosts(
     assert end in run_script(tmp_path, name, *words)
 
 
+@pytest.mark.nightly
 @pytest.mark.thorough
 def test_a_test_of_speed_passes(tmp_path: Path) -> None:
     """One of those that `./run_bench.sh regress` runs, with a single launch."""

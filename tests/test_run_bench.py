@@ -389,6 +389,7 @@ def test_arguments_and_exit_code_pass_through(checkout: Path, active: Path) -> N
         assert f"python -m ddpbench {' '.join(own)}" in result.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.thorough
 def test_what_is_missing_is_installed_beside_the_torch_at_hand(
     checkout: Path, tmp_path: Path

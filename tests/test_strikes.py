@@ -16,6 +16,7 @@ STRIKES = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.thorough
 @needs_mpirun
 def test_a_strike_is_named_in_time_and_leaves_nothing() -> None:

@@ -229,7 +229,12 @@ ONE = (
     ("words", "side", "token"),
     [
         (("--a", "", "--b", "RAISED=1"), "side b", "rank 1"),
-        (("--a", "PYTHONHOME=/nowhere", "--b", ""), "side a", "encodings"),
+        pytest.param(
+            ("--a", "PYTHONHOME=/nowhere", "--b", ""),
+            "side a",
+            "encodings",
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=("raised", "not started"),
 )

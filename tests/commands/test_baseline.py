@@ -380,6 +380,7 @@ OPERATIONS["exchange"] = replace(plain, name="exchange", bind=bind)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.thorough
 def test_a_check_measures_the_users_operation_again(tmp_path: Path) -> None:
     """With --import, as it is now: 5 ms slower. The label and the commit of the repository around

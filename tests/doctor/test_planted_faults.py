@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import ddpbench_command, nightly, read_stored_run, run_command, run_ddpbench
+from command_lines import ddpbench_command, read_stored_run, run_command, run_ddpbench
 from frozen import Frozen
 from patience import PATIENCE_SECONDS
 from rank_pool import RankPool
@@ -233,7 +233,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[Trial, tuple[Path, A
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "trial", [*ENDED, *(pytest.param(each, marks=nightly) for each in MISMATCHED)], ids=name
+    "trial",
+    [*ENDED, *(pytest.param(each, marks=pytest.mark.nightly) for each in MISMATCHED)],
+    ids=name,
 )
 def test_a_rank_that_ends_the_run_is_named(
     ended: dict[Trial, tuple[Path, Any]], trial: Trial, frozen: Frozen, table: Table

@@ -262,7 +262,11 @@ def lost(blow: str, at_the_end: bool = False) -> str:
     ("program", "how"),
     [
         (lost("SIGSTOP"), r"\(SIGSTOP\)"),
-        (lost("SIGSTOP", at_the_end=True), r"\(SIGSTOP\) at its end"),
+        pytest.param(
+            lost("SIGSTOP", at_the_end=True),
+            r"\(SIGSTOP\) at its end",
+            marks=pytest.mark.nightly,
+        ),
         (lost("SIGKILL"), r"by SIGKILL \(9\)"),
     ],
     ids=["stopped", "stopped at its end", "killed"],
@@ -286,6 +290,7 @@ def test_an_mpi_rank_that_is_lost_is_named_and_nothing_is_left(
     shared.rmdir()  # which only an empty folder lets one do
 
 
+@pytest.mark.nightly
 @pytest.mark.thorough
 @needs_mpirun
 def test_under_a_user_s_own_mpirun_the_ranks_name_it(tmp_path: Path, frozen: Frozen) -> None:

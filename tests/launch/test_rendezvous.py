@@ -72,6 +72,7 @@ def test_on_one_host_nothing_listens_beyond_it(starter: str, tmp_path: Path) -> 
     assert {address for address, _ in seen} == {"127.0.0.1"}
 
 
+@pytest.mark.nightly
 @pytest.mark.thorough
 @needs_mpirun
 def test_under_mpirun_the_store_listens_on_loopback(tmp_path: Path) -> None:

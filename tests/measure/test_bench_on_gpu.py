@@ -124,6 +124,7 @@ def test_a_check_on_the_gpu_names_what_is_wrong(gpu: SimulatedGpu) -> None:
         assert wrong.got == "nan"
 
 
+@pytest.mark.nightly
 def test_a_whole_sweep_over_gpu_tensors(cuda_guard: Path, tmp_path: Path) -> None:
     """`collectives --backend nccl` in two ranks, for which gloo stands in and whose tensors are
     simulated: every case is measured with the device's clock, and every check of a result passes.

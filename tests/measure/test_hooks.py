@@ -306,6 +306,7 @@ def test_a_hook_that_works_leaves_nothing(
     assert [path.name for path in tmp_path.glob("ddpbench-*")] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.thorough
 def test_powersgd_works_on_gloo_with_one_bucket(planted: tuple[str, ...]) -> None:
     """It is the buckets in flight together that it cannot have there."""
@@ -363,6 +364,7 @@ while not done.exists():
 """
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.thorough
 def test_a_rank_of_mpirun_may_ask(tmp_path: Path) -> None:

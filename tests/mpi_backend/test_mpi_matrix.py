@@ -39,6 +39,7 @@ from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.mpi_backend import tensors as mpi_tensors
 
 SIZES = (4, 1, 3)
+MARKS = {1: pytest.mark.thorough, 3: [pytest.mark.thorough, pytest.mark.nightly]}
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 COMPLEX = [torch.complex64, torch.complex128]
 EIGHTHS = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -752,7 +753,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[A
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        pytest.param(size, name, marks=[] if size == 4 else pytest.mark.thorough)
+        pytest.param(size, name, marks=MARKS.get(size, ()))
         for size in SIZES
         for name in list_checks(size)
     ],

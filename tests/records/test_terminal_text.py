@@ -126,6 +126,7 @@ def test_a_terminal_without_unicode_gets_ascii(
     assert (done.stdout, done.stderr) == (replaced, "")
 
 
+@pytest.mark.nightly
 @pytest.mark.thorough
 def test_measuring_on_an_ascii_terminal_in_a_folder_that_is_not_utf_8(tmp_path: Path) -> None:
     """Ranks too print ASCII; files are UTF-8 as ever; the run in such a folder is shown again."""

@@ -300,7 +300,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], An
 
 
 HEALTHY = ("partial_parameter", "fsdp_alone", "healthy_hsdp", "healthy_fsdp+tp")
-FAULTS = [(size, name) for size in PLAYS for name in PLAYS[size] if name not in HEALTHY]
+FAULTS = [
+    pytest.param(size, name, marks=[pytest.mark.nightly] if size > 4 else [])
+    for size in PLAYS
+    for name in PLAYS[size]
+    if name not in HEALTHY
+]
 Reports = Callable[[int, str], Any]
 
 

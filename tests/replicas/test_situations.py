@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import situations
 import torch
-from command_lines import nightly, write_warm_python
+from command_lines import write_warm_python
 from torch import nn
 
 import ddpbench
@@ -19,7 +19,7 @@ MORE = ("optimizer LBFGS", "growth", "ZeRO", "local SGD", "NaN payloads", "Join"
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("names", [SITUATIONS, pytest.param(MORE, marks=nightly)])
+@pytest.mark.parametrize("names", [SITUATIONS, pytest.param(MORE, marks=pytest.mark.nightly)])
 def test_situations_of_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:

@@ -144,6 +144,7 @@ def test_ranks_of_two_hosts_measure_and_tell_their_addresses(
     frozen.text(run.results[0].limit.source)
 
 
+@pytest.mark.nightly
 def test_torchrun_starts_different_numbers_of_ranks(bench: Hosts, tmp_path: Path) -> None:
     """1 rank on one host and 3 on the other are one world, with a rendezvous over c10d."""
     meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{PORT}", "--rdzv-id=1")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import clean_environment, nightly, run_command
+from command_lines import clean_environment, run_command
 from frozen import Frozen
 from patience import PATIENCE_SECONDS
 from warm_python import warm_python
@@ -89,7 +89,7 @@ def test_a_wrong_argument_is_refused_at_once(frozen: Frozen, arguments: dict[str
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=nightly)])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.nightly)])
 def test_one_line_in_the_script_is_enough(tmp_path: Path, when: str) -> None:
     """Before or after init_process_group; a second call returns the same watch, whose end in `with`
     gives the last report to rank 0; a forked child and a second end do nothing."""

@@ -10,7 +10,12 @@ pytestmark = pytest.mark.thorough
 
 
 @pytest.mark.parametrize(
-    "kind", ["exception in one rank", "stdout and stderr through a tee", "init_method file://"]
+    "kind",
+    [
+        "exception in one rank",
+        "stdout and stderr through a tee",
+        pytest.param("init_method file://", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_job_is_the_same_with_a_watch(kind: str) -> None:
     """Exit codes, stdout with all losses, and files; a FileStore leaves no file behind."""

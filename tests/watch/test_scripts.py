@@ -18,7 +18,6 @@ from command_lines import (
     clean_environment,
     mpirun,
     needs_mpirun,
-    nightly,
     read_stored_run,
     run_command,
     running_command,
@@ -118,10 +117,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.Comp
     [
         ("torchrun", GPT, []),
         pytest.param("mpirun", TUTORIAL, ["--workers", "1"], marks=needs_mpirun),
-        pytest.param("ddpbench", GPT, [], marks=nightly),
-        pytest.param("torchrun", TUTORIAL, ["--workers", "2"], marks=nightly),
-        pytest.param("ddpbench", TUTORIAL, ["--workers", "2"], marks=nightly),
-        pytest.param("mpirun", GPT, [], marks=[needs_mpirun, nightly]),
+        pytest.param("ddpbench", GPT, [], marks=pytest.mark.nightly),
+        pytest.param("torchrun", TUTORIAL, ["--workers", "2"], marks=pytest.mark.nightly),
+        pytest.param("ddpbench", TUTORIAL, ["--workers", "2"], marks=pytest.mark.nightly),
+        pytest.param("mpirun", GPT, [], marks=[needs_mpirun, pytest.mark.nightly]),
     ],
 )
 def test_a_watched_script_gives_the_same_results(
@@ -174,7 +173,9 @@ def assert_stored(place: Path, state: str, code: int, reason: str) -> None:
     assert (folder / "table.txt").exists()
 
 
-@pytest.mark.parametrize(("end", "code"), [("raise", 1), ("hang", 5)])
+@pytest.mark.parametrize(
+    ("end", "code"), [("raise", 1), pytest.param("hang", 5, marks=pytest.mark.nightly)]
+)
 def test_the_rank_that_failed_first_is_stored(tmp_path: Path, end: str, code: int) -> None:
     """Under torchrun, which ends rank 0 with the first rank that fails, and after a verdict."""
     timeout = "10" if end == "hang" else "60"
@@ -197,7 +198,7 @@ def test_a_terminated_job_is_stored_as_interrupted(tmp_path: Path) -> None:
 LAUNCHERS = ["torchrun", "ddpbench", pytest.param("mpirun", marks=needs_mpirun)]
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("end", ["raise", "exit", "_exit", "9", "15"])
 def test_a_watched_script_ends_alike(tmp_path: Path, launcher: str, end: str) -> None:
@@ -212,7 +213,7 @@ def test_a_watched_script_ends_alike(tmp_path: Path, launcher: str, end: str) ->
     assert count[0] == count[1]
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_launcher_ends_alike(
@@ -232,7 +233,7 @@ def test_an_interrupted_launcher_ends_alike(
     assert codes[0] == codes[1]
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_a_compiled_model_gives_the_same_results(tmp_path: Path, compiler: str) -> None:
     """torch.compile around the model, inside DDP."""
@@ -248,7 +249,7 @@ def test_a_compiled_model_gives_the_same_results(tmp_path: Path, compiler: str) 
     assert_same(*runs)
 
 
-@nightly
+@pytest.mark.nightly
 def test_nodes_with_unequal_numbers_of_ranks(tmp_path: Path) -> None:
     """torchrun with 2 + 1 ranks: `-m ddpbench.watch train.py` is the same as `train.py`."""
     digests = []
@@ -281,7 +282,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("script", "words"),
     [(GPT, []), (TUTORIAL, ["--workers", "2"]), (TUTORIAL, ["--end", "raise"])],

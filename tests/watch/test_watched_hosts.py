@@ -106,6 +106,7 @@ def test_a_slow_link_is_blamed_and_no_rank(
     assert not [finding for finding in run.findings if finding.place.get("rank") == WRONG]
 
 
+@pytest.mark.nightly
 def test_only_the_slow_direction_of_a_host_is_named(
     hosts: Callable[..., Hosts], tmp_path: Path
 ) -> None:

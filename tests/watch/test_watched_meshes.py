@@ -90,6 +90,7 @@ def test_a_bit_of_one_shard_of_one_replica_is_found(frozen: Frozen, tmp_path: Pa
     assert "[66, 3]" in finding.sentence  # row 2 of the second half of 128 rows
 
 
+@pytest.mark.nightly
 def test_a_bias_that_one_tensor_parallel_rank_changes_is_found(
     frozen: Frozen, tmp_path: Path
 ) -> None:
