@@ -118,6 +118,7 @@ def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
         assert len(result.epochs) == (2 if result.case.workload == "regression" else 0)
 
 
+@pytest.mark.nightly
 @needs_mpirun
 @pytest.mark.thorough
 def test_a_divided_model_steps_on_mpi(tmp_path: Path) -> None:

@@ -483,6 +483,7 @@ OPERATIONS["all_gather"] = replace(honest, bind=bind)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.thorough
 def test_a_crash_is_found_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],

@@ -329,7 +329,9 @@ class UntilStep3:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("hook", ["hang", "abort", "differ"])
+@pytest.mark.parametrize(
+    "hook", ["hang", pytest.param("abort", marks=pytest.mark.nightly), "differ"]
+)
 def test_a_faulty_hook_of_a_module(
     hook: str, planted: tuple[str, ...], tmp_path: Path, frozen: Frozen
 ) -> None:

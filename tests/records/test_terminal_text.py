@@ -160,8 +160,10 @@ def bash(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         ("show $RUN >&- 2>&-", 0),
         ("show $RUN > /dev/full", 2),
         ("show $RUN 2> /dev/full | head -1; exit ${PIPESTATUS[0]}", 0),
-        ("compare --help > /dev/full", 2),  # argparse swallows its errors
-        ("show no-such-run 2> /dev/full", 3),
+        pytest.param(
+            "compare --help > /dev/full", 2, marks=pytest.mark.nightly
+        ),  # argparse swallows its errors
+        pytest.param("show no-such-run 2> /dev/full", 3, marks=pytest.mark.nightly),
     ],
 )
 def test_output_that_cannot_be_printed_is_one_sentence(
