@@ -166,7 +166,7 @@ def _find_page(config: pytest.Config) -> Path | None:
     name = config.getoption("--ddpbench-report")
     if name is None or hasattr(config, "workerinput"):  # a worker of xdist
         return None
-    from ddpbench.report.output import page_file
+    from ddpbench.present.writers import page_file
 
     path: Path = config.invocation_params.dir / name
     if wrong := page_file.explain_missing("--ddpbench-report") or page_file.explain_unusable(path):
@@ -351,8 +351,8 @@ def _write_page(suite: Suite, path: Path) -> str:
     if not suite.measured:
         return "no page was written: no test measured anything"
     try:
-        from ddpbench.report.output import page_file
-        from ddpbench.report.sections import tests
+        from ddpbench.present.comparison import tests
+        from ddpbench.present.writers import page_file
 
         page_file.write(path, (), [tests.section(suite.measured, suite.rows)], "Tests of ranks")
     except Exception as error:
@@ -380,7 +380,7 @@ def pytest_terminal_summary(
     finally:
         suite = config.stash.get(SUITE, Suite())
         if suite.saved is not None and suite.measured:
-            from ddpbench.render import regression
+            from ddpbench.present.comparison import tests_table as regression
 
             terminalreporter.section("ddpbench: compared with saved runs, by launches")
             terminalreporter.write_line(regression.table(suite.rows))

@@ -24,9 +24,9 @@ from command_lines import ROOT
 from fuzz_harness import Tally, fault_of, main, typed
 from in_process import Outcome, call_in_process, forbid_processes
 
+from ddpbench.present.formats import FORMATS
 from ddpbench.records import store
 from ddpbench.records.terminal_text import escape
-from ddpbench.render.formats import FORMATS
 
 # JSON texts: of every type, too large, too small, not finite, half characters, control characters.
 VALUES = (

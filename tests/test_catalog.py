@@ -23,9 +23,9 @@ from dataclasses import replace
 from ddpbench.analysis import findings, lines
 from ddpbench.catalog import backends, operations
 from ddpbench.records.schema import Finding
-from ddpbench.render import formats
-from ddpbench.render.collective_columns import COLUMNS
-from ddpbench.render.column import extra_column
+from ddpbench.present import formats
+from ddpbench.present.collectives.columns import COLUMNS
+from ddpbench.present.columns import extra_column
 
 operations.OPERATIONS["all_reduce_twice"] = replace(
     operations.OPERATIONS["broadcast"], name="all_reduce_twice", help="a fake"

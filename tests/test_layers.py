@@ -27,45 +27,41 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "hang": ("version", "records", "launch", "mpi_backend"),
     "runtime": ("version", "records", "launch", "mpi_backend", "mpi", "hang"),
     "catalog": ("version", "records", "launch", "mpi_backend", "runtime"),
-    "render": (
+    "present": (
         "version", "records", "analysis", "verdicts", "catalog.sizes", "catalog.parallel",
     ),
     "interchange": ("version", "records", "catalog"),
-    "report": (
-        "version", "records", "analysis", "verdicts", "render", "catalog.sizes", "catalog.parallel",
-    ),
     "measure": ("version", "records", "analysis", "launch", "hang", "runtime", "catalog"),
     "replicas": ("version", "records", "analysis", "hang", "runtime", "catalog"),
     "session": (
-        "version", "records", "analysis", "launch", "hang", "runtime", "catalog", "render",
-        "interchange", "report", "measure", "replicas",
+        "version", "records", "analysis", "launch", "hang", "runtime", "catalog", "present",
+        "interchange", "measure", "replicas",
     ),
     "watch": (
         "version", "records", "analysis", "verdicts", "mpi_backend", "launch", "hang", "runtime",
-        "catalog", "render", "measure", "replicas", "session",
+        "catalog", "present", "measure", "replicas", "session",
     ),
     "doctor": (
-        "version", "records", "analysis", "launch", "runtime", "catalog", "render", "measure",
+        "version", "records", "analysis", "launch", "runtime", "catalog", "present", "measure",
         "session",
     ),
     "measuring": (
-        "version", "records", "analysis", "launch", "runtime", "catalog", "render", "measure",
+        "version", "records", "analysis", "launch", "runtime", "catalog", "present", "measure",
         "replicas", "session",
     ),
     "nested_runs": (
-        "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "session",
+        "version", "records", "analysis", "verdicts", "launch", "catalog", "present", "session",
         "doctor", "measuring",
     ),
     "guide": (),
     "commands": (
-        "version", "records", "analysis", "verdicts", "launch", "catalog", "render", "report",
-        "interchange",
-        "session", "doctor", "watch", "measuring", "nested_runs", "guide",
+        "version", "records", "analysis", "verdicts", "launch", "catalog", "present",
+        "interchange", "session", "doctor", "watch", "measuring", "nested_runs", "guide",
     ),
     # The commands are imported by name, when they are called: see the test of cycles.
     "cli": ("version", "records", "session", "commands"),
     "pytest_plugin": (
-        "version", "records", "analysis", "verdicts", "render", "report", "nested_runs", "commands",
+        "version", "records", "analysis", "verdicts", "present", "nested_runs", "commands",
     ),
     "__main__": ("cli",),
 }  # fmt: skip
@@ -264,13 +260,13 @@ UP = {
     "in a function": ("runtime/control.py", "def f():\n    from ddpbench.measure import loop"),
     "for types": (
         "catalog/sizes.py",
-        "if TYPE_CHECKING:\n    from ddpbench.render import formats",
+        "if TYPE_CHECKING:\n    from ddpbench.present import formats",
     ),
     "by name": ("measure/clock.py", "importlib.import_module('ddpbench.collectives')"),
     "relatively": ("runtime/cpu.py", "from ..catalog import backends"),
-    "from a package": ("render/__init__.py", "from ..measure.loop import Samples"),
+    "from a package": ("present/__init__.py", "from ..measure.loop import Samples"),
     "to the front door": ("collectives.py", "def f():\n    from ddpbench import cli"),
-    "beside": ("render/collective_columns.py", "from ddpbench.catalog.backends import BACKENDS"),
+    "beside": ("present/collectives/columns.py", "from ddpbench.catalog.backends import BACKENDS"),
     "of what users are given": ("runtime/control.py", "from ddpbench import verify_replicas"),
     "in the package itself": ("__init__.py", "from ddpbench.replicas import Report"),
     "under another test": (
@@ -302,7 +298,7 @@ def test_a_module_that_is_run_may_call_the_front_door() -> None:
 # --- without torch --------------------------------------------------------------------------------
 
 
-TORCH_FREE = ("analysis", "records", "render", "catalog", "interchange", "doctor")
+TORCH_FREE = ("analysis", "records", "present", "catalog", "interchange", "doctor")
 
 
 def test_without_torch_all_its_free_floors_can_be_imported() -> None:
@@ -393,7 +389,7 @@ KINDS_NAMED = {
     "doctor/preflight/dangers.py": "a finding counts more where GPUs are measured",
     "hang/cuda.py": "below the table; CUDA alone has a capture mode",
     "mpi_backend/work.py": "below the table; torch's futures take no CPU among their devices",
-    "render/labels.py": "the CPU is not written out",
+    "present/comparison/labels.py": "the CPU is not written out",
     "replicas/channel.py": "a group's own list of the kinds that it carries",
     "runtime/nccl_library.py": "torch's number of the NCCL that it was built with",
     "session/start_ranks.py": "what was asked for on the CPU is refused without a host's name",

@@ -74,7 +74,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     folder = turns.prepare(namespace, variants)
     began, confidence = time.monotonic(), LOOKS[0][1]
 
-    from ddpbench.render import comparison as render  # loads numpy
+    from ddpbench.present.comparison import tables as render  # loads numpy
     from ddpbench.verdicts.verdict import INCONCLUSIVE
 
     def measure_blocks(measure_block: Callable[[], None]) -> None:

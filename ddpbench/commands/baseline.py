@@ -128,7 +128,7 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     for run in runs:
         if run.state != "complete":
             raise InvalidRun(f"{run.id} is {run.state}, and no baseline: measure it again")
-    from ddpbench.render.labels import label
+    from ddpbench.present.comparison.labels import label
     from ddpbench.verdicts import matching  # loads numpy
 
     try:

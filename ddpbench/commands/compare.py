@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import NO_HINTS, Hints
 from ddpbench.launch.placement import Refused
+from ddpbench.present.writers import page_file
 from ddpbench.records import redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
-from ddpbench.report.output import page_file
 from ddpbench.session import options
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def compared(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) 
 
     Raises Refused if there is no such case, InvalidRun if there is nothing to compare.
     """
-    from ddpbench.render.labels import label
+    from ddpbench.present.comparison.labels import label
     from ddpbench.verdicts import comparison
 
     texts = [text.lower() for text in only or ("",)]
@@ -142,7 +142,7 @@ def compared(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) 
 
 def show(result: Comparison, namespace: argparse.Namespace) -> int:
     """Print a comparison and last what was not compared; return the exit code."""
-    from ddpbench.render import comparison as render
+    from ddpbench.present.comparison import tables as render
     from ddpbench.verdicts import comparison
 
     with store.refuse_impossible_values(f"{result.base.name} or {result.new.name}"):
@@ -155,8 +155,8 @@ def show(result: Comparison, namespace: argparse.Namespace) -> int:
 
 
 def _write_page(result: Comparison, output: Path) -> None:
-    from ddpbench.report.chart import ReportRun
-    from ddpbench.report.sections import comparison
+    from ddpbench.present.comparison import section as comparison
+    from ddpbench.present.document import ReportRun
 
     pairs = [
         max(zip(side.runs, side.folders, strict=True), key=lambda pair: pair[0].started)

@@ -85,7 +85,7 @@ def _list_cases(results: Path, text: str) -> int:
     wanted = split_words(text)
     if not wanted:
         raise Refused(f"--case {text!r} has no word: write words of a name, such as all_reduce,1M")
-    from ddpbench.render.column import TERMINAL
+    from ddpbench.present.columns import TERMINAL
 
     rows = []
     for folder, run in _read_runs(results):
@@ -107,8 +107,8 @@ def _list_cases(results: Path, text: str) -> int:
 def _describe_cases(run: Run, wanted: set[str]) -> Iterator[list[str]]:
     """Yield name, backend, time, interval and flags of each measured case with these words."""
     from ddpbench.analysis import lines, step_lines
-    from ddpbench.render.column import format_half_width
-    from ddpbench.render.labels import format_time, label, label_parts
+    from ddpbench.present.columns import format_half_width
+    from ddpbench.present.comparison.labels import format_time, label, label_parts
 
     for line in (*lines.lines(run), *step_lines.lines(run)):
         case = line.case

@@ -21,10 +21,10 @@ from ddpbench.commands import compare
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
+from ddpbench.present.document import ReportRun, Section
+from ddpbench.present.writers import page_file
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
-from ddpbench.report.chart import ReportRun, Section
-from ddpbench.report.output import page_file
 from ddpbench.session import options
 
 GROUP = "results"
@@ -113,7 +113,7 @@ def _read(paths: Sequence[Path], hints: Hints) -> list[ReportRun]:
 
 def _judge(base: ReportRun, new: ReportRun, number: int) -> Section:
     """Return the section on the verdicts, or one that states why there are none."""
-    from ddpbench.report.sections import comparison
+    from ddpbench.present.comparison import section as comparison
     from ddpbench.verdicts.comparison import Rule
     from ddpbench.verdicts.matching import Source
 
@@ -132,8 +132,8 @@ def _write_parts(
     namespace: argparse.Namespace, runs: Sequence[ReportRun], verdicts: Sequence[Section]
 ) -> list[Path]:
     """Write the pictures and the Markdown; return their paths."""
-    from ddpbench.report.output import markdown, pictures
-    from ddpbench.report.output.page import make_sections
+    from ddpbench.present.writers import markdown, pictures
+    from ddpbench.present.writers.page import make_sections
 
     with store.refuse_impossible_values(" or ".join(namespace.runs)):
         sections = make_sections(runs, verdicts)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
+from ddpbench.present.collectives.columns import COLUMNS
+from ddpbench.present.columns import UnknownColumn
+from ddpbench.present.doctor.tables import FINDING_COLUMNS
+from ddpbench.present.formats import FORMATS, frame
+from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.records import store
-from ddpbench.render.collective_columns import COLUMNS
-from ddpbench.render.column import UnknownColumn
-from ddpbench.render.doctor import FINDING_COLUMNS
-from ddpbench.render.formats import FORMATS, frame
-from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.session import options
 
 if TYPE_CHECKING:

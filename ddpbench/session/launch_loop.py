@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
+from ddpbench.present.writers import page_file
 from ddpbench.records.schema import Plan
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
-from ddpbench.report.output import page_file
 from ddpbench.runtime import control, cpu, devices, network
 from ddpbench.runtime.world import Turns, World, describe_failed_connection, join_world
 from ddpbench.session import launch_facts, run_folder

@@ -14,9 +14,9 @@ from typing import Any, NoReturn, TypeVar
 from ddpbench.catalog import backends, faults
 from ddpbench.interchange import sources
 from ddpbench.launch import placement
+from ddpbench.present.formats import FORMATS
+from ddpbench.present.writers import page_file
 from ddpbench.records.wording import did_you_mean, explain_unknown
-from ddpbench.render.formats import FORMATS
-from ddpbench.report.output import page_file
 from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 

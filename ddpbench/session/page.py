@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddpbench.launch.placement import Refused
+from ddpbench.present.writers import page_file
 from ddpbench.records import store
 from ddpbench.records.terminal_text import tell
-from ddpbench.report.output import page_file
 
 
 def require() -> None:
@@ -23,7 +23,7 @@ def write(folder: Path, quiet: bool = False) -> None:
     quiet: report only an error.
     """
     try:
-        from ddpbench.report.chart import ReportRun
+        from ddpbench.present.document import ReportRun
 
         run = store.read(folder)
         if not run.everything:

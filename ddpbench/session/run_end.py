@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench.analysis import findings
+from ddpbench.present.formats import FORMATS
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import silence_stdout, tell
-from ddpbench.render.formats import FORMATS
 from ddpbench.session import page
 
 if TYPE_CHECKING:

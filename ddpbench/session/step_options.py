@@ -13,9 +13,9 @@ from ddpbench.catalog.parallel import TENSOR, WAYS, Hosts, Way, parse_mesh
 from ddpbench.catalog.task import OPTIMIZERS, Workload
 from ddpbench.catalog.workloads import CHOICES, SETTINGS, WORKLOADS
 from ddpbench.launch.placement import Refused
+from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.records.schema import Plan
 from ddpbench.records.wording import list_choices
-from ddpbench.render.step_columns import STEP_COLUMNS
 from ddpbench.runtime import devices
 from ddpbench.session import options
 from ddpbench.session.run_options import RunOptions

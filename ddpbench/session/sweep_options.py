@@ -13,9 +13,9 @@ from ddpbench.catalog.sizes import SYNTAX
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import memory
 from ddpbench.measure.start import STARTS
+from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.records.schema import Plan
 from ddpbench.records.wording import counted
-from ddpbench.render.collective_columns import COLUMNS
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import GROUPS
 from ddpbench.session import options

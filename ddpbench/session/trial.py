@@ -20,8 +20,8 @@ from ddpbench.launch.placement import Refused
 from ddpbench.measure import ddp_step, memory, rehearsal, training
 from ddpbench.measure.rounds import Measured, Pace, Rounds
 from ddpbench.measure.step import Replica
+from ddpbench.present import columns as column
 from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
-from ddpbench.render import column
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.session import launch_facts

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from ddpbench.present.formats import FORMATS
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import explain_unknown
-from ddpbench.render.formats import FORMATS
 from ddpbench.watch.settings import Settings, explain_wrong_port
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddpbench.catalog import backends
 from ddpbench.launch.placement import Refused, read_placement, require_world_size
-from ddpbench.render.formats import FORMATS
+from ddpbench.present.formats import FORMATS
 from ddpbench.runtime import devices
 from ddpbench.session import options, page
 from ddpbench.watch.program.script import Program

@@ -18,12 +18,12 @@ from stored_steps import (
 )
 
 from ddpbench.analysis import findings, step_lines
+from ddpbench.present.columns import TERMINAL
+from ddpbench.present.steps import replicas as step_replicas
+from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.records import codec
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Finding, Limit, Replicas, Result, Run, Wrong
-from ddpbench.render import step_replicas
-from ddpbench.render.column import TERMINAL
-from ddpbench.render.step_columns import STEP_COLUMNS
 
 
 def codes(run: Run) -> list[str]:

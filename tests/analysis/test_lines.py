@@ -10,8 +10,8 @@ from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 from ddpbench.analysis import lines
 from ddpbench.analysis.flags import find_fastest
 from ddpbench.analysis.lines import Line
+from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.records.schema import Case, Limit, Plan, Result, Wrong
-from ddpbench.render.collective_columns import COLUMNS
 
 # --- one launch -----------------------------------------------------------------------------------
 

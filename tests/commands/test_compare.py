@@ -38,10 +38,10 @@ from stored_steps import (
 from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without_torch
 
 from ddpbench.commands import compare
+from ddpbench.present.comparison import tables as render
+from ddpbench.present.comparison.labels import label
 from ddpbench.records import codec, store
 from ddpbench.records.schema import SCHEMA, Case, Limit, Result, Run, StepCase, Wrong
-from ddpbench.render import comparison as render
-from ddpbench.render.labels import label
 from ddpbench.verdicts import comparison, verdict
 from ddpbench.verdicts.differences import Difference, differences
 from ddpbench.verdicts.matching import Source

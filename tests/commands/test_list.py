@@ -14,9 +14,9 @@ from stored_steps import a_step_case, a_step_result, a_step_run
 from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench.commands.list import split_words
+from ddpbench.present.comparison.labels import label
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
-from ddpbench.render.labels import label
 
 
 def put(day: int, run: Run, folder: str = "results") -> None:

@@ -42,9 +42,9 @@ from ddpbench.doctor.capabilities.verdicts import (
     build_tables,
 )
 from ddpbench.measure import throwaway_ranks
+from ddpbench.present.columns import TERMINAL
+from ddpbench.present.doctor.tables import table_blocks
 from ddpbench.records import store
-from ddpbench.render.column import TERMINAL
-from ddpbench.render.doctor import table_blocks
 from ddpbench.runtime import control, devices, subgroups
 from ddpbench.runtime.subgroups import Subgroup
 

@@ -12,9 +12,9 @@ from stored_runs import a_run
 
 from ddpbench.analysis import findings
 from ddpbench.doctor.examinations import EXAMINATIONS
+from ddpbench.present.formats import FORMATS
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding, Plan, Run
-from ddpbench.render.formats import FORMATS
 
 
 def examined(*found: Finding, fail_on: str = "error") -> Run:

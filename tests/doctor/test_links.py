@@ -19,9 +19,9 @@ from ddpbench.doctor.links import findings, suspects
 from ddpbench.doctor.links.examine import plan_schedule
 from ddpbench.doctor.links.findings import Carried, Places, build_tables
 from ddpbench.doctor.links.suspects import Again, Cell, Suspect
+from ddpbench.present.columns import TERMINAL
+from ddpbench.present.doctor.tables import table_blocks
 from ddpbench.records.schema import Finding
-from ddpbench.render.column import TERMINAL
-from ddpbench.render.doctor import table_blocks
 
 FAST, SLOW = 117.7e6, 11.77e6
 

@@ -15,11 +15,11 @@ from stored_runs import a_launch, a_run
 from ddpbench.analysis import findings
 from ddpbench.analysis.rank_setup import Setup, folded, merge_settings
 from ddpbench.doctor.preflight import examine
+from ddpbench.present.columns import TERMINAL
+from ddpbench.present.doctor.tables import table_blocks
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.records.wording import name_ranks
-from ddpbench.render.column import TERMINAL
-from ddpbench.render.doctor import table_blocks
 from ddpbench.runtime import environment, gpu_facts
 
 

@@ -20,10 +20,10 @@ from ddpbench.doctor.stragglers import judge, turns
 from ddpbench.doctor.stragglers.examine import build_tables
 from ddpbench.doctor.stragglers.judge import Suspect, find_cause
 from ddpbench.doctor.stragglers.turns import ALONE, TOGETHER, Load, Pass, Shown, prepare_efforts
+from ddpbench.present.columns import TERMINAL
+from ddpbench.present.doctor.tables import table_blocks
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
-from ddpbench.render.column import TERMINAL
-from ddpbench.render.doctor import table_blocks
 from ddpbench.runtime import cpu, devices
 
 LOADS = {"matmul": Load("matmul", 1e9, "GFLOP/s"), "copy": Load("copy", 1e8, "GB/s")}

@@ -16,10 +16,10 @@ from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
+from ddpbench.present import formats
 from ddpbench.records import codec, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
-from ddpbench.render import formats
 
 MIB = 2**20
 SIDE = ["time", "algbw", "busbw", "#wrong"]

@@ -9,7 +9,7 @@ from stored_runs import a_case, a_result, a_run, a_summary
 
 from ddpbench.analysis import lines, peers, stats
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.render.collective_columns import COLUMNS
+from ddpbench.present.collectives.columns import COLUMNS
 
 PIPELINED: dict[str, Any] = {"issue": "pipelined", "start": "none", "async_op": True, "depth": 20}
 

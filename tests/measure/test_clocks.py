@@ -22,10 +22,10 @@ from ddpbench.analysis import clocks, stats
 from ddpbench.analysis.clocks import Ahead
 from ddpbench.measure import offsets
 from ddpbench.measure.pace import Samples
+from ddpbench.present import formats
 from ddpbench.records import store
 from ddpbench.records.launched import Offset
 from ddpbench.records.schema import Result
-from ddpbench.render import formats
 from ddpbench.runtime import control
 
 # --- what ping-pongs say --------------------------------------------------------------------------

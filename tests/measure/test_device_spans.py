@@ -23,6 +23,7 @@ from ddpbench.analysis import flags, lines
 from ddpbench.catalog import backends
 from ddpbench.measure import loop, start
 from ddpbench.measure.loop import HiddenLaunch, Spans
+from ddpbench.present import formats
 from ddpbench.records import store
 from ddpbench.records.schema import (
     EVENTS,
@@ -33,7 +34,6 @@ from ddpbench.records.schema import (
     Result,
     Run,
 )
-from ddpbench.render import formats
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import Partition, Subgroup, divide_ranks
 from ddpbench.verdicts import comparison

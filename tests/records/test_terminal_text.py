@@ -28,8 +28,8 @@ from patience import PATIENCE_SECONDS
 from warm_python import warm_python
 
 from ddpbench import cli
+from ddpbench.present.formats import FORMATS
 from ddpbench.records import terminal_text
-from ddpbench.render.formats import FORMATS
 
 REFERENCE = ROOT / "results/reference"
 RUNS = {

@@ -15,8 +15,9 @@ from ddpbench.analysis import stats
 from ddpbench.analysis.stats import Kept
 from ddpbench.measure import start
 from ddpbench.measure.calibrate import Rates
+from ddpbench.present import formats
+from ddpbench.present.comparison import labels
 from ddpbench.records.schema import Case, Limit, Plan
-from ddpbench.render import formats, labels
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 from ddpbench.verdicts import matching
 

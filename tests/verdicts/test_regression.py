@@ -9,7 +9,7 @@ from frozen import Frozen
 from stored_runs import a_case, launch_medians
 
 from ddpbench.analysis import stats
-from ddpbench.render import regression as render
+from ddpbench.present.comparison import tests_table as render
 from ddpbench.verdicts import comparison, regression
 from ddpbench.verdicts.matching import AnyCase, Side
 from ddpbench.verdicts.regression import Measured

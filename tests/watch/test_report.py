@@ -18,13 +18,13 @@ import pytest
 from frozen import Frozen
 from stored_steps import a_step_case, a_step_result, a_step_run
 
+from ddpbench.present.formats import FORMATS
 from ddpbench.records import redact, store
 from ddpbench.records.launched import Launch
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.store import End
 from ddpbench.records.watched import COLUMNS
-from ddpbench.render.formats import FORMATS
 from ddpbench.session.run_end import interrupted
 from ddpbench.verdicts import comparison, matching
 from ddpbench.watch.judging.history import History

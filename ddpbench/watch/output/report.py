@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from ddpbench.present.steps.columns import ms
 from ddpbench.records import store
 from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.watched import COLUMNS, Moment
-from ddpbench.render.step_columns import ms
 from ddpbench.watch.judging.summary import Summary, summarize
 from ddpbench.watch.output.job import Job
 from ddpbench.watch.output.metrics import Metrics
@@ -142,7 +142,7 @@ class Outputs:
             tell(f"watch: {name} failed, the job continues: {type(error).__name__}: {error}")
 
     def _print(self, run: Run) -> None:
-        from ddpbench.render.formats import FORMATS
+        from ddpbench.present.formats import FORMATS
 
         sys.stderr.write(FORMATS[self._format](run, None, False))
         if self.folder is not None:

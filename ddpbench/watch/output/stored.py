@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 
 from ddpbench.analysis import steps
+from ddpbench.present.formats import FORMATS
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Figure, Finding, Part, Plan, Run, StepResult, StepSummary
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
-from ddpbench.render.formats import FORMATS
 from ddpbench.watch.judging.summary import Summary
 from ddpbench.watch.output.job import Job
 from ddpbench.watch.settings import NOTE

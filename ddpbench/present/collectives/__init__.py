@@ -1,0 +1,1 @@
+"""Documents on runs of collectives."""

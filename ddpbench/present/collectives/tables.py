@@ -1,0 +1,170 @@
+"""Tables of a run of collectives: one per operation, then skipped cases and legends."""
+
+from __future__ import annotations
+
+from ddpbench.analysis import fit, lines, stats
+from ddpbench.analysis.fit import Estimate, Fit, Segment
+from ddpbench.analysis.lines import Line
+from ddpbench.catalog.sizes import UNITS, readable
+from ddpbench.present.collectives.columns import COLUMNS
+from ddpbench.present.columns import (
+    Style,
+    choose_columns,
+    common_legend,
+    digits,
+    rows_by_backend,
+    title_parts,
+)
+from ddpbench.records.schema import Run
+
+LEGEND = {
+    "time": "time µs: {statistic} time of one call over repetitions; 95 %: half-width of its "
+    "interval",
+    "p99": "p99 µs: 99 % of the calls were faster; shown only with at least "
+    f"{stats.PERCENTILES['p99']} repetitions in all launches together",
+    "osu": "osu µs: as OSU prints it, the mean over calls and ranks of calls between barriers",
+    "nccl_tests": "nccl-tests µs: as nccl-tests prints it, the time of the calls in flight divided "
+    "by their number, mean over ranks",
+    "skew": "skew µs: how long after the first rank the last rank entered, median",
+    "launch": "launch µs: how long the slowest rank's call took to return to the host, median; the "
+    "device was kept busy meanwhile, so time µs does not include it",
+    "busbw": "algbw = size / time; busbw = algbw × the operation's bus factor (nccl-tests); "
+    "GB = 10⁹ bytes; size: total buffer, 1 KiB = 1024 bytes",
+}
+
+
+def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
+    """Format all that stands below the header; quiet: the tables alone."""
+    all_lines = lines.lines(run)
+    shown = [line for line in all_lines if line.seconds is not None]
+    names = choose_columns(columns, COLUMNS)
+    if columns is None and shown:
+        names = [name for name in names if any(map(COLUMNS[name].applies, shown))]
+    fitted = not quiet and run.state in ("complete", "interrupted")
+    texts, all_rows, all_fits = [], [], []
+    for title, group in _group_by_title(shown).items():
+        rows = _rows(group, names)
+        all_rows += rows
+        cells = [list(row.values()) for row in rows]
+        body = style.columns(cells, [COLUMNS[name] for name in names])
+        fits = fit.fits(group) if fitted else []
+        all_fits += fits
+        texts.append(style.block(title, body))
+        if fits:  # after a blank line: programs read a table up to there
+            texts.append(style.gap.join(map(_format_fit, fits)))
+    if quiet:
+        return texts
+    legend = _legend(shown, names) + common_legend(all_rows, shown, names, lines.FLAGS)
+    if all_fits:
+        over = " or ".join(dict.fromkeys(one.of for one in all_fits))
+        legend.append(
+            f"fit: time = α + βn for messages of n bytes, with 95 % intervals over {over}; 1/β: "
+            "algbw of an endless message; n½: size at which α is half the time; figures that the "
+            "times do not determine are left out"
+        )
+    return texts + [style.gap.join(notes) for notes in (_skipped(all_lines), legend) if notes]
+
+
+def _format_fit(one: Fit) -> str:
+    """Format latency and bandwidth of one backend: "fit gloo: 4 B to 4 MiB: α 4.900 µs (…), …"."""
+    parts = []
+    for segment in one.segments:
+        figures = [
+            f"α {format_estimate(segment.latency, 1e6, ' µs')}" if segment.latency else "",
+            f"1/β {format_estimate(segment.rate, 1e-9, ' GB/s')}" if segment.rate else "",
+            f"n½ {_format_half(segment.half)}" if segment.half else "",
+        ]
+        parts.append(f"{format_sizes(segment)}: {', '.join(filter(None, figures))}")
+    return f"fit {one.case.backend}: {'; '.join(parts)}"
+
+
+def format_sizes(segment: Segment) -> str:
+    return f"{readable(segment.first)} to {readable(segment.last)}"
+
+
+def format_estimate(estimate: Estimate, scale: float, unit: str = "") -> str:
+    """Format a figure and its interval: "4.900 µs (4.700 to 5.200)"."""
+    value, low, high = (digits(v * scale) for v in (estimate.value, estimate.low, estimate.high))
+    return f"{value}{unit} ({low} to {high})"
+
+
+def _format_half(half: Estimate) -> str:
+    prefix, size = next((u, s) for u, s in reversed(UNITS.items()) if half.value >= s or s == 1)
+    return format_estimate(half, 1 / size, f" {prefix}{'iB' if prefix else 'B'}")
+
+
+def _group_by_title(shown: list[Line]) -> dict[str, list[Line]]:
+    """Group lines under the title of their table, which states what its rows have in common."""
+    groups: dict[str, list[Line]] = {}
+    for line in shown:
+        operation, form, *others = title_parts(line.case)
+        parts = (operation, f"({form})" if form else "", *others)
+        groups.setdefault("  ".join(filter(None, parts)), []).append(line)
+    return groups
+
+
+def _rows(group: list[Line], names: list[str]) -> list[dict[str, str]]:
+    """Format the rows of a table; size and count stand only once for several backends."""
+    by_size: dict[int, list[Line]] = {}
+    for line in group:
+        by_size.setdefault(line.case.nbytes, []).append(line)
+    rows = []
+    for same in by_size.values():
+        first, *others = rows_by_backend(same, names, COLUMNS)
+        repeated = {name: "" for name in ("size", "count") if name in names}
+        rows += [first, *({**row, **repeated} for row in others)]
+    return rows
+
+
+def _skipped(all_lines: list[Line]) -> list[str]:
+    """Explain why cases have no row, the sizes of one reason together."""
+    reasons: dict[tuple[str, str, str], list[int]] = {}
+    for line in all_lines:
+        if line.reason is not None:
+            case = line.case
+            name = " ".join(filter(None, (case.called, case.dtype, case.reduce_op)))
+            reasons.setdefault((name, case.backend, line.reason), []).append(case.nbytes)
+    return [
+        f"skipped {name} on {backend}, {readable(sizes[0])}"
+        + (f" … {readable(sizes[-1])}" if len(sizes) > 1 else "")
+        + f": {reason}"
+        for (name, backend, reason), sizes in reasons.items()
+    ]
+
+
+def _legend(shown: list[Line], names: list[str]) -> list[str]:
+    """Explain the printed columns whose heading does not."""
+    statistic = shown[0].case.statistic if shown else "median"
+    legend = [text.format(statistic=statistic) for name, text in LEGEND.items() if name in names]
+    summaries = [(r, r.summary) for line in shown for r in line.results if r.summary]
+    if "skew" in names and any(
+        summary.skew_seconds is None and result.clock_off_seconds for result, summary in summaries
+    ):
+        legend.append(
+            "skew -: the hosts' clocks may differ by more than 5 % of the time of a repetition"
+        )
+    return legend + (_limits(shown) if "limit" in names else [])
+
+
+def _limits(shown: list[Line]) -> list[str]:
+    """Name the rates that the column `% limit` refers to: one line per backend, source, group."""
+    rates: dict[tuple[str, str, str], list[float]] = {}
+    operations: dict[tuple[str, str, str], dict[str, None]] = {}
+    for line in shown:
+        for limit in (result.limit for result in line.results):
+            if limit is not None and line.fraction is not None:
+                key = (line.case.backend, limit.source, line.case.group)
+                rates.setdefault(key, []).append(limit.bytes_per_second / 1e9)
+                operations.setdefault(key, {})[line.case.called] = None
+    legend = []
+    for key, values in rates.items():
+        backend, source, _ = key
+        low, high = digits(min(values)), digits(max(values))
+        span = low if low == high else f"{low} … {high} (by size)"
+        names = ", ".join(operations[key])
+        legend.append(f"% limit on {backend} of {names}: busbw as a share of {span} GB/s, {source}")
+    # Where ddpbench has looked for limits, it has found the hard one.
+    looked = (r for line in shown for r in line.results if r.hard_limit and r.case.nbytes)
+    if any(result.limit is None and result.case.world_size > 1 for result in looked):
+        legend.append("% limit -: no rate of these links is known here; give one with --limit GB/S")
+    return legend

@@ -1,0 +1,1 @@
+"""Documents on comparisons of runs."""

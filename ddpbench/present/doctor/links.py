@@ -1,0 +1,101 @@
+"""Bandwidth and latency between all ranks or hosts, as heat maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from ddpbench.present.doctor.section import find_examinations, make_section
+from ddpbench.present.document import Chart, ReportRun, Section
+from ddpbench.present.matrix import MOST_VALUES, build_matrix, draw_matrix
+
+
+def section(runs: Sequence[ReportRun]) -> Section | None:
+    return make_section("links", "Links", runs, _charts)
+
+
+def _charts(run: ReportRun) -> Iterator[Chart]:
+    for number, one in enumerate(find_examinations([run], "links".__eq__)):
+        figures, backend = one.examination.figures, one.examination.backend
+        if figures.get("cells"):
+            yield from _matrices(figures, f"-{number}" if number else "", one.where or backend)
+
+
+def _matrices(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Chart]:
+    kind = figures["kind"].removesuffix("s")
+    labels = _name_ends(figures)
+    frame = pd.DataFrame(figures["cells"], columns=["sender", "receiver", "alone", "at_once", "s"])
+    slow = _slow_ways(figures)
+    pairs = list(zip(frame["sender"], frame["receiver"], strict=True))
+    rates = frame["alone"].fillna(frame["at_once"]).astype(float)
+    scale, unit = (1e9, "GB/s") if rates.min() >= 1e9 else (1e6, "MB/s")
+    base = pd.DataFrame(
+        {
+            "from": frame["sender"].map(labels),
+            "to": frame["receiver"].map(labels),
+            "slow": [pair in slow for pair in pairs],
+        }
+    )
+    alone = frame["alone"].notna().all()
+    bandwidth = base.assign(value=(rates / scale).map(_rounded))
+    if alone and frame["at_once"].notna().any():
+        at_once = (frame["at_once"].astype(float) / scale).map(_rounded)
+        bandwidth["all pairs at once"] = [None if pd.isna(v) else f"{v:g} {unit}" for v in at_once]
+    latency = base.assign(value=(frame["s"] * 1e6).map(_rounded), slow=False)
+    ends = list(labels.values())
+    outlined = " Outlined: slow each time it was measured." if slow else ""
+    yield Chart(
+        f"links-bandwidth{name}",
+        f"Bandwidth, {where}",
+        f"What each {kind} sends to each other one, in {unit}, "
+        f"{'one pair at a time' if alone else 'all pairs at once'}; more is better.{outlined}",
+        draw_matrix(bandwidth, ends, kind, unit),
+        build_matrix(bandwidth, ends, kind, unit),
+    )
+    yield Chart(
+        f"links-latency{name}",
+        f"Latency, {where}",
+        "Half a round trip of a small message, median, in µs; less is better.",
+        draw_matrix(latency, ends, kind, "µs"),
+        build_matrix(latency, ends, kind, "µs"),
+    )
+
+
+def _name_ends(figures: Mapping[str, Any]) -> dict[int, str]:
+    """Return a short name for each end: its host, its rank, or both if there is room."""
+    hosts = {host for _, host in figures["ends"]}
+    if figures["kind"] == "hosts" and len(hosts) == len(figures["ends"]):
+        return dict(figures["ends"])
+    if len(hosts) == 1 or len(figures["ends"]) > MOST_VALUES:
+        return {rank: str(rank) for rank, _ in figures["ends"]}
+    return {rank: f"{rank} {host}" for rank, host in figures["ends"]}
+
+
+def _slow_ways(figures: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Return the cells of all confirmed suspects: a link, or all links of an end."""
+    hosts = dict(figures["ends"])
+    ways: set[tuple[int, int]] = set()
+    for again in figures.get("again", []):
+        if not again["confirmed"]:
+            continue
+        one, other = (_ranks(again[side], again["kind"], hosts) for side in ("one", "other"))
+        for a in one:
+            for b in other or set(hosts) - one:
+                ways |= {(a, b)} if again["ways"] != "receives" else set()
+                ways |= {(b, a)} if again["ways"] != "sends" else set()
+    return ways
+
+
+def _ranks(ends: Sequence[int], kind: str, hosts: Mapping[int, str]) -> set[int]:
+    """Return the ranks of these ends; a host is named by one of its ranks."""
+    if kind != "host":
+        return set(ends)
+    named = {hosts[end] for end in ends}
+    return {rank for rank, host in hosts.items() if host in named}
+
+
+def _rounded(value: float) -> float:
+    """Return three digits, or all before the decimal point."""
+    return float(f"{value:.3g}") if value < 1000 else float(round(value))

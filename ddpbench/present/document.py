@@ -1,0 +1,190 @@
+"""Parts of a page: its runs, its sections, their charts, and the table of each chart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import compress, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpbench.analysis.lines import Line, lines
+from ddpbench.present.columns import Column
+from ddpbench.records import store
+from ddpbench.records.schema import Finding, Run
+from ddpbench.records.table import Table, TableColumn
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ddpbench.present.repetitions import Repetitions
+
+Kind = tuple[str, ...]  # what a case is: render.column.title_parts
+
+
+@dataclass(frozen=True)
+class ReportRun:
+    """A run of a page, its name there, and its folder. A log of another tool has no folder."""
+
+    label: str  # its id; unique on a page
+    run: Run
+    folder: Path | None = None
+
+    @cached_property
+    def lines(self) -> list[Line]:
+        """Return the lines of the run's collectives, which several sections read."""
+        return lines(self.run)
+
+    @cached_property
+    def samples(self) -> pd.DataFrame | None:
+        """Return the raw samples (records.samples.SAMPLE_COLUMNS); None if none are stored."""
+        try:
+            return None if self.folder is None else store.read_samples(self.folder)
+        except store.InvalidRun:
+            return None
+
+    @cached_property
+    def repetitions(self) -> tuple[Repetitions, ...]:
+        """Return the raw samples of each case and launch, reduced; none if none are stored.
+
+        This needs the memory of one case, `samples` that of the run.
+        """
+        return self._reduced[0]
+
+    @property
+    def damage(self) -> str | None:
+        """Return the reason why stored samples cannot be read; None if they can, or if none are."""
+        return self._reduced[1]
+
+    @cached_property
+    def _reduced(self) -> tuple[tuple[Repetitions, ...], str | None]:
+        from ddpbench.present.repetitions import reduce_samples  # loads numpy
+
+        try:
+            return tuple(reduce_samples(self.run, self.folder)) if self.folder else (), None
+        except store.InvalidRun as error:
+            return (), str(error)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the things that a chart can show, one at a time."""
+
+    label: str  # "all_reduce 1 MiB gloo"
+    data: dict[str, dict[str, tuple[Any, ...]]]  # name of a dataset of the chart → its columns
+    table: Table
+
+    @property
+    def datasets(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the rows of each dataset, as Vega-Lite reads them."""
+        return {
+            name: [
+                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+            ]
+            for name, columns in self.data.items()
+        }
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart and the same values as a table."""
+
+    name: str  # unique on a page; the name of its picture
+    title: str
+    caption: str  # the statistic, the unit, how to read it: one or two sentences
+    spec: dict[str, Any] | None  # Vega-Lite, as altair returns it; None: the table is all there is
+    table: Table
+    operation: str = ""  # readers can hide the charts of an operation; "": always shown
+    choices: tuple[Choice, ...] = ()  # the spec's datasets hold the first
+
+
+Rows = tuple[tuple[Chart, ...], ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with a heading. Charts in one row stand side by side if there is room."""
+
+    name: str  # the anchor: "collectives"
+    title: str
+    intro: str = ""
+    lines: tuple[str, ...] = ()  # plain facts, a paragraph each
+    findings: tuple[Finding, ...] = ()
+    rows: Rows = ()
+
+    @property
+    def charts(self) -> list[Chart]:
+        """Return the charts in the order of the page."""
+        return [chart for row in self.rows for chart in row]
+
+
+def make_table(
+    title: str,
+    headings: Iterable[str],
+    rows: Iterable[Sequence[Any]],
+    left: Container[str] = (),
+    legend: Iterable[str] = (),
+) -> Table:
+    """Return a table; columns whose heading is in `left` are aligned left."""
+    columns = tuple(TableColumn(name, "left" if name in left else "right") for name in headings)
+    return Table(title, columns, tuple(map(tuple, rows)), tuple(legend))
+
+
+def tabulate(
+    title: str,
+    columns: Sequence[Column[Any]],
+    rows: Iterable[Sequence[Any]],
+    legend: Iterable[str] = (),
+) -> Table:
+    """Return a table with the headings and the alignment of a terminal's columns."""
+    left = {column.heading for column in columns if column.left}
+    return make_table(title, [column.heading for column in columns], rows, left, legend)
+
+
+MakeSection = Callable[[Sequence[ReportRun]], "Section | None"]  # None: these runs have none
+
+
+def side_by_side(runs: Sequence[ReportRun], make: Callable[[ReportRun], Iterable[Chart]]) -> Rows:
+    """Return a row for the first charts of all runs, one for the second, …
+
+    make: returns the charts of one run. Names and titles tell several runs apart.
+    """
+    columns = [list(make(run)) for run in runs]
+    if len(runs) > 1:
+        columns = [
+            [replace(c, name=f"{c.name}-{n}", title=f"{c.title}: {run.label}") for c in charts]
+            for n, (charts, run) in enumerate(zip(columns, runs, strict=True), 1)
+        ]
+    return tuple(tuple(filter(None, row)) for row in zip_longest(*columns))
+
+
+def arrange(runs: Sequence[ReportRun], make: Callable[[ReportRun], Iterable[Chart]]) -> Rows:
+    """Return the charts of one run in pairs; those of several runs side by side."""
+    if len(runs) > 1:
+        return side_by_side(runs, make)
+    charts = [chart for run in runs for chart in make(run)]
+    return tuple(tuple(charts[n : n + 2]) for n in range(0, len(charts), 2))
+
+
+def describe(of: Kind) -> str:
+    """Return all parts but the operation: "float32, sum, in place, 2 ranks, cpu"."""
+    return ", ".join(filter(None, of[1:]))
+
+
+def titles(kinds: Iterable[Kind]) -> dict[Kind, str]:
+    """Return a title for each: the operation, and the parts of which an operation has several."""
+    distinct = list(dict.fromkeys(kinds))
+    differs = []
+    for part in zip(*distinct, strict=True):
+        values = {(of[0], text) for of, text in zip(distinct, part, strict=True)}
+        differs.append(len(values) > len({operation for operation, _ in values}))
+    return {
+        of: " ".join([of[0], *(text for text in compress(of, differs) if text)]) for of in distinct
+    }
+
+
+def plain_name(text: str) -> str:
+    """Return the text as a name of a chart, or as a part of it."""
+    return re.sub(r"\W+", "-", text, flags=re.ASCII).strip("-")

@@ -1,0 +1,1 @@
+"""Documents on runs of training steps."""

@@ -1,0 +1,162 @@
+"""Tables of a run of DDP steps: phases, budget, buckets, replicas, training, legends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ddpbench.analysis import step_lines, steps
+from ddpbench.analysis.step_lines import StepLine
+from ddpbench.catalog.parallel import WAYS
+from ddpbench.present.columns import (
+    Style,
+    choose_columns,
+    common_legend,
+    digits,
+    format_ranks,
+    rows_by_backend,
+)
+from ddpbench.present.steps import budget as step_budget
+from ddpbench.present.steps import replicas as step_replicas
+from ddpbench.present.steps.columns import STEP_COLUMNS
+from ddpbench.records.schema import Run, StepCase
+
+TABLES: tuple[Callable[[list[StepLine], Run, Style], str], ...] = (
+    step_budget.budget,
+    step_budget.buckets,
+    step_budget.collectives,
+    step_replicas.replicas,
+    step_replicas.training,
+)
+PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
+BUCKETS = ("ready", "wire", "wait")
+SHARDED = {
+    "arm": "arm: a variant of the step: complete; without communication; with the prefetch "
+    "switched; with timed collectives",
+    steps.EXPOSED: "step = compute and copies + exposed communication; (x): noise, not clearly "
+    "above 0",
+    steps.OVERHEAD: "communication overhead: exposed communication less that of each operation: "
+    "ranks out of step, waking threads, bookkeeping",
+    "from": "from arms: the difference of two variants of the step; from spans: how long the "
+    "compute waits for a collective, in the rank that waits least",
+    "collectives": "hidden: a collective is on its way and the compute goes on; MB: total buffers; "
+    "wait: how much longer the rank that waits most is blocked",
+}
+LEGEND = {
+    "arm": "arm: a variant of the step: complete; without communication; also without bucket "
+    "copies; with timed buckets",
+    "step": "step ms: time of K steps in a row / K, median over rounds; 95 %: half-width of its "
+    "interval; forward includes zero_grad",
+    "slowest": "slowest rank: the one most often slowest in forward, and in how many of the steps; "
+    "later, ranks wait for each other",
+    steps.EXPOSED: "step = compute + bucket copies + exposed communication; (x): noise, not "
+    "clearly above 0",
+    steps.TRANSFER: "exposed communication = exposed transfer + communication overhead; "
+    "communication = exposed transfer + hidden",
+    steps.OVERHEAD: "communication overhead: waking threads, bookkeeping, ranks out of step, "
+    "backward slowed by hidden communication",
+    steps.HIDDEN: "communication: while any bucket is on its way, in the rank that waits least; "
+    "hidden: while backward computes",
+    steps.WAITING: "waiting: how much longer the slowest rank computes than the others; a part of "
+    "compute",
+    "ready": "ready after: from the start of backward until the last rank hands the bucket over",
+    "wire": "wire: from then until the bucket is reduced, including earlier buckets in the queue",
+    "wait": "wait: how long the earliest rank waited for the latest; late rank: the latest, if the "
+    "wait is more than noise",
+}
+
+
+def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
+    """Format all that stands below the header; chosen columns give one table per workload."""
+    all_lines = step_lines.lines(run)
+    shown = [line for line in all_lines if line.results]
+    names = choose_columns(columns, STEP_COLUMNS)
+    groups: dict[StepCase, list[StepLine]] = {}
+    for line in shown:
+        groups.setdefault(step_lines.same_but_backend(line.case), []).append(line)
+    texts, all_rows = [], []
+    for case, group in groups.items():
+        rows = rows_by_backend(group, names, STEP_COLUMNS)
+        all_rows += rows
+        cells = [list(row.values()) for row in rows]
+        shown_columns = [STEP_COLUMNS[name] for name in names]
+        texts.append(style.block(title(case), style.columns(cells, shown_columns)))
+        if columns is None:
+            texts += filter(None, (table(group, run, style) for table in TABLES))
+    if quiet:
+        return texts
+    legend = _legend(shown, names, columns is None)
+    legend += common_legend(all_rows, shown, names, step_lines.FLAGS)
+    return texts + [style.gap.join(notes) for notes in (_left_out(all_lines), legend) if notes]
+
+
+def title(case: StepCase) -> str:
+    """State what all rows of a workload's tables have in common."""
+    parts = [
+        case.workload,
+        " ".join(case.settings),
+        _format_model(case) if case.parameters else "",
+        case.optimizer,
+        f"autocast {case.amp}" if case.amp else "",
+        "" if case.comm_hook in ("none", "") else f"hook {case.comm_hook}",
+        "" if case.bucket_cap_mb is None else f"buckets of {case.bucket_cap_mb:g} MB",
+        "gradients in buckets" if case.gradient_as_bucket_view else "",
+        "static graph" if case.static_graph else "",
+        "unused parameters searched" if case.find_unused_parameters else "",
+        parallel(case),
+        format_ranks(case),
+        case.device,
+    ]
+    return "  ".join(filter(None, parts))
+
+
+def parallel(case: StepCase) -> str:
+    """Name the way of parallel training and its mesh; "" for DDP."""
+    if not case.mesh:
+        return ""
+    names = WAYS[case.parallel].dimensions if case.parallel in WAYS else ()
+    sizes = [f"{name}={size}" for name, size in zip(names, case.mesh, strict=False)]
+    parts = [
+        f"{case.parallel} over {' × '.join(sizes)}",
+        "prefetch off" if case.prefetch is False else "",
+        "no reshard after forward" if case.reshard_after_forward is False else "",
+    ]
+    return "  ".join(filter(None, parts))
+
+
+def _format_model(case: StepCase) -> str:
+    """Format what is known of a model, except of that of a watched job."""
+    millions, nbytes = digits(case.parameters / 1e6), digits(case.parameter_nbytes / 1e6)
+    times = f" × {case.accumulate}" if case.accumulate > 1 else ""
+    return f"{millions} M parameters ({nbytes} MB)  batch {case.batch} per rank{times}"
+
+
+def _left_out(all_lines: list[StepLine]) -> list[str]:
+    """Explain missing rows and figures, the backends of one reason together."""
+    reasons: dict[tuple[str, str, str], dict[str, None]] = {}
+    for line in all_lines:
+        case, notes = line.case, [note for result in line.results for note in result.notes]
+        texts = [("note:", note) for note in notes]
+        texts += [("skipped", line.reason)] if line.reason is not None else []
+        for kind, text in texts:
+            reasons.setdefault((kind, case.workload, text), {})[case.backend] = None
+    return [
+        f"{kind} {workload} on {', '.join(backends)}: {text}"
+        for (kind, workload, text), backends in reasons.items()
+    ]
+
+
+def _legend(shown: list[StepLine], names: list[str], tables: bool) -> list[str]:
+    """Explain the printed columns and tables whose headings do not."""
+    summaries = [line.summary for line in shown if line.summary]
+    sharded = any(line.case.mesh for line in shown)
+    timed = tables and any(summary.collectives for summary in summaries)
+    needed = {
+        "arm": bool(summaries),
+        "step": "step_ms" in names and bool(summaries),
+        "slowest": "slowest_rank" in names and any(line.case.world_size > 1 for line in shown),
+        **{part: tables and any(line.part(part) for line in shown) for part in PARTS},
+        **dict.fromkeys(BUCKETS, tables and any(summary.buckets for summary in summaries)),
+    }
+    needed |= {"from": timed, "collectives": timed}
+    legend = {**LEGEND, **SHARDED} if sharded else LEGEND
+    return [legend[name] for name, shown in needed.items() if shown]

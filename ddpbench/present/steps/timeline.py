@@ -1,0 +1,286 @@
+"""A typical DDP step as a timeline: a lane for each rank, its buckets above its compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from ddpbench.analysis.step_lines import StepLine
+from ddpbench.present import theme
+from ddpbench.present.columns import digits
+from ddpbench.present.document import Chart, Choice, ReportRun, make_table
+from ddpbench.present.steps.columns import ms
+from ddpbench.records.schema import Bucket, StepSummary
+from ddpbench.records.table import Table
+
+MOST_LANES = 8  # ranks
+COMPUTE, GAP = 20, 16  # pixels: height of a lane's compute, and what is below it
+BUCKET, BUCKETS = 7, 70  # pixels: most height of a bucket, and of all buckets of a lane
+PHASES = ("forward", "backward", "optimizer")
+LEGEND = ("forward", "backward", "blocked", "optimizer", "transfer")
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The median step of one rank, in seconds."""
+
+    name: str
+    phases: tuple[float, ...]  # by PHASES
+    # Of each bucket: handed over and reduced, since the last backward began, and its transfer.
+    buckets: tuple[tuple[float, ...], ...]
+
+    @property
+    def own_seconds(self) -> float:
+        """The time until the rank has computed all gradients."""
+        return self.phases[0] + max((bucket[0] for bucket in self.buckets), default=self.phases[1])
+
+    def spans(self, infos: Sequence[Bucket], accumulate: int) -> Iterator[dict[str, Any]]:
+        """Yield what was when: phase, begin, end, row (of a bucket, else None), what.
+
+        accumulate: the micro-batches; their backwards are one span, whose end is the last one's.
+        """
+        forward, backward, optimizer = self.phases
+        ends = forward + backward
+        reduced = max((bucket[1] for bucket in self.buckets), default=0.0)
+        began = forward if accumulate == 1 else ends - reduced
+        handed = max((bucket[0] for bucket in self.buckets), default=backward)
+        blocked = min(ends, max(forward, began + handed))
+        yield _span("forward", 0.0, forward)
+        yield _span("backward", forward, blocked)
+        yield _span("blocked", blocked, ends)
+        yield _span("optimizer", ends, ends + optimizer)
+        for row, (info, (begin, end, wire)) in enumerate(zip(infos, self.buckets, strict=True)):
+            what = f"bucket {info.index}, {info.nbytes / 1e6:.2f} MB"
+            alone = began + max(begin, end - wire)
+            yield _span("transfer", began + begin, alone, row, f"{what}: wait", pale=True)
+            yield _span("transfer", alone, began + end, row, f"{what}: transfer")
+
+
+def _span(
+    phase: str,
+    begin: float,
+    end: float,
+    row: int | None = None,
+    what: str = "",
+    *,
+    pale: bool = False,
+) -> dict[str, Any]:
+    return {
+        "phase": phase,
+        "begin": begin,
+        "end": end,
+        "row": row,
+        "what": what or phase,
+        "pale": pale,
+    }
+
+
+def timeline(run: ReportRun, line: StepLine, name: str, title: str) -> Chart | None:
+    """Return the timeline of a case, one launch at a time; None if no launch has a summary.
+
+    Without samples there is one lane: the slowest rank of each phase.
+    """
+    late = _late_ranks(line)
+    launches = [
+        (f"launch {number}", summary, lanes, [lane.name for lane in lanes])
+        for number, result in enumerate(line.results, 1)
+        if (summary := result.summary) is not None and not result.watched
+        for lanes in [_lanes(run, line, result.launch, summary, late)]
+    ]
+    launches = [launch for launch in launches if launch[3] == launches[0][3]]
+    if not launches:
+        return None
+    rows = max(len(lanes[0].buckets) for _, _, lanes, _ in launches)
+    frames = [
+        _place(lanes, summary.buckets, rows, line.case.accumulate)
+        for _, summary, lanes, _ in launches
+    ]
+    spec = _draw(frames[0], launches[0][3], late, rows)
+    (data,) = spec["datasets"]
+    choices = tuple(
+        Choice(label, {data: {str(k): tuple(v) for k, v in frame.items()}}, _table(frame, line))
+        for (label, *_), frame in zip(launches, frames, strict=True)
+    )
+    return Chart(
+        name,
+        title,
+        _caption(line, launches[0][2]),
+        spec,
+        _table(frames[0], line),
+        choices=choices if len(choices) > 1 else (),
+    )
+
+
+def _late_ranks(line: StepLine) -> set[int]:
+    """Return the ranks for which the others wait."""
+    summary = line.summary
+    if summary is None:
+        return set()
+    late = {bucket.late_rank for bucket in summary.buckets}
+    late |= {part.rank for part in summary.budget if part.resolved}
+    return {rank for rank in late if rank is not None}
+
+
+def _caption(line: StepLine, lanes: Sequence[Lane]) -> str:
+    texts = ["Median of each span over the steps."]
+    if len(lanes) == 1 and line.case.world_size > 1:
+        texts = ["Median of each phase over the steps, of the slowest rank of each step."]
+    elif len(lanes) > 1:
+        texts.append("The stamps of the ranks are aligned where their steps begin.")
+    if len(lanes) > 1 and len(lanes) < line.case.world_size:
+        shown = f"{len(lanes)} of {line.case.world_size} ranks"
+        texts.append(f"{shown}: those that compute longest and shortest.")
+    if lanes[0].buckets:
+        texts.append(
+            "Above: each bucket of gradients from its handover until it is reduced; pale while it "
+            "waits for other ranks. Blocked: backward has handed over its last bucket and waits."
+        )
+    if line.case.accumulate > 1:
+        texts.append(
+            f"Forward and backward are sums over {line.case.accumulate} micro-batches; the buckets "
+            "are those of the last one."
+        )
+    return " ".join(texts)
+
+
+def _lanes(
+    run: ReportRun, line: StepLine, launch: int, summary: StepSummary, late: set[int]
+) -> list[Lane]:
+    """Return the lanes of one launch: at most MOST_LANES."""
+    lanes = _lanes_of_ranks(run.samples, line.case.key, launch, summary)
+    if not lanes:
+        phases = {phase.name: phase.slowest.value for phase in summary.phases}
+        buckets = [(b.handed_seconds, b.handed_seconds + b.wire.value) for b in summary.buckets]
+        return [
+            Lane(
+                "slowest rank" if line.case.world_size > 1 else "rank 0",
+                tuple(phases.get(name, 0.0) for name in PHASES),
+                tuple((begin, end, end - begin) for begin, end in buckets),
+            )
+        ]
+    if len(lanes) <= MOST_LANES:
+        return list(lanes.values())
+    order = sorted(lanes, key=lambda rank: (rank not in late, -lanes[rank].own_seconds))
+    half = MOST_LANES // 2
+    return [lanes[rank] for rank in sorted({*order[:half], *order[-half:]})]
+
+
+def _lanes_of_ranks(
+    samples: pd.DataFrame | None, key: str, launch: int, summary: StepSummary
+) -> dict[int, Lane]:
+    """Return the median step of each rank; empty without samples.
+
+    If the buckets were timed, these are the steps in which they were: the last of each round.
+    """
+    if samples is None:
+        return {}
+    arm = "timed" if summary.buckets else "ddp"
+    cases = [f"{key}/{arm}/{phase}" for phase in PHASES]
+    cases += [f"{key}/bucket/{number}" for number in range(len(summary.buckets))]
+    number = pd.Index(cases).get_indexer(samples["case"])  # -1: another case
+    chosen = samples[["launch", "rank", "repetition", "entry_ns", "exit_ns"]].assign(number=number)
+    last = (chosen["repetition"] + 1) % summary.in_a_row == 0
+    kept = (number >= len(PHASES)) | ((number >= 0) & (last if summary.buckets else True))
+    chosen = chosen[kept & (chosen["launch"] == launch)]
+    if chosen["number"].nunique() < len(cases):
+        return {}
+    chosen["spent"] = chosen["exit_ns"] - chosen["entry_ns"]
+    middle = chosen.groupby(["rank", "number"])[["entry_ns", "exit_ns", "spent"]].median() * 1e-9
+    wire = chosen.groupby(["number", "repetition"])["spent"].min().groupby("number").median() * 1e-9
+    ranks = middle.index.unique("rank")
+    # [rank, number] of the begin, the end, and the time of each span
+    begin, end, spent = (middle[name].unstack().to_numpy() for name in middle)
+    count = len(PHASES)
+    return {
+        int(rank): Lane(
+            f"rank {rank}",
+            tuple(map(float, spent[row, :count])),
+            tuple(
+                (float(begin[row, n]), float(end[row, n]), float(wire[n]))
+                for n in range(count, len(cases))
+            ),
+        )
+        for row, rank in enumerate(ranks)
+    }
+
+
+def _place(
+    lanes: Sequence[Lane], infos: Sequence[Bucket], rows: int, accumulate: int
+) -> pd.DataFrame:
+    """Return all spans with their places in pixels from the top."""
+    placed = []
+    for number, lane in enumerate(lanes):
+        compute = number * _lane_pixels(rows) + _bucket_pixels(rows)
+        for span in lane.spans(infos, accumulate):
+            top, height, row = float(compute), float(COMPUTE), span.pop("row")
+            if row is not None:  # a bucket: above the lane's compute, the first uppermost
+                pixels = _bucket_pixels(rows) / rows
+                top, height = compute - (rows - row) * pixels, max(1.0, pixels - 1)
+            begin, spent = span["begin"] * 1e3, (span["end"] - span["begin"]) * 1e3
+            text = f"{digits(spent)} ms, from {digits(begin)} ms"
+            place = {"lane": lane.name, "top": top, "bottom": top + height, "text": text}
+            placed.append(span | place)
+    frame: pd.DataFrame = pd.DataFrame([s for s in placed if s["end"] > s["begin"]])
+    return frame
+
+
+def _bucket_pixels(rows: int) -> int:
+    return min(BUCKETS, BUCKET * rows)
+
+
+def _lane_pixels(rows: int) -> int:
+    return _bucket_pixels(rows) + COMPUTE + GAP
+
+
+def _draw(frame: pd.DataFrame, lanes: Sequence[str], late: set[int], rows: int) -> dict[str, Any]:
+    height = len(lanes) * _lane_pixels(rows)
+    middle = _bucket_pixels(rows) + COMPUTE // 2
+    centers = [n * _lane_pixels(rows) + middle for n in range(len(lanes))]
+    marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
+    names = [marked.get(lane, lane) for lane in lanes]
+    shown = [name for name in LEGEND if name in set(frame["phase"])]
+    labels = alt.Axis(
+        values=centers,
+        grid=False,
+        ticks=False,
+        domain=False,
+        labelExpr=f"{names}[indexof({centers}, datum.value)]",
+    )
+    chart = (
+        alt.Chart(frame)
+        .mark_rect()
+        .encode(
+            x=alt.X(
+                "begin:Q",
+                title="time since the step began",
+                scale=alt.Scale(nice=False),
+                axis=theme.time_axis(),
+            ),
+            x2="end:Q",
+            y=alt.Y(
+                "top:Q", title=None, scale=alt.Scale(domain=[height, 0], nice=False), axis=labels
+            ),
+            y2="bottom:Q",
+            color=theme.named_color("phase", theme.PHASES, shown),
+            opacity=alt.condition("datum.pale", alt.value(0.35), alt.value(1.0)),
+            tooltip=theme.tips(lane="of", what="span", text="time"),
+        )
+        .properties(height=height)
+    )
+    spec: dict[str, Any] = chart.to_dict()
+    return spec
+
+
+def _table(frame: pd.DataFrame, line: StepLine) -> Table:
+    rows = [
+        (lane, what, *(ms(seconds, line.seconds) for seconds in (begin, end, end - begin)))
+        for lane, what, begin, end in zip(
+            *(frame[name] for name in ("lane", "what", "begin", "end")), strict=True
+        )
+    ]
+    headings = ("of", "span", "begin ms", "end ms", "ms")
+    return make_table("timeline", headings, rows, left=("of", "span"))

@@ -1,0 +1,1 @@
+"""Documents on watched jobs."""

@@ -1,0 +1,1 @@
+"""Documents as a page, as pictures, and as Markdown."""

@@ -1,0 +1,210 @@
+"""Runs → sections → one HTML file with everything in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from ddpbench.present import environment
+from ddpbench.present import summary as overview
+from ddpbench.present.collectives import cases, skew
+from ddpbench.present.collectives import sizes as collectives
+from ddpbench.present.doctor import capabilities, links, stragglers
+from ddpbench.present.doctor import section as examinations
+from ddpbench.present.doctor.tables import format_cell
+from ddpbench.present.document import Chart, MakeSection, ReportRun, Section
+from ddpbench.present.steps import section as step
+from ddpbench.present.steps import training
+from ddpbench.present.steps import verified as replicas
+from ddpbench.present.watch import section as watched
+from ddpbench.records.table import Table, TableColumn
+
+if TYPE_CHECKING:
+    import jinja2
+
+# In the order of the page: one entry adds a section.
+SECTIONS: tuple[MakeSection, ...] = (
+    overview.section,
+    collectives.section,
+    stragglers.section,
+    links.section,
+    step.section,
+    training.section,
+    watched.section,
+    replicas.section,
+    cases.section,  # single repetitions come after what they make
+    skew.section,
+    capabilities.section,
+    examinations.section,
+    environment.section,
+)
+DIGITS = 5  # significant ones of every float of a chart
+# A next step is a command, or ends with one after a colon.
+COMMAND = re.compile(r"(?:^|(?<=: ))(?:python3? -m ddpbench|ddpbench (?=[a-z])|torchrun )[^;]*$")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+UNIT = re.compile(r"(?<=\d) (?=(?:%|[µmn]?s|[kMGT]i?B(?:/s)?|B)(?!\w))")
+
+
+def make_sections(runs: Sequence[ReportRun], verdicts: Sequence[Section] = ()) -> list[Section]:
+    """Return the sections that these runs have, in the order of the page: verdicts come second."""
+    sections = [section for make in SECTIONS if (section := make(runs)) is not None]
+    return [*sections[:1], *verdicts, *sections[1:]]
+
+
+def make_page(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = "") -> str:
+    """Return the page of these runs: HTML that loads nothing.
+
+    verdicts: sections on a comparison of the runs, shown after their summary. title: default: their
+    labels; a page without runs needs one.
+    """
+    from ddpbench.present.theme import CONFIGS, backend_swatches
+
+    templates = _environment()
+    sections = make_sections(runs, verdicts)
+    charts = [chart for section in sections for chart in section.charts]
+    scripts = (_bundle_vega(), templates.get_template("page.js").render())
+    return templates.get_template("page.html").render(
+        runs=[run.run for run in runs],
+        title=title or " and ".join(run.label for run in runs),
+        sections=sections,
+        backends=backend_swatches(_list_backends(charts)),
+        operations=list(dict.fromkeys(chart.operation for chart in charts if chart.operation)),
+        configs=CONFIGS,
+        scripts=scripts,
+        # Source expressions of a content security policy that allows these scripts alone.
+        hashes=[
+            f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts
+        ],
+    )
+
+
+@cache
+def _bundle_vega() -> str:
+    """Return the JavaScript that draws the charts. Making it takes a second."""
+    from vl_convert import javascript_bundle
+
+    return javascript_bundle("window.vegaEmbed = vegaEmbed;")
+
+
+def _height(chart: Chart) -> int:
+    """Return the pixels that a chart will take at least, so that the page does not jump."""
+    height = (chart.spec or {}).get("height")
+    return int(height) if isinstance(height, (int, float)) else 240
+
+
+def _environment() -> jinja2.Environment:
+    import jinja2
+
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("ddpbench.present.writers", "templates"),
+        autoescape=jinja2.select_autoescape(("html",)),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {
+        "embedded": json_in_html,
+        "figure": figure,
+        "table": table_data,
+        "height": _height,
+        "together": keep_together,
+        "command": split_command,
+        "command_line": shlex.join,
+    }
+    return templates
+
+
+def json_in_html(value: Any) -> str:
+    """Return JSON for a <script>: floats rounded, and nothing that could end the element."""
+    import markupsafe
+
+    text = json.dumps(_rounded(value), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return markupsafe.Markup(text)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return int(value) if value.is_integer() else float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return value.item() if hasattr(value, "item") else value  # of numpy
+
+
+def figure(chart: Chart) -> dict[str, Any]:
+    """Return what the page's script reads of a chart: its spec, and the choices if it has any.
+
+    Datasets become columns, which are half the size of rows.
+    """
+    spec = {name: part for name, part in (chart.spec or {}).items() if name != "datasets"}
+    datasets = {
+        name: _columns(rows) for name, rows in (chart.spec or {}).get("datasets", {}).items()
+    }
+    choices = [
+        {"label": choice.label, "data": choice.data, "table": table_data(choice.table)}
+        for choice in chart.choices
+    ]
+    return {"spec": spec, "datasets": {} if choices else datasets, "choices": choices}
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def table_data(table: Table) -> dict[str, Any]:
+    """Return a table as the page's template and its script show it: classes and text of cells."""
+    backend = next((i for i, c in enumerate(table.columns) if c.heading == "backend"), None)
+    return {
+        "headed": any(column.heading for column in table.columns),
+        "columns": [[column.heading, column.align] for column in table.columns],
+        "backend": backend,  # position of the column whose backends can be hidden
+        "rows": [list(_cells(row, table.columns)) for row in table.rows],
+        "legend": table.legend,
+    }
+
+
+def _cells(row: Sequence[Any], columns: Sequence[TableColumn]) -> Iterator[str]:
+    for value, column in zip(row, columns, strict=True):
+        if value in (None, "-"):
+            yield "–"
+        elif isinstance(value, bool):
+            yield "yes" if value else "no"
+        else:
+            yield format_cell(value, column)
+
+
+def _list_backends(charts: Iterable[Chart]) -> set[str]:
+    """Return the backends that readers can hide: those of the charts' parameters."""
+    parameters = [p for chart in charts for p in (chart.spec or {}).get("params", ())]
+    return {name for p in parameters if p["name"] == "backends" for name in p["value"]}
+
+
+def split_command(text: str) -> tuple[str, str]:
+    """Split a next step into the words before its command, and the command; "" if it has none."""
+    found = COMMAND.search(text)
+    return (text[: found.start()], found.group()) if found else (text, "")
+
+
+def keep_together(text: str, units: bool = True) -> Any:
+    """Return HTML of a text in which no line ends inside an option, or between value and unit.
+
+    units: off for a command, whose spaces stay as they are for pasting.
+    """
+    import markupsafe
+
+    joined = UNIT.sub("\N{NO-BREAK SPACE}", text) if units else text
+    options = OPTION.sub(r'<span class="option">\g<0></span>', str(markupsafe.escape(joined)))
+    return markupsafe.Markup(options)

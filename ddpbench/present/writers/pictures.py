@@ -1,0 +1,103 @@
+"""Charts as pictures, drawn without a browser: SVG and PNG on white, in a font of its own.
+
+A picture has its title and caption in it, because it is shown away from its page.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ddpbench.present.document import Chart, Section
+from ddpbench.records import store
+from ddpbench.records.wording import did_you_mean
+
+WIDTH = 720  # pixels: what GitHub shows without shrinking it
+SCALE = 2  # pixels of a PNG per pixel of an SVG
+CAPTION_COLUMNS = 116  # characters of a caption's line in this width
+# vl-convert measures text in Liberation Sans, which it brings along. Arial and Helvetica have the
+# same widths, so labels have room for their text wherever the picture is opened.
+FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
+# What captions contain and this font lacks; one such sign changes the font.
+LACKS = str.maketrans({"⁹": "^9"})
+
+
+def choose(sections: Sequence[Section], names: Sequence[str], tables: bool = True) -> list[Section]:
+    """Return the summary, and the charts of these names. Raises ValueError.
+
+    names: of charts; none: all that there are. tables: whether a name may be that of a table.
+    """
+    charts = [chart for section in sections for chart in section.charts]
+    known = [chart.name for chart in charts if tables or chart.spec is not None]
+    if unknown := [name for name in names if name not in known]:
+        name = unknown[0]
+        if any(chart.name == name for chart in charts):
+            raise ValueError(f"chart {name!r} is a table, not a picture: write it with --markdown")
+        raise ValueError(
+            f"unknown chart {name!r}: these runs have {', '.join(known) or 'no charts'}"
+            + did_you_mean(name, known)
+        )
+    if not names:
+        return list(sections)
+    chosen = []
+    for section in sections:
+        rows = [tuple(chart for chart in row if chart.name in names) for row in section.rows]
+        chosen.append(replace(section, rows=tuple(filter(None, rows))))
+    return [s for i, s in enumerate(chosen) if i == 0 or s.rows]
+
+
+def write(charts: Iterable[Chart], folder: Path, form: str) -> Iterator[tuple[str, Path]]:
+    """Write each chart that can be drawn as FOLDER/NAME.svg or .png. Raises OSError.
+
+    form: of FORMS. Yields the chart's name and its file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for chart in charts:
+        if chart.spec is not None:
+            path = folder / f"{chart.name}.{form}"
+            store.replace_file(path, FORMS[form](chart))
+            yield chart.name, path
+
+
+def make_svg(chart: Chart) -> bytes:
+    from vl_convert import vegalite_to_svg
+
+    return vegalite_to_svg(make_spec(chart), config=_config()).encode()
+
+
+def make_png(chart: Chart) -> bytes:
+    from vl_convert import vegalite_to_png
+
+    return vegalite_to_png(make_spec(chart), config=_config(), scale=SCALE)
+
+
+FORMS: dict[str, Callable[[Chart], bytes]] = {"svg": make_svg, "png": make_png}
+
+
+def make_spec(chart: Chart) -> dict[str, Any]:
+    """Return the Vega-Lite of a picture: the chart's own, with its width, title and caption."""
+    assert chart.spec is not None
+    choice = f": {chart.choices[0].label}" if chart.choices else ""
+    caption = textwrap.wrap(chart.caption.translate(LACKS), CAPTION_COLUMNS)
+    spec = {key: value for key, value in chart.spec.items() if key != "config"}
+    spec["title"] = {"text": chart.title + choice, "subtitle": caption, "anchor": "start"}
+    if not {"hconcat", "vconcat", "concat", "facet", "repeat"} & {*spec}:
+        spec |= {"width": WIDTH, "autosize": {"type": "fit-x", "contains": "padding"}}
+    return spec
+
+
+def _config() -> dict[str, Any]:
+    from ddpbench.present.theme import CONFIGS
+
+    light = CONFIGS["light"]
+    title = {"offset": 14, "subtitleColor": light["axis"]["labelColor"], "subtitlePadding": 6}
+    return {
+        **light,
+        "background": "white",  # GitHub's dark mode shows it as it is
+        "font": FONT,
+        "padding": 12,
+        "title": {**light["title"], **title, "frame": "bounds"},
+    }

@@ -1,1 +1,0 @@
-"""From a run to text: one function a format. No torch."""

@@ -1,1 +1,0 @@
-"""Charts that sections share, or that are too long for the module of their section."""

@@ -1,1 +1,0 @@
-"""Sections as a page, as pictures, and as Markdown."""

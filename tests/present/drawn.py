@@ -1,0 +1,14 @@
+"""What a chart draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpbench.present.document import Chart
+
+
+def values(chart: Chart) -> list[dict[str, Any]]:
+    """The rows of a chart's only dataset."""
+    assert chart.spec is not None
+    (rows,) = chart.spec["datasets"].values()
+    return list(rows)

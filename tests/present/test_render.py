@@ -1,0 +1,229 @@
+"""A run as text: the content of each format, and machine formats that machines can read."""
+
+import io
+import itertools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from frozen import Frozen
+from stored_runs import a_case, a_result, a_run, a_summary
+from text_tables import read_table
+
+import ddpbench
+from ddpbench import collectives
+from ddpbench.analysis import lines
+from ddpbench.present import formats
+from ddpbench.present.collectives.columns import COLUMNS
+from ddpbench.present.columns import Column, digits, format_ranks
+from ddpbench.present.formats import FORMATS
+from ddpbench.records import codec, store
+from ddpbench.records.schema import Run
+from ddpbench.session import options
+
+
+def two_backends(**other: Any) -> Run:
+    """Return a run of all_reduce on gloo and a faster mpi: two sizes, and one skipped on mpi."""
+    results = []
+    for nbytes in (4, 2**20):
+        for index, (backend, seconds) in enumerate((("gloo", 2e-4), ("mpi", 1e-5))):
+            case = a_case(backend=backend, nbytes=nbytes, count=nbytes // 4)
+            results.append(a_result(case, index, summary=a_summary(seconds, 0.01)))
+    big = a_case(nbytes=2**30, count=2**28, backend="mpi")
+    skipped = replace(a_result(big, 1), summary=None, reason="no memory")
+    return a_run(*results, skipped, **other)
+
+
+# --- the text table -------------------------------------------------------------------------------
+
+
+def test_the_interfaces_that_were_used_stand_above(frozen: Frozen) -> None:
+    """The header has a line per kind of interface with its hosts, if anything left a host."""
+    eth = {"name": "eth0", "mtu_nbytes": 1500, "nominal_bytes_per_second": 125e6}
+    ib = {**eth, "name": "ib0", "nominal_bytes_per_second": None}
+    used = (
+        ("a", eth, ["10.0.0.1"]), ("a", eth, ["10.0.0.1"]), ("b", eth, ["10.0.0.2"]),
+        ("c", ib, ["10.1.0.3", "10.0.0.3"]),
+    )  # fmt: skip
+    names = "hostname", "interface", "addresses"
+    ranks = tuple(dict(zip(names, each, strict=True)) for each in used)
+    run = two_backends()
+    text = formats.table(replace(run, launches=(replace(run.launches[0], ranks=ranks),)))
+    frozen.text("\n".join(line for line in text.splitlines() if line.startswith("net ")))
+    assert "\nnet " not in formats.table(run)
+
+
+def test_fits_of_ended_runs(frozen: Frozen) -> None:
+    """A line below the table has the figures, the legend explains them; a run that still goes on,
+    a quiet table and one whose times follow no line have neither."""
+
+    def swept(saw: bool) -> Run:
+        """20 µs and 1 GB/s; each launch is 1 % slower than the one before."""
+        results = []
+        for launch, power in itertools.product(range(6), range(7)):
+            nbytes = 64 * 8**power
+            seconds = 1e-3 * (9 if power % 2 else 1) if saw else 20e-6 + nbytes / 1e9
+            case = a_case(nbytes=nbytes, count=nbytes // 4)
+            results.append(a_result(case, launch, a_summary(seconds * 1.01**launch)))
+        return a_run(*results)
+
+    run, table = swept(saw=False), formats.table
+    frozen.text("\n".join(line for line in table(run).splitlines() if line.startswith("fit")))
+    assert "fit gloo" in table(replace(run, state="interrupted"))
+    assert "fit" not in table(replace(run, state="running"))
+    assert "fit" not in table(run, quiet=True)
+    assert "fit" not in table(swept(saw=True))
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    """A missing interval, percentile, common clock, limit or check is a dash, never a 0."""
+    summary = a_summary(1e-3, None, percentiles_seconds={}, skew_seconds=None)
+    (row,) = read_table(formats.table(a_run(a_result(summary=summary, checks=0))), "all_reduce")
+    dashed = {head for head, cell in row.items() if cell == "-"}
+    assert dashed == {"95 %", "p99 µs", "skew µs", "% limit", "check"}
+
+
+def test_the_faster_backend_has_a_star_and_sizes_stand_once() -> None:
+    """Under one size the backends stand in order; the one whose interval lies below the other's
+    has a star; size and count are not repeated; overlapping intervals have no star."""
+    found = read_table(formats.table(two_backends()), "all_reduce")
+    assert [(row["size"], row["count"], row["backend"]) for row in found] == [
+        ("4 B", "1", "gloo"), ("", "", "mpi *"), ("1 MiB", "262144", "gloo"), ("", "", "mpi *"),
+    ]  # fmt: skip
+    run = two_backends()
+    same = [replace(r, summary=r.summary and a_summary(1e-3, 0.5)) for r in run.results]
+    assert "*" not in formats.table(replace(run, results=tuple(same)))
+
+
+def test_a_run_without_results_says_so(frozen: Frozen) -> None:
+    """A run without results is shown as such in every format, without an error."""
+    run = a_run()
+    frozen.text(formats.table(run))
+    frozen.text(formats.markdown(run))
+    assert pd.read_csv(io.StringIO(formats.csv(run))).shape == (0, len(COLUMNS))
+    assert codec.decode(Run, json.loads(formats.json(run))) == run
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+def test_every_column_can_be_shown_for_every_line() -> None:
+    """Each column of each kind of line is a short text without line breaks, in the table and in
+    CSV, also where nearly nothing is known."""
+    bare = a_summary(1e-3, None, percentiles_seconds={}, lag1=None, skew_seconds=None,
+                     last_in_seconds=None, global_seconds=None)  # fmt: skip
+    barrier = a_case(operation="barrier", nbytes=0, count=0, reduce_op=None)
+    run = a_run(a_result(), a_result(barrier, summary=bare, cold_seconds=None, checks=0))
+    for line in lines.lines(run):
+        for column in COLUMNS.values():
+            assert re.fullmatch(r"[^\n]{0,40}", column.show(line))
+            assert isinstance(column.value(line), float | int | str | None)
+    assert len(formats.csv(run).splitlines()) == 3
+
+
+def test_statistics_are_over_all_launches() -> None:
+    """Over three launches, a row has the middle mean, the least minimum and the largest maximum."""
+    results = [a_result(launch=n, summary=a_summary(s)) for n, s in enumerate((2e-3, 8e-3, 4e-3))]
+    (line,) = lines.lines(a_run(*results))
+    wanted = {"mean": 4500, "min": 1000, "max": 32_000, "rank_mean": 3000, "rank_min": 2000,
+              "last_in": 3750, "global": 4250, "time": 4000, "skew": 62.5}  # fmt: skip
+    assert {name: COLUMNS[name].value(line) for name in wanted} == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (12345.6, "12346"), (123.45, "123.5"), (1.23456, "1.235"), (0.01234, "0.0123"),
+        (0.000016, "0.000016"), (0.0, "0"), (-1.5, "-1.500"), (None, "-"), ("x", "x"),
+        (123456789, "123456789"),
+    ],
+)  # fmt: skip
+def test_numbers_keep_their_first_digits(value: float | str | None, text: str) -> None:
+    """Numbers have four digits, two below 0.001, never an exponent; counts stay whole."""
+    assert digits(value) == text
+
+
+# --- for machines ---------------------------------------------------------------------------------
+
+
+def test_csv_loads_with_numbers_as_numbers() -> None:
+    """pandas reads one row a case, every column by name, numbers unrounded and numeric, empty where
+    there is none; the case that was not measured stands last, with its reason."""
+    run = two_backends()
+    frame = pd.read_csv(io.StringIO(formats.csv(run)), float_precision="round_trip")
+    assert list(frame.columns) == list(COLUMNS)
+    assert frame["reason"].tolist()[4:] == ["no memory"]
+    assert frame["reason"][:4].isna().all()
+    frame = frame[:4]
+    measured = [line for line in lines.lines(run) if line.seconds is not None]
+    assert frame["size"].tolist() == [4, 4, 2**20, 2**20]
+    assert frame["time"].tolist() == [(line.seconds or 0) * 1e6 for line in measured]
+    assert frame["busbw"].tolist() == [(line.busbw or 0) / 1e9 for line in measured]
+    assert frame["interval"].tolist() == [line.half_width for line in measured]
+    assert frame["root"].isna().all()
+    assert frame["limit"].isna().all()
+
+
+def test_json_is_the_whole_run() -> None:
+    """JSON without columns is the run as stored; with columns its numbers are unrounded."""
+    run = two_backends()
+    assert codec.decode(Run, json.loads(formats.json(run))) == run
+    chosen = json.loads(formats.json(run, ("backend", "time", "p99.9")))
+    assert chosen[0] == {"backend": "gloo", "time": pytest.approx(200), "p99.9": None}
+    assert len(chosen) == 4
+
+
+# --- adding one -----------------------------------------------------------------------------------
+
+
+def test_a_format_and_a_column_that_are_added_can_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An entry added to FORMATS or COLUMNS stands in the help, is accepted and is shown."""
+    monkeypatch.setitem(FORMATS, "mine", lambda run, columns, quiet: f"{run.id}!")
+    monkeypatch.setitem(COLUMNS, "double", Column("double", lambda line: 2 * line.case.nbytes))
+    parser = options.Parser(prog="ddpbench collectives")
+    collectives.add_arguments(parser)
+    shown = " ".join(parser.format_help().split())
+    assert f"{{{','.join(FORMATS)}}}" in shown
+    assert "markdown,mine}" in shown
+    assert ", reason, double" in shown
+    namespace = parser.parse_args(["--format", "mine", "--columns", "double"])
+    run = two_backends()
+    assert FORMATS[namespace.format](run, namespace.columns, False) == "a-run!"
+    assert [r["double"] for r in read_table(formats.table(run), "all_reduce")] == [
+        "8", "8", "2097152", "2097152",
+    ]  # fmt: skip
+    assert formats.csv(run, namespace.columns).split() == ["double", *["8"] * 2, *["2097152"] * 2]
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [(4,), (2, 1, 1), (8,) * 40 + (4,)],
+    ids=lambda hosts: f"{sum(hosts)} on {len(hosts)}",
+)
+def test_the_title_tells_where_the_ranks_are(hosts: tuple[int, ...], frozen: Frozen) -> None:
+    """How many on each host, where there are several; the same count on other hosts is another
+    table."""
+    case = a_case(world_size=sum(hosts), ranks_per_host=hosts)
+    frozen.text(format_ranks(case))
+    other = a_case(world_size=sum(hosts), ranks_per_host=(*hosts, 0))
+    text = formats.table(a_run(a_result(case), a_result(other)))
+    assert f"  {format_ranks(case)}  cpu" in text
+    assert len(re.findall(r"^all_reduce  float32", text, re.MULTILINE)) == 2
+
+
+def test_a_stored_run_is_loaded_as_the_rows_of_its_csv(tmp_path: Path) -> None:
+    """`ddpbench.load`: numbers are numbers, and a case that was not measured has a row."""
+    run = two_backends()
+    store.write(tmp_path, run)
+    rows = ddpbench.load(tmp_path)
+    expected = pd.read_csv(io.StringIO(FORMATS["csv"](run, None, False)))
+    assert list(rows) == list(expected)
+    assert rows["time"].dtype == float
+    assert rows["time"].equals(expected["time"])
+    assert list(rows["reason"].notna()) == [False] * 4 + [True]

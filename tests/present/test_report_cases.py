@@ -1,0 +1,218 @@
+"""The chart of any one case and the heat maps of ranks, from raw samples on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from frozen import Frozen, finding_facts
+from stored_runs import a_case, a_launch, a_result, a_run, a_summary
+
+from ddpbench.present import summary as overview
+from ddpbench.present.collectives import cases, skew
+from ddpbench.present.document import Chart, ReportRun
+from ddpbench.present.repetitions import Repetitions, reduce_samples
+from ddpbench.records import store
+from ddpbench.records.schema import Run
+from ddpbench.session.summary import operation_columns
+
+Ints = npt.NDArray[np.int64]
+WARM_UPS = 3
+
+
+def stamps(entry: Ints, spent: Ints) -> Ints:
+    """Return rows of (repetition, rank, entry, exit, -1) of int64[rank, repetition], in ns."""
+    ranks, count = spent.shape
+    rank, repetition = np.divmod(np.arange(ranks * count), count)
+    entry = entry.ravel() + repetition * 10**9
+    return np.column_stack([repetition, rank, entry, entry + spent.ravel(), np.full_like(rank, -1)])
+
+
+def add_case(folder: Path, part: int, case: str, spent: Ints, entry: Ints | None = None) -> None:
+    """Store timed repetitions of int64[rank, repetition] ns, a warm-up and a cold call of 1 ms."""
+    ranks = len(spent)
+    before = np.full((ranks, 1 + WARM_UPS), 10**6)
+    zeros = np.zeros_like(before)
+    timed = stamps(np.zeros_like(spent) if entry is None else entry, spent)
+    cold, warm_up = stamps(zeros[:, :1], before[:, :1]), stamps(zeros[:, 1:], before[:, 1:])
+    columns = operation_columns(
+        case, part, cold=cold, warm_up=warm_up, timed=timed, warm_ups=WARM_UPS
+    )
+    store.add_samples(folder, part, columns)
+
+
+def one_chart(run: Run, folder: Path) -> Chart:
+    section = cases.section([ReportRun(run.id, run, folder)])
+    assert section is not None
+    ((chart,),) = section.rows
+    return chart
+
+
+def rows(chart: Chart, choice: int, dataset: str) -> list[dict[str, Any]]:
+    columns = chart.choices[choice].data[dataset]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def test_samples_reduce_to_the_slowest_rank_and_to_each_rank(tmp_path: Path) -> None:
+    """A repetition takes as long as its slowest rank; a rank enters late after the first of all."""
+    spent = np.array([[1000, 2000, 3000], [4000, 1000, 1000]])
+    entry = np.array([[0, 0, 0], [500, 700, 900]])
+    add_case(tmp_path, 0, a_case().key, spent, entry)
+    store.join_samples(tmp_path)
+    run = a_run(a_result())
+    (part,) = reduce_samples(run, tmp_path)
+    assert (part.case, part.launch) == (a_case().key, 0)
+    assert part.numbers.tolist() == [-4, -3, -2, -1, 0, 1, 2]
+    assert part.seconds == pytest.approx([1e-3] * 4 + [4e-6, 2e-6, 3e-6])
+    assert part.late == pytest.approx([0, 700e-9])
+    assert part.stay == pytest.approx([2e-6, 1e-6])
+
+
+def test_a_rank_is_late_within_its_own_subgroup(tmp_path: Path) -> None:
+    """Of groups inside each host, a host that starts later than another has no late rank."""
+    case = a_case(group="host", groups=2)
+    entry = np.array([[0] * 4, [10] * 4, [5000] * 4, [5030] * 4])
+    add_case(tmp_path, 0, case.key, np.full((4, 4), 1000), entry)
+    ranks = tuple({"hostname": name} for name in ("a", "a", "b", "b"))
+    run = a_run(a_result(case), launches=(a_launch(ranks=ranks),))
+    (part,) = reduce_samples(run, tmp_path)
+    assert part.late == pytest.approx([0, 10e-9, 0, 30e-9])
+
+
+def test_a_case_in_several_row_groups_is_one(tmp_path: Path, monkeypatch: Any) -> None:
+    """Successive row groups of the same case and launch are joined before they are reduced."""
+    add_case(tmp_path, 0, "x", np.full((2, 40), 1000))
+    frame = store.read_samples(tmp_path)
+    parts: list[Repetitions] = []
+    monkeypatch.setattr(store, "iterate_samples", lambda _: iter([frame[:33], frame[33:]]))
+    parts += reduce_samples(a_run(), tmp_path)
+    assert [(part.case, len(part.numbers)) for part in parts] == [("x", 44)]
+
+
+def test_points_keep_the_extremes_and_their_order(tmp_path: Path) -> None:
+    """10,000 calls become at most 200 points in order, and the one slow call is still there."""
+    spent = np.full((2, 10_000), 10_000)
+    spent[1, 5000] = 7_000_000
+    add_case(tmp_path, 0, a_case().key, spent)
+    chart = one_chart(a_run(a_result(summary=a_summary(1e-5))), tmp_path)
+    points = rows(chart, 0, "timed")
+    assert len(points) <= 200
+    assert [point["x"] for point in points] == sorted(point["x"] for point in points)
+    assert max(point["high"] for point in points) == pytest.approx(7e-3)
+    assert [point["middle"] for point in points] == pytest.approx([1e-5] * len(points))
+    assert rows(chart, 0, "cold")[0]["middle"] == 0.01  # as the result states it, of one call
+    assert len(rows(chart, 0, "warm_up")) >= 1
+
+
+def test_shares_count_every_launch_alike(tmp_path: Path) -> None:
+    """A launch with many calls does not outvote one with few."""
+    add_case(tmp_path, 0, a_case().key, np.full((2, 1000), 10_000))
+    add_case(tmp_path, 1, a_case().key, np.full((2, 10), 40_000))
+    chart = one_chart(a_run(a_result(), a_result(launch=1)), tmp_path)
+    shares = rows(chart, 0, "shares")
+    assert len(shares) <= 40
+    assert [share["share"] for share in shares] == pytest.approx([0.5, 0.5])
+    assert [row["launch"] for row in rows(chart, 0, "launches")] == [0, 1]
+    table = chart.choices[0].table
+    assert [row[:2] for row in table.rows] == [(0, 1000), (1, 10)]
+    assert table.rows[0][4] == pytest.approx(10.0)
+    assert table.rows[1][6] is None  # p99 of ten calls
+
+
+def test_times_are_of_one_call(tmp_path: Path) -> None:
+    """A repetition of 20 calls in flight shows a twentieth of its time."""
+    add_case(tmp_path, 0, a_case().key, np.full((2, 30), 20_000))
+    chart = one_chart(a_run(a_result(calls=20)), tmp_path)
+    assert rows(chart, 0, "timed")[0]["middle"] == pytest.approx(1e-6)
+
+
+def test_the_first_choice_is_the_most_telling(tmp_path: Path) -> None:
+    """A case with two usual times comes first; its lines name both and their shares."""
+    draw = np.random.default_rng(0)
+    steady = draw.normal(10_000, 100, (2, 400)).astype(int)
+    both = np.where(np.arange(400) % 2, steady, 10 * steady)
+    results = []
+    for part, (nbytes, spent) in enumerate(((1024, steady), (4096, both))):
+        case = a_case(nbytes=nbytes)
+        add_case(tmp_path, part, case.key, spent)
+        times = np.sort(spent.max(axis=0)) * 1e-9
+        quantiles = tuple(np.quantile(times, np.linspace(0, 1, 21)))
+        summary = a_summary(float(np.median(times)), quantiles_seconds=quantiles)
+        results.append(a_result(case, part, summary))
+    chart = one_chart(a_run(*results), tmp_path)
+    assert [choice.label for choice in chart.choices] == [
+        "all_reduce 4 KiB gloo", "all_reduce 1 KiB gloo",
+    ]  # fmt: skip
+    assert chart.table == chart.choices[0].table
+    low, high = (row for row in rows(chart, 0, "marks") if "near" in row["label"])
+    assert (low["middle"], high["middle"]) == pytest.approx((1e-5, 1e-4), rel=0.05)
+
+
+def test_the_summary_names_damaged_samples(tmp_path: Path, frozen: Frozen) -> None:
+    """A page without repetitions says why, if the file of samples is damaged; else it says
+    nothing about it."""
+    run = a_run(a_result())
+    whole = overview.section([ReportRun("a", run, tmp_path)])
+    (tmp_path / "samples.parquet").write_bytes(b"PAR1 broken")
+    damaged = overview.section([ReportRun("a", run, tmp_path)])
+    assert whole is not None
+    assert damaged is not None
+    assert whole.findings == ()
+    frozen.facts([finding_facts(finding) for finding in damaged.findings])
+    assert str(tmp_path) in damaged.findings[0].sentence
+
+
+# --- lateness and stay of each rank ---------------------------------------------------------------
+
+
+def a_stored_run(folder: Path, lates: dict[int, list[int]], **other: Any) -> Run:
+    """Store an all_reduce of 0.1 ms for each size; each rank enters late by so many ns."""
+    results = []
+    for part, (nbytes, late) in enumerate(lates.items()):
+        case = a_case(nbytes=nbytes, world_size=len(late))
+        entry = np.tile(np.array(late)[:, None], 10)
+        add_case(folder, part, case.key, 100_000 - entry, entry)
+        results.append(a_result(case, part, summary=a_summary(1e-4, **other)))
+    return a_run(*results)
+
+
+def skew_charts(run: Run, folder: Path) -> list[Chart]:
+    section = skew.section([ReportRun(run.id, run, folder)])
+    return section.charts if section else []
+
+
+def cells(chart: Chart) -> dict[tuple[int, int], float]:
+    """Return the seconds of each rank and size."""
+    sizes = chart.choices[0].data["calls"]["nbytes"]
+    return {(row["rank"], sizes[row["case"]]): row["seconds"] for row in rows(chart, 0, "cells")}
+
+
+def test_the_late_rank_is_late_and_stays_shortest(tmp_path: Path) -> None:
+    """Both heat maps hold a cell per rank and size, in seconds; their tables hold the µs."""
+    run = a_stored_run(tmp_path, {1024: [0, 40_000, 2_000], 4096: [0, 60_000, 4_000]})
+    late, stay = skew_charts(run, tmp_path)
+    assert cells(late)[1, 4096] == pytest.approx(60e-6)
+    assert cells(stay)[1, 4096] == pytest.approx(40e-6)
+    assert min(cells(stay), key=cells(stay).__getitem__) == (1, 4096)
+    assert [column.heading for column in late.table.columns] == ["rank", "1 KiB µs", "4 KiB µs"]
+    assert late.table.rows[1] == (1, pytest.approx(40.0), pytest.approx(60.0))
+    assert late.choices[0].data["calls"]["call"] == pytest.approx((1e-4, 1e-4))
+
+
+def test_clocks_that_differ_show_no_lateness(tmp_path: Path) -> None:
+    """Where entries of ranks are not comparable, only the stay is shown: it needs one clock."""
+    run = a_stored_run(tmp_path, {1024: [0, 40_000]}, skew_seconds=None)
+    assert [chart.name for chart in skew_charts(run, tmp_path)] == ["skew-stay"]
+
+
+def test_many_ranks_keep_the_latest(tmp_path: Path) -> None:
+    """Of 100 ranks the map keeps the 64 latest, and the latest of all is one of them."""
+    late = [n % 7 for n in range(100)]
+    late[41] = 70_000
+    shown, _ = skew_charts(a_stored_run(tmp_path, {1024: late}), tmp_path)
+    ranks = {rank for rank, _ in cells(shown)}
+    assert len(ranks) == 64
+    assert 41 in ranks

@@ -1,0 +1,112 @@
+"""Charts and tables of collectives on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from drawn import values
+from frozen import Frozen
+from stored_runs import a_case, a_result, a_run, a_summary
+
+from ddpbench.present.collectives import sizes as collectives
+from ddpbench.present.document import Chart, ReportRun, Section
+from ddpbench.records.schema import Limit, Result, Run, Wrong
+
+LIMIT = Limit(2e9, "one-way TCP streams on this host")
+
+
+def a_sweep(**other: Any) -> list[Result]:
+    """Return all_reduce of three sizes on gloo and mpi, with a limit."""
+    return [
+        a_result(
+            a_case(backend=backend, nbytes=nbytes, count=nbytes // 4, **other),
+            launch,
+            a_summary(seconds * (1 + launch)),
+            limit=LIMIT,
+        )
+        for launch, backend in enumerate(("gloo", "mpi"))
+        for nbytes, seconds in ((1024, 1e-4), (4096, 2e-4), (2**20, 1e-2))
+    ]
+
+
+def a_section(*runs: Run) -> Section:
+    section = collectives.section([ReportRun(run.id, run) for run in runs])
+    assert section is not None
+    return section
+
+
+def charts(section: Section) -> list[Chart]:
+    """The charts of operations."""
+    return [chart for chart in section.charts if chart.operation]
+
+
+def layers(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All single layers of a chart."""
+    for layer in spec.get("layer", []):
+        yield layer
+        yield from layers(layer)
+
+
+def test_an_operation_has_time_and_bandwidth_side_by_side(frozen: Frozen) -> None:
+    """Both charts hold a point per size and backend, with its interval in seconds or bytes/s; a
+    line shows the limit, and the tooltip its source."""
+    _, (time, bandwidth) = a_section(a_run(*a_sweep())).rows
+    assert [chart.name for chart in (time, bandwidth)] == [
+        "all_reduce-time", "all_reduce-bandwidth",
+    ]  # fmt: skip
+    first = next(p for p in values(time) if (p["backend"], p["nbytes"]) == ("mpi", 4096))
+    assert first["seconds"] == 4e-4
+    assert (first["seconds_low"], first["seconds_high"]) == pytest.approx((3.96e-4, 4.04e-4))
+    rate = next(p for p in values(bandwidth) if (p["backend"], p["nbytes"]) == ("mpi", 4096))
+    assert rate["rate"] == pytest.approx(4096 / 4e-4)
+    assert rate["rate_low"] == pytest.approx(4096 / 4.04e-4)
+    assert {(p["limited"], p["source"]) for p in values(bandwidth)} == {(2e9, LIMIT.source)}
+    drawn = [layer["encoding"].get("y", {}) for layer in layers(bandwidth.spec or {})]
+    assert "limited" in [each.get("field") for each in drawn]
+    frozen.text(time.caption)
+
+
+def test_flagged_points_have_another_shape_and_name_their_flags() -> None:
+    """A wrong result is a cross, any other flag a diamond, and the tooltip holds the flags."""
+    wide, wrong, fine, *rest = a_sweep()
+    wide = replace(wide, summary=a_summary(1e-4, width=0.5))
+    wrong = replace(wrong, wrong=(Wrong(0, 1, 2, "3", "4"),))
+    time = charts(a_section(a_run(wide, wrong, fine, *rest)))[0]
+    gloo = [(p["state"], p["flags_"]) for p in values(time) if p["backend"] == "gloo"]
+    assert gloo == [("flagged", "imprecise"), ("do not use", "WRONG"), ("no flag", "")]
+    (shape,) = [x["encoding"]["shape"] for x in layers(time.spec or {}) if "shape" in x["encoding"]]
+    assert dict(zip(shape["scale"]["domain"], shape["scale"]["range"], strict=True)) == {
+        "no flag": "circle", "flagged": "diamond", "do not use": "cross",
+    }  # fmt: skip
+    assert any(line.startswith("WRONG: ") for line in time.table.legend)
+
+
+def test_a_time_of_zero_is_in_the_table_only() -> None:
+    """A device's clock may show no time at all: a logarithmic axis has no place for it."""
+    (time,) = charts(a_section(a_run(a_result(summary=a_summary(0.0)))))
+    assert time.spec is None
+    assert time.table.rows[0][:4] == ("4 KiB", "1024", "gloo", "0")
+
+
+def test_one_size_is_a_row_of_points() -> None:
+    """A barrier has no size: its chart has a row per backend, and there is no bandwidth."""
+    barrier = a_case(operation="barrier", nbytes=0, count=0, reduce_op=None)
+    ((time,),) = a_section(a_run(a_result(barrier))).rows
+    positions = [layer["encoding"]["y"]["field"] for layer in layers(time.spec or {})]
+    assert set(positions) == {"of"}
+
+
+def test_an_overview_names_the_fastest_backend_of_each_size() -> None:
+    """gloo takes half the time of mpi; at 4 KiB the intervals overlap, so there is none."""
+    results = a_sweep()
+    results[1] = replace(results[1], summary=a_summary(3.98e-4, width=0.02))
+    ((fastest,), *_) = a_section(a_run(*results)).rows
+    assert [row[:4] for row in fastest.table.rows] == [
+        ("all_reduce", "1 KiB", "gloo", "2.0"),
+        ("all_reduce", "4 KiB", "-", "-"),
+        ("all_reduce", "1 MiB", "gloo", "2.0"),
+    ]
+    assert [(p["backend"], p["ratio"]) for p in values(fastest)] == [("gloo", "2.0")] * 2

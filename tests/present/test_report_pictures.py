@@ -1,0 +1,168 @@
+"""Pictures and Markdown of a run: `report --svg`, `--png`, `--markdown` and `--chart`."""
+
+from __future__ import annotations
+
+import re
+import resource
+import struct
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from command_lines import ROOT
+from frozen import Frozen
+from in_process import Outcome, call_in_process
+from stored_runs import a_case, a_result, a_run
+
+from ddpbench.records import store
+from ddpbench.records.schema import Finding
+from ddpbench.records.table import Table, TableColumn
+
+pytest.importorskip("altair")
+pytest.importorskip("vl_convert")
+
+from ddpbench.present import theme
+from ddpbench.present.collectives import sizes as collectives
+from ddpbench.present.document import Chart, ReportRun, Section
+from ddpbench.present.writers import markdown, pictures
+
+REFERENCE = ROOT / "results" / "reference" / "cpu-2-ranks"
+pytestmark = pytest.mark.thorough
+CHARTS = ("all_reduce-time", "all_reduce-bandwidth")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def report(run: Path, *words: str | Path) -> Outcome:
+    """Report a stored run."""
+    return call_in_process(["report", str(run), *map(str, words)])
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two sizes."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    store.create(folder, a_run(a_result(), a_result(a_case(nbytes=2**20, count=2**18))), "x")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, small: Path) -> Path:
+    """A folder with two charts in both forms, and with Markdown that shows them."""
+    folder = tmp_path_factory.mktemp("report")
+    done = report(
+        small, "--svg", folder / "new" / "my pictures", "--png", folder / "png",
+        "--markdown", folder / "text" / "report.md", "--chart", ",".join(CHARTS),
+    )  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    assert sorted(done.out.splitlines()) == sorted(map(str, written))
+    return folder
+
+
+def test_each_chosen_chart_is_a_file_in_each_form(folder: Path, small: Path) -> None:
+    """--svg and --png write the charts of --chart alone, as NAME.svg and NAME.png; no page is
+    written beside them."""
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    drawn = {f"new/my pictures/{c}.svg" for c in CHARTS} | {f"png/{c}.png" for c in CHARTS}
+    assert files == {*drawn, "text/report.md"}
+    assert not (small / "report.html").exists()
+
+
+def test_a_picture_does_not_depend_on_the_machine(folder: Path) -> None:
+    """An SVG is 720 pixels wide and white; its texts are in fonts of the same widths, and consist
+    of characters that these fonts have."""
+    for name in CHARTS:
+        picture = ElementTree.parse(folder / "new" / "my pictures" / f"{name}.svg").getroot()
+        assert picture.get("width") == "720"
+        rectangle = picture.find(f"{SVG}rect")
+        assert rectangle is not None
+        assert rectangle.get("fill") == "white"
+        texts = {"".join(t.itertext()): t.get("font-family") for t in picture.iter(f"{SVG}text")}
+        assert set(texts.values()) == {pictures.FONT}
+        assert {"gloo", "1 MiB", "message size"} <= set(texts)
+        assert not re.sub("[\x20-\xff…–−αβ]", "", "".join(texts))
+
+
+def test_the_readme_shows_what_its_command_draws(tmp_path: Path) -> None:
+    """The picture in the README has the lines and texts that its command draws today."""
+    readme = (ROOT / "README.md").read_text()
+    shown = REFERENCE / f"{CHARTS[0]}.svg"
+    assert f"]({shown.relative_to(ROOT)})" in readme
+    command = f"ddpbench report {REFERENCE.relative_to(ROOT)} --svg {REFERENCE.relative_to(ROOT)}"
+    assert f"{command} --chart {CHARTS[0]}\n" in readme
+    section = collectives.section([ReportRun("x", store.read(REFERENCE), REFERENCE)])
+    assert section is not None
+    charts = [chart for chart in section.charts if chart.name == CHARTS[0]]
+    ((_, drawn),) = pictures.write(charts, tmp_path, "svg")
+    advice = f"draw it again: {command} --chart {CHARTS[0]}"
+    assert read_texts(shown) == read_texts(drawn), advice
+    for color in theme.LIGHT[:2]:
+        assert read_line(shown, color) == pytest.approx(read_line(drawn, color), abs=0.01), advice
+
+
+def read_texts(path: Path) -> set[str]:
+    """Return the texts of a picture."""
+    return {"".join(text.itertext()) for text in ElementTree.parse(path).iter(f"{SVG}text")}
+
+
+def read_line(path: Path, color: str) -> Any:
+    """Return the points [point, (x, y)] of the longest line of a colour, from 0 to 1."""
+    paths = [e for e in ElementTree.parse(path).iter(f"{SVG}path") if e.get("stroke") == color]
+    lines = [re.findall(r"[ML](-?[\d.]+),(-?[\d.]+)", path.get("d", "")) for path in paths]
+    points = np.array(max(lines, key=len), dtype=float)
+    assert len(points) == 13  # sizes
+    return (points - points.min(axis=0)) / np.ptp(points, axis=0)
+
+
+def test_a_png_has_twice_the_pixels(folder: Path) -> None:
+    """A PNG is 1440 pixels wide, so that it is sharp on a screen of high density."""
+    content = (folder / "png" / f"{CHARTS[0]}.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert struct.unpack(">I", content[16:20]) == (1440,)
+
+
+def test_markdown_links_its_pictures(folder: Path) -> None:
+    """The Markdown has a summary, names each picture relative to itself, and has the tables."""
+    text = (folder / "text" / "report.md").read_text()
+    assert text.startswith("# small\n\n## ")
+    links = re.findall(r"!\[.*\]\((.*)\)", text)
+    assert links == [f"../new/my%20pictures/{name}.svg" for name in CHARTS]
+    assert len(re.findall(r"^\| +4 KiB \| .*\| gloo ", text, re.MULTILINE)) == 2
+
+
+@pytest.mark.parametrize(
+    "words", [("--svg", "x"), ("--png", "x"), ("--markdown", "x/report.md")], ids=lambda w: w[0]
+)
+def test_a_full_disk_is_named_with_the_file(
+    words: tuple[str, ...], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    frozen: Frozen,
+) -> None:  # fmt: skip
+    """If a picture or the Markdown does not fit on the disk, one sentence names its file, and no
+    part of it is left."""
+    monkeypatch.chdir(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        done = report(small, *words, "--chart", CHARTS[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.code == 2
+    frozen.text(done.err)
+    assert not list(Path("x").iterdir())
+
+
+def test_markdown_shows_names_as_text(frozen: Frozen) -> None:
+    """HTML, pipes and control characters in names are text; findings have their next step; a long
+    table is folded away."""
+    host = "<script>alert(1)</script>|\x1b"
+    table = Table(host, (TableColumn("host", "left"),), ((host,),) * 20, (host,))
+    finding = Finding("error", "slow-rank", f"rank 1 on {host} is slow", "look at it")
+    chart = Chart("c", host, host, None, table)
+    section = Section("x", host, host, (host,), (finding,), ((chart,),))
+    text = markdown.make_markdown([section], host, {})
+    assert "<script>" not in text
+    assert "\x1b" not in text
+    assert text.count("alert(1)&lt;/script&gt;\\|\\x1b |") == 20
+    frozen.text(text)

@@ -1,0 +1,60 @@
+"""Verdicts on replicas on a page."""
+
+from typing import Any
+
+import pytest
+from drawn import values
+from frozen import Frozen
+from stored_steps import a_step_result, a_step_run, some_replicas
+
+from ddpbench.present.document import Chart, ReportRun
+from ddpbench.present.steps import verified as replicas
+from ddpbench.records.schema import Replicas
+
+
+def the_chart(found: Replicas) -> Chart:
+    """The only chart of a run of one launch."""
+    section = replicas.section([ReportRun("a", a_step_run(a_step_result(replicas=found)))])
+    assert section is not None
+    ((chart,),) = section.rows
+    return chart
+
+
+def bars(chart: Chart) -> list[tuple[Any, ...]]:
+    """What is drawn over the steps."""
+    return [(row["case"], row["found"], row["begin"], row["end"]) for row in values(chart)]
+
+
+BAD = some_replicas(
+    equal=False, ok=False, differing=38, verified=54, last_step=54, equal_until=16, first_bad=20,
+    tensors=("parameter 0.weight", "optimizer 0.momentum"), ranks=(1,), text="step 20: different",
+)  # fmt: skip
+
+
+def test_a_fault_is_drawn_since_when(frozen: Frozen) -> None:
+    """Equal until step 16, then three steps that were not verified, then different from 20 on."""
+    chart = the_chart(BAD)
+    assert bars(chart) == [
+        ("mlp on gloo", "equal", 0, 16),
+        ("mlp on gloo", "not known", 16, 19),
+        ("mlp on gloo", "NOT EQUAL", 19, 54),
+    ]
+    frozen.text(chart.caption)
+    (row,) = chart.table.rows
+    assert row[3:9] == (
+        "NOT EQUAL", 54, 16, 20, "1", "parameter 0.weight, optimizer 0.momentum",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "state"),
+    [
+        (some_replicas(equal=True, ok=False, first_bad=1, equal_until=None), "NOT FINITE"),
+        (some_replicas(equal=False, ok=False, first_bad=1, equal_until=None), "NOT EQUAL"),
+    ],
+)
+def test_a_fault_in_the_first_step_leaves_no_equal_steps(found: Replicas, state: str) -> None:
+    """Replicas that hold NaN are equal, and wrong all the same."""
+    chart = the_chart(found)
+    assert [bar[1:] for bar in bars(chart)] == [(state, 0, 136)]
+    assert chart.table.rows[0][3] == state

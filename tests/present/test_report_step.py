@@ -1,0 +1,176 @@
+"""A DDP step on a page: its timeline by rank, its budget and its buckets."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from drawn import values
+from frozen import Frozen
+from stored_steps import (
+    a_sharded_case,
+    a_sharded_summary,
+    a_step_case,
+    a_step_result,
+    a_step_run,
+    a_step_summary,
+    step_samples,
+)
+
+from ddpbench.analysis import steps
+from ddpbench.present.document import Chart, ReportRun
+from ddpbench.present.steps import section as step
+from ddpbench.present.steps.timeline import MOST_LANES
+from ddpbench.records.schema import Run, StepCase
+from ddpbench.session.summary import step_columns
+
+
+def a_report(run: Run, label: str = "a run", **samples: Any) -> ReportRun:
+    """A run of the page whose samples are those of `step_samples` with these arguments."""
+    report = ReportRun(label, run, Path())
+    columns = [
+        pd.DataFrame(step_columns(result.case.key, result.launch, step_samples(**samples)))
+        for result in run.steps
+    ]
+    vars(report)["samples"] = pd.concat(columns)  # as if read from the folder
+    return report
+
+
+def charts(*runs: ReportRun) -> dict[str, Chart]:
+    """The charts of these runs' section by name."""
+    section = step.section(runs)
+    made = section.charts if section else []
+    assert len({chart.name for chart in made}) == len(made)
+    return {chart.name: chart for chart in made}
+
+
+def spans(chart: Chart) -> pd.DataFrame:
+    """What a chart draws."""
+    return pd.DataFrame(values(chart))
+
+
+def lane(chart: Chart, rank: int) -> pd.DataFrame:
+    """What a timeline draws of one rank, by what it is."""
+    drawn = spans(chart)
+    return drawn[drawn["lane"] == f"rank {rank}"].set_index("what")
+
+
+LATE = {"late": (1, 12.0), "noise": 0.001}
+
+
+def late_run(case: StepCase | None = None, **more: Any) -> ReportRun:
+    """A run in which the forward of rank 1 takes 12 ms longer."""
+    summary = a_step_summary(**LATE, **more)
+    return a_report(a_step_run(a_step_result(case, summary=summary)), **LATE, **more)
+
+
+def test_a_timeline_has_the_times_of_each_rank() -> None:
+    """Forward, backward until the last handover, the wait for it, and the optimizer follow each
+    other, with the medians of the samples."""
+    chart = charts(late_run())["step-mlp-gloo"]
+    early, late = lane(chart, 0), lane(chart, 1)
+    assert early.loc["forward", "end"] == pytest.approx(15e-3, rel=0.01)
+    assert late.loc["forward", "end"] == pytest.approx(27e-3, rel=0.01)
+    for own in (early, late):
+        phases = own[own["phase"] != "transfer"]
+        assert list(phases["phase"]) == ["forward", "backward", "blocked", "optimizer"]
+        assert list(phases["begin"])[1:] == list(phases["end"])[:-1]
+    assert early.loc["blocked", "begin"] == pytest.approx((15 + 43.2) * 1e-3, rel=0.01)
+
+
+def test_a_bucket_is_pale_while_it_waits_for_the_late_rank() -> None:
+    """Only the early rank waits, for as long as the other is late; the transfer takes as long in
+    both. The late rank is marked."""
+    chart = charts(late_run())["step-mlp-gloo"]
+    early, late = lane(chart, 0), lane(chart, 1)
+    wait = early.loc["bucket 0, 4.00 MB: wait"]
+    assert wait["pale"]
+    assert wait["end"] - wait["begin"] == pytest.approx(12e-3, rel=0.05)
+    for own in (early, late):
+        span = own.loc["bucket 0, 4.00 MB: transfer"]
+        assert not span["pale"]
+        assert span["end"] - span["begin"] == pytest.approx(8e-3, rel=0.05)
+    assert "'rank 1: late'" in str(chart.spec)
+    assert "'rank 0'" in str(chart.spec)
+
+
+def test_of_many_ranks_those_are_drawn_that_compute_longest_and_shortest(frozen: Frozen) -> None:
+    """The late rank is among them, and the caption says how many there are."""
+    case = a_step_case(world_size=64, ranks_per_host=(64,))
+    summary = a_step_summary(world=64, rounds=8, late=(33, 12.0))
+    report = a_report(
+        a_step_run(a_step_result(case, summary=summary)), world=64, rounds=8, late=(33, 12.0)
+    )
+    chart = charts(report)["step-mlp-gloo"]
+    lanes = set(spans(chart)["lane"])
+    assert len(lanes) == MOST_LANES
+    assert "rank 33" in lanes
+    frozen.text(chart.caption)
+
+
+def test_the_parts_of_a_budget_adjoin(frozen: Frozen) -> None:
+    """Compute, copies and exposed communication add up to the step; the exposed communication is
+    covered by transfer and overhead, and hidden communication ends where it begins."""
+    summary = a_step_summary()
+    report = ReportRun("a", a_step_run(a_step_result(summary=summary)))
+    chart = charts(report)["step-mlp-budget"]
+    bars = spans(chart).set_index("part")
+    chain = bars.loc[[steps.COMPUTE, steps.COPIES, steps.EXPOSED]]
+    assert chain["begin"].iloc[0] == 0
+    assert list(chain["begin"])[1:] == pytest.approx(list(chain["end"])[:-1])
+    assert chain["end"].iloc[-1] == pytest.approx(bars.loc["= step", "end"])
+    exposed = bars.loc[steps.EXPOSED]
+    assert bars.loc[steps.TRANSFER, "begin"] == pytest.approx(exposed["begin"])
+    assert bars.loc[steps.OVERHEAD, "end"] == pytest.approx(exposed["end"])
+    assert bars.loc[steps.HIDDEN, "end"] == pytest.approx(exposed["begin"])
+    known = bars[bars["low"].notna()]
+    for part in summary.budget:
+        if part.name in known.index and part.figure.interval and part.name != steps.HIDDEN:
+            shown = known.loc[part.name]
+            assert shown["low"] == pytest.approx(shown["begin"] + part.figure.interval.low)
+    frozen.text(chart.caption)
+
+
+def sharded_run(*launches: int, **samples: Any) -> ReportRun:
+    """A run of fully_shard with these launches."""
+    results = [
+        a_step_result(a_sharded_case(), n, a_sharded_summary(seed=n, **samples)) for n in launches
+    ]
+    return ReportRun("a", a_step_run(*results))
+
+
+def test_a_sharded_step_is_divided_by_operation(frozen: Frozen) -> None:
+    """Each operation's exposed part follows the one before up to the end of the step, hidden
+    communication ends where they begin, and what prefetch saves lies behind the step."""
+    chart = charts(sharded_run(0, prefetch=7.0))["step-mlp-budget"]
+    bars = spans(chart).set_index("part")
+    names = ["exposed all_gather", "exposed reduce_scatter", steps.OVERHEAD]
+    chain, exposed = bars.loc[names], bars.loc[steps.EXPOSED]
+    assert chain["begin"].iloc[0] == pytest.approx(exposed["begin"])
+    assert list(chain["begin"])[1:] == pytest.approx(list(chain["end"])[:-1])
+    assert chain["end"].iloc[-1] == pytest.approx(bars.loc["= step", "end"])
+    assert bars.loc["hidden all_gather", "end"] == pytest.approx(exposed["begin"])
+    saved = bars.loc["prefetch saves"]
+    assert saved["begin"] == pytest.approx(bars.loc["= step", "end"])
+    assert saved["end"] - saved["begin"] == pytest.approx(7e-3, rel=0.05)
+    sources = {row[1]: row[-1] for row in chart.table.rows}
+    assert sources[steps.EXPOSED] == "arms"
+    assert sources["exposed all_gather"] == "spans"
+    frozen.text("\n".join(chart.table.legend))
+
+
+def test_chart_names_are_plain_and_unique() -> None:
+    """Workloads and backends may have any name, two settings one workload, two libraries one
+    backend: the names of pictures stay letters, digits and hyphens."""
+    cases = [
+        a_step_case(workload="<script>", backend="x' + y"),
+        a_step_case(),
+        a_step_case(provider="mpi4py"),
+        a_step_case(settings=("depth=3",)),
+    ]
+    run = a_step_run(*(a_step_result(case, n) for n, case in enumerate(cases)))
+    names = list(charts(ReportRun("a", run)))
+    assert names[:2] == ["step-script", "step-script-x-y"]
+    assert "step-mlp-2-gloo-by-mpi4py" in names
+    assert "step-mlp-3-gloo" in names
+    assert all(set(name) <= {*"abcdefghijklmnopqrstuvwxyz0123456789-"} for name in names)

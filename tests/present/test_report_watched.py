@@ -1,0 +1,138 @@
+"""The page of a watched job: its timeline, ranks, collectives and links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from frozen import Frozen
+from stored_steps import a_step_case, a_step_result, a_step_run
+from synthetic_rounds import BEGAN_NS, Fault, Job
+
+from ddpbench.present.document import Chart, ReportRun
+from ddpbench.present.watch import section as watched_section
+from ddpbench.records.load import Load
+from ddpbench.records.schema import Finding, Run
+from ddpbench.records.watched import Watched, WatchedCollective, WatchedLink
+from ddpbench.watch.judging.judge import judge
+from ddpbench.watch.judging.summary import summarize
+
+SINCE = 300
+LATE = Fault(3, "forward", 0.03, since=SINCE)
+
+
+@cache
+def watch_a_job() -> tuple[Watched, tuple[Finding, ...]]:
+    """What a watch learns of a job of two hosts of which rank 3 is late from half-way on."""
+    history = Job({"a": range(2), "b": range(2, 4)}, faults=[LATE]).watch(600)
+    summary = summarize(history)
+    assert summary is not None
+    return summary.watched, judge(history, history.world_size)
+
+
+def a_watched_run(**changes: Any) -> Run:
+    """The run of this job with load, loss and a recorded value in some moments."""
+    watched, findings = watch_a_job()
+    moments = tuple(
+        replace(moment, load=Load(0.5, 0.7, 2**30), loss=1 / (i + 1), values={"v <b>": i / 7})
+        if i % 10 == 5
+        else moment
+        for i, moment in enumerate(watched.moments)
+    )
+    collectives = (
+        WatchedCollective("0 (0-3)", 4, "all_reduce", 4_000_000, 1.0, 0.03, 3, 0.9),
+        WatchedCollective("0 (0-3)", 4, "broadcast", 8, 0.01, 0.01, None, 0.3, 1e-5),
+    )
+    links = (WatchedLink("a", "b", "eth0", 10**9, 1e9, 1e-4, 3),)
+    known = replace(watched, moments=moments, collectives=collectives, links=links)
+    result = a_step_result(a_step_case(workload="train.py"), watched=replace(known, **changes))
+    run = a_step_run(result, command="watch", started="2026-09-21T14:13:20Z")
+    assert BEGAN_NS == 1_790_000_000 * 10**9
+    return replace(run, findings=findings)
+
+
+def charts(*runs: Run) -> dict[str, Chart]:
+    """All charts of the section by their names."""
+    section = watched_section.section([ReportRun(f"run {i}", run) for i, run in enumerate(runs)])
+    assert section is not None
+    return {chart.name: chart for chart in section.charts}
+
+
+def rows_of(chart: Chart, field: str) -> list[dict[str, Any]]:
+    """The data of a chart that has this field."""
+    assert chart.spec is not None
+    (rows,) = [data for data in chart.spec["datasets"].values() if field in data[0]]
+    return list(rows)
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[str, Chart]:
+    """The charts of the run."""
+    return charts(a_watched_run())
+
+
+def test_a_rule_stands_where_a_finding_begins(shown: dict[str, Chart]) -> None:
+    """The straggler has a rule at its first late step, with its sentence, and no rule is at 0."""
+    run = a_watched_run()
+    (finding,) = [one for one in run.findings if one.code == "straggler"]
+    (rule,) = rows_of(shown["watch-parts"], "sentence")
+    assert rule["sentence"] == finding.sentence
+    assert rule["label"] == "rank 3: straggler"
+    points = rows_of(shown["watch-parts"], "step")
+    before = max(point["at"] for point in points if point["step"] < SINCE - 16)
+    after = min(point["at"] for point in points if point["step"] > SINCE + 16)
+    assert before < rule["at"] < after
+
+
+def test_the_late_rank_stands_out_over_time_and_by_phase(shown: dict[str, Chart]) -> None:
+    """It is late by 30 ms after the step, and not before; in forward, where it is outlined; and it
+    is the first of the ranks, named by its finding."""
+    table = shown["watch-lateness"].table
+    column = [c.heading for c in table.columns].index("rank 3 ms")
+    late = [(row[1], row[column]) for row in table.rows]
+    before = [value for step, value in late if step < SINCE - 20]
+    after = [value for step, value in late if step > SINCE + 20]
+    assert len(before) > 10
+    assert len(after) > 10
+    assert before == pytest.approx([0] * len(before), abs=12)
+    assert after == pytest.approx([30] * len(after), abs=12)
+    cells = {(row["rank"], row["part"]): row for row in rows_of(shown["watch-extra"], "marked")}
+    (outlined,) = [place for place, row in cells.items() if row["marked"]]
+    assert outlined == ("3 on b", "forward")
+    assert cells[outlined]["seconds"] == pytest.approx(0.015, rel=0.15)
+    assert shown["watch-ranks"].table.rows[0][0] == 3
+    assert shown["watch-ranks"].table.rows[0][-1] == "straggler"
+
+
+def test_slow_links_are_outlined() -> None:
+    """The links that findings name are marked, in their direction, and in the table too: those that
+    a slow host sends, and one from host to host. A host whose ranks are late marks none."""
+    ends = [(x, y) for x in "abcd" for y in "abcd" if x != y]
+    links = tuple(WatchedLink(x, y, "eth0", 10**9, 1e9, None, 0) for x, y in ends)
+    run = a_watched_run(links=links, hosts=dict.fromkeys("abcd", 1))
+    places = {
+        "slow-link": {"hosts": ["a", "b"]},
+        "slow-host": {"hosts": ["d"], "bytes_per_second": {"sends": 1e6}},
+    }
+    slow = [Finding("warning", code, "slow", "", place) for code, place in places.items()]
+    late = Finding("warning", "slow-host", "late", "", {"host": "c", "phase": "forward"})
+    chart = charts(replace(run, findings=(*slow, late)))["watch-links"]
+    outlined = {(row["from"], row["to"]) for row in rows_of(chart, "slow") if row["slow"]}
+    assert outlined == {("a", "b"), ("d", "a"), ("d", "b"), ("d", "c")}
+    marked = [[str(value).endswith("slow") for value in row[1:]] for row in chart.table.rows]
+    assert sum(map(sum, marked)) == 4
+
+
+def test_one_huge_step_does_not_flatten_the_others(frozen: Frozen) -> None:
+    """The axis is cut above the usual steps, and the caption says so; the table has all."""
+    run = a_watched_run()
+    (result,) = run.steps
+    assert result.watched is not None
+    moments = [*result.watched.moments]
+    moments[50] = replace(moments[50], step_seconds=9.0, seconds=(9.0, *moments[50].seconds[1:]))
+    chart = charts(a_watched_run(moments=tuple(moments[:51] + moments[60:])))["watch-parts"]
+    assert chart.spec is not None
+    assert chart.spec["layer"][0]["encoding"]["y"]["scale"]["domain"][1] < 1
+    frozen.text(chart.caption)
