@@ -86,6 +86,10 @@ class Watchdog:
             self._board.publish_heartbeat(heartbeat, BEAT_PATIENCE_SECONDS)
             self._beat_time = time.monotonic()
 
+    def expect_signal(self, name: str) -> None:
+        """Take it that this rank gets this signal, as another rank did: its own may come late."""
+        self.signal = self.signal or signal.Signals[name]
+
     def close(self) -> None:
         """End the thread and give signals back to the program, or ignore them if one has come.
 

@@ -127,6 +127,18 @@ def test_a_missed_deadline_ends_the_rank(frozen: Frozen, capfd: pytest.CaptureFi
     assert re.search(r"0\.2 s .*\((patience|test_watchdog)\.py:\d+\)", line)
 
 
+def test_a_signal_that_another_rank_got_may_come_late() -> None:
+    """Slurm signals node by node: the rank whose end it is already ignores its own from then on."""
+    previous = {number: signal.getsignal(number) for number in watchdog.SIGNAL_SECONDS}
+    dog = a_watchdog("end", [])
+    dog.expect_signal("SIGUSR1")
+    dog.close()
+    ignored = {number for number in previous if signal.getsignal(number) is signal.SIG_IGN}
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+    assert ignored == set(previous)
+
+
 def test_signals_give_the_ranks_time_but_never_for_ever() -> None:
     """Ctrl-C, a time limit and SIGTERM leave seconds for a common end, well within the half minute
     after which torchrun and Slurm kill; mpirun's SIGTERM leaves half a second."""
