@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from ddpbench.records.schema import Case, Interval, Plan, Result, StepCase, StepResult
@@ -25,6 +25,7 @@ class AnyLine:
     seconds: float | None = None  # of one call or step
     interval: Interval | None = None  # of `seconds`
     flags: tuple[str, ...] = ()
+    faster: float | None = None  # times as long the next backend takes, if this is the fastest
 
     @property
     def half_width(self) -> float | None:
@@ -38,16 +39,18 @@ LineT = TypeVar("LineT", bound=AnyLine)
 
 @dataclass(frozen=True)
 class Flag(Generic[LineT]):
-    """A remark on a row: its explanation, and the condition that raises it."""
+    """A remark on a row: its explanation, the condition that raises it, and its mark in a table."""
 
     legend: str
     is_raised: Callable[[LineT, Plan], bool]
+    mark: str = ""  # default: its name
 
 
 BUSY: Flag[Any] = Flag(
     f"other processes used more than {BUSY_SHARE * 100:g} % of the cores meanwhile: measure again "
     "on a quiet host",
     lambda line, plan: any((r.others_share or 0) > BUSY_SHARE for r in line.results),
+    mark="B",
 )
 STOPPED: Flag[Any] = Flag(
     "ended early by Ctrl-C or a signal",
@@ -75,3 +78,20 @@ def find_fastest(group: Sequence[LineT]) -> LineT | None:
     best = min(range(len(measured)), key=lambda i: measured[i].seconds or 0.0)
     others = intervals[:best] + intervals[best + 1 :]
     return measured[best] if all(intervals[best].high < each.low for each in others) else None
+
+
+def note_fastest(known: Sequence[LineT], same: Callable[[LineT], Hashable]) -> list[LineT]:
+    """Return these lines; one that is the fastest of its group has how many times it is faster.
+
+    same: what the lines of a group, which differ in their backend only, have in common.
+    """
+    groups: dict[Hashable, list[LineT]] = {}
+    for line in known:
+        groups.setdefault(same(line), []).append(line)
+    fastest: dict[int, LineT] = {}
+    for group in groups.values():
+        best = find_fastest(group)
+        if best is not None and best.seconds:
+            _, second, *_ = sorted(line.seconds for line in group if line.seconds is not None)
+            fastest[id(best)] = replace(best, faster=second / best.seconds)
+    return [fastest.get(id(line), line) for line in known]

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from ddpbench.analysis import stats
-from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, raised_flags
+from ddpbench.analysis.flags import (
+    BUSY,
+    STOPPED,
+    AnyLine,
+    Flag,
+    note_fastest,
+    raised_flags,
+)
 from ddpbench.analysis.stats import Floats
 from ddpbench.records.schema import Case, Plan, Result, Run
 
@@ -81,7 +88,16 @@ def lines(run: Run) -> list[Line]:
         )
 
     sharing = {launch.index for launch in run.launches if share_gpu(launch.ranks)}
-    return [_line(case, by_case[case], run.plan, sharing) for case in sorted(by_case, key=order)]
+    known = [_line(case, by_case[case], run.plan, sharing) for case in sorted(by_case, key=order)]
+    return note_fastest(known, lambda line: _same_but_backend(line.case))
+
+
+def _same_but_backend(case: Case) -> tuple[object, ...]:
+    return (
+        *(case.operation, case.form, case.dtype, case.reduce_op, case.root, case.nbytes),
+        *(case.in_place, case.async_op, case.device, case.world_size, case.ranks_per_host),
+        *(case.group, case.groups),
+    )
 
 
 def share_gpu(ranks: Sequence[Mapping[str, Any]]) -> bool:
@@ -199,59 +215,73 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
         "busbw is above the limit: the data came from a cache, the network reduces, or NCCL's tree "
         "algorithm sends less between hosts than a ring",
         lambda line, plan: (line.fraction or 0) > 1,
+        mark=">",
     ),
     "imprecise": Flag(
         f"the 95 % interval is missing or too wide: above ±{OVER_LAUNCHES * 100:g} % over several "
         "launches, above --precision within one launch",
         _is_imprecise,
+        mark="~",
     ),
     "launches": Flag(
-        "the medians of the launches (shortest…longest in µs) differ by half or more: no single "
-        "figure describes the case",
+        "the medians of the launches differ by half or more (--columns medians): no single figure "
+        "describes the case",
         _launches_differ,
+        mark="L",
     ),
     "cores": Flag(
         "the launches differ, and so does the round trip of a cache line between the ranks' cores "
-        "(shortest…longest in µs): a hypervisor placed the cores near each other or apart; measure "
+        "(--columns handoffs): a hypervisor placed the cores near each other or apart; measure "
         "more launches, or pin the virtual cores",
         _cores_moved,
+        mark="C",
     ),
     "modes": Flag(
-        "the calls have two usual times (µs:share): the median is one of them, or lies between",
+        "the calls have two usual times (--columns modes): the median is one of them, or lies "
+        "between",
         lambda line, plan: bool(line.modes),
+        mark="M",
     ),
     "skew": Flag(
-        f"the ranks entered apart by more than {SKEW_SHARE * 100:g} % of the time", _is_skewed
+        f"the ranks entered apart by more than {SKEW_SHARE * 100:g} % of the time",
+        _is_skewed,
+        mark="S",
     ),
     "unhidden": Flag(
         f"the launch of more than {UNHIDDEN_SHARE * 100:g} % of the calls was not hidden: their "
         "time includes a part of it; keep other processes off the cores of the ranks",
         lambda line, plan: any((r.unhidden_share or 0) > UNHIDDEN_SHARE for r in line.results),
+        mark="U",
     ),
     "shared-gpu": Flag(
         "two ranks share a GPU (--share-gpu): their times contain waiting, and NCCL takes each "
         "rank for a host of its own and connects them by sockets, without NVLink or PCIe",
         lambda line, plan: line.shares_gpu,
+        mark="G",
     ),
     "busy": BUSY,
     "small-pages": Flag(
         "the kernel did not grant all requested huge pages: check "
         "/sys/kernel/mm/transparent_hugepage/enabled and the free memory",
         lambda line, plan: any(_lacks_huge_pages(r) for r in line.results),
+        mark="P",
     ),
     "faults": Flag(
-        "each call takes page faults (their number) for a quarter of its bytes or more: memory is "
-        "mapped anew each time; MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000 in the "
+        "each call takes page faults (--columns faults) for a quarter of its bytes or more: memory "
+        "is mapped anew each time; MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000 in the "
         "environment lets glibc keep it",
         lambda line, plan: any(_takes_faults(r) for r in line.results),
+        mark="F",
     ),
     "batched": Flag(
         "too short for the clock: one stamp covers several calls, so there are no percentiles",
         lambda line, plan: any(r.batch > 1 for r in line.results),
+        mark="K",
     ),
     "rounded": Flag(
         "the requested size does not divide into whole elements on every rank",
         lambda line, plan: any(r.requested_nbytes != r.case.nbytes for r in line.results),
+        mark="R",
     ),
     "stopped": STOPPED,
 }

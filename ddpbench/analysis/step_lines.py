@@ -9,7 +9,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ddpbench.analysis import stats, steps
-from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, raised_flags
+from ddpbench.analysis.flags import (
+    BUSY,
+    STOPPED,
+    AnyLine,
+    Flag,
+    note_fastest,
+    raised_flags,
+)
 from ddpbench.analysis.spans import EXPOSED_OF
 from ddpbench.records.schema import (
     Bucket,
@@ -68,7 +75,8 @@ def lines(run: Run) -> list[StepLine]:
         group = groups.index(same_but_backend(case))
         return names.index(case.workload), group, backends.index(case.backend)
 
-    return [_line(case, by_case[case], run.plan) for case in sorted(by_case, key=order)]
+    known = [_line(case, by_case[case], run.plan) for case in sorted(by_case, key=order)]
+    return note_fastest(known, lambda line: same_but_backend(line.case))
 
 
 def same_but_backend(case: StepCase) -> StepCase:
@@ -114,6 +122,7 @@ FLAGS: dict[str, Flag[StepLine]] = {  # in the order in which a row shows them
         f"the 95 % interval of the step is missing or wider than ±{PRECISION * 100:g} %: raise "
         "--seconds or --rounds, or use a quiet host",
         _is_imprecise,
+        mark="~",
     ),
     "busy": BUSY,
     "stopped": STOPPED,

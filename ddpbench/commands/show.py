@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or OSU",
     )
     options.add_logs(parser)
-    options.add_shown(parser, [*COLUMNS, *STEP_COLUMNS, *FINDING_COLUMNS], check=False)
+    options.add_shown(parser, COLUMNS, STEP_COLUMNS, FINDING_COLUMNS, check=False)
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """Columns of tables, and how a terminal and Markdown lay them out.
 
-Every table and CSV file is built from columns: heading, value and alignment.
+Every table and CSV file is built from columns: name, unit, value and alignment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from ddpbench.records.schema import Case, StepCase
 from ddpbench.records.wording import explain_unknown
 
 RowT = TypeVar("RowT")
-LineT = TypeVar("LineT", bound=flags.AnyLine)
 Value = float | int | str | None
 HOST_COUNTS_WIDTH = 24  # characters of "4+4+2+2"
 
@@ -26,30 +25,48 @@ class UnknownColumn(Exception):
 
 @dataclass(frozen=True)
 class Column(Generic[RowT]):
-    """A column: its heading in a text table, its value for machines, and its text for people."""
+    """A column of a table, of the CSV and of the JSON.
 
-    heading: str
+    name: everywhere; unit: of its values, "" for a word or a count; meaning: one line, which the
+    legend of a table, `--columns help` and the page show.
+    """
+
+    name: str
     value: Callable[[RowT], Value]
     text: Callable[[RowT], str] | None = None  # default: the value with four digits
+    unit: str = ""
+    meaning: str = ""
     default: bool = True  # whether a table shows it without --columns
     left: bool = False  # words are aligned left, numbers right
     applies: Callable[[RowT], bool] = lambda _: True  # to a row; with no such row it is not shown
+
+    @property
+    def heading(self) -> str:
+        """What stands above the column: "time µs"."""
+        return f"{self.name} {self.unit}".strip()
 
     def show(self, row: RowT) -> str:
         """Format one cell of a text table."""
         return self.text(row) if self.text else digits(self.value(row))
 
 
-def extra_column(
-    heading: str, value: Callable[[RowT], Value], text: Callable[[RowT], str] | None = None
+def by_name(*columns: Column[RowT]) -> dict[str, Column[RowT]]:
+    """Return columns by their names."""
+    return {column.name: column for column in columns}
+
+
+def text_column(
+    name: str, text: Callable[[RowT], str], meaning: str = "", *, default: bool = True
 ) -> Column[RowT]:
-    """Build a column that a table shows with --columns only."""
-    return Column(heading, value, text, default=False)
-
-
-def text_column(heading: str, text: Callable[[RowT], str]) -> Column[RowT]:
     """Build a column of words, aligned left."""
-    return Column(heading, text, text, left=True)
+    return Column(name, text, text, meaning=meaning, default=default, left=True)
+
+
+def describe_columns(columns: Iterable[Column[Any]]) -> str:
+    """Return a table of columns for people: name, unit, whether a table has it, and meaning."""
+    cells = [[c.name, c.unit, "yes" if c.default else "", c.meaning] for c in columns]
+    headings = ["column", "unit", "default", "meaning"]
+    return TERMINAL.table(cells, headings, headings)
 
 
 def choose_columns(
@@ -126,30 +143,26 @@ def format_half_width(line: flags.AnyLine) -> str:
     return "-" if line.half_width is None else f"±{line.half_width * 100:.1f}%"
 
 
-def rows_by_backend(
-    group: Sequence[LineT], names: Sequence[str], columns: Mapping[str, Column[LineT]]
-) -> list[dict[str, str]]:
-    """Format lines that differ in their backend only; a star marks the fastest backend."""
-    fastest = flags.find_fastest(group)
-    rows = [{name: columns[name].show(line) for name in names} for line in group]
-    for line, row in zip(group, rows, strict=True):
-        if "backend" in row and line is fastest:
-            row["backend"] += " *"
-    return rows
+def show_flags(line: flags.AnyLine, known: Mapping[str, flags.Flag[Any]]) -> str:
+    """Format the flags of a line as marks: "~ M"."""
+    return " ".join(known[name].mark or name for name in line.flags)
 
 
-def common_legend(
-    rows: Iterable[Mapping[str, str]],
-    shown: Iterable[flags.AnyLine],
-    names: Sequence[str],
-    known_flags: Mapping[str, flags.Flag[Any]],
+def explain(
+    shown: Sequence[flags.AnyLine],
+    columns: Iterable[Column[Any]],
+    known: Mapping[str, flags.Flag[Any]],
 ) -> list[str]:
-    """Explain the star and the raised flags, where the printed rows show them."""
-    starred = any(row.get("backend", "").endswith(" *") for row in rows)
-    raised = {flag for line in shown for flag in line.flags} if "flags" in names else set()
-    star = ["*: the fastest backend: its interval lies below those of all others"]
-    return (star if starred else []) + [
-        f"{name}: {flag.legend}" for name, flag in known_flags.items() if name in raised
+    """Explain columns of figures, and the flags that these lines raise, if they are shown."""
+    listed = list(columns)
+    legend = [f"{column.heading}: {column.meaning}" for column in listed if column.unit]
+    raised = {flag for line in shown for flag in line.flags}
+    if not any(column.name == "flags" for column in listed):
+        return legend
+    return legend + [
+        f"{f'{flag.mark} = ' if flag.mark else ''}{name}: {flag.legend}"
+        for name, flag in known.items()
+        if name in raised
     ]
 
 

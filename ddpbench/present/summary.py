@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import groupby
 
-from ddpbench.analysis import flags, step_lines, steps
+from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.lines import Line
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.sizes import readable
@@ -169,7 +169,7 @@ def _fastest(group: Sequence[Line]) -> str:
     winners: dict[int, set[str]] = {}
     for _, same in groupby(group, key=lambda line: (title_parts(line.case), line.case.nbytes)):
         rivals = list(same)
-        best = flags.find_fastest(rivals)
+        best = next((line for line in rivals if line.faster), None)
         winners.setdefault(rivals[0].case.nbytes, set()).add(best.case.backend if best else "")
     sizes = sorted(winners)
     clear = [winners[n].copy().pop() if len(winners[n]) == 1 else "" for n in sizes]

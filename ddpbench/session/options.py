@@ -6,14 +6,16 @@ import argparse
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ddpbench.catalog import backends, faults
 from ddpbench.interchange import sources
 from ddpbench.launch import placement
+from ddpbench.present.columns import Column, describe_columns
 from ddpbench.present.formats import FORMATS
 from ddpbench.present.writers import page_file
 from ddpbench.records.wording import did_you_mean, explain_unknown
@@ -275,23 +277,39 @@ def add_repeats(
 
 SHOWN = """
 --format       output format on stdout
---columns      columns to show: {columns}{note} (default: those that fit the results)
+--columns      columns to show: names, all, or help, which lists them (default: those that fit the
+               results)
 --quiet        show only the tables: no header, no legend, no progress
 """
 
 
 def add_shown(
-    parser: argparse.ArgumentParser, columns: Iterable[str], note: str = "", *, check: bool = True
+    parser: argparse.ArgumentParser, *tables: Mapping[str, Column[Any]], check: bool = True
 ) -> None:
-    """Add the options on format and columns. `note` follows the names of the columns.
+    """Add the options on format and columns.
 
-    check: whether every column of `columns` suits every run of this command.
+    tables: the columns of each kind of run, by name. check: whether every column suits every run of
+    this command.
     """
-    texts = SHOWN.format(columns=", ".join(columns), note=note)
-    add = add_group(parser, "what is shown", texts)
+    add = add_group(parser, "what is shown", SHOWN)
     add("--format", default="table", choices=tuple(FORMATS))
-    add("--columns", kind=names("column", columns) if check else listed, metavar="COLUMN,…")
+    add("--columns", kind=_columns(tables, check), metavar="COLUMN,…")
     add("--quiet", action="store_true")
+
+
+def _columns(
+    tables: Sequence[Mapping[str, Column[Any]]], check: bool
+) -> Callable[[str], tuple[str, ...]]:
+    """Return the type of --columns; `help` lists all columns and ends the program."""
+    parse = names("column", dict.fromkeys(chain.from_iterable(tables))) if check else listed
+
+    def read(text: str) -> tuple[str, ...]:
+        if text != "help":
+            return parse(text)
+        sys.stdout.write("\n\n".join(describe_columns(table.values()) for table in tables) + "\n")
+        sys.exit(0)
+
+    return read
 
 
 REPORT = "also write report.html, a page with charts, into the folder of the run (default: no page)"

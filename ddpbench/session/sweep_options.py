@@ -169,10 +169,6 @@ PROTOCOL = """
                (default: measured for CPU tensors; for nccl, the rate that NVLink, PCIe or RDMA
                ports report)
 """
-COLUMN_NOTE = (
-    ". osu: the mean over calls and ranks, each call between barriers, as OSU prints it. "
-    "nccl_tests: the time that nccl-tests prints, with --issue pipelined only"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -199,7 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_where(parser)
     _add_protocol(parser)
     options.add_repeats(parser, "the order of cases", Options.usual_launches)
-    options.add_shown(parser, COLUMNS, COLUMN_NOTE)
+    options.add_shown(parser, COLUMNS)
     options.add_stored(parser)
 
 

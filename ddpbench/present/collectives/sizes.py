@@ -12,16 +12,15 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
-from ddpbench.analysis.flags import UNUSABLE, find_fastest
+from ddpbench.analysis.flags import UNUSABLE
 from ddpbench.analysis.lines import FLAGS, Line
 from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import (
     Column,
-    common_legend,
     digits,
-    rows_by_backend,
+    explain,
     text_column,
     title_parts,
 )
@@ -40,7 +39,7 @@ from ddpbench.present.document import (
 from ddpbench.records.table import Table
 
 SAME = ("size", "count", "backend")  # columns of both tables
-TIME = ("time", "interval", "p99", "skew", "launch", "check", "flags")
+TIME = ("time", "interval", "faster", "p99", "skew", "launch", "check", "flags")
 BANDWIDTH = ("algbw", "busbw", "limit", "check", "flags")
 FASTEST = (
     "Colour: the backend whose 95 % interval lies below those of all others. Number: how many "
@@ -140,30 +139,20 @@ def _table(title: str, points: Sequence[Point], names: Sequence[str], *, several
     """Return the rows of the terminal's table, and why the other cases were skipped."""
     measured = [line for _, line in points if line.seconds is not None]
     chosen = [*SAME, *(n for n in names if not measured or any(map(COLUMNS[n].applies, measured)))]
-    if not measured:
-        chosen = [*SAME, "flags"]
-    columns: list[Column[Any]] = [
-        *([text_column("run", str)] if several else []),
-        *(COLUMNS[n] for n in chosen),
-    ]
-    groups: dict[tuple[str, int], list[Line]] = {}
-    for run, line in points:
-        groups.setdefault((run.label, line.case.nbytes), []).append(line)
+    columns = [COLUMNS[name] for name in (chosen if measured else (*SAME, "flags"))]
     cells = [
-        ((*([label] if several else []), *_cells(row, line).values()), row)
-        for (label, _), group in groups.items()
-        for line, row in zip(group, rows_by_backend(group, chosen, COLUMNS), strict=True)
+        [*([run.label] if several else []), *(_cell(column, line) for column in columns)]
+        for run, line in points
     ]
-    legend = common_legend([row for _, row in cells], measured, chosen, FLAGS)
-    return tabulate(title, columns, [row for row, _ in cells], legend)
+    run_column = [text_column("run", str)] if several else []
+    return tabulate(title, [*run_column, *columns], cells, explain(measured, columns, FLAGS))
 
 
-def _cells(row: dict[str, str], line: Line) -> dict[str, str]:
-    """Return the cells of a row; of a skipped case only what it is, and the reason."""
-    if line.seconds is not None:
-        return row
-    known = {name: text if name in SAME else "-" for name, text in row.items()}
-    return {**known, "flags": f"skipped: {line.reason}"}
+def _cell(column: Column[Line], line: Line) -> str:
+    """Return a cell of a row; of a skipped case only what it is, and the reason."""
+    if line.seconds is not None or column.name in SAME:
+        return column.show(line)
+    return f"skipped: {line.reason}" if column.name == "flags" else "-"
 
 
 def fastest_charts(run: ReportRun) -> list[Chart]:
@@ -191,9 +180,8 @@ def _compare_backends(run: ReportRun) -> Iterator[dict[str, Any]]:
     for (operation, nbytes), group in groups.items():
         if len({line.case.backend for line in group}) < 2:
             continue
-        fastest = find_fastest(group)
-        best, second, *_ = sorted(line.seconds or 0.0 for line in group)
-        ratio = second / best
+        fastest = next((line for line in group if line.faster), None)
+        ratio = (fastest.faster if fastest else None) or 0.0
         yield {
             "operation": operation,
             "nbytes": nbytes,

@@ -2,59 +2,43 @@
 
 from __future__ import annotations
 
-from ddpbench.analysis import fit, lines, stats
+from collections.abc import Sequence
+
+from ddpbench.analysis import fit, lines
 from ddpbench.analysis.fit import Estimate, Fit, Segment
 from ddpbench.analysis.lines import Line
 from ddpbench.catalog.sizes import UNITS, readable
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import (
+    Column,
     Style,
     choose_columns,
-    common_legend,
     digits,
-    rows_by_backend,
+    explain,
     title_parts,
 )
 from ddpbench.records.schema import Run
 
-LEGEND = {
-    "time": "time µs: {statistic} time of one call over repetitions; 95 %: half-width of its "
-    "interval",
-    "p99": "p99 µs: 99 % of the calls were faster; shown only with at least "
-    f"{stats.PERCENTILES['p99']} repetitions in all launches together",
-    "osu": "osu µs: as OSU prints it, the mean over calls and ranks of calls between barriers",
-    "nccl_tests": "nccl-tests µs: as nccl-tests prints it, the time of the calls in flight divided "
-    "by their number, mean over ranks",
-    "skew": "skew µs: how long after the first rank the last rank entered, median",
-    "launch": "launch µs: how long the slowest rank's call took to return to the host, median; the "
-    "device was kept busy meanwhile, so time µs does not include it",
-    "busbw": "algbw = size / time; busbw = algbw × the operation's bus factor (nccl-tests); "
-    "GB = 10⁹ bytes; size: total buffer, 1 KiB = 1024 bytes",
-}
 
-
-def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
+def blocks(run: Run, wanted: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
     """Format all that stands below the header; quiet: the tables alone."""
     all_lines = lines.lines(run)
     shown = [line for line in all_lines if line.seconds is not None]
-    names = choose_columns(columns, COLUMNS)
-    if columns is None and shown:
+    names = choose_columns(wanted, COLUMNS)
+    if wanted is None and shown:
         names = [name for name in names if any(map(COLUMNS[name].applies, shown))]
     fitted = not quiet and run.state in ("complete", "interrupted")
-    texts, all_rows, all_fits = [], [], []
+    columns = [COLUMNS[name] for name in names]
+    texts, all_fits = [], []
     for title, group in _group_by_title(shown).items():
-        rows = _rows(group, names)
-        all_rows += rows
-        cells = [list(row.values()) for row in rows]
-        body = style.columns(cells, [COLUMNS[name] for name in names])
         fits = fit.fits(group) if fitted else []
         all_fits += fits
-        texts.append(style.block(title, body))
+        texts.append(style.block(title, style.columns(_rows(group, columns), columns)))
         if fits:  # after a blank line: programs read a table up to there
             texts.append(style.gap.join(map(_format_fit, fits)))
     if quiet:
         return texts
-    legend = _legend(shown, names) + common_legend(all_rows, shown, names, lines.FLAGS)
+    legend = explain(shown, columns, lines.FLAGS) + (_limits(shown) if "limit" in names else [])
     if all_fits:
         over = " or ".join(dict.fromkeys(one.of for one in all_fits))
         legend.append(
@@ -103,16 +87,15 @@ def _group_by_title(shown: list[Line]) -> dict[str, list[Line]]:
     return groups
 
 
-def _rows(group: list[Line], names: list[str]) -> list[dict[str, str]]:
+def _rows(group: list[Line], columns: Sequence[Column[Line]]) -> list[list[str]]:
     """Format the rows of a table; size and count stand only once for several backends."""
-    by_size: dict[int, list[Line]] = {}
+    rows, before = [], None
     for line in group:
-        by_size.setdefault(line.case.nbytes, []).append(line)
-    rows = []
-    for same in by_size.values():
-        first, *others = rows_by_backend(same, names, COLUMNS)
-        repeated = {name: "" for name in ("size", "count") if name in names}
-        rows += [first, *({**row, **repeated} for row in others)]
+        again = line.case.nbytes == before
+        before = line.case.nbytes
+        rows.append(
+            ["" if again and c.name in ("size", "count") else c.show(line) for c in columns]
+        )
     return rows
 
 
@@ -132,22 +115,8 @@ def _skipped(all_lines: list[Line]) -> list[str]:
     ]
 
 
-def _legend(shown: list[Line], names: list[str]) -> list[str]:
-    """Explain the printed columns whose heading does not."""
-    statistic = shown[0].case.statistic if shown else "median"
-    legend = [text.format(statistic=statistic) for name, text in LEGEND.items() if name in names]
-    summaries = [(r, r.summary) for line in shown for r in line.results if r.summary]
-    if "skew" in names and any(
-        summary.skew_seconds is None and result.clock_off_seconds for result, summary in summaries
-    ):
-        legend.append(
-            "skew -: the hosts' clocks may differ by more than 5 % of the time of a repetition"
-        )
-    return legend + (_limits(shown) if "limit" in names else [])
-
-
 def _limits(shown: list[Line]) -> list[str]:
-    """Name the rates that the column `% limit` refers to: one line per backend, source, group."""
+    """Name the rates that the column `limit` refers to: one line per backend, source, group."""
     rates: dict[tuple[str, str, str], list[float]] = {}
     operations: dict[tuple[str, str, str], dict[str, None]] = {}
     for line in shown:
@@ -162,9 +131,9 @@ def _limits(shown: list[Line]) -> list[str]:
         low, high = digits(min(values)), digits(max(values))
         span = low if low == high else f"{low} … {high} (by size)"
         names = ", ".join(operations[key])
-        legend.append(f"% limit on {backend} of {names}: busbw as a share of {span} GB/s, {source}")
+        legend.append(f"limit on {backend} of {names}: busbw as a share of {span} GB/s, {source}")
     # Where ddpbench has looked for limits, it has found the hard one.
     looked = (r for line in shown for r in line.results if r.hard_limit and r.case.nbytes)
     if any(result.limit is None and result.case.world_size > 1 for result in looked):
-        legend.append("% limit -: no rate of these links is known here; give one with --limit GB/S")
+        legend.append("limit -: no rate of these links is known here; give one with --limit GB/S")
     return legend

@@ -16,11 +16,15 @@ from ddpbench.records.wording import counted
 FACT_WIDTH = 10  # of the names in a list of facts
 
 FINDING_COLUMNS: dict[str, Column[Finding]] = {
-    "severity": text_column("severity", lambda f: f.severity),
-    "code": text_column("code", lambda f: f.code),
-    "sentence": text_column("sentence", lambda f: f.sentence),
-    "next_step": text_column("next step", lambda f: f.next_step),
-    "place": text_column("place", lambda f: " ".join(f"{k}={v}" for k, v in f.place.items())),
+    "severity": text_column("severity", lambda f: f.severity, "error, warning or note"),
+    "code": text_column("code", lambda f: f.code, "name of the finding"),
+    "sentence": text_column("sentence", lambda f: f.sentence, "what was found"),
+    "next_step": text_column("next_step", lambda f: f.next_step, "what to do"),
+    "place": text_column(
+        "place",
+        lambda f: " ".join(f"{k}={v}" for k, v in f.place.items()),
+        "rank, host, link, … as name=value",
+    ),
 }
 
 

@@ -6,16 +6,18 @@ One entry of STEP_COLUMNS adds a column.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.analysis import spans
 from ddpbench.present.columns import (
     Column,
     Value,
-    extra_column,
+    by_name,
     format_half_width,
     scaled,
+    show_flags,
     text_column,
 )
 
@@ -71,8 +73,8 @@ def _case(name: str) -> Values:
     return value
 
 
-def _bound(name: str) -> Values:
-    return lambda line: getattr(line.interval, name) * 1e3 if line.interval else None
+def _bound(name: str) -> Callable[[StepLine], float | None]:
+    return lambda line: getattr(line.interval, name) if line.interval else None
 
 
 def _summary(name: str) -> Values:
@@ -89,45 +91,54 @@ def _figure(figure: Figure | None, name: str) -> float | None:
     return None if source is None else float(getattr(source, name))
 
 
+def _ms(
+    name: str, seconds: Callable[[StepLine], float | None], meaning: str, *, default: bool = False
+) -> Column[StepLine]:
+    """Build a column of a time in ms, with the places of the step."""
+    return Column(
+        name,
+        lambda line: scaled(seconds(line), 1e3),
+        lambda line: ms(seconds(line), line.seconds),
+        unit="ms",
+        meaning=meaning,
+        default=default,
+    )
+
+
 def _phase(name: str) -> Column[StepLine]:
     def seconds(line: StepLine) -> float | None:
         phase = line.phase(name)
         return phase.slowest.value if phase else None
 
-    return Column(
-        f"{name} ms",
-        lambda line: scaled(seconds(line), 1e3),
-        lambda line: ms(seconds(line), line.seconds),
-    )
+    more = ", with zero_grad" if name == "forward" else ""
+    return _ms(name, seconds, f"{name} on the slowest rank, median{more}", default=True)
 
 
-def _part(column: str, part_name: str) -> dict[str, Column[StepLine]]:
+def _part(column: str, part_name: str) -> tuple[Column[StepLine], ...]:
     """Build the columns of a part of the budget: its value and the ends of its interval."""
 
-    def number(name: str) -> Values:
-        def milliseconds(line: StepLine) -> float | None:
+    def seconds(name: str) -> Callable[[StepLine], float | None]:
+        def value(line: StepLine) -> float | None:
             part = line.part(part_name)
-            return scaled(_figure(part.figure, name), 1e3) if part else None
+            return _figure(part.figure, name) if part else None
 
-        return milliseconds
+        return value
 
     def text(line: StepLine) -> str:
         part = line.part(part_name)
         return bounded(part, line.seconds)[0] if part else "-"
 
-    return {
-        f"{column}_ms": extra_column(f"{column} ms", number("value"), text),
-        f"{column}_low_ms": extra_column(f"{column} low", number("low")),
-        f"{column}_high_ms": extra_column(f"{column} high", number("high")),
-    }
+    return (
+        replace(_ms(column, seconds("value"), f"{part_name}, per step"), text=text),
+        _ms(f"{column}_low", seconds("low"), f"lower end of the 95 % interval of {column}"),
+        _ms(f"{column}_high", seconds("high"), f"upper end of the 95 % interval of {column}"),
+    )
 
 
-def _operation_parts() -> dict[str, Column[StepLine]]:
-    columns: dict[str, Column[StepLine]] = {}
+def _operation_parts() -> Iterator[Column[StepLine]]:
     for names in (spans.EXPOSED_OF, spans.HIDDEN_OF):
         for part in names.values():
-            columns |= _part(part.replace(" ", "_"), part)
-    return columns
+            yield from _part(part.replace(" ", "_"), part)
 
 
 def _peak(line: StepLine) -> float | None:
@@ -139,20 +150,27 @@ def _late_rank(line: StepLine) -> int | None:
     return part.rank if part is not None and part.resolved else None
 
 
-def _speed_up(name: str) -> Values:
-    return lambda line: _figure(line.summary.speed_up, name) if line.summary else None
+def _speed_up(column: str, name: str, meaning: str) -> Column[StepLine]:
+    return Column(
+        column,
+        lambda line: _figure(line.summary.speed_up, name) if line.summary else None,
+        unit="×",
+        meaning=meaning,
+        default=False,
+    )
 
 
 def _timer(name: str) -> Column[StepLine]:
-    return extra_column(
-        f"DDP's {name} ms",
-        lambda line: scaled(line.summary.timers.get(name), 1e3) if line.summary else None,
+    return _ms(
+        f"ddp_{name}",
+        lambda line: line.summary.timers.get(name) if line.summary else None,
+        f"{name} as DDP's own timers have it",
     )
 
 
 def _observer(line: StepLine) -> float | None:
     observer = line.summary.observer if line.summary else None
-    return observer.figure.value * 1e3 if observer else None
+    return observer.figure.value if observer else None
 
 
 def _slowest(name: str) -> Values:
@@ -180,9 +198,15 @@ def _replicas_equal_text(line: StepLine) -> str:
     return "yes" if replicas.ok else "unknown"
 
 
-def _verify_ms(line: StepLine) -> float | None:
+def _verify(line: StepLine) -> float | None:
     cost = line.replicas.cost if line.replicas else None
-    return cost.value * 1e3 if cost else None
+    return cost.value if cost else None
+
+
+def _flags(line: StepLine) -> str:
+    from ddpbench.analysis.step_lines import FLAGS  # loads numpy
+
+    return show_flags(line, FLAGS)
 
 
 def _last_epoch(name: str) -> Values:
@@ -194,71 +218,133 @@ def _last_epoch(name: str) -> Values:
     return value
 
 
-def _fields(*names: str) -> dict[str, Column[StepLine]]:
-    """Build one column for each of these fields of a case."""
-    return {name: extra_column(name.replace("_", " "), _case(name)) for name in names}
+def _extra(name: str, value: Values, meaning: str, unit: str = "") -> Column[StepLine]:
+    """Build a column that a table shows with --columns only."""
+    return Column(name, value, unit=unit, meaning=meaning, default=False)
 
 
-STEP_COLUMNS: dict[str, Column[StepLine]] = {
-    **_fields("workload", "settings", "parallel", "mesh", "prefetch", "reshard_after_forward"),
-    "backend": text_column("backend", lambda line: line.case.backend),
-    **_fields("provider", "device", "world_size", "ranks_per_host", "threads", "parameters"),
-    **_fields("parameter_nbytes", "batch", "accumulate", "optimizer", "amp", "comm_hook"),
-    **_fields("bucket_cap_mb", "gradient_as_bucket_view", "static_graph"),
-    **_fields("find_unused_parameters"),
-    "step_ms": Column(
-        "step ms",
-        lambda line: scaled(line.seconds, 1e3),
-        lambda line: ms(line.seconds, line.seconds),
+def _fields(**meanings: str) -> Iterator[Column[StepLine]]:
+    """Yield a column for each of these fields of a case."""
+    for name, meaning in meanings.items():
+        yield _extra(name, _case(name), meaning)
+
+
+STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
+    *_fields(
+        workload="model that is trained",
+        settings="settings of the workload",
+        parallel="way of parallel training: ddp, fsdp, …",
+        mesh="sizes of the device mesh",
+        prefetch="whether fully_shard gathers the next layer early",
+        reshard_after_forward="whether fully_shard frees a layer after its forward",
     ),
-    "interval": Column("95 %", lambda line: line.half_width, format_half_width),
-    "low_ms": extra_column("low ms", _bound("low")),
-    "high_ms": extra_column("high ms", _bound("high")),
-    "samples_per_second": Column("samples/s", _samples_per_second),
-    **{f"{name}_ms": _phase(name) for name in ("forward", "backward", "optimizer")},
-    "slowest_rank": Column("slowest rank", _slowest("slowest_rank"), _slowest_text),
-    "slowest_share": extra_column("share", _slowest("slowest_share")),
-    "cold_ms": extra_column(
-        "cold ms", lambda line: scaled(next((r.cold_seconds for r in line.results), None), 1e3)
+    text_column("backend", lambda line: line.case.backend, "backend"),
+    *_fields(
+        provider="implementation of the backend",
+        device="device",
+        world_size="ranks",
+        ranks_per_host="ranks of each host",
+        threads="threads of a rank",
+        parameters="parameters of the model",
+        parameter_nbytes="bytes of the parameters",
+        batch="samples of a rank in a micro-batch",
+        accumulate="micro-batches of a step",
+        optimizer="optimizer",
+        amp="data type of autocast",
+        comm_hook="DDP's communication hook",
+        bucket_cap_mb="DDP's bucket_cap_mb",
+        gradient_as_bucket_view="DDP's gradient_as_bucket_view",
+        static_graph="DDP's static_graph",
+        find_unused_parameters="DDP's find_unused_parameters",
     ),
-    **_part("compute", "compute"),
-    **_part("copies", "bucket copies"),
-    **_part("exposed", "exposed communication"),
-    **_part("transfer", "exposed transfer"),
-    **_part("overhead", "communication overhead"),
-    **_part("hidden", "hidden communication"),
-    **_part("communication", "communication"),
-    **_operation_parts(),
-    **_part("prefetch_saves", spans.SAVES),
-    **_part("prefetch_would_save", spans.WOULD_SAVE),
-    "peak_mb": extra_column("peak MB", _peak),
-    **_part("waiting", "waiting for rank"),
-    "late_rank": extra_column("late rank", _late_rank),
-    "speed_up": extra_column("speed-up", _speed_up("value")),
-    "speed_up_low": extra_column("speed-up low", _speed_up("low")),
-    "speed_up_high": extra_column("speed-up high", _speed_up("high")),
-    **{
-        f"ddp_{name}_ms": _timer(name)
-        for name in ("forward", "backward", "communication", "overlap")
-    },
-    "observer_ms": extra_column("timing hook ms", _observer),
-    "buckets": extra_column(
-        "buckets", lambda line: len(line.summary.buckets) if line.summary else None
+    _ms(
+        "step",
+        lambda line: line.seconds,
+        "time of a step: of K steps in a row / K, median over rounds",
+        default=True,
     ),
-    "verified": extra_column(
-        "verified", lambda line: sum(r.replicas.verified for r in line.results if r.replicas)
+    Column(
+        "interval",
+        lambda line: line.half_width,
+        format_half_width,
+        unit="±",
+        meaning="half-width of the 95 % interval of the step",
     ),
-    "replicas_equal": Column("equal", _replicas_equal, _replicas_equal_text),
-    "verify_ms": extra_column("verify ms", _verify_ms),
-    "verify_share": extra_column(
-        "verify share", lambda line: line.replicas.share if line.replicas else None
+    Column(
+        "faster",
+        lambda line: line.faster,
+        lambda line: "" if line.faster is None else f"{line.faster:.3g}",
+        unit="×",
+        meaning="how many times as long the next backend takes; empty unless the interval lies "
+        "below those of all others",
+        applies=lambda line: line.faster is not None,
     ),
-    "epochs": extra_column("epochs", _last_epoch("number")),
-    "train_loss": extra_column("train loss", _last_epoch("train_loss")),
-    "validation_loss": extra_column("validation loss", _last_epoch("validation_loss")),
-    "rounds": extra_column("rounds", _summary("rounds")),
-    "in_a_row": extra_column("in a row", _summary("in_a_row")),
-    "launches": extra_column("launches", lambda line: len(line.results)),
-    "flags": text_column("flags", lambda line: " ".join(line.flags)),
-    "reason": extra_column("reason", lambda line: line.reason),
-}
+    _ms("low", _bound("low"), "lower end of the 95 % interval of the step"),
+    _ms("high", _bound("high"), "upper end of the 95 % interval of the step"),
+    Column("samples", _samples_per_second, unit="/s", meaning="samples of all ranks per second"),
+    _phase("forward"),
+    _phase("backward"),
+    replace(_phase("optimizer"), name="optimizer_step"),
+    Column(
+        "slowest_rank",
+        _slowest("slowest_rank"),
+        _slowest_text,
+        meaning="rank most often slowest in forward, and in how many of the steps; later, ranks "
+        "wait for each other",
+    ),
+    _extra("slowest_share", _slowest("slowest_share"), "share of the steps in which it was"),
+    _ms(
+        "cold",
+        lambda line: next((r.cold_seconds for r in line.results), None),
+        "first step of the first launch",
+    ),
+    *_part("compute", "compute"),
+    *_part("copies", "bucket copies"),
+    *_part("exposed", "exposed communication"),
+    *_part("transfer", "exposed transfer"),
+    *_part("overhead", "communication overhead"),
+    *_part("hidden", "hidden communication"),
+    *_part("communication", "communication"),
+    *_operation_parts(),
+    *_part("prefetch_saves", spans.SAVES),
+    *_part("prefetch_would_save", spans.WOULD_SAVE),
+    _extra("peak", _peak, "most memory that tensors took on a GPU", "MB"),
+    *_part("waiting", "waiting for rank"),
+    _extra("late_rank", _late_rank, "rank that the others wait for"),
+    _speed_up("speed_up", "value", "how many times faster a step without any communication is"),
+    _speed_up("speed_up_low", "low", "lower end of its 95 % interval"),
+    _speed_up("speed_up_high", "high", "upper end of its 95 % interval"),
+    *map(_timer, ("forward", "backward", "communication", "overlap")),
+    _ms("observer", _observer, "what timing the buckets or collectives adds to a step"),
+    _extra(
+        "buckets", lambda line: len(line.summary.buckets) if line.summary else None, "DDP's buckets"
+    ),
+    _extra(
+        "verified",
+        lambda line: sum(r.replicas.verified for r in line.results if r.replicas),
+        "steps after which the replicas were compared",
+    ),
+    Column(
+        "equal", _replicas_equal, _replicas_equal_text, meaning="whether all replicas were equal"
+    ),
+    _ms("verify", _verify, "time of a comparison of the replicas"),
+    _extra(
+        "verify_share",
+        lambda line: line.replicas.share if line.replicas else None,
+        "the same as a share of a step",
+    ),
+    _extra("epochs", _last_epoch("number"), "epochs of training"),
+    _extra("train_loss", _last_epoch("train_loss"), "loss in the last epoch"),
+    _extra("validation_loss", _last_epoch("validation_loss"), "validation loss after it"),
+    _extra("rounds", _summary("rounds"), "rounds of all launches"),
+    _extra("in_a_row", _summary("in_a_row"), "K: steps in a row"),
+    _extra("launches", lambda line: len(line.results), "launches"),
+    Column(
+        "flags",
+        lambda line: " ".join(line.flags),
+        _flags,
+        meaning="remarks, as marks that are explained below the tables",
+        left=True,
+    ),
+    _extra("reason", lambda line: line.reason, "why it was not measured"),
+)

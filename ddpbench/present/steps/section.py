@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.present.columns import common_legend, rows_by_backend
+from ddpbench.present.columns import explain
 from ddpbench.present.document import Chart, ReportRun, Section, plain_name, side_by_side, tabulate
 from ddpbench.present.steps import budget as step_budget
 from ddpbench.present.steps import parts as step_parts
@@ -14,19 +14,6 @@ from ddpbench.present.steps import tables as step_tables
 from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.present.steps.timeline import timeline
 from ddpbench.records.schema import StepCase
-
-NAMES = (
-    "backend",
-    "step_ms",
-    "interval",
-    "samples_per_second",
-    "forward_ms",
-    "backward_ms",
-    "optimizer_ms",
-    "slowest_rank",
-    "flags",
-)
-
 
 PARTS = {
     "budget": step_parts.budget,
@@ -70,11 +57,9 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
 
 def _steps(group: Sequence[StepLine], name: str) -> Chart:
     """Return the terminal's table of a workload's steps."""
-    rows = rows_by_backend(group, NAMES, STEP_COLUMNS)
-    legend = [step_tables.LEGEND["step"], step_tables.LEGEND["slowest"]]
-    legend += common_legend(rows, group, NAMES, step_lines.FLAGS)
-    columns = [STEP_COLUMNS[name] for name in NAMES]
-    table = tabulate("steps", columns, [list(row.values()) for row in rows], legend)
+    columns = [c for c in STEP_COLUMNS.values() if c.default and any(map(c.applies, group))]
+    rows = [[column.show(line) for column in columns] for line in group]
+    table = tabulate("steps", columns, rows, explain(group, columns, step_lines.FLAGS))
     return Chart(name, group[0].case.workload, step_tables.title(group[0].case), None, table)
 
 

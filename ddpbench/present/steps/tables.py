@@ -10,10 +10,9 @@ from ddpbench.catalog.parallel import WAYS
 from ddpbench.present.columns import (
     Style,
     choose_columns,
-    common_legend,
     digits,
+    explain,
     format_ranks,
-    rows_by_backend,
 )
 from ddpbench.present.steps import budget as step_budget
 from ddpbench.present.steps import replicas as step_replicas
@@ -44,10 +43,6 @@ SHARDED = {
 LEGEND = {
     "arm": "arm: a variant of the step: complete; without communication; also without bucket "
     "copies; with timed buckets",
-    "step": "step ms: time of K steps in a row / K, median over rounds; 95 %: half-width of its "
-    "interval; forward includes zero_grad",
-    "slowest": "slowest rank: the one most often slowest in forward, and in how many of the steps; "
-    "later, ranks wait for each other",
     steps.EXPOSED: "step = compute + bucket copies + exposed communication; (x): noise, not "
     "clearly above 0",
     steps.TRANSFER: "exposed communication = exposed transfer + communication overhead; "
@@ -65,27 +60,26 @@ LEGEND = {
 }
 
 
-def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
+def blocks(run: Run, wanted: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
     """Format all that stands below the header; chosen columns give one table per workload."""
     all_lines = step_lines.lines(run)
     shown = [line for line in all_lines if line.results]
-    names = choose_columns(columns, STEP_COLUMNS)
+    names = choose_columns(wanted, STEP_COLUMNS)
+    if wanted is None:
+        names = [name for name in names if any(map(STEP_COLUMNS[name].applies, shown))]
+    columns = [STEP_COLUMNS[name] for name in names]
     groups: dict[StepCase, list[StepLine]] = {}
     for line in shown:
         groups.setdefault(step_lines.same_but_backend(line.case), []).append(line)
-    texts, all_rows = [], []
+    texts = []
     for case, group in groups.items():
-        rows = rows_by_backend(group, names, STEP_COLUMNS)
-        all_rows += rows
-        cells = [list(row.values()) for row in rows]
-        shown_columns = [STEP_COLUMNS[name] for name in names]
-        texts.append(style.block(title(case), style.columns(cells, shown_columns)))
-        if columns is None:
+        texts.append(style.block(title(case), style.rows(group, columns)))
+        if wanted is None:
             texts += filter(None, (table(group, run, style) for table in TABLES))
     if quiet:
         return texts
-    legend = _legend(shown, names, columns is None)
-    legend += common_legend(all_rows, shown, names, step_lines.FLAGS)
+    legend = explain(shown, columns, step_lines.FLAGS) if shown else []
+    legend += _legend(shown) if wanted is None else []
     return texts + [style.gap.join(notes) for notes in (_left_out(all_lines), legend) if notes]
 
 
@@ -145,17 +139,15 @@ def _left_out(all_lines: list[StepLine]) -> list[str]:
     ]
 
 
-def _legend(shown: list[StepLine], names: list[str], tables: bool) -> list[str]:
-    """Explain the printed columns and tables whose headings do not."""
+def _legend(shown: list[StepLine]) -> list[str]:
+    """Explain the tables below that of the steps, whose headings do not."""
     summaries = [line.summary for line in shown if line.summary]
     sharded = any(line.case.mesh for line in shown)
-    timed = tables and any(summary.collectives for summary in summaries)
+    timed = any(summary.collectives for summary in summaries)
     needed = {
         "arm": bool(summaries),
-        "step": "step_ms" in names and bool(summaries),
-        "slowest": "slowest_rank" in names and any(line.case.world_size > 1 for line in shown),
-        **{part: tables and any(line.part(part) for line in shown) for part in PARTS},
-        **dict.fromkeys(BUCKETS, tables and any(summary.buckets for summary in summaries)),
+        **{part: any(line.part(part) for line in shown) for part in PARTS},
+        **dict.fromkeys(BUCKETS, any(summary.buckets for summary in summaries)),
     }
     needed |= {"from": timed, "collectives": timed}
     legend = {**LEGEND, **SHARDED} if sharded else LEGEND
