@@ -60,7 +60,7 @@ class Watchdog:
         self._phase, self._closed = "start", False
         self._lock = threading.Lock()
         self.signal: int | None = None
-        self._interrupted = False
+        self._interrupted = self._gets_signal = False
         self.on_end: Callable[[str, str, int], None] = lambda state, sentence, code: None
         self._deadline = self._next_deadline()
         self._wake, wake = os.pipe()
@@ -86,14 +86,14 @@ class Watchdog:
             self._board.publish_heartbeat(heartbeat, BEAT_PATIENCE_SECONDS)
             self._beat_time = time.monotonic()
 
-    def expect_signal(self, name: str) -> None:
-        """Take it that this rank gets this signal, as another rank did: its own may come late."""
-        self.signal = self.signal or signal.Signals[name]
+    def expect_signal(self) -> None:
+        """Take it that this rank gets a signal, as another rank did: its own may come late."""
+        self._gets_signal = True
 
     def close(self) -> None:
         """End the thread and give signals back to the program, or ignore them if one has come.
 
-        After a signal the rank stores its end, and Slurm may signal again meanwhile.
+        After a signal to any rank this one stores its end, and Slurm may signal again meanwhile.
         """
         self._closed = True
         os.write(self._wake_end, b"\0")
@@ -101,7 +101,8 @@ class Watchdog:
         self._board.client.close()
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
-            signal.signal(number, handler if self.signal is None else signal.SIG_IGN)
+            ignored = self.signal is not None or self._gets_signal
+            signal.signal(number, signal.SIG_IGN if ignored else handler)
 
     def _next_deadline(self) -> float:
         return math.inf if self._mode == "off" else time.monotonic() + self._timeout

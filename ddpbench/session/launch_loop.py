@@ -100,7 +100,7 @@ def run(options: T, placement: Placement, prepare: Prepare[T]) -> int:
                 end = End("failed", failure, 5)
             elif (signal := control.agree_objection(world, world.interrupted)) is not None:
                 end = run_end.interrupted(signal)
-                world.watchdog.expect_signal(signal)
+                world.watchdog.expect_signal()
             if end is not None:
                 break
         code = None
