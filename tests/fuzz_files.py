@@ -169,7 +169,7 @@ def choose_command(rng: random.Random, kind: int, stored: str) -> list[str]:
     return rng.choice((
         ["show", stored, *stated, "--format", rng.choice(list(FORMATS))],
         ["show", stored, *stated, "--format", rng.choice(list(FORMATS))],
-        ["show", stored, "--columns", rng.choice(("time,reason", "step_ms", "place"))],
+        ["show", stored, "--columns", rng.choice(("time,reason", "step", "place"))],
         ["list", "results"],
         ["compare", *sides, *stated, *judged],
         ["list", "results", "--case", rng.choice(("all_reduce", "mlp", "gloo", "2 ranks"))],

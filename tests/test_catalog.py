@@ -25,7 +25,7 @@ from ddpbench.catalog import backends, operations
 from ddpbench.records.schema import Finding
 from ddpbench.present import formats
 from ddpbench.present.collectives.columns import COLUMNS
-from ddpbench.present.columns import extra_column
+from ddpbench.present.columns import Column
 
 operations.OPERATIONS["all_reduce_twice"] = replace(
     operations.OPERATIONS["broadcast"], name="all_reduce_twice", help="a fake"
@@ -33,7 +33,7 @@ operations.OPERATIONS["all_reduce_twice"] = replace(
 gloo = backends.BACKENDS["gloo"]
 backends.BACKENDS["gloo2"] = replace(gloo, name="gloo2", register=lambda: "gloo")
 formats.FORMATS["shout"] = lambda run, columns, quiet: f"SHOUTED {len(run.results)} cases\\n"
-COLUMNS["ns"] = extra_column("time ns", lambda line: (line.seconds or 0) * 1e9)
+COLUMNS["ns"] = Column("ns", lambda line: (line.seconds or 0) * 1e9, default=False)
 findings.CHECKS.append(lambda run: [Finding("note", "fake", "a fake finding")])
 """
 MAIN = "from ddpbench.cli import main\nsys.exit(main())\n"
@@ -53,7 +53,7 @@ def test_fakes_are_in_help_sweep_and_output(tmp_path: Path) -> None:
     words = ["--backend", "gloo2", "--op", "all_reduce_twice", "--sizes", "4,64", *QUICK]
     columns = ["--columns", "size,ns,check"]
     table = call("collectives", *words, *columns, launcher=torchrun)
-    assert re.search(r"all_reduce_twice  float32[^\n]*\n[^\n]*time ns", table), table
+    assert re.search(r"all_reduce_twice  float32[^\n]*\n[^\n]*  ns  ", table), table
     assert "NOTE (fake)" in table
     assert "gloo2" in table
     assert table.count(" ok") == 2

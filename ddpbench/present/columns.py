@@ -6,8 +6,10 @@ Every table and CSV file is built from columns: name, unit, value and alignment.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ddpbench.analysis import flags
@@ -17,6 +19,7 @@ from ddpbench.records.wording import explain_unknown
 RowT = TypeVar("RowT")
 Value = float | int | str | None
 HOST_COUNTS_WIDTH = 24  # characters of "4+4+2+2"
+WIDTH = 100  # characters of a remark in a terminal
 
 
 class UnknownColumn(Exception):
@@ -176,6 +179,16 @@ class Style:
         """Put text under a title; a higher level is a title within."""
         mark = self.heading and "#" * level + self.heading
         return f"{mark}{title}\n{self.gap[1:]}{body}"
+
+    def notes(self, lines: Iterable[str]) -> str:
+        """Return remarks one below the other, wrapped for a terminal."""
+        if self is MARKDOWN:
+            return self.gap.join(lines)
+        wrap = partial(
+            textwrap.fill, width=WIDTH, subsequent_indent="  ",
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        return "\n".join(map(wrap, lines))
 
     def table(
         self, cells: Sequence[Sequence[str]], headings: Sequence[str], left: Container[str] = ()

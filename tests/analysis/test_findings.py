@@ -183,7 +183,7 @@ def test_replicas_that_were_not_all_compared_are_a_warning() -> None:
     assert findings.exit_code(replace(run, plan=replace(run.plan, fail_on="warning"))) == 1
     (line,) = step_lines.lines(run)
     assert not {"DIFFER", "NONFINITE"} & set(line.flags)
-    column = STEP_COLUMNS["replicas_equal"]
+    column = STEP_COLUMNS["equal"]
     assert column.value(line) is None
     assert column.show(line) == "unknown"
     assert "NOT ALL COMPARED" in step_replicas.replicas([line], run, TERMINAL)

@@ -37,7 +37,7 @@ COMMAND_LINES = {
         "show sweep --format markdown --quiet",
         "show sweep --columns op,size,backend,time,low,high,p99,flags",
         "show sweep --format json --columns op,size,backend,time",
-        "show step --columns workload,backend,step_ms,exposed_ms,replicas_equal",
+        "show step --columns workload,backend,step,exposed,equal",
         "show doctor-slow --format csv --columns severity,code,place",
         "show sweep --columns tiem",
         "show sweep --format cvs",

@@ -84,19 +84,22 @@ def test_what_is_not_known_is_a_dash() -> None:
     summary = a_summary(1e-3, None, percentiles_seconds={}, skew_seconds=None)
     (row,) = read_table(formats.table(a_run(a_result(summary=summary, checks=0))), "all_reduce")
     dashed = {head for head, cell in row.items() if cell == "-"}
-    assert dashed == {"95 %", "p99 µs", "skew µs", "% limit", "check"}
+    assert dashed == {"interval ±", "limit %", "check"}
+    column, line = COLUMNS["p99"], lines.lines(a_run(a_result(summary=summary)))[0]
+    assert column.show(line) == COLUMNS["skew"].show(line) == "-"
 
 
-def test_the_faster_backend_has_a_star_and_sizes_stand_once() -> None:
-    """Under one size the backends stand in order; the one whose interval lies below the other's
-    has a star; size and count are not repeated; overlapping intervals have no star."""
+def test_how_many_times_faster_stands_at_the_fastest_and_sizes_stand_once() -> None:
+    """Under one size the backends stand in the order of --backend; the one whose interval lies
+    below the other's says how many times faster it is; without any there is no such column."""
     found = read_table(formats.table(two_backends()), "all_reduce")
-    assert [(row["size"], row["count"], row["backend"]) for row in found] == [
-        ("4 B", "1", "gloo"), ("", "", "mpi *"), ("1 MiB", "262144", "gloo"), ("", "", "mpi *"),
+    assert [(row["size"], row["backend"], bool(row["faster ×"])) for row in found] == [
+        ("4 B", "gloo", False), ("", "mpi", True), ("1 MiB", "gloo", False), ("", "mpi", True),
     ]  # fmt: skip
+    assert max(map(len, formats.table(two_backends(), quiet=True).splitlines())) <= 100
     run = two_backends()
     same = [replace(r, summary=r.summary and a_summary(1e-3, 0.5)) for r in run.results]
-    assert "*" not in formats.table(replace(run, results=tuple(same)))
+    assert "faster" not in formats.table(replace(run, results=tuple(same)))
 
 
 def test_a_run_without_results_says_so(frozen: Frozen) -> None:
@@ -191,7 +194,6 @@ def test_a_format_and_a_column_that_are_added_can_be_asked_for(
     shown = " ".join(parser.format_help().split())
     assert f"{{{','.join(FORMATS)}}}" in shown
     assert "markdown,mine}" in shown
-    assert ", reason, double" in shown
     namespace = parser.parse_args(["--format", "mine", "--columns", "double"])
     run = two_backends()
     assert FORMATS[namespace.format](run, namespace.columns, False) == "a-run!"

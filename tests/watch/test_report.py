@@ -184,7 +184,7 @@ def test_every_format_shows_a_watched_job(tmp_path: Path, form: str) -> None:
 
 def test_chosen_columns_of_a_watched_job(tmp_path: Path) -> None:
     """`--columns` takes those of a DDP step; what a watch cannot know is empty."""
-    columns = ("workload", "step_ms", "samples_per_second", "backward_ms", "exposed_ms")
+    columns = ("workload", "step", "samples", "backward", "exposed")
     head, row = FORMATS["csv"](finish(tmp_path), columns, False).splitlines()
     assert head == ",".join(columns)
     name, step, samples, backward, exposed = row.split(",")

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ddpbench.analysis import peers, stats
+from ddpbench.analysis import peers
 from ddpbench.catalog.sizes import readable
 from ddpbench.present.columns import (
     Column,
@@ -94,8 +94,7 @@ def _statistic(
 
 
 def _percentile(name: str) -> Column[Line]:
-    needs = f"{stats.PERCENTILES[name]:,} repetitions in all launches together"
-    meaning = f"{name[1:]} % of the calls were faster; needs {needs}"
+    meaning = f"{name[1:]} % of the calls were faster; unknown with too few repetitions"
     return _time(name, lambda line: line.percentiles.get(name), meaning)
 
 

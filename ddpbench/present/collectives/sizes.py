@@ -240,7 +240,7 @@ def point_frame(shown: Sequence[Point], names: Sequence[str]) -> pd.DataFrame:
             "of": f"{line.case.backend} {run.label}" if several else line.case.backend,
             "state": state,
         }
-        texts = {name: COLUMNS[name].show(line) for name in names}
+        texts = {name: COLUMNS[name].show(line) for name in names} | {"flags": " ".join(line.flags)}
         rows.append({**row, **{f"{name}_": text for name, text in texts.items()}})
     frame: pd.DataFrame = pd.DataFrame(rows)
     return frame

@@ -46,7 +46,7 @@ def blocks(run: Run, wanted: tuple[str, ...] | None, quiet: bool, style: Style) 
             "algbw of an endless message; n½: size at which α is half the time; figures that the "
             "times do not determine are left out"
         )
-    return texts + [style.gap.join(notes) for notes in (_skipped(all_lines), legend) if notes]
+    return texts + [style.notes(notes) for notes in (_skipped(all_lines), legend) if notes]
 
 
 def _format_fit(one: Fit) -> str:

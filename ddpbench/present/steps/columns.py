@@ -284,13 +284,14 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     Column("samples", _samples_per_second, unit="/s", meaning="samples of all ranks per second"),
     _phase("forward"),
     _phase("backward"),
-    replace(_phase("optimizer"), name="optimizer_step"),
+    replace(_phase("optimizer"), name="optim"),
     Column(
         "slowest_rank",
         _slowest("slowest_rank"),
         _slowest_text,
         meaning="rank most often slowest in forward, and in how many of the steps; later, ranks "
         "wait for each other",
+        default=False,
     ),
     _extra("slowest_share", _slowest("slowest_share"), "share of the steps in which it was"),
     _ms(

@@ -80,7 +80,7 @@ def blocks(run: Run, wanted: tuple[str, ...] | None, quiet: bool, style: Style) 
         return texts
     legend = explain(shown, columns, step_lines.FLAGS) if shown else []
     legend += _legend(shown) if wanted is None else []
-    return texts + [style.gap.join(notes) for notes in (_left_out(all_lines), legend) if notes]
+    return texts + [style.notes(notes) for notes in (_left_out(all_lines), legend) if notes]
 
 
 def title(case: StepCase) -> str:
