@@ -59,8 +59,9 @@ def test_fakes_are_in_help_sweep_and_output(tmp_path: Path) -> None:
     assert table.count(" ok") == 2
     assert "SHOUTED 2 cases" in call("show", "last", "--format", "shout")
     text = call("collectives", "--help")
-    for name in ("all_reduce_twice", "gloo2", "shout", "ns"):
+    for name in ("all_reduce_twice", "gloo2", "shout"):
         assert re.search(rf"\b{name}\b", text), name
+    assert "\nns " in call("collectives", "--columns", "help")
 
 
 COMMAND = """
