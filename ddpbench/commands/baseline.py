@@ -29,7 +29,7 @@ from ddpbench.launch import placement
 from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs import command_line
 from ddpbench.present.document import make_table
-from ddpbench.present.writers import text
+from ddpbench.present.writers.text import lay_out
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
@@ -193,7 +193,7 @@ def _list(baselines: Path) -> int:
         tell(f"no baselines in {baselines}/")
         return 0
     heads = ("baseline", "command", "of", "backends", "launches", "torch", "measured", "on")
-    sys.stdout.write(text.lay_out(make_table("", heads, rows, left=heads)) + "\n")
+    sys.stdout.write(lay_out(make_table("", heads, rows, left=heads)) + "\n")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.present.collectives.columns import COLUMNS
@@ -24,37 +25,36 @@ Columns = tuple[str, ...] | None
 STYLES = {"table": TERMINAL, "markdown": MARKDOWN}
 
 
-def table(run: Run, columns: Columns = None, quiet: bool = False) -> str:
-    """Format header, findings, tables and legends, as rank 0 prints them."""
-    return _show(run, columns, quiet, "table")
+def _show(form: str, run: Run, columns: Columns = None, quiet: bool = False) -> str:
+    """Return a run in one of WRITERS.
 
+    columns: default: the usual ones; every one in CSV, and the whole run, as stored, in JSON.
+    quiet: without header, findings and legends.
+    """
+    from ddpbench.present import header  # loads numpy
 
-def markdown(run: Run, columns: Columns = None, quiet: bool = False) -> str:
-    """Format the same as Markdown, for a pull request or a README."""
-    return _show(run, columns, quiet, "markdown")
-
-
-def csv(run: Run, columns: Columns = None, quiet: bool = False) -> str:
-    """Format one row per case, every column by default."""
-    return WRITERS["csv"](Document("", (), list_values(run, columns)))
-
-
-def json(run: Run, columns: Columns = None, quiet: bool = False) -> str:
-    """Format the whole run as stored, or only the chosen columns of its rows."""
-    if columns is None:
-        return WRITERS["json"](Document("", (), data=asdict(run)))
-    values = list_values(run, columns)
-    names = [column.heading for column in values.columns]
-    rows = [dict(zip(names, row, strict=True)) for row in values.rows]
-    return WRITERS["json"](Document("", (), data=rows))
+    if form == "csv":
+        document = Document("", (), list_values(run, columns))
+    elif form == "json":
+        document = Document("", (), data=_list_data(run, columns))
+    elif header.of_doctor(run):
+        document = build_document(run, columns, quiet)
+    else:
+        return _show_blocks(escape_record(run), columns, quiet, STYLES[form])
+    return WRITERS[form](document)
 
 
 FORMATS: dict[str, Callable[[Run, Columns, bool], str]] = {
-    "table": table,
-    "csv": csv,
-    "json": json,
-    "markdown": markdown,
+    form: partial(_show, form) for form in WRITERS
 }
+
+
+def _list_data(run: Run, columns: Columns) -> Any:
+    if columns is None:
+        return asdict(run)
+    values = list_values(run, columns)
+    names = [column.heading for column in values.columns]
+    return [dict(zip(names, row, strict=True)) for row in values.rows]
 
 
 def list_values(run: Run, columns: Columns = None) -> Table:
@@ -77,14 +77,6 @@ def list_values(run: Run, columns: Columns = None) -> Table:
     if "reason" not in names:
         shown = [line for line in shown if isinstance(line, Finding) or line.results]
     return make_table("", names, [[known[name].value(line) for name in names] for line in shown])
-
-
-def _show(run: Run, columns: Columns, quiet: bool, form: str) -> str:
-    from ddpbench.present import header
-
-    if header.of_doctor(run):
-        return WRITERS[form](build_document(run, columns, quiet))
-    return _show_blocks(escape_record(run), columns, quiet, STYLES[form])
 
 
 def _show_blocks(run: Run, columns: Columns, quiet: bool, style: Style) -> str:

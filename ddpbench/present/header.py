@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpbench.analysis import stats
 from ddpbench.present.columns import digits
+from ddpbench.present.writers.text import format_finding
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Finding, Run
 
@@ -251,10 +252,7 @@ def finding_lines(run: Run) -> list[str]:
     for i, (finding, case) in enumerate(zip(run.findings, cases, strict=True)):
         before, total = cases[:i].count(case), cases.count(case)
         if case is None or before < TENSORS:
-            next_step = f". Next: {finding.next_step}" if finding.next_step else ""
-            lines.append(
-                f"{finding.severity.upper()} ({finding.code}): {finding.sentence}{next_step}"
-            )
+            lines.append(format_finding(finding))
         elif before + 1 == total:
             lines.append(f"  and {total - TENSORS} more of {case}: see replicas below")
     return lines

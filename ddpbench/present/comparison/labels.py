@@ -104,7 +104,8 @@ def format_noticeable(changes: Sequence[float | None]) -> str:
         for change in sorted(c for c in changes if c is not None)
     ]
     if not known:
-        return "could not have noticed any change: too few launches" if changes else ""
+        few = "this comparison could not have noticed any change: too few launches"
+        return few if changes else ""
     several = known[0] != known[-1]
     shown = f"{known[0]} to {known[-1]} %, depending on the case" if several else f"{known[0]} %"
     return f"this comparison could have noticed a change of {shown}"

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from ddpbench.present.columns import Column, choose_columns, text_column
 from ddpbench.present.doctor.section import build_sections
-from ddpbench.present.document import Chart, Document, ReportRun, Section, make_table, tabulate
+from ddpbench.present.document import (
+    Chart,
+    Document,
+    ReportRun,
+    Section,
+    build_table,
+    make_table,
+)
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.wording import counted
 
@@ -34,8 +41,7 @@ def build_document(run: Run, columns: tuple[str, ...] | None, quiet: bool) -> Do
     result = Section("result", "Result", verdict(run), tuple(header.partial(run)), run.findings)
     if columns is not None:
         shown = [FINDING_COLUMNS[name] for name in choose_columns(columns, FINDING_COLUMNS)]
-        rows = [[column.show(finding) for column in shown] for finding in run.findings]
-        block = Chart("findings", "Findings", "", None, tabulate("", shown, rows))
+        block = Chart("findings", "Findings", "", None, build_table("", shown, run.findings))
         result = replace(result, findings=(), rows=((block,),))
     return Document("", (result,)) if quiet else Document(header.title(run), (*sections, result))
 

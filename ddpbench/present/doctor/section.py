@@ -9,11 +9,9 @@ from types import MappingProxyType
 
 from ddpbench.present.document import Chart, ReportRun, Section, arrange, make_table, plain_name
 from ddpbench.records.schema import Examination
-from ddpbench.records.table import Table
 
 Draw = Callable[[ReportRun], Iterable[Chart]]
 NOT_DRAWN: Mapping[str, Draw] = MappingProxyType({})
-MOST_LINES = 6  # of a section; more are a table
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def find_examinations(runs: Sequence[ReportRun], name: str) -> tuple[Examined, .
 
 
 def _build_section(name: str, runs: Sequence[ReportRun], draw: Draw | None) -> Section:
-    """Return the section of one examination; launches that agree share a line."""
+    """Return the section of one examination; of several launches, a table has the lines."""
 
     def list_charts(run: ReportRun) -> list[Chart]:
         return (list(draw(run)) if draw else []) or list(_list_tables(name, run))
@@ -61,17 +59,13 @@ def _build_section(name: str, runs: Sequence[ReportRun], draw: Draw | None) -> S
     for one in examined:
         for line in _lines(one.examination):
             origins.setdefault(line, []).append(one.where)
-    rows = arrange(runs, list_charts)
-    if len(origins) > MOST_LINES:
-        cells = [("; ".join(wheres), line) for line, wheres in origins.items()]
-        table = make_table("", ("launch", "result"), cells, left=("launch", "result"))
-        rows = (*rows, (Chart(f"{plain_name(name)}-results", "Results", "", None, table),))
-        origins = {}
-    lines = [
-        line if len(wheres) == len(examined) else f"{'; '.join(wheres)}: {line}"
-        for line, wheres in origins.items()
-    ]
-    return Section(plain_name(name), _capitalize(name), lines=tuple(lines), rows=rows)
+    section = Section(plain_name(name), _capitalize(name), rows=arrange(runs, list_charts))
+    if len(examined) == 1:
+        return replace(section, lines=tuple(origins))
+    cells = [("; ".join(wheres), line) for line, wheres in origins.items()]
+    table = make_table("", ("launch", "result"), cells, left=("launch", "result"))
+    results = Chart(f"{section.name}-results", "Results", "", None, table)
+    return replace(section, rows=(*section.rows, (results,)))
 
 
 def _lines(examination: Examination) -> Iterator[str]:
@@ -86,31 +80,14 @@ def _capitalize(text: str) -> str:
 
 
 def _list_tables(name: str, run: ReportRun) -> Iterator[Chart]:
-    """Yield each stored table; facts that several launches list under one title are one table."""
-    facts: dict[str, list[tuple[str, Table]]] = {}
-    tables: list[Table] = []
-    for one in find_examinations([run], name):
+    """Yield each stored table; of facts, which have no headings, the first of each backend."""
+    seen: set[tuple[str, str]] = set()
+    for number, one in enumerate(find_examinations([run], name)):
         for table in one.examination.tables:
-            if any(column.heading for column in table.columns):
-                title = ", ".join(filter(None, (_capitalize(table.title), one.where)))
-                tables.append(replace(table, title=title))
-            else:
-                facts.setdefault(_capitalize(table.title), []).append((one.where, table))
-    tables += [_merge_facts(title, same) for title, same in facts.items()]
-    for number, table in enumerate(tables):
-        yield Chart(f"{plain_name(name)}-table-{number}", table.title, "", None, table)
-
-
-def _merge_facts(title: str, tables: Sequence[tuple[str, Table]]) -> Table:
-    """Return the facts of all launches: one that differs names its launches."""
-    launches: dict[tuple[str, ...], list[str]] = {}
-    for where, table in tables:
-        for row in table.rows:
-            launches.setdefault(row, []).append(where)
-    rows = [
-        row if len(wheres) == len(tables) else (*row[:-1], f"{row[-1]} ({'; '.join(wheres)})")
-        for row, wheres in launches.items()
-    ]
-    names = list(dict.fromkeys(row[0] for row in rows))
-    rows.sort(key=lambda row: names.index(row[0]))
-    return replace(tables[0][1], title=title, rows=tuple(rows))
+            key = (one.examination.backend, table.title)
+            if key in seen and not any(column.heading for column in table.columns):
+                continue
+            seen.add(key)
+            title = ", ".join(filter(None, (_capitalize(table.title), one.where)))
+            chart = f"{plain_name(name)}-{number}-{plain_name(table.title)}"
+            yield Chart(chart, title, "", None, replace(table, title=title))
