@@ -351,10 +351,11 @@ def _write_page(suite: Suite, path: Path) -> str:
     if not suite.measured:
         return "no page was written: no test measured anything"
     try:
-        from ddpbench.present.comparison import tests
+        from ddpbench.present.comparison import session
         from ddpbench.present.writers import page_file
 
-        page_file.write(path, (), [tests.section(suite.measured, suite.rows)], "Tests of ranks")
+        section = session.build_section(suite.measured, suite.rows, drawn=True)
+        page_file.write(path, (), [section], "Tests of ranks")
     except Exception as error:
         return f"no page was written, the exit code is that of the tests: {error}"
     return f"page written to {path}"
@@ -380,9 +381,12 @@ def pytest_terminal_summary(
     finally:
         suite = config.stash.get(SUITE, Suite())
         if suite.saved is not None and suite.measured:
-            from ddpbench.present.comparison import tests_table as regression
+            from ddpbench.present.comparison import session
+            from ddpbench.present.document import Document
+            from ddpbench.present.writers import text
 
             terminalreporter.section("ddpbench: compared with saved runs, by launches")
-            terminalreporter.write_line(regression.table(suite.rows))
+            tests = session.build_section(suite.measured, suite.rows)
+            terminalreporter.write_line(text.write(Document("", (tests,))).rstrip())
         for line in filter(None, (suite.page_line, suite.shortfall)):
             terminalreporter.write_line(f"ddpbench: {line}")

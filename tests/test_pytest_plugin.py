@@ -19,7 +19,7 @@ from patience import PATIENCE_SECONDS
 from stored_runs import a_case, a_result, a_run, a_summary, launch_medians, with_facts
 from without_torch import run_without_torch
 
-import ddpbench.present.comparison.tests_table  # noqa: F401  likewise
+import ddpbench.present.comparison.session  # noqa: F401  likewise
 from ddpbench import pytest_plugin
 from ddpbench.nested_runs import one_case
 from ddpbench.records.schema import Case, Run
@@ -108,7 +108,7 @@ def saved(result: str | Path = "out.json") -> Any:
 
 def verdicts(result: pytest.RunResult) -> list[str]:
     """The verdicts in the summary's table."""
-    return re.findall(r"^test_mine\.py::.* (SAME|SLOWER|INCOMPARABLE|INCONCLUSIVE)\b",
+    return re.findall(r"^test_.* (SAME|SLOWER|INCOMPARABLE|INCONCLUSIVE)\b",
                       result.stdout.str(), re.M)  # fmt: skip
 
 
@@ -408,7 +408,7 @@ def test_what_is_slower_fails_the_session_until_it_is_accepted(
         slower = repository(*compare)
         slower.assert_outcomes(passed=1)
         assert (slower.ret, verdicts(slower)) == (pytest.ExitCode.TESTS_FAILED, ["SLOWER"])
-        slower.stdout.fnmatch_lines(["*test_all_reduce* 0002 *", "1 test measured: 1 SLOWER"])
+        slower.stdout.fnmatch_lines(["*test_all_reduce* 0002 *", "1 test measured: 1 SLOWER."])
     assert repository(*compare, "--ddpbench-margin=60").ret == 0
     repository("--benchmark-save=accepted")
     accepted = repository("--ddpbench-compare")

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from ddpbench.commands import compare
 from ddpbench.nested_runs import turns
 from ddpbench.nested_runs.turns import Variant
+from ddpbench.present.writers import WRITERS
 from ddpbench.records import store
 from ddpbench.session import options
 from ddpbench.session.progress import open_progress
@@ -74,7 +75,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     folder = turns.prepare(namespace, variants)
     began, confidence = time.monotonic(), LOOKS[0][1]
 
-    from ddpbench.present.comparison import tables as render  # loads numpy
+    from ddpbench.present.comparison.section import build_document  # loads numpy
     from ddpbench.verdicts.verdict import INCONCLUSIVE
 
     def measure_blocks(measure_block: Callable[[], None]) -> None:
@@ -94,8 +95,10 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
     def show() -> int:
         comparison = _compare(namespace, variants, folder, confidence)
-        store.replace_file(folder / "comparison.json", render.as_json(comparison).encode())
-        store.replace_file(folder / "comparison.txt", render.table(comparison).encode())
+        document = build_document(comparison)
+        for form, suffix in (("json", "json"), ("table", "txt")):
+            text = WRITERS[form](document)
+            store.replace_file(folder / f"comparison.{suffix}", text.encode())
         return compare.show(comparison, namespace)
 
     with open_progress("ab", LOOKS[-1][0]) as progress:

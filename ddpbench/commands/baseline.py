@@ -28,10 +28,12 @@ from ddpbench.commands import compare
 from ddpbench.launch import placement
 from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs import command_line
+from ddpbench.present.document import make_table
+from ddpbench.present.writers.text import lay_out
 from ddpbench.records import codec, redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
-from ddpbench.records.terminal_text import escape, escape_record, tell
+from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import counted, explain_unknown
 from ddpbench.session import run_folder
 
@@ -179,8 +181,6 @@ def _copy_file(source: Path, target: Path) -> int:
 
 
 def _list(baselines: Path) -> int:
-    from tabulate import tabulate
-
     rows = []
     for folder in sorted(baselines.glob("[!.]*")):
         try:
@@ -188,12 +188,12 @@ def _list(baselines: Path) -> int:
         except InvalidRun as error:
             tell(str(error))
         else:
-            rows.append(_describe(folder, [escape_record(run) for run in runs]))
+            rows.append(_describe(folder, runs))
     if not rows:
         tell(f"no baselines in {baselines}/")
         return 0
-    heads = ["baseline", "command", "of", "backends", "launches", "torch", "measured", "on"]
-    sys.stdout.write(tabulate(rows, heads, disable_numparse=True) + "\n")
+    heads = ("baseline", "command", "of", "backends", "launches", "torch", "measured", "on")
+    sys.stdout.write(lay_out(make_table("", heads, rows, left=heads)) + "\n")
     return 0
 
 
@@ -202,7 +202,7 @@ def _describe(folder: Path, runs: Sequence[Run]) -> list[str]:
     facts = launches[0].facts if launches else {}
     hosts = dict.fromkeys(str(rank.get("hostname")) for each in launches for rank in each.ranks)
     return [
-        escape(folder.name),
+        folder.name,
         first.command,
         ",".join(first.operations[:3]) + (",…" if len(first.operations) > 3 else ""),
         ",".join(dict.fromkeys(launch.backend for launch in launches)),

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import NO_HINTS, Hints
 from ddpbench.launch.placement import Refused
-from ddpbench.present.writers import page_file
+from ddpbench.present.writers import WRITERS, page_file
 from ddpbench.records import redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 GROUP = "compare"
 HELP = "compare two stored runs: faster, slower or the same"
-FORMATS = ("table", "csv", "json", "markdown")  # of render.comparison, which loads numpy
 MARGIN_PERCENT = 10.0  # for two stored runs
 NEWEST_RUNS = 20  # stored runs from which the drift of a machine is learnt
 WHERE = "a folder, a name in results/, a baseline, `last`, or a folder of runs, which are pooled"
@@ -75,7 +74,7 @@ def add_judging(parser: argparse.ArgumentParser, margin_percent: float = MARGIN_
     add("--allow-missing", action="store_true")
     add = options.add_group(parser, "what is shown", SHOWN)
     add("--only", kind=options.listed, metavar="TEXT,…")
-    add("--format", choices=FORMATS, default="table")
+    add("--format", choices=tuple(WRITERS), default="table")
     add("--report", kind=options.page, metavar="FILE.html")
 
 
@@ -142,11 +141,11 @@ def compared(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) 
 
 def show(result: Comparison, namespace: argparse.Namespace) -> int:
     """Print a comparison and last what was not compared; return the exit code."""
-    from ddpbench.present.comparison import tables as render
+    from ddpbench.present.comparison import section  # loads numpy
     from ddpbench.verdicts import comparison
 
     with store.refuse_impossible_values(f"{result.base.name} or {result.new.name}"):
-        sys.stdout.write(render.FORMATS[namespace.format](result))
+        sys.stdout.write(WRITERS[namespace.format](section.build_document(result)))
     if namespace.report is not None:
         _write_page(result, namespace.report)
     if shortfall := comparison.explain_shortfall(result):
@@ -162,7 +161,7 @@ def _write_page(result: Comparison, output: Path) -> None:
         max(zip(side.runs, side.folders, strict=True), key=lambda pair: pair[0].started)
         for side in (result.base, result.new)
     ]
-    verdicts = comparison.section(result)
+    verdicts = comparison.build_section(result, drawn=True)
     labels = [f"{name} {run.id}" for name, (run, _) in zip(("BASE", "NEW"), pairs, strict=True)]
     if any(len(side.runs) > 1 for side in (result.base, result.new)):
         shown = f"The sections below show the newest run of each side: {' and '.join(labels)}."

@@ -17,10 +17,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpbench.launch.placement import Refused
+from ddpbench.present.document import make_table
+from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
-from ddpbench.records.terminal_text import escape, escape_record, tell
+from ddpbench.records.terminal_text import tell
 
 GROUP = "results"
 HELP = "list the stored runs"
@@ -46,8 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Print one line per run, or per case of a run; return the exit code. Raises Refused."""
-    from tabulate import tabulate
-
     if namespace.case is not None:
         return _list_cases(Path(namespace.folder), namespace.case)
     rows = []
@@ -56,13 +56,16 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         world_size = run.launches[0].world_size if run.launches else None
         measured = len({each.case for each in run.outcomes if each.summary is not None})
         subjects = ",".join(run.operations[:3]) + (",…" if len(run.operations) > 3 else "")
-        texts = map(escape, (folder.name, run.command, subjects, backends))
-        rows.append([*texts, world_size, measured, escape(run.state), run.exit_code])
+        counts = (world_size, measured)
+        rows.append(
+            (folder.name, run.command, subjects, backends, *counts, run.state, run.exit_code)
+        )
     if not rows:
         tell(f"no runs in {namespace.folder}/")
         return 0
-    heads = ["run", "command", "of", "backends", "ranks", "cases", "state", "exit"]
-    sys.stdout.write(tabulate(rows, heads) + "\n")
+    heads = ("run", "command", "of", "backends", "ranks", "cases", "state", "exit")
+    left = ("run", "command", "of", "backends", "state")
+    sys.stdout.write(lay_out(make_table("", heads, rows, left)) + "\n")
     return 0
 
 
@@ -85,22 +88,20 @@ def _list_cases(results: Path, text: str) -> int:
     wanted = split_words(text)
     if not wanted:
         raise Refused(f"--case {text!r} has no word: write words of a name, such as all_reduce,1M")
-    from ddpbench.present.columns import TERMINAL
-
     rows = []
     for folder, run in _read_runs(results):
         try:
             with store.refuse_impossible_values(str(folder)):
-                cases = list(_describe_cases(escape_record(run), wanted))
+                cases = list(_describe_cases(run, wanted))
         except InvalidRun as error:
             tell(str(error))
             continue
-        rows += [[escape(folder.name), *cells, escape(run.state)] for cells in cases]
+        rows += [(folder.name, *cells, run.state) for cells in cases]
     if not rows:
         tell(f"no run in {results}/ has measured a case with the words {text} in its name")
         return 0
-    left = {"run", "case", "backend", "flags", "state"}
-    sys.stdout.write(TERMINAL.table(rows, CASE_HEADS, left) + "\n")
+    left = ("run", "case", "backend", "flags", "state")
+    sys.stdout.write(lay_out(make_table("", CASE_HEADS, rows, left)) + "\n")
     return 0
 
 

@@ -21,7 +21,7 @@ from ddpbench.commands import compare
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
-from ddpbench.present.document import ReportRun, Section
+from ddpbench.present.document import Document, ReportRun, Section
 from ddpbench.present.writers import page_file
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
@@ -123,7 +123,7 @@ def _judge(base: ReportRun, new: ReportRun, number: int) -> Section:
         first, second = (Source(side.label, (side.run,)) for side in (base, new))
         with store.refuse_impossible_values(f"{base.label} or {new.label}"):
             result = compare.compare_sides(first, second, Rule(compare.MARGIN_PERCENT / 100))
-            return comparison.section(result, number)
+            return comparison.build_section(result, number, drawn=True)
     except (InvalidRun, Refused) as error:
         return comparison.explain_missing(base.label, new.label, str(error), number)
 
@@ -157,7 +157,7 @@ def _write_parts(
             for name, path in files.items()
         }
         title = " and ".join(run.label for run in runs)
-        text = markdown.make_markdown(sections, title, linked)
+        text = markdown.write(Document(title, tuple(sections)), linked)
         if target == STDOUT:
             sys.stdout.write(text)
         else:

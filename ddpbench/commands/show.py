@@ -18,9 +18,10 @@ from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import UnknownColumn
-from ddpbench.present.doctor.tables import FINDING_COLUMNS
-from ddpbench.present.formats import FORMATS, frame
+from ddpbench.present.doctor.document import FINDING_COLUMNS
+from ddpbench.present.formats import FORMATS, list_values
 from ddpbench.present.steps.columns import STEP_COLUMNS
+from ddpbench.present.writers.csv import make_frame
 from ddpbench.records import store
 from ddpbench.session import options
 
@@ -66,5 +67,5 @@ def load(run: str | Path) -> pd.DataFrame:
     bytes). DDP steps: the name ends with the unit (`step_ms`, `samples_per_second`). `interval` and
     `limit` are fractions. A run of the doctor has one row per finding. Raises InvalidRun.
     """
-    rows: pd.DataFrame = frame(sources.read(sources.find(str(run)))).infer_objects()
-    return rows
+    values = list_values(sources.read(sources.find(str(run))))
+    return make_frame(values).infer_objects()

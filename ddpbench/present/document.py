@@ -1,4 +1,4 @@
-"""Parts of a page: its runs, its sections, their charts, and the table of each chart."""
+"""Documents: what a command shows, in sections, whichever writer shows it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from itertools import compress, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.analysis.lines import Line, lines
-from ddpbench.present.columns import Column
+from ddpbench.present.columns import Column, RowT, digits
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table, TableColumn
@@ -19,8 +18,11 @@ from ddpbench.records.table import Table, TableColumn
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ddpbench.analysis.lines import Line
     from ddpbench.present.repetitions import Repetitions
 
+NO_VALUES = Table("", (), ())
+MOST_ROWS = 12  # of a table that Markdown shows unfolded
 Kind = tuple[str, ...]  # what a case is: render.column.title_parts
 
 
@@ -35,6 +37,8 @@ class ReportRun:
     @cached_property
     def lines(self) -> list[Line]:
         """Return the lines of the run's collectives, which several sections read."""
+        from ddpbench.analysis.lines import lines  # loads numpy
+
         return lines(self.run)
 
     @cached_property
@@ -98,6 +102,7 @@ class Chart:
     table: Table
     operation: str = ""  # readers can hide the charts of an operation; "": always shown
     choices: tuple[Choice, ...] = ()  # the spec's datasets hold the first
+    remarkable: int = MOST_ROWS  # first rows of the table; Markdown folds away the others
 
 
 Rows = tuple[tuple[Chart, ...], ...]
@@ -105,11 +110,11 @@ Rows = tuple[tuple[Chart, ...], ...]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with a heading. Charts in one row stand side by side if there is room."""
+    """A part of a document. On a page, charts in one row stand side by side if there is room."""
 
     name: str  # the anchor: "collectives"
     title: str
-    intro: str = ""
+    intro: str = ""  # the result; a terminal shows it last, a page first
     lines: tuple[str, ...] = ()  # plain facts, a paragraph each
     findings: tuple[Finding, ...] = ()
     rows: Rows = ()
@@ -118,6 +123,16 @@ class Section:
     def charts(self) -> list[Chart]:
         """Return the charts in the order of the page."""
         return [chart for row in self.rows for chart in row]
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a command shows. Text and Markdown have the sections, CSV and JSON the values."""
+
+    title: str
+    sections: tuple[Section, ...]
+    values: Table = NO_VALUES  # CSV: a row per case, unrounded; None is unknown
+    data: Any = None  # JSON
 
 
 def make_table(
@@ -141,6 +156,21 @@ def tabulate(
     """Return a table with the headings and the alignment of a terminal's columns."""
     left = {column.heading for column in columns if column.left}
     return make_table(title, [column.heading for column in columns], rows, left, legend)
+
+
+def build_table(title: str, columns: Sequence[Column[RowT]], rows: Sequence[RowT]) -> Table:
+    """Return a table with a row per item, without the columns in which no row has a text."""
+    kept = [column for column in columns if any(map(column.show, rows))]
+    return tabulate(title, kept, [[column.show(row) for column in kept] for row in rows])
+
+
+def format_cell(value: Any, column: TableColumn) -> str:
+    """Format a value of a table; "-" if it is unknown."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and column.decimals is not None:
+        return f"{value:.{column.decimals}f}"
+    return digits(value)
 
 
 MakeSection = Callable[[Sequence[ReportRun]], "Section | None"]  # None: these runs have none

@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpbench.analysis import stats
 from ddpbench.present.columns import digits
+from ddpbench.present.writers.text import format_finding
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Finding, Run
 
@@ -20,36 +21,43 @@ SPANS = {  # what the time of a case is
 HOSTS = 8  # hosts that a line lists
 
 
-def header(run: Run) -> list[str]:
-    """Return lines that state what was measured, where, and with what."""
-    launches = run.launches
-    if not launches:
-        nothing = "" if run.everything else "   nothing was measured"
-        return [f"ddpbench {run.command}   {run.id}{nothing}"]
-    facts: dict[str, Any] = launches[0].facts
+def title(run: Run) -> str:
+    """Return the command and the run, and whether nothing was measured."""
+    tool = run.launches[0].facts.get("tool") if run.launches else None
+    nothing = "" if run.launches or run.everything else "   nothing was measured"
+    return f"{tool or f'ddpbench {run.command}'}   {run.id}{nothing}"
+
+
+def list_facts(run: Run) -> list[tuple[str, str]]:
+    """Return names and facts: where it was measured, with what, and how; none without launches."""
+    if not run.launches:
+        return []
+    facts: dict[str, Any] = run.launches[0].facts
     if "tool" in facts:
-        return [*_of_another_tool(run, facts["tool"]), _launches(run)]
+        return [*_of_another_tool(run), ("launches", _launches(run))]
     shown = [
-        f"ddpbench {run.command}   {run.id}",
-        f"where     {_where(launches[0])}",
-        f"versions  ddpbench {facts.get('ddpbench')}, torch {facts.get('torch')}, "
-        f"Python {facts.get('python')}, Linux {facts.get('kernel')}",
+        ("where", _where(run.launches[0])),
+        (
+            "versions",
+            f"ddpbench {facts.get('ddpbench')}, torch {facts.get('torch')}, "
+            f"Python {facts.get('python')}, Linux {facts.get('kernel')}",
+        ),
     ]
     commit = f"commit {facts['commit']}" if facts.get("commit") else ""
     if own := ", ".join(filter(None, (run.label, commit))):
-        shown.append(f"label     {own}")
-    for launch in {launch.backend: launch for launch in launches}.values():
+        shown.append(("label", own))
+    for launch in {launch.backend: launch for launch in run.launches}.values():
         provider = "" if launch.provider == "native" else f" (provider {launch.provider})"
-        shown.append(f"{launch.backend:<9} {launch.library}{provider}, {launch.launcher}")
+        shown.append((launch.backend, f"{launch.library}{provider}, {launch.launcher}"))
         shown += [*_net(launch), *_clocks(launch)]
     if of_doctor(run):
         return shown
     if of_watch(run):
         times = ", ".join({result.case.time_definition for result in run.steps})
         how = f"a step is the time {times}; median over steps; {_compared(run)}"
-        return [*shown, f"how       {how}"]
+        return [*shown, ("how", how)]
     how = _how_steps(run) if of_steps(run) else _how_calls(run)
-    return [*shown, f"how       {how}; seed {run.plan.seed}", _launches(run)]
+    return [*shown, ("how", f"{how}; seed {run.plan.seed}"), ("launches", _launches(run))]
 
 
 def _launches(run: Run) -> str:
@@ -61,23 +69,21 @@ def _launches(run: Run) -> str:
             covered = f"an interval over launches needs at least {stats.FEWEST}"
         else:
             covered = "the interval covers all launches"
-        return f"launches  {count} launches per backend; {covered}"
+        return f"{count} launches per backend; {covered}"
     alone = "there is no interval" if "tool" in run.launches[0].facts else ""
-    return f"launches  1 launch per backend; {alone or 'the interval covers this launch only'}"
+    return f"1 launch per backend; {alone or 'the interval covers this launch only'}"
 
 
-def _of_another_tool(run: Run, tool: str) -> list[str]:
-    """Return the lines for a log of another tool, which states less."""
+def _of_another_tool(run: Run) -> list[tuple[str, str]]:
+    """Return the facts of a log of another tool, which states less."""
     launch, case = run.launches[0], run.results[0].case
     over = case.rank_reduction + ("" if case.rank_reduction == "rank 0" else " over ranks")
     depth = f", {case.depth or 'unknown'} in flight" if case.issue == "pipelined" else ""
-    return [
-        f"{tool}   {run.id}",
-        f"where     {_ranks(launch)}",
-        f"how       {case.issue}{depth}, start {case.start}; {case.statistic} over calls, "
-        f"{over}, of {case.time_definition} ({case.clock} clock); "
-        f"checks {'on' if run.plan.check else 'off'}",
-    ]
+    how = (
+        f"{case.issue}{depth}, start {case.start}; {case.statistic} over calls, {over}, of "
+        f"{case.time_definition} ({case.clock} clock); checks {'on' if run.plan.check else 'off'}"
+    )
+    return [("where", _ranks(launch)), ("how", how)]
 
 
 def of_steps(run: Run) -> bool:
@@ -177,7 +183,7 @@ def _listed(texts: Sequence[str], noun: str = "") -> str:
     return ", ".join(texts[:HOSTS]) + more
 
 
-def _net(launch: Launch) -> list[str]:
+def _net(launch: Launch) -> list[tuple[str, str]]:
     """Name the interfaces that carry traffic to other hosts: one line per kind of interface."""
     hosts: dict[str, dict[str, None]] = {}
     for rank in launch.ranks:
@@ -189,10 +195,10 @@ def _net(launch: Launch) -> list[str]:
         nominal = f"{speed * 8 / 1e9:g} Gbit/s nominal" if speed else "speed unknown"
         where = f"{rank.get('hostname')} {', '.join(map(str, addresses))}"
         hosts.setdefault(f"{interface.get('name')}, mtu {mtu}, {nominal}", {})[where] = None
-    return [f"net       {kind}: {_listed(list(where))}" for kind, where in hosts.items()]
+    return [("net", f"{kind}: {_listed(list(where))}") for kind, where in hosts.items()]
 
 
-def _clocks(launch: Launch) -> list[str]:
+def _clocks(launch: Launch) -> list[tuple[str, str]]:
     """State how far the hosts' clocks are ahead of rank 0's; empty if ranks share one clock."""
     if launch.offsets:
         offsets = [
@@ -200,9 +206,10 @@ def _clocks(launch: Launch) -> list[str]:
             for offset in launch.offsets
         ]
         widest = digits(max(offset.bound_seconds for offset in launch.offsets) * 1e6)
-        return [f"clocks    ahead of rank 0's: {_listed(offsets, f', within ± {widest} µs')}"]
+        ahead = f"ahead of rank 0's: {_listed(offsets, f', within ± {widest} µs')}"
+        return [("clocks", ahead)]
     if reason := launch.facts.get("clocks"):
-        return [f"clocks    the hosts' clocks are not compared, so there is no skew: {reason}"]
+        return [("clocks", f"the hosts' clocks are not compared, so there is no skew: {reason}")]
     return []
 
 
@@ -245,10 +252,7 @@ def finding_lines(run: Run) -> list[str]:
     for i, (finding, case) in enumerate(zip(run.findings, cases, strict=True)):
         before, total = cases[:i].count(case), cases.count(case)
         if case is None or before < TENSORS:
-            next_step = f". Next: {finding.next_step}" if finding.next_step else ""
-            lines.append(
-                f"{finding.severity.upper()} ({finding.code}): {finding.sentence}{next_step}"
-            )
+            lines.append(format_finding(finding))
         elif before + 1 == total:
             lines.append(f"  and {total - TENSORS} more of {case}: see replicas below")
     return lines

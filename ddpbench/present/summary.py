@@ -13,12 +13,11 @@ from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.sizes import readable
 from ddpbench.present import header
 from ddpbench.present.columns import digits, title_parts
-from ddpbench.present.doctor import tables as doctor
+from ddpbench.present.doctor import document as doctor
 from ddpbench.present.document import Chart, ReportRun, Section, make_table, side_by_side
 from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.wording import counted, list_all
 
-NAME_WIDTH = 10  # of the facts in the lines of `header`
 MOST_NAMES = 4  # of operations, listed in a sentence
 MOST_SENTENCES = 3  # of one kind
 INCOMPLETE = {
@@ -63,7 +62,7 @@ def _findings(runs: Sequence[ReportRun]) -> list[Finding]:
 
 def _facts(run: ReportRun) -> list[Chart]:
     """Return the lines that a terminal shows above the tables."""
-    facts = [(line[:NAME_WIDTH].strip(), line[NAME_WIDTH:]) for line in header.header(run.run)[1:]]
+    facts = header.list_facts(run.run)
     table = make_table("How it was measured", ("", ""), facts, left=("",))
     return [Chart("facts", table.title, "", None, table)] if facts else []
 

@@ -14,12 +14,11 @@ import sys
 import unicodedata
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from ddpbench.records import redact
 
 T = TypeVar("T")
-P = ParamSpec("P")
 FALLBACK = "ddpbench-ascii"  # the name of the error handler
 ASCII = {
     "µ": "u",
@@ -89,15 +88,6 @@ def _escaped(value: Any, escape_text: Callable[[str], str], done: dict[int, Any]
             done[id(value)] = replace(value, **changes)
         return done[id(value)]
     return value
-
-
-def escaped(render: Callable[P, str]) -> Callable[P, str]:
-    """Decorate a function that renders records: it receives them escaped."""
-
-    def rendered(*args: P.args, **settings: P.kwargs) -> str:
-        return render(*map(escape_record, args), **settings)  # type: ignore[arg-type]
-
-    return rendered
 
 
 def tell(sentence: str) -> None:

@@ -117,7 +117,7 @@ def exit_code(comparison: Comparison, strict: bool) -> int:
 
     Else return 2 if `strict` and a row is INCONCLUSIVE; else 0.
     """
-    if SLOWER in comparison.counts and not _other_machine(comparison):
+    if SLOWER in comparison.counts and not explain_other_machine(comparison):
         return 1
     if explain_shortfall(comparison):
         return 3
@@ -126,11 +126,8 @@ def exit_code(comparison: Comparison, strict: bool) -> int:
 
 def explain_shortfall(comparison: Comparison) -> str:
     """State what was to be compared and was not; "" if all was, or if the user allows it."""
-    if changed := _other_machine(comparison):
-        return (
-            f"{comparison.base.name} is of another machine ({', '.join(changed)}) and says nothing "
-            "about this one: save one here, or accept it with --other-machine"
-        )
+    if other := explain_other_machine(comparison):
+        return other
     counts = comparison.counts
     allowed = comparison.rule.allow_missing and bool(counts.keys() & set(COMPARED))
     missing = () if allowed else (ONLY_BASE, ONLY_NEW)
@@ -143,14 +140,20 @@ def explain_shortfall(comparison: Comparison) -> str:
     return f"not compared: {', '.join(left)} of {counted(len(comparison.rows), 'case')}{advice}"
 
 
-def _other_machine(comparison: Comparison) -> list[str]:
-    """Describe how the sides' machines differ, if they must be one; empty if they do not."""
+def explain_other_machine(comparison: Comparison) -> str:
+    """State how the sides' machines differ if they must be one; "" if they do not."""
     differing = comparison.differences if comparison.rule.one_machine else ()
-    return [
+    changed = [
         f"{each.name} {' and '.join(each.base)} → {' and '.join(each.new)}"
         for each in differing
         if each.name in MACHINE
     ]
+    if not changed:
+        return ""
+    return (
+        f"{comparison.base.name} is of another machine ({', '.join(changed)}) and says nothing "
+        "about this one: save one here, or accept it with --other-machine"
+    )
 
 
 def _row(base: SideCase | None, new: SideCase | None, rule: Rule) -> Iterator[Row]:

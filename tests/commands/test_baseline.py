@@ -26,7 +26,8 @@ from stored_runs import (
 from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench.analysis import stats
-from ddpbench.commands import baseline, compare
+from ddpbench.commands import baseline
+from ddpbench.present.writers import WRITERS
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
 from ddpbench.session import start_ranks
@@ -213,7 +214,7 @@ def test_a_run_is_not_checked_against_itself(call: Call) -> None:
     assert (code, out, bool(ONE_SENTENCE.fullmatch(err))) == (2, "", True)
 
 
-@pytest.mark.parametrize("form", compare.FORMATS)
+@pytest.mark.parametrize("form", WRITERS)
 @pytest.mark.parametrize(
     ("facts", "rank", "other"),
     [

@@ -42,8 +42,7 @@ from ddpbench.doctor.capabilities.verdicts import (
     build_tables,
 )
 from ddpbench.measure import throwaway_ranks
-from ddpbench.present.columns import TERMINAL
-from ddpbench.present.doctor.tables import table_blocks
+from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.runtime import control, devices, subgroups
 from ddpbench.runtime.subgroups import Subgroup
@@ -134,17 +133,16 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike(frozen: Frozen) -> No
     ]  # fmt: skip
     figures = {"verdicts": verdicts.rows(tried)}
     (table,) = build_tables(figures, "gloo")
-    shown, reasons = table_blocks(table, TERMINAL)
-    rows = [line.split() for line in shown.splitlines()]
-    assert rows[0] == ["what", "gloo", "can", "do"]
-    assert rows[1] == ["operation", "reduce", "op", "f32", "bf16"]
-    assert rows[3:] == [
+    rows = [line.split() for line in lay_out(table).splitlines()]
+    assert table.title == "what gloo can do"
+    assert rows[0] == ["operation", "reduce", "op", "f32", "bf16"]
+    assert rows[2:] == [
         ["all_reduce", "sum", "max", "ok", "ok"],
         ["avg", "–", "–"],
         ["barrier", "ok", "ok"],
         ["all_gather", "(list)", "CRASH", "?"],
     ]
-    frozen.text(reasons)
+    frozen.text("\n".join(table.legend))
     assert build_tables({}, "gloo") == ()
 
 

@@ -19,8 +19,7 @@ from ddpbench.doctor.links import findings, suspects
 from ddpbench.doctor.links.examine import plan_schedule
 from ddpbench.doctor.links.findings import Carried, Places, build_tables
 from ddpbench.doctor.links.suspects import Again, Cell, Suspect
-from ddpbench.present.columns import TERMINAL
-from ddpbench.present.doctor.tables import table_blocks
+from ddpbench.present.writers.text import lay_out
 from ddpbench.records.schema import Finding
 
 FAST, SLOW = 117.7e6, 11.77e6
@@ -261,7 +260,7 @@ def shown(count: int, host: Callable[[int], str], at_once: float | None = 50e6) 
     kind = "hosts" if len({host(rank) for rank in range(count)}) == count else "ranks"
     ends = [[rank, host(rank)] for rank in range(count)]
     figures = {"ends": ends, "kind": kind, "halved": False, "cells": cells}
-    return [block for one in build_tables(figures, "gloo") for block in table_blocks(one, TERMINAL)]
+    return [f"{one.title}\n{lay_out(one)}" for one in build_tables(figures, "gloo")]
 
 
 def test_few_links_are_shown_as_a_matrix_many_by_their_slowest(frozen: Frozen) -> None:

@@ -15,8 +15,7 @@ from stored_runs import a_launch, a_run
 from ddpbench.analysis import findings
 from ddpbench.analysis.rank_setup import Setup, folded, merge_settings
 from ddpbench.doctor.preflight import examine
-from ddpbench.present.columns import TERMINAL
-from ddpbench.present.doctor.tables import table_blocks
+from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.records.wording import name_ranks
@@ -200,13 +199,12 @@ def test_a_check_that_is_added_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 def the_block(*ranks: dict[str, Any]) -> str:
     """What is shown of these ranks."""
     setup = a_setup(*ranks)
-    (text,) = table_blocks(examine.build_table(setup), TERMINAL)
-    return text
+    return lay_out(examine.build_table(setup))
 
 
 def test_the_block_folds_what_is_the_same(frozen: Frozen) -> None:
-    """What all ranks share stands there once, what differs with its ranks; it is fenced; what a
-    host told of itself holds for all its ranks, and Slurm's many variables are left out."""
+    """What all ranks share stands there once, what differs with its ranks; what a host told of
+    itself holds for all its ranks, and Slurm's many variables are left out."""
     one = {"NCCL_ALGO": "Ring", "SLURM_JOB_ID": "7"}
     text = the_block(
         a_rank(variables=one), a_rank(variables=one), a_rank("b", cpuset="0-3", variables=one)

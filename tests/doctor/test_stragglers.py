@@ -20,8 +20,7 @@ from ddpbench.doctor.stragglers import judge, turns
 from ddpbench.doctor.stragglers.examine import build_tables
 from ddpbench.doctor.stragglers.judge import Suspect, find_cause
 from ddpbench.doctor.stragglers.turns import ALONE, TOGETHER, Load, Pass, Shown, prepare_efforts
-from ddpbench.present.columns import TERMINAL
-from ddpbench.present.doctor.tables import table_blocks
+from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
 from ddpbench.runtime import cpu, devices
@@ -233,15 +232,14 @@ def test_a_row_for_each_rank(frozen: Frozen) -> None:
     }  # fmt: skip
     figures = {"loads": {"matmul": {"amount": 1e9, "unit": "GFLOP/s"}}, "ranks": [its, its]}
     (table,) = build_tables(figures, "gloo")
-    text, legend = table_blocks(table, TERMINAL)
-    assert text.splitlines()[-1].split() == ["1", "a", "100.0", "50.00", "1.00", "25"]
-    frozen.text(f"{text.splitlines()[1]}\n{legend}")
+    heads, *_, last = lay_out(table).splitlines()
+    assert last.split() == ["1", "a", "100.0", "50.00", "1.00", "25"]
+    frozen.text("\n".join((heads, *table.legend)))
     slow = {**its, "seconds": {"alone": {"matmul": 0.1}, "together": {"matmul": 0.1}}}
     (table,) = build_tables({**figures, "ranks": [*[its] * 20, slow]}, "gloo")
-    text, _ = table_blocks(table, TERMINAL)
-    assert len(text.splitlines()) == 3 + 16
-    frozen.text(text.splitlines()[0])
-    assert text.splitlines()[3].split()[:3] == ["20", "a", "10.00"]
+    assert len(table.rows) == 16
+    frozen.text(table.title)
+    assert lay_out(table).splitlines()[2].split()[:3] == ["20", "a", "10.00"]
     assert build_tables({**figures, "ranks": [its]}, "gloo") == ()
 
 

@@ -28,7 +28,6 @@ from stored_runs import (
 from without_torch import run_without_torch
 
 from ddpbench.present.comparison import section as sections
-from ddpbench.present.comparison import tables as render
 from ddpbench.present.document import Section
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Run
@@ -55,10 +54,10 @@ def put(name: str, run: Run) -> Path:
     return folder
 
 
-def judged(base: Run, new: Run) -> Section:
+def judged(base: Run, new: Run, drawn: bool = True) -> Section:
     """Return the section on the verdicts of two runs."""
     sides = (Source("base", (base,)), Source("new", (new,)))
-    return sections.section(comparison.compare(*sides, comparison.Rule()))
+    return sections.build_section(comparison.compare(*sides, comparison.Rule()), drawn=drawn)
 
 
 def many_cases(count: int, factor: float) -> Run:
@@ -89,9 +88,7 @@ def test_a_change_is_drawn_with_its_interval_and_margin() -> None:
     assert (row["margin_low"], row["margin_high"]) == (pytest.approx(1 / 1.03), 1.03)
     channels = chart.spec["layer"][-1]["encoding"]
     assert channels["color"]["field"] == channels["shape"]["field"] == "verdict"
-    result = comparison.compare(Source("", (base,)), Source("", (new,)), comparison.Rule())
-    texts = [column.show(result.rows[0]) for column in render.columns(result)]
-    assert chart.table.rows == (tuple(filter(None, texts)),)
+    assert chart.table == judged(base, new, drawn=False).charts[0].table
 
 
 def test_of_many_cases_the_clear_ones_are_drawn(frozen: Frozen) -> None:

@@ -9,8 +9,8 @@ from stored_runs import a_run, with_tables
 from ddpbench.doctor.capabilities.verdicts import CELLS, UNTRIED
 from ddpbench.doctor.stragglers import judge
 from ddpbench.present.doctor import capabilities, stragglers
-from ddpbench.present.doctor import section as examinations
-from ddpbench.present.document import Chart, MakeSection, ReportRun, Section
+from ddpbench.present.doctor.section import build_sections
+from ddpbench.present.document import Chart, ReportRun, Section
 from ddpbench.present.writers import page
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.records.table import Table, TableColumn
@@ -21,10 +21,9 @@ def run_of(*examined: Examination, **other: Any) -> ReportRun:
     return ReportRun("a-run", with_tables(a_run(examinations=examined, **other)))
 
 
-def section_of(make: MakeSection, *examined: Examination) -> Section:
-    """The section of such a run."""
-    section = make([run_of(*examined)])
-    assert section is not None
+def section_of(*examined: Examination) -> Section:
+    """The section of such a run on a page."""
+    (section,) = build_sections([run_of(*examined)], page.EXAMINATIONS)
     return section
 
 
@@ -60,20 +59,20 @@ def examined_ranks(
 
 def test_a_slow_rank_is_marked_at_the_loads_at_which_it_is_slow(frozen: Frozen) -> None:
     """Not at others; the table says so too, and a rank that only seems slow is not marked."""
-    found = charts(section_of(stragglers.section, examined_ranks([0.1, 0.2, 0.1])))
+    found = charts(section_of(examined_ranks([0.1, 0.2, 0.1])))
     marked = [(v["rank"], v["series"]) for v in values(found["stragglers-matmul"]) if v["mark"]]
     assert marked == [(1, "alone"), (1, "all at once")]
     assert found["stragglers-matmul"].table.rows[1] == (1, "node", "5 slow", "2.5 slow")
     assert not any(v["mark"] for v in values(found["stragglers-memory-copy"]))
     frozen.text(found["stragglers-matmul"].caption)
     assert stragglers.RATIO == judge.RATIO
-    quiet = charts(section_of(stragglers.section, examined_ranks([0.1, 0.2, 0.1], findings=())))
+    quiet = charts(section_of(examined_ranks([0.1, 0.2, 0.1], findings=())))
     assert not any(v["mark"] for v in values(quiet["stragglers-matmul"]))
 
 
 def test_a_late_rank_is_marked_where_the_ranks_wait() -> None:
     """It waits least, so that colour and height alone would hide it."""
-    found = charts(section_of(stragglers.section, examined_ranks([0.1, 0.1], code="late-rank")))
+    found = charts(section_of(examined_ranks([0.1, 0.1], code="late-rank")))
     waits = {v["rank"]: (v["value"], v["mark"]) for v in values(found["stragglers-wait"])}
     assert waits == {0: (1.0, ""), 1: (1.0, "late")}
 
@@ -94,7 +93,7 @@ def tried(*outcomes: str, launch: int = 0, backend: str = "gloo") -> Examination
 def test_each_outcome_has_a_symbol_of_its_own() -> None:
     """Colour alone says nothing; a reason is in the tooltip, and the doctor's table below."""
     outcomes = ("ok", "unsupported", "wrong", "crash", "hang")
-    chart = charts(section_of(capabilities.section, tried(*outcomes)))["capabilities-1"]
+    chart = charts(section_of(tried(*outcomes)))["capabilities-1"]
     cells = [cell for cell in values(chart) if cell["call"] == "all_reduce"]
     assert [cell["symbol"] for cell in cells] == ["✓", "–", "W", "C", "H"]
     assert [cell["why"] for cell in cells] == ["", *(f"because {n}" for n in range(1, 5))]
@@ -106,9 +105,9 @@ def test_an_examination_of_a_plug_in_appears() -> None:
     """With its tables and lines, although the page does not know it."""
     table = Table("write speed", (TableColumn("rank"), TableColumn("MB/s")), ((0, 512.0),))
     one = Examination("disk", 0, "gloo", 1.0, ("wrote a file",), tables=(table,))
-    section = section_of(examinations.section, one)
+    section = section_of(one)
     (chart,) = charts(section).values()
-    assert (chart.title, chart.table) == ("disk: write speed", table)
+    assert (chart.title, chart.table.rows) == ("Write speed", table.rows)
     assert section.lines == ("Wrote a file.",)
 
 

@@ -25,7 +25,7 @@ pytest.importorskip("vl_convert")
 
 from ddpbench.present import theme
 from ddpbench.present.collectives import sizes as collectives
-from ddpbench.present.document import Chart, ReportRun, Section
+from ddpbench.present.document import Chart, Document, ReportRun, Section
 from ddpbench.present.writers import markdown, pictures
 
 REFERENCE = ROOT / "results" / "reference" / "cpu-2-ranks"
@@ -161,7 +161,7 @@ def test_markdown_shows_names_as_text(frozen: Frozen) -> None:
     finding = Finding("error", "slow-rank", f"rank 1 on {host} is slow", "look at it")
     chart = Chart("c", host, host, None, table)
     section = Section("x", host, host, (host,), (finding,), ((chart,),))
-    text = markdown.make_markdown([section], host, {})
+    text = markdown.write(Document(host, (section,)))
     assert "<script>" not in text
     assert "\x1b" not in text
     assert text.count("alert(1)&lt;/script&gt;\\|\\x1b |") == 20

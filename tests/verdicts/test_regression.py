@@ -9,7 +9,9 @@ from frozen import Frozen
 from stored_runs import a_case, launch_medians
 
 from ddpbench.analysis import stats
-from ddpbench.present.comparison import tests_table as render
+from ddpbench.present.comparison.session import build_section
+from ddpbench.present.document import Document
+from ddpbench.present.writers import text
 from ddpbench.verdicts import comparison, regression
 from ddpbench.verdicts.matching import AnyCase, Side
 from ddpbench.verdicts.regression import Measured
@@ -93,17 +95,18 @@ def test_another_identity_is_incomparable_and_named(frozen: Frozen) -> None:
     ]  # fmt: skip
     assert rows[1].shift is None
     assert rows[1].why == "nbytes 4096 → 8192, count 1024 → 2048"
-    text = render.table(rows)
-    assert rows[1].why in text
-    frozen.text("\n".join(text.splitlines()[-2:]))
+    section = build_section(new, rows)
+    assert rows[1].why in {cell for row in section.charts[0].table.rows for cell in row}
+    frozen.text("\n".join([section.intro, *(found.sentence for found in section.findings)]))
 
 
 def test_the_table_has_both_medians_the_change_and_the_margin() -> None:
-    """A row names the saved file, and both figures with units; above it stands what was warned of
+    """A row names the saved file, and both figures with units; below it stands what was warned of
     on either side."""
-    rows = regression.judge_tests({"t": [measured([1e-3] * 6)]}, {"t": measured([2e-3] * 6)}, 0.03)
-    lines = render.table(rows).splitlines()
-    assert [line.endswith("the host was busy") for line in lines[:3]] == [True, True, False]
+    new = {"t": measured([2e-3] * 6)}
+    rows = regression.judge_tests({"t": [measured([1e-3] * 6)]}, new, 0.03)
+    lines = text.write(Document("", (build_section(new, rows),))).splitlines()
+    assert sum(line.endswith("the host was busy") for line in lines) == 2
     row = next(line for line in lines if line.startswith("t "))
     assert row.split() == [
         "t", "0007", "1000", "µs", "±0.0", "%", "2000", "µs", "±0.0", "%", "+100.0", "%",

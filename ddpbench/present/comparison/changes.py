@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import altair as alt
 import pandas as pd
 
 from ddpbench.present import theme
-from ddpbench.present.columns import Column
 from ddpbench.present.comparison.labels import (
     shift_estimate,
     shift_interval,
     side_interval,
     side_time,
 )
-from ddpbench.present.document import Chart, tabulate
-from ddpbench.records.table import Table
+from ddpbench.present.document import Chart
 from ddpbench.verdicts import comparison, regression
 from ddpbench.verdicts.comparison import ONLY_BASE, ONLY_NEW, ORDER
 from ddpbench.verdicts.matching import AnyCase, Side
@@ -35,7 +33,6 @@ from ddpbench.verdicts.verdict import (
     Shift,
 )
 
-RowT = TypeVar("RowT")
 DRAWN = 60  # rows of a chart; the table has all
 ROW_HEIGHT = 20  # pixels
 # Each verdict has the colour of its place: SLOWER is vermilion, FASTER green, SAME grey.
@@ -66,16 +63,14 @@ class Change:
     row: comparison.Row | regression.Row
 
 
-def draw_changes(
-    name: str, title: str, changes: Sequence[Change], table: Table, confidence: float = CONFIDENCE
-) -> Chart:
-    """Return the chart of these changes, the clear ones first; without any, only the table.
+def draw_changes(listed: Chart, changes: Sequence[Change], confidence: float = CONFIDENCE) -> Chart:
+    """Return the table of these changes with a chart of them, the clear ones first.
 
-    confidence: of the intervals.
+    listed: the table of all rows. confidence: of the intervals.
     """
     if not changes:
         why = f"An interval of a change needs {FEWEST} launches on each side."
-        return Chart(name, title, why, None, table)
+        return replace(listed, caption=why)
     drawn = sorted(changes, key=lambda change: DRAWING_ORDER.index(change.row.verdict))[:DRAWN]
     rest = f" The chart has {DRAWN} of {len(changes)} cases, the table all."
     caption = (
@@ -85,7 +80,7 @@ def draw_changes(
         f"{rest if len(changes) > DRAWN else ''}"
     )
     spec = _layers(pd.DataFrame([_values(change) for change in drawn]))
-    return Chart(name, title, caption, spec.to_dict(), table)
+    return replace(listed, caption=caption, spec=spec.to_dict())
 
 
 def _layers(data: pd.DataFrame) -> alt.LayerChart:
@@ -148,12 +143,6 @@ def row_axis(field: str) -> alt.Y:
     limit = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
     axis = alt.Axis(labelLimit=limit, ticks=False, domain=False, grid=True)
     return alt.Y(f"{field}:N", sort=None, title=None, axis=axis)
-
-
-def build_table(title: str, rows: Sequence[RowT], columns: Sequence[Column[RowT]]) -> Table:
-    """Return the table of these rows; columns without any text are left out."""
-    kept = [column for column in columns if any(map(column.show, rows))]
-    return tabulate(title, kept, [[column.show(row) for column in kept] for row in rows])
 
 
 def _values(change: Change) -> dict[str, Any]:

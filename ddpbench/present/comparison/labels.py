@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ddpbench.analysis.stats import half_width
 from ddpbench.catalog.parallel import format_mesh
 from ddpbench.catalog.sizes import readable
-from ddpbench.present.columns import digits, format_subgroups
+from ddpbench.present.columns import Column, digits, format_subgroups
 from ddpbench.records.schema import StepCase
-from ddpbench.verdicts.differences import Difference
+from ddpbench.records.wording import counted
 from ddpbench.verdicts.matching import AnyCase, Side
 from ddpbench.verdicts.verdict import Shift
 
-SHOWN = 8  # values of one difference, and cases that only one side has
+SHOWN = 8  # texts that one line lists
 
 
 def label(case: AnyCase) -> str:
@@ -24,7 +25,7 @@ def label(case: AnyCase) -> str:
 
 def label_parts(case: AnyCase) -> list[str]:
     """Return the parts of a label, each meaning the same at its position; "" is left out."""
-    ranks = f"{case.world_size} rank{'s' if case.world_size > 1 else ''}"
+    ranks = counted(case.world_size, "rank")
     device = "" if case.device == "cpu" else case.device
     if isinstance(case, StepCase):
         batch = f"batch {case.batch}" if case.batch else ""
@@ -46,14 +47,10 @@ def label_parts(case: AnyCase) -> list[str]:
     ]
 
 
-def format_difference(difference: Difference) -> str:
-    """Format what differs between two environments: "torch: 2.12.0 → 2.13.0"."""
-    base, new = (
-        ", ".join(values[:SHOWN])
-        + (f" and {len(values) - SHOWN} more" if len(values) > SHOWN else "")
-        for values in (difference.base, difference.new)
-    )
-    return f"{difference.name}: {base} → {new}"
+def list_some(texts: Sequence[str], gap: str = ", ") -> str:
+    """Return the first texts in one line, and how many more there are."""
+    more = [f"and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
+    return gap.join([*texts[:SHOWN], *more])
 
 
 def format_time(case: AnyCase, seconds: float) -> str:
@@ -83,6 +80,23 @@ def shift_interval(shift: Shift | None) -> str:
     return f"{format_change(shift.low)} … {format_change(shift.high)}" if shift else "-"
 
 
+def change_columns(
+    sides: Callable[[Any], tuple[AnyCase, Side | None, Side | None]],
+) -> tuple[Column[Any], ...]:
+    """Return the columns of both times, their intervals and their change.
+
+    sides: returns the case of a row, its base and its new side.
+    """
+    return (
+        Column("base", lambda row: side_time(sides(row)[0], sides(row)[1])),
+        Column("95 %", lambda row: side_interval(sides(row)[1])),
+        Column("new", lambda row: side_time(sides(row)[0], sides(row)[2])),
+        Column("95 %", lambda row: side_interval(sides(row)[2])),
+        Column("change", lambda row: shift_estimate(row.shift)),
+        Column("range of change", lambda row: shift_interval(row.shift)),
+    )
+
+
 def format_noticeable(changes: Sequence[float | None]) -> str:
     """State how large a change a comparison could have noticed; "" if there is no case."""
     known = [
@@ -90,7 +104,8 @@ def format_noticeable(changes: Sequence[float | None]) -> str:
         for change in sorted(c for c in changes if c is not None)
     ]
     if not known:
-        return "could not have noticed any change: too few launches" if changes else ""
+        few = "this comparison could not have noticed any change: too few launches"
+        return few if changes else ""
     several = known[0] != known[-1]
     shown = f"{known[0]} to {known[-1]} %, depending on the case" if several else f"{known[0]} %"
     return f"this comparison could have noticed a change of {shown}"

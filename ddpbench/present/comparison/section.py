@@ -2,72 +2,258 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
-from ddpbench.present.comparison import tables as render
-from ddpbench.present.comparison.changes import Change, build_table, draw_changes
-from ddpbench.present.comparison.labels import SHOWN
-from ddpbench.present.document import Chart, Section, make_table
+from ddpbench.present.columns import Column, text_column
+from ddpbench.present.comparison.labels import (
+    change_columns,
+    format_noticeable,
+    label,
+    label_parts,
+    list_some,
+    shift_estimate,
+    shift_interval,
+)
+from ddpbench.present.document import Chart, Document, Section, build_table, make_table
+from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
-from ddpbench.verdicts.comparison import Comparison, Row
-from ddpbench.verdicts.verdict import INCOMPARABLE, INVALID
+from ddpbench.verdicts.comparison import (
+    ONLY_BASE,
+    ONLY_NEW,
+    Comparison,
+    Row,
+    exit_code,
+    explain_other_machine,
+)
+from ddpbench.verdicts.many_pairs import DRIFT
+from ddpbench.verdicts.matching import AnyCase, Side, Source
+from ddpbench.verdicts.verdict import INCOMPARABLE, INCONCLUSIVE, INVALID, MOST, SAME
 
-TITLE = "Verdicts"
+Names = Mapping[AnyCase, str]
+TITLE = "ddpbench: NEW compared with BASE"
+SEVERITIES = {INVALID: "error", INCOMPARABLE: "warning", ONLY_BASE: "warning", ONLY_NEW: "warning"}
 
 
-def section(comparison: Comparison, number: int = 1) -> Section:
-    rows = render.compared_rows(comparison)
-    columns = render.columns(comparison)
-    table = build_table("Verdicts", rows, columns)
-    name_row = columns[0].show
-    changes = [
-        Change(name_row(row), row.case, row.base, row.new, row.shift, row)
-        for row in rows
-        if row.shift is not None
+def build_document(comparison: Comparison) -> Document:
+    """Return the verdicts, and their values: seconds, and changes as fractions (0.03: 3 % longer).
+
+    The data have the identity of each case, differences of the environments, and notes as well.
+    """
+    rows = [_values(row) for row in comparison.rows]
+    values = make_table("", rows[0], [row.values() for row in rows])
+    data = _data(comparison, rows)
+    return Document(TITLE, (build_section(comparison),), values, data)
+
+
+def build_section(comparison: Comparison, number: int = 1, *, drawn: bool = False) -> Section:
+    """Return the section on the verdicts of one comparison.
+
+    number: from 1, of those in one document. drawn: whether the changes are a chart.
+    """
+    rows = [row for row in comparison.rows if row.verdict not in (ONLY_BASE, ONLY_NEW)]
+    counts = ", ".join(f"{count} {name}" for name, count in comparison.counts.items())
+    cases = counted(len(rows), "case")
+    name, (names, shared) = _name(number), _name_cases(comparison)
+    blocks = [
+        _list_changes(f"{name}-changes", comparison, rows, names, drawn) if rows else None,
+        _list_parts(f"{name}-parts", rows, names),
+        _list_differences(f"{name}-differences", comparison),
     ]
-    name = _name(number)
-    chart = draw_changes(
-        f"{name}-changes", "Change of each case", changes, table, comparison.rule.confidence
-    )
-    base, new = comparison.base, comparison.new
     return Section(
         name,
-        TITLE,
-        f"{render.summarize(comparison)}.",
-        lines=(
-            f"BASE: {render.describe_side(base)}",
-            f"NEW: {render.describe_side(new)}",
-            *_list_wrong(rows, name_row),
-            *(f"{line[:1].upper()}{line[1:]}" for line in render.explain(comparison)),
-            *render.list_unmatched(comparison),
-        ),
-        rows=((chart,), *((each,) for each in _differences(comparison, name))),
+        "Verdicts",
+        f"{cases} compared: {counts}; margin ±{comparison.rule.margin * 100:g} %.",
+        tuple(_describe(comparison, shared)),
+        tuple(_find(comparison, names)),
+        tuple((block,) for block in blocks if block),
     )
 
 
 def explain_missing(base: str, new: str, why: str, number: int = 1) -> Section:
     """Return the section on two runs that cannot be compared."""
-    return Section(_name(number), TITLE, f"No verdicts on {new} compared with {base}: {why}.")
+    return Section(_name(number), "Verdicts", f"No verdicts on {new} compared with {base}: {why}.")
 
 
 def _name(number: int) -> str:
     return "verdicts" if number == 1 else f"verdicts-{number}"
 
 
-def _list_wrong(rows: Sequence[Row], name_row: Callable[[Row], str]) -> list[str]:
-    """List the cases that have no change to draw, because they are wrong or not the same."""
-    wrong = [row for row in rows if row.verdict in (INVALID, INCOMPARABLE)]
-    lines = [f"{row.verdict}: {name_row(row)}: {row.why}" for row in wrong[:SHOWN]]
-    more = len(wrong) - SHOWN
-    return [*lines, f"The table lists {counted(more, 'more such case')}."] if more > 0 else lines
+def _name_cases(comparison: Comparison) -> tuple[dict[AnyCase, str], str]:
+    """Return the name of each case without the parts that all of them share, and these parts."""
+    cases = {row.case: label_parts(row.case) for row in comparison.rows}
+    alike = len(cases) > 1 and len({len(parts) for parts in cases.values()}) == 1
+    parts = list(zip(*cases.values(), strict=True)) if alike else []
+    shared = {i: texts[0] for i, texts in enumerate(parts) if i > 1 and len({*texts}) == 1}
+    names = {
+        case: " ".join(part for i, part in enumerate(parts) if i not in shared and part)
+        for case, parts in cases.items()
+    }
+    return names, ", ".join(filter(None, shared.values()))
 
 
-def _differences(comparison: Comparison, name: str) -> list[Chart]:
-    """Return the table of what differs between the environments; none if nothing does."""
-    if not comparison.differences:
-        return []
-    headings = ("what", "base", "new")
-    rows = [(d.name, ", ".join(d.base), ", ".join(d.new)) for d in comparison.differences]
-    table = make_table("Differences", headings, rows, left=headings)
+def _describe(comparison: Comparison, shared: str) -> Iterator[str]:
+    """Yield the two sides, what all cases have in common, and what the times are."""
+    yield f"BASE: {_describe_side(comparison.base)}"
+    yield f"NEW: {_describe_side(comparison.new)}"
+    if shared:
+        yield f"All cases: {shared}"
+    kinds = dict.fromkeys(row.base.statistic for row in comparison.rows if row.base and row.new)
+    if kinds:
+        yield f"Times: {' or '.join(kinds)} of each launch, median over launches"
+
+
+def _describe_side(source: Source) -> str:
+    """Format the name of a side, its number of launches, and when they began."""
+    backends = [launch.backend for run in source.runs for launch in run.launches]
+    launches = counted(max(map(backends.count, backends), default=0), "launch")
+    each = " per backend" if len(set(backends)) > 1 else ""
+    runs = f" of {len(source.runs)} runs" if len(source.runs) > 1 else ""
+    started = min(run.started for run in source.runs)  # "" if the log of another tool omits it
+    return f"{source.name}, {launches}{each}{runs}{f', from {started}' if started else ''}"
+
+
+def _find(comparison: Comparison, names: Names) -> Iterator[Finding]:
+    """Yield what makes a comparison void, doubtful or incomplete, and what would settle it."""
+    if other := explain_other_machine(comparison):
+        yield Finding("error", "other-machine", other)
+    uncompared: dict[tuple[str, str], list[str]] = {}
+    for row in comparison.rows:
+        if row.verdict in SEVERITIES:
+            uncompared.setdefault((row.verdict, row.why), []).append(names[row.case])
+    for (verdict, why), cases in uncompared.items():
+        where = "in the other: " if verdict in (ONLY_BASE, ONLY_NEW) else ""
+        reason = f" ({where}{why})" if why else ""
+        sentence = f"{verdict}: {list_some(cases, '; ')}{reason}"
+        yield Finding(SEVERITIES[verdict], "not-compared", sentence)
+    for note in comparison.notes:
+        yield Finding("note", "conditions", note)
+    yield from _advise(comparison)
+    if text := format_noticeable([row.noticeable for row in comparison.rows if row.shift]):
+        yield Finding("note", "sensitivity", text)
+
+
+def _advise(comparison: Comparison) -> Iterator[Finding]:
+    """Yield what would settle the INCONCLUSIVE rows."""
+    rows = [row for row in comparison.rows if row.verdict == INCONCLUSIVE and not row.withheld]
+    few = [row.needed for row in rows if row.needed is not None and row.needed <= MOST]
+    drifting = sum(row.withheld == DRIFT for row in comparison.rows)
+    if few:
+        more = "give more --budget" if comparison.rule.paired else f"run with --launches {max(few)}"
+        yield _unsettled(len(few), f"needs about {max(few)} launches per side", more)
+    if drifting:
+        why = (
+            "beyond the margin, but two runs of identical code this far apart in time may differ "
+            "as much"
+        )
+        yield _unsettled(drifting, why, "measure the two in turns, with `ab`")
+    if more := len(rows) - len(few):
+        why = f"needs more than {MOST} launches per side"
+        yield _unsettled(more, why, "measure on a quieter host, or with another --margin")
+
+
+def _unsettled(count: int, why: str, next_step: str) -> Finding:
+    return Finding("note", "inconclusive", f"{count} INCONCLUSIVE: {why}", next_step)
+
+
+def _list_changes(
+    name: str, comparison: Comparison, rows: Sequence[Row], names: Names, drawn: bool
+) -> Chart:
+    """Return the table of all rows that both sides have, with a chart if one is drawn."""
+    columns = (
+        text_column("case", lambda row: names[row.case]),
+        *change_columns(lambda row: (row.case, row.base, row.new)),
+        Column("drift", lambda row: f"±{row.drift * 100:.1f} %" if row.drift else ""),
+        text_column("verdict", lambda row: row.verdict),
+        text_column("why", lambda row: row.why),
+    )
+    table = build_table("", columns, rows)
+    remarkable = sum(row.verdict != SAME for row in rows)
+    chart = Chart(name, "Change of each case", "", None, table, remarkable=remarkable)
+    if not drawn:
+        return chart
+    from ddpbench.present.comparison.changes import Change, draw_changes
+
+    changes = [
+        Change(names[row.case], row.case, row.base, row.new, row.shift, row)
+        for row in rows
+        if row.shift is not None
+    ]
+    return draw_changes(chart, changes, comparison.rule.confidence)
+
+
+def _list_parts(name: str, rows: Sequence[Row], names: Names) -> Chart | None:
+    """Return the table of the parts of all steps; None if there are no steps."""
+    cells = [
+        (
+            "" if i else names[row.case],
+            part.name,
+            f"{part.base_seconds * 1e3:.4g} ms",
+            f"{part.new_seconds * 1e3:.4g} ms",
+            shift_estimate(part.shift),
+            shift_interval(part.shift),
+            part.verdict,
+        )
+        for row in rows
+        for i, part in enumerate(row.parts)
+    ]
+    headings = ("case", "part of a step", "base", "new", "change", "range of change", "verdict")
+    table = make_table("", headings, cells, left=("case", "part of a step", "verdict"))
+    return Chart(name, "Parts of each step", "", None, table) if cells else None
+
+
+def _list_differences(name: str, comparison: Comparison) -> Chart | None:
+    """Return the table of what differs between the environments; None if nothing does."""
+    rows = [(d.name, list_some(d.base), list_some(d.new)) for d in comparison.differences]
+    headings = ("what differs", "base", "new")
     caption = "Facts and settings that differ between BASE and NEW. One of them may be the cause."
-    return [Chart(f"{name}-differences", "Other differences", caption, None, table)]
+    table = make_table("", headings, rows, left=headings)
+    return Chart(name, "Other differences", caption, None, table, remarkable=0) if rows else None
+
+
+def _data(comparison: Comparison, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    base, new, rule = comparison.base, comparison.new, comparison.rule
+    return {
+        "base": {"name": base.name, "runs": [run.id for run in base.runs]},
+        "new": {"name": new.name, "runs": [run.id for run in new.runs]},
+        "margin": rule.margin,
+        "exit_code": exit_code(comparison, strict=False),
+        "exit_code_strict": exit_code(comparison, strict=True),
+        "counts": comparison.counts,
+        "rows": [
+            {**values, "identity": asdict(row.case), "parts": [asdict(p) for p in row.parts]}
+            for values, row in zip(rows, comparison.rows, strict=True)
+        ],
+        "differences": [asdict(difference) for difference in comparison.differences],
+        "notes": comparison.notes,
+    }
+
+
+def _values(row: Row) -> dict[str, Any]:
+    return {
+        "case": label(row.case),
+        "verdict": row.verdict,
+        **_side_values("base", row.base),
+        **_side_values("new", row.new),
+        "change": math.expm1(row.shift.estimate) if row.shift else None,
+        "change_low": math.expm1(row.shift.low) if row.shift else None,
+        "change_high": math.expm1(row.shift.high) if row.shift else None,
+        "statistic": row.base.statistic if row.base and row.new else None,
+        "margin": row.margin or None,
+        "drift": row.drift or None,
+        "launches_needed": row.needed,
+        "noticeable": row.noticeable,
+        "why": row.why,
+    }
+
+
+def _side_values(name: str, side: Side | None) -> dict[str, Any]:
+    interval = side.interval if side else None
+    return {
+        f"{name}_seconds": side.seconds if side else None,
+        f"{name}_low_seconds": interval.low if interval else None,
+        f"{name}_high_seconds": interval.high if interval else None,
+        f"{name}_launches": len(side.times) if side else 0,
+    }

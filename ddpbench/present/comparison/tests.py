@@ -1,74 +1,33 @@
-"""The tests of a pytest session that measured ranks: their launches, and verdicts if there are."""
+"""The tests of a pytest session as charts: their launches, and changes if there are verdicts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import altair as alt
 import pandas as pd
 
 from ddpbench.present import theme
-from ddpbench.present.comparison.changes import (
-    Change,
-    build_table,
-    change_axis,
-    draw_changes,
-    row_axis,
-)
+from ddpbench.present.comparison.changes import Change, change_axis, draw_changes, row_axis
 from ddpbench.present.comparison.labels import format_time, label, side_interval, side_time
-from ddpbench.present.comparison.tests_table import COLUMNS
-from ddpbench.present.document import Chart, Section, make_table
-from ddpbench.records.wording import counted
-from ddpbench.verdicts.regression import Measured, Row, counts
+from ddpbench.present.document import Chart, make_table
+from ddpbench.verdicts.regression import Measured, Row
 
 PAIR_HEIGHT = 30  # pixels of a test in the chart of launches: saved ones above new ones
 SIDES = ("new", "1", "2", "3", "4", "5", "6", "saved")  # new is blue, saved grey
 
 
-def section(measured: Mapping[str, Measured], rows: Sequence[Row] = ()) -> Section:
-    """Return the section of a session.
-
-    measured: what each test measured, by its name. rows: the verdicts on them, if they were
-    compared with saved runs.
-    """
-    names = _shorten(measured)
-    verdicts = ", ".join(f"{count} {name}" for name, count in counts(rows).items())
-    judged = {row.test: row for row in rows}
-    sides = {test: judged[test].new if test in judged else measured[test] for test in names}
-    charts = [_draw_changes(rows, names)] if any(row.base for row in rows) else []
-    return Section(
-        "tests",
-        "Tests",
-        f"{counted(len(names), 'test')} measured{f': {verdicts}' if verdicts else ''}.",
-        lines=tuple(
-            f"{names[test]}: {warning}" for test, new in sides.items() for warning in new.warnings
-        ),
-        rows=(*((chart,) for chart in charts), (_draw_launches(sides, judged, names),)),
-    )
-
-
-def _shorten(tests: Mapping[str, Measured]) -> dict[str, str]:
-    """Return the name of each test on the page: without its file, if that leaves names distinct."""
-    short = {test: test.rpartition("::")[2] for test in tests}
-    return short if len(set(short.values())) == len(short) else {test: test for test in tests}
-
-
-def _draw_changes(rows: Sequence[Row], names: Mapping[str, str]) -> Chart:
-    """Return the chart of the verdicts, and their table."""
-    compared = [replace(row, test=names[row.test]) for row in rows if row.base is not None]
+def draw_tests(listed: Chart, rows: Sequence[Row]) -> Chart:
+    """Return the table of these verdicts with a chart of the changes."""
     changes = [
         Change(row.test, row.new.case, row.base.side, row.new.side, row.shift, row)
-        for row in compared
+        for row in rows
         if row.base is not None and row.shift is not None
     ]
-    table = build_table("Verdicts", compared, COLUMNS)
-    return draw_changes("tests-changes", "Change of each test", changes, table)
+    return draw_changes(listed, changes)
 
 
-def _draw_launches(
-    sides: Mapping[str, Measured], judged: Mapping[str, Row], names: Mapping[str, str]
-) -> Chart:
+def draw_launches(sides: Mapping[str, Measured], judged: Mapping[str, Row]) -> Chart:
     """Return the chart of all launches, with the saved ones that they were compared with."""
     values, rows = [], []
     for test, new in sides.items():
@@ -79,11 +38,11 @@ def _draw_launches(
                 continue
             times = [format_time(one.case, seconds) for seconds in one.side.times]
             values += [
-                {"test": names[test], "side": name, "ratio": seconds / reference, "time": text}
+                {"test": test, "side": name, "ratio": seconds / reference, "time": text}
                 for seconds, text in zip(one.side.times, times, strict=True)
             ]
             median, width = side_time(one.case, one.side), side_interval(one.side)
-            rows.append((names[test], name, label(one.case), median, width, ", ".join(times)))
+            rows.append((test, name, label(one.case), median, width, ", ".join(times)))
     kinds = {one.side.statistic for one in sides.values()}
     headings = ("test", "side", "case", "time", "95 %", "launches")
     left = ("test", "side", "case", "launches")

@@ -10,8 +10,8 @@ import altair as alt
 import pandas as pd
 
 from ddpbench.present import theme
-from ddpbench.present.doctor.section import Examined, find_examinations, make_section
-from ddpbench.present.document import Chart, ReportRun, Section
+from ddpbench.present.doctor.section import Examined, find_examinations
+from ddpbench.present.document import Chart, ReportRun
 from ddpbench.records.schema import Examination
 from ddpbench.records.table import Table
 
@@ -30,19 +30,18 @@ OUTCOMES = {
 ROW, LABELS = 20, 150  # pixels: height of a row, width of its label
 
 
-def section(runs: Sequence[ReportRun]) -> Section | None:
-    return make_section("capabilities", "Capabilities", runs, _charts)
-
-
-def _charts(run: ReportRun) -> Iterator[Chart]:
-    drawn: set[tuple[str, Table]] = set()
-    for one in find_examinations([run], "capabilities".__eq__):
-        for table in one.examination.tables[:1]:
+def draw(run: ReportRun) -> Iterator[Chart]:
+    """Yield the charts of a run."""
+    seen: set[tuple[str, Table]] = set()
+    for one in find_examinations([run], "capabilities"):
+        for table in one.examination.tables:
             key = (one.examination.backend, table)
-            if key in drawn:  # as in an earlier launch
+            if key in seen:  # as in an earlier launch
                 continue
-            drawn.add(key)
-            yield _chart(one, table, f"capabilities-{len(drawn)}")
+            seen.add(key)
+            name = f"capabilities-{len(seen)}"
+            calls = table.columns[0].heading == "operation"
+            yield _chart(one, table, name) if calls else Chart(name, table.title, "", None, table)
 
 
 def _chart(one: Examined, table: Table, name: str) -> Chart:

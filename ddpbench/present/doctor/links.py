@@ -7,17 +7,14 @@ from typing import Any
 
 import pandas as pd
 
-from ddpbench.present.doctor.section import find_examinations, make_section
-from ddpbench.present.document import Chart, ReportRun, Section
+from ddpbench.present.doctor.section import find_examinations
+from ddpbench.present.document import Chart, ReportRun
 from ddpbench.present.matrix import MOST_VALUES, build_matrix, draw_matrix
 
 
-def section(runs: Sequence[ReportRun]) -> Section | None:
-    return make_section("links", "Links", runs, _charts)
-
-
-def _charts(run: ReportRun) -> Iterator[Chart]:
-    for number, one in enumerate(find_examinations([run], "links".__eq__)):
+def draw(run: ReportRun) -> Iterator[Chart]:
+    """Yield the charts of a run."""
+    for number, one in enumerate(find_examinations([run], "links")):
         figures, backend = one.examination.figures, one.examination.backend
         if figures.get("cells"):
             yield from _matrices(figures, f"-{number}" if number else "", one.where or backend)

@@ -1,67 +1,17 @@
-"""The doctor's examinations: sections of those with charts, and one of those that are tables."""
+"""The examinations of a doctor's run: a section for each, whatever it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any
+from types import MappingProxyType
 
-from ddpbench.present.document import (
-    Chart,
-    ReportRun,
-    Rows,
-    Section,
-    arrange,
-    make_table,
-    side_by_side,
-)
+from ddpbench.present.document import Chart, ReportRun, Section, arrange, make_table, plain_name
 from ddpbench.records.schema import Examination
-from ddpbench.records.table import Table
 
-DRAWN = ("stragglers", "links", "capabilities")  # in sections of their own
-MOST_LINES = 6  # of a section; more are a table
-
-
-def section(runs: Sequence[ReportRun]) -> Section | None:
-    examined = find_examinations(runs, _is_table)
-    if not examined:
-        return None
-    rows = side_by_side(runs, _tables)
-    return describe("examinations", "Examinations", examined, rows)
-
-
-def _is_table(name: str) -> bool:
-    return name not in DRAWN
-
-
-def _tables(run: ReportRun) -> Iterator[Chart]:
-    """Yield each table; facts that several launches list under one title are one table."""
-    facts: dict[str, list[tuple[str, Table]]] = {}
-    examined = find_examinations([run], _is_table)
-    for number, (one, table) in enumerate((e, t) for e in examined for t in e.examination.tables):
-        title = f"{one.examination.name}: {table.title}"
-        if any(column.heading for column in table.columns):
-            title = ", ".join(filter(None, (title, one.where)))
-            yield Chart(f"examination-{number}", title, "", None, table)
-        else:
-            facts.setdefault(title, []).append((one.where, table))
-    for number, (title, tables) in enumerate(facts.items()):
-        yield Chart(f"facts-{number}", title, "", None, _folded(tables))
-
-
-def _folded(tables: Sequence[tuple[str, Table]]) -> Table:
-    """Return the facts of all launches: one that differs names its launches."""
-    launches: dict[tuple[Any, ...], list[str]] = {}
-    for where, table in tables:
-        for row in table.rows:
-            launches.setdefault(row, []).append(where)
-    rows = [
-        row if len(wheres) == len(tables) else (*row[:-1], f"{row[-1]} ({'; '.join(wheres)})")
-        for row, wheres in launches.items()
-    ]
-    names = list(dict.fromkeys(row[0] for row in rows))
-    return replace(tables[0][1], rows=tuple(sorted(rows, key=lambda row: names.index(row[0]))))
+Draw = Callable[[ReportRun], Iterable[Chart]]
+NOT_DRAWN: Mapping[str, Draw] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -72,11 +22,20 @@ class Examined:
     examination: Examination
 
 
-def find_examinations(
-    runs: Sequence[ReportRun], wanted: Callable[[str], bool]
-) -> tuple[Examined, ...]:
-    """Return the examinations whose name is wanted, in the order of the runs."""
-    every = [(run.label, one) for run in runs for one in run.run.examinations if wanted(one.name)]
+def build_sections(
+    runs: Sequence[ReportRun], drawn: Mapping[str, Draw] = NOT_DRAWN
+) -> list[Section]:
+    """Return a section for each examination: its lines, and its stored tables.
+
+    drawn: makes charts of an examination, by its name, which replace the tables.
+    """
+    names = dict.fromkeys(one.name for run in runs for one in run.run.examinations)
+    return [_build_section(name, runs, drawn.get(name)) for name in names]
+
+
+def find_examinations(runs: Sequence[ReportRun], name: str) -> tuple[Examined, ...]:
+    """Return the examinations of this name, in the order of the runs."""
+    every = [(run.label, one) for run in runs for one in run.run.examinations if one.name == name]
     several = [
         len({label for label, _ in every}) > 1,
         len({one.backend for _, one in every}) > 1,
@@ -89,42 +48,46 @@ def find_examinations(
     )
 
 
-def make_section(
-    name: str,
-    title: str,
-    runs: Sequence[ReportRun],
-    make: Callable[[ReportRun], Iterable[Chart]],
-) -> Section | None:
-    """Return the section of the examinations of this name; None if no run has any.
+def _build_section(name: str, runs: Sequence[ReportRun], draw: Draw | None) -> Section:
+    """Return the section of one examination; of several launches, a table has the lines."""
 
-    make: returns the charts of one run.
-    """
-    examined = find_examinations(runs, name.__eq__)
-    return describe(name, title, examined, arrange(runs, make)) if examined else None
+    def list_charts(run: ReportRun) -> list[Chart]:
+        return (list(draw(run)) if draw else []) or list(_list_tables(name, run))
 
-
-def describe(name: str, title: str, examined: Sequence[Examined], rows: Rows) -> Section:
-    """Return the section of these examinations: their lines, or a table of many, then the rows."""
+    examined = find_examinations(runs, name)
     origins: dict[str, list[str]] = {}
     for one in examined:
         for line in _lines(one.examination):
             origins.setdefault(line, []).append(one.where)
-    if len(origins) <= MOST_LINES:
-        lines = [
-            line if len(wheres) == len(examined) else f"{'; '.join(wheres)}: {line}"
-            for line, wheres in origins.items()
-        ]
-        return Section(name, title, lines=tuple(lines), rows=rows)
-    headings = ("launch", "result")
+    section = Section(plain_name(name), _capitalize(name), rows=arrange(runs, list_charts))
+    if len(examined) == 1:
+        return replace(section, lines=tuple(origins))
     cells = [("; ".join(wheres), line) for line, wheres in origins.items()]
-    table = make_table("Results", headings, cells, left=headings)
-    return Section(
-        name, title, rows=(*rows, (Chart(f"{name}-results", "Results", "", None, table),))
-    )
+    table = make_table("", ("launch", "result"), cells, left=("launch", "result"))
+    results = Chart(f"{section.name}-results", "Results", "", None, table)
+    return replace(section, rows=(*section.rows, (results,)))
 
 
 def _lines(examination: Examination) -> Iterator[str]:
     for line in examination.told:
-        yield f"{line[0].upper()}{line[1:]}."
+        yield f"{_capitalize(line)}."
     for question in examination.unchecked:
         yield f"Not checked: {question}."
+
+
+def _capitalize(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _list_tables(name: str, run: ReportRun) -> Iterator[Chart]:
+    """Yield each stored table; of facts, which have no headings, the first of each backend."""
+    seen: set[tuple[str, str]] = set()
+    for number, one in enumerate(find_examinations([run], name)):
+        for table in one.examination.tables:
+            key = (one.examination.backend, table.title)
+            if key in seen and not any(column.heading for column in table.columns):
+                continue
+            seen.add(key)
+            title = ", ".join(filter(None, (_capitalize(table.title), one.where)))
+            chart = f"{plain_name(name)}-{number}-{plain_name(table.title)}"
+            yield Chart(chart, title, "", None, replace(table, title=title))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import altair as alt
 import pandas as pd
 
 from ddpbench.present import theme
-from ddpbench.present.doctor.section import Examined, find_examinations, make_section
-from ddpbench.present.document import Chart, ReportRun, Section, make_table
+from ddpbench.present.doctor.section import Examined, find_examinations
+from ddpbench.present.document import Chart, ReportRun, make_table
 from ddpbench.records.table import Table
 
 WHEN = {"alone": "alone", "together": "all at once"}
@@ -33,14 +33,11 @@ HELD_UP = (
 FEW_RANKS = 16  # whose dots have room beside each other
 
 
-def section(runs: Sequence[ReportRun]) -> Section | None:
-    return make_section("stragglers", "Stragglers", runs, _charts)
-
-
-def _charts(run: ReportRun) -> Iterator[Chart]:
+def draw(run: ReportRun) -> Iterator[Chart]:
+    """Yield the charts of a run."""
     examined = [
         one
-        for one in find_examinations([run], "stragglers".__eq__)
+        for one in find_examinations([run], "stragglers")
         if len(one.examination.figures.get("ranks") or []) > 1
     ]
     loads = {

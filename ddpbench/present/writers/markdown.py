@@ -1,50 +1,47 @@
-"""A page as Markdown: sentences, findings and tables for a README, an issue or a pull request."""
+"""A document as Markdown: for a README, an issue or a pull request."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import quote
 
-from ddpbench.present.columns import MARKDOWN
-from ddpbench.present.doctor.tables import table_blocks
-from ddpbench.present.document import Chart, Section
+from ddpbench.present.document import Chart, Document, Section
+from ddpbench.present.writers.text import format_finding, lay_out
 from ddpbench.records.schema import Finding
 from ddpbench.records.table import Table
-from ddpbench.records.terminal_text import escape, escape_lines
+from ddpbench.records.terminal_text import escape
 from ddpbench.records.wording import counted
 
-MOST_ROWS = 12  # of a table that is not folded away
+NO_PICTURES: Mapping[str, Path] = MappingProxyType({})
 
 
-def make_markdown(sections: Sequence[Section], title: str, pictures: Mapping[str, Path]) -> str:
-    """Return the sections in GitHub's Markdown.
+def write(document: Document, pictures: Mapping[str, Path] = NO_PICTURES) -> str:
+    """Return the document in GitHub's Markdown.
 
-    title: the heading. pictures: name of a chart → its picture, relative to the Markdown.
+    pictures: name of a chart → its picture, relative to the Markdown.
     """
-    blocks = [f"# {_text(title)}"]
-    for section in sections:
+    blocks = [f"# {_text(document.title)}" if document.title else ""]
+    for section in document.sections:
         blocks += _blocks(section, pictures)
-    return escape_lines("\n\n".join(blocks)) + "\n"
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def _blocks(section: Section, pictures: Mapping[str, Path]) -> Iterator[str]:
     yield f"## {_text(section.title)}"
-    if section.intro:
-        yield _text(section.intro)
+    yield _text(section.intro)
     yield from map(_text, section.lines)
-    if section.findings:
-        yield "\n".join(map(_item, section.findings))
+    yield "\n".join(map(_item, section.findings))
     for chart in section.charts:
         yield from _chart(chart, pictures)
 
 
 def _item(finding: Finding) -> str:
-    next_step = f". Next: {_text(finding.next_step)}" if finding.next_step else ""
-    return (
-        f"- **{finding.severity.upper()}** ({finding.code}): {_text(finding.sentence)}{next_step}"
-    )
+    severity, rest = _text(format_finding(finding)).split(" ", 1)
+    return f"- **{severity}** {rest}"
 
 
 def _chart(chart: Chart, pictures: Mapping[str, Path]) -> Iterator[str]:
@@ -52,27 +49,29 @@ def _chart(chart: Chart, pictures: Mapping[str, Path]) -> Iterator[str]:
 
     A picture has the caption in it. Of many choices only the first has a table.
     """
-    yield f"### {_text(chart.title)}"
+    yield f"### {_text(chart.title)}" if chart.title else ""
     if drawn := pictures.get(chart.name):
         yield f"![{_text(chart.title)}]({quote(drawn.as_posix())})"
-    elif chart.caption:
-        yield _text(chart.caption)
-    table = _table(chart.table)
-    if drawn or len(chart.table.rows) > MOST_ROWS:
-        rows = counted(len(chart.table.rows), "row")
-        yield f"<details><summary>The table of {rows}</summary>\n\n{table}\n\n</details>"
     else:
-        yield table
+        yield _text(chart.caption)
+    most = 0 if drawn else chart.remarkable
+    yield _lay_out(chart.table, slice(most))
+    if (more := len(chart.table.rows) - most) > 0:
+        rows = counted(more, "more row") if most else f"The table of {counted(more, 'row')}"
+        folded = _lay_out(chart.table, slice(most, None))
+        yield f"<details><summary>{rows}</summary>\n\n{folded}\n\n</details>"
 
 
-def _table(table: Table) -> str:
-    """Return the rows and the legend, without the title, which is that of the chart."""
-    fenced = not any(column.heading for column in table.columns)  # shows entities as they are
-    text = escape if fenced else _text
-    rows = tuple(tuple(text(v) if isinstance(v, str) else v for v in row) for row in table.rows)
-    body, *_ = table_blocks(Table("", table.columns, rows), MARKDOWN)
-    legend = "\n".join(f"- {_text(line)}" for line in table.legend)
-    return "\n\n".join(filter(None, (body.split("\n", 1)[1].strip("\n"), legend)))
+def _lay_out(table: Table, part: slice) -> str:
+    """Return these rows of a table and, below the first, the legend."""
+    table = replace(table, rows=table.rows[part])
+    if not table.rows:
+        return ""
+    if not any(column.heading for column in table.columns):
+        return f"```\n{lay_out(table)}\n```"
+    body = lay_out(table, "github", lambda cell: _text(cell).replace("|", "\\|"))
+    legend = "\n".join(f"- {_text(line)}" for line in table.legend if not part.start)
+    return f"{body}\n\n{legend}" if legend else body
 
 
 def _text(text: str) -> str:

@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,7 @@ from ddpbench.present.collectives import cases, skew
 from ddpbench.present.collectives import sizes as collectives
 from ddpbench.present.doctor import capabilities, links, stragglers
 from ddpbench.present.doctor import section as examinations
-from ddpbench.present.doctor.tables import format_cell
-from ddpbench.present.document import Chart, MakeSection, ReportRun, Section
+from ddpbench.present.document import Chart, MakeSection, ReportRun, Section, format_cell
 from ddpbench.present.steps import section as step
 from ddpbench.present.steps import training
 from ddpbench.present.steps import verified as replicas
@@ -33,18 +32,19 @@ if TYPE_CHECKING:
 SECTIONS: tuple[MakeSection, ...] = (
     overview.section,
     collectives.section,
-    stragglers.section,
-    links.section,
     step.section,
     training.section,
     watched.section,
     replicas.section,
     cases.section,  # single repetitions come after what they make
     skew.section,
-    capabilities.section,
-    examinations.section,
     environment.section,
 )
+EXAMINATIONS = {  # that are drawn
+    "stragglers": stragglers.draw,
+    "links": links.draw,
+    "capabilities": capabilities.draw,
+}
 DIGITS = 5  # significant ones of every float of a chart
 # A next step is a command, or ends with one after a colon.
 COMMAND = re.compile(r"(?:^|(?<=: ))(?:python3? -m ddpbench|ddpbench (?=[a-z])|torchrun )[^;]*$")
@@ -53,9 +53,13 @@ UNIT = re.compile(r"(?<=\d) (?=(?:%|[µmn]?s|[kMGT]i?B(?:/s)?|B)(?!\w))")
 
 
 def make_sections(runs: Sequence[ReportRun], verdicts: Sequence[Section] = ()) -> list[Section]:
-    """Return the sections that these runs have, in the order of the page: verdicts come second."""
+    """Return the sections that these runs have, in the order of the page.
+
+    Verdicts come second, then examinations.
+    """
     sections = [section for make in SECTIONS if (section := make(runs)) is not None]
-    return [*sections[:1], *verdicts, *sections[1:]]
+    examined = examinations.build_sections(runs, EXAMINATIONS)
+    return [*sections[:1], *verdicts, *examined, *sections[1:]]
 
 
 def make_page(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = "") -> str:
@@ -171,19 +175,14 @@ def table_data(table: Table) -> dict[str, Any]:
         "headed": any(column.heading for column in table.columns),
         "columns": [[column.heading, column.align] for column in table.columns],
         "backend": backend,  # position of the column whose backends can be hidden
-        "rows": [list(_cells(row, table.columns)) for row in table.rows],
+        "rows": [_cells(row, table.columns) for row in table.rows],
         "legend": table.legend,
     }
 
 
-def _cells(row: Sequence[Any], columns: Sequence[TableColumn]) -> Iterator[str]:
-    for value, column in zip(row, columns, strict=True):
-        if value in (None, "-"):
-            yield "–"
-        elif isinstance(value, bool):
-            yield "yes" if value else "no"
-        else:
-            yield format_cell(value, column)
+def _cells(row: Sequence[Any], columns: Sequence[TableColumn]) -> list[str]:
+    texts = [format_cell(value, column) for value, column in zip(row, columns, strict=True)]
+    return ["–" if text == "-" else text for text in texts]
 
 
 def _list_backends(charts: Iterable[Chart]) -> set[str]:

@@ -1,0 +1,79 @@
+"""The tests of a pytest session that measured ranks, and verdicts if there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ddpbench.present.columns import Column, text_column
+from ddpbench.present.comparison.labels import change_columns, format_noticeable
+from ddpbench.present.document import Chart, Section, build_table
+from ddpbench.records.schema import Finding
+from ddpbench.records.wording import counted
+from ddpbench.verdicts.comparison import ONLY_NEW
+from ddpbench.verdicts.regression import Measured, Row, counts
+
+COLUMNS: tuple[Column[Row], ...] = (
+    text_column("test", lambda row: row.test),
+    text_column("saved in", lambda row: row.base.source if row.base else ""),
+    *change_columns(lambda row: (row.new.case, row.base and row.base.side, row.new.side)),
+    text_column(
+        "torch",
+        lambda row: " → ".join(
+            dict.fromkeys(side.torch for side in (row.base, row.new) if side and side.torch)
+        ),
+    ),
+    Column("margin", lambda row: f"±{row.margin * 100:.3g} %"),
+    text_column("verdict", lambda row: row.verdict),
+    text_column("why", lambda row: row.why),
+)
+
+
+def build_section(
+    measured: Mapping[str, Measured], rows: Sequence[Row] = (), *, drawn: bool = False
+) -> Section:
+    """Return the section of a session.
+
+    measured: what each test measured, by its name. rows: the verdicts on them, if they were
+    compared with saved runs. drawn: whether changes and launches are charts.
+    """
+    names = _shorten(measured)
+    rows = [replace(row, test=names[row.test]) for row in rows]
+    judged = {row.test: row for row in rows}
+    sides = {name: measured[test] for test, name in names.items()}
+    sides |= {name: row.new for name, row in judged.items()}
+    verdicts = ", ".join(f"{count} {name}" for name, count in counts(rows).items())
+    compared = [row for row in rows if row.base is not None]
+    table = build_table("", COLUMNS, compared)
+    blocks = [Chart("tests-changes", "Change of each test", "", None, table)] if compared else []
+    if drawn:
+        from ddpbench.present.comparison.tests import draw_launches, draw_tests
+
+        blocks = [*(draw_tests(block, compared) for block in blocks), draw_launches(sides, judged)]
+    return Section(
+        "tests",
+        "Tests",
+        f"{counted(len(names), 'test')} measured{f': {verdicts}' if verdicts else ''}.",
+        findings=tuple(_find(sides, rows)),
+        rows=tuple((block,) for block in blocks),
+    )
+
+
+def _shorten(tests: Mapping[str, Measured]) -> dict[str, str]:
+    """Return a name for each test: without its file, if that leaves names distinct."""
+    short = {test: test.rpartition("::")[2] for test in tests}
+    return short if len(set(short.values())) == len(short) else {test: test for test in tests}
+
+
+def _find(sides: Mapping[str, Measured], rows: Sequence[Row]) -> Iterator[Finding]:
+    """Yield what makes times and verdicts doubtful, and tests that have none."""
+    bases = {row.test: row.base for row in rows if row.base is not None}
+    for name, every in (("base", bases), ("new", sides)):
+        for test, side in every.items():
+            for warning in side.warnings:
+                yield Finding("warning", "conditions", f"{name}, {test}: {warning}")
+    if unknown := [row.test for row in rows if row.base is None]:
+        sentence = f"{ONLY_NEW}, no saved run to compare with: {', '.join(unknown)}"
+        yield Finding("note", "not-compared", sentence)
+    if text := format_noticeable([row.noticeable for row in rows if row.shift]):
+        yield Finding("note", "sensitivity", text)

@@ -1,0 +1,28 @@
+"""The values of a document as CSV: one row per case, unrounded; an empty cell is unknown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ddpbench.present.document import Document
+from ddpbench.records.table import Table
+from ddpbench.records.terminal_text import escape_record
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def write(document: Document) -> str:
+    """Return a line of names, and one for each row."""
+    values = document.values
+    printable = replace(values, rows=escape_record(values.rows))
+    return str(make_frame(printable).to_csv(index=False))
+
+
+def make_frame(values: Table) -> pd.DataFrame:
+    """Return the rows of a table as a DataFrame of objects."""
+    import pandas as pd
+
+    names = [column.heading for column in values.columns]
+    return pd.DataFrame(list(values.rows), columns=names, dtype=object)
