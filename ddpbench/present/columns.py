@@ -1,4 +1,4 @@
-"""Columns of tables, and how a terminal and Markdown lay them out.
+"""Columns of tables, and how their values are formatted.
 
 Every table and CSV file is built from columns: name, unit, value and alignment.
 """
@@ -6,10 +6,8 @@ Every table and CSV file is built from columns: name, unit, value and alignment.
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ddpbench.analysis import flags
@@ -19,7 +17,6 @@ from ddpbench.records.wording import explain_unknown
 RowT = TypeVar("RowT")
 Value = float | int | str | None
 HOST_COUNTS_WIDTH = 24  # characters of "4+4+2+2"
-WIDTH = 100  # characters of a remark in a terminal
 
 
 class UnknownColumn(Exception):
@@ -65,14 +62,7 @@ def text_column(
     return Column(name, text, text, meaning=meaning, default=default, left=True)
 
 
-def describe_columns(columns: Iterable[Column[Any]]) -> str:
-    """Return a table of columns for people: name, unit, whether a table has it, and meaning."""
-    cells = [[c.name, c.unit, "yes" if c.default else "", c.meaning] for c in columns]
-    headings = ["column", "unit", "default", "meaning"]
-    return TERMINAL.table(cells, headings, headings)
-
-
-def choose_columns(
+def choose_names(
     names: Iterable[str] | None, columns: Mapping[str, Column[Any]], *, every: bool = False
 ) -> list[str]:
     """Return the requested column names, else the default ones, else every one.
@@ -86,6 +76,16 @@ def choose_columns(
         if name not in columns:
             raise UnknownColumn(explain_unknown("column", name, [*columns, "all"]))
     return chosen
+
+
+def choose_columns(
+    names: Iterable[str] | None, columns: Mapping[str, Column[RowT]], rows: Sequence[RowT]
+) -> list[Column[RowT]]:
+    """Return the requested columns, else the default ones that apply to any of these rows."""
+    chosen = [columns[name] for name in choose_names(names, columns)]
+    if names is not None or not rows:
+        return chosen
+    return [column for column in chosen if any(map(column.applies, rows))]
 
 
 def scaled(value: float | None, factor: float) -> float | None:
@@ -167,55 +167,3 @@ def explain(
         for name, flag in known.items()
         if name in raised
     ]
-
-
-@dataclass(frozen=True)
-class Style:
-    tablefmt: str  # of tabulate
-    heading: str  # before a title
-    gap: str  # between lines that must not run together
-
-    def block(self, title: str, body: str, level: int = 0) -> str:
-        """Put text under a title; a higher level is a title within."""
-        mark = self.heading and "#" * level + self.heading
-        return f"{mark}{title}\n{self.gap[1:]}{body}"
-
-    def notes(self, lines: Iterable[str]) -> str:
-        """Return remarks one below the other, wrapped for a terminal."""
-        if self is MARKDOWN:
-            return self.gap.join(lines)
-        wrap = partial(
-            textwrap.fill, width=WIDTH, subsequent_indent="  ",
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
-        return "\n".join(map(wrap, lines))
-
-    def table(
-        self, cells: Sequence[Sequence[str]], headings: Sequence[str], left: Container[str] = ()
-    ) -> str:
-        """Lay out cells under headings; columns whose heading is in `left` are aligned left."""
-        from tabulate import tabulate
-
-        if self is MARKDOWN:
-            cells = [[cell.replace("|", "\\|") for cell in row] for row in cells]
-        align = ["left" if heading in left else "right" for heading in headings]
-        return tabulate(
-            cells, headings, tablefmt=self.tablefmt, colalign=align, disable_numparse=True
-        )
-
-    def columns(self, cells: Sequence[Sequence[str]], columns: Sequence[Column[Any]]) -> str:
-        """Lay out cells under the headings of these columns, with their alignment."""
-        left = {column.heading for column in columns if column.left}
-        return self.table(cells, [column.heading for column in columns], left)
-
-    def rows(
-        self, rows: Iterable[RowT], columns: Sequence[Column[RowT]], *, drop_empty: bool = False
-    ) -> str:
-        """Lay out one table row per item; drop_empty leaves out columns without any text."""
-        cells = [[column.show(row) for column in columns] for row in rows]
-        kept = [i for i in range(len(columns)) if not drop_empty or any(row[i] for row in cells)]
-        return self.columns([[row[i] for i in kept] for row in cells], [columns[i] for i in kept])
-
-
-TERMINAL = Style("simple", "", "\n")
-MARKDOWN = Style("github", "### ", "\n\n")

@@ -164,6 +164,23 @@ def build_table(title: str, columns: Sequence[Column[RowT]], rows: Sequence[RowT
     return tabulate(title, kept, [[column.show(row) for column in kept] for row in rows])
 
 
+def show_rows(title: str, columns: Sequence[Column[RowT]], rows: Iterable[RowT]) -> Table:
+    """Return a table with these columns and a row per item."""
+    return tabulate(title, columns, [[column.show(row) for column in columns] for row in rows])
+
+
+def describe_columns(columns: Iterable[Column[Any]]) -> Table:
+    """Return a table of columns for people: name, unit, whether a table has it, and meaning."""
+    headings = ("column", "unit", "default", "meaning")
+    cells = [(c.name, c.unit, "yes" if c.default else "", c.meaning) for c in columns]
+    return make_table("", headings, cells, headings)
+
+
+def as_row(table: Table) -> tuple[Chart]:
+    """Return the row of a section that has this table alone, without a picture."""
+    return (Chart("", table.title, "", None, table, remarkable=len(table.rows)),)
+
+
 def format_cell(value: Any, column: TableColumn) -> str:
     """Format a value of a table; "-" if it is unknown."""
     if isinstance(value, bool):

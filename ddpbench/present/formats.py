@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.present.collectives.columns import COLUMNS
-from ddpbench.present.columns import MARKDOWN, TERMINAL, Column, Style, choose_columns
+from ddpbench.present.columns import Column, choose_names
 from ddpbench.present.doctor.document import FINDING_COLUMNS, build_document
-from ddpbench.present.document import Document, make_table
+from ddpbench.present.document import Document, Section, as_row, make_table
 from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.present.writers import WRITERS
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table
-from ddpbench.records.terminal_text import escape_record
 
 if TYPE_CHECKING:
     from ddpbench.analysis.lines import Line
     from ddpbench.analysis.step_lines import StepLine
 
 Columns = tuple[str, ...] | None
-STYLES = {"table": TERMINAL, "markdown": MARKDOWN}
 
 
 def _show(form: str, run: Run, columns: Columns = None, quiet: bool = False) -> str:
@@ -40,7 +38,7 @@ def _show(form: str, run: Run, columns: Columns = None, quiet: bool = False) -> 
     elif header.of_doctor(run):
         document = build_document(run, columns, quiet)
     else:
-        return _show_blocks(escape_record(run), columns, quiet, STYLES[form])
+        document = _build_document(run, columns, quiet)
     return WRITERS[form](document)
 
 
@@ -73,27 +71,37 @@ def list_values(run: Run, columns: Columns = None) -> Table:
         known, shown = STEP_COLUMNS, step_lines.lines(run)
     else:
         shown = lines.lines(run)
-    names = choose_columns(columns, known, every=True)
+    names = choose_names(columns, known, every=True)
     if "reason" not in names:
         shown = [line for line in shown if isinstance(line, Finding) or line.results]
     return make_table("", names, [[known[name].value(line) for name in names] for line in shown])
 
 
-def _show_blocks(run: Run, columns: Columns, quiet: bool, style: Style) -> str:
+def _build_document(run: Run, columns: Columns, quiet: bool) -> Document:
+    """Return the document of a run that measured, or watched, something."""
     from ddpbench.present import header
     from ddpbench.present.collectives import tables as collective_tables
     from ddpbench.present.steps import tables as step_tables
     from ddpbench.present.watch import tables as watch_tables
 
-    facts = (f"{name:<9} {fact}" for name, fact in header.list_facts(run))
-    blocks = [] if quiet else [style.gap.join((header.title(run), *facts))]
-    notes = header.partial(run) + ([] if quiet else header.finding_lines(run))
-    if notes:
-        blocks.append(style.gap.join(notes))
-    if header.of_watch(run):
-        shown = watch_tables.blocks(run, columns, quiet, style)
+    if header.of_watch(run) and columns is None:
+        sections = [*watch_tables.build_sections(run)]
     elif header.of_steps(run):
-        shown = step_tables.blocks(run, columns, quiet, style)
+        sections = [*step_tables.build_sections(run, columns)]
     else:
-        shown = collective_tables.blocks(run, columns, quiet, style)
-    return "\n\n".join([*blocks, *shown]) + "\n"
+        sections = [*collective_tables.build_sections(run, columns)]
+    result = Section("result", "", lines=tuple(header.partial(run)))
+    if quiet:
+        tables = [replace(each, lines=()) for each in sections]
+        return Document("", (*(_without_legend(each) for each in tables), result))
+    setup = make_table("", ("", ""), header.list_facts(run), left=("",))
+    findings, more = header.choose_findings(run)
+    result = replace(result, findings=findings, lines=(*result.lines, *more))
+    return Document(
+        header.title(run), (Section("setup", "", rows=(as_row(setup),)), *sections, result)
+    )
+
+
+def _without_legend(section: Section) -> Section:
+    rows = tuple(as_row(replace(chart.table, legend=())) for chart in section.charts)
+    return replace(section, rows=rows)

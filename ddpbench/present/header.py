@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ddpbench.analysis import stats
 from ddpbench.present.columns import digits
-from ddpbench.present.writers.text import format_finding
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Finding, Run
 
@@ -241,21 +241,25 @@ def partial(run: Run) -> list[str]:
     return [f"{mark}; {', '.join(missing)}" if missing else mark]
 
 
-def finding_lines(run: Run) -> list[str]:
-    """Format one line per finding: severity, code, sentence, next step.
+def choose_findings(run: Run) -> tuple[tuple[Finding, ...], list[str]]:
+    """Return the findings for people, and what is left out of them.
 
     Of the differing tensors of a case only the first are listed: the table of replicas has them
     all.
     """
-    cases = [_case_of_tensor(finding) for finding in run.findings]
-    lines = []
-    for i, (finding, case) in enumerate(zip(run.findings, cases, strict=True)):
-        before, total = cases[:i].count(case), cases.count(case)
-        if case is None or before < TENSORS:
-            lines.append(format_finding(finding))
-        elif before + 1 == total:
-            lines.append(f"  and {total - TENSORS} more of {case}: see replicas below")
-    return lines
+    chosen, counts = [], Counter[str]()
+    for finding in run.findings:
+        case = _case_of_tensor(finding)
+        if case is not None:
+            counts[case] += 1
+        if case is None or counts[case] <= TENSORS:
+            chosen.append(finding)
+    more = [
+        f"{count - TENSORS} more differing tensors of {case}: see replicas"
+        for case, count in counts.items()
+        if count > TENSORS
+    ]
+    return tuple(chosen), more
 
 
 def _case_of_tensor(finding: Finding) -> str | None:

@@ -15,9 +15,10 @@ from typing import Any, NoReturn, TypeVar
 from ddpbench.catalog import backends, faults
 from ddpbench.interchange import sources
 from ddpbench.launch import placement
-from ddpbench.present.columns import Column, describe_columns
+from ddpbench.present.columns import Column
+from ddpbench.present.document import describe_columns
 from ddpbench.present.formats import FORMATS
-from ddpbench.present.writers import page_file
+from ddpbench.present.writers import page_file, text
 from ddpbench.records.wording import did_you_mean, explain_unknown
 from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
@@ -303,10 +304,11 @@ def _columns(
     """Return the type of --columns; `help` lists all columns and ends the program."""
     parse = names("column", dict.fromkeys(chain.from_iterable(tables))) if check else listed
 
-    def read(text: str) -> tuple[str, ...]:
-        if text != "help":
-            return parse(text)
-        sys.stdout.write("\n\n".join(describe_columns(table.values()) for table in tables) + "\n")
+    def read(words: str) -> tuple[str, ...]:
+        if words != "help":
+            return parse(words)
+        shown = (text.lay_out(describe_columns(table.values())) for table in tables)
+        sys.stdout.write("\n\n".join(shown) + "\n")
         sys.exit(0)
 
     return read

@@ -18,7 +18,6 @@ from stored_steps import (
 )
 
 from ddpbench.analysis import findings, step_lines
-from ddpbench.present.columns import TERMINAL
 from ddpbench.present.steps import replicas as step_replicas
 from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.records import codec
@@ -186,7 +185,9 @@ def test_replicas_that_were_not_all_compared_are_a_warning() -> None:
     column = STEP_COLUMNS["equal"]
     assert column.value(line) is None
     assert column.show(line) == "unknown"
-    assert "NOT ALL COMPARED" in step_replicas.replicas([line], run, TERMINAL)
+    table = step_replicas.replicas([line], 1)
+    assert table is not None
+    assert "NOT ALL COMPARED" in table.rows[0][1]
     stored = json.loads(codec.encode(partly))
     assert codec.decode(Replicas, stored) == partly
     del stored["not_compared"]  # as a run of before has it

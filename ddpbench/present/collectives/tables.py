@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis import fit, lines
 from ddpbench.analysis.fit import Estimate, Fit, Segment
 from ddpbench.analysis.lines import Line
 from ddpbench.catalog.sizes import UNITS, readable
 from ddpbench.present.collectives.columns import COLUMNS
-from ddpbench.present.columns import (
-    Column,
-    Style,
-    choose_columns,
-    digits,
-    explain,
-    title_parts,
-)
+from ddpbench.present.columns import Column, choose_columns, digits, explain, title_parts
+from ddpbench.present.document import Section, as_row, tabulate
 from ddpbench.records.schema import Run
 
 
-def blocks(run: Run, wanted: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
-    """Format all that stands below the header; quiet: the tables alone."""
-    all_lines = lines.lines(run)
-    shown = [line for line in all_lines if line.seconds is not None]
-    names = choose_columns(wanted, COLUMNS)
-    if wanted is None and shown:
-        names = [name for name in names if any(map(COLUMNS[name].applies, shown))]
-    fitted = not quiet and run.state in ("complete", "interrupted")
-    columns = [COLUMNS[name] for name in names]
-    texts, all_fits = [], []
+def build_sections(run: Run, wanted: tuple[str, ...] | None) -> Iterator[Section]:
+    """Yield the tables, why cases were skipped, and the legend. wanted: columns."""
+    known = lines.lines(run)
+    shown = [line for line in known if line.seconds is not None]
+    columns = choose_columns(wanted, COLUMNS, shown)
+    tables, all_fits = [], []
     for title, group in _group_by_title(shown).items():
-        fits = fit.fits(group) if fitted else []
+        fits = fit.fits(group) if run.state in ("complete", "interrupted") else []
         all_fits += fits
-        texts.append(style.block(title, style.columns(_rows(group, columns), columns)))
-        if fits:  # after a blank line: programs read a table up to there
-            texts.append(style.gap.join(map(_format_fit, fits)))
-    if quiet:
-        return texts
-    legend = explain(shown, columns, lines.FLAGS) + (_limits(shown) if "limit" in names else [])
+        rows = _rows(group, columns)
+        tables.append(tabulate(title, columns, rows, map(_format_fit, fits)))
+    legend = explain(shown, columns, lines.FLAGS)
+    legend += _limits(shown) if COLUMNS["limit"] in columns else []
     if all_fits:
         over = " or ".join(dict.fromkeys(one.of for one in all_fits))
         legend.append(
@@ -46,7 +34,9 @@ def blocks(run: Run, wanted: tuple[str, ...] | None, quiet: bool, style: Style) 
             "algbw of an endless message; n½: size at which α is half the time; figures that the "
             "times do not determine are left out"
         )
-    return texts + [style.notes(notes) for notes in (_skipped(all_lines), legend) if notes]
+    yield Section("collectives", "", rows=tuple(map(as_row, tables)))
+    yield Section("notes", "", lines=tuple(_skipped(known)))
+    yield Section("legend", "", lines=tuple(legend))
 
 
 def _format_fit(one: Fit) -> str:

@@ -44,7 +44,7 @@ def build_document(run: Run, columns: tuple[str, ...] | None, quiet: bool) -> Do
     sections += build_sections([ReportRun(run.id, run)])
     result = Section("result", "Result", verdict(run), tuple(header.partial(run)), run.findings)
     if columns is not None:
-        shown = [FINDING_COLUMNS[name] for name in choose_columns(columns, FINDING_COLUMNS)]
+        shown = choose_columns(columns, FINDING_COLUMNS, run.findings)
         block = Chart("findings", "Findings", "", None, build_table("", shown, run.findings))
         result = replace(result, findings=(), rows=((block,),))
     return Document("", (result,)) if quiet else Document(header.title(run), (*sections, result))

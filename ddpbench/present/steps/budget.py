@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis import steps
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.present.columns import Style
+from ddpbench.present.document import make_table
 from ddpbench.present.steps.columns import bounded, ms, percent, span, uncertain, with_backend
-from ddpbench.records.schema import Bucket, Collective, Part, Run
+from ddpbench.records.schema import Bucket, Collective, Part
+from ddpbench.records.table import Table
 
 BUCKETS, ENDS = 12, 5  # up to BUCKETS are shown, else ENDS at either end
 NAME = 24  # characters of a parameter's name
@@ -21,21 +22,21 @@ LAYER_HEADINGS = (
 LAYER_LEFT = ("layers", "phase", "operation")
 
 
-def budget(group: list[StepLine], run: Run, style: Style) -> str:
-    """Format the parts of a step and what could be gained; empty if no part is known."""
+def budget(group: Sequence[StepLine]) -> Table | None:
+    """Return the parts of a step, and what could be gained; None if no part is known."""
     measured = [line for line in group if line.summary and line.summary.budget]
     known = [line for line in measured if any(map(is_known, _parts(line)))]
     cells = [row for line in known for row in with_backend(line, list(_rows(line)))]
     headings = ["backend", "part of a step", "ms", "95 %", "% of step", "from"]
     if not any(part.source for line in known for part in _parts(line)):
         cells, headings = [row[:-1] for row in cells], headings[:-1]
-    left = [name for name in headings if name in ("backend", "part of a step", "from")]
-    body = [style.table(cells, headings, left), *gain(known)] if known else []
+    notes = [*gain(known)]
     if few := [line.case.backend for line in measured if line not in known]:
-        body.append(f"no budget on {', '.join(few)}: it needs six rounds, or six launches")
-    body += [text for line in measured for text in (*disagreement(line), *timers(line))]
-    body += [text for line in group for text in peak_memory(line)]
-    return style.block("budget", style.gap.join(body), 1) if body else ""
+        notes.append(f"no budget on {', '.join(few)}: it needs six rounds, or six launches")
+    notes += [text for line in measured for text in (*disagreement(line), *timers(line))]
+    notes += [text for line in group for text in peak_memory(line)]
+    left = ("backend", "part of a step", "from")
+    return make_table("budget", headings, cells, left, notes) if cells or notes else None
 
 
 def _parts(line: StepLine) -> tuple[Part, ...]:
@@ -60,7 +61,7 @@ def _rows(line: StepLine) -> Iterator[list[str]]:
             yield ["= step", ms(total, total), span(line.interval, total), "100.0", ""]
 
 
-def gain(known: list[StepLine]) -> Iterator[str]:
+def gain(known: Sequence[StepLine]) -> Iterator[str]:
     """State what could be gained at most if communication took no time."""
     factors = [(line.case.backend, _factor(line)) for line in known]
     gains = [f"{factor} faster on {backend}" for backend, factor in factors if factor]
@@ -108,14 +109,13 @@ def timers(line: StepLine) -> Iterator[str]:
         yield f"DDP's own timers, slowest rank's ms on {line.case.backend}: {', '.join(texts)}"
 
 
-def buckets(group: list[StepLine], run: Run, style: Style) -> str:
-    """Format DDP's buckets in the order of reduction; empty if they were not timed."""
+def buckets(group: Sequence[StepLine]) -> Table | None:
+    """Return DDP's buckets in the order of reduction; None if they were not timed."""
     cells = [row for line in group for row in with_backend(line, _bucket_rows(line))]
-    if not cells:
-        return ""
     headings = ["backend", "#", "MB", "n", "parameters", "ready after ms", "wire ms", "wait ms"]
-    table = style.table(cells, [*headings, "late rank"], ("backend", "parameters"))
-    return style.block("buckets", style.gap.join([table, *timing_cost(group, "buckets")]), 1)
+    headings, left = [*headings, "late rank"], ("backend", "parameters")
+    cost = timing_cost(group, "buckets")
+    return make_table("buckets", headings, cells, left, cost) if cells else None
 
 
 def _bucket_rows(line: StepLine) -> list[list[str]]:
@@ -174,14 +174,12 @@ def timing_cost(group: Sequence[StepLine], what: str) -> list[str]:
     return [f"timing the {what} lengthens a step by {', '.join(costs)}"] if costs else []
 
 
-def collectives(group: list[StepLine], run: Run, style: Style) -> str:
-    """Format what each layer group communicates; empty if no collective was timed."""
+def collectives(group: Sequence[StepLine]) -> Table | None:
+    """Return what each layer group communicates; None if no collective was timed."""
     cells = [row for line in group for row in with_backend(line, layer_rows(line))]
-    if not cells:
-        return ""
-    table = style.table(cells, ["backend", *LAYER_HEADINGS], ("backend", *LAYER_LEFT))
-    notes = timing_cost(group, "collectives")
-    return style.block("layer groups", style.gap.join([table, *notes]), 1)
+    headings, left = ["backend", *LAYER_HEADINGS], ("backend", *LAYER_LEFT)
+    cost = timing_cost(group, "collectives")
+    return make_table("layer groups", headings, cells, left, cost) if cells else None
 
 
 def layer_rows(line: StepLine) -> list[list[str]]:

@@ -6,9 +6,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.present.columns import Style, digits
+from ddpbench.present.columns import digits
+from ddpbench.present.document import make_table
 from ddpbench.present.steps.columns import ms, percent, with_backend
-from ddpbench.records.schema import Epoch, Replicas, Run
+from ddpbench.records.schema import Epoch, Replicas
+from ddpbench.records.table import Table
 
 EPOCHS, ENDS = 18, 3  # up to EPOCHS are shown, else ENDS at either end and ten between
 LOSSES = 8  # ranks
@@ -20,17 +22,18 @@ KINDS = {
 }
 
 
-def replicas(group: list[StepLine], run: Run, style: Style) -> str:
-    """Format the verdict of each backend, its cost and the losses; empty if nothing is known."""
-    width = max(len(line.case.backend) for line in group)
-    texts = []
+def replicas(group: Sequence[StepLine], every: int) -> Table | None:
+    """Return the verdict of each backend, its cost and the losses; None if nothing is known.
+
+    every: steps from one verification to the next.
+    """
+    rows = []
     for line in group:
-        lines = [*verdict(line, run.plan.verify)]
+        texts = [*verdict(line, every)]
         if below := [*_verification_cost(line), *_losses(line)]:
-            lines.append("; ".join(below))
-        names = [line.case.backend, *[""] * len(lines)]
-        texts += [f"{name:<{width}}  {text}" for name, text in zip(names, lines, strict=False)]
-    return style.block("replicas", style.gap.join(texts), 1) if texts else ""
+            texts.append("; ".join(below))
+        rows += with_backend(line, [[text] for text in texts])
+    return make_table("replicas", ("", ""), rows, ("",)) if rows else None
 
 
 def verdict(line: StepLine, every: int) -> Iterator[str]:
@@ -96,19 +99,16 @@ def _compared(replicas: Replicas) -> str:
     return f"{', '.join(counts)} ({replicas.nbytes / 1e6:.1f} MB)"
 
 
-def training(group: list[StepLine], run: Run, style: Style) -> str:
-    """Format the epochs; empty if nothing was trained to its end."""
+def training(group: Sequence[StepLine]) -> Table | None:
+    """Return the epochs; None if nothing was trained to its end."""
     cells = [row for line in group for row in with_backend(line, _epoch_rows(line))]
-    if not cells:
-        return ""
     headings = ["backend", "epoch", "train loss", "validation loss", "seconds", "replicas"]
     several = max(len(line.results) for line in group) > 1
     title = "training" + (", of the first launch" if several else "")
-    table = style.table(cells, headings, ("backend", "replicas"))
     loads = [
         f"load of a rank on {line.case.backend}: {load}" for line in group for load in _load(line)
     ]
-    return style.block(title, style.gap.join([table, *loads]), 1)
+    return make_table(title, headings, cells, ("backend", "replicas"), loads) if cells else None
 
 
 def _load(line: StepLine) -> Iterator[str]:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.parallel import WAYS
-from ddpbench.present.columns import (
-    Style,
-    choose_columns,
-    digits,
-    explain,
-    format_ranks,
-)
-from ddpbench.present.steps import budget as step_budget
-from ddpbench.present.steps import replicas as step_replicas
+from ddpbench.present.columns import choose_columns, digits, explain, format_ranks
+from ddpbench.present.document import Section, as_row, show_rows
+from ddpbench.present.steps.budget import buckets, budget, collectives
 from ddpbench.present.steps.columns import STEP_COLUMNS
+from ddpbench.present.steps.replicas import replicas, training
 from ddpbench.records.schema import Run, StepCase
 
-TABLES: tuple[Callable[[list[StepLine], Run, Style], str], ...] = (
-    step_budget.budget,
-    step_budget.buckets,
-    step_budget.collectives,
-    step_replicas.replicas,
-    step_replicas.training,
-)
 PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
 BUCKETS = ("ready", "wire", "wait")
 SHARDED = {
@@ -60,27 +48,27 @@ LEGEND = {
 }
 
 
-def blocks(run: Run, wanted: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
-    """Format all that stands below the header; chosen columns give one table per workload."""
-    all_lines = step_lines.lines(run)
-    shown = [line for line in all_lines if line.results]
-    names = choose_columns(wanted, STEP_COLUMNS)
-    if wanted is None:
-        names = [name for name in names if any(map(STEP_COLUMNS[name].applies, shown))]
-    columns = [STEP_COLUMNS[name] for name in names]
+def build_sections(run: Run, wanted: tuple[str, ...] | None) -> Iterator[Section]:
+    """Yield a section for each workload, then remarks.
+
+    wanted: columns of the only table; default: those that fit, and the tables below them.
+    """
+    known = step_lines.lines(run)
+    shown = [line for line in known if line.results]
+    columns = choose_columns(wanted, STEP_COLUMNS, shown)
     groups: dict[StepCase, list[StepLine]] = {}
     for line in shown:
         groups.setdefault(step_lines.same_but_backend(line.case), []).append(line)
-    texts = []
     for case, group in groups.items():
-        texts.append(style.block(title(case), style.rows(group, columns)))
+        tables = [show_rows(title(case), columns, group)]
         if wanted is None:
-            texts += filter(None, (table(group, run, style) for table in TABLES))
-    if quiet:
-        return texts
+            more = (budget(group), buckets(group), collectives(group))
+            tables += filter(None, (*more, replicas(group, run.plan.verify), training(group)))
+        yield Section(case.workload, "", rows=tuple(map(as_row, tables)))
     legend = explain(shown, columns, step_lines.FLAGS) if shown else []
     legend += _legend(shown) if wanted is None else []
-    return texts + [style.notes(notes) for notes in (_left_out(all_lines), legend) if notes]
+    yield Section("notes", "", lines=tuple(_left_out(known)))
+    yield Section("legend", "", lines=tuple(legend))
 
 
 def title(case: StepCase) -> str:

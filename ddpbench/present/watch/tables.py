@@ -7,10 +7,11 @@ from datetime import datetime, timezone
 
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.present.columns import Style, Value, digits, format_half_width, format_ranks
-from ddpbench.present.steps import tables as step_tables
+from ddpbench.present.columns import Value, digits, format_half_width, format_ranks
+from ddpbench.present.document import Section, as_row, make_table
 from ddpbench.present.steps.columns import ms, percent
 from ddpbench.records.schema import Run
+from ddpbench.records.table import Table
 from ddpbench.records.watched import COLUMNS, Moment, Watched
 
 RANKS, PAUSES, COLLECTIVES, LINKS, MOMENTS = 8, 5, 12, 12, 10  # rows of a table, at most
@@ -28,29 +29,27 @@ WAIT = (
 )
 
 
-def blocks(run: Run, columns: tuple[str, ...] | None, quiet: bool, style: Style) -> list[str]:
-    """Format all that stands below the header; chosen columns give one row."""
-    if columns is not None:
-        return step_tables.blocks(run, columns, quiet, style)
-    shown = []
+def build_sections(run: Run) -> Iterator[Section]:
+    """Yield the tables of the job, then the legend."""
     whole = all(finding.code != "missing-ranks" for finding in run.findings)
     for line in step_lines.lines(run):
         case = line.case
-        title = [case.workload, " ".join(case.settings), format_ranks(case), case.backend]
-        parts = "  ".join(filter(None, [*title, case.device]))
-        shown.append(style.block(parts, _parts(line, style, whole)))
+        parts = [case.workload, " ".join(case.settings), format_ranks(case), case.backend]
+        title = "  ".join(filter(None, [*parts, case.device]))
+        tables, legend = [_parts(line, title, whole)], []
         for watched in (result.watched for result in line.results if result.watched):
-            shown += filter(None, (table(watched, style) for table in TABLES))
-            legend = [*(LEGEND if watched.steps else ()), *[WAIT] * bool(watched.collectives)]
-            shown += [style.gap.join(legend)] if legend and not quiet else []
-    return shown
+            tables += [table for build in TABLES if (table := build(watched)) is not None]
+            legend += [*(LEGEND if watched.steps else ()), *[WAIT] * bool(watched.collectives)]
+        yield Section("watch", "", rows=tuple(map(as_row, tables)))
+        yield Section("legend", "", lines=tuple(legend))
 
 
-def _parts(line: StepLine, style: Style, whole: bool) -> str:
-    """Format where the time of a step goes, in the median rank and in the slowest one."""
+def _parts(line: StepLine, title: str, whole: bool) -> Table:
+    """Return where the time of a step goes, in the median rank and in the slowest one."""
     watched = next((result.watched for result in line.results if result.watched), None)
     if watched is None or not watched.steps:
-        return line.reason or "no optimizer step was seen on all ranks"
+        why = line.reason or "no optimizer step was seen on all ranks"
+        return make_table(title, (), (), (), (why,))
     step = watched.step_seconds
     cells = [
         [
@@ -78,25 +77,24 @@ def _parts(line: StepLine, style: Style, whole: bool) -> str:
             f"; exposed communication {ms(watched.exposed_seconds, step)} ms per step: without it "
             f"at most ×{gain:.2f} faster"
         )
-    return style.gap.join([style.table(cells, headings, headings[:1]), text])
+    return make_table(title, headings, cells, headings[:1], (text,))
 
 
-def _balance(watched: Watched, style: Style) -> str:
-    """Format where all the time of the job went."""
+def _balance(watched: Watched) -> Table | None:
+    """Return where all the time of the job went."""
     balance = watched.balance
     if balance is None:
-        return ""
+        return None
     parts = balance.parts() | {"= wall time": balance.wall_seconds}
     cells = [
         [name, f"{seconds:.3f}", percent(seconds / balance.wall_seconds)]
         for name, seconds in parts.items()
     ]
-    title = "total time of rank 0"
-    return style.block(title, style.table(cells, ["time", "s", "% of time"], ("time",)), 1)
+    return make_table("total time of rank 0", ("time", "s", "% of time"), cells, ("time",))
 
 
-def _pauses(watched: Watched, style: Style) -> str:
-    """Format the steps that took much longer than usual, by what delayed them."""
+def _pauses(watched: Watched) -> Table | None:
+    """Return the steps that took much longer than usual, by what delayed them."""
     cells = [
         [
             "all" if pause.rank is None else str(pause.rank),
@@ -112,14 +110,14 @@ def _pauses(watched: Watched, style: Style) -> str:
     ]
     headings = ["rank", "part", "line", "times", "every", "ms", "longest ms", "ms per step"]
     title = "pauses, the most costly first" + _more(len(cells), len(watched.pauses))
-    return style.block(title, style.table(cells, headings, headings[1:3]), 1) if cells else ""
+    return make_table(title, headings, cells, headings[1:3]) if cells else None
 
 
-def _ranks(watched: Watched, style: Style) -> str:
-    """Format the ranks with the most own time; empty if there is only one."""
+def _ranks(watched: Watched) -> Table | None:
+    """Return the ranks with the most own time; None if there is only one."""
     most = sorted(watched.ranks, key=lambda rank: -sum(rank.seconds[:-1]))[:RANKS]
     if len(most) < 2:
-        return ""
+        return None
     step = watched.step_seconds
     cells = [
         [str(rank.rank), rank.host, ms(sum(rank.seconds[:-1]), step), *_ms(rank.seconds, step)]
@@ -127,10 +125,10 @@ def _ranks(watched: Watched, style: Style) -> str:
     ]
     headings = ["rank", "host", "own ms", *COLUMNS]
     title = "ranks, the most own time first" + _more(len(most), sum(watched.hosts.values()))
-    return style.block(title, style.table(cells, headings, ("host",)), 1)
+    return make_table(title, headings, cells, ("host",))
 
 
-def _collectives(watched: Watched, style: Style) -> str:
+def _collectives(watched: Watched) -> Table | None:
     cells = [
         [
             row.group if len(row.group) <= GROUP else f"{row.group[: GROUP - 1]}…",
@@ -145,13 +143,12 @@ def _collectives(watched: Watched, style: Style) -> str:
         for row in watched.collectives[:COLLECTIVES]
     ]
     count = "per step" if watched.steps else "calls"
-    headings = ["group", "ranks", "operation", "kB", count, "wait ms", "wire ms"]
+    headings = ["group", "ranks", "operation", "kB", count, "wait ms", "wire ms", "last rank"]
     title = "collectives, the longest waits first" + _more(len(cells), len(watched.collectives))
-    table = style.table(cells, [*headings, "last rank"], ("group", "operation"))
-    return style.block(title, table, 1) if cells else ""
+    return make_table(title, headings, cells, ("group", "operation")) if cells else None
 
 
-def _links(watched: Watched, style: Style) -> str:
+def _links(watched: Watched) -> Table | None:
     cells = [
         [
             f"{link.host} → {link.peer}",
@@ -165,13 +162,13 @@ def _links(watched: Watched, style: Style) -> str:
     ]
     headings = ["link", "interface", "MB", "MB/s", "round trip µs", "retransmitted"]
     title = "links, the busiest first" + _more(len(cells), len(watched.links))
-    return style.block(title, style.table(cells, headings, headings[:2]), 1) if cells else ""
+    return make_table(title, headings, cells, headings[:2]) if cells else None
 
 
-def _timeline(watched: Watched, style: Style) -> str:
+def _timeline(watched: Watched) -> Table | None:
     moments, step = watched.moments, watched.step_seconds
     if len(moments) < 2:
-        return ""
+        return None
     read = {name: pick for name, pick in READ.items() if any(pick(m) is not None for m in moments)}
     cells = [
         [
@@ -184,7 +181,7 @@ def _timeline(watched: Watched, style: Style) -> str:
         for i in _spread(len(moments))
     ]
     headings = ["UTC", "step", "ms", *COLUMNS, *read]
-    return style.block("timeline", style.table(cells, headings, ()), 1)
+    return make_table("timeline", headings, cells)
 
 
 def _spread(known: int) -> Iterator[int]:
@@ -221,6 +218,6 @@ READ: dict[str, Callable[[Moment], Value]] = {
     "cores": lambda moment: None if moment.load is None else moment.load.cpu_cores,
     "GPU %": _gpu_percent,
 }
-TABLES: tuple[Callable[[Watched, Style], str], ...] = (
+TABLES: tuple[Callable[[Watched], Table | None], ...] = (
     *(_balance, _pauses, _ranks, _collectives, _links, _timeline),
 )

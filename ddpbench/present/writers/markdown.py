@@ -31,7 +31,7 @@ def write(document: Document, pictures: Mapping[str, Path] = NO_PICTURES) -> str
 
 
 def _blocks(section: Section, pictures: Mapping[str, Path]) -> Iterator[str]:
-    yield f"## {_text(section.title)}"
+    yield f"## {_text(section.title)}" if section.title else ""
     yield _text(section.intro)
     yield from map(_text, section.lines)
     yield "\n".join(map(_item, section.findings))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 
 from ddpbench.present.document import Document, Section, format_cell
 from ddpbench.records.schema import Finding
 from ddpbench.records.table import Table
 from ddpbench.records.terminal_text import escape
+
+WIDTH = 100  # characters of a remark
 
 
 def write(document: Document) -> str:
@@ -21,12 +24,20 @@ def write(document: Document) -> str:
 
 def _blocks(section: Section) -> Iterator[str]:
     """Yield what blank lines separate; some of it may be empty."""
-    yield "\n".join(map(escape, section.lines))
+    yield "\n".join(map(_wrap, section.lines))
     for table in (chart.table for chart in section.charts):
         yield "\n".join(filter(None, (escape(table.title), lay_out(table))))
-        yield "\n".join(map(escape, table.legend))
+        yield "\n".join(map(_wrap, table.legend))
     yield "\n".join(escape(format_finding(finding)) for finding in section.findings)
     yield escape(section.intro)
+
+
+def _wrap(line: str) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(
+        escape(line), WIDTH, subsequent_indent=f"{indent}  ", break_long_words=False,
+        break_on_hyphens=False, drop_whitespace=True,
+    )  # fmt: skip
 
 
 def format_finding(finding: Finding) -> str:
