@@ -237,7 +237,10 @@ def test_stored_runs_that_cannot_be_read_exit_with_3(content: str) -> None:
 
 
 def test_a_missing_package_is_named_with_its_remedy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], frozen: Frozen
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    frozen: Frozen,
 ) -> None:
     """A Python without a package that the command imports gives one sentence and exit code 2."""
     monkeypatch.setitem(sys.modules, "ddpbench.commands.show", None)
@@ -245,5 +248,6 @@ def test_a_missing_package_is_named_with_its_remedy(
     assert "ModuleNotFoundError" in capsys.readouterr().err
     monkeypatch.delitem(sys.modules, "ddpbench.commands.show")
     monkeypatch.setitem(sys.modules, "tabulate", None)
-    assert cli.main(["list", "/nowhere"]) == 2
+    store.create(tmp_path / "one", a_run(), "x")
+    assert cli.main(["list", str(tmp_path)]) == 2
     frozen.text(capsys.readouterr().err.replace(sys.executable, "PYTHON"))

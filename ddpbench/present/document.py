@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ddpbench.present.repetitions import Repetitions
 
 NO_VALUES = Table("", (), ())
-MOST_ROWS = 12  # of a table that Markdown shows unfolded
 Kind = tuple[str, ...]  # what a case is: render.column.title_parts
 
 
@@ -102,7 +101,8 @@ class Chart:
     table: Table
     operation: str = ""  # readers can hide the charts of an operation; "": always shown
     choices: tuple[Choice, ...] = ()  # the spec's datasets hold the first
-    remarkable: int = MOST_ROWS  # first rows of the table; Markdown folds away the others
+    # First rows that Markdown shows, folding the others; None: all of a short table.
+    remarkable: int | None = None
 
 
 Rows = tuple[tuple[Chart, ...], ...]

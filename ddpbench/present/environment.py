@@ -69,8 +69,7 @@ def _compare(
     if len(runs) > 1:
         heads = ["", *(run.label for run in runs), "differs"]
         rows = [(*row, "differs" if len(set(row[1:])) > 1 else "") for row in rows]
-    table = make_table(title, heads, rows, left=heads)
-    return Chart(name, title, caption, None, table, remarkable=0)
+    return Chart(name, title, caption, None, make_table(title, heads, rows, left=heads))
 
 
 def _facts(run: ReportRun) -> dict[str, str]:

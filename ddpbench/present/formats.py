@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Columns = tuple[str, ...] | None
 
 
-def _show(form: str, run: Run, columns: Columns = None, quiet: bool = False) -> str:
+def show(form: str, run: Run, columns: Columns = None, quiet: bool = False) -> str:
     """Return a run in one of WRITERS.
 
     columns: default: the usual ones; every one in CSV, and the whole run, as stored, in JSON.
@@ -43,7 +43,7 @@ def _show(form: str, run: Run, columns: Columns = None, quiet: bool = False) -> 
 
 
 FORMATS: dict[str, Callable[[Run, Columns, bool], str]] = {
-    form: partial(_show, form) for form in WRITERS
+    form: partial(show, form) for form in WRITERS
 }
 
 

@@ -35,7 +35,7 @@ def examine(context: Context) -> Outcome:
 EXAMINATIONS["disk"] = Examiner("disk", "measure the local disk", examine)
 """
 TABLE = """\
-Disks
+disks
 disk              GB/s    full %
 --------------  ------  --------
 disk of rank 0   1.500         -

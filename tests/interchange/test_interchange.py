@@ -335,8 +335,8 @@ def test_a_log_is_shown(frozen: Frozen) -> None:
     run = read(nccl(row()))
     shown = run_without_torch(RUN_DDPBENCH, "show", str(Path("a.log").resolve()))
     frozen.text("\n".join(shown.split("\n")[1:]))  # the first line shows the path
-    assert codec.decode(Run, json.loads(formats.json(run))) == run
-    assert "nan" not in formats.csv(run)
+    assert codec.decode(Run, json.loads(formats.show("json", run))) == run
+    assert "nan" not in formats.show("csv", run)
 
 
 def test_a_run_is_preferred_to_the_logs_beside_it() -> None:

@@ -135,10 +135,10 @@ def test_the_header_tells_the_clocks(frozen: Frozen) -> None:
     ahead = (Offset("node2", (1,), 12.3e-6, 41e-6), Offset("node3", (2,), -86400.5, 7e-6))
     dash = a_result(summary=a_summary(skew_seconds=None), clock_off_seconds=41e-6)
     columns = ("size", "backend", "time", "skew")
-    frozen.text(formats.table(a_run(dash, launches=(a_launch(offsets=ahead),)), columns))
+    frozen.text(formats.show("table", a_run(dash, launches=(a_launch(offsets=ahead),)), columns))
     why = a_launch(facts={"clocks": "10.0.0.1 cannot be connected to"})
-    frozen.text(formats.table(a_run(a_result(), launches=(why,)), columns))
-    assert "clocks" not in formats.table(a_run(a_result()))
+    frozen.text(formats.show("table", a_run(a_result(), launches=(why,)), columns))
+    assert "clocks" not in formats.show("table", a_run(a_result()))
 
 
 def a_group(rank: int) -> Any:

@@ -125,9 +125,9 @@ def test_every_output_shows_the_launch(in_stream: tuple[Path, Run, str]) -> None
     assert rows.loc["all_reduce", "launch"] >= LAUNCH_MS * 1e3
     assert pd.isna(rows.loc["all_reduce", "skew"])
     assert pd.isna(rows.loc["barrier", "launch"])
-    stored = json.loads(formats.json(run))["results"]
+    stored = json.loads(formats.show("json", run))["results"]
     assert any(result["summary"]["launch_seconds"] for result in stored)
-    assert json.loads(formats.json(run, ("op", "launch")))[0].keys() == {"op", "launch"}
+    assert json.loads(formats.show("json", run, ("op", "launch")))[0].keys() == {"op", "launch"}
 
 
 @pytest.mark.thorough
@@ -257,13 +257,13 @@ def stars(quick: Case, slow: Case) -> list[Result]:
 def test_a_host_clock_shows_no_column_for_launches(frozen: Frozen) -> None:
     """A column that applies to no row is not shown, unless it is asked for."""
     run = a_run(a_result())
-    assert "launch µs" not in formats.table(run)
-    assert "launch µs" in formats.table(run, ("size", "launch"))
+    assert "launch µs" not in formats.show("table", run)
+    assert "launch µs" in formats.show("table", run, ("size", "launch"))
     hidden = a_case(time_definition=HIDDEN_LAUNCH, clock="device")
-    text = formats.table(a_run(a_result(hidden, summary=a_summary(launch_seconds=2e-5))))
+    text = formats.show("table", a_run(a_result(hidden, summary=a_summary(launch_seconds=2e-5))))
     assert "skew µs" not in text
     frozen.text(text)
-    row = pd.read_csv(io.StringIO(formats.csv(a_run(a_result())))).iloc[0]
+    row = pd.read_csv(io.StringIO(formats.show("csv", a_run(a_result())))).iloc[0]
     assert pd.isna(row["launch"])
 
 

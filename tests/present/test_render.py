@@ -52,9 +52,9 @@ def test_the_interfaces_that_were_used_stand_above(frozen: Frozen) -> None:
     names = "hostname", "interface", "addresses"
     ranks = tuple(dict(zip(names, each, strict=True)) for each in used)
     run = two_backends()
-    text = formats.table(replace(run, launches=(replace(run.launches[0], ranks=ranks),)))
+    text = formats.show("table", replace(run, launches=(replace(run.launches[0], ranks=ranks),)))
     frozen.text("\n".join(line for line in text.splitlines() if line.startswith("net ")))
-    assert "\nnet " not in formats.table(run)
+    assert "\nnet " not in formats.show("table", run)
 
 
 def test_fits_of_ended_runs(frozen: Frozen) -> None:
@@ -71,7 +71,7 @@ def test_fits_of_ended_runs(frozen: Frozen) -> None:
             results.append(a_result(case, launch, a_summary(seconds * 1.01**launch)))
         return a_run(*results)
 
-    run, table = swept(saw=False), formats.table
+    run, table = swept(saw=False), formats.FORMATS["table"]
     frozen.text("\n".join(line for line in table(run).splitlines() if line.startswith("fit")))
     assert "fit gloo" in table(replace(run, state="interrupted"))
     assert "fit" not in table(replace(run, state="running"))
@@ -82,7 +82,9 @@ def test_fits_of_ended_runs(frozen: Frozen) -> None:
 def test_what_is_not_known_is_a_dash() -> None:
     """A missing interval, percentile, common clock, limit or check is a dash, never a 0."""
     summary = a_summary(1e-3, None, percentiles_seconds={}, skew_seconds=None)
-    (row,) = read_table(formats.table(a_run(a_result(summary=summary, checks=0))), "all_reduce")
+    (row,) = read_table(
+        formats.show("table", a_run(a_result(summary=summary, checks=0))), "all_reduce"
+    )
     dashed = {head for head, cell in row.items() if cell == "-"}
     assert dashed == {"interval ±", "limit %", "check"}
     column, line = COLUMNS["p99"], lines.lines(a_run(a_result(summary=summary)))[0]
@@ -92,23 +94,23 @@ def test_what_is_not_known_is_a_dash() -> None:
 def test_how_many_times_faster_stands_at_the_fastest_and_sizes_stand_once() -> None:
     """Under one size the backends stand in the order of --backend; the one whose interval lies
     below the other's says how many times faster it is; without any there is no such column."""
-    found = read_table(formats.table(two_backends()), "all_reduce")
+    found = read_table(formats.show("table", two_backends()), "all_reduce")
     assert [(row["size"], row["backend"], bool(row["faster ×"])) for row in found] == [
         ("4 B", "gloo", False), ("", "mpi", True), ("1 MiB", "gloo", False), ("", "mpi", True),
     ]  # fmt: skip
-    assert max(map(len, formats.table(two_backends(), quiet=True).splitlines())) <= 100
+    assert max(map(len, formats.show("table", two_backends(), quiet=True).splitlines())) <= 100
     run = two_backends()
     same = [replace(r, summary=r.summary and a_summary(1e-3, 0.5)) for r in run.results]
-    assert "faster" not in formats.table(replace(run, results=tuple(same)))
+    assert "faster" not in formats.show("table", replace(run, results=tuple(same)))
 
 
 def test_a_run_without_results_says_so(frozen: Frozen) -> None:
     """A run without results is shown as such in every format, without an error."""
     run = a_run()
-    frozen.text(formats.table(run))
-    frozen.text(formats.markdown(run))
-    assert pd.read_csv(io.StringIO(formats.csv(run))).shape == (0, len(COLUMNS))
-    assert codec.decode(Run, json.loads(formats.json(run))) == run
+    frozen.text(formats.show("table", run))
+    frozen.text(formats.show("markdown", run))
+    assert pd.read_csv(io.StringIO(formats.show("csv", run))).shape == (0, len(COLUMNS))
+    assert codec.decode(Run, json.loads(formats.show("json", run))) == run
 
 
 # --- columns --------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ def test_every_column_can_be_shown_for_every_line() -> None:
         for column in COLUMNS.values():
             assert re.fullmatch(r"[^\n]{0,40}", column.show(line))
             assert isinstance(column.value(line), float | int | str | None)
-    assert len(formats.csv(run).splitlines()) == 3
+    assert len(formats.show("csv", run).splitlines()) == 3
 
 
 def test_statistics_are_over_all_launches() -> None:
@@ -157,7 +159,7 @@ def test_csv_loads_with_numbers_as_numbers() -> None:
     """pandas reads one row a case, every column by name, numbers unrounded and numeric, empty where
     there is none; the case that was not measured stands last, with its reason."""
     run = two_backends()
-    frame = pd.read_csv(io.StringIO(formats.csv(run)), float_precision="round_trip")
+    frame = pd.read_csv(io.StringIO(formats.show("csv", run)), float_precision="round_trip")
     assert list(frame.columns) == list(COLUMNS)
     assert frame["reason"].tolist()[4:] == ["no memory"]
     assert frame["reason"][:4].isna().all()
@@ -174,8 +176,8 @@ def test_csv_loads_with_numbers_as_numbers() -> None:
 def test_json_is_the_whole_run() -> None:
     """JSON without columns is the run as stored; with columns its numbers are unrounded."""
     run = two_backends()
-    assert codec.decode(Run, json.loads(formats.json(run))) == run
-    chosen = json.loads(formats.json(run, ("backend", "time", "p99.9")))
+    assert codec.decode(Run, json.loads(formats.show("json", run))) == run
+    chosen = json.loads(formats.show("json", run, ("backend", "time", "p99.9")))
     assert chosen[0] == {"backend": "gloo", "time": pytest.approx(200), "p99.9": None}
     assert len(chosen) == 4
 
@@ -197,10 +199,14 @@ def test_a_format_and_a_column_that_are_added_can_be_asked_for(
     namespace = parser.parse_args(["--format", "mine", "--columns", "double"])
     run = two_backends()
     assert FORMATS[namespace.format](run, namespace.columns, False) == "a-run!"
-    assert [r["double"] for r in read_table(formats.table(run), "all_reduce")] == [
+    assert [r["double"] for r in read_table(formats.show("table", run), "all_reduce")] == [
         "8", "8", "2097152", "2097152",
     ]  # fmt: skip
-    assert formats.csv(run, namespace.columns).split() == ["double", *["8"] * 2, *["2097152"] * 2]
+    assert formats.show("csv", run, namespace.columns).split() == [
+        "double",
+        *["8"] * 2,
+        *["2097152"] * 2,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +220,7 @@ def test_the_title_tells_where_the_ranks_are(hosts: tuple[int, ...], frozen: Fro
     case = a_case(world_size=sum(hosts), ranks_per_host=hosts)
     frozen.text(format_ranks(case))
     other = a_case(world_size=sum(hosts), ranks_per_host=(*hosts, 0))
-    text = formats.table(a_run(a_result(case), a_result(other)))
+    text = formats.show("table", a_run(a_result(case), a_result(other)))
     assert f"  {format_ranks(case)}  cpu" in text
     assert len(re.findall(r"^all_reduce  float32", text, re.MULTILINE)) == 2
 

@@ -44,7 +44,7 @@ def two_backends(**other: Any) -> Run:
 
 def show(*results: StepResult, **other: Any) -> str:
     """Return the text table of a run of these results."""
-    return formats.table(a_step_run(*results, **other))
+    return formats.show("table", a_step_run(*results, **other))
 
 
 def read_rows(text: str, title: str) -> list[dict[str, str]]:
@@ -68,7 +68,7 @@ def test_the_title_names_what_is_not_default(frozen: Frozen) -> None:
         accumulate=4, amp="bf16", comm_hook="fp16", bucket_cap_mb=2.5, static_graph=True,
         gradient_as_bucket_view=True, find_unused_parameters=True, world_size=1, settings=(),
     )  # fmt: skip
-    for text in (formats.table(two_backends()), show(a_step_result(case))):
+    for text in (formats.show("table", two_backends()), show(a_step_result(case))):
         frozen.text("\n".join(line for line in text.splitlines() if line.startswith("mlp ")))
 
 
@@ -76,7 +76,7 @@ def test_a_partial_run_counts_steps(frozen: Frozen) -> None:
     """A partial run states for each backend how many of its workloads it has."""
     run = two_backends(state="interrupted", state_reason="interrupted by a signal")
     launches = tuple(replace(launch, cases=3) for launch in run.launches)
-    text = formats.table(replace(run, launches=launches))
+    text = formats.show("table", replace(run, launches=launches))
     frozen.text("\n".join(line for line in text.splitlines() if line.startswith("PARTIAL")))
 
 
@@ -84,7 +84,7 @@ def test_no_line_of_the_tables_is_wider_than_a_terminal() -> None:
     """No line has more than 120 columns, even with many buckets of long names and every legend."""
     run = two_backends()
     longer = replace(run.steps[0], summary=a_step_summary(buckets=40), epochs=some_epochs(60))
-    table = formats.table(replace(run, steps=(longer, run.steps[1]), findings=()))
+    table = formats.show("table", replace(run, steps=(longer, run.steps[1]), findings=()))
     assert max(map(len, table.splitlines())) <= 120
 
 
@@ -111,7 +111,7 @@ def test_milliseconds_have_the_places_of_the_step(
 def test_the_budget_shows_parts_and_never_noise_as_a_number() -> None:
     """What is resolved has its value; what is not stands in parentheses, and no rank is accused.
     The faster backend says above how many times."""
-    text = formats.table(two_backends())
+    text = formats.show("table", two_backends())
     assert [bool(row["faster ×"]) for row in read_rows(text, TITLE)] == [False, True]
     rows = read_rows(text, "budget")
     waiting = [rows[line]["part of a step"] for line in (8, 17)]
@@ -149,7 +149,7 @@ def test_equal_replicas_are_one_verdict_with_its_cost(frozen: Frozen) -> None:
     """How many steps were verified, what was compared, what it cost, and that the ranks' data
     differed."""
     for text in (
-        formats.table(two_backends()),
+        formats.show("table", two_backends()),
         show(a_step_result(), plan=Plan(verify=10)),
         show(a_step_result(), a_step_result(launch=1)),
         show(a_step_result(replicas=None)),
@@ -178,7 +178,9 @@ def test_of_many_tensors_that_differ_two_stand_above_the_tables(frozen: Frozen) 
     cause = Finding("error", "bit-flip", "likely cause: a bit", "replace it", {"cause": "bit-flip"})
     bad = a_step_result(replicas=replace(DIFFER, findings=(cause, *tensors)))
     run = a_step_run(bad)
-    frozen.text(formats.table(replace(run, findings=findings.findings(run))).split("\n\n")[1])
+    frozen.text(
+        formats.show("table", replace(run, findings=findings.findings(run))).split("\n\n")[1]
+    )
 
 
 def test_a_training_shows_the_load_of_a_rank(frozen: Frozen) -> None:
@@ -213,10 +215,10 @@ def test_of_a_long_training_some_epochs_are_shown(count: int, rows: int) -> None
 def test_a_run_without_steps_says_so(frozen: Frozen) -> None:
     """A run without steps is shown as such in every format, without an error."""
     run = a_step_run()
-    frozen.text(formats.table(run))
-    frozen.text(formats.markdown(run))
-    assert pd.read_csv(io.StringIO(formats.csv(run))).shape == (0, len(STEP_COLUMNS))
-    assert codec.decode(Run, json.loads(formats.json(run))) == run
+    frozen.text(formats.show("table", run))
+    frozen.text(formats.show("markdown", run))
+    assert pd.read_csv(io.StringIO(formats.show("csv", run))).shape == (0, len(STEP_COLUMNS))
+    assert codec.decode(Run, json.loads(formats.show("json", run))) == run
 
 
 # --- for machines ---------------------------------------------------------------------------------
@@ -225,7 +227,7 @@ def test_a_run_without_steps_says_so(frozen: Frozen) -> None:
 def test_csv_has_every_number_unrounded() -> None:
     """CSV has a row per case and all columns, with unrounded numbers; stored seconds are ms."""
     run = two_backends()
-    frame = pd.read_csv(io.StringIO(formats.csv(run)), float_precision="round_trip")
+    frame = pd.read_csv(io.StringIO(formats.show("csv", run)), float_precision="round_trip")
     assert list(frame.columns) == list(STEP_COLUMNS)
     assert frame["backend"].tolist() == ["gloo", "mpi"]
     for row, result in enumerate(run.steps):

@@ -107,7 +107,7 @@ def test_an_examination_of_a_plug_in_appears() -> None:
     one = Examination("disk", 0, "gloo", 1.0, ("wrote a file",), tables=(table,))
     section = section_of(one)
     (chart,) = charts(section).values()
-    assert (chart.title, chart.table.rows) == ("Write speed", table.rows)
+    assert (chart.title, chart.table) == ("Write speed", table)
     assert section.lines == ("Wrote a file.",)
 
 

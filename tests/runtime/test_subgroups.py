@@ -165,6 +165,6 @@ def test_groups_stand_apart_in_names_and_tables(frozen: Frozen) -> None:
     assert [case.key.split("/")[0] for case in cases] == ["all_reduce", "cross", "host"]
     assert len({labels.label(case) for case in cases}) == 3
     results = [a_result(case, limit=Limit(1e9, "streams")) for case in cases]
-    shown = formats.table(a_run(*results))
+    shown = formats.show("table", a_run(*results))
     frozen.text("\n".join(line for line in shown.splitlines() if "all_reduce" in line))
     frozen.text(str(matching.differing(cases[2], cases[0])))

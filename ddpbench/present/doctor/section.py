@@ -88,6 +88,6 @@ def _list_tables(name: str, run: ReportRun) -> Iterator[Chart]:
             if key in seen and not any(column.heading for column in table.columns):
                 continue
             seen.add(key)
-            title = ", ".join(filter(None, (_capitalize(table.title), one.where)))
+            title = ", ".join(filter(None, (table.title, one.where)))
             chart = f"{plain_name(name)}-{number}-{plain_name(table.title)}"
-            yield Chart(chart, title, "", None, replace(table, title=title))
+            yield Chart(chart, _capitalize(title), "", None, replace(table, title=title))

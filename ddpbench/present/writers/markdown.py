@@ -16,6 +16,7 @@ from ddpbench.records.table import Table
 from ddpbench.records.terminal_text import escape
 from ddpbench.records.wording import counted
 
+MOST_ROWS = 12  # of a table that is not folded away
 NO_PICTURES: Mapping[str, Path] = MappingProxyType({})
 
 
@@ -54,12 +55,17 @@ def _chart(chart: Chart, pictures: Mapping[str, Path]) -> Iterator[str]:
         yield f"![{_text(chart.title)}]({quote(drawn.as_posix())})"
     else:
         yield _text(chart.caption)
-    most = 0 if drawn else chart.remarkable
+    rows = len(chart.table.rows)
+    most = rows if rows <= MOST_ROWS else 0
+    if drawn:
+        most = 0
+    elif chart.remarkable is not None:
+        most = chart.remarkable
     yield _lay_out(chart.table, slice(most))
-    if (more := len(chart.table.rows) - most) > 0:
-        rows = counted(more, "more row") if most else f"The table of {counted(more, 'row')}"
+    if (more := rows - most) > 0:
+        summary = counted(more, "more row") if most else f"The table of {counted(more, 'row')}"
         folded = _lay_out(chart.table, slice(most, None))
-        yield f"<details><summary>{rows}</summary>\n\n{folded}\n\n</details>"
+        yield f"<details><summary>{summary}</summary>\n\n{folded}\n\n</details>"
 
 
 def _lay_out(table: Table, part: slice) -> str:

@@ -17,8 +17,8 @@ def write(document: Document) -> str:
     """Return the title and, of each section, its lines, tables, findings and result."""
     blocks = [escape(document.title)]
     for section in document.sections:
-        first, *others = [*filter(None, _blocks(section)), ""]
-        blocks += [f"{escape(section.title)}\n{first}".strip(), *others]
+        shown = [*filter(None, _blocks(section))]
+        blocks += [f"{escape(section.title)}\n{shown[0]}", *shown[1:]] if shown else []
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
