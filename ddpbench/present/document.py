@@ -19,6 +19,7 @@ from ddpbench.records.table import Table, TableColumn
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ddpbench.present.charts.kinds import Drawing
     from ddpbench.present.repetitions import Repetitions
 
 Kind = tuple[str, ...]  # what a case is: render.column.title_parts
@@ -73,18 +74,15 @@ class Choice:
     """One of the things that a chart can show, one at a time."""
 
     label: str  # "all_reduce 1 MiB gloo"
-    data: dict[str, dict[str, tuple[Any, ...]]]  # name of a dataset of the chart → its columns
+    drawing: Drawing
     table: Table
 
     @property
-    def datasets(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the rows of each dataset, as Vega-Lite reads them."""
-        return {
-            name: [
-                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-            ]
-            for name, columns in self.data.items()
-        }
+    def data(self) -> dict[str, dict[str, tuple[Any, ...]]]:
+        """Return the columns of each dataset of the chart."""
+        from ddpbench.present.charts.kinds import list_columns
+
+        return {name: list_columns(frame) for name, frame in self.drawing.datasets.items()}
 
 
 @dataclass(frozen=True)
@@ -94,10 +92,19 @@ class Chart:
     name: str  # unique on a page; the name of its picture
     title: str
     caption: str  # the statistic, the unit, how to read it: one or two sentences
-    spec: dict[str, Any] | None  # Vega-Lite, as altair returns it; None: the table is all there is
+    drawing: Drawing | dict[str, Any] | None  # a dict: Vega-Lite; None: the table is all there is
     table: Table
     operation: str = ""  # readers can hide the charts of an operation; "": always shown
-    choices: tuple[Choice, ...] = ()  # the spec's datasets hold the first
+    choices: tuple[Choice, ...] = ()  # the drawing is that of the first
+
+    @cached_property
+    def spec(self) -> dict[str, Any] | None:
+        """Return the Vega-Lite of the chart."""
+        if self.drawing is None or isinstance(self.drawing, dict):
+            return self.drawing
+        from ddpbench.present.charts.draw import draw  # loads altair
+
+        return draw(self.drawing)
 
 
 Rows = tuple[tuple[Chart, ...], ...]

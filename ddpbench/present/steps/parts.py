@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from ddpbench.analysis import steps
 from ddpbench.analysis.spans import EXPOSED_OF, HIDDEN_OF, OPERATIONS, SAVES, WOULD_SAVE
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Bars, Colors, Lines
 from ddpbench.present.document import Chart, make_table
 from ddpbench.present.steps.budget import (
     LAYER_HEADINGS,
@@ -35,8 +35,6 @@ COMPONENTS = (steps.TRANSFER, *EXPOSED_OF.values(), steps.OVERHEAD)  # of the ex
 BEFORE = (steps.HIDDEN, *HIDDEN_OF.values())  # drawn so that they end where it begins
 PARTS = (*steps.CHAINS[0], STEP, *COMPONENTS, *BEFORE, SAVES, WOULD_SAVE, LATE)
 NOTES = (disagreement, peak_memory, timers)
-BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two rows
-ROOM = 1.35  # of the longest bar, for the text behind it, also on a phone
 UNEQUAL = 1.5  # ratio of sizes of buckets from which their chart tells something
 
 
@@ -45,12 +43,9 @@ def budget(lines: Sequence[StepLine], name: str) -> Chart | None:
     known = [line for line in lines if any(is_known(part) for part in _parts(line))]
     if not known:
         return None
-    frame = pd.DataFrame([row for line in known for row in _bars(line)])
+    bars = [row for line in known for row in _bars(line)]
+    frame = pd.DataFrame(sorted(bars, key=lambda bar: PARTS.index(bar["row"])))
     launches = pd.DataFrame([row for line in known for row in _launches(line, frame)])
-    if len(launches):  # the text stands behind the ticks
-        ticks = launches.groupby(["part", "backend"])["at"].max().to_dict()
-        keys = zip(frame["part"], frame["backend"], frame["right"], strict=True)
-        frame["right"] = [max(right, ticks.get((part, name), right)) for part, name, right in keys]
     of = "launches" if len(launches) else "rounds"
     transfer = "that of each operation" if known[0].case.mesh else "exposed transfer"
     caption = (
@@ -63,8 +58,22 @@ def budget(lines: Sequence[StepLine], name: str) -> Chart | None:
     if len(launches):
         caption += " Ticks: the launches."
     notes = [text for line in known for kind in NOTES for text in kind(line)]
-    table = _budget_table(frame, notes)
-    return Chart(name, "Budget of a step", caption, _draw_budget(frame, launches), table)
+    table = _budget_table(pd.DataFrame(bars), notes)
+    drawing = Bars(
+        data=frame,
+        x=Axis("end", "time of a step", theme.TIME_LABELS),
+        tips={
+            "row": "part",
+            "backend": "backend",
+            "ms": "ms",
+            "interval": "interval",
+            "text": "of the step",
+        },
+        within="backend",
+        ticks=launches,
+        tick_tips={"row": "part", "launch": "launch", "backend": "backend", "ms": "ms"},
+    )
+    return Chart(name, "Budget of a step", caption, drawing, table)
 
 
 def _parts(line: StepLine) -> tuple[Part, ...]:
@@ -120,17 +129,16 @@ def _bar(
     share = percent(length / step) if step else "-"
     rank = f": rank {part.rank}" if part and part.rank is not None and part.resolved else ""
     return {
-        "part": name,
+        "row": name,
         "backend": line.case.backend,
         "begin": begin,
         "end": end,
         "low": begin + interval.low if interval else None,
         "high": begin + interval.high if interval else None,
-        "right": max(begin, end, begin + interval.high if interval else end),
-        "resolved": part is None or part.resolved,
+        "pale": part is not None and not part.resolved,
         "ms": uncertain(part, ms(length, step)) if part else ms(length, step),
         "interval": span(own, step),
-        "share": (uncertain(part, f"{share} %") if part else f"{share} %") + rank,
+        "text": (uncertain(part, f"{share} %") if part else f"{share} %") + rank,
         "source": part.source if part else "",
     }
 
@@ -139,7 +147,7 @@ def _launches(line: StepLine, frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Yield where the parts of each launch end, if there are several."""
     if len(line.results) < 2:
         return
-    own = frame[frame["backend"] == line.case.backend].set_index("part")
+    own = frame[frame["backend"] == line.case.backend].set_index("row")
     for number, result in enumerate(line.results, 1):
         if result.summary is None:
             continue
@@ -150,52 +158,17 @@ def _launches(line: StepLine, frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 continue
             ending = name in (*BEFORE, WOULD_SAVE)
             at = own.at[name, "end"] - seconds if ending else own.at[name, "begin"] + seconds
-            text = f"{ms(seconds, line.seconds)} ms"
             yield {
-                "part": name,
+                "row": name,
                 "backend": line.case.backend,
-                "at": at,
-                "ms": text,
+                "end": at,
+                "ms": f"{ms(seconds, line.seconds)} ms",
                 "launch": number,
             }
 
 
-def _draw_budget(frame: pd.DataFrame, launches: pd.DataFrame) -> dict[str, Any]:
-    backends = list(dict.fromkeys(frame["backend"]))
-    parts = [name for name in PARTS if name in set(frame["part"])]
-    ends = pd.concat([frame["begin"], frame["low"], frame["right"]]).astype(float)
-    most, least = float(ends.max()), min(0.0, float(ends.min()))
-    x = alt.X(
-        "begin:Q",
-        title="time of a step",
-        scale=alt.Scale(domain=[least, most * ROOM], nice=False),
-        axis=theme.time_axis(),
-    )
-    y = alt.Y("part:N", title=None, sort=parts, axis=alt.Axis(labelLimit=150, grid=False))
-    offset = alt.YOffset("backend:N", sort=backends)
-    tips = theme.tips("part", "backend", "ms", "interval", share="of the step")
-    base = theme.choose_backends(alt.Chart(frame), backends).encode(y=y, yOffset=offset)
-    bars = base.mark_bar(height={"band": 0.85}).encode(
-        x=x,
-        x2="end:Q",
-        color=theme.backend_color(backends),
-        opacity=alt.condition("datum.resolved", alt.value(1.0), alt.value(0.35)),
-        tooltip=tips,
-    )
-    texts = base.mark_text(align="left", dx=5, fontSize=11).encode(x="right:Q", text="share:N")
-    layers = [bars, texts]
-    if frame["low"].notna().any():
-        rules = base.mark_rule(strokeWidth=1.5).encode(x="low:Q", x2="high:Q", tooltip=tips)
-        layers.append(rules.transform_filter("isValid(datum.low)"))
-    if len(launches):
-        tips = theme.tips("part", "launch", "backend", "ms")
-        ticks = theme.choose_backends(alt.Chart(launches), backends).mark_tick(thickness=1.5)
-        layers.append(ticks.encode(y=y, yOffset=offset, x="at:Q", tooltip=tips))
-    return theme.layered(layers, len(parts) * (len(backends) * BAR + BETWEEN))
-
-
 def _budget_table(frame: pd.DataFrame, legend: Sequence[str]) -> Table:
-    names = ["backend", "part", "ms", "interval", "share"]
+    names = ["backend", "row", "ms", "interval", "text"]
     headings = ["backend", "part of a step", "ms", "95 %", "of the step"]
     if frame["source"].any():
         names, headings = [*names, "source"], [*headings, "from"]
@@ -226,8 +199,8 @@ def buckets(lines: Sequence[StepLine], name: str) -> Chart | None:
         left=("backend", "parameters"),
         legend=timing_cost(lines, "buckets"),
     )
-    spec = _draw_buckets(timed) if several else None
-    return Chart(name, "Buckets", caption, spec, table)
+    drawing = _draw_buckets(timed) if several else None
+    return Chart(name, "Buckets", caption, drawing, table)
 
 
 def _bucket_cells(line: StepLine, bucket: Bucket) -> tuple[str, ...]:
@@ -235,28 +208,23 @@ def _bucket_cells(line: StepLine, bucket: Bucket) -> tuple[str, ...]:
     return (line.case.backend, *first, span(bucket.wire.interval, line.seconds), wait, late)
 
 
-def _draw_buckets(timed: Sequence[tuple[StepLine, Bucket]]) -> dict[str, Any]:
-    frame = pd.DataFrame([_point(line, bucket) for line, bucket in timed])
-    backends = list(dict.fromkeys(frame["backend"]))
-    x = alt.X(
-        "nbytes:Q",
-        title="size of the bucket",
-        scale=alt.Scale(zero=True),
-        axis=alt.Axis(labelExpr="format(datum.value / 1e6, '~g') + ' MB'", tickCount=5),
+def _draw_buckets(timed: Sequence[tuple[StepLine, Bucket]]) -> Lines:
+    return Lines(
+        data=pd.DataFrame([_point(line, bucket) for line, bucket in timed]),
+        x=Axis("nbytes", "size of the bucket", theme.MEGABYTE_LABELS, zero=True),
+        y=Axis("seconds", "wire time", theme.TIME_LABELS, zero=True),
+        tips={
+            "bucket": "bucket",
+            "backend": "backend",
+            "size": "size",
+            "wire": "wire",
+            "interval": "interval",
+            "wait": "wait",
+            "marked": "late rank",
+        },
+        connected=False,
+        height=220,
     )
-    y = alt.Y("seconds:Q", title="wire time", axis=theme.time_axis(tickCount=5))
-    tips = theme.tips("bucket", "backend", "size", "wire", "interval", "wait", "late rank")
-    base = theme.choose_backends(alt.Chart(frame), backends).encode(x=x, tooltip=tips)
-    color = theme.backend_color(backends)
-    layers = [base.mark_point(size=60).encode(y=y, color=color)]
-    if frame["low"].notna().any():
-        low = alt.Y("low:Q", title="wire time")
-        rules = base.mark_rule().encode(y=low, y2="high:Q", color=color)
-        layers.append(rules.transform_filter("isValid(datum.low)"))
-    if (frame["late rank"] != "-").any():
-        ring = base.mark_point(style="marked", size=220).encode(y="seconds:Q")
-        layers.append(ring.transform_filter("datum['late rank'] != '-'"))
-    return theme.layered(layers, 220)
 
 
 def _point(line: StepLine, bucket: Bucket) -> dict[str, Any]:
@@ -273,7 +241,7 @@ def _point(line: StepLine, bucket: Bucket) -> dict[str, Any]:
         "wire": f"{wire} ms",
         "interval": bounds,
         "wait": f"{wait} ms",
-        "late rank": late,
+        "marked": "" if late == "-" else f"rank {late}",
     }
 
 
@@ -295,53 +263,36 @@ def layer_groups(lines: Sequence[StepLine], name: str) -> Chart | None:
         "median over rounds. Full colour: exposed, the compute waits. Pale: hidden, the compute "
         "goes on."
     )
-    return Chart(name, "Layer groups", caption, _draw_layers(frame), table)
+    drawing = Bars(
+        data=frame,
+        x=Axis("seconds", "time in a step", theme.TIME_LABELS),
+        tips={
+            "row": "layers",
+            "operation": "operation",
+            "what": "part",
+            "groups": "layer groups",
+            "backend": "backend",
+            "ms": "ms",
+        },
+        colors=Colors("operation", OPERATIONS),
+        within="backend",
+    )
+    return Chart(name, "Layer groups", caption, drawing, table)
 
 
 def _layer_bars(line: StepLine) -> Iterator[dict[str, Any]]:
     """Yield the exposed and the hidden time of each operation, one behind the other in a row."""
     known = line.summary.collectives if line.summary else ()
-    ends: dict[str, float] = {}
     for same in merge_layers(known):
-        row = f"{name_layers(same)}, {same[0].phase}"
         for what in ("exposed", "hidden"):
             seconds = sum(getattr(each, what).value for each in same)
-            begin = ends.get(row, 0.0)
-            ends[row] = begin + seconds
             yield {
-                "row": row,
+                "row": f"{name_layers(same)}, {same[0].phase}",
                 "backend": line.case.backend,
                 "operation": same[0].operation,
                 "what": what,
                 "groups": len(same),
-                "begin": begin,
-                "end": ends[row],
+                "seconds": seconds,
                 "ms": ms(seconds, line.seconds),
+                "pale": what == "hidden",
             }
-
-
-def _draw_layers(frame: pd.DataFrame) -> dict[str, Any]:
-    rows = list(dict.fromkeys(frame["row"]))
-    backends = list(dict.fromkeys(frame["backend"]))
-    shown = [name for name in OPERATIONS if name in set(frame["operation"])]
-    titles = {"row": "layers", "operation": "operation", "what": "part", "groups": "layer groups"}
-    chart = (
-        theme.choose_backends(alt.Chart(frame), backends)
-        .mark_bar(height={"band": 0.85})
-        .encode(
-            x=alt.X(
-                "begin:Q",
-                title="time in a step",
-                axis=theme.time_axis(),
-            ),
-            x2="end:Q",
-            y=alt.Y("row:N", title=None, sort=rows, axis=alt.Axis(labelLimit=150, grid=False)),
-            yOffset=alt.YOffset("backend:N", sort=backends),
-            color=theme.named_color("operation", OPERATIONS, shown),
-            opacity=alt.condition("datum.what === 'exposed'", alt.value(1.0), alt.value(0.35)),
-            tooltip=[*theme.tips(**titles), *theme.tips("backend", "ms")],
-        )
-        .properties(height=len(rows) * (len(backends) * BAR + BETWEEN))
-    )
-    spec: dict[str, Any] = chart.to_dict()
-    return spec

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Colors, Spans
 from ddpbench.present.columns import digits
 from ddpbench.present.document import Chart, Choice, ReportRun, make_table
 from ddpbench.present.steps.columns import ms
@@ -18,10 +18,7 @@ from ddpbench.records.schema import Bucket, StepSummary
 from ddpbench.records.table import Table
 
 MOST_LANES = 8  # ranks
-COMPUTE, GAP = 20, 16  # pixels: height of a lane's compute, and what is below it
-BUCKET, BUCKETS = 7, 70  # pixels: most height of a bucket, and of all buckets of a lane
 PHASES = ("forward", "backward", "optimizer")
-LEGEND = ("forward", "backward", "blocked", "optimizer", "transfer")
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Lane:
         return self.phases[0] + max((bucket[0] for bucket in self.buckets), default=self.phases[1])
 
     def spans(self, infos: Sequence[Bucket], accumulate: int) -> Iterator[dict[str, Any]]:
-        """Yield what was when: phase, begin, end, row (of a bucket, else None), what.
+        """Yield what was when; above the lane the buckets, the first one uppermost.
 
         accumulate: the micro-batches; their backwards are one span, whose end is the last one's.
         """
@@ -53,18 +50,19 @@ class Lane:
         yield _span("backward", forward, blocked)
         yield _span("blocked", blocked, ends)
         yield _span("optimizer", ends, ends + optimizer)
-        for row, (info, (begin, end, wire)) in enumerate(zip(infos, self.buckets, strict=True)):
+        buckets = zip(infos, self.buckets, strict=True)
+        for above, (info, (begin, end, wire)) in enumerate(buckets, 1):
             what = f"bucket {info.index}, {info.nbytes / 1e6:.2f} MB"
             alone = began + max(begin, end - wire)
-            yield _span("transfer", began + begin, alone, row, f"{what}: wait", pale=True)
-            yield _span("transfer", alone, began + end, row, f"{what}: transfer")
+            yield _span("transfer", began + begin, alone, above, f"{what}: wait", pale=True)
+            yield _span("transfer", alone, began + end, above, f"{what}: transfer")
 
 
 def _span(
     phase: str,
     begin: float,
     end: float,
-    row: int | None = None,
+    above: int = 0,
     what: str = "",
     *,
     pale: bool = False,
@@ -73,7 +71,7 @@ def _span(
         "phase": phase,
         "begin": begin,
         "end": end,
-        "row": row,
+        "above": above,
         "what": what or phase,
         "pale": pale,
     }
@@ -95,23 +93,17 @@ def timeline(run: ReportRun, line: StepLine, name: str, title: str) -> Chart | N
     if not launches:
         return None
     rows = max(len(lanes[0].buckets) for _, _, lanes, _ in launches)
-    frames = [
-        _place(lanes, summary.buckets, rows, line.case.accumulate)
-        for _, summary, lanes, _ in launches
-    ]
-    spec = _draw(frames[0], launches[0][3], late, rows)
-    (data,) = spec["datasets"]
-    choices = tuple(
-        Choice(label, {data: {str(k): tuple(v) for k, v in frame.items()}}, _table(frame, line))
-        for (label, *_), frame in zip(launches, frames, strict=True)
-    )
+    choices = []
+    for label, summary, lanes, _ in launches:
+        frame = _place(lanes, summary.buckets, late, line.case.accumulate)
+        choices.append(Choice(label, _draw(frame, rows), _table(frame, line)))
     return Chart(
         name,
         title,
         _caption(line, launches[0][2]),
-        spec,
-        _table(frames[0], line),
-        choices=choices if len(choices) > 1 else (),
+        choices[0].drawing,
+        choices[0].table,
+        choices=tuple(choices) if len(choices) > 1 else (),
     )
 
 
@@ -209,77 +201,37 @@ def _lanes_of_ranks(
 
 
 def _place(
-    lanes: Sequence[Lane], infos: Sequence[Bucket], rows: int, accumulate: int
+    lanes: Sequence[Lane], infos: Sequence[Bucket], late: set[int], accumulate: int
 ) -> pd.DataFrame:
-    """Return all spans with their places in pixels from the top."""
-    placed = []
-    for number, lane in enumerate(lanes):
-        compute = number * _lane_pixels(rows) + _bucket_pixels(rows)
-        for span in lane.spans(infos, accumulate):
-            top, height, row = float(compute), float(COMPUTE), span.pop("row")
-            if row is not None:  # a bucket: above the lane's compute, the first uppermost
-                pixels = _bucket_pixels(rows) / rows
-                top, height = compute - (rows - row) * pixels, max(1.0, pixels - 1)
-            begin, spent = span["begin"] * 1e3, (span["end"] - span["begin"]) * 1e3
-            text = f"{digits(spent)} ms, from {digits(begin)} ms"
-            place = {"lane": lane.name, "top": top, "bottom": top + height, "text": text}
-            placed.append(span | place)
-    frame: pd.DataFrame = pd.DataFrame([s for s in placed if s["end"] > s["begin"]])
+    """Return all spans of all lanes."""
+    marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
+    spans = [
+        {**span, "of": lane.name, "lane": marked.get(lane.name, lane.name), "text": text}
+        for lane in lanes
+        for span in lane.spans(infos, accumulate)
+        if span["end"] > span["begin"]
+        for begin, spent in [(span["begin"] * 1e3, (span["end"] - span["begin"]) * 1e3)]
+        for text in [f"{digits(spent)} ms, from {digits(begin)} ms"]
+    ]
+    frame: pd.DataFrame = pd.DataFrame(spans)
     return frame
 
 
-def _bucket_pixels(rows: int) -> int:
-    return min(BUCKETS, BUCKET * rows)
-
-
-def _lane_pixels(rows: int) -> int:
-    return _bucket_pixels(rows) + COMPUTE + GAP
-
-
-def _draw(frame: pd.DataFrame, lanes: Sequence[str], late: set[int], rows: int) -> dict[str, Any]:
-    height = len(lanes) * _lane_pixels(rows)
-    middle = _bucket_pixels(rows) + COMPUTE // 2
-    centers = [n * _lane_pixels(rows) + middle for n in range(len(lanes))]
-    marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
-    names = [marked.get(lane, lane) for lane in lanes]
-    shown = [name for name in LEGEND if name in set(frame["phase"])]
-    labels = alt.Axis(
-        values=centers,
-        grid=False,
-        ticks=False,
-        domain=False,
-        labelExpr=f"{names}[indexof({centers}, datum.value)]",
+def _draw(frame: pd.DataFrame, rows: int) -> Spans:
+    return Spans(
+        data=frame,
+        x=Axis("begin", "time since the step began", theme.TIME_LABELS),
+        tips={"of": "of", "what": "span", "text": "time"},
+        colors=Colors("phase", theme.PHASES),
+        above=rows,
     )
-    chart = (
-        alt.Chart(frame)
-        .mark_rect()
-        .encode(
-            x=alt.X(
-                "begin:Q",
-                title="time since the step began",
-                scale=alt.Scale(nice=False),
-                axis=theme.time_axis(),
-            ),
-            x2="end:Q",
-            y=alt.Y(
-                "top:Q", title=None, scale=alt.Scale(domain=[height, 0], nice=False), axis=labels
-            ),
-            y2="bottom:Q",
-            color=theme.named_color("phase", theme.PHASES, shown),
-            opacity=alt.condition("datum.pale", alt.value(0.35), alt.value(1.0)),
-            tooltip=theme.tips(lane="of", what="span", text="time"),
-        )
-        .properties(height=height)
-    )
-    spec: dict[str, Any] = chart.to_dict()
-    return spec
 
 
 def _table(frame: pd.DataFrame, line: StepLine) -> Table:
     rows = [
-        (lane, what, *(ms(seconds, line.seconds) for seconds in (begin, end, end - begin)))
-        for lane, what, begin, end in zip(
-            *(frame[name] for name in ("lane", "what", "begin", "end")), strict=True
+        (of, what, *(ms(seconds, line.seconds) for seconds in (begin, end, end - begin)))
+        for of, what, begin, end in zip(
+            *(frame[name] for name in ("of", "what", "begin", "end")), strict=True
         )
     ]
     headings = ("of", "span", "begin ms", "end ms", "ms")

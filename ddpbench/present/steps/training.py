@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import digits
 from ddpbench.present.document import Chart, ReportRun, Section, make_table, side_by_side
-from ddpbench.present.load import EXTENT, load_charts
+from ddpbench.present.load import load_charts
 from ddpbench.records.schema import Epoch
 from ddpbench.records.table import Table
 
 DECADE = 10.0  # ratio of the largest loss to the least from which their axis is logarithmic
 VERDICTS = {None: "not verified", True: "equal", False: "NOT EQUAL"}
 KINDS = ("training", "validation")
-NUMBERS = "format(datum.value, '~g')"
-STROKES = alt.Legend(title=None, symbolType="stroke", symbolSize=220)
 
 Trained = tuple[StepLine, int, tuple[Epoch, ...]]  # a case, its launch from 1, its epochs
 
@@ -64,7 +61,12 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
             for epoch in epochs
             for facts in [_facts(line, launch, chosen) | {"epoch": epoch.number}]
         ]
-        yield from load_charts(name, loads, _epoch_axis("epoch", chosen), "epoch")
+        keys = [*_facts(chosen[0][0], 1, chosen)]
+        yield from load_charts(
+            *(name, loads, _epoch_axis("epoch", chosen), "epoch"),
+            shown=[*keys, "epoch"],
+            detail=keys[1:],
+        )
 
 
 def _facts(line: StepLine, launch: int, chosen: Sequence[Trained]) -> dict[str, Any]:
@@ -73,15 +75,10 @@ def _facts(line: StepLine, launch: int, chosen: Sequence[Trained]) -> dict[str, 
     return {"backend": line.case.backend} | ({"launch": launch} if several else {})
 
 
-def _epoch_axis(field: str, chosen: Sequence[Trained]) -> alt.X:
+def _epoch_axis(field: str, chosen: Sequence[Trained]) -> Axis:
     last = max(epoch.number for *_, epochs in chosen for epoch in epochs)
     first = min(epoch.number for *_, epochs in chosen for epoch in epochs)
-    return alt.X(
-        f"{field}:Q",
-        title="epoch",
-        scale=alt.Scale(domain=[first - 1, last], nice=False),
-        axis=alt.Axis(format="d", tickMinStep=1),
-    )
+    return Axis(field, "epoch", theme.COUNT_LABELS, domain=(first - 1, last))
 
 
 def _losses(name: str, workload: str, chosen: Sequence[Trained]) -> Chart:
@@ -92,15 +89,15 @@ def _losses(name: str, workload: str, chosen: Sequence[Trained]) -> Chart:
         for point in _points(epoch)
     ]
     data = pd.DataFrame(rows)
-    bad = _is_wrong(data).any()
+    known = data.dropna(subset="loss")
     return Chart(
         name,
         f"Loss of {workload}",
         "Mean loss over the samples of all ranks: of the training, over the steps of each epoch, "
         "and of the validation after it."
         + _same(chosen)
-        + (" Circled: the replicas were not equal, or not finite." if bad else ""),
-        _draw(data, _epoch_axis("x", chosen)) if data["loss"].notna().any() else None,
+        + (" Circled: the replicas were not equal, or not finite." if any(known["marked"]) else ""),
+        _draw(data, _epoch_axis("x", chosen)) if len(known) else None,
         _table(chosen),
     )
 
@@ -129,48 +126,27 @@ def _points(epoch: Epoch) -> Iterator[dict[str, Any]]:
             "text": digits(loss),
             "epoch": number,
             "replicas": verdict,
+            "marked": verdict if kind == KINDS[1] and epoch.replicas_equal is False else "",
         }
 
 
-def _is_wrong(data: pd.DataFrame) -> pd.Series[bool]:
-    """Return which points are circled: validations of replicas that differ."""
-    validations = (data["kind"] == KINDS[1]) & data["loss"].notna()
-    return validations & (data["replicas"] == VERDICTS[False])
-
-
-def _draw(data: pd.DataFrame, x: alt.X) -> dict[str, Any]:
-    keys = ["backend", *(["launch"] if "launch" in data else [])]
-    dashes = alt.Scale(domain=list(KINDS), range=[[1, 0], [5, 3]])
-    shown = theme.choose_backends(alt.Chart(data), list(data["backend"]))
-    base = shown.encode(
+def _draw(data: pd.DataFrame, x: Axis) -> Lines:
+    keys = [name for name in ("backend", "launch") if name in data]
+    losses = data["loss"].dropna()
+    wide = losses.min() > 0 and losses.max() >= DECADE * losses.min()
+    return Lines(
+        data=data,
         x=x,
-        y=_loss_axis([loss for loss in data["loss"] if loss is not None and math.isfinite(loss)]),
-        color=theme.backend_color(data["backend"]),
-        strokeDash=alt.StrokeDash("kind:N", scale=dashes, legend=STROKES),
-        detail=keys[1:],
-        tooltip=[
-            *theme.tips(*keys, "epoch", kind="loss of", text="loss"),
-            *theme.tips("replicas"),
-        ],
+        y=Axis("loss", "loss", theme.NUMBER_LABELS, log=bool(wide)),
+        tips={
+            **{key: key for key in (*keys, "epoch")},
+            "kind": "loss of",
+            "text": "loss",
+            "replicas": "replicas",
+        },
+        dash="kind",
+        detail=tuple(keys[1:]),
     )
-    layers = [base.mark_line(strokeWidth=1.5)]
-    if data[data["kind"] == KINDS[1]]["loss"].notna().any():
-        layers.append(base.mark_point().transform_filter(f"datum.kind == '{KINDS[1]}'"))
-    if _is_wrong(data).any():
-        ring = shown.mark_point(style="marked", size=220).encode(x=x, y="loss:Q")
-        wrong = f"datum.kind == '{KINDS[1]}' && datum.replicas == '{VERDICTS[False]}'"
-        layers.append(ring.transform_filter(wrong))
-    return theme.layered(layers, 260)
-
-
-def _loss_axis(losses: Sequence[float]) -> alt.Y:
-    if min(losses) > 0 and max(losses) >= DECADE * min(losses):
-        y = theme.log_axis("loss:Q", "loss", losses, NUMBERS)
-        y["scale"]["nice"] = False
-    else:
-        y = alt.Y("loss:Q", title="loss", scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=6))
-    y["axis"]["minExtent"] = EXTENT
-    return y
 
 
 def _table(chosen: Sequence[Trained]) -> Table:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Bars, Colors, Heat, Matrix
 from ddpbench.present.columns import scaled
 from ddpbench.present.document import Chart, ReportRun, Section, make_table, side_by_side
-from ddpbench.present.matrix import MOST_VALUES, build_matrix, draw_matrix, write_values
+from ddpbench.present.matrix import build_matrix, draw_matrix
 from ddpbench.present.watch import over_time as watch_over_time
-from ddpbench.present.watch.over_time import milliseconds, part_scale
+from ddpbench.present.watch.over_time import milliseconds
 from ddpbench.present.watch.timeline import LATE_CODES, build_timeline, find_named
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table
@@ -21,9 +21,6 @@ from ddpbench.records.watched import COLUMNS, Watched, WatchedCollective, Watche
 
 MOST_BARS = 12  # collectives
 SHOWN_SHARE = 0.01  # of the longest wait: shorter ones have no bar
-ROW, LEAST_HEIGHT = 22, 60  # pixels
-PARTS = alt.Legend(title=None, columns=3, values=list(COLUMNS))
-ROOM = 1.5  # length of an axis, in lengths of its longest bar: room for a text
 OWN = COLUMNS[:-1]
 
 
@@ -115,25 +112,15 @@ def draw_balance(watched: Watched) -> Iterator[Chart]:
     )
 
 
-def _draw_bars(rows: Sequence[tuple[str, float, str]]) -> dict[str, Any]:
+def _draw_bars(rows: Iterable[tuple[str, float, str]]) -> Bars:
     """Return a bar for each name, its seconds, and a text beside it."""
-    values = [
-        {"name": name, "seconds": seconds, "text": text, "tip": milliseconds(seconds)}
-        for name, seconds, text in rows
-    ]
-    longest = max(seconds for _, seconds, _ in rows)
-    base = alt.Chart(pd.DataFrame(values)).encode(
-        x=alt.X(
-            "seconds:Q",
-            title="time",
-            axis=theme.time_axis(tickCount=5),
-            scale=alt.Scale(domain=[0, longest * ROOM or 1.0], nice=False),
-        ),
-        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=190)),
-        tooltip=theme.tips(name="what", tip="time", text="share"),
+    data = pd.DataFrame(rows, columns=["row", "seconds", "text"])
+    return Bars(
+        data=data.assign(time=data["seconds"].map(milliseconds)),
+        x=Axis("seconds", "time", theme.TIME_LABELS),
+        tips={"row": "what", "time": "time", "text": "share"},
+        colors=None,
     )
-    text = base.mark_text(align="left", dx=5, fontSize=11).encode(text="text:N")
-    return layer_rows([base.mark_bar(size=14), text], len(rows))
 
 
 def draw_collectives(watched: Watched) -> Iterator[Chart]:
@@ -153,18 +140,17 @@ def draw_collectives(watched: Watched) -> Iterator[Chart]:
     )
 
 
-def _draw_waits(
-    watched: Watched, rows: Sequence[WatchedCollective], what: str, count: str
-) -> dict[str, Any]:
+def _draw_waits(watched: Watched, rows: Sequence[WatchedCollective], what: str, count: str) -> Bars:
     """Return a bar for each of the longest waits; what: it is per; count: the name of calls."""
     longest = _wait(watched, rows[0])
     rows = [row for row in rows[:MOST_BARS] if _wait(watched, row) >= SHOWN_SHARE * longest]
     several = len({row.group for row in rows}) > 1
     values = [
         {
-            "name": _describe(row, several),
+            "row": _describe(row, several),
             "seconds": _wait(watched, row),
-            "last": _last(row),
+            "part": "blocked",
+            "text": _last(row),
             "wait": milliseconds(row.wait_seconds),
             "wire": milliseconds(row.wire_seconds),
             "group": row.group,
@@ -172,27 +158,19 @@ def _draw_waits(
         }
         for row in rows
     ]
-    base = alt.Chart(pd.DataFrame(values)).encode(
-        x=alt.X(
-            "seconds:Q",
-            title=f"wait for the last rank per {what}",
-            axis=theme.time_axis(),
-            scale=alt.Scale(domain=[0, longest * ROOM or 1.0], nice=False),
-        ),
-        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=150)),
-        tooltip=theme.tips(
-            name="call",
-            group="group",
-            calls=count,
-            wait="wait per call",
-            wire="transfer",
-            last="last",
-        ),
+    return Bars(
+        data=pd.DataFrame(values),
+        x=Axis("seconds", f"wait for the last rank per {what}", theme.TIME_LABELS),
+        tips={
+            "row": "call",
+            "group": "group",
+            "calls": count,
+            "wait": "wait per call",
+            "wire": "transfer",
+            "text": "last",
+        },
+        colors=Colors("part", theme.PHASES),
     )
-    color = alt.Color("part:N", scale=part_scale(), legend=None)
-    marks = base.transform_calculate(part="'blocked'").mark_bar(size=14).encode(color=color)
-    text = base.mark_text(align="left", dx=5, fontSize=11).encode(text="last:N")
-    return layer_rows([marks, text], len(rows))
 
 
 def _tabulate(rows: Sequence[WatchedCollective], count: str) -> Table:
@@ -218,7 +196,7 @@ def draw_links(run: Run, watched: Watched) -> Iterator[Chart]:
             "from": link.host,
             "to": link.peer,
             "value": float(f"{link.bytes_per_second / 1e6:.3g}"),
-            "slow": any(_is_named(link, finding) for finding in run.findings),
+            "marked": "slow" if any(_is_named(link, found) for found in run.findings) else "",
             "interface": link.interface,
             "carried": f"{link.nbytes / 1e6:.4g} MB",
             "round trip": "-" if link.rtt_seconds is None else f"{link.rtt_seconds * 1e6:.4g} µs",
@@ -234,7 +212,7 @@ def draw_links(run: Run, watched: Watched) -> Iterator[Chart]:
         "watch-links",
         "Links of the job",
         "Rate of the job's connections from host to host while data is on its way, in MB/s; more "
-        f"is better.{' Outlined: slow.' if cells['slow'].any() else ''}",
+        f"is better.{' Outlined: slow.' if cells['marked'].any() else ''}",
         draw_matrix(cells, hosts, "host", "MB/s"),
         build_matrix(cells, hosts, "host", "MB/s"),
     )
@@ -289,39 +267,27 @@ def draw_ranks(run: Run, watched: Watched) -> Iterator[Chart]:
 
 def _stack_parts(
     ranks: Sequence[WatchedRank], names: Mapping[int, str], marked: Mapping[int, str]
-) -> dict[str, Any]:
+) -> Bars:
     """Return a bar for each rank; names, marked: of a rank, its name and its finding's code."""
-    longest = max(sum(rank.mean_seconds) for rank in ranks)
     rows = [
         {
-            "rank": names[rank.rank],
+            "row": names[rank.rank],
             "part": part,
             "seconds": seconds,
-            "order": i,
-            "text": milliseconds(seconds),
+            "time": milliseconds(seconds),
             "own": milliseconds(_own(rank)),
             "steps": rank.steps,
+            "text": marked.get(rank.rank, "") if part == COLUMNS[-1] else "",
         }
         for rank in ranks
-        for i, (part, seconds) in enumerate(zip(COLUMNS, rank.mean_seconds, strict=True))
+        for part, seconds in zip(COLUMNS, rank.mean_seconds, strict=True)
     ]
-    x = alt.X(
-        "seconds:Q",
-        title="time of a step",
-        axis=theme.time_axis(tickCount=5),
-        scale=alt.Scale(domain=[0, longest * (ROOM if marked else 1)], nice=False),
+    return Bars(
+        data=pd.DataFrame(rows),
+        x=Axis("seconds", "time of a step", theme.TIME_LABELS),
+        tips={"row": "rank", "part": "part", "time": "mean", "own": "own time", "steps": "steps"},
+        colors=Colors("part", theme.PHASES),
     )
-    tips = theme.tips(rank="rank", part="part", text="mean", own="own time")
-    tips.append(alt.Tooltip("steps:Q", title="steps"))
-    color = alt.Color("part:N", scale=part_scale(), legend=PARTS)
-    bars = alt.Chart(pd.DataFrame(rows)).mark_bar(size=14)
-    layers = [bars.encode(x=x, y=_rank_axis(names), color=color, order="order:Q", tooltip=tips)]
-    ends = {rank.rank: sum(rank.mean_seconds) for rank in ranks if rank.rank in marked}
-    late = [{"rank": names[r], "seconds": end, "text": marked[r]} for r, end in ends.items()]
-    if late:
-        text = alt.Chart(pd.DataFrame(late)).mark_text(align="left", dx=5, fontWeight=600)
-        layers.append(text.encode(x="seconds:Q", y=_rank_axis(names), text="text:N"))
-    return layer_rows(layers, len(ranks))
 
 
 def draw_extra(run: Run, watched: Watched) -> Iterator[Chart]:
@@ -335,61 +301,37 @@ def draw_extra(run: Run, watched: Watched) -> Iterator[Chart]:
         for finding in run.findings
         if finding.code in LATE_CODES
     }
+    names = _name(watched, ranks)
+    cells = [
+        {
+            "rank": names[rank],
+            "part": part,
+            "ms": max(value, 0.0) * 1e3,
+            "text": _signed(value),
+            "time": f"{_signed(value)} ms",
+            "marked": "late" if (rank, part) in marked else "",
+        }
+        for rank, values in extra.items()
+        for part, value in zip(OWN, values, strict=True)
+    ]
     yield Chart(
         "watch-extra",
         "Extra time of each rank",
         "How many ms longer each phase takes than in the other ranks, mean over the steps."
         + (" Outlined: named by a finding." if marked else ""),
-        _map_extra(extra, _name(watched, ranks), marked),
+        Matrix(
+            data=pd.DataFrame(cells),
+            x=Axis("part"),
+            y=Axis("rank"),
+            tips={"rank": "rank", "part": "part", "time": "beyond the others"},
+            colors=Heat("ms", "ms"),
+        ),
         make_table(
             "extra time of each rank",
             ["rank", *(f"{part} ms" for part in OWN)],
             [(rank, *_ms(values)) for rank, values in extra.items()],
         ),
     )
-
-
-def _map_extra(
-    extra: Mapping[int, Sequence[float]],
-    names: Mapping[int, str],
-    marked: Collection[tuple[object, object]],
-) -> dict[str, Any]:
-    """Return a row for each rank, a column for each phase; marked: ranks with phases."""
-    most = max(1e-9, *(value for values in extra.values() for value in values))
-    rows = [
-        {
-            "rank": names[rank],
-            "part": part,
-            "seconds": max(value, 0.0),
-            "text": _signed(value),
-            "tip": f"{_signed(value)} ms",
-            "beyond": value > most / 2,
-            "marked": (rank, part) in marked,
-        }
-        for rank, values in extra.items()
-        for part, value in zip(OWN, values, strict=True)
-    ]
-    base = alt.Chart(pd.DataFrame(rows)).encode(
-        x=alt.X("part:N", title=None, sort=list(OWN), axis=alt.Axis(labelAngle=0, orient="top")),
-        y=_rank_axis(names),
-        tooltip=theme.tips(rank="rank", part="part", tip="beyond the others"),
-    )
-    color = alt.Color("seconds:Q", scale=alt.Scale(domain=[0, most]), legend=None)
-    layers = [base.mark_rect().encode(color=color)]
-    if len(names) <= MOST_VALUES:
-        layers += write_values(base, "text")
-    if any(row["marked"] for row in rows):
-        layers.append(base.mark_rect(style="marked").transform_filter("datum.marked"))
-    return layer_rows(layers, len(names))
-
-
-def _rank_axis(names: Mapping[int, str]) -> alt.Y:
-    return alt.Y("rank:N", title=None, sort=list(names.values()), axis=alt.Axis(labelLimit=110))
-
-
-def layer_rows(layers: Sequence[alt.Chart], rows: int) -> dict[str, Any]:
-    """Return layers that have so many rows of bars or cells."""
-    return theme.layered(layers, max(LEAST_HEIGHT, ROW * rows))
 
 
 def _ms(seconds: Iterable[float]) -> list[float]:
