@@ -151,6 +151,11 @@ def powers_of_ten(values: Iterable[float]) -> list[float]:
     return [step * 10.0**power for power in powers for step in steps]
 
 
+def write_number(field: str, labels: str) -> str:
+    """Return the expression that writes a field as a label, with more digits: "12.34 µs"."""
+    return labels.replace("datum.value", f"datum['{field}']").replace("~g", ".4~g")
+
+
 def tips(*fields: str, **titled: str) -> list[alt.Tooltip]:
     """Return the lines of a tooltip: texts under their own names, then those with a title."""
     lines = [alt.Tooltip(field=field, type="nominal") for field in fields]

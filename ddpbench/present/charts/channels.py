@@ -84,8 +84,11 @@ def names(axis: Axis) -> dict[str, Any]:
     return {"title": axis.title, "sort": list(axis.order) or None}
 
 
-def color(data: pd.DataFrame, colors: Colors) -> alt.Color:
-    """Return the channel, with a legend of the names that are there."""
+def color(data: pd.DataFrame, colors: Colors, *, alone: bool = False) -> alt.Color:
+    """Return the channel, with a legend of the names that are there.
+
+    alone: whether the legend is needed even if it has only one name.
+    """
     known = list(dict.fromkeys(data[colors.field]))
     of_backends = colors.field == "backend"
     order = theme.order_backends(known) if of_backends else list(colors.order) or known
@@ -97,7 +100,7 @@ def color(data: pd.DataFrame, colors: Colors) -> alt.Color:
         symbolOpacity=1,
     )
     scale = alt.Scale(domain=order, range="category")
-    named = of_backends or len(shown) > 1
+    named = alone or of_backends or len(shown) > 1
     return alt.Color(f"{colors.field}:N", scale=scale, legend=legend if named else None)
 
 
@@ -118,8 +121,8 @@ def opacity(data: pd.DataFrame, full: float = 1.0) -> dict[str, Any]:
 
 def tooltip(data: pd.DataFrame, tips: Mapping[str, str]) -> list[alt.Tooltip]:
     """Return the lines of a tooltip: columns that hold anything, under their titles."""
-    known = {n: t for n, t in tips.items() if not data[n].isna().all()}
-    shown = {n: t for n, t in known.items() if not data[n].isin(NOTHING).all()}
+    empty = [n for n in tips if n in data and (data[n].isna() | data[n].isin(NOTHING)).all()]
+    shown = {n: title for n, title in tips.items() if n not in empty}
     return [alt.Tooltip(field=n, type="nominal", title=title) for n, title in shown.items()]
 
 

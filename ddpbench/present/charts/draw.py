@@ -8,6 +8,7 @@ from typing import Any
 import altair as alt
 import pandas as pd
 
+from ddpbench.present import theme
 from ddpbench.present.charts.channels import (
     EXTENT,
     LABEL_LIMIT,
@@ -22,10 +23,20 @@ from ddpbench.present.charts.channels import (
     shape,
     tooltip,
 )
-from ddpbench.present.charts.kinds import GAP, LANE, Bars, Drawing, Heat, Lines, Matrix, Spans
+from ddpbench.present.charts.kinds import (
+    GAP,
+    LANE,
+    ROOMY,
+    Bars,
+    Drawing,
+    Heat,
+    Lines,
+    Matrix,
+    Spans,
+)
 
 FEW = 60  # points of a line that are drawn
-CROWDED = 200  # points of a chart that are small
+CROWDED = 100  # points of a chart that are small
 BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two rows
 ROOM = 1.35  # of the longest bar, for the text behind it, also on a phone
 ROW, LEAST_HEIGHT, MOST_HEIGHT = 26, 80, 420  # pixels of a matrix
@@ -53,7 +64,7 @@ def _draw_lines(lines: Lines) -> dict[str, Any]:
     y = position(alt.Y, lines.y, data[numbers].astype(float).stack(), minExtent=EXTENT)
     base = alt.Chart().encode(x=x, color=color(data, lines.colors), detail=list(lines.detail))
     marks = _areas(lines, base, y) if lines.stacked else _points(lines, base, y)
-    layers = [*_levels(lines, y), *marks, *_rules(lines, x)]
+    layers = [*marks, *_levels(lines, y), *_rules(lines, x)]
     if lines.cursor:
         layers.append(_cursor(lines, x))
     return finish(lines, layers, lines.height)
@@ -71,7 +82,11 @@ def _areas(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
 def _points(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
     """Yield lines, their points, intervals and references."""
     data, clip = lines.data, lines.y.domain is not None
-    tips = tooltip(data, lines.tips)
+    texts = {c: f"{c}_text" for c in (lines.y.field, "low", "high") if c in lines.tips}
+    tips = tooltip(data, {texts.get(name, name): title for name, title in lines.tips.items()})
+    if texts:
+        written = {texts[c]: theme.write_number(c, lines.y.labels) for c in texts}
+        base = base.transform_calculate(**written)
     if has(data, "reference"):
         dotted = base.mark_line(strokeDash=DOTTED, opacity=0.8).transform_filter("datum.reference")
         yield dotted.encode(y="reference:Q", tooltip=tips)
@@ -240,12 +255,11 @@ def _draw_spans(spans: Spans) -> dict[str, Any]:
 def _draw_matrix(matrix: Matrix) -> dict[str, Any]:
     data, x, y = matrix.datasets["data"], matrix.x, matrix.y
     columns = data[x.field].astype(str).unique()
-    level = x.labels or sum(map(len, columns)) * CHARACTER < PHONE or not matrix.written
-    label = {"labelExpr": x.labels} if x.labels else {}
+    level = len(columns) > ROOMY or sum(map(len, columns)) * CHARACTER < PHONE
     base = alt.Chart().encode(
         x=alt.X(
             f"{x.field}:O",
-            axis=alt.Axis(labelAngle=0 if level else -40, labelOverlap="greedy", **label),
+            axis=alt.Axis(labelAngle=0 if level else -40, labelOverlap="greedy"),
             **names(x),
         ),
         y=alt.Y(
@@ -266,7 +280,9 @@ def _draw_matrix(matrix: Matrix) -> dict[str, Any]:
 def _cells(matrix: Matrix, base: alt.Chart) -> alt.Chart:
     colors = matrix.colors
     if not isinstance(colors, Heat):  # pale, so that texts can be read on all colours
-        paled: alt.Chart = base.mark_rect(opacity=PALE).encode(color=color(matrix.data, colors))
+        paled: alt.Chart = base.mark_rect(opacity=PALE).encode(
+            color=color(matrix.data, colors, alone=True)
+        )
         return paled
     values = matrix.data[colors.field]
     pale, dark = colors.ends(values)

@@ -59,13 +59,13 @@ class Colors:
 class Heat:
     """A column of numbers that have colours, from pale to dark.
 
-    labels: the format of the legend, of d3. domain: the palest and the darkest; None: from 0, or
+    domain: the palest and the darkest; None: from 0, or
     the least if there are orders of magnitude, to the most.
     """
 
     field: str
     title: str
-    labels: str = "~g"
+    labels: str = "~r"
     domain: tuple[float, float] | None = None
 
     def place(self, values: pd.Series[float]) -> pd.Series[float]:
@@ -90,7 +90,8 @@ class Heat:
 class Lines:
     """Values over x, with intervals: as lines, points or areas.
 
-    tips: columns of a tooltip with their titles. dash: a column whose names have dashes. detail:
+    tips: columns of a tooltip with their titles; the value, "low" and "high" are written as labels
+    of the axis. dash: a column whose names have dashes. detail:
     columns that tell more lines apart. shape: a column of names, each of which `shapes` gives a
     shape of Vega. rules: vertical lines: the field of x, "label", "why". levels: horizontal lines:
     the field of y, "label", and "low", "high" of a band.

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
-from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Colors, Matrix
 from ddpbench.present.doctor.section import Examined, find_examinations, make_section
 from ddpbench.present.document import Chart, ReportRun, Section
 from ddpbench.records.schema import Examination
@@ -27,7 +26,6 @@ OUTCOMES = {
     " ": " ",
     "–": "– not supported",
 }
-ROW, LABELS = 20, 150  # pixels: height of a row, width of its label
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
@@ -76,23 +74,17 @@ def _cells(examination: Examination, table: Table) -> Iterator[dict[str, str]]:
                 "dtype": dtype,
                 "column": column.heading,
                 "outcome": OUTCOMES[outcome],
-                "symbol": OUTCOMES[outcome][0],
+                "text": OUTCOMES[outcome][0],
                 "why": why.get(key, ""),
             }
 
 
-def _draw(cells: pd.DataFrame) -> dict[str, Any]:
-    shown = [name for name in OUTCOMES.values() if name in set(cells["outcome"])]
-    colors = alt.Scale(domain=list(OUTCOMES.values()), range="category")
-    calls, dtypes = (list(dict.fromkeys(cells[name])) for name in ("call", "column"))
-    base = alt.Chart(cells).encode(
-        x=alt.X("column:N", title="dtype", sort=dtypes, axis=alt.Axis(labelAngle=-40)),
-        y=alt.Y("call:N", title=None, sort=calls, axis=alt.Axis(labelLimit=LABELS)),
-        tooltip=theme.tips("call", "reduce op", "dtype", "outcome", "why"),
+def _draw(cells: pd.DataFrame) -> Matrix:
+    tips = ("call", "reduce op", "dtype", "outcome", "why")
+    return Matrix(
+        data=cells,
+        x=Axis("column", "dtype"),
+        y=Axis("call"),
+        tips={name: name for name in tips},
+        colors=Colors("outcome", tuple(OUTCOMES.values())),
     )
-    # Pale, so that the symbols are readable on all colours.
-    heat = base.mark_rect(opacity=0.35).encode(
-        color=alt.Color("outcome:N", title=None, scale=colors, legend=alt.Legend(values=shown))
-    )
-    symbols = base.mark_text().encode(text="symbol:N")
-    return theme.layered([heat, symbols], ROW * len(calls))

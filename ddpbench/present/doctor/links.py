@@ -7,9 +7,10 @@ from typing import Any
 
 import pandas as pd
 
+from ddpbench.present.charts.kinds import ROOMY
 from ddpbench.present.doctor.section import find_examinations, make_section
 from ddpbench.present.document import Chart, ReportRun, Section
-from ddpbench.present.matrix import MOST_VALUES, build_matrix, draw_matrix
+from ddpbench.present.matrix import build_matrix, draw_matrix
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
@@ -35,7 +36,7 @@ def _matrices(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Cha
         {
             "from": frame["sender"].map(labels),
             "to": frame["receiver"].map(labels),
-            "slow": [pair in slow for pair in pairs],
+            "marked": ["slow" if pair in slow else "" for pair in pairs],
         }
     )
     alone = frame["alone"].notna().all()
@@ -43,7 +44,7 @@ def _matrices(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Cha
     if alone and frame["at_once"].notna().any():
         at_once = (frame["at_once"].astype(float) / scale).map(_rounded)
         bandwidth["all pairs at once"] = [None if pd.isna(v) else f"{v:g} {unit}" for v in at_once]
-    latency = base.assign(value=(frame["s"] * 1e6).map(_rounded), slow=False)
+    latency = base.assign(value=(frame["s"] * 1e6).map(_rounded), marked="")
     ends = list(labels.values())
     outlined = " Outlined: slow each time it was measured." if slow else ""
     yield Chart(
@@ -68,7 +69,7 @@ def _name_ends(figures: Mapping[str, Any]) -> dict[int, str]:
     hosts = {host for _, host in figures["ends"]}
     if figures["kind"] == "hosts" and len(hosts) == len(figures["ends"]):
         return dict(figures["ends"])
-    if len(hosts) == 1 or len(figures["ends"]) > MOST_VALUES:
+    if len(hosts) == 1 or len(figures["ends"]) > ROOMY:
         return {rank: str(rank) for rank, _ in figures["ends"]}
     return {rank: f"{rank} {host}" for rank, host in figures["ends"]}
 

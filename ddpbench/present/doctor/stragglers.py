@@ -6,22 +6,20 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Colors, Lines
 from ddpbench.present.doctor.section import Examined, find_examinations, make_section
 from ddpbench.present.document import Chart, ReportRun, Section, make_table
 from ddpbench.records.table import Table
 
 WHEN = {"alone": "alone", "together": "all at once"}
 KEPT = {"queued": "waiting for a core", "throttled": "throttled", "stolen": "stolen"}
-# Of the backends, then of the series.
-SHAPES = ("circle", "square", "triangle-up", "circle", "square", "triangle-up", "diamond", "cross")
 SERIES = (*WHEN.values(), *KEPT.values())
-TIPS = ("rank", "host", "backend", "launch", "series")
+# Of the backends, then of the series, whose colours are those of no backend.
+SHAPES = ("circle", "square", "triangle-up", "circle", "square", "triangle-up", "diamond", "cross")
 RATIO = 1.4  # of the others' time, from which the doctor calls a rank slow at a load
-HEIGHT = 240
 ALONE = "Alone: while the host's other ranks rest."
 WAIT = (
     "How long the rank waits for the latest one in an all_reduce after equal work, median. The "
@@ -30,7 +28,6 @@ WAIT = (
 HELD_UP = (
     "Share of the time in which the rank could not run while it computed alone; less is better."
 )
-FEW_RANKS = 16  # whose dots have room beside each other
 
 
 def section(runs: Sequence[ReportRun]) -> Section | None:
@@ -77,7 +74,7 @@ def _rates(one: Examined, name: str, load: Mapping[str, Any]) -> Iterator[dict[s
                 **_place(one, rank),
                 "series": WHEN[when],
                 "value": _rounded(load["amount"] / seconds / 1e9),
-                "mark": "slow" if marked else "",
+                "marked": "slow" if marked else "",
             }
 
 
@@ -87,7 +84,7 @@ def _waits(one: Examined) -> Iterator[dict[str, Any]]:
         if (wait := shown["wait_seconds"]) is not None:
             value = _rounded(wait * 1e3)
             mark = "late" if rank in late else ""
-            yield {**_place(one, rank), "series": "wait", "value": value, "mark": mark}
+            yield {**_place(one, rank), "series": "wait", "value": value, "marked": mark}
 
 
 def _kept(one: Examined) -> Iterator[dict[str, Any]]:
@@ -95,7 +92,7 @@ def _kept(one: Examined) -> Iterator[dict[str, Any]]:
         for reason, words in KEPT.items():
             if (share := shown["kept"].get("alone", {}).get(reason)) is not None:
                 value = _rounded(min(share, 1.0) * 100)
-                yield {**_place(one, rank), "series": words, "value": value, "mark": ""}
+                yield {**_place(one, rank), "series": words, "value": value, "marked": ""}
 
 
 def _place(one: Examined, rank: int) -> dict[str, Any]:
@@ -118,36 +115,25 @@ def _chart(
 
     by: the column whose values have colours and shapes of their own, "series" or "backend".
     """
-    marks = [mark for mark in dots["mark"].unique() if mark]
+    marks = [mark for mark in dots["marked"].unique() if mark]
     marked = f" Marked: found {' and '.join(marks)}." if marks else ""
     return Chart(name, title, caption + marked, _draw(dots, unit, by), _tabulate(dots, title, unit))
 
 
-def _draw(dots: pd.DataFrame, unit: str, by: str) -> dict[str, Any]:
-    backends = list(dots["backend"])
-    # The colours of SERIES are those of no backend.
-    names = [*theme.BACKENDS, *SERIES]
-    series = alt.Scale(domain=names, range="category")
-    every = series if by == "series" else theme.backend_colors(backends)
-    shapes = alt.Scale(domain=every.domain, range=SHAPES)
-    shown = list(dict.fromkeys(dots[by]))
-    legend = alt.Legend(values=shown) if len(shown) > 1 else None
-    base = theme.choose_backends(alt.Chart(dots), backends).encode(
-        x=alt.X("rank:O", axis=alt.Axis(labelAngle=0, labelOverlap=True))
+def _draw(dots: pd.DataFrame, unit: str, by: str) -> Lines:
+    every = (*theme.BACKENDS, *SERIES) if by == "series" else theme.order_backends(dots["backend"])
+    ranks = dots["rank"]
+    tips = ("rank", "host", "backend", "launch", "series")
+    return Lines(
+        data=dots,
+        x=Axis("rank", "rank", theme.COUNT_LABELS, domain=(ranks.min() - 0.5, ranks.max() + 0.5)),
+        y=Axis("value", unit, theme.NUMBER_LABELS, zero=True),
+        tips={**{name: name for name in tips}, "value": unit},
+        colors=Colors(by, tuple(every)),
+        connected=False,
+        shape=by,
+        shapes=dict(zip(every, SHAPES, strict=False)),
     )
-    if len(shown) > 1 and dots["rank"].nunique() <= FEW_RANKS:
-        base = base.encode(xOffset=alt.XOffset(f"{by}:N", sort=shown))
-    points = base.mark_point(filled=True, size=70, opacity=0.8).encode(
-        y=alt.Y("value:Q", title=unit),
-        color=alt.Color(f"{by}:N", title=None, scale=every, legend=legend),
-        shape=alt.Shape(f"{by}:N", title=None, scale=shapes, legend=legend),
-        tooltip=theme.tips(*TIPS, value=unit),
-    )
-    marked = base.transform_filter("datum.mark")
-    rings = marked.mark_point(style="marked", size=240).encode(y="value:Q")
-    # Once for the dots of all launches, which lie close together.
-    words = marked.mark_text(dx=14, align="left").encode(y="max(value):Q", text="mark:N")
-    return theme.layered([points, *([rings, words] if dots["mark"].any() else [])], HEIGHT)
 
 
 def _tabulate(dots: pd.DataFrame, title: str, unit: str) -> Table:
@@ -156,7 +142,7 @@ def _tabulate(dots: pd.DataFrame, title: str, unit: str) -> Table:
     cells = {
         (rank, where, series): f"{value:g} {mark}" if mark else value
         for rank, where, series, value, mark in zip(
-            *(dots[name] for name in ("rank", "where", "series", "value", "mark")), strict=True
+            *(dots[name] for name in ("rank", "where", "series", "value", "marked")), strict=True
         )
     }
     hosts = dict(zip(dots["rank"], dots["host"], strict=True))
