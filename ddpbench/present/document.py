@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress, zip_longest
@@ -108,6 +108,29 @@ class Chart:
 
 
 Rows = tuple[tuple[Chart, ...], ...]
+
+
+def draw_chart(
+    name: str, title: str, caption: str, drawing: Drawing, legend: Iterable[str] = ()
+) -> Chart:
+    """Return a chart whose table has what its data shows."""
+    return Chart(name, title, caption, drawing, _tabulate(title, drawing, legend))
+
+
+def draw_choices(name: str, title: str, caption: str, drawings: Mapping[str, Drawing]) -> Chart:
+    """Return a chart that shows one of several things, by their labels."""
+    choices = tuple(Choice(k, each, _tabulate(k, each)) for k, each in drawings.items())
+    drawing, table = choices[0].drawing, choices[0].table
+    several = choices if len(choices) > 1 else ()
+    return Chart(name, title, caption, drawing, table, choices=several)
+
+
+def _tabulate(title: str, drawing: Drawing, legend: Iterable[str] = ()) -> Table:
+    from ddpbench.present.charts.kinds import list_columns
+
+    columns = list_columns(drawing.shown)
+    left = [n for n, cells in columns.items() if any(str(cell)[:1].isalpha() for cell in cells)]
+    return make_table(title, columns, zip(*columns.values(), strict=True), left, legend)
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,13 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import digits
-from ddpbench.present.document import Chart, make_table
+from ddpbench.present.document import Chart, draw_chart
 from ddpbench.records.load import Load
-
-HEIGHT = 110  # pixels
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A field of Load that has a chart."""
+    """A field of Load that has a chart; most: the field of the rank that has most, if another."""
 
     name: str
     field: str
@@ -29,51 +27,28 @@ class Kind:
     caption: str
     labels: str  # expression of the axis
     show: Callable[[float], str]
-    most: str = ""  # the field of the rank that has most, if that is another
+    most: str = ""
 
 
 def _readable(nbytes: float) -> str:
     return readable(round(nbytes))
 
 
+CPU = (
+    "CPU time of a rank's process per second, median over ranks; 1 is one core. "
+    "The band reaches to the rank that used most."
+)
+MEMORY = "Resident memory of the process of the rank that has most."
+GPU = "Share of the time in which a rank's GPU was busy, median over ranks."
+GPU_MEMORY = "GPU memory that torch holds, its cache included, in the rank that has most."
+NUMBER, SHARE, SIZE = theme.NUMBER_LABELS, theme.SHARE_LABELS, theme.SIZE_LABELS
 KINDS = (
+    Kind("cpu", "cpu_cores", "CPU", "cores in use", CPU, NUMBER, digits, "most_cpu_cores"),
+    Kind("memory", "memory_nbytes", "Memory", "resident memory", MEMORY, SIZE, _readable),
+    Kind("gpu", "gpu_share", "GPU", "time in use", GPU, SHARE, "{:.0%}".format),
     Kind(
-        "cpu",
-        "cpu_cores",
-        "CPU",
-        "cores in use",
-        "CPU time of a rank's process per second, median over ranks; 1 is one core. "
-        "The band reaches to the rank that used most.",
-        theme.NUMBER_LABELS,
-        digits,
-        "most_cpu_cores",
-    ),
-    Kind(
-        "memory",
-        "memory_nbytes",
-        "Memory",
-        "resident memory",
-        "Resident memory of the process of the rank that has most.",
-        theme.SIZE_LABELS,
-        _readable,
-    ),
-    Kind(
-        "gpu",
-        "gpu_share",
-        "GPU",
-        "time in use",
-        "Share of the time in which a rank's GPU was busy, median over ranks.",
-        theme.SHARE_LABELS,
-        "{:.0%}".format,
-    ),
-    Kind(
-        "gpu-memory",
-        "gpu_memory_nbytes",
-        "GPU memory",
-        "memory in use",
-        "GPU memory that torch holds, its cache included, in the rank that has most.",
-        theme.SIZE_LABELS,
-        _readable,
+        *("gpu-memory", "gpu_memory_nbytes", "GPU memory", "memory in use"),
+        *(GPU_MEMORY, SIZE, _readable),
     ),
 )
 
@@ -84,50 +59,32 @@ def load_charts(
     x: Axis,
     when: str,
     *,
-    shown: Sequence[str],
     detail: Sequence[str] = (),
     rules: pd.DataFrame | None = None,
 ) -> Iterator[Chart]:
     """Yield a chart of each kind of load that is known, all with one x axis.
 
-    name: begins the names of the charts. loads: facts of a moment and its load. Facts are the field
-    of `x`, and those `shown` in tooltips and tables, of which `detail` tell lines apart. when: what
-    a moment is, "epoch".
+    name: begins the names of the charts. loads: columns of a moment, as `Lines` draws and shows
+    them, and its load. when: what a moment is, "epoch". detail: columns that tell lines apart.
     """
-    rows = [{**facts, **asdict(load)} for facts, load in loads if load is not None]
-    frame = pd.DataFrame(rows)
-    for kind in KINDS if rows else ():
-        known = frame[frame[kind.field].notna()]
-        if len(known):
-            data, titles = _measure(known, kind, [x.field, *shown])
-            columns = {**dict(zip(shown, shown, strict=True)), **titles}
-            drawing = Lines(
-                data=data,
-                x=x,
-                y=Axis("value", kind.axis, kind.labels, zero=True),
-                tips=columns,
-                detail=tuple(detail),
-                band=True,
-                rules=rules,
-                height=HEIGHT,
-            )
-            cells = data[list(columns)].itertuples(index=False, name=None)
-            table = make_table(kind.title, columns.values(), cells, left=("backend", "time"))
+    known = [(facts, asdict(load)) for facts, load in loads if load is not None]
+    for kind in KINDS:
+        rows = [
+            {**facts, **_measure(kind, load)}
+            for facts, load in known
+            if load[kind.field] is not None
+        ]
+        if rows:
+            y = Axis(kind.axis, kind.labels, zero=True)
+            look = {"detail": tuple(detail), "rules": rules, "band": True, "height": 110}
+            drawing = Lines(data=pd.DataFrame(rows), x=x, y=y, **look)
             caption = f"{kind.caption} A point for each {when}."
-            yield Chart(f"{name}-{kind.name}", kind.title, caption, drawing, table)
+            yield draw_chart(f"{name}-{kind.name}", kind.title, caption, drawing)
 
 
-def _measure(
-    frame: pd.DataFrame, kind: Kind, facts: Sequence[str]
-) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Return the facts and the values of a kind, and the titles of the columns of texts."""
-    data = frame[list(dict.fromkeys(facts))].assign(
-        value=frame[kind.field], text=frame[kind.field].map(kind.show)
-    )
-    titles = {"text": kind.axis}
-    if kind.most:
-        data = data.assign(
-            low=frame[kind.field], high=frame[kind.most], most=frame[kind.most].map(kind.show)
-        )
-        titles["most"] = "rank that has most"
-    return data, titles
+def _measure(kind: Kind, load: Mapping[str, Any]) -> dict[str, Any]:
+    value = load[kind.field]
+    row = {"_y": value, kind.axis: kind.show(value)}
+    if kind.most and (most := load[kind.most]) is not None:
+        row |= {"_low": value, "_high": most, "rank that has most": kind.show(most)}
+    return row

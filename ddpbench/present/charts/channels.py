@@ -1,129 +1,119 @@
-"""What all kinds of chart share: axes, colours, tooltips, marked points, and hidden backends."""
+"""What all kinds of chart share: axes, colours, tooltips, pale marks, and hidden backends."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import altair as alt
 import pandas as pd
 
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Colors, Drawing, list_columns
+from ddpbench.present.charts.kinds import Axis, Bars, Drawing, Lines, list_columns, visible
 
 PALE = 0.35  # opacity
-SHOWN = "indexof(backends, datum.backend) >= 0"  # the page sets the parameter `backends`
+HIDDEN = "indexof(backends, datum.backend) >= 0"  # the page sets the parameter `backends`
 EXTENT = 56  # pixels left of an axis, so that charts one below the other have one x axis
-LABEL_LIMIT = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
+LABELS = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
 NOTHING = ("", "-")  # a column of these has no line in a tooltip
+
+Channel = TypeVar("Channel", alt.X, alt.Y)
 
 
 def finish(drawing: Drawing, layers: Iterable[alt.Chart], height: int) -> dict[str, Any]:
     """Return the Vega-Lite of layers, which show the dataset "data" unless they name another."""
     chart = alt.layer(*layers, data=alt.NamedData("data"), height=height)
-    data = drawing.datasets
-    if "backend" in data["data"]:
-        chart = chart.transform_filter(SHOWN)
-        chart = chart.add_params(
-            alt.param(name="backends", value=sorted(set(data["data"]["backend"])))
-        )
+    if "backend" in drawing.data:
+        backends = sorted(set(drawing.data["backend"]))
+        chart = chart.transform_filter(HIDDEN)
+        chart = chart.add_params(alt.param(name="backends", value=backends))
     spec: dict[str, Any] = chart.to_dict()
-    columns = {name: list_columns(frame) for name, frame in data.items()}
-    return {**spec, "datasets": {name: to_rows(known) for name, known in columns.items()}}
+    datasets = {}
+    for name, frame in drawing.datasets.items():
+        columns = list_columns(frame)
+        rows = zip(*columns.values(), strict=True)
+        datasets[name] = [dict(zip(columns, row, strict=True)) for row in rows]
+    return {**spec, "datasets": datasets}
 
 
-def to_rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return the rows of a dataset, as Vega-Lite reads them."""
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def other_data(name: str, frame: pd.DataFrame) -> alt.Chart:
+def other(drawing: Drawing, name: str) -> alt.Chart:
     """Return a chart of another dataset than "data"."""
     chart: alt.Chart = alt.Chart(alt.NamedData(name))
-    return chart.transform_filter(SHOWN) if "backend" in frame else chart
+    return chart.transform_filter(HIDDEN) if "backend" in drawing.datasets[name] else chart
 
 
-def position(channel: type, axis: Axis, values: Iterable[float], **options: Any) -> Any:
-    """Return the x or y channel of numbers. options: of altair's axis."""
+def position(channel: Channel, axis: Axis, values: Iterable[float], **options: Any) -> Channel:
+    """Return the channel of numbers. options: of altair's axis."""
     known = [float(value) for value in values if value is not None and math.isfinite(value)]
-    label = {"labelExpr": axis.labels} if axis.labels else {}
-    return channel(
-        f"{axis.field}:Q",
-        title=axis.title,
-        scale=_scale(axis),
-        axis=alt.Axis(**label, **_ticks(axis, known), labelOverlap="greedy", **options),
-    )
-
-
-def _scale(axis: Axis) -> alt.Scale:
-    domain = {"domain": list(axis.domain), "nice": False} if axis.domain else {}
+    ticks = alt.Axis(labelExpr=axis.labels, labelOverlap="greedy", **_ticks(axis, known), **options)
+    scale: dict[str, Any] = {"zero": axis.zero}
     if axis.log:
         base = 2 if axis.labels == theme.SIZE_LABELS else 10
-        return alt.Scale(type="log", base=base, padding=12, **{"nice": False, **domain})
-    return alt.Scale(**(domain or {"zero": axis.zero}))
+        scale = {"type": "log", "base": base, "padding": 12, "nice": False}
+    if axis.domain:
+        scale |= {"domain": list(axis.domain), "nice": False}
+    return channel.title(axis.title).scale(alt.Scale(**scale)).axis(ticks)
 
 
-def _ticks(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
-    """Return where labels stand: few, at round numbers."""
+def _ticks(axis: Axis, values: list[float]) -> dict[str, Any]:
+    """Return where labels are: few, at round numbers."""
     most = max(values, default=0.0)
     if axis.ticks:
         return {"values": list(axis.ticks)}
-    if axis.labels == theme.SIZE_LABELS:
-        if axis.log or most <= 0:
-            return {"tickCount": 6}
+    if axis.labels == theme.SIZE_LABELS and not axis.log and most > 0:
         step = 2.0 ** (int(most).bit_length() - 2)
         return {"values": [step * n for n in range(int(most // step) + 2)]}
-    if axis.log and values:
+    if axis.log and values and axis.labels != theme.SIZE_LABELS:
         return {"values": theme.powers_of_ten(values)}
-    return {"tickCount": 5, **({"tickMinStep": 1} if axis.labels == theme.COUNT_LABELS else {})}
+    return {"tickCount": 6, **({"tickMinStep": 1} if axis.labels == theme.COUNT_LABELS else {})}
 
 
-def names(axis: Axis) -> dict[str, Any]:
-    """Return the options of a channel whose values are names."""
-    return {"title": axis.title, "sort": list(axis.order) or None}
-
-
-def color(data: pd.DataFrame, colors: Colors, *, alone: bool = False) -> alt.Color:
-    """Return the channel, with a legend of the names that are there.
+def color(drawing: Drawing, *, alone: bool = False) -> dict[str, alt.Color]:
+    """Return the channel, if any, with a legend of the names that are there.
 
     alone: whether the legend is needed even if it has only one name.
     """
-    known = list(dict.fromkeys(data[colors.field]))
-    of_backends = colors.field == "backend"
-    order = theme.order_backends(known) if of_backends else list(colors.order) or known
-    shown = [name for name in order if name in known] if of_backends else known
+    name, of_backends = drawing.color, drawing.color == "backend"
+    if not name:
+        return {}
+    known = list(drawing.data[name].unique())
+    order = theme.order_backends(known) if of_backends else list(drawing.order) or known
+    shown = [each for each in order if each in known] if of_backends else known
     legend = alt.Legend(
-        title=colors.title,
+        title=None,
         values=shown,
         columns=3 if len(shown) > 4 else alt.Undefined,  # more would be cut on a phone
         symbolOpacity=1,
     )
     scale = alt.Scale(domain=order, range="category")
     named = alone or of_backends or len(shown) > 1
-    return alt.Color(f"{colors.field}:N", scale=scale, legend=legend if named else None)
+    return {"color": alt.Color(f"{name}:N", scale=scale, legend=legend if named else None)}
 
 
-def shape(data: pd.DataFrame, field: str, shapes: Mapping[str, str]) -> alt.Shape:
-    """Return the channel; its legend is left out if only the first shape is there."""
-    shown = [name for name in shapes if name in set(data[field])]
+def shape(drawing: Lines | Bars) -> dict[str, alt.Shape]:
+    """Return the channel, if any; its legend is left out if only the first shape is there."""
+    if not drawing.shape:
+        return {}
+    shapes, known = drawing.shapes, set(drawing.data[drawing.shape])
+    shown = [name for name in shapes if name in known]
     legend = None if shown == [*shapes][:1] else alt.Legend(title=None, values=shown)
     scale = alt.Scale(domain=[*shapes], range=[*shapes.values()])
-    return alt.Shape(f"{field}:N", scale=scale, legend=legend)
+    return {"shape": alt.Shape(f"{drawing.shape}:N", scale=scale, legend=legend)}
 
 
 def opacity(data: pd.DataFrame, full: float = 1.0) -> dict[str, Any]:
     """Return the channel that makes pale marks pale, if there are any."""
-    if "pale" not in data or not data["pale"].any():
+    if "_pale" not in data or not data["_pale"].any():
         return {"opacity": alt.value(full)}
-    return {"opacity": alt.condition("datum.pale", alt.value(PALE), alt.value(full))}
+    return {"opacity": alt.condition("datum._pale", alt.value(PALE), alt.value(full))}
 
 
-def tooltip(data: pd.DataFrame, tips: Mapping[str, str]) -> list[alt.Tooltip]:
-    """Return the lines of a tooltip: columns that hold anything, under their titles."""
-    empty = [n for n in tips if n in data and (data[n].isna() | data[n].isin(NOTHING)).all()]
-    shown = {n: title for n, title in tips.items() if n not in empty}
-    return [alt.Tooltip(field=n, type="nominal", title=title) for n, title in shown.items()]
+def tooltip(data: pd.DataFrame, titles: Mapping[str, str] | None = None) -> list[alt.Tooltip]:
+    """Return the lines of a tooltip: columns that hold anything, under their names or titles."""
+    shown = [n for n in visible(data) if not (data[n].isna() | data[n].isin(NOTHING)).all()]
+    known = {name: (titles or {}).get(name, name) for name in shown}
+    return [alt.Tooltip(field=n, type="nominal", title=title) for n, title in known.items()]
 
 
 def has(data: pd.DataFrame, column: str) -> bool:

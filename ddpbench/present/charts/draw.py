@@ -6,34 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import altair as alt
-import pandas as pd
 
-from ddpbench.present import theme
-from ddpbench.present.charts.channels import (
-    EXTENT,
-    LABEL_LIMIT,
-    PALE,
-    color,
-    finish,
-    has,
-    names,
-    opacity,
-    other_data,
-    position,
-    shape,
-    tooltip,
-)
-from ddpbench.present.charts.kinds import (
-    GAP,
-    LANE,
-    ROOMY,
-    Bars,
-    Drawing,
-    Heat,
-    Lines,
-    Matrix,
-    Spans,
-)
+from ddpbench.present.charts import channels
+from ddpbench.present.charts.channels import color, finish, has, opacity, other, position, tooltip
+from ddpbench.present.charts.kinds import GAP, LANE, ROOMY, Bars, Drawing, Lines, Matrix, Spans
 
 FEW = 60  # points of a line that are drawn
 CROWDED = 100  # points of a chart that are small
@@ -47,11 +23,7 @@ DASHED, DOTTED = [5, 3], [2, 3]
 
 def draw(drawing: Drawing) -> dict[str, Any]:
     """Return the Vega-Lite of a chart."""
-    if isinstance(drawing, Lines):
-        return _draw_lines(drawing)
-    if isinstance(drawing, Bars):
-        return _draw_bars(drawing)
-    return _draw_spans(drawing) if isinstance(drawing, Spans) else _draw_matrix(drawing)
+    return DRAW[type(drawing)](drawing)
 
 
 # --- lines ----------------------------------------------------------------------------------------
@@ -59,56 +31,46 @@ def draw(drawing: Drawing) -> dict[str, Any]:
 
 def _draw_lines(lines: Lines) -> dict[str, Any]:
     data = lines.data
-    numbers = [c for c in (lines.y.field, "low", "high", "reference") if c in data]
-    x = position(alt.X, lines.x, data[lines.x.field], grid=False)
-    y = position(alt.Y, lines.y, data[numbers].astype(float).stack(), minExtent=EXTENT)
-    base = alt.Chart().encode(x=x, color=color(data, lines.colors), detail=list(lines.detail))
+    numbers = data[[c for c in ("_y", "_low", "_high", "_reference") if c in data]]
+    x = position(alt.X("_x:Q"), lines.x, data["_x"], grid=False)
+    y = position(alt.Y("_y:Q"), lines.y, numbers.stack(), minExtent=channels.EXTENT)
+    base = alt.Chart().encode(x=x, detail=list(lines.detail), **color(lines))
     marks = _areas(lines, base, y) if lines.stacked else _points(lines, base, y)
     layers = [*marks, *_levels(lines, y), *_rules(lines, x)]
-    if lines.cursor:
-        layers.append(_cursor(lines, x))
-    return finish(lines, layers, lines.height)
+    return finish(lines, [*layers, *_cursor(lines, x)], lines.height)
 
 
 def _areas(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
-    order = list(lines.data[lines.colors.field].unique())
-    known = base.transform_calculate(order=f"indexof({order}, datum['{lines.colors.field}'])")
-    y = y.copy()
-    y["stack"] = "zero"
+    order = list(lines.data[lines.color].unique())
+    known = base.transform_calculate(_order=f"indexof({order}, datum['{lines.color}'])")
     areas = known.mark_area(clip=True, opacity=0.9, interpolate=_interpolate(lines))
-    yield areas.encode(y=y, order="order:Q")
+    yield areas.encode(y=y.stack("zero"), order="_order:Q")
 
 
 def _points(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
-    """Yield lines, their points, intervals and references."""
-    data, clip = lines.data, lines.y.domain is not None
-    texts = {c: f"{c}_text" for c in (lines.y.field, "low", "high") if c in lines.tips}
-    tips = tooltip(data, {texts.get(name, name): title for name, title in lines.tips.items()})
-    if texts:
-        written = {texts[c]: theme.write_number(c, lines.y.labels) for c in texts}
-        base = base.transform_calculate(**written)
-    if has(data, "reference"):
-        dotted = base.mark_line(strokeDash=DOTTED, opacity=0.8).transform_filter("datum.reference")
-        yield dotted.encode(y="reference:Q", tooltip=tips)
-    if has(data, "low"):
+    """Yield references, intervals, lines, points, and what is marked."""
+    data, clip, tips = lines.data, lines.y.domain is not None, tooltip(lines.data)
+    if has(data, "_reference"):
+        dotted = base.mark_line(strokeDash=DOTTED, opacity=0.8)
+        known = dotted.transform_filter("datum._reference")
+        yield known.encode(y="_reference:Q", tooltip=tips)
+    if has(data, "_low"):
         mark = base.mark_area(fillOpacity=0.2) if lines.band else base.mark_rule(strokeWidth=2)
-        ends = mark.transform_filter("isValid(datum.low)").encode(y="low:Q", y2="high:Q")
+        ends = mark.transform_filter("isValid(datum._low)").encode(y="_low:Q", y2="_high:Q")
         yield ends.encode(**({} if lines.band else opacity(data, 0.55)))
     if lines.connected:
         line = base.mark_line(strokeWidth=1.5, clip=clip, interpolate=_interpolate(lines))
         dash = {"strokeDash": alt.StrokeDash(f"{lines.dash}:N", sort=None, title=None)}
         yield line.encode(y=y, **opacity(data), **(dash if lines.dash else {}))
-    if not lines.cursor or len(data) <= FEW * data[lines.colors.field].nunique():
-        size = 50 if len(data) <= CROWDED else 18
-        form = {"shape": shape(data, lines.shape, lines.shapes)} if lines.shape else {}
-        points = base.mark_point(size=size, clip=clip)
-        yield points.encode(y=y, tooltip=tips, **form, **opacity(data))
-    if has(data, "marked"):
-        marked = alt.Chart().transform_filter("datum.marked").encode(x=base.encoding.x)
-        yield marked.mark_point(style="marked", size=RING).encode(y=lines.y.field + ":Q")
+    if not lines.cursor or data.groupby(lines.color).size().max() <= FEW:
+        points = base.mark_point(size=50 if len(data) <= CROWDED else 18, clip=clip)
+        yield points.encode(y=y, tooltip=tips, **channels.shape(lines), **opacity(data))
+    if has(data, "_marked"):
+        marked = alt.Chart().transform_filter("datum._marked").encode(x=base.encoding.x)
+        yield marked.mark_point(style="marked", size=RING).encode(y="_y:Q")
         # Once for the points of several lines, which lie close together.
         words = marked.mark_text(dx=14, align="left")
-        yield words.encode(y=f"max({lines.y.field}):Q", text="marked:N")
+        yield words.encode(y="max(_y):Q", text="_marked:N")
 
 
 def _interpolate(lines: Lines) -> Any:
@@ -116,109 +78,92 @@ def _interpolate(lines: Lines) -> Any:
 
 
 def _levels(lines: Lines, y: alt.Y) -> Iterator[alt.Chart]:
-    """Yield horizontal lines with their labels at the right, and bands."""
-    frame = lines.datasets.get("levels")
-    if frame is None:
-        return
-    base = other_data("levels", frame)
-    if has(frame, "low"):
-        band = base.mark_rect(opacity=0.12).transform_filter("isValid(datum.low)")
-        yield band.encode(y="low:Q", y2="high:Q", x=alt.value(0), x2=alt.value("width"))
-    yield base.mark_rule(strokeDash=DASHED).encode(y=y)
-    text = base.mark_text(align="right", baseline="bottom", dx=-3, dy=-2)
-    yield text.encode(x=alt.value("width"), y=y, text="label:N")
+    """Yield bands, and horizontal lines with their labels at the right."""
+    if "levels" in lines.datasets:
+        base = other(lines, "levels")
+        band = base.mark_rect(opacity=0.12).transform_filter("isValid(datum._low)")
+        yield band.encode(y="_low:Q", y2="_high:Q", x=alt.value(0), x2=alt.value("width"))
+        yield base.mark_rule(strokeDash=DASHED).encode(y=y)
+        text = base.mark_text(align="right", baseline="bottom", dx=-3, dy=-2)
+        yield text.encode(x=alt.value("width"), y=y, text="_label:N")
 
 
 def _rules(lines: Lines, x: alt.X) -> Iterator[alt.Chart]:
-    """Yield vertical lines; "row" of their labels counts from the top, "left" is their side."""
-    frame = lines.datasets.get("rules")
-    if frame is None:
-        return
-    base = other_data("rules", frame).encode(x=x)
-    if has(frame, "why"):
-        base = base.encode(tooltip=alt.Tooltip("why:N", title="finding"))
-    yield base.mark_rule(strokeDash=DASHED, strokeWidth=1.5)
-    if has(frame, "label"):
-        sides = {"align": "datum.left ? 'right' : 'left'", "dx": "datum.left ? -5 : 5"}
-        text = base.mark_text(fontSize=11, **{k: alt.ExprRef(v) for k, v in sides.items()})
-        yield text.encode(text="label:N", y=alt.Y("row:Q", scale=None, axis=None))
+    """Yield vertical lines with their labels."""
+    if "rules" in lines.datasets:
+        base = other(lines, "rules").encode(x=x, tooltip=tooltip(lines.datasets["rules"]))
+        yield base.mark_rule(strokeDash=DASHED, strokeWidth=1.5)
+        if has(lines.datasets["rules"], "_label"):
+            sides = {"align": "datum._left ? 'right' : 'left'", "dx": "datum._left ? -5 : 5"}
+            text = base.mark_text(**{name: alt.ExprRef(side) for name, side in sides.items()})
+            yield text.encode(text="_label:N", y=alt.Y("_row:Q", scale=None, axis=None))
 
 
-def _cursor(lines: Lines, x: alt.X) -> alt.Chart:
-    """Return a band at the x below the pointer, with the texts of all colours in its tooltip."""
-    frame = lines.datasets["cursor"]
-    near = alt.selection_point(
-        name="near", on="pointerover", clear="pointerout", fields=[lines.x.field], empty=False
-    )
-    titles = {f"t{i}": str(name) for i, name in enumerate(lines.data[lines.colors.field].unique())}
-    cursor: alt.Chart = (
-        other_data("cursor", frame)
-        .mark_rule(strokeWidth=alt.ExprRef(f"width / {len(frame)}"))
-        .encode(
-            x=x,
-            opacity=alt.condition(near, alt.value(0.2), alt.value(0)),
-            tooltip=tooltip(frame, {**lines.tips, **titles}),
+def _cursor(lines: Lines, x: alt.X) -> Iterator[alt.Chart]:
+    """Yield a band at the x below the pointer, with the texts of all colours in its tooltip."""
+    if lines.cursor:
+        frame = lines.datasets["cursor"]
+        near = alt.selection_point(
+            name="near", on="pointerover", clear="pointerout", fields=["_x"], empty=False
         )
-        .add_params(near)
-    )
-    return cursor
+        base = other(lines, "cursor").mark_rule(strokeWidth=alt.ExprRef(f"width / {len(frame)}"))
+        seen = alt.condition(near, alt.value(0.2), alt.value(0))
+        tips = tooltip(frame, lines.titles)
+        yield base.encode(x=x, opacity=seen, tooltip=tips).add_params(near)
 
 
 # --- bars -----------------------------------------------------------------------------------------
 
 
 def _draw_bars(bars: Bars) -> dict[str, Any]:
-    data, value = bars.datasets["data"], bars.x.field
-    place, count = _rows(bars, data)
-    base = alt.Chart().encode(**place)
-    tips = tooltip(data, bars.tips)
-    hue = {"color": color(data, bars.colors)} if bars.colors else {}
-    x = _length(bars, data)
-    layers = []
-    if has(data, "band_low"):
-        band = base.mark_rule(opacity=0.2, strokeWidth=BAR + BETWEEN)
-        layers.append(band.encode(x="band_low:Q", x2="band_high:Q"))
-    if bars.dots:
-        form = {"shape": shape(data, bars.shape, bars.shapes)} if bars.shape else {}
-        rules = base.mark_rule(strokeWidth=2).transform_filter("isValid(datum.low)")
-        layers += [rules.encode(x="low:Q", x2="high:Q", **hue)] if has(data, "low") else []
-        layers.append(base.mark_point(size=80).encode(x=x, tooltip=tips, **hue, **form))
-    else:
-        marks = base.mark_bar(height={"band": 0.85}).encode(tooltip=tips, **hue, **opacity(data))
-        layers.append(marks.encode(x=x, x2="begin:Q"))
-        rules = base.mark_rule(strokeWidth=1.5).transform_filter("isValid(datum.low)")
-        layers += [rules.encode(x="low:Q", x2="high:Q")] if has(data, "low") else []
-    if has(data, "reference"):
-        tick = base.mark_tick(thickness=3, height=24).transform_filter("datum.reference")
-        layers.append(tick.encode(x="reference:Q", tooltip=tips, **hue))
-    if bars.ticks is not None and len(bars.ticks):
-        ticks = other_data("ticks", bars.ticks).mark_tick(thickness=1.5).encode(**place)
-        layers.append(ticks.encode(x=f"{value}:Q", tooltip=tooltip(bars.ticks, bars.tick_tips)))
-    if has(data, "text"):
-        text = base.mark_text(align="left", dx=5).transform_filter("datum.text")
-        layers.append(text.encode(x="right:Q", text="text:N"))
-    return finish(bars, layers, count)
-
-
-def _rows(bars: Bars, data: pd.DataFrame) -> tuple[dict[str, Any], int]:
-    """Return the channels of a bar's place, and the pixels of all rows."""
-    axis = alt.Axis(labelLimit=LABEL_LIMIT, ticks=False, domain=False, grid=bars.dots)
-    place: dict[str, Any] = {"y": alt.Y("row:N", title=None, sort=None, axis=axis)}
+    data = bars.datasets["data"]
+    axis = alt.Axis(labelLimit=channels.LABELS, ticks=False, domain=False, grid=bars.dots)
+    place: dict[str, Any] = {"y": alt.Y(f"{bars.row}:N", title=None, sort=None, axis=axis)}
     within = 1
     if bars.within:
         within = data[bars.within].nunique()
-        place["yOffset"] = alt.YOffset(f"{bars.within}:N", sort=list(data[bars.within].unique()))
-    return place, data["row"].nunique() * (within * BAR + BETWEEN)
+        sort = list(data[bars.within].unique())
+        place["yOffset"] = alt.YOffset(f"{bars.within}:N", sort=sort)
+    height = data[bars.row].nunique() * (within * BAR + BETWEEN)
+    layers = [*_marks(bars, alt.Chart().encode(**place))]
+    if "ticks" in bars.datasets:
+        ticks = other(bars, "ticks").mark_tick(thickness=1.5).encode(**place)
+        layers.append(ticks.encode(x="_end:Q", tooltip=tooltip(bars.datasets["ticks"])))
+    return finish(bars, layers, height)
 
 
-def _length(bars: Bars, data: pd.DataFrame) -> alt.X:
+def _marks(bars: Bars, base: alt.Chart) -> Iterator[alt.Chart]:
+    """Yield bars or dots, with intervals, references and texts."""
+    data, tips, hue, x = bars.datasets["data"], tooltip(bars.data), color(bars), _length(bars)
+    if has(data, "_band_low"):
+        band = base.mark_rule(opacity=0.2, strokeWidth=BAR + BETWEEN)
+        yield band.encode(x="_band_low:Q", x2="_band_high:Q")
+    if bars.dots:
+        dots = base.mark_point(size=80).encode(x=x, tooltip=tips, **hue)
+        yield dots.encode(**channels.shape(bars))
+    else:
+        marks = base.mark_bar(height={"band": 0.85}).encode(tooltip=tips, **hue, **opacity(data))
+        yield marks.encode(x=x, x2="_begin:Q")
+    if has(data, "_low"):
+        rules = base.mark_rule(strokeWidth=1.5).transform_filter("isValid(datum._low)")
+        yield rules.encode(x="_low:Q", x2="_high:Q", **(hue if bars.dots else {}))
+    if has(data, "_reference"):
+        tick = base.mark_tick(thickness=3, height=24).transform_filter("datum._reference")
+        yield tick.encode(x="_reference:Q", tooltip=tips, **hue)
+    if has(data, "_text"):
+        text = base.mark_text(align="left", dx=5).transform_filter("datum._text")
+        yield text.encode(x="_right:Q", text="_text:N")
+
+
+def _length(bars: Bars) -> alt.X:
     """Return the x channel of the ends of bars: with room for the texts behind them."""
-    columns = [c for c in ("begin", bars.x.field, "low", "high", "right", "reference") if c in data]
-    ends = data[columns].astype(float).stack()
-    x = position(alt.X, bars.x, ends)
+    data = bars.datasets["data"]
+    columns = ("_begin", "_end", "_low", "_high", "_right", "_reference")
+    ends = data[[c for c in columns if c in data]].astype(float).stack()
+    x = position(alt.X("_end:Q"), bars.x, ends)
     if bars.x.domain is None and not bars.x.log:
-        room = ROOM if has(data, "text") else 1.0
-        x["scale"] = alt.Scale(domain=[min(0.0, ends.min()), ends.max() * room or 1.0], nice=False)
+        most = ends.max() * (ROOM if has(data, "_text") else 1.0)
+        return x.scale(domain=[min(0.0, ends.min()), most or 1.0], nice=False)
     return x
 
 
@@ -226,86 +171,69 @@ def _length(bars: Bars, data: pd.DataFrame) -> alt.X:
 
 
 def _draw_spans(spans: Spans) -> dict[str, Any]:
-    data, lanes, pixels = spans.data, spans.lanes, spans.lane_pixels
-    height = len(lanes) * pixels
+    data, pixels = spans.data, spans.lane_pixels
+    lanes = list(data[spans.lane].unique())
     middles = [(n + 1) * pixels - GAP - LANE / 2 for n in range(len(lanes))]
     labels = alt.Axis(
         values=middles,
         grid=False,
-        labelLimit=LABEL_LIMIT,
+        labelLimit=channels.LABELS,
         labelExpr=f"{lanes}[indexof({middles}, datum.value)]",
     )
-    top = alt.Scale(domain=[height, 0], nice=False)
-    rects = alt.Chart().mark_rect()
+    top = alt.Scale(domain=[len(lanes) * pixels, 0], nice=False)
+    rects = alt.Chart().mark_rect().encode(**color(spans), **opacity(data), tooltip=tooltip(data))
     layer = rects.encode(
-        x=position(alt.X, spans.x, [*data["begin"], *data["end"]]),
-        x2="end:Q",
-        y=alt.Y("top:Q", title=None, scale=top, axis=labels),
-        y2="bottom:Q",
-        color=color(data, spans.colors),
-        tooltip=tooltip(data, spans.tips),
-        **opacity(data),
+        x=position(alt.X("_begin:Q"), spans.x, data["_end"]),
+        x2="_end:Q",
+        y=alt.Y("_top:Q", title=None, scale=top, axis=labels),
+        y2="_bottom:Q",
     )
-    return finish(spans, [layer], height)
+    return finish(spans, [layer], len(lanes) * pixels)
 
 
 # --- matrix ---------------------------------------------------------------------------------------
 
 
 def _draw_matrix(matrix: Matrix) -> dict[str, Any]:
-    data, x, y = matrix.datasets["data"], matrix.x, matrix.y
-    columns = data[x.field].astype(str).unique()
+    data, sort = matrix.data, list(matrix.ends) or None
+    columns = data[matrix.column].astype(str).unique()
     level = len(columns) > ROOMY or sum(map(len, columns)) * CHARACTER < PHONE
+    overlap = {"labelOverlap": "greedy"}
+    across = alt.Axis(labelAngle=0 if level else -40, **overlap)
+    down = alt.Axis(labelLimit=channels.LABELS, ticks=False, **overlap)
     base = alt.Chart().encode(
-        x=alt.X(
-            f"{x.field}:O",
-            axis=alt.Axis(labelAngle=0 if level else -40, labelOverlap="greedy"),
-            **names(x),
-        ),
-        y=alt.Y(
-            f"{y.field}:O",
-            axis=alt.Axis(labelOverlap="greedy", labelLimit=LABEL_LIMIT, ticks=False),
-            **names(y),
-        ),
-        tooltip=tooltip(data, matrix.tips),
+        x=alt.X(f"{matrix.column}:O", title=matrix.titles[0], sort=sort, axis=across),
+        y=alt.Y(f"{matrix.row}:O", title=matrix.titles[1], sort=sort, axis=down),
+        tooltip=tooltip(data),
     )
-    layers = [_cells(matrix, base), *_texts(matrix, base, len(columns))]
-    if has(data, "marked"):
+    layers = [_cells(matrix, base), *_texts(matrix, base, 11 if len(columns) <= 8 else 9)]
+    if has(data, "_marked"):
         outline = base.mark_rect(style="marked", strokeWidth=2.5 if matrix.written else 1)
-        layers.append(outline.transform_filter("datum.marked"))
-    rows = ROW * data[y.field].nunique()
-    return finish(matrix, layers, min(MOST_HEIGHT, max(LEAST_HEIGHT, rows)))
+        layers.append(outline.transform_filter("datum._marked"))
+    height = ROW * data[matrix.row].nunique()
+    return finish(matrix, layers, min(MOST_HEIGHT, max(LEAST_HEIGHT, height)))
 
 
 def _cells(matrix: Matrix, base: alt.Chart) -> alt.Chart:
-    colors = matrix.colors
-    if not isinstance(colors, Heat):  # pale, so that texts can be read on all colours
-        paled: alt.Chart = base.mark_rect(opacity=PALE).encode(
-            color=color(matrix.data, colors, alone=True)
-        )
-        return paled
-    values = matrix.data[colors.field]
-    pale, dark = colors.ends(values)
-    scale = alt.Scale(
-        type="log" if colors.log(values) else "linear",
-        domain=sorted((pale, dark)),
-        reverse=pale > dark,
-        clamp=True,
-    )
-    legend = alt.Legend(format=colors.labels, tickCount=3)
-    shade = alt.Color(f"{colors.field}:Q", title=colors.title, scale=scale, legend=legend)
+    if matrix.color:  # pale, so that texts can be read on all colours
+        names: alt.Chart = base.mark_rect(opacity=channels.PALE).encode(**color(matrix, alone=True))
+        return names
+    pale, dark = matrix.heat
+    kind = "log" if matrix.log else "linear"
+    scale = alt.Scale(type=kind, domain=sorted((pale, dark)), reverse=pale > dark, clamp=True)
+    legend = alt.Legend(format="~r", tickCount=3)
+    shade = alt.Color("_value:Q", title=matrix.unit, scale=scale, legend=legend)
     heat: alt.Chart = base.mark_rect().encode(color=shade)
     return heat
 
 
-def _texts(matrix: Matrix, base: alt.Chart, columns: int) -> Iterator[alt.Chart]:
+def _texts(matrix: Matrix, base: alt.Chart, size: int) -> Iterator[alt.Chart]:
     """Yield the texts of the cells, in ink that can be read on their colours."""
-    if not matrix.written:
-        return
-    text = {"fontSize": 11 if columns <= 8 else 9}
-    if isinstance(matrix.colors, Heat):
-        for style, chosen in (("on-low", "!datum.dark"), ("on-high", "datum.dark")):
-            ink = base.mark_text(style=style, **text).transform_filter(chosen)
-            yield ink.encode(text="text:N")
-    else:
-        yield base.mark_text(**text).encode(text="text:N")
+    if matrix.written:
+        inks = {"on-low": "!datum._dark", "on-high": "datum._dark"}
+        for style, chosen in {"": "true"}.items() if matrix.color else inks.items():
+            ink = base.mark_text(fontSize=size, **({"style": style} if style else {}))
+            yield ink.transform_filter(chosen).encode(text="_text:N")
+
+
+DRAW = {Lines: _draw_lines, Bars: _draw_bars, Spans: _draw_spans, Matrix: _draw_matrix}

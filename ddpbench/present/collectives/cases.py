@@ -13,7 +13,7 @@ from ddpbench.analysis.lines import Line
 from ddpbench.analysis.stats import PERCENTILES, Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Colors, Lines
+from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import digits, title_parts
 from ddpbench.present.document import (
     Chart,
@@ -82,11 +82,10 @@ def _charts(cases: Sequence[Shown], first: str) -> list[Chart]:
         return []
     ordered = sorted(cases, key=lambda case: case.label != first)
     points = min(MOST_POINTS, max(FEWEST_POINTS, ALL_POINTS // len(cases)))
-    backends = tuple(theme.order_backends(case.backend for case in cases))
     charts = []
     for name, title, caption, draw in (
-        ("cases", "Repetitions", CAPTION, lambda case: _draw_order(case, points, backends)),
-        ("cases-shares", "Distribution", SHARES, lambda case: _draw_shares(case, backends)),
+        ("cases", "Repetitions", CAPTION, lambda case: _draw_order(case, points)),
+        ("cases-shares", "Distribution", SHARES, _draw_shares),
     ):
         choices = tuple(Choice(case.label, draw(case), _table(case)) for case in ordered)
         shown = choices[0].drawing, choices[0].table
@@ -142,9 +141,8 @@ def _times(case: Shown) -> list[Floats]:
     ]
 
 
-def _draw_order(case: Shown, points: int, backends: tuple[str, ...]) -> Lines:
+def _draw_order(case: Shown, points: int) -> Lines:
     """Return the repetitions in order, launch by launch, as at most about so many points."""
-    every = np.concatenate(_times(case))
     frames, rules, begin = [], [], 0
     for part in case.parts:
         seconds = np.maximum(part.seconds / case.calls(part.launch), SHORTEST)
@@ -152,40 +150,35 @@ def _draw_order(case: Shown, points: int, backends: tuple[str, ...]) -> Lines:
         if cold := _cold(case, part):
             seconds[0], kinds[0] = cold, FIRST
         size = -(-len(seconds) * len(case.parts) // points)  # repetitions of one point
-        frame = pd.DataFrame({"x": begin + np.arange(len(seconds)), "y": seconds, "kind": kinds})
+        frame = pd.DataFrame({"x": begin + np.arange(len(seconds)), "y": seconds, "what": kinds})
         frames.append(_bin(frame, size).assign(launch=part.launch))
-        rules.append({"x": begin, "label": str(part.launch), "row": 8, "left": False})
+        rules.append({"_x": begin, "_label": str(part.launch), "_row": 8, "_left": False})
         begin += len(seconds)
     data = pd.concat(frames, ignore_index=True)
+    ends = zip(*(data[name] for name in ("_low", "_y", "_high")), strict=True)
+    texts = [f"{digits(b * 1e6)} [{digits(a * 1e6)} … {digits(c * 1e6)}]" for a, b, c in ends]
     return Lines(
-        data=data.assign(backend_=case.backend, pale=data["kind"] == WARM_UP),
-        x=Axis("x", "repetitions in order; above: their launch", theme.COUNT_LABELS),
-        y=Axis("y", "time", theme.TIME_LABELS, log=True, ticks=TICKS),
-        tips={
-            "launch": "launch",
-            "kind": "what",
-            "low": "shortest",
-            "y": "median",
-            "high": "longest",
-        },
-        colors=Colors("backend_", backends),
+        data=data.assign(_pale=data["what"] == WARM_UP, µs=texts),
+        x=Axis("repetitions in order; above: their launch", theme.COUNT_LABELS),
+        y=Axis("time", theme.TIME_LABELS, log=True, ticks=TICKS),
+        color="",
         connected=False,
-        shape="kind",
+        shape="what",
         shapes=KINDS,
         rules=pd.DataFrame(rules),
-        levels=_levels(case, every),
+        levels=_levels(case),
     )
 
 
 def _bin(frame: pd.DataFrame, size: int) -> pd.DataFrame:
     """Return the shortest, median and longest of `size` neighbours of one kind each."""
-    number = frame.groupby("kind").cumcount() // size
-    groups = frame.groupby(["kind", number], sort=False)
-    bins = groups.agg(x=("x", "median"), low=("y", "min"), y=("y", "median"), high=("y", "max"))
-    return bins.reset_index(level="kind").reset_index(drop=True)
+    number = frame.groupby("what").cumcount() // size
+    groups = frame.groupby(["what", number], sort=False)
+    bins = groups.agg(_x=("x", "median"), _low=("y", "min"), _y=("y", "median"), _high=("y", "max"))
+    return bins.reset_index(level="what").reset_index(drop=True)
 
 
-def _draw_shares(case: Shown, backends: tuple[str, ...]) -> Lines:
+def _draw_shares(case: Shown) -> Lines:
     """Return the share of the repetitions at each time, each launch counted alike."""
     times = _times(case)
     every = np.concatenate(times)
@@ -193,22 +186,19 @@ def _draw_shares(case: Shown, backends: tuple[str, ...]) -> Lines:
     low, high = every.min(), every.max()
     edges = np.geomspace(low, high if high > low else low * 1.01, BINS + 1)
     shares, _ = np.histogram(every, edges, weights=weights)
-    spans = [f"{_write(a)} to {_write(b)}" for a, b in pairwise(edges)]
-    data = pd.DataFrame(
-        {
-            "x": edges,
-            "share": [0.0, *shares],
-            "time": ["-", *spans],
-            "text": [f"{share:.1%}" for share in (0.0, *shares)],
-            "backend_": case.backend,
-        }
-    )
+    spans = [f"{digits(a * 1e6)} … {digits(b * 1e6)}" for a, b in pairwise(edges)]
+    columns = {
+        "µs": ["-", *spans],
+        "what": "share",
+        "_x": edges,
+        "_y": [0.0, *shares],
+        "_text": [f"{share:.1%}" for share in (0.0, *shares)],
+    }
     return Lines(
-        data=data,
-        x=Axis("x", "time", theme.TIME_LABELS, log=True, ticks=TICKS),
-        y=Axis("share", "share of the repetitions", theme.SHARE_LABELS, zero=True),
-        tips={"time": "time"},
-        colors=Colors("backend_", backends),
+        data=pd.DataFrame(columns),
+        x=Axis("time", theme.TIME_LABELS, log=True, ticks=TICKS),
+        y=Axis("share of the repetitions", theme.SHARE_LABELS, zero=True),
+        color="what",
         stacked=True,
         held=True,
         cursor=True,
@@ -221,23 +211,19 @@ def _cold(case: Shown, part: Repetitions) -> float | None:
     return next(seconds, None) if part.numbers[0] < 0 else None
 
 
-def _levels(case: Shown, every: Floats) -> pd.DataFrame:
+def _levels(case: Shown) -> pd.DataFrame:
     """Return the lines of the usual times, and the interval of the median."""
-    marks = _marks(case, every)
+    marks = _marks(case, np.concatenate(_times(case)))
     interval = case.line.interval if case.line else None
-    middle = marks[next(iter(marks))]
+    middle, *others = marks.values()
     return pd.DataFrame(
         {
-            "y": list(marks.values()),
-            "label": [f"{label} {_write(seconds)}" for label, seconds in marks.items()],
-            "low": [interval.low if interval else middle, *[None] * (len(marks) - 1)],
-            "high": [interval.high if interval else middle, *[None] * (len(marks) - 1)],
+            "_y": [middle, *others],
+            "_label": [f"{label} {digits(each * 1e6)} µs" for label, each in marks.items()],
+            "_low": [interval.low if interval else middle, *[None] * len(others)],
+            "_high": [interval.high if interval else middle, *[None] * len(others)],
         }
     )
-
-
-def _write(seconds: float) -> str:
-    return f"{digits(seconds * 1e6)} µs"
 
 
 def _marks(case: Shown, every: Floats) -> dict[str, float]:

@@ -14,7 +14,7 @@ from ddpbench.analysis.flags import UNUSABLE, find_fastest
 from ddpbench.analysis.lines import FLAGS, Line
 from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Bars, Colors, Lines, Matrix
+from ddpbench.present.charts.kinds import Axis, Bars, Lines, Matrix, visible
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import (
     Column,
@@ -48,8 +48,8 @@ FASTEST = (
 Point = tuple[ReportRun, Line]
 STATES = {"no flag": "circle", "flagged": "diamond", "do not use": "cross"}  # of a point → shape
 AXES = {
-    "seconds": Axis("seconds", "time of a call", theme.TIME_LABELS, log=True),
-    "rate": Axis("rate", "busbw", theme.RATE_LABELS, log=True),
+    "seconds": Axis("time of a call", theme.TIME_LABELS, log=True),
+    "rate": Axis("busbw", theme.RATE_LABELS, log=True),
 }
 
 
@@ -70,12 +70,11 @@ def _row(of: Kind, title: str, points: Sequence[Point]) -> tuple[Chart, ...]:
     name = plain_name(title)
     shown = [point for point in points if point[1].seconds]  # 0: too short for a device's clock
     several = len({run.label for run, _ in points}) > 1
-    data = point_frame(shown, (*SAME, *TIME, *BANDWIDTH))
     time = Chart(
         f"{name}-time",
         f"{title}: time",
         f"{_statistic(shown)} {describe(of)}.",
-        over_sizes(data, "seconds", ("size", "backend", *TIME)) if shown else None,
+        draw_sizes(shown, "seconds", ("size", "backend", *TIME)),
         _table(f"{title}: time", points, TIME, several=several),
         operation=of[0],
     )
@@ -85,7 +84,7 @@ def _row(of: Kind, title: str, points: Sequence[Point]) -> tuple[Chart, ...]:
         f"{name}-bandwidth",
         f"{title}: bandwidth",
         f"busbw = size / time × bus factor of nccl-tests, in GB/s (10⁹ bytes). {_limits(shown)}",
-        over_sizes(data, "rate", ("size", "backend", *BANDWIDTH)),
+        draw_sizes(shown, "rate", ("size", "backend", *BANDWIDTH)),
         _table(f"{title}: bandwidth", points, BANDWIDTH, several=several),
         operation=of[0],
     )
@@ -160,31 +159,22 @@ def _cells(row: dict[str, str], line: Line) -> dict[str, str]:
 
 def fastest_charts(run: ReportRun) -> list[Chart]:
     """Return a chart of operations and sizes; none unless several backends share them."""
-    rows = list(_compare_backends(run))
-    if not any(row["fastest"] for row in rows) or len({row["nbytes"] for row in rows}) < 2:
+    data = pd.DataFrame(list(_compare_backends(run)))
+    if data.empty or not any(data["fastest"]) or data["size"].nunique() < 2:
         return []
-    headings = ("operation", "size", "fastest", "times as long", "median times in µs")
-    cells = [
-        (row["operation"], row["size"], row["fastest"] or "-", row["text"], row["times"])
-        for row in rows
-    ]
-    table = make_table("Fastest backend", headings, cells, left=headings)
-    sizes = {row["size"]: row["nbytes"] for row in rows}
-    tips = {
-        "operation": "operation",
-        "size": "size",
-        "fastest": "fastest",
-        "text": "times as long",
-        "times": "median µs",
-    }
-    backends = theme.order_backends(row["fastest"] for row in rows)
+    known = data[data["fastest"] != "-"]
     drawing = Matrix(
-        data=pd.DataFrame([row for row in rows if row["fastest"]]).drop(columns="nbytes"),
-        x=Axis("size", "message size", order=tuple(sorted(sizes, key=sizes.__getitem__))),
-        y=Axis("operation"),
-        tips=tips,
-        colors=Colors("fastest", tuple(backends)),
+        data=known,
+        column="size",
+        row="operation",
+        titles=("message size", None),
+        ends=tuple(data.sort_values("_nbytes")["size"].unique()),
+        color="fastest",
+        order=tuple(theme.order_backends(known["fastest"])),
     )
+    shown = data[visible(data)]
+    rows = shown.itertuples(index=False, name=None)
+    table = make_table("Fastest backend", shown.columns, rows, left=shown.columns)
     return [Chart("fastest", "Fastest backend", FASTEST, drawing, table)]
 
 
@@ -201,72 +191,72 @@ def _compare_backends(run: ReportRun) -> Iterator[dict[str, Any]]:
         fastest = find_fastest(group)
         best, second, *_ = sorted(line.seconds or 0.0 for line in group)
         ratio = second / best
+        times = f"{ratio:.{1 if ratio < 9.95 else 0}f}" if fastest else "-"
         yield {
             "operation": operation,
-            "nbytes": nbytes,
             "size": readable(nbytes),
-            "fastest": fastest.case.backend if fastest else "",
-            "text": f"{ratio:.{1 if ratio < 9.95 else 0}f}" if fastest else "-",
-            "times": ", ".join(f"{x.case.backend} {COLUMNS['time'].show(x)}" for x in group),
+            "fastest": fastest.case.backend if fastest else "-",
+            "times as long": times,
+            "_text": times,
+            "_nbytes": nbytes,
+            "median times in µs": ", ".join(
+                f"{x.case.backend} {COLUMNS['time'].show(x)}" for x in group
+            ),
         }
 
 
-def point_frame(shown: Sequence[Point], names: Sequence[str]) -> pd.DataFrame:
-    """Return a row per point: its numbers, and the texts of the named columns for its tooltip."""
-    rows: list[dict[str, Any]] = []
+def draw_sizes(shown: Sequence[Point], value: str, names: Sequence[str]) -> Lines | Bars | None:
+    """Return the chart of time or bandwidth, its interval and its limit: along sizes, or in a row
+    for each backend if there is one size. None: there is nothing to draw.
+
+    value: "seconds" or "rate". names: columns of the tooltip.
+    """
     several = len({run.label for run, _ in shown}) > 1
+    data = pd.DataFrame([_point(*point, value, names) for point in shown])
+    data = data[data["_y"].notna()] if len(data) else data
+    if data.empty:
+        return None
+    data = data if several else data.drop(columns="run")
+    look = {"shape": "_state", "shapes": STATES}
+    if data["_x"].nunique() == 1:
+        rows = data["backend"].str.cat(data["run"], " ") if several else data["backend"]
+        data = data.rename(columns={"_y": "_end"}).assign(_row=rows)
+        return Bars(data=data, x=AXES[value], row="_row", dots=True, **look)
+    return Lines(
+        data=data[data["_x"] > 0],  # the axis is logarithmic
+        x=Axis("message size", theme.SIZE_LABELS, log=True),
+        y=AXES[value],
+        dash="run" if several else "",
+        detail=("run",) if several else (),
+        **look,
+    )
+
+
+def _point(run: ReportRun, line: Line, value: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return a point of a chart: its numbers, and the texts of the named columns."""
     unflagged, flagged, unusable = STATES
-    for run, line in shown:
-        state = unusable if UNUSABLE & set(line.flags) else flagged if line.flags else unflagged
-        limits = [r.limit for r in line.results if r.limit and line.fraction is not None]
-        ends = (line.interval.low, line.interval.high) if line.interval else (None, None)
-        row: dict[str, Any] = {
-            "nbytes": line.case.nbytes,
-            "seconds": line.seconds,
-            "seconds_low": ends[0],
-            "seconds_high": ends[1],
-            "rate": line.busbw or None,
-            "rate_low": _rate(line, ends[1]),
-            "rate_high": _rate(line, ends[0]),
-            "reference": sum(x.bytes_per_second for x in limits) / len(limits) if limits else None,
-            "source": limits[0].source if limits else None,
-            "backend": line.case.backend,
-            "run": run.label,
-            "row": f"{line.case.backend} {run.label}" if several else line.case.backend,
-            "state": state,
-        }
-        texts = {name: COLUMNS[name].show(line) for name in names}
-        rows.append({**row, **{f"{name}_": text for name, text in texts.items()}})
-    frame: pd.DataFrame = pd.DataFrame(rows)
-    return frame
+    state = unusable if UNUSABLE & set(line.flags) else flagged if line.flags else unflagged
+    ends = (line.interval.low, line.interval.high) if line.interval else (None, None)
+    point: dict[str, Any] = {
+        "run": run.label,
+        **{COLUMNS[name].heading: COLUMNS[name].show(line) for name in names},
+        "_x": line.case.nbytes,
+        "_state": state,
+    }
+    if value == "seconds":
+        return {**point, "_y": line.seconds, "_low": ends[0], "_high": ends[1]}
+    limits = [r.limit for r in line.results if r.limit and line.fraction is not None]
+    mean = sum(limit.bytes_per_second for limit in limits) / len(limits) if limits else None
+    return {
+        **point,
+        "limit": limits[0].source if limits else None,
+        "_y": line.busbw or None,
+        "_low": _rate(line, ends[1]),
+        "_high": _rate(line, ends[0]),
+        "_reference": mean,
+    }
 
 
 def _rate(line: Line, seconds: float | None) -> float | None:
     """Return the busbw of a call that takes so many seconds."""
     return seconds and line.busbw and line.seconds and line.busbw * line.seconds / seconds
-
-
-def over_sizes(data: pd.DataFrame, value: str, names: Sequence[str]) -> Lines | Bars:
-    """Return the chart of a column of `point_frame`, its interval and its limit: along sizes, or in
-    a row for each backend if there is one size.
-
-    value: "seconds" or "rate". names: the columns of the tooltip.
-    """
-    limits = {"source": "limit"} if value == "rate" else {}
-    runs = {"run": "run"} if data["run"].nunique() > 1 else {}
-    tips = {**runs, **{f"{name}_": COLUMNS[name].heading for name in names}, **limits}
-    data = data.rename(columns={f"{value}_low": "low", f"{value}_high": "high"})
-    columns = ["nbytes", "backend", "row", "state", value, "low", "high", *tips]
-    data = data.loc[data[value] > 0, [*columns, *(["reference"] if limits else [])]]
-    if data["nbytes"].nunique() == 1:
-        return Bars(data=data, x=AXES[value], tips=tips, dots=True, shape="state", shapes=STATES)
-    return Lines(
-        data=data[data["nbytes"] > 0].drop(columns="row"),  # the axis is logarithmic
-        x=Axis("nbytes", "message size", theme.SIZE_LABELS, log=True),
-        y=AXES[value],
-        tips=tips,
-        dash="run" if runs else "",
-        detail=tuple(runs),
-        shape="state",
-        shapes=STATES,
-    )

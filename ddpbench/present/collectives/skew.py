@@ -11,7 +11,7 @@ import pandas as pd
 from ddpbench.analysis.lines import Line
 from ddpbench.analysis.stats import Floats
 from ddpbench.catalog.sizes import readable
-from ddpbench.present.charts.kinds import Axis, Heat, Matrix
+from ddpbench.present.charts.kinds import Matrix
 from ddpbench.present.columns import title_parts
 from ddpbench.present.document import Chart, Choice, ReportRun, Section, arrange, make_table, titles
 from ddpbench.present.repetitions import Repetitions
@@ -152,14 +152,17 @@ def _choice(
     cells = {
         "rank": np.repeat(ranks, len(sizes)),
         "size": sizes * len(ranks),
-        "percent": [float(f"{v:.3g}") for v in percent.ravel()],
+        UNIT: [f"{v:.3g}" for v in percent.ravel()],
+        "_value": [float(f"{v:.3g}") for v in percent.ravel()],
     }
     drawing = Matrix(
         data=pd.DataFrame(cells),
-        x=Axis("size", "message size", order=look[0]),
-        y=Axis("rank", "rank"),
-        tips={"rank": "rank", "size": "size", "percent": UNIT},
-        colors=Heat("percent", UNIT, domain=look[1]),
+        column="size",
+        row="rank",
+        titles=("message size", "rank"),
+        ends=look[0],
+        unit=UNIT,
+        domain=look[1],
     )
     headings = ["rank", *(f"{size} µs" for size in sizes)]
     rows = [(int(r), *(row * 1e6).tolist()) for r, row in zip(ranks, values, strict=True)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ddpbench.present.charts.kinds import Axis, Colors, Matrix
+from ddpbench.present.charts.kinds import Matrix
 from ddpbench.present.doctor.section import Examined, find_examinations, make_section
 from ddpbench.present.document import Chart, ReportRun, Section
 from ddpbench.records.schema import Examination
@@ -45,15 +45,18 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
 
 def _chart(one: Examined, table: Table, name: str) -> Chart:
     cells = pd.DataFrame(_cells(one.examination, table))
-    reasons = " Hover over a cell to see the reason." if (cells["why"] != "").any() else ""
-    title = f"What {one.examination.backend} can do"
-    return Chart(
-        name,
-        title,
-        f"Each operation with each dtype, tried in processes of its own.{reasons}",
-        _draw(cells),
-        table,
+    caption = "Each operation with each dtype, tried in processes of its own."
+    if any(cells["why"]):
+        caption += " Hover over a cell to see the reason."
+    drawing = Matrix(
+        data=cells,
+        column="_column",
+        row="call",
+        titles=("dtype", None),
+        color="outcome",
+        order=tuple(OUTCOMES.values()),
     )
+    return Chart(name, f"What {one.examination.backend} can do", caption, drawing, table)
 
 
 def _cells(examination: Examination, table: Table) -> Iterator[dict[str, str]]:
@@ -72,19 +75,8 @@ def _cells(examination: Examination, table: Table) -> Iterator[dict[str, str]]:
                 "call": f"{name} {ops}" if names.count(name) > 1 else name,
                 "reduce op": ops,
                 "dtype": dtype,
-                "column": column.heading,
+                "_column": column.heading,
                 "outcome": OUTCOMES[outcome],
-                "text": OUTCOMES[outcome][0],
+                "_text": OUTCOMES[outcome][0],
                 "why": why.get(key, ""),
             }
-
-
-def _draw(cells: pd.DataFrame) -> Matrix:
-    tips = ("call", "reduce op", "dtype", "outcome", "why")
-    return Matrix(
-        data=cells,
-        x=Axis("column", "dtype"),
-        y=Axis("call"),
-        tips={name: name for name in tips},
-        colors=Colors("outcome", tuple(OUTCOMES.values())),
-    )

@@ -10,12 +10,10 @@ import pandas as pd
 
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Colors, Spans
-from ddpbench.present.columns import digits
-from ddpbench.present.document import Chart, Choice, ReportRun, make_table
+from ddpbench.present.charts.kinds import Axis, Spans
+from ddpbench.present.document import Chart, ReportRun, draw_choices
 from ddpbench.present.steps.columns import ms
 from ddpbench.records.schema import Bucket, StepSummary
-from ddpbench.records.table import Table
 
 MOST_LANES = 8  # ranks
 PHASES = ("forward", "backward", "optimizer")
@@ -36,7 +34,7 @@ class Lane:
         return self.phases[0] + max((bucket[0] for bucket in self.buckets), default=self.phases[1])
 
     def spans(self, infos: Sequence[Bucket], accumulate: int) -> Iterator[dict[str, Any]]:
-        """Yield what was when; above the lane the buckets, the first one uppermost.
+        """Yield what was when, and above the lane the buckets, the first one uppermost.
 
         accumulate: the micro-batches; their backwards are one span, whose end is the last one's.
         """
@@ -46,35 +44,18 @@ class Lane:
         began = forward if accumulate == 1 else ends - reduced
         handed = max((bucket[0] for bucket in self.buckets), default=backward)
         blocked = min(ends, max(forward, began + handed))
-        yield _span("forward", 0.0, forward)
-        yield _span("backward", forward, blocked)
-        yield _span("blocked", blocked, ends)
-        yield _span("optimizer", ends, ends + optimizer)
+        phases = ("forward", "backward", "blocked", "optimizer")
+        places = (0.0, forward, blocked, ends, ends + optimizer)
+        for phase, begin, end in zip(phases, places, places[1:], strict=False):
+            yield {"span": phase, "_phase": phase, "_begin": begin, "_end": end}
         buckets = zip(infos, self.buckets, strict=True)
         for above, (info, (begin, end, wire)) in enumerate(buckets, 1):
             what = f"bucket {info.index}, {info.nbytes / 1e6:.2f} MB"
             alone = began + max(begin, end - wire)
-            yield _span("transfer", began + begin, alone, above, f"{what}: wait", pale=True)
-            yield _span("transfer", alone, began + end, above, f"{what}: transfer")
-
-
-def _span(
-    phase: str,
-    begin: float,
-    end: float,
-    above: int = 0,
-    what: str = "",
-    *,
-    pale: bool = False,
-) -> dict[str, Any]:
-    return {
-        "phase": phase,
-        "begin": begin,
-        "end": end,
-        "above": above,
-        "what": what or phase,
-        "pale": pale,
-    }
+            span = {"_phase": "transfer", "_above": above}
+            wait = {"span": f"{what}: wait", "_begin": began + begin, "_end": alone, "_pale": True}
+            yield {**span, **wait}
+            yield {**span, "span": f"{what}: transfer", "_begin": alone, "_end": began + end}
 
 
 def timeline(run: ReportRun, line: StepLine, name: str, title: str) -> Chart | None:
@@ -92,19 +73,10 @@ def timeline(run: ReportRun, line: StepLine, name: str, title: str) -> Chart | N
     launches = [launch for launch in launches if launch[3] == launches[0][3]]
     if not launches:
         return None
-    rows = max(len(lanes[0].buckets) for _, _, lanes, _ in launches)
-    choices = []
-    for label, summary, lanes, _ in launches:
-        frame = _place(lanes, summary.buckets, late, line.case.accumulate)
-        choices.append(Choice(label, _draw(frame, rows), _table(frame, line)))
-    return Chart(
-        name,
-        title,
-        _caption(line, launches[0][2]),
-        choices[0].drawing,
-        choices[0].table,
-        choices=tuple(choices) if len(choices) > 1 else (),
-    )
+    drawings = {
+        label: _draw(lanes, late, line, summary.buckets) for label, summary, lanes, _ in launches
+    }
+    return draw_choices(name, title, _caption(line, launches[0][2]), drawings)
 
 
 def _late_ranks(line: StepLine) -> set[int]:
@@ -200,39 +172,23 @@ def _lanes_of_ranks(
     }
 
 
-def _place(
-    lanes: Sequence[Lane], infos: Sequence[Bucket], late: set[int], accumulate: int
-) -> pd.DataFrame:
-    """Return all spans of all lanes."""
-    marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
-    spans = [
-        {**span, "of": lane.name, "lane": marked.get(lane.name, lane.name), "text": text}
-        for lane in lanes
-        for span in lane.spans(infos, accumulate)
-        if span["end"] > span["begin"]
-        for begin, spent in [(span["begin"] * 1e3, (span["end"] - span["begin"]) * 1e3)]
-        for text in [f"{digits(spent)} ms, from {digits(begin)} ms"]
-    ]
-    frame: pd.DataFrame = pd.DataFrame(spans)
-    return frame
-
-
-def _draw(frame: pd.DataFrame, rows: int) -> Spans:
-    return Spans(
-        data=frame,
-        x=Axis("begin", "time since the step began", theme.TIME_LABELS),
-        tips={"of": "of", "what": "span", "text": "time"},
-        colors=Colors("phase", theme.PHASES),
-        above=rows,
-    )
-
-
-def _table(frame: pd.DataFrame, line: StepLine) -> Table:
+def _draw(lanes: Sequence[Lane], late: set[int], line: StepLine, infos: Sequence[Bucket]) -> Spans:
     rows = [
-        (of, what, *(ms(seconds, line.seconds) for seconds in (begin, end, end - begin)))
-        for of, what, begin, end in zip(
-            *(frame[name] for name in ("of", "what", "begin", "end")), strict=True
-        )
+        {"_pale": False, "_above": 0, "of": lane.name, **span}
+        for lane in lanes
+        for span in lane.spans(infos, line.case.accumulate)
+        if span["_end"] > span["_begin"]
     ]
-    headings = ("of", "span", "begin ms", "end ms", "ms")
-    return make_table("timeline", headings, rows, left=("of", "span"))
+    data = pd.DataFrame(rows)
+    begin, end = data["_begin"], data["_end"]
+    times = {"begin ms": begin, "end ms": end, "ms": end - begin}
+    shown = {name: [ms(each, line.seconds) for each in values] for name, values in times.items()}
+    marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
+    return Spans(
+        data=data.assign(**shown, _lane=data["of"].replace(marked)),
+        x=Axis("time since the step began", theme.TIME_LABELS),
+        lane="_lane",
+        above=max(len(lane.buckets) for lane in lanes),
+        color="_phase",
+        order=theme.PHASES,
+    )

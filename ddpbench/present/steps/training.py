@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -12,14 +13,12 @@ from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import digits
-from ddpbench.present.document import Chart, ReportRun, Section, make_table, side_by_side
+from ddpbench.present.document import Chart, ReportRun, Section, draw_chart, side_by_side
 from ddpbench.present.load import load_charts
 from ddpbench.records.schema import Epoch
-from ddpbench.records.table import Table
 
 DECADE = 10.0  # ratio of the largest loss to the least from which their axis is logarithmic
 VERDICTS = {None: "not verified", True: "equal", False: "NOT EQUAL"}
-KINDS = ("training", "validation")
 
 Trained = tuple[StepLine, int, tuple[Epoch, ...]]  # a case, its launch from 1, its epochs
 
@@ -55,18 +54,13 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
         chosen = [each for each in trained if each[0].case.workload == workload]
         name = "training" if number == 0 else f"training-{number + 1}"
         yield _losses(name, workload, chosen)
+        x, detail = _epoch_axis(chosen), [*_facts(chosen[0][0], 1, chosen)][1:]
         loads = [
-            (facts, epoch.load)
+            ({**_facts(line, launch, chosen), "epoch": e.number, "_x": e.number}, e.load)
             for line, launch, epochs in chosen
-            for epoch in epochs
-            for facts in [_facts(line, launch, chosen) | {"epoch": epoch.number}]
+            for e in epochs
         ]
-        keys = [*_facts(chosen[0][0], 1, chosen)]
-        yield from load_charts(
-            *(name, loads, _epoch_axis("epoch", chosen), "epoch"),
-            shown=[*keys, "epoch"],
-            detail=keys[1:],
-        )
+        yield from load_charts(name, loads, x, "epoch", detail=detail)
 
 
 def _facts(line: StepLine, launch: int, chosen: Sequence[Trained]) -> dict[str, Any]:
@@ -75,10 +69,9 @@ def _facts(line: StepLine, launch: int, chosen: Sequence[Trained]) -> dict[str, 
     return {"backend": line.case.backend} | ({"launch": launch} if several else {})
 
 
-def _epoch_axis(field: str, chosen: Sequence[Trained]) -> Axis:
-    last = max(epoch.number for *_, epochs in chosen for epoch in epochs)
-    first = min(epoch.number for *_, epochs in chosen for epoch in epochs)
-    return Axis(field, "epoch", theme.COUNT_LABELS, domain=(first - 1, last))
+def _epoch_axis(chosen: Sequence[Trained]) -> Axis:
+    numbers = [epoch.number for *_, epochs in chosen for epoch in epochs]
+    return Axis("epoch", theme.COUNT_LABELS, domain=(min(numbers) - 1, max(numbers)))
 
 
 def _losses(name: str, workload: str, chosen: Sequence[Trained]) -> Chart:
@@ -89,17 +82,23 @@ def _losses(name: str, workload: str, chosen: Sequence[Trained]) -> Chart:
         for point in _points(epoch)
     ]
     data = pd.DataFrame(rows)
-    known = data.dropna(subset="loss")
-    return Chart(
-        name,
-        f"Loss of {workload}",
+    known = data.dropna(subset="_y")
+    least, most = known["_y"].min(), known["_y"].max()
+    caption = (
         "Mean loss over the samples of all ranks: of the training, over the steps of each epoch, "
-        "and of the validation after it."
-        + _same(chosen)
-        + (" Circled: the replicas were not equal, or not finite." if any(known["marked"]) else ""),
-        _draw(data, _epoch_axis("x", chosen)) if len(known) else None,
-        _table(chosen),
+        f"and of the validation after it.{_same(chosen)}"
     )
+    if any(known["_marked"]):
+        caption += " Circled: the replicas were not equal, or not finite."
+    drawing = Lines(
+        data=data,
+        x=_epoch_axis(chosen),
+        y=Axis("loss", theme.NUMBER_LABELS, log=bool(0 < DECADE * least <= most)),
+        dash="loss of",
+        detail=("launch",) if "launch" in data else (),
+    )
+    chart = draw_chart(name, f"Loss of {workload}", caption, drawing)
+    return chart if len(known) else replace(chart, drawing=None)
 
 
 def _same(chosen: Sequence[Trained]) -> str:
@@ -116,54 +115,18 @@ def _points(epoch: Epoch) -> Iterator[dict[str, Any]]:
     """Yield the losses of an epoch: those of its parts at their middle, the others at its end."""
     number, parts = epoch.number, epoch.train_losses or (epoch.train_loss,)
     verdict = VERDICTS[epoch.replicas_equal]
-    at = [number - 1 + (i + 0.5) / len(parts) for i in range(len(parts))]
-    kinds = [*((x, KINDS[0], loss) for x, loss in zip(at, parts, strict=True))]
-    for x, kind, loss in [*kinds, (float(number), KINDS[1], epoch.validation_loss)]:
-        yield {
-            "x": x,
-            "kind": kind,
-            "loss": loss,
-            "text": digits(loss),
-            "epoch": number,
-            "replicas": verdict,
-            "marked": verdict if kind == KINDS[1] and epoch.replicas_equal is False else "",
-        }
-
-
-def _draw(data: pd.DataFrame, x: Axis) -> Lines:
-    keys = [name for name in ("backend", "launch") if name in data]
-    losses = data["loss"].dropna()
-    wide = losses.min() > 0 and losses.max() >= DECADE * losses.min()
-    return Lines(
-        data=data,
-        x=x,
-        y=Axis("loss", "loss", theme.NUMBER_LABELS, log=bool(wide)),
-        tips={
-            **{key: key for key in (*keys, "epoch")},
-            "kind": "loss of",
-            "text": "loss",
-            "replicas": "replicas",
-        },
-        dash="kind",
-        detail=tuple(keys[1:]),
-    )
-
-
-def _table(chosen: Sequence[Trained]) -> Table:
-    several = len({launch for _, launch, _ in chosen}) > 1
-    headings = ["backend", *(["launch"] if several else []), "epoch", "train loss"]
-    headings += ["validation loss", "seconds", "replicas"]
-    rows = [
-        (
-            line.case.backend,
-            *([launch] if several else []),
-            epoch.number,
-            digits(epoch.train_loss),
-            digits(epoch.validation_loss),
-            digits(epoch.seconds),
-            VERDICTS[epoch.replicas_equal],
-        )
-        for line, launch, epochs in chosen
-        for epoch in epochs
+    points = [
+        (number - 1 + (i + 0.5) / len(parts), "training", loss) for i, loss in enumerate(parts)
     ]
-    return make_table("losses", headings, rows, left=("backend", "replicas"))
+    for x, kind, loss in [*points, (float(number), "validation", epoch.validation_loss)]:
+        wrong = kind == "validation" and epoch.replicas_equal is False
+        yield {
+            "epoch": number,
+            "loss of": kind,
+            "loss": digits(loss),
+            "seconds": digits(epoch.seconds) if kind == "validation" else "-",
+            "replicas": verdict,
+            "_x": x,
+            "_y": loss,
+            "_marked": verdict if wrong else "",
+        }

@@ -10,7 +10,7 @@ import pandas as pd
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Colors, Spans
+from ddpbench.present.charts.kinds import Axis, Spans
 from ddpbench.present.document import Chart, ReportRun, Section, make_table, side_by_side
 from ddpbench.present.steps.columns import ms, percent, span
 from ddpbench.present.steps.replicas import verdict
@@ -96,12 +96,12 @@ def _cells(line: StepLine, launch: int, replicas: Replicas) -> tuple[Any, ...]:
 
 
 def _draw(verified: Sequence[tuple[StepLine, int, Replicas]]) -> Spans:
-    tips = ("lane", "found", "steps", "ranks", "tensors")
     return Spans(
         data=pd.DataFrame([bar for each in verified for bar in _bars(*each)]),
-        x=Axis("begin", "step", theme.COUNT_LABELS),
-        tips={**{name: name for name in tips}, "lane": "case"},
-        colors=Colors("found", theme.VERDICTS),
+        x=Axis("step", theme.COUNT_LABELS),
+        lane="case",
+        color="found",
+        order=theme.VERDICTS,
     )
 
 
@@ -115,10 +115,10 @@ def _bars(line: StepLine, launch: int, replicas: Replicas) -> Iterator[dict[str,
         if end > begin:
             wrong = found != EQUAL
             yield {
-                "lane": f"{line.case.workload} on {line.case.backend}{launches}",
+                "case": f"{line.case.workload} on {line.case.backend}{launches}",
                 "backend": line.case.backend,
-                "begin": begin,
-                "end": end,
+                "_begin": begin,
+                "_end": end,
                 "found": found,
                 "steps": f"{begin + 1} to {end}" if end > begin + 1 else f"{end}",
                 "ranks": ", ".join(map(str, replicas.ranks)) if wrong and replicas.ranks else "-",

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from datetime import datetime, timezone
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run
@@ -40,19 +42,24 @@ class Timeline:
     def last(self) -> float:
         return self.at[-1]
 
-    def clocks(self) -> list[str]:
+    def facts(self) -> list[dict[str, Any]]:
+        """Return the columns of each moment."""
         ends = [datetime.fromtimestamp(moment.ended, timezone.utc) for moment in self.moments]
-        return [end.strftime("%H:%M:%S UTC") for end in ends]
+        return [
+            {"_x": at, "UTC": end.strftime("%H:%M:%S"), "step": moment.step}
+            for at, end, moment in zip(self.at, ends, self.moments, strict=True)
+        ]
 
     @property
     def unlabelled(self) -> pd.DataFrame:
         """The rules for charts below the one that names them."""
-        return self.rules.drop(columns="label", errors="ignore")
+        return self.rules.drop(columns="_label", errors="ignore")
 
     @property
     def x(self) -> Axis:
-        """The axis of "at", the same for all charts of a job."""
-        return Axis("at", f"{self.unit} since the watch began", domain=(0.0, self.last))
+        """The axis of `at`, the same for all charts of a job."""
+        title = f"{self.unit} since the watch began"
+        return Axis(title, theme.NUMBER_LABELS, domain=(0.0, self.last))
 
 
 def build_timeline(run: Run, watched: Watched) -> Timeline:
@@ -94,11 +101,11 @@ def _place_rules(events: Sequence[tuple[float, str, str]], last: float) -> pd.Da
     """Return where the rules are, and the labels of the first ones, one below the other."""
     rules = [
         {
-            "at": place,
-            "label": label if i < LABELLED else "",
-            "why": sentence,
-            "row": 8 + LABEL_ROW * i,
-            "left": place > LATE_HALF * last,
+            "_x": place,
+            "finding": sentence,
+            "_label": label if i < LABELLED else "",
+            "_row": 8 + LABEL_ROW * i,
+            "_left": place > LATE_HALF * last,
         }
         for i, (place, label, sentence) in enumerate(events)
     ]
