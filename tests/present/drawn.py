@@ -8,7 +8,6 @@ from ddpbench.present.document import Chart
 
 
 def values(chart: Chart) -> list[dict[str, Any]]:
-    """The rows of a chart's only dataset."""
+    """The rows of a chart's data."""
     assert chart.spec is not None
-    (rows,) = chart.spec["datasets"].values()
-    return list(rows)
+    return list(chart.spec["datasets"]["data"])

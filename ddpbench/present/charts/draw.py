@@ -7,6 +7,7 @@ from typing import Any
 
 import altair as alt
 
+from ddpbench.present import theme
 from ddpbench.present.charts import channels
 from ddpbench.present.charts.channels import color, finish, has, opacity, other, position, tooltip
 from ddpbench.present.charts.kinds import GAP, LANE, ROOMY, Bars, Drawing, Lines, Matrix, Spans
@@ -15,7 +16,7 @@ FEW = 60  # points of a line that are drawn
 CROWDED = 100  # points of a chart that are small
 BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two rows
 ROOM = 1.35  # of the longest bar, for the text behind it, also on a phone
-ROW, LEAST_HEIGHT, MOST_HEIGHT = 26, 80, 420  # pixels of a matrix
+ROW, LEAST_HEIGHT, MOST_HEIGHT = 26, 80, 380  # pixels of a matrix
 PHONE, CHARACTER = 280, 7  # pixels: width of all columns on a phone, width of a character
 RING = 220  # size around a marked point
 DASHED, DOTTED = [5, 3], [2, 3]
@@ -41,7 +42,7 @@ def _draw_lines(lines: Lines) -> dict[str, Any]:
 
 
 def _areas(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
-    order = list(lines.data[lines.color].unique())
+    order = list(lines.data[lines.color].unique()) if lines.color else []
     known = base.transform_calculate(_order=f"indexof({order}, datum['{lines.color}'])")
     areas = known.mark_area(clip=True, opacity=0.9, interpolate=_interpolate(lines))
     yield areas.encode(y=y.stack("zero"), order="_order:Q")
@@ -50,6 +51,10 @@ def _areas(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
 def _points(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
     """Yield references, intervals, lines, points, and what is marked."""
     data, clip, tips = lines.data, lines.y.domain is not None, tooltip(lines.data)
+    for name, title in lines.numbers.items():
+        text = theme.write_number(name, lines.y.labels)
+        base = base.transform_calculate(**{f"{name}_text": text})
+        tips.append(alt.Tooltip(field=f"{name}_text", type="nominal", title=title))
     if has(data, "_reference"):
         dotted = base.mark_line(strokeDash=DOTTED, opacity=0.8)
         known = dotted.transform_filter("datum._reference")

@@ -68,7 +68,8 @@ class Drawing:
 class Lines(Drawing):
     """Values _y over _x: lines, points or areas.
 
-    dash: a column whose names have dashes. detail: columns that tell more lines apart. shape: a
+    numbers: what is drawn and written in the tooltip like a label of y, with its title. dash: a
+    column whose names have dashes. detail: columns that tell more lines apart. shape: a
     column of names, each of which `shapes` gives a shape of Vega. rules: vertical lines: _x,
     _label, its pixels _row from the top, _left of the line or not. levels: horizontal lines: _y,
     _label, and the band from _low to _high.
@@ -76,6 +77,7 @@ class Lines(Drawing):
 
     x: Axis
     y: Axis
+    numbers: Mapping[str, str] = field(default_factory=dict)
     dash: str = ""
     detail: tuple[str, ...] = ()
     shape: str = ""

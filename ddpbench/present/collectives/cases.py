@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -44,7 +44,7 @@ CAPTION = (
     "longest; seconds of one call on the slowest rank. Band: 95 % interval of the median."
 )
 SHARES = "Share of the repetitions at each time; every launch counts alike."
-KINDS = {"repetition": "circle", "warm-up": "cross", "first call": "triangle-up"}
+KINDS = {"": "circle", "warm-up": "cross", "first call": "triangle-up"}
 REPETITION, WARM_UP, FIRST = KINDS
 TICKS = tuple(step * 10.0**decade for decade in range(-9, 5) for step in (1, 2, 5))
 
@@ -143,39 +143,41 @@ def _times(case: Shown) -> list[Floats]:
 
 def _draw_order(case: Shown, points: int) -> Lines:
     """Return the repetitions in order, launch by launch, as at most about so many points."""
-    frames, rules, begin = [], [], 0
+    columns: dict[str, list[Any]] = {"launch": [], "what": [], "y": []}
+    rules = []
     for part in case.parts:
-        seconds = np.maximum(part.seconds / case.calls(part.launch), SHORTEST)
-        kinds = np.where(part.numbers < 0, WARM_UP, REPETITION)
+        rules.append({"_x": len(columns["y"]), "_label": str(part.launch), "_row": 8})
+        seconds = np.maximum(part.seconds / case.calls(part.launch), SHORTEST).tolist()
+        what = [WARM_UP if number < 0 else REPETITION for number in part.numbers]
         if cold := _cold(case, part):
-            seconds[0], kinds[0] = cold, FIRST
-        size = -(-len(seconds) * len(case.parts) // points)  # repetitions of one point
-        frame = pd.DataFrame({"x": begin + np.arange(len(seconds)), "y": seconds, "what": kinds})
-        frames.append(_bin(frame, size).assign(launch=part.launch))
-        rules.append({"_x": begin, "_label": str(part.launch), "_row": 8, "_left": False})
-        begin += len(seconds)
-    data = pd.concat(frames, ignore_index=True)
-    ends = zip(*(data[name] for name in ("_low", "_y", "_high")), strict=True)
-    texts = [f"{digits(b * 1e6)} [{digits(a * 1e6)} … {digits(c * 1e6)}]" for a, b, c in ends]
+            seconds[0], what[0] = cold, FIRST
+        columns["launch"] += [part.launch] * len(what)
+        columns["what"] += what
+        columns["y"] += seconds
     return Lines(
-        data=data.assign(_pale=data["what"] == WARM_UP, µs=texts),
+        data=_bin(pd.DataFrame(columns), points),
         x=Axis("repetitions in order; above: their launch", theme.COUNT_LABELS),
         y=Axis("time", theme.TIME_LABELS, log=True, ticks=TICKS),
+        numbers={"_low": "shortest", "_y": "median", "_high": "longest"},
         color="",
         connected=False,
         shape="what",
         shapes=KINDS,
-        rules=pd.DataFrame(rules),
+        rules=pd.DataFrame(rules).assign(_left=False),
         levels=_levels(case),
     )
 
 
-def _bin(frame: pd.DataFrame, size: int) -> pd.DataFrame:
-    """Return the shortest, median and longest of `size` neighbours of one kind each."""
-    number = frame.groupby("what").cumcount() // size
-    groups = frame.groupby(["what", number], sort=False)
-    bins = groups.agg(_x=("x", "median"), _low=("y", "min"), _y=("y", "median"), _high=("y", "max"))
-    return bins.reset_index(level="what").reset_index(drop=True)
+def _bin(frame: pd.DataFrame, points: int) -> pd.DataFrame:
+    """Return the shortest, median and longest of neighbours of one kind: about so many points."""
+    size = -(-len(frame) // points)
+    kinds = frame.groupby(["launch", "what"], sort=False)
+    number = kinds.ngroup() * len(frame) + kinds.cumcount() // size
+    groups = frame.assign(x=frame.index).groupby(number)
+    how = {"launch": "first", "what": "first", "x": "median", "y": ["min", "median", "max"]}
+    bins: pd.DataFrame = groups.agg(how)
+    bins.columns = pd.Index(["launch", "what", "_x", "_low", "_y", "_high"])
+    return bins
 
 
 def _draw_shares(case: Shown) -> Lines:
@@ -186,22 +188,13 @@ def _draw_shares(case: Shown) -> Lines:
     low, high = every.min(), every.max()
     edges = np.geomspace(low, high if high > low else low * 1.01, BINS + 1)
     shares, _ = np.histogram(every, edges, weights=weights)
-    spans = [f"{digits(a * 1e6)} … {digits(b * 1e6)}" for a, b in pairwise(edges)]
-    columns = {
-        "µs": ["-", *spans],
-        "what": "share",
-        "_x": edges,
-        "_y": [0.0, *shares],
-        "_text": [f"{share:.1%}" for share in (0.0, *shares)],
-    }
     return Lines(
-        data=pd.DataFrame(columns),
+        data=pd.DataFrame({"_x": edges, "_y": [0.0, *shares]}),
         x=Axis("time", theme.TIME_LABELS, log=True, ticks=TICKS),
         y=Axis("share of the repetitions", theme.SHARE_LABELS, zero=True),
-        color="what",
+        color="",
         stacked=True,
         held=True,
-        cursor=True,
     )
 
 

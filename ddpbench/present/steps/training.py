@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -13,9 +12,10 @@ from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import digits
-from ddpbench.present.document import Chart, ReportRun, Section, draw_chart, side_by_side
+from ddpbench.present.document import Chart, ReportRun, Section, make_table, side_by_side
 from ddpbench.present.load import load_charts
 from ddpbench.records.schema import Epoch
+from ddpbench.records.table import Table
 
 DECADE = 10.0  # ratio of the largest loss to the least from which their axis is logarithmic
 VERDICTS = {None: "not verified", True: "equal", False: "NOT EQUAL"}
@@ -97,8 +97,8 @@ def _losses(name: str, workload: str, chosen: Sequence[Trained]) -> Chart:
         dash="loss of",
         detail=("launch",) if "launch" in data else (),
     )
-    chart = draw_chart(name, f"Loss of {workload}", caption, drawing)
-    return chart if len(known) else replace(chart, drawing=None)
+    table = _tabulate(chosen)
+    return Chart(name, f"Loss of {workload}", caption, drawing if len(known) else None, table)
 
 
 def _same(chosen: Sequence[Trained]) -> str:
@@ -124,9 +124,25 @@ def _points(epoch: Epoch) -> Iterator[dict[str, Any]]:
             "epoch": number,
             "loss of": kind,
             "loss": digits(loss),
-            "seconds": digits(epoch.seconds) if kind == "validation" else "-",
             "replicas": verdict,
             "_x": x,
             "_y": loss,
             "_marked": verdict if wrong else "",
         }
+
+
+def _tabulate(chosen: Sequence[Trained]) -> Table:
+    facts = [*_facts(chosen[0][0], 1, chosen)]
+    numbers = ("train loss", "validation loss", "seconds")
+    rows = [
+        (
+            *_facts(line, launch, chosen).values(),
+            epoch.number,
+            *map(digits, (epoch.train_loss, epoch.validation_loss, epoch.seconds)),
+            VERDICTS[epoch.replicas_equal],
+        )
+        for line, launch, epochs in chosen
+        for epoch in epochs
+    ]
+    headings = [*facts, "epoch", *numbers, "replicas"]
+    return make_table("losses", headings, rows, left=("backend", "replicas"))
