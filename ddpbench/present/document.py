@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress, zip_longest
@@ -114,18 +114,17 @@ def draw_chart(
     name: str, title: str, caption: str, drawing: Drawing, legend: Iterable[str] = ()
 ) -> Chart:
     """Return a chart whose table has what its data shows."""
-    return Chart(name, title, caption, drawing, _tabulate(title, drawing, legend))
+    return Chart(name, title, caption, drawing, tabulate_data(title, drawing, legend))
 
 
-def draw_choices(name: str, title: str, caption: str, drawings: Mapping[str, Drawing]) -> Chart:
-    """Return a chart that shows one of several things, by their labels."""
-    choices = tuple(Choice(k, each, _tabulate(k, each)) for k, each in drawings.items())
-    drawing, table = choices[0].drawing, choices[0].table
-    several = choices if len(choices) > 1 else ()
-    return Chart(name, title, caption, drawing, table, choices=several)
+def draw_choices(name: str, title: str, caption: str, choices: Sequence[Choice]) -> Chart:
+    """Return a chart that shows one of several things; first the first."""
+    first = choices[0].drawing, choices[0].table
+    return Chart(name, title, caption, *first, choices=tuple(choices))
 
 
-def _tabulate(title: str, drawing: Drawing, legend: Iterable[str] = ()) -> Table:
+def tabulate_data(title: str, drawing: Drawing, legend: Iterable[str] = ()) -> Table:
+    """Return the table of what the data of a chart shows."""
     from ddpbench.present.charts.kinds import list_columns
 
     columns = list_columns(drawing.shown)

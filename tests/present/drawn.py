@@ -6,8 +6,11 @@ from typing import Any
 
 from ddpbench.present.document import Chart
 
+BESIDE = ("cursor", "levels", "rules", "ticks")  # datasets
+
 
 def values(chart: Chart) -> list[dict[str, Any]]:
     """The rows of a chart's data."""
     assert chart.spec is not None
-    return list(chart.spec["datasets"]["data"])
+    (rows,) = [rows for name, rows in chart.spec["datasets"].items() if name not in BESIDE]
+    return list(rows)

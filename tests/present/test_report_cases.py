@@ -118,7 +118,7 @@ def test_shares_count_every_launch_alike(tmp_path: Path) -> None:
     assert len(shares) <= 41
     assert list(filter(None, shares)) == pytest.approx([0.5, 0.5])
     assert [row["_label"] for row in rows(chart, 0, "rules")] == ["0", "1"]
-    table = chart.choices[0].table
+    table = distribution.choices[0].table
     assert [row[:2] for row in table.rows] == [(0, 1000), (1, 10)]
     assert table.rows[0][4] == pytest.approx(10.0)
     assert table.rows[1][6] is None  # p99 of ten calls

@@ -249,7 +249,8 @@ class Matrix(Drawing):
         )
         columns = self.ends or self.data[self.column].unique()
         rows = self.ends if set(wide.index) <= set(self.ends) else self.data[self.row].unique()
-        return wide.reindex(index=list(rows), columns=list(columns)).reset_index()
+        wide = wide.reindex(index=list(rows), columns=list(columns)).reset_index()
+        return wide.rename(columns={self.row: self.titles[1] or self.row})
 
 
 def visible(frame: pd.DataFrame) -> list[str]:

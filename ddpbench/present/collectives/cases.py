@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from ddpbench.present.document import (
     ReportRun,
     Section,
     arrange,
+    draw_choices,
     make_table,
     titles,
 )
@@ -82,15 +83,12 @@ def _charts(cases: Sequence[Shown], first: str) -> list[Chart]:
         return []
     ordered = sorted(cases, key=lambda case: case.label != first)
     points = min(MOST_POINTS, max(FEWEST_POINTS, ALL_POINTS // len(cases)))
-    charts = []
-    for name, title, caption, draw in (
-        ("cases", "Repetitions", CAPTION, lambda case: _draw_order(case, points)),
-        ("cases-shares", "Distribution", SHARES, _draw_shares),
-    ):
-        choices = tuple(Choice(case.label, draw(case), _table(case)) for case in ordered)
-        shown = choices[0].drawing, choices[0].table
-        charts.append(Chart(name, title, caption, *shown, choices=choices))
-    return charts
+    order = [Choice(c.label, _draw_order(c, points), _table(c, ("median",))) for c in ordered]
+    shares = [Choice(c.label, _draw_shares(c), _table(c, QUANTILES)) for c in ordered]
+    return [
+        draw_choices("cases", "Repetitions", CAPTION, order),
+        draw_choices("cases-shares", "Distribution", SHARES, shares),
+    ]
 
 
 def _cases(run: ReportRun) -> Iterator[Shown]:
@@ -237,21 +235,16 @@ def _marks(case: Shown, every: Floats) -> dict[str, float]:
     return kept
 
 
-def _table(case: Shown) -> Table:
-    """Return the quantiles of each launch in µs."""
+def _table(case: Shown, shown: Iterable[str]) -> Table:
+    """Return some of QUANTILES of each launch in µs."""
     rows = []
     for part, times in zip(case.parts, _times(case), strict=True):
-        p99 = len(times) >= PERCENTILES["p99"]
-        cold = _cold(case, part)
-        quantiles = np.percentile(times, list(QUANTILES.values())) * 1e6
-        shown = zip(QUANTILES, quantiles.tolist(), strict=True)
-        rows.append(
-            (
-                part.launch,
-                len(times),
-                *(None if name == "p99" and not p99 else value for name, value in shown),
-                None if cold is None else cold * 1e6,
-            )
-        )
-    headings = ("launch", "repetitions", *(f"{name} µs" for name in QUANTILES), "first µs")
+        cold, enough = _cold(case, part), len(times) >= PERCENTILES["p99"]
+        quantiles = [
+            float(np.percentile(times, QUANTILES[name])) * 1e6 if name != "p99" or enough else None
+            for name in shown
+        ]
+        first = None if cold is None else cold * 1e6
+        rows.append((part.launch, len(times), *quantiles, first))
+    headings = ("launch", "repetitions", *(f"{name} µs" for name in shown), "first µs")
     return make_table(case.label, headings, rows)

@@ -160,7 +160,7 @@ def _cells(row: dict[str, str], line: Line) -> dict[str, str]:
 def fastest_charts(run: ReportRun) -> list[Chart]:
     """Return a chart of operations and sizes; none unless several backends share them."""
     data = pd.DataFrame(list(_compare_backends(run)))
-    if data.empty or not any(data["fastest"]) or data["size"].nunique() < 2:
+    if data.empty or (data["fastest"] == "-").all() or data["size"].nunique() < 2:
         return []
     known = data[data["fastest"] != "-"]
     drawing = Matrix(

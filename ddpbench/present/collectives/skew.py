@@ -13,7 +13,16 @@ from ddpbench.analysis.stats import Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.present.charts.kinds import Matrix
 from ddpbench.present.columns import title_parts
-from ddpbench.present.document import Chart, Choice, ReportRun, Section, arrange, make_table, titles
+from ddpbench.present.document import (
+    Chart,
+    Choice,
+    ReportRun,
+    Section,
+    arrange,
+    draw_choices,
+    make_table,
+    titles,
+)
 from ddpbench.present.repetitions import Repetitions
 
 UNIT = "% of the call"
@@ -130,7 +139,7 @@ def _chart(
     ]
     if not choices:
         return None
-    return Chart(*texts, choices[0].drawing, choices[0].table, choices=tuple(choices))
+    return draw_choices(*texts, choices)
 
 
 def _choice(

@@ -44,8 +44,8 @@ def budget(lines: Sequence[StepLine], name: str) -> Chart | None:
     known = [line for line in lines if line.summary and any(map(is_known, line.summary.budget))]
     if not known:
         return None
-    bars = [row for line in known for row in _bars(line)]
-    frame = pd.DataFrame(sorted(bars, key=lambda bar: PARTS.index(bar["part"])))
+    bars = [sorted(_bars(line), key=lambda bar: PARTS.index(bar["part"])) for line in known]
+    frame = pd.DataFrame([bar for each in bars for bar in each])
     ticks = pd.DataFrame([row for line in known for row in _launches(line, frame)])
     transfer = "that of each operation" if known[0].case.mesh else "exposed transfer"
     caption = (

@@ -11,7 +11,14 @@ import pandas as pd
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Spans
-from ddpbench.present.document import Chart, ReportRun, draw_choices
+from ddpbench.present.document import (
+    Chart,
+    Choice,
+    ReportRun,
+    draw_chart,
+    draw_choices,
+    tabulate_data,
+)
 from ddpbench.present.steps.columns import ms
 from ddpbench.records.schema import Bucket, StepSummary
 
@@ -76,7 +83,11 @@ def timeline(run: ReportRun, line: StepLine, name: str, title: str) -> Chart | N
     drawings = {
         label: _draw(lanes, late, line, summary.buckets) for label, summary, lanes, _ in launches
     }
-    return draw_choices(name, title, _caption(line, launches[0][2]), drawings)
+    caption = _caption(line, launches[0][2])
+    if len(drawings) == 1:
+        return draw_chart(name, title, caption, *drawings.values())
+    choices = [Choice(label, each, tabulate_data(label, each)) for label, each in drawings.items()]
+    return draw_choices(name, title, caption, choices)
 
 
 def _late_ranks(line: StepLine) -> set[int]:
