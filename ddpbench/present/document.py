@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ddpbench.analysis.lines import Line
+    from ddpbench.present.charts.kinds import Drawing
     from ddpbench.present.repetitions import Repetitions
 
 NO_VALUES = Table("", (), ())
@@ -76,18 +77,15 @@ class Choice:
     """One of the things that a chart can show, one at a time."""
 
     label: str  # "all_reduce 1 MiB gloo"
-    data: dict[str, dict[str, tuple[Any, ...]]]  # name of a dataset of the chart → its columns
+    drawing: Drawing
     table: Table
 
     @property
-    def datasets(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the rows of each dataset, as Vega-Lite reads them."""
-        return {
-            name: [
-                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-            ]
-            for name, columns in self.data.items()
-        }
+    def data(self) -> dict[str, dict[str, tuple[Any, ...]]]:
+        """Return the columns of each dataset of the chart."""
+        from ddpbench.present.charts.kinds import list_columns
+
+        return {name: list_columns(frame) for name, frame in self.drawing.datasets.items()}
 
 
 @dataclass(frozen=True)
@@ -97,15 +95,46 @@ class Chart:
     name: str  # unique on a page; the name of its picture
     title: str
     caption: str  # the statistic, the unit, how to read it: one or two sentences
-    spec: dict[str, Any] | None  # Vega-Lite, as altair returns it; None: the table is all there is
+    drawing: Drawing | dict[str, Any] | None  # a dict: Vega-Lite; None: the table is all there is
     table: Table
     operation: str = ""  # readers can hide the charts of an operation; "": always shown
-    choices: tuple[Choice, ...] = ()  # the spec's datasets hold the first
+    choices: tuple[Choice, ...] = ()  # the drawing is that of the first
     # First rows that Markdown shows, folding the others; None: all of a short table.
     remarkable: int | None = None
 
+    @cached_property
+    def spec(self) -> dict[str, Any] | None:
+        """Return the Vega-Lite of the chart."""
+        if self.drawing is None or isinstance(self.drawing, dict):
+            return self.drawing
+        from ddpbench.present.charts.draw import draw  # loads altair
+
+        return draw(self.drawing)
+
 
 Rows = tuple[tuple[Chart, ...], ...]
+
+
+def draw_chart(
+    name: str, title: str, caption: str, drawing: Drawing, legend: Iterable[str] = ()
+) -> Chart:
+    """Return a chart whose table has what its data shows."""
+    return Chart(name, title, caption, drawing, tabulate_data(title, drawing, legend))
+
+
+def draw_choices(name: str, title: str, caption: str, choices: Sequence[Choice]) -> Chart:
+    """Return a chart that shows one of several things; first the first."""
+    first = choices[0].drawing, choices[0].table
+    return Chart(name, title, caption, *first, choices=tuple(choices))
+
+
+def tabulate_data(title: str, drawing: Drawing, legend: Iterable[str] = ()) -> Table:
+    """Return the table of what the data of a chart shows."""
+    from ddpbench.present.charts.kinds import list_columns
+
+    columns = list_columns(drawing.shown)
+    left = [n for n, cells in columns.items() if any(str(cell)[:1].isalpha() for cell in cells)]
+    return make_table(title, columns, zip(*columns.values(), strict=True), left, legend)
 
 
 @dataclass(frozen=True)

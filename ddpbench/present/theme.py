@@ -1,7 +1,7 @@
 """Looks of charts: axes, and colours that colour-blind readers can tell apart (Okabe and Ito).
 
-A spec names no colour of its own but through `backend_colors` or a position in the category range,
-so that one spec serves light and dark pages; the page and the pictures add a config from CONFIGS.
+A spec names no colour of its own, only a position in the category range, so that one spec serves
+light and dark pages; the page and the pictures add a config from CONFIGS.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _config(
         "rule": {"color": muted},
         "line": {"strokeWidth": 2, "strokeJoin": "round"},
         "point": {"size": 36, "filled": True},
-        "area": {"fillOpacity": 0.2, "line": False},
+        "mark": {"color": categories[0]},
         "range": {
             "category": list(categories),
             "heatmap": list(heat),
@@ -116,92 +116,44 @@ CONFIGS = {
     ),
 }
 
-# Labels of an axis whose values are bytes, seconds, or bytes per second.
+# Labels of an axis whose values are bytes, seconds, bytes per second, counts, or shares.
 SIZE_LABELS = (
     "datum.value < 1024 ? format(datum.value, 'd') + ' B' : datum.value < 1048576 ? "
     "format(datum.value / 1024, '~g') + ' KiB' : datum.value < 1073741824 ? "
     "format(datum.value / 1048576, '~g') + ' MiB' : format(datum.value / 1073741824, '~g') + ' GiB'"
 )
 TIME_LABELS = (
-    "datum.value >= 1 ? format(datum.value, '~g') + ' s' : datum.value >= 0.001 ? "
-    "format(datum.value * 1e3, '~g') + ' ms' : format(datum.value * 1e6, '~g') + ' µs'"
-)
-# The same for an axis that has 0, or times below it.
-SIGNED_TIME_LABELS = (
     "datum.value == 0 ? '0' : abs(datum.value) >= 1 ? format(datum.value, '~g') + ' s' : "
     "abs(datum.value) >= 0.001 ? format(datum.value * 1e3, '~g') + ' ms' : "
     "format(datum.value * 1e6, '~g') + ' µs'"
 )
+RATE_LABELS = (
+    "datum.value >= 1e9 ? format(datum.value / 1e9, '~g') + ' GB/s' : datum.value >= 1e6 ? "
+    "format(datum.value / 1e6, '~g') + ' MB/s' : format(datum.value / 1e3, '~g') + ' kB/s'"
+)
+MEGABYTE_LABELS = "format(datum.value / 1e6, '~g') + ' MB'"
+COUNT_LABELS = "format(datum.value, 'd')"
+NUMBER_LABELS = "format(datum.value, '~g')"
+SHARE_LABELS = "format(datum.value, '.0%')"
 
 
-def time_text(field: str, digits: int = 4) -> str:
-    """Return the expression that formats the seconds of a field: "12.3 µs"."""
-    text = TIME_LABELS.replace("datum.value", f"datum.{field}").replace("~g", f".{digits}~g")
-    return f"({text})"
-
-
-def backend_colors(backends: Iterable[str]) -> alt.Scale:
-    """Return the scale that gives each backend its colour, the same on every page."""
-    return alt.Scale(domain=_ordered(backends), range="category")
-
-
-def backend_color(backends: Iterable[str]) -> alt.Color:
-    """Return the channel of the field `backend`, with a legend if there are several."""
-    present = [name for name in _ordered(backends) if name in set(backends)]
-    legend = alt.Legend(title=None, values=present) if len(present) > 1 else None
-    return alt.Color("backend:N", scale=backend_colors(backends), legend=legend)
-
-
-def _ordered(backends: Iterable[str]) -> list[str]:
+def order_backends(backends: Iterable[str]) -> list[str]:
+    """Return BACKENDS and the others, so that each has its colour on every page."""
     return [*BACKENDS, *sorted(set(backends) - set(BACKENDS))]
 
 
-def named_color(field: str, names: Sequence[str], shown: Iterable[str]) -> alt.Color:
-    """Return the channel of a field whose values have the same colours everywhere.
-
-    names: all values, in the order of the colours: PHASES or VERDICTS. shown: those in the legend.
-    """
-    values = list(shown)
-    columns = 3 if len(values) > 4 else alt.Undefined  # more would be cut on a phone
-    legend = alt.Legend(title=None, values=values, symbolType="square", columns=columns)
-    scale = alt.Scale(domain=list(names), range="category")
-    return alt.Color(f"{field}:N", scale=scale, legend=legend)
-
-
-def size_axis() -> alt.X:
-    """Return the x channel of the field `nbytes`: powers of two."""
-    axis = alt.Axis(labelExpr=SIZE_LABELS, tickCount=6)
-    return alt.X("nbytes:Q", title="message size", scale=alt.Scale(type="log", base=2), axis=axis)
-
-
-def size_columns() -> alt.X:
-    """Return the x channel of a heat map with a column for each value of `nbytes`."""
-    axis = alt.Axis(
-        labelExpr=SIZE_LABELS,
-        labelAngle=0,
-        labelOverlap="greedy",
-        labelSeparation=4,
-        ticks=False,
-    )
-    return alt.X("nbytes:O", title="message size", axis=axis)
-
-
-def log_axis(field: str, title: str, values: Iterable[float], labels: str) -> alt.Y:
-    """Return a logarithmic y channel with few lines: 1, 10, 100, or 1, 2, 5, 10, …
-
-    values: what the axis covers; labels: an expression (TIME_LABELS, …).
-    """
-    ticks = alt.Axis(labelExpr=labels, values=_powers_of_ten(values))
-    return alt.Y(field, title=title, scale=alt.Scale(type="log"), axis=ticks)
-
-
-def _powers_of_ten(values: Iterable[float]) -> list[float]:
+def powers_of_ten(values: Iterable[float]) -> list[float]:
     """Return powers of ten around the values, at most 9; with two decades also 2 and 5."""
     known = list(values)
     low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
     steps = (1, 2, 5) if high - low <= 2 else (1,)
     powers = range(low, high + 1, math.ceil((high - low + 1) / 9))
     return [step * 10.0**power for power in powers for step in steps]
+
+
+def write_number(field: str, labels: str) -> str:
+    """Return the expression that writes a field as a label, with more digits: "12.34 µs"."""
+    return labels.replace("datum.value", f"datum['{field}']").replace("~g", ".4~g")
 
 
 def tips(*fields: str, **titled: str) -> list[alt.Tooltip]:
@@ -211,29 +163,9 @@ def tips(*fields: str, **titled: str) -> list[alt.Tooltip]:
     return [*lines, *(alt.Tooltip(field=f, type="nominal", title=title) for f, title in titles)]
 
 
-def layered(layers: Iterable[alt.Chart], height: int) -> dict[str, Any]:
-    """Return the Vega-Lite of layers of this height in pixels."""
-    spec: dict[str, Any] = alt.layer(*layers, height=height).to_dict()
-    return spec
-
-
-def time_axis(**options: Any) -> alt.Axis:
-    """Return the axis of seconds that has 0, or times below it."""
-    return alt.Axis(**{"labelExpr": SIGNED_TIME_LABELS, "tickCount": 6, **options})
-
-
-def choose_backends(chart: alt.Chart, backends: Sequence[str]) -> alt.Chart:
-    """Show only the chosen backends: the page sets the parameter `backends` of its charts."""
-    chosen = alt.param(name="backends", value=sorted(set(backends)))
-    shown: alt.Chart = chart.add_params(chosen).transform_filter(
-        "indexof(backends, datum.backend) >= 0"
-    )
-    return shown
-
-
 def backend_swatches(backends: Iterable[str]) -> list[tuple[str, str, str]]:
     """Return the backends of a page, each with its colour on a light and on a dark page."""
     shown = set(backends)
-    ordered = enumerate(_ordered(shown))
+    ordered = enumerate(order_backends(shown))
     colors = [(name, LIGHT[i % len(LIGHT)], DARK[i % len(DARK)]) for i, name in ordered]
     return [swatch for swatch in colors if swatch[0] in shown]

@@ -44,14 +44,15 @@ def add_case(folder: Path, part: int, case: str, spent: Ints, entry: Ints | None
     store.add_samples(folder, part, columns)
 
 
-def one_chart(run: Run, folder: Path) -> Chart:
+def case_charts(run: Run, folder: Path) -> tuple[Chart, Chart]:
+    """The repetitions in order, and their distribution."""
     section = cases.section([ReportRun(run.id, run, folder)])
     assert section is not None
-    ((chart,),) = section.rows
-    return chart
+    ((order, shares),) = section.rows
+    return order, shares
 
 
-def rows(chart: Chart, choice: int, dataset: str) -> list[dict[str, Any]]:
+def rows(chart: Chart, choice: int = 0, dataset: str = "data") -> list[dict[str, Any]]:
     columns = chart.choices[choice].data[dataset]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
@@ -97,26 +98,27 @@ def test_points_keep_the_extremes_and_their_order(tmp_path: Path) -> None:
     spent = np.full((2, 10_000), 10_000)
     spent[1, 5000] = 7_000_000
     add_case(tmp_path, 0, a_case().key, spent)
-    chart = one_chart(a_run(a_result(summary=a_summary(1e-5))), tmp_path)
-    points = rows(chart, 0, "timed")
+    chart, _ = case_charts(a_run(a_result(summary=a_summary(1e-5))), tmp_path)
+    of = {kind: [row for row in rows(chart) if row["what"] == kind] for kind in cases.KINDS}
+    points = of[""]
     assert len(points) <= 200
-    assert [point["x"] for point in points] == sorted(point["x"] for point in points)
-    assert max(point["high"] for point in points) == pytest.approx(7e-3)
-    assert [point["middle"] for point in points] == pytest.approx([1e-5] * len(points))
-    assert rows(chart, 0, "cold")[0]["middle"] == 0.01  # as the result states it, of one call
-    assert len(rows(chart, 0, "warm_up")) >= 1
+    assert [point["_x"] for point in points] == sorted(point["_x"] for point in points)
+    assert max(point["_high"] for point in points) == pytest.approx(7e-3)
+    assert [point["_y"] for point in points] == pytest.approx([1e-5] * len(points))
+    assert of["first call"][0]["_y"] == 0.01  # as the result states it, of one call
+    assert of["warm-up"]
 
 
 def test_shares_count_every_launch_alike(tmp_path: Path) -> None:
     """A launch with many calls does not outvote one with few."""
     add_case(tmp_path, 0, a_case().key, np.full((2, 1000), 10_000))
     add_case(tmp_path, 1, a_case().key, np.full((2, 10), 40_000))
-    chart = one_chart(a_run(a_result(), a_result(launch=1)), tmp_path)
-    shares = rows(chart, 0, "shares")
-    assert len(shares) <= 40
-    assert [share["share"] for share in shares] == pytest.approx([0.5, 0.5])
-    assert [row["launch"] for row in rows(chart, 0, "launches")] == [0, 1]
-    table = chart.choices[0].table
+    chart, distribution = case_charts(a_run(a_result(), a_result(launch=1)), tmp_path)
+    shares = [row["_y"] for row in rows(distribution)]
+    assert len(shares) <= 41
+    assert list(filter(None, shares)) == pytest.approx([0.5, 0.5])
+    assert [row["_label"] for row in rows(chart, 0, "rules")] == ["0", "1"]
+    table = distribution.choices[0].table
     assert [row[:2] for row in table.rows] == [(0, 1000), (1, 10)]
     assert table.rows[0][4] == pytest.approx(10.0)
     assert table.rows[1][6] is None  # p99 of ten calls
@@ -125,8 +127,8 @@ def test_shares_count_every_launch_alike(tmp_path: Path) -> None:
 def test_times_are_of_one_call(tmp_path: Path) -> None:
     """A repetition of 20 calls in flight shows a twentieth of its time."""
     add_case(tmp_path, 0, a_case().key, np.full((2, 30), 20_000))
-    chart = one_chart(a_run(a_result(calls=20)), tmp_path)
-    assert rows(chart, 0, "timed")[0]["middle"] == pytest.approx(1e-6)
+    chart, _ = case_charts(a_run(a_result(calls=20)), tmp_path)
+    assert min(row["_y"] for row in rows(chart)) == pytest.approx(1e-6)
 
 
 def test_the_first_choice_is_the_most_telling(tmp_path: Path) -> None:
@@ -142,13 +144,13 @@ def test_the_first_choice_is_the_most_telling(tmp_path: Path) -> None:
         quantiles = tuple(np.quantile(times, np.linspace(0, 1, 21)))
         summary = a_summary(float(np.median(times)), quantiles_seconds=quantiles)
         results.append(a_result(case, part, summary))
-    chart = one_chart(a_run(*results), tmp_path)
+    chart, _ = case_charts(a_run(*results), tmp_path)
     assert [choice.label for choice in chart.choices] == [
         "all_reduce 4 KiB gloo", "all_reduce 1 KiB gloo",
     ]  # fmt: skip
     assert chart.table == chart.choices[0].table
-    low, high = (row for row in rows(chart, 0, "marks") if "near" in row["label"])
-    assert (low["middle"], high["middle"]) == pytest.approx((1e-5, 1e-4), rel=0.05)
+    low, high = (row for row in rows(chart, 0, "levels") if "near" in row["_label"])
+    assert (low["_y"], high["_y"]) == pytest.approx((1e-5, 1e-4), rel=0.05)
 
 
 def test_the_summary_names_damaged_samples(tmp_path: Path, frozen: Frozen) -> None:
@@ -184,22 +186,20 @@ def skew_charts(run: Run, folder: Path) -> list[Chart]:
     return section.charts if section else []
 
 
-def cells(chart: Chart) -> dict[tuple[int, int], float]:
-    """Return the seconds of each rank and size."""
-    sizes = chart.choices[0].data["calls"]["nbytes"]
-    return {(row["rank"], sizes[row["case"]]): row["seconds"] for row in rows(chart, 0, "cells")}
+def cells(chart: Chart) -> dict[tuple[int, str], float]:
+    """Return the share of the call of each rank and size, in percent."""
+    return {(row["rank"], row["size"]): row["_value"] for row in rows(chart)}
 
 
 def test_the_late_rank_is_late_and_stays_shortest(tmp_path: Path) -> None:
-    """Both heat maps hold a cell per rank and size, in seconds; their tables hold the µs."""
+    """Both heat maps hold a cell per rank and size, in percent; their tables hold the µs."""
     run = a_stored_run(tmp_path, {1024: [0, 40_000, 2_000], 4096: [0, 60_000, 4_000]})
     late, stay = skew_charts(run, tmp_path)
-    assert cells(late)[1, 4096] == pytest.approx(60e-6)
-    assert cells(stay)[1, 4096] == pytest.approx(40e-6)
-    assert min(cells(stay), key=cells(stay).__getitem__) == (1, 4096)
+    assert cells(late)[1, "4 KiB"] == pytest.approx(60)
+    assert cells(stay)[1, "4 KiB"] == pytest.approx(40)
+    assert min(cells(stay), key=cells(stay).__getitem__) == (1, "4 KiB")
     assert [column.heading for column in late.table.columns] == ["rank", "1 KiB µs", "4 KiB µs"]
     assert late.table.rows[1] == (1, pytest.approx(40.0), pytest.approx(60.0))
-    assert late.choices[0].data["calls"]["call"] == pytest.approx((1e-4, 1e-4))
 
 
 def test_clocks_that_differ_show_no_lateness(tmp_path: Path) -> None:

@@ -57,15 +57,15 @@ def test_an_operation_has_time_and_bandwidth_side_by_side(frozen: Frozen) -> Non
     assert [chart.name for chart in (time, bandwidth)] == [
         "all_reduce-time", "all_reduce-bandwidth",
     ]  # fmt: skip
-    first = next(p for p in values(time) if (p["backend"], p["nbytes"]) == ("mpi", 4096))
-    assert first["seconds"] == 4e-4
-    assert (first["seconds_low"], first["seconds_high"]) == pytest.approx((3.96e-4, 4.04e-4))
-    rate = next(p for p in values(bandwidth) if (p["backend"], p["nbytes"]) == ("mpi", 4096))
-    assert rate["rate"] == pytest.approx(4096 / 4e-4)
-    assert rate["rate_low"] == pytest.approx(4096 / 4.04e-4)
-    assert {(p["limited"], p["source"]) for p in values(bandwidth)} == {(2e9, LIMIT.source)}
+    first = next(p for p in values(time) if (p["backend"], p["_x"]) == ("mpi", 4096))
+    assert first["_y"] == 4e-4
+    assert (first["_low"], first["_high"]) == pytest.approx((3.96e-4, 4.04e-4))
+    rate = next(p for p in values(bandwidth) if (p["backend"], p["_x"]) == ("mpi", 4096))
+    assert rate["_y"] == pytest.approx(4096 / 4e-4)
+    assert rate["_low"] == pytest.approx(4096 / 4.04e-4)
+    assert {(p["_reference"], p["limit"]) for p in values(bandwidth)} == {(2e9, LIMIT.source)}
     drawn = [layer["encoding"].get("y", {}) for layer in layers(bandwidth.spec or {})]
-    assert "limited" in [each.get("field") for each in drawn]
+    assert "_reference" in [each.get("field") for each in drawn]
     frozen.text(time.caption)
 
 
@@ -75,7 +75,7 @@ def test_flagged_points_have_another_shape_and_name_their_flags() -> None:
     wide = replace(wide, summary=a_summary(1e-4, width=0.5))
     wrong = replace(wrong, wrong=(Wrong(0, 1, 2, "3", "4"),))
     time = charts(a_section(a_run(wide, wrong, fine, *rest)))[0]
-    gloo = [(p["state"], p["flags_"]) for p in values(time) if p["backend"] == "gloo"]
+    gloo = [(p["_state"], p["flags"]) for p in values(time) if p["backend"] == "gloo"]
     assert gloo == [("flagged", "imprecise"), ("do not use", "WRONG"), ("no flag", "")]
     (shape,) = [x["encoding"]["shape"] for x in layers(time.spec or {}) if "shape" in x["encoding"]]
     assert dict(zip(shape["scale"]["domain"], shape["scale"]["range"], strict=True)) == {
@@ -96,7 +96,7 @@ def test_one_size_is_a_row_of_points() -> None:
     barrier = a_case(operation="barrier", nbytes=0, count=0, reduce_op=None)
     ((time,),) = a_section(a_run(a_result(barrier))).rows
     positions = [layer["encoding"]["y"]["field"] for layer in layers(time.spec or {})]
-    assert set(positions) == {"of"}
+    assert set(positions) == {"_row"}
 
 
 def test_an_overview_names_the_fastest_backend_of_each_size() -> None:
@@ -109,4 +109,4 @@ def test_an_overview_names_the_fastest_backend_of_each_size() -> None:
         ("all_reduce", "4 KiB", "-", "-"),
         ("all_reduce", "1 MiB", "gloo", "2.0"),
     ]
-    assert [(p["backend"], p["ratio"]) for p in values(fastest)] == [("gloo", "2.0")] * 2
+    assert [(p["fastest"], p["_text"]) for p in values(fastest)] == [("gloo", "2.0")] * 2

@@ -44,7 +44,7 @@ def charts(*measured: dict[str, Any]) -> list[Chart]:
 
 def outlined(chart: Chart) -> set[tuple[str, str]]:
     """The ways that a chart outlines."""
-    return {(cell["from"], cell["to"]) for cell in values(chart) if cell["slow"]}
+    return {(cell["from"], cell["to"]) for cell in values(chart) if cell["_marked"]}
 
 
 @pytest.mark.parametrize(

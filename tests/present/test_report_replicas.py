@@ -22,7 +22,7 @@ def the_chart(found: Replicas) -> Chart:
 
 def bars(chart: Chart) -> list[tuple[Any, ...]]:
     """What is drawn over the steps."""
-    return [(row["case"], row["found"], row["begin"], row["end"]) for row in values(chart)]
+    return [(row["case"], row["found"], row["_begin"], row["_end"]) for row in values(chart)]
 
 
 BAD = some_replicas(

@@ -52,7 +52,7 @@ def spans(chart: Chart) -> pd.DataFrame:
 def lane(chart: Chart, rank: int) -> pd.DataFrame:
     """What a timeline draws of one rank, by what it is."""
     drawn = spans(chart)
-    return drawn[drawn["lane"] == f"rank {rank}"].set_index("what")
+    return drawn[drawn["of"] == f"rank {rank}"].set_index("span")
 
 
 LATE = {"late": (1, 12.0), "noise": 0.001}
@@ -69,13 +69,13 @@ def test_a_timeline_has_the_times_of_each_rank() -> None:
     other, with the medians of the samples."""
     chart = charts(late_run())["step-mlp-gloo"]
     early, late = lane(chart, 0), lane(chart, 1)
-    assert early.loc["forward", "end"] == pytest.approx(15e-3, rel=0.01)
-    assert late.loc["forward", "end"] == pytest.approx(27e-3, rel=0.01)
+    assert early.loc["forward", "_end"] == pytest.approx(15e-3, rel=0.01)
+    assert late.loc["forward", "_end"] == pytest.approx(27e-3, rel=0.01)
     for own in (early, late):
-        phases = own[own["phase"] != "transfer"]
-        assert list(phases["phase"]) == ["forward", "backward", "blocked", "optimizer"]
-        assert list(phases["begin"])[1:] == list(phases["end"])[:-1]
-    assert early.loc["blocked", "begin"] == pytest.approx((15 + 43.2) * 1e-3, rel=0.01)
+        phases = own[own["_phase"] != "transfer"]
+        assert list(phases["_phase"]) == ["forward", "backward", "blocked", "optimizer"]
+        assert list(phases["_begin"])[1:] == list(phases["_end"])[:-1]
+    assert early.loc["blocked", "_begin"] == pytest.approx((15 + 43.2) * 1e-3, rel=0.01)
 
 
 def test_a_bucket_is_pale_while_it_waits_for_the_late_rank() -> None:
@@ -84,12 +84,12 @@ def test_a_bucket_is_pale_while_it_waits_for_the_late_rank() -> None:
     chart = charts(late_run())["step-mlp-gloo"]
     early, late = lane(chart, 0), lane(chart, 1)
     wait = early.loc["bucket 0, 4.00 MB: wait"]
-    assert wait["pale"]
-    assert wait["end"] - wait["begin"] == pytest.approx(12e-3, rel=0.05)
+    assert wait["_pale"]
+    assert wait["_end"] - wait["_begin"] == pytest.approx(12e-3, rel=0.05)
     for own in (early, late):
         span = own.loc["bucket 0, 4.00 MB: transfer"]
-        assert not span["pale"]
-        assert span["end"] - span["begin"] == pytest.approx(8e-3, rel=0.05)
+        assert not span["_pale"]
+        assert span["_end"] - span["_begin"] == pytest.approx(8e-3, rel=0.05)
     assert "'rank 1: late'" in str(chart.spec)
     assert "'rank 0'" in str(chart.spec)
 
@@ -102,7 +102,7 @@ def test_of_many_ranks_those_are_drawn_that_compute_longest_and_shortest(frozen:
         a_step_run(a_step_result(case, summary=summary)), world=64, rounds=8, late=(33, 12.0)
     )
     chart = charts(report)["step-mlp-gloo"]
-    lanes = set(spans(chart)["lane"])
+    lanes = set(spans(chart)["of"])
     assert len(lanes) == MOST_LANES
     assert "rank 33" in lanes
     frozen.text(chart.caption)
@@ -116,18 +116,18 @@ def test_the_parts_of_a_budget_adjoin(frozen: Frozen) -> None:
     chart = charts(report)["step-mlp-budget"]
     bars = spans(chart).set_index("part")
     chain = bars.loc[[steps.COMPUTE, steps.COPIES, steps.EXPOSED]]
-    assert chain["begin"].iloc[0] == 0
-    assert list(chain["begin"])[1:] == pytest.approx(list(chain["end"])[:-1])
-    assert chain["end"].iloc[-1] == pytest.approx(bars.loc["= step", "end"])
+    assert chain["_begin"].iloc[0] == 0
+    assert list(chain["_begin"])[1:] == pytest.approx(list(chain["_end"])[:-1])
+    assert chain["_end"].iloc[-1] == pytest.approx(bars.loc["= step", "_end"])
     exposed = bars.loc[steps.EXPOSED]
-    assert bars.loc[steps.TRANSFER, "begin"] == pytest.approx(exposed["begin"])
-    assert bars.loc[steps.OVERHEAD, "end"] == pytest.approx(exposed["end"])
-    assert bars.loc[steps.HIDDEN, "end"] == pytest.approx(exposed["begin"])
-    known = bars[bars["low"].notna()]
+    assert bars.loc[steps.TRANSFER, "_begin"] == pytest.approx(exposed["_begin"])
+    assert bars.loc[steps.OVERHEAD, "_end"] == pytest.approx(exposed["_end"])
+    assert bars.loc[steps.HIDDEN, "_end"] == pytest.approx(exposed["_begin"])
+    known = bars[bars["_low"].notna()]
     for part in summary.budget:
         if part.name in known.index and part.figure.interval and part.name != steps.HIDDEN:
             shown = known.loc[part.name]
-            assert shown["low"] == pytest.approx(shown["begin"] + part.figure.interval.low)
+            assert shown["_low"] == pytest.approx(shown["_begin"] + part.figure.interval.low)
     frozen.text(chart.caption)
 
 
@@ -146,13 +146,13 @@ def test_a_sharded_step_is_divided_by_operation(frozen: Frozen) -> None:
     bars = spans(chart).set_index("part")
     names = ["exposed all_gather", "exposed reduce_scatter", steps.OVERHEAD]
     chain, exposed = bars.loc[names], bars.loc[steps.EXPOSED]
-    assert chain["begin"].iloc[0] == pytest.approx(exposed["begin"])
-    assert list(chain["begin"])[1:] == pytest.approx(list(chain["end"])[:-1])
-    assert chain["end"].iloc[-1] == pytest.approx(bars.loc["= step", "end"])
-    assert bars.loc["hidden all_gather", "end"] == pytest.approx(exposed["begin"])
+    assert chain["_begin"].iloc[0] == pytest.approx(exposed["_begin"])
+    assert list(chain["_begin"])[1:] == pytest.approx(list(chain["_end"])[:-1])
+    assert chain["_end"].iloc[-1] == pytest.approx(bars.loc["= step", "_end"])
+    assert bars.loc["hidden all_gather", "_end"] == pytest.approx(exposed["_begin"])
     saved = bars.loc["prefetch saves"]
-    assert saved["begin"] == pytest.approx(bars.loc["= step", "end"])
-    assert saved["end"] - saved["begin"] == pytest.approx(7e-3, rel=0.05)
+    assert saved["_begin"] == pytest.approx(bars.loc["= step", "_end"])
+    assert saved["_end"] - saved["_begin"] == pytest.approx(7e-3, rel=0.05)
     sources = {row[1]: row[-1] for row in chart.table.rows}
     assert sources[steps.EXPOSED] == "arms"
     assert sources["exposed all_gather"] == "spans"

@@ -45,7 +45,7 @@ def loaded(count: int, *, gpu: bool = False) -> tuple[Epoch, ...]:
 def test_losses_lie_where_their_steps_were() -> None:
     """A quarter of epoch 2 is drawn in its middle, the validation at the epoch's end."""
     loss = charts(a_run(loaded(2)))[0]
-    points = [(row["x"], row["kind"]) for row in values(loss) if row["epoch"] == 2]
+    points = [(row["_x"], row["loss of"]) for row in values(loss) if row["epoch"] == 2]
     quarters = [(1 + part, "training") for part in (0.125, 0.375, 0.625, 0.875)]
     assert points == [*quarters, (2.0, "validation")]
     assert [row[1:] for row in loss.table.rows] == [

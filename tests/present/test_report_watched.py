@@ -77,31 +77,31 @@ def test_a_rule_stands_where_a_finding_begins(shown: dict[str, Chart]) -> None:
     """The straggler has a rule at its first late step, with its sentence, and no rule is at 0."""
     run = a_watched_run()
     (finding,) = [one for one in run.findings if one.code == "straggler"]
-    (rule,) = rows_of(shown["watch-parts"], "sentence")
-    assert rule["sentence"] == finding.sentence
-    assert rule["label"] == "rank 3: straggler"
+    (rule,) = rows_of(shown["watch-parts"], "finding")
+    assert rule["finding"] == finding.sentence
+    assert rule["_label"] == "rank 3: straggler"
     points = rows_of(shown["watch-parts"], "step")
-    before = max(point["at"] for point in points if point["step"] < SINCE - 16)
-    after = min(point["at"] for point in points if point["step"] > SINCE + 16)
-    assert before < rule["at"] < after
+    before = max(point["_x"] for point in points if point["step"] < SINCE - 16)
+    after = min(point["_x"] for point in points if point["step"] > SINCE + 16)
+    assert before < rule["_x"] < after
 
 
 def test_the_late_rank_stands_out_over_time_and_by_phase(shown: dict[str, Chart]) -> None:
     """It is late by 30 ms after the step, and not before; in forward, where it is outlined; and it
     is the first of the ranks, named by its finding."""
     table = shown["watch-lateness"].table
-    column = [c.heading for c in table.columns].index("rank 3 ms")
-    late = [(row[1], row[column]) for row in table.rows]
+    column = [c.heading for c in table.columns].index("rank 3")
+    late = [(row[1], float(row[column].removesuffix(" ms"))) for row in table.rows]
     before = [value for step, value in late if step < SINCE - 20]
     after = [value for step, value in late if step > SINCE + 20]
     assert len(before) > 10
     assert len(after) > 10
     assert before == pytest.approx([0] * len(before), abs=12)
     assert after == pytest.approx([30] * len(after), abs=12)
-    cells = {(row["rank"], row["part"]): row for row in rows_of(shown["watch-extra"], "marked")}
-    (outlined,) = [place for place, row in cells.items() if row["marked"]]
+    cells = {(row["rank"], row["part"]): row for row in rows_of(shown["watch-extra"], "_marked")}
+    (outlined,) = [place for place, row in cells.items() if row["_marked"]]
     assert outlined == ("3 on b", "forward")
-    assert cells[outlined]["seconds"] == pytest.approx(0.015, rel=0.15)
+    assert cells[outlined]["_value"] == pytest.approx(15, rel=0.15)
     assert shown["watch-ranks"].table.rows[0][0] == 3
     assert shown["watch-ranks"].table.rows[0][-1] == "straggler"
 
@@ -119,7 +119,7 @@ def test_slow_links_are_outlined() -> None:
     slow = [Finding("warning", code, "slow", "", place) for code, place in places.items()]
     late = Finding("warning", "slow-host", "late", "", {"host": "c", "phase": "forward"})
     chart = charts(replace(run, findings=(*slow, late)))["watch-links"]
-    outlined = {(row["from"], row["to"]) for row in rows_of(chart, "slow") if row["slow"]}
+    outlined = {(row["from"], row["to"]) for row in rows_of(chart, "_marked") if row["_marked"]}
     assert outlined == {("a", "b"), ("d", "a"), ("d", "b"), ("d", "c")}
     marked = [[str(value).endswith("slow") for value in row[1:]] for row in chart.table.rows]
     assert sum(map(sum, marked)) == 4

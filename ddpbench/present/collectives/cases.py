@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import altair as alt
 import numpy as np
+import pandas as pd
 
 from ddpbench.analysis.lines import Line
 from ddpbench.analysis.stats import PERCENTILES, Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
-from ddpbench.present.columns import title_parts
+from ddpbench.present.charts.kinds import Axis, Lines
+from ddpbench.present.columns import digits, title_parts
 from ddpbench.present.document import (
     Chart,
     Choice,
     ReportRun,
     Section,
+    arrange,
+    draw_choices,
     make_table,
-    side_by_side,
     titles,
 )
 from ddpbench.present.repetitions import Repetitions
@@ -40,28 +42,12 @@ INTRO = (
 )
 CAPTION = (
     "Each point is the median of neighbouring repetitions, with a line from the shortest to the "
-    "longest; seconds of one call on the slowest rank. Hollow: warm-up. Triangle: the first call "
-    "of a launch. Band: 95 % interval of the median. Bars: share of the repetitions, every launch "
-    "counted alike."
+    "longest; seconds of one call on the slowest rank. Band: 95 % interval of the median."
 )
-HEIGHT = 300
-ORDER_END = 100.0  # x: the repetitions lie from 0 to here
-SHARES = 106.0, 140.0  # x: the bars lie from here to here
-# x of a point that cannot be seen: Vega-Lite warns of a dataset without any.
-OUTSIDE = -50.0
-Columns = dict[str, tuple[Any, ...]]
-# The datasets of a choice and their columns. Times are seconds of one call.
-DATASETS: dict[str, tuple[str, ...]] = {
-    # in order: x; of the repetitions of one point the shortest, the median, the longest
-    "timed": ("x", "low", "middle", "high", "launch", "backend"),
-    "warm_up": ("x", "low", "middle", "high", "launch"),
-    "cold": ("x", "middle", "launch"),
-    "shares": ("low", "high", "x", "share", "backend"),  # of repetitions; x: where the bar ends
-    "marks": ("middle", "label"),
-    "interval": ("low", "high"),  # one; without an interval both are the median
-    "launches": ("x", "launch"),  # where one begins
-}
-TICKS = [step * 10.0**decade for decade in range(-9, 5) for step in (1, 2, 5)]
+SHARES = "Share of the repetitions at each time; every launch counts alike."
+KINDS = {"": "circle", "warm-up": "cross", "first call": "triangle-up"}
+REPETITION, WARM_UP, FIRST = KINDS
+TICKS = tuple(step * 10.0**decade for decade in range(-9, 5) for step in (1, 2, 5))
 
 
 @dataclass(frozen=True)
@@ -87,19 +73,22 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
     shown = [list(_cases(run)) for run in runs]
     first = next((max(cases, key=_spread).label for cases in shown if cases), "")
     by_run = {run.label: cases for run, cases in zip(runs, shown, strict=True)}
-    rows = side_by_side(runs, lambda run: _charts(by_run[run.label], first))
+    rows = arrange(runs, lambda run: _charts(by_run[run.label], first))
     return Section("cases", "Every repetition of a case", INTRO, rows=rows) if rows else None
 
 
 def _charts(cases: Sequence[Shown], first: str) -> list[Chart]:
-    """Return the chart of these cases; it shows the one with the label `first`, if it is there."""
+    """Return the charts of these cases; they show the label `first` if it is there."""
     if not cases:
         return []
     ordered = sorted(cases, key=lambda case: case.label != first)
     points = min(MOST_POINTS, max(FEWEST_POINTS, ALL_POINTS // len(cases)))
-    choices = tuple(Choice(case.label, _data(case, points), _table(case)) for case in ordered)
-    spec = case_spec(choices[0], [case.backend for case in cases])
-    return [Chart("cases", "Repetitions", CAPTION, spec, choices[0].table, choices=choices)]
+    order = [Choice(c.label, _draw_order(c, points), _table(c, ("median",))) for c in ordered]
+    shares = [Choice(c.label, _draw_shares(c), _table(c, QUANTILES)) for c in ordered]
+    return [
+        draw_choices("cases", "Repetitions", CAPTION, order),
+        draw_choices("cases-shares", "Distribution", SHARES, shares),
+    ]
 
 
 def _cases(run: ReportRun) -> Iterator[Shown]:
@@ -150,40 +139,61 @@ def _times(case: Shown) -> list[Floats]:
     ]
 
 
-def _data(case: Shown, points: int) -> dict[str, Columns]:
-    width = ORDER_END / len(case.parts)
-    data: dict[str, dict[str, list[object]]] = {
-        name: {column: [] for column in columns} for name, columns in DATASETS.items()
-    }
-    for number, part in enumerate(case.parts):
-        begin = number * width
-        at = begin + width * (0.04 + 0.92 * np.arange(len(part.numbers)) / len(part.numbers))
-        seconds = np.maximum(part.seconds / case.calls(part.launch), SHORTEST)
-        cold = _cold(case, part)
-        size = -(-len(seconds) * len(case.parts) // points)  # repetitions of one point
-        for name, chosen in (
-            ("timed", part.numbers >= 0),
-            ("warm_up", (part.numbers < 0) & (np.arange(len(seconds)) >= (cold is not None))),
-        ):
-            bins = _bins(at[chosen], seconds[chosen], size)
-            for column, values in bins.items():
-                data[name][column] += values
-            data[name]["launch"] += [part.launch] * len(bins["x"])
-        if cold:
-            _add(data["cold"], x=float(at[0]), middle=cold, launch=part.launch)
-        _add(data["launches"], x=begin, launch=part.launch)
-    typical = float(np.median(_times(case)[0]))
-    for name in ("warm_up", "cold"):
-        if not data[name]["x"]:
-            _add(data[name], **{**dict.fromkeys(data[name], typical), "x": OUTSIDE, "launch": ""})
-    data["timed"]["backend"] = [case.backend] * len(data["timed"]["x"])
-    _add_distribution(data, case)
-    return {name: {k: tuple(v) for k, v in columns.items()} for name, columns in data.items()}
+def _draw_order(case: Shown, points: int) -> Lines:
+    """Return the repetitions in order, launch by launch, as at most about so many points."""
+    columns: dict[str, list[Any]] = {"launch": [], "what": [], "y": []}
+    rules = []
+    for part in case.parts:
+        rules.append({"_x": len(columns["y"]), "_label": str(part.launch), "_row": 8})
+        seconds = np.maximum(part.seconds / case.calls(part.launch), SHORTEST).tolist()
+        what = [WARM_UP if number < 0 else REPETITION for number in part.numbers]
+        if cold := _cold(case, part):
+            seconds[0], what[0] = cold, FIRST
+        columns["launch"] += [part.launch] * len(what)
+        columns["what"] += what
+        columns["y"] += seconds
+    return Lines(
+        data=_bin(pd.DataFrame(columns), points),
+        x=Axis("repetitions in order; above: their launch", theme.COUNT_LABELS),
+        y=Axis("time", theme.TIME_LABELS, log=True, ticks=TICKS),
+        numbers={"_low": "shortest", "_y": "median", "_high": "longest"},
+        color="",
+        connected=False,
+        shape="what",
+        shapes=KINDS,
+        rules=pd.DataFrame(rules).assign(_left=False),
+        levels=_levels(case),
+    )
 
 
-def _add(columns: dict[str, list[object]], **values: object) -> None:
-    for name, value in values.items():
-        columns[name].append(value)
+def _bin(frame: pd.DataFrame, points: int) -> pd.DataFrame:
+    """Return the shortest, median and longest of neighbours of one kind: about so many points."""
+    size = -(-len(frame) // points)
+    kinds = frame.groupby(["launch", "what"], sort=False)
+    number = kinds.ngroup() * len(frame) + kinds.cumcount() // size
+    groups = frame.assign(x=frame.index).groupby(number)
+    how = {"launch": "first", "what": "first", "x": "median", "y": ["min", "median", "max"]}
+    bins: pd.DataFrame = groups.agg(how)
+    bins.columns = pd.Index(["launch", "what", "_x", "_low", "_y", "_high"])
+    return bins
+
+
+def _draw_shares(case: Shown) -> Lines:
+    """Return the share of the repetitions at each time, each launch counted alike."""
+    times = _times(case)
+    every = np.concatenate(times)
+    weights = np.concatenate([np.full(len(each), 1 / len(each) / len(times)) for each in times])
+    low, high = every.min(), every.max()
+    edges = np.geomspace(low, high if high > low else low * 1.01, BINS + 1)
+    shares, _ = np.histogram(every, edges, weights=weights)
+    return Lines(
+        data=pd.DataFrame({"_x": edges, "_y": [0.0, *shares]}),
+        x=Axis("time", theme.TIME_LABELS, log=True, ticks=TICKS),
+        y=Axis("share of the repetitions", theme.SHARE_LABELS, zero=True),
+        color="",
+        stacked=True,
+        held=True,
+    )
 
 
 def _cold(case: Shown, part: Repetitions) -> float | None:
@@ -192,40 +202,19 @@ def _cold(case: Shown, part: Repetitions) -> float | None:
     return next(seconds, None) if part.numbers[0] < 0 else None
 
 
-def _bins(at: Floats, seconds: Floats, size: int) -> dict[str, list[float]]:
-    """Return x and the shortest, median and longest time of `size` neighbours each."""
-    if not len(seconds):
-        return {"x": [], "low": [], "middle": [], "high": []}
-    starts = np.arange(0, len(seconds), size)
-    whole = seconds[: len(seconds) // size * size].reshape(-1, size)
-    rest = seconds[whole.size :]
-    middle = [*np.median(whole, axis=1).tolist(), *([float(np.median(rest))] if rest.size else [])]
-    return {
-        "x": at[np.minimum(starts + size // 2, len(at) - 1)].tolist(),
-        "low": np.fmin.reduceat(seconds, starts).tolist(),
-        "middle": middle,
-        "high": np.fmax.reduceat(seconds, starts).tolist(),
-    }
-
-
-def _add_distribution(data: dict[str, dict[str, list[object]]], case: Shown) -> None:
-    """Add the share of repetitions at each time, each launch counted alike, and usual times."""
-    times = _times(case)
-    every = np.concatenate(times)
-    weights = np.concatenate([np.full(len(each), 1 / len(each) / len(times)) for each in times])
-    low, high = every.min(), every.max()
-    edges = np.geomspace(low, high, BINS + 1) if high > low else np.array([low, low * 1.01])
-    shares, _ = np.histogram(every, edges, weights=weights)
-    for start, end, share in zip(edges, edges[1:], shares, strict=False):
-        if share:
-            x = SHARES[0] + (SHARES[1] - SHARES[0]) * share / shares.max()
-            _add(data["shares"], low=start, high=end, x=x, share=share, backend=case.backend)
-    for label, seconds in _marks(case, every).items():
-        _add(data["marks"], label=label, middle=seconds)
+def _levels(case: Shown) -> pd.DataFrame:
+    """Return the lines of the usual times, and the interval of the median."""
+    marks = _marks(case, np.concatenate(_times(case)))
     interval = case.line.interval if case.line else None
-    middle = float(np.median(every))
-    low, high = (interval.low, interval.high) if interval else (middle, middle)
-    _add(data["interval"], low=low, high=high)
+    middle, *others = marks.values()
+    return pd.DataFrame(
+        {
+            "_y": [middle, *others],
+            "_label": [f"{label} {digits(each * 1e6)} µs" for label, each in marks.items()],
+            "_low": [interval.low if interval else middle, *[None] * len(others)],
+            "_high": [interval.high if interval else middle, *[None] * len(others)],
+        }
+    )
 
 
 def _marks(case: Shown, every: Floats) -> dict[str, float]:
@@ -246,128 +235,16 @@ def _marks(case: Shown, every: Floats) -> dict[str, float]:
     return kept
 
 
-def _table(case: Shown) -> Table:
-    """Return the quantiles of each launch in µs."""
+def _table(case: Shown, shown: Iterable[str]) -> Table:
+    """Return some of QUANTILES of each launch in µs."""
     rows = []
     for part, times in zip(case.parts, _times(case), strict=True):
-        p99 = len(times) >= PERCENTILES["p99"]
-        cold = _cold(case, part)
-        quantiles = np.percentile(times, list(QUANTILES.values())) * 1e6
-        shown = zip(QUANTILES, quantiles.tolist(), strict=True)
-        rows.append(
-            (
-                part.launch,
-                len(times),
-                *(None if name == "p99" and not p99 else value for name, value in shown),
-                None if cold is None else cold * 1e6,
-            )
-        )
-    headings = ("launch", "repetitions", *(f"{name} µs" for name in QUANTILES), "first µs")
+        cold, enough = _cold(case, part), len(times) >= PERCENTILES["p99"]
+        quantiles = [
+            float(np.percentile(times, QUANTILES[name])) * 1e6 if name != "p99" or enough else None
+            for name in shown
+        ]
+        first = None if cold is None else cold * 1e6
+        rows.append((part.launch, len(times), *quantiles, first))
+    headings = ("launch", "repetitions", *(f"{name} µs" for name in shown), "first µs")
     return make_table(case.label, headings, rows)
-
-
-def case_spec(first: Choice, backends: Sequence[str]) -> dict[str, Any]:
-    color = alt.Color("backend:N", scale=theme.backend_colors(backends), legend=None)
-    axis = alt.Axis(labelExpr=theme.TIME_LABELS, values=TICKS, labelOverlap="greedy")
-    scale = alt.Scale(type="log", nice=False, padding=10)
-    y = alt.Y("middle:Q", title="time", scale=scale, axis=axis)
-    x = alt.X(
-        "x:Q",
-        title="repetitions in order, by launch; right: their shares",
-        scale=alt.Scale(domain=[0, SHARES[1]], nice=False),
-        axis=alt.Axis(labels=False, ticks=False, grid=False, titlePadding=20),
-    )
-    chart = alt.layer(
-        *_draw_order(x, y, color),
-        _draw_shares(x, color),
-        *_draw_marks(y),
-        *_draw_launches(x),
-    ).properties(height=HEIGHT)
-    spec: dict[str, Any] = chart.to_dict()
-    return {**spec, "datasets": first.datasets}
-
-
-def _dataset(name: str, *times: str) -> alt.Chart:
-    """Return a chart of a dataset; the named times also as text, "12.3 µs"."""
-    chart: alt.Chart = alt.Chart(alt.NamedData(name=name))
-    if not times:
-        return chart
-    texts: alt.Chart = chart.transform_calculate(
-        **{f"{time}_text": theme.time_text(time) for time in times}
-    )
-    return texts
-
-
-def _draw_order(x: alt.X, y: alt.Y, color: alt.Color) -> list[alt.Chart]:
-    """Return the repetitions in order: hollow in the warm-up, a triangle for the cold one."""
-    spread = {"low_text": "shortest", "middle_text": "median", "high_text": "longest"}
-    ends = {"y": alt.Y("low:Q"), "y2": "high:Q"}
-    timed, warm_up = (_dataset(name, "low", "middle", "high") for name in ("timed", "warm_up"))
-    told = theme.tips(launch="launch", **spread)
-    return [
-        timed.mark_rule(opacity=0.35, strokeWidth=1.5).encode(x=x, **ends, color=color),
-        timed.mark_point(filled=True, size=14, opacity=0.9).encode(
-            x=x, y=y, color=color, tooltip=told
-        ),
-        warm_up.mark_rule(opacity=0.5, clip=True).encode(x=x, **ends),
-        warm_up.mark_point(filled=False, size=14, strokeWidth=1, style="muted", clip=True).encode(
-            x=x, y=y, tooltip=theme.tips(launch="warm-up of launch", **spread)
-        ),
-        _dataset("cold", "middle")
-        .mark_point(filled=False, size=45, shape="triangle-up", style="muted", clip=True)
-        .encode(x=x, y=y, tooltip=theme.tips(launch="first call of launch", middle_text="time")),
-    ]
-
-
-def _draw_shares(x: alt.X, color: alt.Color) -> alt.Chart:
-    """Return the share of the repetitions at each time."""
-    bars: alt.Chart = (
-        _dataset("shares", "low", "high")
-        .transform_calculate(begin=str(SHARES[0]))
-        .mark_rect(opacity=0.4)
-        .encode(
-            x=alt.X("begin:Q"),
-            x2="x:Q",
-            y=alt.Y("low:Q"),
-            y2="high:Q",
-            color=color,
-            tooltip=[
-                *theme.tips(low_text="from", high_text="to"),
-                alt.Tooltip("share:Q", title="repetitions", format=".1%"),
-            ],
-        )
-    )
-    return bars
-
-
-def _draw_marks(y: alt.Y) -> list[alt.Chart]:
-    """Return the interval as a band, and a labelled line for each of the usual times."""
-    marks = _dataset("marks", "middle")
-    return [
-        _dataset("interval", "low", "high")
-        .mark_rect(opacity=0.12)
-        .encode(
-            x=alt.value(0),
-            x2=alt.value("width"),
-            y=alt.Y("low:Q"),
-            y2="high:Q",
-            tooltip=theme.tips(low_text="95 % interval of the median from", high_text="to"),
-        ),
-        marks.mark_rule(strokeDash=[4, 3]).encode(
-            y=y, tooltip=theme.tips(label="line", middle_text="time")
-        ),
-        marks.transform_calculate(text="datum.label + ' ' + " + theme.time_text("middle", 3))
-        .mark_text(align="right", baseline="bottom", dx=-3, dy=-2, fontSize=11)
-        .encode(x=alt.value("width"), y=y, text="text:N"),
-    ]
-
-
-def _draw_launches(x: alt.X) -> list[alt.Chart]:
-    """Return a line where a launch begins, and its number below."""
-    launches = _dataset("launches")
-    return [
-        launches.mark_rule(opacity=0.4).encode(x=x),
-        launches.mark_text(align="left", baseline="top", dy=4, style="muted").encode(
-            x=x, y=alt.value("height"), text="launch:N"
-        ),
-    ]

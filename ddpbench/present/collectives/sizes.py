@@ -5,17 +5,16 @@ The charts and tables show the texts of the terminal's columns, so that both say
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from ddpbench.analysis.flags import UNUSABLE
 from ddpbench.analysis.lines import FLAGS, Line
 from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Bars, Lines, Matrix, visible
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import (
     Column,
@@ -46,17 +45,10 @@ FASTEST = (
     "times as long the next backend takes. Empty: not measured, or none is clearly the fastest."
 )
 Point = tuple[ReportRun, Line]
-HEIGHT = 260
 STATES = {"no flag": "circle", "flagged": "diamond", "do not use": "cross"}  # of a point → shape
-POINTS = "points"  # the dataset
-LIMIT_DASH = [2, 3]
-RATE_LABELS = (
-    "datum.value >= 1e9 ? format(datum.value / 1e9, '~g') + ' GB/s' : datum.value >= 1e6 ? "
-    "format(datum.value / 1e6, '~g') + ' MB/s' : format(datum.value / 1e3, '~g') + ' kB/s'"
-)
 AXES = {
-    "seconds": {"title": "time of a call", "labels": theme.TIME_LABELS},
-    "rate": {"title": "busbw", "labels": RATE_LABELS},
+    "seconds": Axis("time of a call", theme.TIME_LABELS, log=True),
+    "rate": Axis("busbw", theme.RATE_LABELS, log=True),
 }
 
 
@@ -77,12 +69,11 @@ def _row(of: Kind, title: str, points: Sequence[Point]) -> tuple[Chart, ...]:
     name = plain_name(title)
     shown = [point for point in points if point[1].seconds]  # 0: too short for a device's clock
     several = len({run.label for run, _ in points}) > 1
-    data = point_frame(shown, (*SAME, *TIME, *BANDWIDTH))
     time = Chart(
         f"{name}-time",
         f"{title}: time",
         f"{_statistic(shown)} {describe(of)}.",
-        over_sizes(data, "seconds", ("size", "backend", *TIME)) if shown else None,
+        draw_sizes(shown, "seconds", ("size", "backend", *TIME)),
         _table(f"{title}: time", points, TIME, several=several),
         operation=of[0],
     )
@@ -92,7 +83,7 @@ def _row(of: Kind, title: str, points: Sequence[Point]) -> tuple[Chart, ...]:
         f"{name}-bandwidth",
         f"{title}: bandwidth",
         f"busbw = size / time × bus factor of nccl-tests, in GB/s (10⁹ bytes). {_limits(shown)}",
-        over_sizes(data, "rate", ("size", "backend", *BANDWIDTH)),
+        draw_sizes(shown, "rate", ("size", "backend", *BANDWIDTH)),
         _table(f"{title}: bandwidth", points, BANDWIDTH, several=several),
         operation=of[0],
     )
@@ -157,17 +148,23 @@ def _cell(column: Column[Line], line: Line) -> str:
 
 def fastest_charts(run: ReportRun) -> list[Chart]:
     """Return a chart of operations and sizes; none unless several backends share them."""
-    rows = list(_compare_backends(run))
-    if not any(row["backend"] for row in rows) or len({row["nbytes"] for row in rows}) < 2:
+    data = pd.DataFrame(list(_compare_backends(run)))
+    if data.empty or (data["fastest"] == "-").all() or data["size"].nunique() < 2:
         return []
-    headings = ("operation", "size", "fastest", "times as long", "median times in µs")
-    cells = [
-        (row["operation"], row["size"], row["backend"] or "-", row["ratio"], row["times"])
-        for row in rows
-    ]
-    table = make_table("Fastest backend", headings, cells, left=headings)
-    data = pd.DataFrame(row for row in rows if row["backend"])
-    return [Chart("fastest", "Fastest backend", FASTEST, _draw_fastest(data), table)]
+    known = data[data["fastest"] != "-"]
+    drawing = Matrix(
+        data=known,
+        column="size",
+        row="operation",
+        titles=("message size", None),
+        ends=tuple(data.sort_values("_nbytes")["size"].unique()),
+        color="fastest",
+        order=tuple(theme.order_backends(known["fastest"])),
+    )
+    shown = data[visible(data)]
+    rows = shown.itertuples(index=False, name=None)
+    table = make_table("Fastest backend", shown.columns, rows, left=shown.columns)
+    return [Chart("fastest", "Fastest backend", FASTEST, drawing, table)]
 
 
 def _compare_backends(run: ReportRun) -> Iterator[dict[str, Any]]:
@@ -182,159 +179,73 @@ def _compare_backends(run: ReportRun) -> Iterator[dict[str, Any]]:
             continue
         fastest = next((line for line in group if line.faster), None)
         ratio = (fastest.faster if fastest else None) or 0.0
+        times = f"{ratio:.{1 if ratio < 9.95 else 0}f}" if fastest else "-"
         yield {
             "operation": operation,
-            "nbytes": nbytes,
             "size": readable(nbytes),
-            "backend": fastest.case.backend if fastest else "",
-            "ratio": f"{ratio:.{1 if ratio < 9.95 else 0}f}" if fastest else "-",
-            "times": ", ".join(f"{x.case.backend} {COLUMNS['time'].show(x)}" for x in group),
+            "fastest": fastest.case.backend if fastest else "-",
+            "times as long": times,
+            "_text": times,
+            "_nbytes": nbytes,
+            "median times in µs": ", ".join(
+                f"{x.case.backend} {COLUMNS['time'].show(x)}" for x in group
+            ),
         }
 
 
-def _color(backends: Sequence[str]) -> alt.Color:
-    """Return the colour of each backend, with a legend even if there is only one."""
-    scale = theme.backend_colors(backends)
-    present = [backend for backend in scale.domain if backend in backends]
-    legend = alt.Legend(title=None, values=present, symbolOpacity=1)
-    return alt.Color("backend:N", scale=scale, legend=legend)
+def draw_sizes(shown: Sequence[Point], value: str, names: Sequence[str]) -> Lines | Bars | None:
+    """Return the chart of time or bandwidth, its interval and its limit: along sizes, or in a row
+    for each backend if there is one size. None: there is nothing to draw.
 
-
-def _draw_fastest(data: pd.DataFrame) -> dict[str, Any]:
-    operations = list(dict.fromkeys(data["operation"]))
-    base = alt.Chart(data).encode(
-        x=theme.size_columns(),
-        y=alt.Y("operation:N", title=None, sort=operations, axis=alt.Axis(ticks=False)),
-    )
-    cells = base.mark_rect(opacity=0.35).encode(
-        color=_color(list(data["backend"])),
-        tooltip=theme.tips(
-            "operation", "size", backend="fastest", ratio="times as long", times="median µs"
-        ),
-    )
-    numbers = base.mark_text(fontSize=11).encode(text="ratio:N")
-    return theme.layered([cells, numbers], max(60, 26 * len(operations)))
-
-
-def point_frame(shown: Sequence[Point], names: Sequence[str]) -> pd.DataFrame:
-    """Return a row per point: its numbers, and the texts of the named columns for its tooltip."""
-    rows: list[dict[str, Any]] = []
+    value: "seconds" or "rate". names: columns of the tooltip.
+    """
     several = len({run.label for run, _ in shown}) > 1
+    data = pd.DataFrame([_point(*point, value, names) for point in shown])
+    data = data[data["_y"].notna()] if len(data) else data
+    if data.empty:
+        return None
+    data = data if several else data.drop(columns="run")
+    look = {"shape": "_state", "shapes": STATES}
+    if data["_x"].nunique() == 1:
+        rows = data["backend"].str.cat(data["run"], " ") if several else data["backend"]
+        data = data.rename(columns={"_y": "_end"}).assign(_row=rows)
+        return Bars(data=data, x=AXES[value], row="_row", dots=True, **look)
+    return Lines(
+        data=data[data["_x"] > 0],  # the axis is logarithmic
+        x=Axis("message size", theme.SIZE_LABELS, log=True),
+        y=AXES[value],
+        dash="run" if several else "",
+        detail=("run",) if several else (),
+        **look,
+    )
+
+
+def _point(run: ReportRun, line: Line, value: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return a point of a chart: its numbers, and the texts of the named columns."""
     unflagged, flagged, unusable = STATES
-    for run, line in shown:
-        state = unusable if UNUSABLE & set(line.flags) else flagged if line.flags else unflagged
-        limits = [r.limit for r in line.results if r.limit and line.fraction is not None]
-        ends = (line.interval.low, line.interval.high) if line.interval else (None, None)
-        row: dict[str, Any] = {
-            "nbytes": line.case.nbytes,
-            "seconds": line.seconds,
-            "seconds_low": ends[0],
-            "seconds_high": ends[1],
-            "rate": line.busbw or None,
-            "rate_low": _rate(line, ends[1]),
-            "rate_high": _rate(line, ends[0]),
-            "limited": sum(x.bytes_per_second for x in limits) / len(limits) if limits else None,
-            "source": limits[0].source if limits else None,
-            "backend": line.case.backend,
-            "run": run.label,
-            "of": f"{line.case.backend} {run.label}" if several else line.case.backend,
-            "state": state,
-        }
-        texts = {name: COLUMNS[name].show(line) for name in names} | {"flags": " ".join(line.flags)}
-        rows.append({**row, **{f"{name}_": text for name, text in texts.items()}})
-    frame: pd.DataFrame = pd.DataFrame(rows)
-    return frame
+    state = unusable if UNUSABLE & set(line.flags) else flagged if line.flags else unflagged
+    ends = (line.interval.low, line.interval.high) if line.interval else (None, None)
+    point: dict[str, Any] = {
+        "run": run.label,
+        **{COLUMNS[name].heading: COLUMNS[name].show(line) for name in names},
+        **({"flags": " ".join(line.flags)} if "flags" in names else {}),
+        "_x": line.case.nbytes,
+        "_state": state,
+    }
+    if value == "seconds":
+        return {**point, "_y": line.seconds, "_low": ends[0], "_high": ends[1]}
+    limits = [r.limit for r in line.results if r.limit and line.fraction is not None]
+    mean = sum(limit.bytes_per_second for limit in limits) / len(limits) if limits else None
+    return {
+        **point,
+        "limit": limits[0].source if limits else None,
+        "_y": line.busbw or None,
+        "_low": _rate(line, ends[1]),
+        "_high": _rate(line, ends[0]),
+        "_reference": mean,
+    }
 
 
 def _rate(line: Line, seconds: float | None) -> float | None:
     """Return the busbw of a call that takes so many seconds."""
     return seconds and line.busbw and line.seconds and line.busbw * line.seconds / seconds
-
-
-def over_sizes(data: pd.DataFrame, value: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return the chart of a column of `point_frame`, its interval and its limit.
-
-    value: "seconds" or "rate". names: the columns of the tooltip.
-    """
-    several = data["run"].nunique() > 1
-    columns = ["nbytes", "backend", "of", "state", value, f"{value}_low", f"{value}_high"]
-    columns += ["run"] if several else []
-    columns += [*(["limited", "source"] if value == "rate" else []), *(f"{n}_" for n in names)]
-    data = data.loc[data[value] > 0, columns]
-    if data["nbytes"].nunique() > 1:
-        data = data[data["nbytes"] > 0].drop(columns="of")  # a logarithmic axis
-    present = [state for state in STATES if state in set(data["state"])]
-    shapes = alt.Scale(domain=present, range=[STATES[state] for state in present])
-    legend = alt.Legend(title=None) if present != ["no flag"] else None
-    shape = alt.Shape("state:N", scale=shapes, legend=legend)
-    # Along sizes, or in a row per backend if there is one size.
-    several_sizes = data["nbytes"].nunique() > 1
-    along, to = ("y", "y2") if several_sizes else ("x", "x2")
-    place = {"x": theme.size_axis()} if several_sizes else {"y": alt.Y("of:N", title=None)}
-    values = {along: _log_channel(along, value, data[value])}
-    solid = {"strokeDash": alt.value([1, 0])}
-    base = _colored(data, several).encode(**place)
-    layers: list[alt.Chart] = []
-    if data[f"{value}_low"].notna().any():
-        known = base.transform_filter(f"datum.{value}_low > 0")
-        bars = known.mark_rule(opacity=0.55, strokeWidth=2)
-        layers.append(bars.encode(**{along: f"{value}_low:Q", to: f"{value}_high:Q"}, **solid))
-    if along == "y":
-        layers.append(base.mark_line(strokeWidth=1.5).encode(**values))
-    points = base.mark_point(filled=True, size=50, opacity=1)
-    layers.append(
-        points.encode(shape=shape, tooltip=_tooltip(data, names, several), **values, **solid)
-    )
-    if value == "rate" and data["limited"].notna().any():
-        layers.insert(0, _limit(base, along, several))
-    height = HEIGHT if along == "y" else 40 + 32 * data["of"].nunique()
-    spec = theme.layered(layers, height)
-    rows = data.astype(object).where(data.notna(), None).to_dict("records")
-    return {**spec, "datasets": {POINTS: rows}}
-
-
-def _colored(data: pd.DataFrame, several: bool) -> alt.Chart:
-    """Return the chart of this data without a mark: its colours, and a dash per run."""
-    backends = list(data["backend"])
-    encodings: dict[str, Any] = {"color": _color(backends)}
-    if several:
-        runs = list(dict.fromkeys(data["run"]))
-        encodings["strokeDash"] = alt.StrokeDash("run:N", sort=runs, title=None)
-    # By name: altair would copy and hash the data of every layer.
-    chart = alt.Chart(alt.NamedData(name=POINTS)).encode(**encodings)
-    return theme.choose_backends(chart, backends)
-
-
-def _log_channel(channel: str, field: str, values: pd.Series[float]) -> Any:
-    """Return a logarithmic channel with ticks at decades, of few decades also at 2 and 5."""
-    low, high = (math.floor(math.log10(end)) for end in (values.min(), values.max()))
-    decades = 3 if channel == "y" else 2  # that have room for more labels
-    steps = (1,) if high - low >= decades else (1, 2, 5)
-    ticks = [step * 10.0**decade for decade in range(low - 1, high + 2) for step in steps]
-    return {"x": alt.X, "y": alt.Y}[channel](
-        f"{field}:Q",
-        title=AXES[field]["title"],
-        scale=alt.Scale(type="log"),
-        axis=alt.Axis(labelExpr=AXES[field]["labels"], values=ticks),
-    )
-
-
-def _limit(base: alt.Chart, along: str, several: bool) -> alt.Chart:
-    """Return each backend's limit: a dotted line, or of one size a mark."""
-    known = base.transform_filter("datum.limited > 0")
-    line = known.mark_line(opacity=0.8) if along == "y" else known.mark_tick(thickness=3, size=24)
-    dash = {"strokeDash": alt.value(LIMIT_DASH)} if along == "y" else {}
-    limit: alt.Chart = line.encode(
-        **{along: "limited:Q"},
-        **dash,
-        tooltip=theme.tips("backend", source="limit"),
-        **({"detail": "run:N"} if several else {}),
-    )
-    return limit
-
-
-def _tooltip(data: pd.DataFrame, names: Sequence[str], several: bool) -> list[alt.Tooltip]:
-    """Return the lines of a tooltip: columns of the table that hold anything."""
-    known = [name for name in names if not data[f"{name}_"].isin(["-", ""]).all()]
-    headings = {f"{name}_": COLUMNS[name].heading for name in known}
-    return theme.tips(*(["run"] if several else []), **headings)

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import altair as alt
 import numpy as np
+import pandas as pd
 
 from ddpbench.analysis.lines import Line
 from ddpbench.analysis.stats import Floats
 from ddpbench.catalog.sizes import readable
-from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Matrix
 from ddpbench.present.columns import title_parts
-from ddpbench.present.document import Chart, Choice, ReportRun, Section, arrange, make_table, titles
+from ddpbench.present.document import (
+    Chart,
+    Choice,
+    ReportRun,
+    Section,
+    arrange,
+    draw_choices,
+    make_table,
+    titles,
+)
 from ddpbench.present.repetitions import Repetitions
 
+UNIT = "% of the call"
 MOST_RANKS = 64  # rows of a heat map that can be read
 INTRO = (
     "A rank that enters late makes all others wait, so that it stays shortest itself. Ranks that "
@@ -74,8 +83,8 @@ def _charts(groups: dict[str, list[Measured]], first: str) -> list[Chart]:
     late, stay = ("skew-late", "Enters late", LATE), ("skew-stay", "Stays in the call", STAY)
     ordered = dict(sorted(groups.items(), key=lambda item: item[0] != first))
     charts = [
-        _chart(late, (0, 0.5), ordered, lambda each: each.late),
-        _chart(stay, (1, 0), ordered, lambda each: each.stay),
+        _chart(late, (0, 50), ordered, lambda each: each.late),
+        _chart(stay, (100, 0), ordered, lambda each: each.stay),
     ]
     return [chart for chart in charts if chart]
 
@@ -115,75 +124,55 @@ def _chart(
 ) -> Chart | None:
     """Return the heat maps of all groups, one at a time.
 
-    texts: name, title, caption. shades: shares of the call that are lightest and darkest.
+    texts: name, title, caption. shades: percentages that are palest and darkest.
     """
-    choices = []
-    for label, group in groups.items():
-        known = [each for each in group if value(each) is not None]
-        if known:
-            values = np.array([value(each) for each in known], dtype=np.float64).T  # [rank, size]
-            choices.append(_choice(label, known, values))
+    known = {
+        label: [each for each in group if value(each) is not None]
+        for label, group in groups.items()
+    }
+    sizes = sorted({each.line.case.nbytes for group in known.values() for each in group})
+    order = tuple(readable(nbytes) for nbytes in sizes)
+    choices = [
+        _choice(label, group, np.array([value(each) for each in group]).T, (order, shades))
+        for label, group in known.items()
+        if group
+    ]
     if not choices:
         return None
-    rows = max(len(choice.table.rows) for choice in choices)
-    spec = _spec(choices[0], rows, shades)
-    return Chart(*texts, spec, choices[0].table, choices=tuple(choices))
+    return draw_choices(*texts, choices)
 
 
-def _choice(label: str, group: Sequence[Measured], values: Floats) -> Choice:
-    """Return the cells of a heat map. Of very many ranks only those with the largest values."""
+def _choice(
+    label: str,
+    group: Sequence[Measured],
+    values: Floats,
+    look: tuple[tuple[str, ...], tuple[float, float]],
+) -> Choice:
+    """Return a heat map. Of very many ranks only those with the largest values.
+
+    values: seconds[rank, size]. look: the order of all sizes, and the shades.
+    """
     ranks = np.array(group[0].ranks)
     if len(ranks) > MOST_RANKS:
         kept = np.sort(np.argsort(values.sum(axis=1))[-MOST_RANKS:])
         ranks, values = ranks[kept], values[kept]
-    sizes = [each.line.case.nbytes for each in group]
-    # A cell names its case by number: bytes and time would double a page of 64 ranks.
+    sizes = [readable(each.line.case.nbytes) for each in group]
+    percent = 100 * values / np.array([each.seconds for each in group])
     cells = {
-        "rank": tuple(np.repeat(ranks, len(sizes)).tolist()),
-        "case": tuple(range(len(sizes))) * len(ranks),
-        "seconds": tuple(float(f"{v:.3g}") for v in values.ravel()),
+        "rank": np.repeat(ranks, len(sizes)),
+        "size": sizes * len(ranks),
+        UNIT: [f"{v:.3g}" for v in percent.ravel()],
+        "_value": [float(f"{v:.3g}") for v in percent.ravel()],
     }
-    calls = {
-        "case": tuple(range(len(sizes))),
-        "nbytes": tuple(sizes),
-        "call": tuple(each.seconds for each in group),
-    }
-    headings = ["rank", *(f"{readable(nbytes)} µs" for nbytes in sizes)]
+    drawing = Matrix(
+        data=pd.DataFrame(cells),
+        column="size",
+        row="rank",
+        titles=("message size", "rank"),
+        ends=look[0],
+        unit=UNIT,
+        domain=look[1],
+    )
+    headings = ["rank", *(f"{size} µs" for size in sizes)]
     rows = [(int(r), *(row * 1e6).tolist()) for r, row in zip(ranks, values, strict=True)]
-    table = make_table(label, headings, rows)
-    return Choice(label, {"cells": cells, "calls": calls}, table)
-
-
-def _spec(first: Choice, rows: int, shades: tuple[float, float]) -> dict[str, Any]:
-    calls = alt.LookupData(alt.NamedData(name="calls"), "case", ["nbytes", "call"])
-    share = "share of the call"
-    color = alt.Color(
-        "share:Q",
-        title=share,
-        legend=alt.Legend(format="~%", tickCount=3),
-        scale=alt.Scale(domain=sorted(shades), reverse=shades[0] > shades[1], clamp=True),
-    )
-    chart = (
-        alt.Chart(alt.NamedData(name="cells"))
-        .transform_lookup("case", calls)
-        .transform_calculate(
-            share="datum.seconds / datum.call",
-            text=theme.time_text("seconds"),
-            size=theme.SIZE_LABELS.replace("datum.value", "datum.nbytes"),
-        )
-        .mark_rect()
-        .encode(
-            x=theme.size_columns(),
-            y=alt.Y("rank:O", title="rank", axis=alt.Axis(labelOverlap="greedy")),
-            color=color,
-            tooltip=[
-                alt.Tooltip("rank:O"),
-                alt.Tooltip("size:N"),
-                alt.Tooltip("text:N", title="time"),
-                alt.Tooltip("share:Q", title=share, format=".1%"),
-            ],
-        )
-        .properties(height=min(420, max(80, 26 * rows)))
-    )
-    spec: dict[str, Any] = chart.to_dict()
-    return {**spec, "datasets": first.datasets}
+    return Choice(label, drawing, make_table(label, headings, rows))

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
-from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Matrix
 from ddpbench.present.doctor.section import Examined, find_examinations
 from ddpbench.present.document import Chart, ReportRun
 from ddpbench.records.schema import Examination
@@ -27,7 +26,6 @@ OUTCOMES = {
     " ": " ",
     "–": "– not supported",
 }
-ROW, LABELS = 20, 150  # pixels: height of a row, width of its label
 
 
 def draw(run: ReportRun) -> Iterator[Chart]:
@@ -46,15 +44,18 @@ def draw(run: ReportRun) -> Iterator[Chart]:
 
 def _chart(one: Examined, table: Table, name: str) -> Chart:
     cells = pd.DataFrame(_cells(one.examination, table))
-    reasons = " Hover over a cell to see the reason." if (cells["why"] != "").any() else ""
-    title = f"What {one.examination.backend} can do"
-    return Chart(
-        name,
-        title,
-        f"Each operation with each dtype, tried in processes of its own.{reasons}",
-        _draw(cells),
-        table,
+    caption = "Each operation with each dtype, tried in processes of its own."
+    if any(cells["why"]):
+        caption += " Hover over a cell to see the reason."
+    drawing = Matrix(
+        data=cells,
+        column="_column",
+        row="call",
+        titles=("dtype", None),
+        color="outcome",
+        order=tuple(OUTCOMES.values()),
     )
+    return Chart(name, f"What {one.examination.backend} can do", caption, drawing, table)
 
 
 def _cells(examination: Examination, table: Table) -> Iterator[dict[str, str]]:
@@ -73,25 +74,8 @@ def _cells(examination: Examination, table: Table) -> Iterator[dict[str, str]]:
                 "call": f"{name} {ops}" if names.count(name) > 1 else name,
                 "reduce op": ops,
                 "dtype": dtype,
-                "column": column.heading,
+                "_column": column.heading,
                 "outcome": OUTCOMES[outcome],
-                "symbol": OUTCOMES[outcome][0],
+                "_text": OUTCOMES[outcome][0],
                 "why": why.get(key, ""),
             }
-
-
-def _draw(cells: pd.DataFrame) -> dict[str, Any]:
-    shown = [name for name in OUTCOMES.values() if name in set(cells["outcome"])]
-    colors = alt.Scale(domain=list(OUTCOMES.values()), range="category")
-    calls, dtypes = (list(dict.fromkeys(cells[name])) for name in ("call", "column"))
-    base = alt.Chart(cells).encode(
-        x=alt.X("column:N", title="dtype", sort=dtypes, axis=alt.Axis(labelAngle=-40)),
-        y=alt.Y("call:N", title=None, sort=calls, axis=alt.Axis(labelLimit=LABELS)),
-        tooltip=theme.tips("call", "reduce op", "dtype", "outcome", "why"),
-    )
-    # Pale, so that the symbols are readable on all colours.
-    heat = base.mark_rect(opacity=0.35).encode(
-        color=alt.Color("outcome:N", title=None, scale=colors, legend=alt.Legend(values=shown))
-    )
-    symbols = base.mark_text().encode(text="symbol:N")
-    return theme.layered([heat, symbols], ROW * len(calls))

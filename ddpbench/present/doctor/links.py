@@ -7,9 +7,10 @@ from typing import Any
 
 import pandas as pd
 
+from ddpbench.present.charts.kinds import ROOMY
 from ddpbench.present.doctor.section import find_examinations
-from ddpbench.present.document import Chart, ReportRun
-from ddpbench.present.matrix import MOST_VALUES, build_matrix, draw_matrix
+from ddpbench.present.document import Chart, ReportRun, draw_chart
+from ddpbench.present.matrix import draw_matrix
 
 
 def draw(run: ReportRun) -> Iterator[Chart]:
@@ -28,36 +29,25 @@ def _matrices(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Cha
     pairs = list(zip(frame["sender"], frame["receiver"], strict=True))
     rates = frame["alone"].fillna(frame["at_once"]).astype(float)
     scale, unit = (1e9, "GB/s") if rates.min() >= 1e9 else (1e6, "MB/s")
-    base = pd.DataFrame(
-        {
-            "from": frame["sender"].map(labels),
-            "to": frame["receiver"].map(labels),
-            "slow": [pair in slow for pair in pairs],
-        }
-    )
+    ends = list(labels.values())
+    base = pd.DataFrame({"from": frame["sender"].map(labels), "to": frame["receiver"].map(labels)})
     alone = frame["alone"].notna().all()
-    bandwidth = base.assign(value=(rates / scale).map(_rounded))
+    marks = ["slow" if pair in slow else "" for pair in pairs]
+    bandwidth = base.assign(_value=(rates / scale).map(_rounded), _marked=marks)
     if alone and frame["at_once"].notna().any():
         at_once = (frame["at_once"].astype(float) / scale).map(_rounded)
         bandwidth["all pairs at once"] = [None if pd.isna(v) else f"{v:g} {unit}" for v in at_once]
-    latency = base.assign(value=(frame["s"] * 1e6).map(_rounded), slow=False)
-    ends = list(labels.values())
-    outlined = " Outlined: slow each time it was measured." if slow else ""
-    yield Chart(
-        f"links-bandwidth{name}",
-        f"Bandwidth, {where}",
+    latency = base.assign(_value=(frame["s"] * 1e6).map(_rounded), _marked="")
+    caption = (
         f"What each {kind} sends to each other one, in {unit}, "
-        f"{'one pair at a time' if alone else 'all pairs at once'}; more is better.{outlined}",
-        draw_matrix(bandwidth, ends, kind, unit),
-        build_matrix(bandwidth, ends, kind, unit),
+        f"{'one pair at a time' if alone else 'all pairs at once'}; more is better."
+        f"{' Outlined: slow each time it was measured.' if slow else ''}"
     )
-    yield Chart(
-        f"links-latency{name}",
-        f"Latency, {where}",
-        "Half a round trip of a small message, median, in µs; less is better.",
-        draw_matrix(latency, ends, kind, "µs"),
-        build_matrix(latency, ends, kind, "µs"),
-    )
+    drawing = draw_matrix(bandwidth, ends, kind, unit)
+    yield draw_chart(f"links-bandwidth{name}", f"Bandwidth, {where}", caption, drawing)
+    caption = "Half a round trip of a small message, median, in µs; less is better."
+    drawing = draw_matrix(latency, ends, kind, "µs")
+    yield draw_chart(f"links-latency{name}", f"Latency, {where}", caption, drawing)
 
 
 def _name_ends(figures: Mapping[str, Any]) -> dict[int, str]:
@@ -65,7 +55,7 @@ def _name_ends(figures: Mapping[str, Any]) -> dict[int, str]:
     hosts = {host for _, host in figures["ends"]}
     if figures["kind"] == "hosts" and len(hosts) == len(figures["ends"]):
         return dict(figures["ends"])
-    if len(hosts) == 1 or len(figures["ends"]) > MOST_VALUES:
+    if len(hosts) == 1 or len(figures["ends"]) > ROOMY:
         return {rank: str(rank) for rank, _ in figures["ends"]}
     return {rank: f"{rank} {host}" for rank, host in figures["ends"]}
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.doctor.section import Examined, find_examinations
-from ddpbench.present.document import Chart, ReportRun, make_table
-from ddpbench.records.table import Table
+from ddpbench.present.document import Chart, ReportRun, draw_chart
 
 WHEN = {"alone": "alone", "together": "all at once"}
 KEPT = {"queued": "waiting for a core", "throttled": "throttled", "stolen": "stolen"}
-# Of the backends, then of the series.
-SHAPES = ("circle", "square", "triangle-up", "circle", "square", "triangle-up", "diamond", "cross")
 SERIES = (*WHEN.values(), *KEPT.values())
-TIPS = ("rank", "host", "backend", "launch", "series")
+# Of the backends, then of the series, whose colours are those of no backend.
+SHAPES = ("circle", "square", "triangle-up", "circle", "square", "triangle-up", "diamond", "cross")
 RATIO = 1.4  # of the others' time, from which the doctor calls a rank slow at a load
-HEIGHT = 240
 ALONE = "Alone: while the host's other ranks rest."
 WAIT = (
     "How long the rank waits for the latest one in an all_reduce after equal work, median. The "
@@ -30,7 +28,6 @@ WAIT = (
 HELD_UP = (
     "Share of the time in which the rank could not run while it computed alone; less is better."
 )
-FEW_RANKS = 16  # whose dots have room beside each other
 
 
 def draw(run: ReportRun) -> Iterator[Chart]:
@@ -44,22 +41,17 @@ def draw(run: ReportRun) -> Iterator[Chart]:
         name: load for one in examined for name, load in one.examination.figures["loads"].items()
     }
     for name, load in loads.items():
-        dots = pd.DataFrame([dot for one in examined for dot in _rates(one, name, load)])
-        yield _chart(
-            f"stragglers-{name.replace(' ', '-')}",
-            f"Speed of each rank: {name}",
-            f"Rate in the best round, in {load['unit']}; more is better. {ALONE}",
-            dots,
-            load["unit"],
-        )
-    waits = pd.DataFrame([dot for one in examined for dot in _waits(one)])
-    if not waits.empty:
-        yield _chart("stragglers-wait", "Wait of each rank", WAIT, waits, "ms", by="backend")
-    kept = pd.DataFrame([dot for one in examined for dot in _kept(one)])
-    kept = kept[kept.groupby("series")["value"].transform("max") > 0] if len(kept) else kept
-    if not kept.empty:
-        title = "What held up each rank"
-        yield _chart("stragglers-held-up", title, HELD_UP, kept, "% of the time")
+        dots = [dot for one in examined for dot in _rates(one, name, load)]
+        chart = f"stragglers-{name.replace(' ', '-')}", f"Speed of each rank: {name}"
+        caption = f"Rate in the best round, in {load['unit']}; more is better. {ALONE}"
+        yield from _chart(*chart, caption, dots, load["unit"])
+    waits = [dot for one in examined for dot in _waits(one)]
+    yield from _chart("stragglers-wait", "Wait of each rank", WAIT, waits, "ms")
+    kept = [dot for one in examined for dot in _kept(one)]
+    there = {dot["series"] for dot in kept if dot["_y"]}
+    kept = [dot for dot in kept if dot["series"] in there]
+    held_up = "stragglers-held-up", "What held up each rank"
+    yield from _chart(*held_up, HELD_UP, kept, "% of the time")
 
 
 def _rates(one: Examined, name: str, load: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -70,36 +62,38 @@ def _rates(one: Examined, name: str, load: Mapping[str, Any]) -> Iterator[dict[s
         for rank, seconds in known.items():
             others = [value for other, value in known.items() if other not in slow]
             marked = rank in slow and seconds >= RATIO * statistics.median(others or [seconds])
-            yield {
-                **_place(one, rank),
-                "series": WHEN[when],
-                "value": _rounded(load["amount"] / seconds / 1e9),
-                "mark": "slow" if marked else "",
-            }
+            rate = load["amount"] / seconds / 1e9
+            yield _dot(one, rank, WHEN[when], rate, "slow" if marked else "")
 
 
 def _waits(one: Examined) -> Iterator[dict[str, Any]]:
     late = _named(one, "late-rank")
     for rank, shown in enumerate(one.examination.figures["ranks"]):
         if (wait := shown["wait_seconds"]) is not None:
-            value = _rounded(wait * 1e3)
-            mark = "late" if rank in late else ""
-            yield {**_place(one, rank), "series": "wait", "value": value, "mark": mark}
+            series = one.examination.backend
+            yield _dot(one, rank, series, wait * 1e3, "late" if rank in late else "")
 
 
 def _kept(one: Examined) -> Iterator[dict[str, Any]]:
     for rank, shown in enumerate(one.examination.figures["ranks"]):
         for reason, words in KEPT.items():
             if (share := shown["kept"].get("alone", {}).get(reason)) is not None:
-                value = _rounded(min(share, 1.0) * 100)
-                yield {**_place(one, rank), "series": words, "value": value, "mark": ""}
+                yield _dot(one, rank, words, min(share, 1.0) * 100, "")
 
 
-def _place(one: Examined, rank: int) -> dict[str, Any]:
+def _dot(one: Examined, rank: int, series: str, value: float, mark: str) -> dict[str, Any]:
+    """Return a value of a rank. series: what it is, which has a colour of its own."""
     shown = one.examination
-    host = shown.figures["ranks"][rank]["host"]
-    where = {"backend": shown.backend, "launch": shown.launch, "where": one.where}
-    return {"rank": rank, "host": host, **where}
+    return {
+        "rank": rank,
+        "host": shown.figures["ranks"][rank]["host"],
+        "backend": shown.backend,
+        "launch": shown.launch,
+        "series": series,
+        "_x": rank,
+        "_y": float(f"{value:.3g}"),
+        "_marked": mark,
+    }
 
 
 def _named(one: Examined, code: str) -> set[int]:
@@ -109,61 +103,28 @@ def _named(one: Examined, code: str) -> set[int]:
 
 
 def _chart(
-    name: str, title: str, caption: str, dots: pd.DataFrame, unit: str, *, by: str = "series"
-) -> Chart:
-    """Return the dots as a chart and a table.
-
-    by: the column whose values have colours and shapes of their own, "series" or "backend".
-    """
-    marks = [mark for mark in dots["mark"].unique() if mark]
-    marked = f" Marked: found {' and '.join(marks)}." if marks else ""
-    return Chart(name, title, caption + marked, _draw(dots, unit, by), _tabulate(dots, title, unit))
-
-
-def _draw(dots: pd.DataFrame, unit: str, by: str) -> dict[str, Any]:
-    backends = list(dots["backend"])
+    name: str, title: str, caption: str, dots: Sequence[dict[str, Any]], unit: str
+) -> Iterator[Chart]:
+    """Yield the dots as a chart; none without any."""
+    if not dots:
+        return
+    data = pd.DataFrame(dots)
+    marks = [mark for mark in data["_marked"].unique() if mark]
+    if marks:
+        caption += f" Marked: found {' and '.join(marks)}."
+    values = data["_y"].map("{:g}".format).str.cat(data["_marked"], " ").str.strip()
     # The colours of SERIES are those of no backend.
-    names = [*theme.BACKENDS, *SERIES]
-    series = alt.Scale(domain=names, range="category")
-    every = series if by == "series" else theme.backend_colors(backends)
-    shapes = alt.Scale(domain=every.domain, range=SHAPES)
-    shown = list(dict.fromkeys(dots[by]))
-    legend = alt.Legend(values=shown) if len(shown) > 1 else None
-    base = theme.choose_backends(alt.Chart(dots), backends).encode(
-        x=alt.X("rank:O", axis=alt.Axis(labelAngle=0, labelOverlap=True))
+    known = [*theme.BACKENDS, *SERIES, *data["series"]]
+    order = tuple(dict.fromkeys(known))
+    ranks = data["rank"]
+    drawing = Lines(
+        data=data.assign(**{unit: values}),
+        x=Axis("rank", theme.COUNT_LABELS, domain=(ranks.min() - 0.5, ranks.max() + 0.5)),
+        y=Axis(unit, theme.NUMBER_LABELS, zero=True),
+        color="series",
+        order=order,
+        connected=False,
+        shape="series",
+        shapes=dict(zip(order, cycle(SHAPES), strict=False)),
     )
-    if len(shown) > 1 and dots["rank"].nunique() <= FEW_RANKS:
-        base = base.encode(xOffset=alt.XOffset(f"{by}:N", sort=shown))
-    points = base.mark_point(filled=True, size=70, opacity=0.8).encode(
-        y=alt.Y("value:Q", title=unit),
-        color=alt.Color(f"{by}:N", title=None, scale=every, legend=legend),
-        shape=alt.Shape(f"{by}:N", title=None, scale=shapes, legend=legend),
-        tooltip=theme.tips(*TIPS, value=unit),
-    )
-    marked = base.transform_filter("datum.mark")
-    rings = marked.mark_point(style="marked", size=240).encode(y="value:Q")
-    # Once for the dots of all launches, which lie close together.
-    words = marked.mark_text(dx=14, align="left").encode(y="max(value):Q", text="mark:N")
-    return theme.layered([points, *([rings, words] if dots["mark"].any() else [])], HEIGHT)
-
-
-def _tabulate(dots: pd.DataFrame, title: str, unit: str) -> Table:
-    """Return a row for each rank, a column for each series of each launch."""
-    columns = list(dict.fromkeys(zip(dots["where"], dots["series"], strict=True)))
-    cells = {
-        (rank, where, series): f"{value:g} {mark}" if mark else value
-        for rank, where, series, value, mark in zip(
-            *(dots[name] for name in ("rank", "where", "series", "value", "mark")), strict=True
-        )
-    }
-    hosts = dict(zip(dots["rank"], dots["host"], strict=True))
-    headings = ["rank", "host", *(", ".join(filter(None, column)) for column in columns)]
-    rows = [
-        (rank, host, *(cells.get((rank, *column)) for column in columns))
-        for rank, host in sorted(hosts.items())
-    ]
-    return make_table(f"{title}, {unit}", headings, rows, left=("host",))
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")
+    yield draw_chart(name, title, caption, drawing)

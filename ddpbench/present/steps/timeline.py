@@ -6,22 +6,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
-from ddpbench.present.columns import digits
-from ddpbench.present.document import Chart, Choice, ReportRun, make_table
+from ddpbench.present.charts.kinds import Axis, Spans
+from ddpbench.present.document import (
+    Chart,
+    Choice,
+    ReportRun,
+    draw_chart,
+    draw_choices,
+    tabulate_data,
+)
 from ddpbench.present.steps.columns import ms
 from ddpbench.records.schema import Bucket, StepSummary
-from ddpbench.records.table import Table
 
 MOST_LANES = 8  # ranks
-COMPUTE, GAP = 20, 16  # pixels: height of a lane's compute, and what is below it
-BUCKET, BUCKETS = 7, 70  # pixels: most height of a bucket, and of all buckets of a lane
 PHASES = ("forward", "backward", "optimizer")
-LEGEND = ("forward", "backward", "blocked", "optimizer", "transfer")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Lane:
         return self.phases[0] + max((bucket[0] for bucket in self.buckets), default=self.phases[1])
 
     def spans(self, infos: Sequence[Bucket], accumulate: int) -> Iterator[dict[str, Any]]:
-        """Yield what was when: phase, begin, end, row (of a bucket, else None), what.
+        """Yield what was when, and above the lane the buckets, the first one uppermost.
 
         accumulate: the micro-batches; their backwards are one span, whose end is the last one's.
         """
@@ -49,34 +51,18 @@ class Lane:
         began = forward if accumulate == 1 else ends - reduced
         handed = max((bucket[0] for bucket in self.buckets), default=backward)
         blocked = min(ends, max(forward, began + handed))
-        yield _span("forward", 0.0, forward)
-        yield _span("backward", forward, blocked)
-        yield _span("blocked", blocked, ends)
-        yield _span("optimizer", ends, ends + optimizer)
-        for row, (info, (begin, end, wire)) in enumerate(zip(infos, self.buckets, strict=True)):
+        phases = ("forward", "backward", "blocked", "optimizer")
+        places = (0.0, forward, blocked, ends, ends + optimizer)
+        for phase, begin, end in zip(phases, places, places[1:], strict=False):
+            yield {"span": phase, "_phase": phase, "_begin": begin, "_end": end}
+        buckets = zip(infos, self.buckets, strict=True)
+        for above, (info, (begin, end, wire)) in enumerate(buckets, 1):
             what = f"bucket {info.index}, {info.nbytes / 1e6:.2f} MB"
             alone = began + max(begin, end - wire)
-            yield _span("transfer", began + begin, alone, row, f"{what}: wait", pale=True)
-            yield _span("transfer", alone, began + end, row, f"{what}: transfer")
-
-
-def _span(
-    phase: str,
-    begin: float,
-    end: float,
-    row: int | None = None,
-    what: str = "",
-    *,
-    pale: bool = False,
-) -> dict[str, Any]:
-    return {
-        "phase": phase,
-        "begin": begin,
-        "end": end,
-        "row": row,
-        "what": what or phase,
-        "pale": pale,
-    }
+            span = {"_phase": "transfer", "_above": above}
+            wait = {"span": f"{what}: wait", "_begin": began + begin, "_end": alone, "_pale": True}
+            yield {**span, **wait}
+            yield {**span, "span": f"{what}: transfer", "_begin": alone, "_end": began + end}
 
 
 def timeline(run: ReportRun, line: StepLine, name: str, title: str) -> Chart | None:
@@ -94,25 +80,14 @@ def timeline(run: ReportRun, line: StepLine, name: str, title: str) -> Chart | N
     launches = [launch for launch in launches if launch[3] == launches[0][3]]
     if not launches:
         return None
-    rows = max(len(lanes[0].buckets) for _, _, lanes, _ in launches)
-    frames = [
-        _place(lanes, summary.buckets, rows, line.case.accumulate)
-        for _, summary, lanes, _ in launches
-    ]
-    spec = _draw(frames[0], launches[0][3], late, rows)
-    (data,) = spec["datasets"]
-    choices = tuple(
-        Choice(label, {data: {str(k): tuple(v) for k, v in frame.items()}}, _table(frame, line))
-        for (label, *_), frame in zip(launches, frames, strict=True)
-    )
-    return Chart(
-        name,
-        title,
-        _caption(line, launches[0][2]),
-        spec,
-        _table(frames[0], line),
-        choices=choices if len(choices) > 1 else (),
-    )
+    drawings = {
+        label: _draw(lanes, late, line, summary.buckets) for label, summary, lanes, _ in launches
+    }
+    caption = _caption(line, launches[0][2])
+    if len(drawings) == 1:
+        return draw_chart(name, title, caption, *drawings.values())
+    choices = [Choice(label, each, tabulate_data(label, each)) for label, each in drawings.items()]
+    return draw_choices(name, title, caption, choices)
 
 
 def _late_ranks(line: StepLine) -> set[int]:
@@ -208,79 +183,23 @@ def _lanes_of_ranks(
     }
 
 
-def _place(
-    lanes: Sequence[Lane], infos: Sequence[Bucket], rows: int, accumulate: int
-) -> pd.DataFrame:
-    """Return all spans with their places in pixels from the top."""
-    placed = []
-    for number, lane in enumerate(lanes):
-        compute = number * _lane_pixels(rows) + _bucket_pixels(rows)
-        for span in lane.spans(infos, accumulate):
-            top, height, row = float(compute), float(COMPUTE), span.pop("row")
-            if row is not None:  # a bucket: above the lane's compute, the first uppermost
-                pixels = _bucket_pixels(rows) / rows
-                top, height = compute - (rows - row) * pixels, max(1.0, pixels - 1)
-            begin, spent = span["begin"] * 1e3, (span["end"] - span["begin"]) * 1e3
-            text = f"{digits(spent)} ms, from {digits(begin)} ms"
-            place = {"lane": lane.name, "top": top, "bottom": top + height, "text": text}
-            placed.append(span | place)
-    frame: pd.DataFrame = pd.DataFrame([s for s in placed if s["end"] > s["begin"]])
-    return frame
-
-
-def _bucket_pixels(rows: int) -> int:
-    return min(BUCKETS, BUCKET * rows)
-
-
-def _lane_pixels(rows: int) -> int:
-    return _bucket_pixels(rows) + COMPUTE + GAP
-
-
-def _draw(frame: pd.DataFrame, lanes: Sequence[str], late: set[int], rows: int) -> dict[str, Any]:
-    height = len(lanes) * _lane_pixels(rows)
-    middle = _bucket_pixels(rows) + COMPUTE // 2
-    centers = [n * _lane_pixels(rows) + middle for n in range(len(lanes))]
-    marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
-    names = [marked.get(lane, lane) for lane in lanes]
-    shown = [name for name in LEGEND if name in set(frame["phase"])]
-    labels = alt.Axis(
-        values=centers,
-        grid=False,
-        ticks=False,
-        domain=False,
-        labelExpr=f"{names}[indexof({centers}, datum.value)]",
-    )
-    chart = (
-        alt.Chart(frame)
-        .mark_rect()
-        .encode(
-            x=alt.X(
-                "begin:Q",
-                title="time since the step began",
-                scale=alt.Scale(nice=False),
-                axis=theme.time_axis(),
-            ),
-            x2="end:Q",
-            y=alt.Y(
-                "top:Q", title=None, scale=alt.Scale(domain=[height, 0], nice=False), axis=labels
-            ),
-            y2="bottom:Q",
-            color=theme.named_color("phase", theme.PHASES, shown),
-            opacity=alt.condition("datum.pale", alt.value(0.35), alt.value(1.0)),
-            tooltip=theme.tips(lane="of", what="span", text="time"),
-        )
-        .properties(height=height)
-    )
-    spec: dict[str, Any] = chart.to_dict()
-    return spec
-
-
-def _table(frame: pd.DataFrame, line: StepLine) -> Table:
+def _draw(lanes: Sequence[Lane], late: set[int], line: StepLine, infos: Sequence[Bucket]) -> Spans:
     rows = [
-        (lane, what, *(ms(seconds, line.seconds) for seconds in (begin, end, end - begin)))
-        for lane, what, begin, end in zip(
-            *(frame[name] for name in ("lane", "what", "begin", "end")), strict=True
-        )
+        {"_pale": False, "_above": 0, "of": lane.name, **span}
+        for lane in lanes
+        for span in lane.spans(infos, line.case.accumulate)
+        if span["_end"] > span["_begin"]
     ]
-    headings = ("of", "span", "begin ms", "end ms", "ms")
-    return make_table("timeline", headings, rows, left=("of", "span"))
+    data = pd.DataFrame(rows)
+    begin, end = data["_begin"], data["_end"]
+    times = {"begin ms": begin, "end ms": end, "ms": end - begin}
+    shown = {name: [ms(each, line.seconds) for each in values] for name, values in times.items()}
+    marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
+    return Spans(
+        data=data.assign(**shown, _lane=data["of"].replace(marked)),
+        x=Axis("time since the step began", theme.TIME_LABELS),
+        lane="_lane",
+        above=max(len(lane.buckets) for lane in lanes),
+        color="_phase",
+        order=theme.PHASES,
+    )

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Spans
 from ddpbench.present.document import Chart, ReportRun, Section, make_table, side_by_side
 from ddpbench.present.steps.columns import ms, percent, span
 from ddpbench.present.steps.replicas import verdict
 from ddpbench.records.schema import Replicas
 
 _, DIFFERENT, EQUAL, NOT_FINITE, UNKNOWN = theme.VERDICTS
-ROW = 34  # pixels of a case
 MOST_TENSORS = 6  # that are named
 HEADINGS = (
     *("workload", "backend", "launch", "verdict", "verified steps", "equal until step"),
@@ -96,27 +95,14 @@ def _cells(line: StepLine, launch: int, replicas: Replicas) -> tuple[Any, ...]:
     )
 
 
-def _draw(verified: Sequence[tuple[StepLine, int, Replicas]]) -> dict[str, Any]:
-    frame = pd.DataFrame([bar for each in verified for bar in _bars(*each)])
-    cases, backends = list(dict.fromkeys(frame["case"])), list(dict.fromkeys(frame["backend"]))
-    shown = [
-        name for name in (EQUAL, UNKNOWN, DIFFERENT, NOT_FINITE) if name in set(frame["found"])
-    ]
-    axis = alt.Axis(format="d", tickMinStep=1)
-    chart = (
-        theme.choose_backends(alt.Chart(frame), backends)
-        .mark_bar(height={"band": 0.6})
-        .encode(
-            x=alt.X("begin:Q", title="step", scale=alt.Scale(nice=False), axis=axis),
-            x2="end:Q",
-            y=alt.Y("case:N", title=None, sort=cases, axis=alt.Axis(labelLimit=160)),
-            color=theme.named_color("found", theme.VERDICTS, shown),
-            tooltip=theme.tips("case", "found", "steps", "ranks", "tensors"),
-        )
-        .properties(height=len(cases) * ROW)
+def _draw(verified: Sequence[tuple[StepLine, int, Replicas]]) -> Spans:
+    return Spans(
+        data=pd.DataFrame([bar for each in verified for bar in _bars(*each)]),
+        x=Axis("step", theme.COUNT_LABELS),
+        lane="case",
+        color="found",
+        order=theme.VERDICTS,
     )
-    spec: dict[str, Any] = chart.to_dict()
-    return spec
 
 
 def _bars(line: StepLine, launch: int, replicas: Replicas) -> Iterator[dict[str, Any]]:
@@ -131,8 +117,8 @@ def _bars(line: StepLine, launch: int, replicas: Replicas) -> Iterator[dict[str,
             yield {
                 "case": f"{line.case.workload} on {line.case.backend}{launches}",
                 "backend": line.case.backend,
-                "begin": begin,
-                "end": end,
+                "_begin": begin,
+                "_end": end,
                 "found": found,
                 "steps": f"{begin + 1} to {end}" if end > begin + 1 else f"{end}",
                 "ranks": ", ".join(map(str, replicas.ranks)) if wrong and replicas.ranks else "-",

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from ddpbench.present import theme
-from ddpbench.present.columns import scaled
-from ddpbench.present.document import Chart, ReportRun, Section, make_table, side_by_side
-from ddpbench.present.matrix import MOST_VALUES, build_matrix, draw_matrix, write_values
+from ddpbench.present.charts.kinds import Axis, Bars, Matrix
+from ddpbench.present.columns import digits
+from ddpbench.present.document import (
+    Chart,
+    ReportRun,
+    Section,
+    draw_chart,
+    make_table,
+    side_by_side,
+)
+from ddpbench.present.matrix import draw_matrix
 from ddpbench.present.watch import over_time as watch_over_time
-from ddpbench.present.watch.over_time import milliseconds, part_scale
+from ddpbench.present.watch.over_time import milliseconds
 from ddpbench.present.watch.timeline import LATE_CODES, build_timeline, find_named
 from ddpbench.records.schema import Finding, Run
-from ddpbench.records.table import Table
 from ddpbench.records.watched import COLUMNS, Watched, WatchedCollective, WatchedLink, WatchedRank
 
-MOST_BARS = 12  # collectives
-SHOWN_SHARE = 0.01  # of the longest wait: shorter ones have no bar
-ROW, LEAST_HEIGHT = 22, 60  # pixels
-PARTS = alt.Legend(title=None, columns=3, values=list(COLUMNS))
-ROOM = 1.5  # length of an axis, in lengths of its longest bar: room for a text
 OWN = COLUMNS[:-1]
 
 
@@ -63,151 +64,87 @@ def draw_balance(watched: Watched) -> Iterator[Chart]:
     """Yield where all the time of the job went, and what the long steps did meanwhile."""
     if watched.balance is None:
         return
-    parts = watched.balance.parts()
     wall = watched.balance.wall_seconds
-    yield Chart(
-        "watch-balance",
-        "Total time",
-        "Where the time of rank 0 went while it was watched. A long step takes at least 1.5 times "
-        "as long as usual; its extra time is a part of its own.",
-        _draw_bars([(name, seconds, f"{seconds / wall:.1%}") for name, seconds in parts.items()]),
-        make_table(
-            "total time",
-            ["time", "s", "% of time"],
-            [(name, seconds, seconds / wall * 100) for name, seconds in parts.items()],
-            left=("time",),
-        ),
-    )
-    if not watched.pauses:
-        return
-    who = ["all" if pause.rank is None else str(pause.rank) for pause in watched.pauses]
-    yield Chart(
-        "watch-pauses",
-        "Pauses",
-        "What the extra time of long steps costs per step, the average over all steps, by rank and "
-        "line; beside each bar, number and median size of the pauses.",
-        _draw_bars(
-            [
-                (
-                    f"{rank}: {pause.line or pause.phase}",
-                    pause.mean_seconds,
-                    f"{pause.count} of {pause.seconds * 1e3:.3g} ms",
-                )
-                for rank, pause in zip(who, watched.pauses, strict=True)
-            ]
-        ),
-        make_table(
-            "pauses",
-            [
-                *("rank", "phase", "line", "waits at", "steps", "every", "first", "last"),
-                *("ms", "longest ms", "ms per step"),
-            ],
-            [
-                (
-                    *(rank, p.phase, p.line, p.waits_at),
-                    *(p.count, p.every or None, p.first_step, p.last_step),
-                    *_ms((p.seconds, p.longest_seconds, p.mean_seconds)),
-                )
-                for rank, p in zip(who, watched.pauses, strict=True)
-            ],
-            left=("phase", "line", "waits at"),
-        ),
-    )
-
-
-def _draw_bars(rows: Sequence[tuple[str, float, str]]) -> dict[str, Any]:
-    """Return a bar for each name, its seconds, and a text beside it."""
-    values = [
-        {"name": name, "seconds": seconds, "text": text, "tip": milliseconds(seconds)}
-        for name, seconds, text in rows
+    parts = [
+        {
+            "time": name,
+            "_end": seconds,
+            "seconds": digits(seconds),
+            "_text": f"{seconds / wall:.1%}",
+        }
+        for name, seconds in watched.balance.parts().items()
     ]
-    longest = max(seconds for _, seconds, _ in rows)
-    base = alt.Chart(pd.DataFrame(values)).encode(
-        x=alt.X(
-            "seconds:Q",
-            title="time",
-            axis=theme.time_axis(tickCount=5),
-            scale=alt.Scale(domain=[0, longest * ROOM or 1.0], nice=False),
-        ),
-        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=190)),
-        tooltip=theme.tips(name="what", tip="time", text="share"),
+    caption = (
+        "Where the time of rank 0 went while it was watched. A long step takes at least 1.5 times "
+        "as long as usual; its extra time is a part of its own."
     )
-    text = base.mark_text(align="left", dx=5, fontSize=11).encode(text="text:N")
-    return layer_rows([base.mark_bar(size=14), text], len(rows))
+    drawing = _draw_bars(parts, "time", "time")
+    yield draw_chart("watch-balance", "Total time", caption, drawing)
+    pauses = []
+    for pause in watched.pauses:
+        rank = "all" if pause.rank is None else str(pause.rank)
+        pauses.append(
+            {
+                "_row": f"{rank}: {pause.line or pause.phase}",
+                "_end": pause.mean_seconds,
+                "_text": f"{pause.count} of {pause.seconds * 1e3:.3g} ms",
+                "rank": rank,
+                "phase": pause.phase,
+                "line": pause.line,
+                "waits at": pause.waits_at,
+                "steps": pause.count,
+                "every": pause.every or None,
+                "first": pause.first_step,
+                "last": pause.last_step,
+                "median": milliseconds(pause.seconds),
+                "longest": milliseconds(pause.longest_seconds),
+                "per step": milliseconds(pause.mean_seconds),
+            }
+        )
+    if pauses:
+        caption = (
+            "What the extra time of long steps costs per step, the average over all steps, by rank "
+            "and line; beside each bar, number and median size of the pauses."
+        )
+        drawing = _draw_bars(pauses, "_row", "time")
+        yield draw_chart("watch-pauses", "Pauses", caption, drawing)
+
+
+def _draw_bars(rows: Sequence[Mapping[str, Any]], row: str, title: str, color: str = "") -> Bars:
+    """Return bars of seconds; row, color: columns of their names and colours."""
+    x = Axis(title, theme.TIME_LABELS)
+    return Bars(data=pd.DataFrame(rows), x=x, row=row, color=color, order=theme.PHASES)
 
 
 def draw_collectives(watched: Watched) -> Iterator[Chart]:
     """Yield how long the earliest rank waits for the latest in each kind of call."""
-    rows = sorted(watched.collectives, key=lambda row: -_wait(watched, row))
-    if not rows:
-        return
     what = "step" if watched.steps else "call"
-    count = "calls per step" if watched.steps else "calls"
-    yield Chart(
-        "watch-collectives",
-        "Waits in collectives",
-        f"How long the earliest rank waits for the latest, median over calls, per {what}; beside "
-        "each bar the rank that is last most often, in which share of the calls.",
-        _draw_waits(watched, rows, what, count),
-        _tabulate(rows, count),
-    )
-
-
-def _draw_waits(
-    watched: Watched, rows: Sequence[WatchedCollective], what: str, count: str
-) -> dict[str, Any]:
-    """Return a bar for each of the longest waits; what: it is per; count: the name of calls."""
-    longest = _wait(watched, rows[0])
-    rows = [row for row in rows[:MOST_BARS] if _wait(watched, row) >= SHOWN_SHARE * longest]
-    several = len({row.group for row in rows}) > 1
-    values = [
+    several = len({row.group for row in watched.collectives}) > 1
+    rows = [
         {
-            "name": _describe(row, several),
-            "seconds": _wait(watched, row),
-            "last": _last(row),
-            "wait": milliseconds(row.wait_seconds),
-            "wire": milliseconds(row.wire_seconds),
             "group": row.group,
-            "calls": f"{row.calls:.3g}",
+            "ranks": row.ranks,
+            "call": _describe(row),
+            "calls per step" if watched.steps else "calls": f"{row.calls:.3g}",
+            "wait per call": milliseconds(row.wait_seconds),
+            "transfer": milliseconds(row.wire_seconds),
+            "last": _last(row),
+            "_end": row.wait_seconds * (row.calls if watched.steps else 1),
+            "_row": _describe(row) + (f", {row.group}" if several else ""),
+            "_text": _last(row),
+            "_part": "blocked",
         }
-        for row in rows
+        for row in watched.collectives
     ]
-    base = alt.Chart(pd.DataFrame(values)).encode(
-        x=alt.X(
-            "seconds:Q",
-            title=f"wait for the last rank per {what}",
-            axis=theme.time_axis(),
-            scale=alt.Scale(domain=[0, longest * ROOM or 1.0], nice=False),
-        ),
-        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelLimit=150)),
-        tooltip=theme.tips(
-            name="call",
-            group="group",
-            calls=count,
-            wait="wait per call",
-            wire="transfer",
-            last="last",
-        ),
-    )
-    color = alt.Color("part:N", scale=part_scale(), legend=None)
-    marks = base.transform_calculate(part="'blocked'").mark_bar(size=14).encode(color=color)
-    text = base.mark_text(align="left", dx=5, fontSize=11).encode(text="last:N")
-    return layer_rows([marks, text], len(rows))
-
-
-def _tabulate(rows: Sequence[WatchedCollective], count: str) -> Table:
-    columns: dict[str, Callable[[WatchedCollective], Any]] = {
-        "group": lambda row: row.group,
-        "ranks": lambda row: row.ranks,
-        "operation": lambda row: row.operation,
-        "kB": lambda row: row.nbytes / 1e3,
-        count: lambda row: row.calls,
-        "wait ms": lambda row: row.wait_seconds * 1e3,
-        "wire ms": lambda row: scaled(row.wire_seconds, 1e3),
-        "last rank": lambda row: _last(row) or None,
-    }
-    cells = [[read(row) for read in columns.values()] for row in rows]
-    return make_table("collectives", columns, cells, left=("group", "operation", "last rank"))
+    if rows:
+        longest = sorted(rows, key=lambda row: -row["_end"])
+        title = f"wait for the last rank per {what}"
+        caption = (
+            f"How long the earliest rank waits for the latest, median over calls, per {what}; "
+            "beside each bar the rank that is last most often, in which share of the calls."
+        )
+        drawing = _draw_bars(longest, "_row", title, "_part")
+        yield draw_chart("watch-collectives", "Waits in collectives", caption, drawing)
 
 
 def draw_links(run: Run, watched: Watched) -> Iterator[Chart]:
@@ -217,8 +154,8 @@ def draw_links(run: Run, watched: Watched) -> Iterator[Chart]:
         {
             "from": link.host,
             "to": link.peer,
-            "value": float(f"{link.bytes_per_second / 1e6:.3g}"),
-            "slow": any(_is_named(link, finding) for finding in run.findings),
+            "_value": float(f"{link.bytes_per_second / 1e6:.3g}"),
+            "_marked": "slow" if any(_is_named(link, found) for found in run.findings) else "",
             "interface": link.interface,
             "carried": f"{link.nbytes / 1e6:.4g} MB",
             "round trip": "-" if link.rtt_seconds is None else f"{link.rtt_seconds * 1e6:.4g} µs",
@@ -227,17 +164,14 @@ def draw_links(run: Run, watched: Watched) -> Iterator[Chart]:
         for link in watched.links
         if link.bytes_per_second and {link.host, link.peer} <= set(hosts)
     ]
-    if len(hosts) < 2 or not known:
-        return
-    cells = pd.DataFrame(known)
-    yield Chart(
-        "watch-links",
-        "Links of the job",
-        "Rate of the job's connections from host to host while data is on its way, in MB/s; more "
-        f"is better.{' Outlined: slow.' if cells['slow'].any() else ''}",
-        draw_matrix(cells, hosts, "host", "MB/s"),
-        build_matrix(cells, hosts, "host", "MB/s"),
-    )
+    if len(hosts) > 1 and known:
+        cells = pd.DataFrame(known)
+        caption = (
+            "Rate of the job's connections from host to host while data is on its way, in MB/s; "
+            f"more is better.{' Outlined: slow.' if any(cells['_marked']) else ''}"
+        )
+        drawing = draw_matrix(cells, hosts, "host", "MB/s")
+        yield draw_chart("watch-links", "Links of the job", caption, drawing)
 
 
 def _is_named(link: WatchedLink, finding: Finding) -> bool:
@@ -249,13 +183,9 @@ def _is_named(link: WatchedLink, finding: Finding) -> bool:
     return finding.place.get("hosts") in named
 
 
-def _wait(watched: Watched, row: WatchedCollective) -> float:
-    return row.wait_seconds * (row.calls if watched.steps else 1)
-
-
-def _describe(row: WatchedCollective, several_groups: bool) -> str:
+def _describe(row: WatchedCollective) -> str:
     size = f"{row.nbytes / 1e3:.4g} kB" if row.nbytes < 1e6 else f"{row.nbytes / 1e6:.4g} MB"
-    return f"{row.operation} {size}" + (f", {row.group}" if several_groups else "")
+    return f"{row.operation} {size}"
 
 
 def _last(row: WatchedCollective) -> str:
@@ -269,59 +199,32 @@ def draw_ranks(run: Run, watched: Watched) -> Iterator[Chart]:
         return
     marked, count = find_named(run), sum(watched.hosts.values())
     shown = f" Shown: {len(ranks)} of {count} ranks." if len(ranks) < count else ""
-    yield Chart(
-        "watch-ranks",
-        "Ranks",
-        "Mean of each part of a step, the rank with the most own time first. The "
-        f"straggler has the most own time and is blocked least.{shown}",
-        _stack_parts(ranks, _name(watched, ranks), marked),
-        make_table(
-            "ranks",
-            ["rank", "host", *(f"{part} ms" for part in ("own", *COLUMNS)), "finding"],
-            [
-                (r.rank, r.host, *_ms((_own(r), *r.mean_seconds)), marked.get(r.rank, ""))
-                for r in ranks
-            ],
-            left=("host", "finding"),
-        ),
-    )
-
-
-def _stack_parts(
-    ranks: Sequence[WatchedRank], names: Mapping[int, str], marked: Mapping[int, str]
-) -> dict[str, Any]:
-    """Return a bar for each rank; names, marked: of a rank, its name and its finding's code."""
-    longest = max(sum(rank.mean_seconds) for rank in ranks)
-    rows = [
+    names = _name(watched, ranks)
+    bars = [
         {
             "rank": names[rank.rank],
             "part": part,
-            "seconds": seconds,
-            "order": i,
-            "text": milliseconds(seconds),
-            "own": milliseconds(_own(rank)),
+            "mean": milliseconds(seconds),
+            "own time": milliseconds(_own(rank)),
             "steps": rank.steps,
+            "_end": seconds,
+            "_text": marked.get(rank.rank, "") if part == COLUMNS[-1] else "",
         }
         for rank in ranks
-        for i, (part, seconds) in enumerate(zip(COLUMNS, rank.mean_seconds, strict=True))
+        for part, seconds in zip(COLUMNS, rank.mean_seconds, strict=True)
     ]
-    x = alt.X(
-        "seconds:Q",
-        title="time of a step",
-        axis=theme.time_axis(tickCount=5),
-        scale=alt.Scale(domain=[0, longest * (ROOM if marked else 1)], nice=False),
+    table = make_table(
+        "ranks",
+        ["rank", "host", *(f"{part} ms" for part in ("own", *COLUMNS)), "finding"],
+        [(r.rank, r.host, *_ms((_own(r), *r.mean_seconds)), marked.get(r.rank, "")) for r in ranks],
+        left=("host", "finding"),
     )
-    tips = theme.tips(rank="rank", part="part", text="mean", own="own time")
-    tips.append(alt.Tooltip("steps:Q", title="steps"))
-    color = alt.Color("part:N", scale=part_scale(), legend=PARTS)
-    bars = alt.Chart(pd.DataFrame(rows)).mark_bar(size=14)
-    layers = [bars.encode(x=x, y=_rank_axis(names), color=color, order="order:Q", tooltip=tips)]
-    ends = {rank.rank: sum(rank.mean_seconds) for rank in ranks if rank.rank in marked}
-    late = [{"rank": names[r], "seconds": end, "text": marked[r]} for r, end in ends.items()]
-    if late:
-        text = alt.Chart(pd.DataFrame(late)).mark_text(align="left", dx=5, fontWeight=600)
-        layers.append(text.encode(x="seconds:Q", y=_rank_axis(names), text="text:N"))
-    return layer_rows(layers, len(ranks))
+    caption = (
+        "Mean of each part of a step, the rank with the most own time first. The "
+        f"straggler has the most own time and is blocked least.{shown}"
+    )
+    drawing = _draw_bars(bars, "rank", "time of a step", "part")
+    yield Chart("watch-ranks", "Ranks", caption, drawing, table)
 
 
 def draw_extra(run: Run, watched: Watched) -> Iterator[Chart]:
@@ -335,64 +238,26 @@ def draw_extra(run: Run, watched: Watched) -> Iterator[Chart]:
         for finding in run.findings
         if finding.code in LATE_CODES
     }
-    yield Chart(
-        "watch-extra",
-        "Extra time of each rank",
-        "How many ms longer each phase takes than in the other ranks, mean over the steps."
-        + (" Outlined: named by a finding." if marked else ""),
-        _map_extra(extra, _name(watched, ranks), marked),
-        make_table(
-            "extra time of each rank",
-            ["rank", *(f"{part} ms" for part in OWN)],
-            [(rank, *_ms(values)) for rank, values in extra.items()],
-        ),
-    )
-
-
-def _map_extra(
-    extra: Mapping[int, Sequence[float]],
-    names: Mapping[int, str],
-    marked: Collection[tuple[object, object]],
-) -> dict[str, Any]:
-    """Return a row for each rank, a column for each phase; marked: ranks with phases."""
-    most = max(1e-9, *(value for values in extra.values() for value in values))
-    rows = [
+    names = _name(watched, ranks)
+    cells = [
         {
             "rank": names[rank],
             "part": part,
-            "seconds": max(value, 0.0),
-            "text": _signed(value),
-            "tip": f"{_signed(value)} ms",
-            "beyond": value > most / 2,
-            "marked": (rank, part) in marked,
+            "beyond the others": f"{_signed(value)} ms",
+            "_value": max(value, 0.0) * 1e3,
+            "_text": _signed(value),
+            "_marked": "late" if (rank, part) in marked else "",
         }
         for rank, values in extra.items()
         for part, value in zip(OWN, values, strict=True)
     ]
-    base = alt.Chart(pd.DataFrame(rows)).encode(
-        x=alt.X("part:N", title=None, sort=list(OWN), axis=alt.Axis(labelAngle=0, orient="top")),
-        y=_rank_axis(names),
-        tooltip=theme.tips(rank="rank", part="part", tip="beyond the others"),
-    )
-    color = alt.Color("seconds:Q", scale=alt.Scale(domain=[0, most]), legend=None)
-    layers = [base.mark_rect().encode(color=color)]
-    if len(names) <= MOST_VALUES:
-        layers += write_values(base, "text")
-    if any(row["marked"] for row in rows):
-        layers.append(base.mark_rect(style="marked").transform_filter("datum.marked"))
-    return layer_rows(layers, len(names))
+    caption = "How many ms longer each phase takes than in the other ranks, mean over the steps."
+    caption += " Outlined: named by a finding." if marked else ""
+    drawing = Matrix(data=pd.DataFrame(cells), column="part", row="rank", unit="ms")
+    yield draw_chart("watch-extra", "Extra time of each rank", caption, drawing)
 
 
-def _rank_axis(names: Mapping[int, str]) -> alt.Y:
-    return alt.Y("rank:N", title=None, sort=list(names.values()), axis=alt.Axis(labelLimit=110))
-
-
-def layer_rows(layers: Sequence[alt.Chart], rows: int) -> dict[str, Any]:
-    """Return layers that have so many rows of bars or cells."""
-    return theme.layered(layers, max(LEAST_HEIGHT, ROW * rows))
-
-
-def _ms(seconds: Iterable[float]) -> list[float]:
+def _ms(seconds: Sequence[float]) -> list[float]:
     return [value * 1e3 for value in seconds]
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from datetime import datetime, timezone
 from itertools import groupby
 from typing import Any
 
-import altair as alt
 import numpy as np
 import pandas as pd
 
 from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import Moment, Watched
 
-HEIGHT, LOW_HEIGHT = 260, 130
 UNITS = ((2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
 POINTS = 120  # of a line, at most
@@ -37,65 +36,30 @@ class Timeline:
     named: dict[int, str]  # ranks that findings name → the code of the first
     at: tuple[float, ...]
     unit: str  # of UNITS
-    rules: pd.DataFrame  # at, label, sentence, row, side
+    rules: pd.DataFrame  # where findings begin and end: Lines.rules
 
     @property
     def last(self) -> float:
         return self.at[-1]
 
-    def frame(self, columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:
-        """Return a row for each moment: its time, its step and these columns."""
-        base = {"at": self.at, "step": [m.step for m in self.moments], "clock": self.clocks()}
-        frame: pd.DataFrame = pd.DataFrame({**base, **columns})
-        return frame
-
-    def clocks(self) -> list[str]:
+    def facts(self) -> list[dict[str, Any]]:
+        """Return the columns of each moment."""
         ends = [datetime.fromtimestamp(moment.ended, timezone.utc) for moment in self.moments]
-        return [end.strftime("%H:%M:%S UTC") for end in ends]
+        return [
+            {"_x": at, "UTC": end.strftime("%H:%M:%S"), "step": moment.step}
+            for at, end, moment in zip(self.at, ends, self.moments, strict=True)
+        ]
 
-    def x(self) -> alt.X:
-        """Return the axis, the same for all charts of a job."""
-        return alt.X(
-            "at:Q",
-            title=f"{self.unit} since the watch began",
-            scale=alt.Scale(domain=[0, self.last], nice=False),
-            axis=alt.Axis(tickCount=8, grid=False, labelFlush=True),
-        )
+    @property
+    def unlabelled(self) -> pd.DataFrame:
+        """The rules for charts below the one that names them."""
+        return self.rules.drop(columns="_label", errors="ignore")
 
-    def draw_cursor(
-        self, data: pd.DataFrame, tips: Sequence[alt.Tooltip]
-    ) -> tuple[alt.Chart, alt.Chart]:
-        """Return a rule at the moment nearest to the pointer, and what shows its tooltip.
-
-        A selection of the nearest point would do, but its tooltips have no text: Vega-Lite looks
-        for that in the wrong place. So each moment has an invisible span.
-        """
-        middles = (data["at"].to_numpy()[1:] + data["at"].to_numpy()[:-1]) / 2
-        spans = data.assign(begin=[0.0, *middles], end=[*middles, self.last])
-        near = alt.selection_point(
-            name="near", on="pointerover", clear="pointerout", fields=["at"], empty=False
-        )
-        shown = alt.condition(near, alt.value(0.8), alt.value(0))
-        times = [*theme.tips(clock="time"), alt.Tooltip("step:Q", title="step")]
-        base = alt.Chart(spans)
-        rule = base.mark_rule(tooltip=None).encode(x=self.x(), opacity=shown)
-        area = base.mark_rect(opacity=0).encode(
-            x=alt.X("begin:Q", title=self.x()["title"]), x2="end:Q", tooltip=[*times, *tips]
-        )
-        return rule, area.add_params(near)
-
-    def draw_rules(self, labels: bool = False) -> Iterator[alt.Chart]:
-        """Yield a dashed rule for each beginning and end of a finding."""
-        if self.rules.empty:
-            return
-        tip = alt.Tooltip("sentence:N", title="finding")
-        base = alt.Chart(self.rules).encode(x=self.x(), tooltip=tip)
-        yield base.mark_rule(strokeDash=[5, 3], strokeWidth=1.5)
-        for side, align, dx in (("right", "left", 5), ("left", "right", -5)):
-            if labels and (self.rules["side"] == side).any():
-                text = base.mark_text(align=align, dx=dx, fontSize=11, fontWeight=600)
-                shown = text.encode(text="label:N", y=alt.Y("row:Q", scale=None, axis=None))
-                yield shown.transform_filter(f"datum.side == '{side}' && datum.label != ''")
+    @property
+    def x(self) -> Axis:
+        """The axis of `at`, the same for all charts of a job."""
+        title = f"{self.unit} since the watch began"
+        return Axis(title, theme.NUMBER_LABELS, domain=(0.0, self.last))
 
 
 def build_timeline(run: Run, watched: Watched) -> Timeline:
@@ -134,14 +98,14 @@ def find_named(run: Run) -> dict[int, str]:
 
 
 def _place_rules(events: Sequence[tuple[float, str, str]], last: float) -> pd.DataFrame:
-    """Return where the rules stand, and the labels of the first ones, one below the other."""
+    """Return where the rules are, and the labels of the first ones, one below the other."""
     rules = [
         {
-            "at": place,
-            "label": label if i < LABELLED else "",
-            "sentence": sentence,
-            "row": 8 + LABEL_ROW * i,
-            "side": "left" if place > LATE_HALF * last else "right",
+            "_x": place,
+            "finding": sentence,
+            "_label": label if i < LABELLED else "",
+            "_row": 8 + LABEL_ROW * i,
+            "_left": place > LATE_HALF * last,
         }
         for i, (place, label, sentence) in enumerate(events)
     ]

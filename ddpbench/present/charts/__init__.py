@@ -1,0 +1,1 @@
+"""The four kinds of chart: what they show (`kinds`) and how each is drawn."""
