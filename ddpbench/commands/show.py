@@ -68,4 +68,5 @@ def load(run: str | Path) -> pd.DataFrame:
     `limit` are fractions. A run of the doctor has one row per finding. Raises InvalidRun.
     """
     values = list_values(sources.read(sources.find(str(run))))
-    return make_frame(values).infer_objects()
+    frame: pd.DataFrame = make_frame(values).infer_objects()
+    return frame

@@ -43,7 +43,7 @@ def build_document(comparison: Comparison) -> Document:
     The data have the identity of each case, differences of the environments, and notes as well.
     """
     rows = [_values(row) for row in comparison.rows]
-    values = make_table("", rows[0], [row.values() for row in rows])
+    values = make_table("", rows[0], [list(row.values()) for row in rows])
     data = _data(comparison, rows)
     return Document(TITLE, (build_section(comparison),), values, data)
 
@@ -149,9 +149,9 @@ def _advise(comparison: Comparison) -> Iterator[Finding]:
             "as much"
         )
         yield _unsettled(drifting, why, "measure the two in turns, with `ab`")
-    if more := len(rows) - len(few):
+    if many := len(rows) - len(few):
         why = f"needs more than {MOST} launches per side"
-        yield _unsettled(more, why, "measure on a quieter host, or with another --margin")
+        yield _unsettled(many, why, "measure on a quieter host, or with another --margin")
 
 
 def _unsettled(count: int, why: str, next_step: str) -> Finding:

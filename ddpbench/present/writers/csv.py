@@ -25,4 +25,5 @@ def make_frame(values: Table) -> pd.DataFrame:
     import pandas as pd
 
     names = [column.heading for column in values.columns]
-    return pd.DataFrame(list(values.rows), columns=names, dtype=object)
+    frame: pd.DataFrame = pd.DataFrame(list(values.rows), columns=names, dtype=object)
+    return frame
