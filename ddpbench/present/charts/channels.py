@@ -97,7 +97,8 @@ def shape(drawing: Lines | Bars) -> dict[str, alt.Shape]:
         return {}
     shapes, known = drawing.shapes, set(drawing.data[drawing.shape])
     shown = [name for name in shapes if name and name in known]
-    legend = None if shown == [*shapes][:1] else alt.Legend(title=None, values=shown)
+    plain = shown in ([], [*shapes][:1]) or (drawing.shape == drawing.color and len(shown) == 1)
+    legend = None if plain else alt.Legend(title=None, values=shown)
     scale = alt.Scale(domain=[*shapes], range=[*shapes.values()])
     return {"shape": alt.Shape(f"{drawing.shape}:N", scale=scale, legend=legend)}
 
