@@ -80,7 +80,7 @@ def draw_changes(listed: Chart, changes: Sequence[Change], confidence: float = C
         f"{rest if len(changes) > DRAWN else ''}"
     )
     spec = _layers(pd.DataFrame([_values(change) for change in drawn]))
-    return replace(listed, caption=caption, spec=spec.to_dict())
+    return replace(listed, caption=caption, drawing=spec.to_dict())
 
 
 def _layers(data: pd.DataFrame) -> alt.LayerChart:
