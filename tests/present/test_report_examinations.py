@@ -112,6 +112,20 @@ def test_an_examination_of_a_plug_in_appears() -> None:
     assert section.lines == ("Wrote a file.",)
 
 
+def test_launches_share_what_is_the_same() -> None:
+    """Facts stand once for each backend, other tables for each launch; one table has all lines."""
+    facts = Table("host", (TableColumn(), TableColumn()), (("name", "a"),))
+    rates = Table("rates", (TableColumn("MB/s"),), ((1.0,),))
+    launches = [
+        Examination("disk", n, "gloo", 1.0, ("wrote a file",), tables=(facts, rates))
+        for n in range(2)
+    ]
+    section = section_of(*launches)
+    titles = ["Host, launch 0", "Rates, launch 0", "Rates, launch 1", "Results"]
+    assert [chart.title for chart in section.charts] == titles
+    assert section.charts[-1].table.rows == (("launch 0; launch 1", "Wrote a file."),)
+
+
 def test_no_line_ends_inside_an_option_or_before_a_unit() -> None:
     """A text is escaped, options stay whole, and a command keeps its plain spaces."""
     text = page.keep_together("a <b> takes 33.3 ms: try --bucket-cap-mb 5 s")

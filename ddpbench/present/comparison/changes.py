@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import altair as alt
@@ -12,15 +12,14 @@ import pandas as pd
 
 from ddpbench.present import theme
 from ddpbench.present.comparison.labels import (
+    Change,
     shift_estimate,
     shift_interval,
     side_interval,
     side_time,
 )
 from ddpbench.present.document import Chart
-from ddpbench.verdicts import comparison, regression
 from ddpbench.verdicts.comparison import ONLY_BASE, ONLY_NEW, ORDER
-from ddpbench.verdicts.matching import AnyCase, Side
 from ddpbench.verdicts.verdict import (
     CONFIDENCE,
     FASTER,
@@ -30,7 +29,6 @@ from ddpbench.verdicts.verdict import (
     INVALID,
     SAME,
     SLOWER,
-    Shift,
 )
 
 DRAWN = 60  # rows of a chart; the table has all
@@ -53,21 +51,12 @@ CHANGE_LABELS = (
 )
 
 
-@dataclass(frozen=True)
-class Change:
-    label: str
-    case: AnyCase
-    base: Side | None
-    new: Side | None
-    shift: Shift
-    row: comparison.Row | regression.Row
-
-
 def draw_changes(listed: Chart, changes: Sequence[Change], confidence: float = CONFIDENCE) -> Chart:
     """Return the table of these changes with a chart of them, the clear ones first.
 
-    listed: the table of all rows. confidence: of the intervals.
+    confidence: of the intervals.
     """
+    changes = [change for change in changes if change.row.shift is not None]
     if not changes:
         why = f"An interval of a change needs {FEWEST} launches on each side."
         return replace(listed, caption=why)
@@ -147,7 +136,8 @@ def row_axis(field: str) -> alt.Y:
 
 def _values(change: Change) -> dict[str, Any]:
     """Return a row of the data: ratios of times, and texts."""
-    shift, row, widest = change.shift, change.row, 1 + change.row.margin
+    shift, row, widest = change.row.shift, change.row, 1 + change.row.margin
+    assert shift is not None
     base, new = (
         f"{side_time(change.case, side)} {side_interval(side)}"
         for side in (change.base, change.new)

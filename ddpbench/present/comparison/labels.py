@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ddpbench.analysis.stats import half_width
 from ddpbench.catalog.parallel import format_mesh
 from ddpbench.catalog.sizes import readable
-from ddpbench.present.columns import Column, digits, format_subgroups
+from ddpbench.present.columns import Column, digits, format_subgroups, text_column
+from ddpbench.present.document import Chart, build_table
 from ddpbench.records.schema import StepCase
 from ddpbench.records.wording import counted
+from ddpbench.verdicts import comparison, regression
 from ddpbench.verdicts.matching import AnyCase, Side
-from ddpbench.verdicts.verdict import Shift
+from ddpbench.verdicts.verdict import SAME, Shift
 
 SHOWN = 8  # texts that one line lists
 
@@ -80,21 +83,37 @@ def shift_interval(shift: Shift | None) -> str:
     return f"{format_change(shift.low)} … {format_change(shift.high)}" if shift else "-"
 
 
-def change_columns(
-    sides: Callable[[Any], tuple[AnyCase, Side | None, Side | None]],
-) -> tuple[Column[Any], ...]:
-    """Return the columns of both times, their intervals and their change.
+@dataclass(frozen=True)
+class Change:
+    """A case or a test that both sides have."""
 
-    sides: returns the case of a row, its base and its new side.
+    label: str
+    case: AnyCase
+    base: Side | None
+    new: Side | None
+    row: comparison.Row | regression.Row
+
+
+def list_changes(name: str, head: str, changes: Sequence[Change], *others: Column[Any]) -> Chart:
+    """Return the table of changes, the remarkable ones first; columns without a text are left out.
+
+    head: heading of the labels. others: columns of Change before the verdict.
     """
-    return (
-        Column("base", lambda row: side_time(sides(row)[0], sides(row)[1])),
-        Column("95 %", lambda row: side_interval(sides(row)[1])),
-        Column("new", lambda row: side_time(sides(row)[0], sides(row)[2])),
-        Column("95 %", lambda row: side_interval(sides(row)[2])),
-        Column("change", lambda row: shift_estimate(row.shift)),
-        Column("range of change", lambda row: shift_interval(row.shift)),
+    columns: tuple[Column[Any], ...] = (
+        text_column(head, lambda change: change.label),
+        Column("base", lambda change: side_time(change.case, change.base)),
+        Column("95 %", lambda change: side_interval(change.base)),
+        Column("new", lambda change: side_time(change.case, change.new)),
+        Column("95 %", lambda change: side_interval(change.new)),
+        Column("change", lambda change: shift_estimate(change.row.shift)),
+        Column("range of change", lambda change: shift_interval(change.row.shift)),
+        *others,
+        text_column("verdict", lambda change: change.row.verdict),
+        text_column("why", lambda change: change.row.why),
     )
+    table = build_table("", columns, changes)
+    remarkable = sum(change.row.verdict != SAME for change in changes)
+    return Chart(name, f"Change of each {head}", "", None, table, remarkable=remarkable)
 
 
 def format_noticeable(changes: Sequence[float | None]) -> str:

@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ddpbench.present.columns import Column, text_column
+from ddpbench.present.columns import Column
 from ddpbench.present.comparison.labels import (
-    change_columns,
+    Change,
     format_noticeable,
     label,
     label_parts,
+    list_changes,
     list_some,
     shift_estimate,
     shift_interval,
 )
-from ddpbench.present.document import Chart, Document, Section, build_table, make_table
+from ddpbench.present.document import Chart, Document, Section, make_table
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.verdicts.comparison import (
@@ -30,7 +31,7 @@ from ddpbench.verdicts.comparison import (
 )
 from ddpbench.verdicts.many_pairs import DRIFT
 from ddpbench.verdicts.matching import AnyCase, Side, Source
-from ddpbench.verdicts.verdict import INCOMPARABLE, INCONCLUSIVE, INVALID, MOST, SAME
+from ddpbench.verdicts.verdict import INCOMPARABLE, INCONCLUSIVE, INVALID, MOST
 
 Names = Mapping[AnyCase, str]
 TITLE = "ddpbench: NEW compared with BASE"
@@ -162,25 +163,14 @@ def _list_changes(
     name: str, comparison: Comparison, rows: Sequence[Row], names: Names, drawn: bool
 ) -> Chart:
     """Return the table of all rows that both sides have, with a chart if one is drawn."""
-    columns = (
-        text_column("case", lambda row: names[row.case]),
-        *change_columns(lambda row: (row.case, row.base, row.new)),
-        Column("drift", lambda row: f"±{row.drift * 100:.1f} %" if row.drift else ""),
-        text_column("verdict", lambda row: row.verdict),
-        text_column("why", lambda row: row.why),
-    )
-    table = build_table("", columns, rows)
-    remarkable = sum(row.verdict != SAME for row in rows)
-    chart = Chart(name, "Change of each case", "", None, table, remarkable=remarkable)
+    changes = [Change(names[row.case], row.case, row.base, row.new, row) for row in rows]
+    drifts = {row.case: f"±{row.drift * 100:.1f} %" for row in rows if row.drift}
+    drift = Column[Change]("drift", lambda change: drifts.get(change.case, ""))
+    chart = list_changes(name, "case", changes, drift)
     if not drawn:
         return chart
-    from ddpbench.present.comparison.changes import Change, draw_changes
+    from ddpbench.present.comparison.changes import draw_changes
 
-    changes = [
-        Change(names[row.case], row.case, row.base, row.new, row.shift, row)
-        for row in rows
-        if row.shift is not None
-    ]
     return draw_changes(chart, changes, comparison.rule.confidence)
 
 

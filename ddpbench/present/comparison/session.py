@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ddpbench.present.columns import Column, text_column
-from ddpbench.present.comparison.labels import change_columns, format_noticeable
-from ddpbench.present.document import Chart, Section, build_table
+from ddpbench.present.comparison.labels import Change, format_noticeable, list_changes
+from ddpbench.present.document import Section
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.verdicts.comparison import ONLY_NEW
 from ddpbench.verdicts.regression import Measured, Row, counts
 
-COLUMNS: tuple[Column[Row], ...] = (
-    text_column("test", lambda row: row.test),
-    text_column("saved in", lambda row: row.base.source if row.base else ""),
-    *change_columns(lambda row: (row.new.case, row.base and row.base.side, row.new.side)),
+COLUMNS: tuple[Column[Any], ...] = (
+    text_column("saved in", lambda change: change.row.base.source),
     text_column(
         "torch",
-        lambda row: " → ".join(
-            dict.fromkeys(side.torch for side in (row.base, row.new) if side and side.torch)
+        lambda change: " → ".join(
+            dict.fromkeys(filter(None, (change.row.base.torch, change.row.new.torch)))
         ),
     ),
-    Column("margin", lambda row: f"±{row.margin * 100:.3g} %"),
-    text_column("verdict", lambda row: row.verdict),
-    text_column("why", lambda row: row.why),
+    Column("margin", lambda change: f"±{change.row.margin * 100:.3g} %"),
 )
 
 
@@ -43,13 +40,17 @@ def build_section(
     sides = {name: measured[test] for test, name in names.items()}
     sides |= {name: row.new for name, row in judged.items()}
     verdicts = ", ".join(f"{count} {name}" for name, count in counts(rows).items())
-    compared = [row for row in rows if row.base is not None]
-    table = build_table("", COLUMNS, compared)
-    blocks = [Chart("tests-changes", "Change of each test", "", None, table)] if compared else []
+    changes = [
+        Change(row.test, row.new.case, row.base.side, row.new.side, row)
+        for row in rows
+        if row.base is not None
+    ]
+    blocks = [list_changes("tests-changes", "test", changes, *COLUMNS)] if changes else []
     if drawn:
-        from ddpbench.present.comparison.tests import draw_launches, draw_tests
+        from ddpbench.present.comparison.changes import draw_changes
+        from ddpbench.present.comparison.tests import draw_launches
 
-        blocks = [*(draw_tests(block, compared) for block in blocks), draw_launches(sides, judged)]
+        blocks = [*(draw_changes(block, changes) for block in blocks), draw_launches(sides, judged)]
     return Section(
         "tests",
         "Tests",

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import altair as alt
 import pandas as pd
 
 from ddpbench.present import theme
-from ddpbench.present.comparison.changes import Change, change_axis, draw_changes, row_axis
+from ddpbench.present.comparison.changes import change_axis, row_axis
 from ddpbench.present.comparison.labels import format_time, label, side_interval, side_time
 from ddpbench.present.document import Chart, make_table
 from ddpbench.verdicts.regression import Measured, Row
 
 PAIR_HEIGHT = 30  # pixels of a test in the chart of launches: saved ones above new ones
 SIDES = ("new", "1", "2", "3", "4", "5", "6", "saved")  # new is blue, saved grey
-
-
-def draw_tests(listed: Chart, rows: Sequence[Row]) -> Chart:
-    """Return the table of these verdicts with a chart of the changes."""
-    changes = [
-        Change(row.test, row.new.case, row.base.side, row.new.side, row.shift, row)
-        for row in rows
-        if row.base is not None and row.shift is not None
-    ]
-    return draw_changes(listed, changes)
 
 
 def draw_launches(sides: Mapping[str, Measured], judged: Mapping[str, Row]) -> Chart:
