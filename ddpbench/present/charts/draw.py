@@ -51,6 +51,7 @@ def _areas(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
 def _points(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
     """Yield references, intervals, lines, points, and what is marked."""
     data, clip, tips = lines.data, lines.y.domain is not None, tooltip(lines.data)
+    crowded = len(data) > CROWDED
     for name, title in lines.numbers.items():
         text = theme.write_number(name, lines.y.labels)
         base = base.transform_calculate(**{f"{name}_text": text})
@@ -60,7 +61,11 @@ def _points(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
         known = dotted.transform_filter("datum._reference")
         yield known.encode(y="_reference:Q", tooltip=tips)
     if has(data, "_low"):
-        mark = base.mark_area(fillOpacity=0.2) if lines.band else base.mark_rule(strokeWidth=2)
+        mark = (
+            base.mark_area(fillOpacity=0.2)
+            if lines.band
+            else base.mark_rule(strokeWidth=1 if crowded else 2)
+        )
         ends = mark.transform_filter("isValid(datum._low)").encode(y="_low:Q", y2="_high:Q")
         yield ends.encode(**({} if lines.band else opacity(data, 0.55)))
     if lines.connected:
@@ -68,7 +73,7 @@ def _points(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
         dash = {"strokeDash": alt.StrokeDash(f"{lines.dash}:N", sort=None, title=None)}
         yield line.encode(y=y, **opacity(data), **(dash if lines.dash else {}))
     if not lines.cursor or data.groupby(lines.color).size().max() <= FEW:
-        points = base.mark_point(size=50 if len(data) <= CROWDED else 18, clip=clip)
+        points = base.mark_point(size=18 if crowded else 50, clip=clip)
         yield points.encode(y=y, tooltip=tips, **channels.shape(lines), **opacity(data))
     if has(data, "_marked"):
         marked = alt.Chart().transform_filter("datum._marked").encode(x=base.encoding.x)
