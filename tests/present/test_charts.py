@@ -52,9 +52,8 @@ def test_backends_can_be_hidden_in_every_dataset() -> None:
     (tick,) = [layer for layer in spec["layer"] if layer["mark"]["type"] == "tick"]
     for filtered in (spec, tick):
         assert filtered["transform"] == [{"filter": "indexof(backends, datum.backend) >= 0"}]
-    assert "params" not in draw(
-        Spans(data=bars.drop(columns="backend"), x=TIME, lane="part", color="")
-    )
+    alone = Spans(data=bars.drop(columns="backend"), x=TIME, lane="part", color="")
+    assert "params" not in draw(alone)
 
 
 def test_bars_of_a_row_are_stacked_and_their_text_is_behind_all_marks() -> None:
@@ -70,9 +69,8 @@ def test_bars_of_a_row_are_stacked_and_their_text_is_behind_all_marks() -> None:
 def test_a_cursor_shows_all_lines_of_any_name() -> None:
     """The tooltip at an x and the table have a column for each line, even of a hostile name."""
     names = ["v.[0]", "</script>'"]
-    data = a_frame(
-        step=[1, 1, 2], name=[*names, names[0]], _x=[0, 0, 1], _y=[1, 2, 3], _text=["a", "b", "c"]
-    )
+    points = {"step": [1, 1, 2], "_x": [0, 0, 1], "_y": [1, 2, 3], "_text": ["a", "b", "c"]}
+    data = a_frame(name=[*names, names[0]], **points)
     lines = Lines(data=data, x=TIME, y=TIME, color="name", cursor=True)
     *_, cursor = draw(lines)["layer"]
     assert fields(cursor) == ["step", "t0", "t1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +43,7 @@ def _draw_lines(lines: Lines) -> dict[str, Any]:
 
 
 def _areas(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
-    order = list(lines.data[lines.color].unique()) if lines.color else []
+    order = json.dumps(list(lines.data[lines.color].unique()) if lines.color else [])
     known = base.transform_calculate(_order=f"indexof({order}, datum['{lines.color}'])")
     areas = known.mark_area(clip=True, opacity=0.9, interpolate=_interpolate(lines))
     yield areas.encode(y=y.stack("zero"), order="_order:Q")
@@ -52,29 +53,24 @@ def _points(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
     """Yield references, intervals, lines, points, and what is marked."""
     data, clip, tips = lines.data, lines.y.domain is not None, tooltip(lines.data)
     crowded = len(data) > CROWDED
-    for name, title in lines.numbers.items():
-        text = theme.write_number(name, lines.y.labels)
-        base = base.transform_calculate(**{f"{name}_text": text})
-        tips.append(alt.Tooltip(field=f"{name}_text", type="nominal", title=title))
     if has(data, "_reference"):
-        dotted = base.mark_line(strokeDash=DOTTED, opacity=0.8)
-        known = dotted.transform_filter("datum._reference")
-        yield known.encode(y="_reference:Q", tooltip=tips)
+        dotted = base.mark_line(strokeDash=DOTTED, opacity=0.8).encode(tooltip=tips)
+        yield dotted.transform_filter("datum._reference").encode(y="_reference:Q")
     if has(data, "_low"):
-        mark = (
-            base.mark_area(fillOpacity=0.2)
-            if lines.band
-            else base.mark_rule(strokeWidth=1 if crowded else 2)
-        )
-        ends = mark.transform_filter("isValid(datum._low)").encode(y="_low:Q", y2="_high:Q")
-        yield ends.encode(**({} if lines.band else opacity(data, 0.55)))
+        known = base.transform_filter("isValid(datum._low)").encode(y="_low:Q", y2="_high:Q")
+        rules = known.mark_rule(strokeWidth=1 if crowded else 2).encode(**opacity(data, 0.55))
+        yield known.mark_area(fillOpacity=0.2) if lines.band else rules
     if lines.connected:
         line = base.mark_line(strokeWidth=1.5, clip=clip, interpolate=_interpolate(lines))
         dash = {"strokeDash": alt.StrokeDash(f"{lines.dash}:N", sort=None, title=None)}
         yield line.encode(y=y, **opacity(data), **(dash if lines.dash else {}))
     if not lines.cursor or data.groupby(lines.color).size().max() <= FEW:
-        points = base.mark_point(size=18 if crowded else 50, clip=clip)
-        yield points.encode(y=y, tooltip=tips, **channels.shape(lines), **opacity(data))
+        points = base.mark_point(size=18 if crowded else 50, clip=clip).encode(y=y)
+        for name, title in lines.numbers.items():
+            text = theme.write_number(name, lines.y.labels)
+            points = points.transform_calculate(**{f"{name}_text": text})
+            tips.append(alt.Tooltip(field=f"{name}_text", type="nominal", title=title))
+        yield points.encode(tooltip=tips, **channels.shape(lines), **opacity(data))
     if has(data, "_marked"):
         marked = alt.Chart().transform_filter("datum._marked").encode(x=base.encoding.x)
         yield marked.mark_point(style="marked", size=RING).encode(y="_y:Q")
@@ -188,7 +184,7 @@ def _draw_spans(spans: Spans) -> dict[str, Any]:
         values=middles,
         grid=False,
         labelLimit=channels.LABELS,
-        labelExpr=f"{lanes}[indexof({middles}, datum.value)]",
+        labelExpr=f"{json.dumps(lanes)}[indexof({middles}, datum.value)]",
     )
     top = alt.Scale(domain=[len(lanes) * pixels, 0], nice=False)
     rects = alt.Chart().mark_rect().encode(**color(spans), **opacity(data), tooltip=tooltip(data))
