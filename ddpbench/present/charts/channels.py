@@ -69,7 +69,7 @@ def _ticks(axis: Axis, values: list[float]) -> dict[str, Any]:
     return {"tickCount": 6, **({"tickMinStep": 1} if axis.labels == theme.COUNT_LABELS else {})}
 
 
-def color(drawing: Drawing, *, alone: bool = False) -> dict[str, alt.Color]:
+def color(drawing: Drawing, *, alone: bool = False) -> dict[str, Any]:
     """Return the channel, if any, with a legend of the names that are there.
 
     alone: whether the legend is needed even if it has only one name.
@@ -91,7 +91,7 @@ def color(drawing: Drawing, *, alone: bool = False) -> dict[str, alt.Color]:
     return {"color": alt.Color(f"{name}:N", scale=scale, legend=legend if named else None)}
 
 
-def shape(drawing: Lines | Bars) -> dict[str, alt.Shape]:
+def shape(drawing: Lines | Bars) -> dict[str, Any]:
     """Return the channel, if any; its legend is left out if only the first shape is there."""
     if not drawing.shape:
         return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import altair as alt
@@ -204,9 +204,8 @@ def _draw_matrix(matrix: Matrix) -> dict[str, Any]:
     data, sort = matrix.data, list(matrix.ends) or None
     columns = data[matrix.column].astype(str).unique()
     level = len(columns) > ROOMY or sum(map(len, columns)) * CHARACTER < PHONE
-    overlap = {"labelOverlap": "greedy"}
-    across = alt.Axis(labelAngle=0 if level else -40, **overlap)
-    down = alt.Axis(labelLimit=channels.LABELS, ticks=False, **overlap)
+    across = alt.Axis(labelAngle=0 if level else -40, labelOverlap="greedy")
+    down = alt.Axis(labelLimit=channels.LABELS, ticks=False, labelOverlap="greedy")
     base = alt.Chart().encode(
         x=alt.X(f"{matrix.column}:O", title=matrix.titles[0], sort=sort, axis=across),
         y=alt.Y(f"{matrix.row}:O", title=matrix.titles[1], sort=sort, axis=down),
@@ -225,7 +224,7 @@ def _cells(matrix: Matrix, base: alt.Chart) -> alt.Chart:
         names: alt.Chart = base.mark_rect(opacity=channels.PALE).encode(**color(matrix, alone=True))
         return names
     pale, dark = matrix.heat
-    kind = "log" if matrix.log else "linear"
+    kind: Any = "log" if matrix.log else "linear"
     scale = alt.Scale(type=kind, domain=sorted((pale, dark)), reverse=pale > dark, clamp=True)
     legend = alt.Legend(format="~r", tickCount=3)
     shade = alt.Color("_value:Q", title=matrix.unit, scale=scale, legend=legend)
@@ -237,9 +236,14 @@ def _texts(matrix: Matrix, base: alt.Chart, size: int) -> Iterator[alt.Chart]:
     """Yield the texts of the cells, in ink that can be read on their colours."""
     if matrix.written:
         inks = {"on-low": "!datum._dark", "on-high": "datum._dark"}
-        for style, chosen in {"": "true"}.items() if matrix.color else inks.items():
-            ink = base.mark_text(fontSize=size, **({"style": style} if style else {}))
-            yield ink.transform_filter(chosen).encode(text="_text:N")
+        for style, chosen in {"text": "true"}.items() if matrix.color else inks.items():
+            ink = base.mark_text(fontSize=size, style=style).transform_filter(chosen)
+            yield ink.encode(text="_text:N")
 
 
-DRAW = {Lines: _draw_lines, Bars: _draw_bars, Spans: _draw_spans, Matrix: _draw_matrix}
+DRAW: dict[type[Drawing], Callable[[Any], dict[str, Any]]] = {
+    Lines: _draw_lines,
+    Bars: _draw_bars,
+    Spans: _draw_spans,
+    Matrix: _draw_matrix,
+}

@@ -251,8 +251,9 @@ class Matrix(Drawing):
         )
         columns = self.ends or self.data[self.column].unique()
         rows = self.ends if set(wide.index) <= set(self.ends) else self.data[self.row].unique()
-        shown: pd.DataFrame = wide.reindex(index=list(rows), columns=list(columns)).reset_index()
-        return shown.rename(columns={self.row: self.titles[1] or self.row})
+        wide = wide.reindex(index=list(rows), columns=list(columns)).reset_index()
+        shown: pd.DataFrame = wide.rename(columns={self.row: self.titles[1] or self.row})
+        return shown
 
 
 def visible(frame: pd.DataFrame) -> list[str]:

@@ -207,7 +207,7 @@ def _levels(case: Shown) -> pd.DataFrame:
     marks = _marks(case, np.concatenate(_times(case)))
     interval = case.line.interval if case.line else None
     middle, *others = marks.values()
-    return pd.DataFrame(
+    levels: pd.DataFrame = pd.DataFrame(
         {
             "_y": [middle, *others],
             "_label": [f"{label} {digits(each * 1e6)} µs" for label, each in marks.items()],
@@ -215,6 +215,7 @@ def _levels(case: Shown) -> pd.DataFrame:
             "_high": [interval.high if interval else middle, *[None] * len(others)],
         }
     )
+    return levels
 
 
 def _marks(case: Shown, every: Floats) -> dict[str, float]:
