@@ -16,6 +16,7 @@ PALE = 0.35  # opacity
 HIDDEN = "indexof(backends, datum.backend) >= 0"  # the page sets the parameter `backends`
 EXTENT = 56  # pixels left of an axis, so that charts one below the other have one x axis
 LABELS = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
+SEPARATION = 6  # pixels between labels
 NOTHING = ("", "-")  # a column of these has no line in a tooltip
 
 Channel = TypeVar("Channel", alt.X, alt.Y)
@@ -46,7 +47,8 @@ def other(drawing: Drawing, name: str) -> alt.Chart:
 def position(channel: Channel, axis: Axis, values: Iterable[float], **options: Any) -> Channel:
     """Return the channel of numbers. options: of altair's axis."""
     known = [float(value) for value in values if value is not None and math.isfinite(value)]
-    ticks = alt.Axis(labelExpr=axis.labels, labelOverlap="greedy", **_ticks(axis, known), **options)
+    overlap: dict[str, Any] = {"labelOverlap": "greedy", "labelSeparation": SEPARATION}
+    ticks = alt.Axis(labelExpr=axis.labels, **overlap, **_ticks(axis, known), **options)
     scale: dict[str, Any] = {"zero": axis.zero}
     if axis.log:
         base = 2 if axis.labels == theme.SIZE_LABELS else 10

@@ -16,7 +16,7 @@ from ddpbench.present.charts.kinds import GAP, LANE, ROOMY, Bars, Drawing, Lines
 FEW = 60  # points of a line that are drawn
 CROWDED = 100  # points of a chart that are small
 BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two rows
-ROOM = 1.35  # of the longest bar, for the text behind it, also on a phone
+ROOM = 1.5  # of the longest bar, for the text behind it, also on a phone
 ROW, LEAST_HEIGHT, MOST_HEIGHT = 26, 80, 380  # pixels of a matrix
 PHONE, CHARACTER = 280, 7  # pixels: width of all columns on a phone, width of a character
 RING = 220  # size around a marked point
@@ -204,8 +204,9 @@ def _draw_matrix(matrix: Matrix) -> dict[str, Any]:
     data, sort = matrix.data, list(matrix.ends) or None
     columns = data[matrix.column].astype(str).unique()
     level = len(columns) > ROOMY or sum(map(len, columns)) * CHARACTER < PHONE
-    across = alt.Axis(labelAngle=0 if level else -40, labelOverlap="greedy")
-    down = alt.Axis(labelLimit=channels.LABELS, ticks=False, labelOverlap="greedy")
+    overlap: dict[str, Any] = {"labelOverlap": "greedy", "labelSeparation": channels.SEPARATION}
+    across = alt.Axis(labelAngle=0 if level else -40, **overlap)
+    down = alt.Axis(labelLimit=channels.LABELS, ticks=False, **overlap)
     base = alt.Chart().encode(
         x=alt.X(f"{matrix.column}:O", title=matrix.titles[0], sort=sort, axis=across),
         y=alt.Y(f"{matrix.row}:O", title=matrix.titles[1], sort=sort, axis=down),
