@@ -263,5 +263,8 @@ def visible(frame: pd.DataFrame) -> list[str]:
 
 def list_columns(frame: pd.DataFrame) -> dict[str, tuple[Any, ...]]:
     """Return the columns of a dataset as Python's own values; None for NaN."""
-    known = frame.astype(object).where(frame.notna(), None)
-    return {str(name): tuple(known[name].tolist()) for name in known}
+    columns = {str(name): frame[name].tolist() for name in frame}
+    return {
+        name: tuple(None if value != value else value for value in values)
+        for name, values in columns.items()
+    }
