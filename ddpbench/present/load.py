@@ -75,9 +75,15 @@ def load_charts(
             if load[kind.field] is not None
         ]
         if rows:
-            y = Axis(kind.axis, kind.labels, zero=True)
-            look = {"detail": tuple(detail), "rules": rules, "band": True, "height": 110}
-            drawing = Lines(data=pd.DataFrame(rows), x=x, y=y, **look)
+            drawing = Lines(
+                data=pd.DataFrame(rows),
+                x=x,
+                y=Axis(kind.axis, kind.labels, zero=True),
+                detail=tuple(detail),
+                rules=rules,
+                band=True,
+                height=110,
+            )
             caption = f"{kind.caption} A point for each {when}."
             yield draw_chart(f"{name}-{kind.name}", kind.title, caption, drawing)
 

@@ -96,8 +96,8 @@ def test_the_late_rank_stands_out_over_time_and_by_phase(shown: dict[str, Chart]
     after = [value for step, value in late if step > SINCE + 20]
     assert len(before) > 10
     assert len(after) > 10
-    assert before == pytest.approx([0] * len(before), abs=12)
-    assert after == pytest.approx([30] * len(after), abs=12)
+    assert before == pytest.approx([0] * len(before), abs=18)
+    assert after == pytest.approx([30] * len(after), abs=18)
     cells = {(row["rank"], row["part"]): row for row in rows_of(shown["watch-extra"], "_marked")}
     (outlined,) = [place for place, row in cells.items() if row["_marked"]]
     assert outlined == ("3 on b", "forward")

@@ -16,6 +16,7 @@ PALE = 0.35  # opacity
 HIDDEN = "indexof(backends, datum.backend) >= 0"  # the page sets the parameter `backends`
 EXTENT = 56  # pixels left of an axis, so that charts one below the other have one x axis
 LABELS = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
+SEPARATION = 6  # pixels between labels
 NOTHING = ("", "-")  # a column of these has no line in a tooltip
 
 Channel = TypeVar("Channel", alt.X, alt.Y)
@@ -46,7 +47,8 @@ def other(drawing: Drawing, name: str) -> alt.Chart:
 def position(channel: Channel, axis: Axis, values: Iterable[float], **options: Any) -> Channel:
     """Return the channel of numbers. options: of altair's axis."""
     known = [float(value) for value in values if value is not None and math.isfinite(value)]
-    ticks = alt.Axis(labelExpr=axis.labels, labelOverlap="greedy", **_ticks(axis, known), **options)
+    overlap: dict[str, Any] = {"labelOverlap": "greedy", "labelSeparation": SEPARATION}
+    ticks = alt.Axis(labelExpr=axis.labels, **overlap, **_ticks(axis, known), **options)
     scale: dict[str, Any] = {"zero": axis.zero}
     if axis.log:
         base = 2 if axis.labels == theme.SIZE_LABELS else 10
@@ -69,7 +71,7 @@ def _ticks(axis: Axis, values: list[float]) -> dict[str, Any]:
     return {"tickCount": 6, **({"tickMinStep": 1} if axis.labels == theme.COUNT_LABELS else {})}
 
 
-def color(drawing: Drawing, *, alone: bool = False) -> dict[str, alt.Color]:
+def color(drawing: Drawing, *, alone: bool = False) -> dict[str, Any]:
     """Return the channel, if any, with a legend of the names that are there.
 
     alone: whether the legend is needed even if it has only one name.
@@ -91,7 +93,7 @@ def color(drawing: Drawing, *, alone: bool = False) -> dict[str, alt.Color]:
     return {"color": alt.Color(f"{name}:N", scale=scale, legend=legend if named else None)}
 
 
-def shape(drawing: Lines | Bars) -> dict[str, alt.Shape]:
+def shape(drawing: Lines | Bars) -> dict[str, Any]:
     """Return the channel, if any; its legend is left out if only the first shape is there."""
     if not drawing.shape:
         return {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import altair as alt
@@ -15,7 +16,7 @@ from ddpbench.present.charts.kinds import GAP, LANE, ROOMY, Bars, Drawing, Lines
 FEW = 60  # points of a line that are drawn
 CROWDED = 100  # points of a chart that are small
 BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two rows
-ROOM = 1.35  # of the longest bar, for the text behind it, also on a phone
+ROOM = 1.5  # of the longest bar, for the text behind it, also on a phone
 ROW, LEAST_HEIGHT, MOST_HEIGHT = 26, 80, 380  # pixels of a matrix
 PHONE, CHARACTER = 280, 7  # pixels: width of all columns on a phone, width of a character
 RING = 220  # size around a marked point
@@ -42,7 +43,7 @@ def _draw_lines(lines: Lines) -> dict[str, Any]:
 
 
 def _areas(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
-    order = list(lines.data[lines.color].unique()) if lines.color else []
+    order = json.dumps(list(lines.data[lines.color].unique()) if lines.color else [])
     known = base.transform_calculate(_order=f"indexof({order}, datum['{lines.color}'])")
     areas = known.mark_area(clip=True, opacity=0.9, interpolate=_interpolate(lines))
     yield areas.encode(y=y.stack("zero"), order="_order:Q")
@@ -51,25 +52,25 @@ def _areas(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
 def _points(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
     """Yield references, intervals, lines, points, and what is marked."""
     data, clip, tips = lines.data, lines.y.domain is not None, tooltip(lines.data)
-    for name, title in lines.numbers.items():
-        text = theme.write_number(name, lines.y.labels)
-        base = base.transform_calculate(**{f"{name}_text": text})
-        tips.append(alt.Tooltip(field=f"{name}_text", type="nominal", title=title))
+    crowded = len(data) > CROWDED
     if has(data, "_reference"):
-        dotted = base.mark_line(strokeDash=DOTTED, opacity=0.8)
-        known = dotted.transform_filter("datum._reference")
-        yield known.encode(y="_reference:Q", tooltip=tips)
+        dotted = base.mark_line(strokeDash=DOTTED, opacity=0.8).encode(tooltip=tips)
+        yield dotted.transform_filter("datum._reference").encode(y="_reference:Q")
     if has(data, "_low"):
-        mark = base.mark_area(fillOpacity=0.2) if lines.band else base.mark_rule(strokeWidth=2)
-        ends = mark.transform_filter("isValid(datum._low)").encode(y="_low:Q", y2="_high:Q")
-        yield ends.encode(**({} if lines.band else opacity(data, 0.55)))
+        known = base.transform_filter("isValid(datum._low)").encode(y="_low:Q", y2="_high:Q")
+        rules = known.mark_rule(strokeWidth=1 if crowded else 2).encode(**opacity(data, 0.55))
+        yield known.mark_area(fillOpacity=0.2) if lines.band else rules
     if lines.connected:
         line = base.mark_line(strokeWidth=1.5, clip=clip, interpolate=_interpolate(lines))
         dash = {"strokeDash": alt.StrokeDash(f"{lines.dash}:N", sort=None, title=None)}
         yield line.encode(y=y, **opacity(data), **(dash if lines.dash else {}))
     if not lines.cursor or data.groupby(lines.color).size().max() <= FEW:
-        points = base.mark_point(size=50 if len(data) <= CROWDED else 18, clip=clip)
-        yield points.encode(y=y, tooltip=tips, **channels.shape(lines), **opacity(data))
+        points = base.mark_point(size=18 if crowded else 50, clip=clip).encode(y=y)
+        for name, title in lines.numbers.items():
+            text = theme.write_number(name, lines.y.labels)
+            points = points.transform_calculate(**{f"{name}_text": text})
+            tips.append(alt.Tooltip(field=f"{name}_text", type="nominal", title=title))
+        yield points.encode(tooltip=tips, **channels.shape(lines), **opacity(data))
     if has(data, "_marked"):
         marked = alt.Chart().transform_filter("datum._marked").encode(x=base.encoding.x)
         yield marked.mark_point(style="marked", size=RING).encode(y="_y:Q")
@@ -183,7 +184,7 @@ def _draw_spans(spans: Spans) -> dict[str, Any]:
         values=middles,
         grid=False,
         labelLimit=channels.LABELS,
-        labelExpr=f"{lanes}[indexof({middles}, datum.value)]",
+        labelExpr=f"{json.dumps(lanes)}[indexof({middles}, datum.value)]",
     )
     top = alt.Scale(domain=[len(lanes) * pixels, 0], nice=False)
     rects = alt.Chart().mark_rect().encode(**color(spans), **opacity(data), tooltip=tooltip(data))
@@ -203,7 +204,7 @@ def _draw_matrix(matrix: Matrix) -> dict[str, Any]:
     data, sort = matrix.data, list(matrix.ends) or None
     columns = data[matrix.column].astype(str).unique()
     level = len(columns) > ROOMY or sum(map(len, columns)) * CHARACTER < PHONE
-    overlap = {"labelOverlap": "greedy"}
+    overlap: dict[str, Any] = {"labelOverlap": "greedy", "labelSeparation": channels.SEPARATION}
     across = alt.Axis(labelAngle=0 if level else -40, **overlap)
     down = alt.Axis(labelLimit=channels.LABELS, ticks=False, **overlap)
     base = alt.Chart().encode(
@@ -224,7 +225,7 @@ def _cells(matrix: Matrix, base: alt.Chart) -> alt.Chart:
         names: alt.Chart = base.mark_rect(opacity=channels.PALE).encode(**color(matrix, alone=True))
         return names
     pale, dark = matrix.heat
-    kind = "log" if matrix.log else "linear"
+    kind: Any = "log" if matrix.log else "linear"
     scale = alt.Scale(type=kind, domain=sorted((pale, dark)), reverse=pale > dark, clamp=True)
     legend = alt.Legend(format="~r", tickCount=3)
     shade = alt.Color("_value:Q", title=matrix.unit, scale=scale, legend=legend)
@@ -236,9 +237,14 @@ def _texts(matrix: Matrix, base: alt.Chart, size: int) -> Iterator[alt.Chart]:
     """Yield the texts of the cells, in ink that can be read on their colours."""
     if matrix.written:
         inks = {"on-low": "!datum._dark", "on-high": "datum._dark"}
-        for style, chosen in {"": "true"}.items() if matrix.color else inks.items():
-            ink = base.mark_text(fontSize=size, **({"style": style} if style else {}))
-            yield ink.transform_filter(chosen).encode(text="_text:N")
+        for style, chosen in {"text": "true"}.items() if matrix.color else inks.items():
+            ink = base.mark_text(fontSize=size, style=style).transform_filter(chosen)
+            yield ink.encode(text="_text:N")
 
 
-DRAW = {Lines: _draw_lines, Bars: _draw_bars, Spans: _draw_spans, Matrix: _draw_matrix}
+DRAW: dict[type[Drawing], Callable[[Any], dict[str, Any]]] = {
+    Lines: _draw_lines,
+    Bars: _draw_bars,
+    Spans: _draw_spans,
+    Matrix: _draw_matrix,
+}

@@ -61,7 +61,8 @@ class Drawing:
     @property
     def shown(self) -> pd.DataFrame:
         """Return the columns of the table."""
-        return self.data[visible(self.data)]
+        shown: pd.DataFrame = self.data[visible(self.data)]
+        return shown
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -118,7 +119,8 @@ class Lines(Drawing):
         if not self.cursor:
             return super().shown
         wide = self.datasets["cursor"]
-        return wide[[*visible(wide)]].rename(columns=self.titles)
+        shown: pd.DataFrame = wide[visible(wide)].rename(columns=self.titles)
+        return shown
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -250,15 +252,19 @@ class Matrix(Drawing):
         columns = self.ends or self.data[self.column].unique()
         rows = self.ends if set(wide.index) <= set(self.ends) else self.data[self.row].unique()
         wide = wide.reindex(index=list(rows), columns=list(columns)).reset_index()
-        return wide.rename(columns={self.row: self.titles[1] or self.row})
+        shown: pd.DataFrame = wide.rename(columns={self.row: self.titles[1] or self.row})
+        return shown
 
 
 def visible(frame: pd.DataFrame) -> list[str]:
     """Return the columns that readers see."""
-    return [name for name in frame if not name.startswith("_")]
+    return [name for name in map(str, frame) if not name.startswith("_")]
 
 
 def list_columns(frame: pd.DataFrame) -> dict[str, tuple[Any, ...]]:
     """Return the columns of a dataset as Python's own values; None for NaN."""
-    known = frame.astype(object).where(frame.notna(), None)
-    return {str(name): tuple(known[name].tolist()) for name in known}
+    columns = {str(name): frame[name].tolist() for name in frame}
+    return {
+        name: tuple(None if value != value else value for value in values)
+        for name, values in columns.items()
+    }

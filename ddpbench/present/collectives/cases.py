@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -141,19 +143,13 @@ def _times(case: Shown) -> list[Floats]:
 
 def _draw_order(case: Shown, points: int) -> Lines:
     """Return the repetitions in order, launch by launch, as at most about so many points."""
-    columns: dict[str, list[Any]] = {"launch": [], "what": [], "y": []}
-    rules = []
-    for part in case.parts:
-        rules.append({"_x": len(columns["y"]), "_label": str(part.launch), "_row": 8})
-        seconds = np.maximum(part.seconds / case.calls(part.launch), SHORTEST).tolist()
-        what = [WARM_UP if number < 0 else REPETITION for number in part.numbers]
-        if cold := _cold(case, part):
-            seconds[0], what[0] = cold, FIRST
-        columns["launch"] += [part.launch] * len(what)
-        columns["what"] += what
-        columns["y"] += seconds
+    begins = accumulate((len(part.numbers) for part in case.parts[:-1]), initial=0)
+    rules = [
+        {"_x": begin, "_label": str(part.launch), "_row": 8, "_left": False}
+        for begin, part in zip(begins, case.parts, strict=True)
+    ]
     return Lines(
-        data=_bin(pd.DataFrame(columns), points),
+        data=pd.DataFrame(list(_list_points(case, points))),
         x=Axis("repetitions in order; above: their launch", theme.COUNT_LABELS),
         y=Axis("time", theme.TIME_LABELS, log=True, ticks=TICKS),
         numbers={"_low": "shortest", "_y": "median", "_high": "longest"},
@@ -161,21 +157,27 @@ def _draw_order(case: Shown, points: int) -> Lines:
         connected=False,
         shape="what",
         shapes=KINDS,
-        rules=pd.DataFrame(rules).assign(_left=False),
+        rules=pd.DataFrame(rules),
         levels=_levels(case),
     )
 
 
-def _bin(frame: pd.DataFrame, points: int) -> pd.DataFrame:
-    """Return the shortest, median and longest of neighbours of one kind: about so many points."""
-    size = -(-len(frame) // points)
-    kinds = frame.groupby(["launch", "what"], sort=False)
-    number = kinds.ngroup() * len(frame) + kinds.cumcount() // size
-    groups = frame.assign(x=frame.index).groupby(number)
-    how = {"launch": "first", "what": "first", "x": "median", "y": ["min", "median", "max"]}
-    bins: pd.DataFrame = groups.agg(how)
-    bins.columns = pd.Index(["launch", "what", "_x", "_low", "_y", "_high"])
-    return bins
+def _list_points(case: Shown, points: int) -> Iterator[dict[str, Any]]:
+    """Yield the shortest, median and longest of neighbouring repetitions of one kind."""
+    begin, size = 0, -(-sum(len(part.numbers) for part in case.parts) // points)
+    for part in case.parts:
+        seconds = np.maximum(part.seconds / case.calls(part.launch), SHORTEST).tolist()
+        first, timed = 0, int((part.numbers < 0).sum())
+        if cold := _cold(case, part):
+            seconds[0], first = cold, 1
+        ends = ((FIRST, 0, first), (WARM_UP, first, timed), (REPETITION, timed, len(seconds)))
+        for what, start, end in ends:
+            for at in range(start, end, size):
+                near = sorted(seconds[at : min(at + size, end)])
+                numbers = {"_low": near[0], "_y": statistics.median(near), "_high": near[-1]}
+                x = begin + at + len(near) // 2
+                yield {"launch": part.launch, "what": what, "_x": x, **numbers}
+        begin += len(seconds)
 
 
 def _draw_shares(case: Shown) -> Lines:
@@ -207,7 +209,7 @@ def _levels(case: Shown) -> pd.DataFrame:
     marks = _marks(case, np.concatenate(_times(case)))
     interval = case.line.interval if case.line else None
     middle, *others = marks.values()
-    return pd.DataFrame(
+    levels: pd.DataFrame = pd.DataFrame(
         {
             "_y": [middle, *others],
             "_label": [f"{label} {digits(each * 1e6)} µs" for label, each in marks.items()],
@@ -215,6 +217,7 @@ def _levels(case: Shown) -> pd.DataFrame:
             "_high": [interval.high if interval else middle, *[None] * len(others)],
         }
     )
+    return levels
 
 
 def _marks(case: Shown, every: Floats) -> dict[str, float]:

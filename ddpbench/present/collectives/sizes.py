@@ -205,7 +205,7 @@ def draw_sizes(shown: Sequence[Point], value: str, names: Sequence[str]) -> Line
     if data.empty:
         return None
     data = data if several else data.drop(columns="run")
-    look = {"shape": "_state", "shapes": STATES}
+    look: dict[str, Any] = {"shape": "_state", "shapes": STATES}
     if data["_x"].nunique() == 1:
         rows = data["backend"].str.cat(data["run"], " ") if several else data["backend"]
         data = data.rename(columns={"_y": "_end"}).assign(_row=rows)

@@ -126,31 +126,20 @@ def _chart(
 
     texts: name, title, caption. shades: percentages that are palest and darkest.
     """
-    known = {
-        label: [each for each in group if value(each) is not None]
-        for label, group in groups.items()
-    }
-    sizes = sorted({each.line.case.nbytes for group in known.values() for each in group})
-    order = tuple(readable(nbytes) for nbytes in sizes)
-    choices = [
-        _choice(label, group, np.array([value(each) for each in group]).T, (order, shades))
-        for label, group in known.items()
-        if group
-    ]
-    if not choices:
-        return None
-    return draw_choices(*texts, choices)
+    choices = []
+    for label, group in groups.items():
+        if known := [each for each in group if value(each) is not None]:
+            values = np.array([value(each) for each in known], dtype=np.float64).T
+            choices.append(_choice(label, known, values, shades))
+    return draw_choices(*texts, choices) if choices else None
 
 
 def _choice(
-    label: str,
-    group: Sequence[Measured],
-    values: Floats,
-    look: tuple[tuple[str, ...], tuple[float, float]],
+    label: str, group: Sequence[Measured], values: Floats, shades: tuple[float, float]
 ) -> Choice:
     """Return a heat map. Of very many ranks only those with the largest values.
 
-    values: seconds[rank, size]. look: the order of all sizes, and the shades.
+    values: seconds[rank, size]. shades: percentages that are palest and darkest.
     """
     ranks = np.array(group[0].ranks)
     if len(ranks) > MOST_RANKS:
@@ -169,9 +158,8 @@ def _choice(
         column="size",
         row="rank",
         titles=("message size", "rank"),
-        ends=look[0],
         unit=UNIT,
-        domain=look[1],
+        domain=shades,
     )
     headings = ["rank", *(f"{size} µs" for size in sizes)]
     rows = [(int(r), *(row * 1e6).tolist()) for r, row in zip(ranks, values, strict=True)]

@@ -93,7 +93,7 @@ def _bar(
     share = uncertain(part, f"{share} %")
     if part.rank is not None and part.resolved:
         share += f": rank {part.rank}"
-    bounds, bar = part.figure.interval, {"_low": None, "_high": None}
+    bounds, bar = part.figure.interval, dict[str, Any](_low=None, _high=None)
     if bounds and anchor is None:
         bar = {"_low": begin + bounds.low, "_high": begin + bounds.high}
     elif bounds:

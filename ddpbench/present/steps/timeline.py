@@ -85,7 +85,7 @@ def timeline(run: ReportRun, line: StepLine, name: str, title: str) -> Chart | N
     }
     caption = _caption(line, launches[0][2])
     if len(drawings) == 1:
-        return draw_chart(name, title, caption, *drawings.values())
+        return draw_chart(name, title, caption, next(iter(drawings.values())))
     choices = [Choice(label, each, tabulate_data(label, each)) for label, each in drawings.items()]
     return draw_choices(name, title, caption, choices)
 

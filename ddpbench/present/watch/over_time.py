@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -46,7 +47,7 @@ def _lines(timeline: Timeline, values: Values, y: Axis, show: Callable[[float], 
         for name, each in values.items()
         if (value := each[i]) is not None
     ]
-    look = {"color": "name", "order": tuple(values), "cursor": True, "height": 130}
+    look: dict[str, Any] = {"color": "name", "order": tuple(values), "cursor": True, "height": 130}
     rules = timeline.unlabelled
     return Lines(data=pd.DataFrame(data), x=timeline.x, y=y, rules=rules, **look)
 
@@ -55,14 +56,14 @@ def draw_parts(timeline: Timeline) -> Chart:
     moments = timeline.moments
     parts = {name: [m.seconds[i] for m in moments] for i, name in enumerate(COLUMNS)}
     top = find_top([sum(m.seconds) for m in moments])
-    y = Axis("time of a step", theme.TIME_LABELS, domain=top and (0.0, top))
+    y = Axis("time of a step", theme.TIME_LABELS, domain=(0.0, top) if top else None)
     lines = _lines(timeline, parts, y, milliseconds)
     whole = lines.data["step"].map({m.step: milliseconds(m.step_seconds) for m in moments})
     caption = (
         "Time of each part in the median rank, median over the steps of each point. Dashed: where "
         f"a finding begins or ends.{CUT_NOTE if top else ''}"
     )
-    look = {"order": theme.PHASES, "stacked": True, "held": True, "height": 260}
+    look: dict[str, Any] = {"order": theme.PHASES, "stacked": True, "held": True, "height": 260}
     data = lines.data.assign(**{"whole step": whole})
     drawing = replace(lines, data=data, rules=timeline.rules, **look)
     return draw_chart("watch-parts", "Parts of a step", caption, drawing)

@@ -70,6 +70,7 @@ def draw_balance(watched: Watched) -> Iterator[Chart]:
             "time": name,
             "_end": seconds,
             "seconds": digits(seconds),
+            "share": f"{seconds / wall:.1%}",
             "_text": f"{seconds / wall:.1%}",
         }
         for name, seconds in watched.balance.parts().items()
@@ -120,7 +121,7 @@ def draw_collectives(watched: Watched) -> Iterator[Chart]:
     """Yield how long the earliest rank waits for the latest in each kind of call."""
     what = "step" if watched.steps else "call"
     several = len({row.group for row in watched.collectives}) > 1
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "group": row.group,
             "ranks": row.ranks,

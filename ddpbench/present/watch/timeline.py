@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -14,13 +12,11 @@ import pandas as pd
 
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis
-from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import Moment, Watched
 
 UNITS = ((2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
-POINTS = 120  # of a line, at most
 LABELLED = 4  # rules with a label
 LABEL_ROW = 14  # pixels
 LATE_HALF = 0.6  # of the axis, from which labels stand to the left of their rule
@@ -53,7 +49,8 @@ class Timeline:
     @property
     def unlabelled(self) -> pd.DataFrame:
         """The rules for charts below the one that names them."""
-        return self.rules.drop(columns="_label", errors="ignore")
+        rules: pd.DataFrame = self.rules.drop(columns="_label", errors="ignore")
+        return rules
 
     @property
     def x(self) -> Axis:
@@ -63,13 +60,12 @@ class Timeline:
 
 
 def build_timeline(run: Run, watched: Watched) -> Timeline:
-    """Return the timeline of a job; it needs a moment. Moments that are close become one point."""
-    groups = _group(watched.moments)
-    moments = tuple(_merge([watched.moments[i] for i in group]) for group in groups)
+    """Return the timeline of a job; it needs a moment."""
+    moments = watched.moments
     late = {
-        rank.rank: tuple(_mean([rank.late_seconds[i] for i in group]) for group in groups)
+        rank.rank: rank.late_seconds
         for rank in watched.ranks
-        if len(rank.late_seconds) == len(watched.moments)
+        if len(rank.late_seconds) == len(moments)
     }
     ends = np.array([moment.ended for moment in moments])
     began = min(_read_start(run.started, float(ends[0])), float(ends[0]))
@@ -111,42 +107,6 @@ def _place_rules(events: Sequence[tuple[float, str, str]], last: float) -> pd.Da
     ]
     frame: pd.DataFrame = pd.DataFrame(rules)
     return frame
-
-
-def _group(moments: Sequence[Moment]) -> list[list[int]]:
-    """Return the positions of the moments, those together that fall into one of POINTS spans."""
-    first, last = moments[0].ended, moments[-1].ended
-    width = (last - first) / POINTS or 1.0
-    places = groupby(range(len(moments)), key=lambda i: int((moments[i].ended - first) / width))
-    return [list(group) for _, group in places]
-
-
-def _merge(moments: Sequence[Moment]) -> Moment:
-    """Return the medians of the steps of some moments, and the means of what was read there."""
-    if len(moments) == 1:
-        return moments[0]
-    loads = [astuple(moment.load) for moment in moments if moment.load is not None]
-    names = dict.fromkeys(name for moment in moments for name in moment.values)
-    seconds = np.median([moment.seconds for moment in moments], axis=0).tolist()
-    return Moment(
-        ended=moments[-1].ended,
-        step=moments[-1].step,
-        step_seconds=statistics.median(moment.step_seconds for moment in moments),
-        seconds=tuple(seconds),
-        exposed_seconds=statistics.median(moment.exposed_seconds for moment in moments),
-        load=Load(*map(_mean, zip(*loads, strict=True))) if loads else None,  # type: ignore[arg-type]
-        loss=_mean([moment.loss for moment in moments]),
-        values={
-            name: statistics.fmean(m.values[name] for m in moments if name in m.values)
-            for name in names
-        },
-    )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are known; None if none is."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
 
 
 def _find_events(finding: Finding) -> Iterator[tuple[float, str]]:
