@@ -27,7 +27,7 @@ from ddpbench.records.schema import Case, Run
 pytest_plugins = ["pytester"]
 with contextlib.suppress(ImportError):  # the extra `report`: likewise
     import_module("vl_convert")
-    import_module("ddpbench.present.comparison.tests")
+    import_module("ddpbench.present.comparison.changes")
 
 
 @pytest.fixture(autouse=True)

@@ -84,19 +84,19 @@ def test_a_change_is_drawn_with_its_interval_and_margin() -> None:
     (row,) = values(chart)
     assert chart.spec is not None
     assert row["verdict"] == "SLOWER"
-    assert 1.09 < row["low"] < row["ratio"] < row["high"] < 1.11
-    assert (row["margin_low"], row["margin_high"]) == (pytest.approx(1 / 1.03), 1.03)
-    channels = chart.spec["layer"][-1]["encoding"]
+    assert 1.09 < row["_low"] < row["_end"] < row["_high"] < 1.11
+    assert (row["_band_low"], row["_band_high"]) == (pytest.approx(1 / 1.03), 1.03)
+    channels = chart.spec["layer"][1]["encoding"]
     assert channels["color"]["field"] == channels["shape"]["field"] == "verdict"
     assert chart.table == judged(base, new, drawn=False).charts[0].table
 
 
 def test_of_many_cases_the_clear_ones_are_drawn(frozen: Frozen) -> None:
-    """Of 70 cases, the chart has 60 rows of 20 pixels, SLOWER ones first; the table has all."""
+    """Of 70 cases, the chart has 60 rows of 24 pixels, SLOWER ones first; the table has all."""
     (chart,) = judged(many_cases(70, 1), many_cases(70, 1.5)).rows[0]
     assert chart.spec is not None
     assert [row["verdict"] for row in values(chart)] == ["SLOWER"] * 7 + ["SAME"] * 53
-    assert chart.spec["height"] == 1200
+    assert chart.spec["height"] == 1440
     assert len(chart.table.rows) == 70
     frozen.text(chart.caption)
 

@@ -36,7 +36,7 @@ def _draw_lines(lines: Lines) -> dict[str, Any]:
     numbers = data[[c for c in ("_y", "_low", "_high", "_reference") if c in data]]
     x = position(alt.X("_x:Q"), lines.x, data["_x"], grid=False)
     y = position(alt.Y("_y:Q"), lines.y, numbers.stack(), minExtent=channels.EXTENT)
-    base = alt.Chart().encode(x=x, detail=list(lines.detail), **color(lines))
+    base = alt.Chart().encode(x=x, detail=[f"{name}:N" for name in lines.detail], **color(lines))
     marks = _areas(lines, base, y) if lines.stacked else _points(lines, base, y)
     layers = [*marks, *_levels(lines, y), *_rules(lines, x)]
     return finish(lines, [*layers, *_cursor(lines, x)], lines.height)

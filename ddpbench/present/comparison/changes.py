@@ -1,25 +1,27 @@
-"""Changes between two sides as a chart: the ratio of their times, with interval and margin."""
+"""Changes between two sides as charts: the ratios of their times, with intervals and margins."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
-from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.comparison.labels import (
     Change,
+    format_time,
+    label,
     shift_estimate,
     shift_interval,
     side_interval,
     side_time,
 )
-from ddpbench.present.document import Chart
-from ddpbench.verdicts.comparison import ONLY_BASE, ONLY_NEW, ORDER
+from ddpbench.present.document import Chart, make_table
+from ddpbench.verdicts.comparison import ONLY_BASE, ONLY_NEW
+from ddpbench.verdicts.regression import Measured, Row
 from ddpbench.verdicts.verdict import (
     CONFIDENCE,
     FASTER,
@@ -32,22 +34,20 @@ from ddpbench.verdicts.verdict import (
 )
 
 DRAWN = 60  # rows of a chart; the table has all
-ROW_HEIGHT = 20  # pixels
 # Each verdict has the colour of its place: SLOWER is vermilion, FASTER green, SAME grey.
 COLORS = (INCOMPARABLE, SLOWER, FASTER, INVALID, INCONCLUSIVE, ONLY_BASE, ONLY_NEW, SAME)
-SHAPES = {
+SHAPES = {  # the clear ones are drawn first
     SLOWER: "triangle-right",
     FASTER: "triangle-left",
-    SAME: "circle",
     INCONCLUSIVE: "diamond",
+    SAME: "circle",
 }
-TEXTS = ("label", "base", "new", "change", "range", "margin", "verdict", "why")  # of the tooltip
-DRAWING_ORDER = (SLOWER, FASTER, INCONCLUSIVE, SAME)
+SIDES = ("new", "1", "2", "3", "4", "5", "6", "saved")  # new is blue, saved grey
 TICKS = 14  # labels on each side of no change, at most
 LESS = (-1, -2, -5, -10, -20, -30, -40, -50, -60, -70, -80, -90, -95, -98, -99)  # percent
 MORE = (1, 2, 5, 10, 20, 30, 50, 100, 150, 200, 300, 400, 600, 900, 1900, 4900, 9900)
 CHANGE_LABELS = (
-    "abs(datum.value - 1) < 1e-9 ? '0 %' : format(datum.value * 100 - 100, '+.3~g') + ' %'"
+    "abs(datum.value - 1) < 1e-9 ? '0 %' : format(datum.value * 100 - 100, '+.3~r') + ' %'"
 )
 
 
@@ -60,7 +60,7 @@ def draw_changes(listed: Chart, changes: Sequence[Change], confidence: float = C
     if not changes:
         why = f"An interval of a change needs {FEWEST} launches on each side."
         return replace(listed, caption=why)
-    drawn = sorted(changes, key=lambda change: DRAWING_ORDER.index(change.row.verdict))[:DRAWN]
+    drawn = sorted(changes, key=lambda change: [*SHAPES].index(change.row.verdict))[:DRAWN]
     rest = f" The chart has {DRAWN} of {len(changes)} cases, the table all."
     caption = (
         f"Change of the time from BASE to NEW, and its {confidence * 100:g} % interval: right is "
@@ -68,73 +68,22 @@ def draw_changes(listed: Chart, changes: Sequence[Change], confidence: float = C
         f"axis, twice and half are equally far from no change."
         f"{rest if len(changes) > DRAWN else ''}"
     )
-    spec = _layers(pd.DataFrame([_values(change) for change in drawn]))
-    return replace(listed, caption=caption, drawing=spec.to_dict())
-
-
-def _layers(data: pd.DataFrame) -> alt.LayerChart:
-    """Return the band of the margin, the interval and the change of each row."""
-    base = alt.Chart(data).encode(y=row_axis("label"))
-    seen = [name for name in ORDER if name in set(data["verdict"])]
-    colors = alt.Scale(domain=list(COLORS), range="category")
-    shapes = alt.Scale(domain=list(COLORS), range=[SHAPES.get(name, "cross") for name in COLORS])
-    legend = alt.Legend(values=seen, title=None, symbolSize=90)
-    color = alt.Color("verdict:N", scale=colors, legend=legend)
-    texts = theme.tips(*(name for name in TEXTS if data[name].any()))
-    ends = data[["low", "high", "margin_low", "margin_high"]]
-    band = base.mark_rule(opacity=0.2, strokeWidth=ROW_HEIGHT).encode(
-        x=change_axis("margin_low", float(ends.min().min()), float(ends.max().max())),
-        x2="margin_high:Q",
+    data = pd.DataFrame([_describe(change) for change in drawn])
+    ends = data[["_low", "_high", "_band_low", "_band_high"]].stack()
+    drawing = Bars(
+        data=data,
+        x=_scale_changes(ends),
+        row="case",
+        color="verdict",
+        order=COLORS,
+        dots=True,
+        shape="verdict",
+        shapes={verdict: SHAPES.get(verdict, "cross") for verdict in COLORS},
     )
-    interval = base.mark_rule(strokeWidth=2).encode(
-        x="low:Q", x2="high:Q", color=color, tooltip=texts
-    )
-    dot = base.mark_point(filled=True, opacity=1, size=90).encode(
-        x="ratio:Q",
-        color=color,
-        shape=alt.Shape("verdict:N", scale=shapes, legend=legend),
-        tooltip=texts,
-    )
-    return alt.LayerChart(layer=[band, interval, dot], height=ROW_HEIGHT * len(data))
+    return replace(listed, caption=caption, drawing=drawing)
 
 
-def change_axis(field: str, low: float, high: float) -> alt.X:
-    """Return the x channel of ratios of times from `low` to `high`: a logarithmic axis."""
-    low, high = min(low, 0.99), max(high, 1.01)
-    axis = alt.Axis(
-        values=choose_ticks(low, high),
-        labelExpr=CHANGE_LABELS,
-        labelOverlap="greedy",
-        orient="top",
-        grid=True,
-    )
-    scale = alt.Scale(type="log", domain=[low, high], nice=False, padding=12)
-    return alt.X(f"{field}:Q", title="change of the time", scale=scale, axis=axis)
-
-
-def choose_ticks(low: float, high: float) -> list[float]:
-    """Return ratios of round percentages from `low` to `high`, far enough apart for labels.
-
-    low, high: ratios, below and above 1.
-    """
-    gap, ticks = math.log(high / low) / TICKS, [1.0]
-    for side in (LESS, MORE):
-        last = 1.0
-        for percent in side:
-            ratio = 1 + percent / 100
-            if low <= ratio <= high and abs(math.log(ratio / last)) >= gap:
-                ticks.append(last := ratio)
-    return sorted(ticks)
-
-
-def row_axis(field: str) -> alt.Y:
-    """Return the y channel of a chart with a row per name, in the order of the data."""
-    limit = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
-    axis = alt.Axis(labelLimit=limit, ticks=False, domain=False, grid=True)
-    return alt.Y(f"{field}:N", sort=None, title=None, axis=axis)
-
-
-def _values(change: Change) -> dict[str, Any]:
+def _describe(change: Change) -> dict[str, Any]:
     """Return a row of the data: ratios of times, and texts."""
     shift, row, widest = change.row.shift, change.row, 1 + change.row.margin
     assert shift is not None
@@ -143,7 +92,7 @@ def _values(change: Change) -> dict[str, Any]:
         for side in (change.base, change.new)
     )
     return {
-        "label": change.label,
+        "case": change.label,
         "base": base,
         "new": new,
         "change": shift_estimate(shift),
@@ -151,9 +100,64 @@ def _values(change: Change) -> dict[str, Any]:
         "margin": f"±{row.margin * 100:.3g} %",
         "verdict": row.verdict,
         "why": row.why,
-        "ratio": math.exp(shift.estimate),
-        "low": math.exp(shift.low),
-        "high": math.exp(shift.high),
-        "margin_low": 1 / widest,
-        "margin_high": widest,
+        "_end": math.exp(shift.estimate),
+        "_low": math.exp(shift.low),
+        "_high": math.exp(shift.high),
+        "_band_low": 1 / widest,
+        "_band_high": widest,
     }
+
+
+def draw_launches(sides: Mapping[str, Measured], judged: Mapping[str, Row]) -> Chart:
+    """Return the chart of all launches, with the saved ones that they were compared with."""
+    dots, rows = [], []
+    for test, new in sides.items():
+        saved = judged[test].base if test in judged else None
+        reference = (saved or new).side.seconds
+        for name, one in (("saved", saved), ("new", new)):
+            if one is None:
+                continue
+            times = [format_time(one.case, seconds) for seconds in one.side.times]
+            dots += [
+                {"test": test, "side": name, "time": text, "_end": seconds / reference}
+                for seconds, text in zip(one.side.times, times, strict=True)
+            ]
+            median, width = side_time(one.case, one.side), side_interval(one.side)
+            rows.append((test, name, label(one.case), median, width, ", ".join(times)))
+    kinds = {one.side.statistic for one in sides.values()}
+    headings = ("test", "side", "case", "time", "95 %", "launches")
+    data = pd.DataFrame(dots)
+    drawing = Bars(
+        data=data,
+        x=_scale_changes(data["_end"]),
+        row="test",
+        within="side",
+        color="side",
+        order=SIDES,
+        dots=True,
+        shape="side",
+        shapes={side: "square" if side == "saved" else "circle" for side in SIDES},
+    )
+    return Chart(
+        "tests-launches",
+        "Launches of each test",
+        f"The {' or '.join(sorted(kinds))} of each launch, relative to the median of the saved "
+        "launches, or of the new ones if none are saved. Right is slower.",
+        drawing,
+        make_table("", headings, rows, ("test", "side", "case", "launches")),
+    )
+
+
+def _scale_changes(ratios: Iterable[float]) -> Axis:
+    """Return a logarithmic axis of ratios of times, with round percentages far enough apart."""
+    known = [*ratios, 0.99, 1.01]
+    low, high = min(known), max(known)
+    gap, ticks = math.log(high / low) / TICKS, [1.0]
+    for side in (LESS, MORE):
+        last = 1.0
+        for percent in side:
+            ratio = 1 + percent / 100
+            if low <= ratio <= high and abs(math.log(ratio / last)) >= gap:
+                ticks.append(last := ratio)
+    title = "change of the time"
+    return Axis(title, CHANGE_LABELS, log=True, domain=(low, high), ticks=tuple(sorted(ticks)))

@@ -47,8 +47,7 @@ def build_section(
     ]
     blocks = [list_changes("tests-changes", "test", changes, *COLUMNS)] if changes else []
     if drawn:
-        from ddpbench.present.comparison.changes import draw_changes
-        from ddpbench.present.comparison.tests import draw_launches
+        from ddpbench.present.comparison.changes import draw_changes, draw_launches
 
         blocks = [*(draw_changes(block, changes) for block in blocks), draw_launches(sides, judged)]
     return Section(
