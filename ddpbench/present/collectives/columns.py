@@ -235,7 +235,7 @@ COLUMNS: dict[str, Column[Line]] = by_name(
         "handoffs",
         lambda line: _microseconds(line.handoffs),
         unit="µs",
-        meaning="round trip of a cache line between the ranks' cores, of each launch, sorted",
+        meaning="round trip of a cache line between the ranks' cores, of the launches that know it",
         default=False,
     ),
     Column(
