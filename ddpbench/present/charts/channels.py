@@ -78,17 +78,23 @@ def _ticks(axis: Axis, values: list[float]) -> dict[str, Any]:
     return {"tickCount": TICKS}
 
 
+def _list_names(drawing: Drawing) -> tuple[list[str], list[str]]:
+    """Return all names that have colours, and those in the legend."""
+    known = list(drawing.data[drawing.color].unique())
+    if drawing.color == "backend":
+        order = theme.order_backends(known)
+        return order, [name for name in order if name in known]
+    return list(drawing.order) or known, known
+
+
 def color(drawing: Drawing, *, alone: bool = False) -> dict[str, Any]:
     """Return the channel, if any, with a legend of the names that are there.
 
     alone: whether the legend is needed even if it has only one name.
     """
-    name, of_backends = drawing.color, drawing.color == "backend"
-    if not name:
+    if not drawing.color:
         return {}
-    known = list(drawing.data[name].unique())
-    order = theme.order_backends(known) if of_backends else list(drawing.order) or known
-    shown = [each for each in order if each in known] if of_backends else known
+    order, shown = _list_names(drawing)
     legend = alt.Legend(
         title=None,
         values=shown,
@@ -96,19 +102,27 @@ def color(drawing: Drawing, *, alone: bool = False) -> dict[str, Any]:
         symbolOpacity=1,
     )
     scale = alt.Scale(domain=order, range="category")
-    named = alone or of_backends or len(shown) > 1
-    return {"color": alt.Color(f"{name}:N", scale=scale, legend=legend if named else None)}
+    named = alone or drawing.color == "backend" or len(shown) > 1
+    name = f"{drawing.color}:N"
+    return {"color": alt.Color(name, scale=scale, legend=legend if named else None)}
 
 
 def shape(drawing: Lines | Bars) -> dict[str, Any]:
-    """Return the channel, if any; its legend is left out if only the first shape is there."""
+    """Return the channel, if any, with a legend unless only the first shape is there.
+
+    Shapes of the names that have colours share the legend of the colours.
+    """
     if not drawing.shape:
         return {}
-    shapes, known = drawing.shapes, set(drawing.data[drawing.shape])
-    shown = [name for name in shapes if name and name in known]
-    plain = shown in ([], [*shapes][:1]) or (drawing.shape == drawing.color and len(shown) == 1)
+    order, known = [*drawing.shapes], set(drawing.data[drawing.shape])
+    shown = [name for name in order if name and name in known]
+    plain = shown in ([], order[:1])
+    if drawing.shape == drawing.color:
+        order, shown = _list_names(drawing)
+        plain = len(shown) < 2
     legend = None if plain else alt.Legend(title=None, values=shown, symbolOpacity=1)
-    scale = alt.Scale(domain=[*shapes], range=[*shapes.values()])
+    forms = [drawing.shapes.get(name, "circle") for name in order]
+    scale = alt.Scale(domain=order, range=forms)
     return {"shape": alt.Shape(f"{drawing.shape}:N", scale=scale, legend=legend)}
 
 
