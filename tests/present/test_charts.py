@@ -118,3 +118,29 @@ def test_a_name_has_one_colour_on_all_charts() -> None:
     (line,) = layers(Lines(data=data, x=TIME, y=LOGARITHMIC), "line")
     assert line["encoding"]["color"]["scale"]["domain"] == [*theme.BACKENDS, "x"]
     assert line["encoding"]["color"]["legend"]["values"] == ["mpi", "x"]
+
+
+def test_runs_have_dashes_and_limits_of_their_own() -> None:
+    """The lines of one backend in two runs are told apart, also where they have a reference."""
+    data = a_frame(backend="gloo", run=["a", "b"], _x=[1, 2], _y=[1.0, 2.0], _reference=[3.0, 4.0])
+    reference, line = layers(
+        Lines(data=data, x=LOGARITHMIC, y=LOGARITHMIC, dash="run", detail=("run",)), "line"
+    )
+    assert fields(reference, "detail") == ["run"]
+    assert line["encoding"]["strokeDash"]["field"] == "run"
+
+
+@pytest.mark.parametrize(
+    ("axis", "values"),
+    [
+        (Axis("rank", theme.COUNT_LABELS, domain=(-0.5, 1.5)), [0, 1]),
+        (Axis("rank", theme.COUNT_LABELS, domain=(-0.5, 63.5)), [0, 20, 40, 60]),
+        (Axis("time", theme.TIME_LABELS, log=True), [1, 10, 100, 1000, 10000]),
+        (Axis("memory", theme.SIZE_LABELS), [0, 4096, 8192]),
+    ],
+)
+def test_labels_are_at_round_numbers(axis: Axis, values: list[float]) -> None:
+    """Counts are whole, bytes multiples of powers of two, and orders of magnitude powers of ten."""
+    data = a_frame(backend="gloo", _x=[1.0, 10_000.0], _y=[0.0, 1.0])
+    (points,) = layers(Lines(data=data, x=axis, y=TIME, connected=False), "point")
+    assert points["encoding"]["x"]["axis"]["values"] == values

@@ -16,6 +16,7 @@ PALE = 0.35  # opacity
 HIDDEN = "indexof(backends, datum.backend) >= 0"  # the page sets the parameter `backends`
 EXTENT = 56  # pixels left of an axis, so that charts one below the other have one x axis
 LABELS = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
+TICKS, DECADE = 6, 10.0
 SEPARATION = 6  # pixels between labels
 NOTHING = ("", "-")  # a column of these has no line in a tooltip
 
@@ -52,7 +53,8 @@ def position(channel: Channel, axis: Axis, values: Iterable[float], **options: A
     scale: dict[str, Any] = {"zero": axis.zero}
     if axis.log:
         base = 2 if axis.labels == theme.SIZE_LABELS else 10
-        scale = {"type": "log", "base": base, "padding": 12, "nice": False}
+        narrow = max(known) < DECADE * min(known)  # without round ends it may have no label
+        scale = {"type": "log", "base": base, "padding": 12, "nice": narrow}
     if axis.domain:
         scale |= {"domain": list(axis.domain), "nice": False}
     return channel.title(axis.title).scale(alt.Scale(**scale)).axis(ticks)
@@ -65,10 +67,24 @@ def _ticks(axis: Axis, values: list[float]) -> dict[str, Any]:
         return {"values": list(axis.ticks)}
     if axis.labels == theme.SIZE_LABELS and not axis.log and most > 0:
         step = 2.0 ** (int(most).bit_length() - 2)
-        return {"values": [step * n for n in range(int(most // step) + 2)]}
+        return {"values": [step * n for n in range(int(most // step) + 1)]}
     if axis.log and values and axis.labels != theme.SIZE_LABELS:
         return {"values": theme.powers_of_ten(values)}
-    return {"tickCount": 6, **({"tickMinStep": 1} if axis.labels == theme.COUNT_LABELS else {})}
+    if axis.labels == theme.COUNT_LABELS:
+        low, high = axis.domain or (0.0, most)
+        steps = (digit * 10**power for power in range(12) for digit in (1, 2, 5))
+        step = next(step for step in steps if high - low <= TICKS * step)
+        return {"values": list(range(math.ceil(low / step) * step, int(high) + 1, step))}
+    return {"tickCount": TICKS}
+
+
+def _list_names(drawing: Drawing) -> tuple[list[str], list[str]]:
+    """Return all names that have colours, and those in the legend."""
+    known = list(drawing.data[drawing.color].unique())
+    if drawing.color == "backend":
+        order = theme.order_backends(known)
+        return order, [name for name in order if name in known]
+    return list(drawing.order) or known, known
 
 
 def color(drawing: Drawing, *, alone: bool = False) -> dict[str, Any]:
@@ -76,12 +92,9 @@ def color(drawing: Drawing, *, alone: bool = False) -> dict[str, Any]:
 
     alone: whether the legend is needed even if it has only one name.
     """
-    name, of_backends = drawing.color, drawing.color == "backend"
-    if not name:
+    if not drawing.color:
         return {}
-    known = list(drawing.data[name].unique())
-    order = theme.order_backends(known) if of_backends else list(drawing.order) or known
-    shown = [each for each in order if each in known] if of_backends else known
+    order, shown = _list_names(drawing)
     legend = alt.Legend(
         title=None,
         values=shown,
@@ -89,19 +102,27 @@ def color(drawing: Drawing, *, alone: bool = False) -> dict[str, Any]:
         symbolOpacity=1,
     )
     scale = alt.Scale(domain=order, range="category")
-    named = alone or of_backends or len(shown) > 1
-    return {"color": alt.Color(f"{name}:N", scale=scale, legend=legend if named else None)}
+    named = alone or drawing.color == "backend" or len(shown) > 1
+    name = f"{drawing.color}:N"
+    return {"color": alt.Color(name, scale=scale, legend=legend if named else None)}
 
 
 def shape(drawing: Lines | Bars) -> dict[str, Any]:
-    """Return the channel, if any; its legend is left out if only the first shape is there."""
+    """Return the channel, if any, with a legend unless only the first shape is there.
+
+    Shapes of the names that have colours share the legend of the colours.
+    """
     if not drawing.shape:
         return {}
-    shapes, known = drawing.shapes, set(drawing.data[drawing.shape])
-    shown = [name for name in shapes if name and name in known]
-    plain = shown in ([], [*shapes][:1]) or (drawing.shape == drawing.color and len(shown) == 1)
-    legend = None if plain else alt.Legend(title=None, values=shown)
-    scale = alt.Scale(domain=[*shapes], range=[*shapes.values()])
+    order, known = [*drawing.shapes], set(drawing.data[drawing.shape])
+    shown = [name for name in order if name and name in known]
+    plain = shown in ([], order[:1])
+    if drawing.shape == drawing.color:
+        order, shown = _list_names(drawing)
+        plain = len(shown) < 2
+    legend = None if plain else alt.Legend(title=None, values=shown, symbolOpacity=1)
+    forms = [drawing.shapes.get(name, "circle") for name in order]
+    scale = alt.Scale(domain=order, range=forms)
     return {"shape": alt.Shape(f"{drawing.shape}:N", scale=scale, legend=legend)}
 
 

@@ -16,6 +16,7 @@ from ddpbench.present.charts.kinds import GAP, LANE, ROOMY, Bars, Drawing, Lines
 FEW = 60  # points of a line that are drawn
 CROWDED = 100  # points of a chart that are small
 BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two rows
+TALL = 20  # rows of a chart whose axis is above them, where readers begin
 ROOM = 1.5  # of the longest bar, for the text behind it, also on a phone
 ROW, LEAST_HEIGHT, MOST_HEIGHT = 26, 80, 380  # pixels of a matrix
 PHONE, CHARACTER = 280, 7  # pixels: width of all columns on a phone, width of a character
@@ -145,7 +146,7 @@ def _marks(bars: Bars, base: alt.Chart) -> Iterator[alt.Chart]:
         band = base.mark_rule(opacity=0.2, strokeWidth=BAR + BETWEEN)
         yield band.encode(x="_band_low:Q", x2="_band_high:Q")
     if bars.dots:
-        dots = base.mark_point(size=80).encode(x=x, tooltip=tips, **hue)
+        dots = base.mark_point(size=80, opacity=1).encode(x=x, tooltip=tips, **hue)
         yield dots.encode(**channels.shape(bars))
     else:
         marks = base.mark_bar(height={"band": 0.85}).encode(tooltip=tips, **hue, **opacity(data))
@@ -154,7 +155,7 @@ def _marks(bars: Bars, base: alt.Chart) -> Iterator[alt.Chart]:
         rules = base.mark_rule(strokeWidth=1.5).transform_filter("isValid(datum._low)")
         yield rules.encode(x="_low:Q", x2="_high:Q", **(hue if bars.dots else {}))
     if has(data, "_reference"):
-        tick = base.mark_tick(thickness=3, height=24).transform_filter("datum._reference")
+        tick = base.mark_tick(thickness=3).transform_filter("datum._reference")
         yield tick.encode(x="_reference:Q", tooltip=tips, **hue)
     if has(data, "_text"):
         text = base.mark_text(align="left", dx=5).transform_filter("datum._text")
@@ -166,7 +167,8 @@ def _length(bars: Bars) -> alt.X:
     data = bars.datasets["data"]
     columns = ("_begin", "_end", "_low", "_high", "_right", "_reference")
     ends = data[[c for c in columns if c in data]].astype(float).stack()
-    x = position(alt.X("_end:Q"), bars.x, ends)
+    side: Any = "top" if data[bars.row].nunique() > TALL else "bottom"
+    x = position(alt.X("_end:Q"), bars.x, ends, orient=side, grid=bars.dots)
     if bars.x.domain is None and not bars.x.log:
         most = ends.max() * (ROOM if has(data, "_text") else 1.0)
         return x.scale(domain=[min(0.0, ends.min()), most or 1.0], nice=False)

@@ -150,7 +150,7 @@ def _draw_order(case: Shown, points: int) -> Lines:
     ]
     return Lines(
         data=pd.DataFrame(list(_list_points(case, points))),
-        x=Axis("repetitions in order; above: their launch", theme.COUNT_LABELS),
+        x=Axis("repetitions in order; above: their launch", theme.NUMBER_LABELS),
         y=Axis("time", theme.TIME_LABELS, log=True, ticks=TICKS),
         numbers={"_low": "shortest", "_y": "median", "_high": "longest"},
         color="",
