@@ -95,7 +95,7 @@ class Chart:
     name: str  # unique on a page; the name of its picture
     title: str
     caption: str  # the statistic, the unit, how to read it: one or two sentences
-    drawing: Drawing | dict[str, Any] | None  # a dict: Vega-Lite; None: the table is all there is
+    drawing: Drawing | None  # None: the table is all there is
     table: Table
     operation: str = ""  # readers can hide the charts of an operation; "": always shown
     choices: tuple[Choice, ...] = ()  # the drawing is that of the first
@@ -105,8 +105,8 @@ class Chart:
     @cached_property
     def spec(self) -> dict[str, Any] | None:
         """Return the Vega-Lite of the chart."""
-        if self.drawing is None or isinstance(self.drawing, dict):
-            return self.drawing
+        if self.drawing is None:
+            return None
         from ddpbench.present.charts.draw import draw  # loads altair
 
         return draw(self.drawing)

@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import altair as alt
-
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif"
 # blue, vermilion, bluish green, reddish purple, orange, sky blue, yellow, grey
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7a00", "#666666")
@@ -154,13 +152,6 @@ def powers_of_ten(values: Iterable[float]) -> list[float]:
 def write_number(field: str, labels: str) -> str:
     """Return the expression that writes a field as a label, with more digits: "12.34 µs"."""
     return labels.replace("datum.value", f"datum['{field}']").replace("~g", ".4~g")
-
-
-def tips(*fields: str, **titled: str) -> list[alt.Tooltip]:
-    """Return the lines of a tooltip: texts under their own names, then those with a title."""
-    lines = [alt.Tooltip(field=field, type="nominal") for field in fields]
-    titles = titled.items()
-    return [*lines, *(alt.Tooltip(field=f, type="nominal", title=title) for f, title in titles)]
 
 
 def backend_swatches(backends: Iterable[str]) -> list[tuple[str, str, str]]:
