@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.present.columns import Column, RowT, digits
-from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table, TableColumn
 
@@ -43,7 +42,9 @@ class ReportRun:
 
     @cached_property
     def samples(self) -> pd.DataFrame | None:
-        """Return the raw samples (records.samples.SAMPLE_COLUMNS); None if none are stored."""
+        """Return the raw samples (store.SAMPLE_COLUMNS); None if none are stored."""
+        from ddpbench.records import store  # loads msgspec
+
         try:
             return None if self.folder is None else store.read_samples(self.folder)
         except store.InvalidRun:
@@ -65,6 +66,7 @@ class ReportRun:
     @cached_property
     def _reduced(self) -> tuple[tuple[Repetitions, ...], str | None]:
         from ddpbench.present.repetitions import reduce_samples  # loads numpy
+        from ddpbench.records import store
 
         try:
             return tuple(reduce_samples(self.run, self.folder)) if self.folder else (), None

@@ -18,7 +18,9 @@ def write(document: Document) -> str:
     blocks = [escape(document.title)]
     for section in document.sections:
         shown = [*filter(None, _blocks(section))]
-        blocks += [f"{escape(section.title)}\n{shown[0]}", *shown[1:]] if shown else []
+        if shown and section.title:
+            shown[0] = f"{escape(section.title)}\n{shown[0]}"
+        blocks += shown
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
