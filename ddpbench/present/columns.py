@@ -146,6 +146,27 @@ def format_half_width(line: flags.AnyLine) -> str:
     return "-" if line.half_width is None else f"±{line.half_width * 100:.1f}%"
 
 
+def compared(what: str) -> tuple[Column[Any], Column[Any]]:
+    """Build the columns that tell how sure `what` is, and how much faster than other backends."""
+    interval: Column[Any] = Column(
+        "interval",
+        lambda line: line.half_width,
+        format_half_width,
+        unit="±",
+        meaning=f"half-width of the 95 % interval of the {what}",
+    )
+    faster: Column[Any] = Column(
+        "faster",
+        lambda line: line.faster,
+        lambda line: f"{line.faster:#.3g}".rstrip(".") if line.faster else "",
+        unit="×",
+        meaning="how many times as long the next backend takes; empty unless the interval lies "
+        "below those of all others",
+        applies=lambda line: line.faster is not None,
+    )
+    return interval, faster
+
+
 def show_flags(line: flags.AnyLine, known: Mapping[str, flags.Flag[Any]]) -> str:
     """Format the flags of a line as marks: "~ M"."""
     return " ".join(known[name].mark or name for name in line.flags)

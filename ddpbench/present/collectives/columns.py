@@ -14,8 +14,8 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.present.columns import (
     Column,
     by_name,
+    compared,
     digits,
-    format_half_width,
     scaled,
     show_flags,
     text_column,
@@ -138,22 +138,7 @@ COLUMNS: dict[str, Column[Line]] = by_name(
         'time of one call; "how" above states from where to where, and over what',
         default=True,
     ),
-    Column(
-        "interval",
-        lambda line: line.half_width,
-        format_half_width,
-        unit="±",
-        meaning="half-width of the 95 % interval of the time",
-    ),
-    Column(
-        "faster",
-        lambda line: line.faster,
-        lambda line: "" if line.faster is None else f"{line.faster:.3g}",
-        unit="×",
-        meaning="how many times as long the next backend takes; empty unless the interval lies "
-        "below those of all others",
-        applies=lambda line: line.faster is not None,
-    ),
+    *compared("time"),
     _time("low", _bound("low"), "lower end of the 95 % interval of the time"),
     _time("high", _bound("high"), "upper end of the 95 % interval of the time"),
     *map(_percentile, ("p90", "p99", "p99.9")),
