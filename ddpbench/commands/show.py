@@ -62,10 +62,10 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 def load(run: str | Path) -> pd.DataFrame:
     """Return a stored run, named as for `ddpbench show`, with one row per case and backend.
 
-    The columns are those of table.csv; None is unknown. Collectives: times in µs (`time`, `low`,
-    `high`, percentiles, `skew`), `size` in bytes, `algbw`, `busbw` and `limit_rate` in GB/s (10⁹
-    bytes). DDP steps: the name ends with the unit (`step_ms`, `samples_per_second`). `interval` and
-    `limit` are fractions. A run of the doctor has one row per finding. Raises InvalidRun.
+    The columns are those of table.csv, in the units that `--columns help` lists: times of
+    collectives in µs, of steps in ms, rates in GB/s (10⁹ bytes). `size` is in bytes; `interval` and
+    `limit` are fractions; None is unknown. A run of the doctor has one row per finding. Raises
+    InvalidRun.
     """
     values = list_values(sources.read(sources.find(str(run))))
     frame: pd.DataFrame = make_frame(values).infer_objects()
