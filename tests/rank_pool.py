@@ -29,7 +29,7 @@ import ddpbench
 from ddpbench import cli
 from ddpbench.session import errors
 
-IMPORTED = ("analysis", "doctor", "measure", "render", "replicas", "session")  # before any order
+IMPORTED = ("analysis", "doctor", "measure", "present", "replicas", "session")  # before any order
 
 
 @dataclass(frozen=True)
