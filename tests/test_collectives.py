@@ -11,7 +11,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import psutil
@@ -37,11 +36,6 @@ from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records import store
-
-
-def thorough_on_mpi(*values: Any) -> Any:
-    """Values of a parametrised test that needs mpirun and is thorough."""
-    return pytest.param(*values, marks=[needs_mpirun, pytest.mark.thorough])
 
 
 def heads(text: str) -> list[str]:

@@ -55,11 +55,9 @@ def by_name(*columns: Column[RowT]) -> dict[str, Column[RowT]]:
     return {column.name: column for column in columns}
 
 
-def text_column(
-    name: str, text: Callable[[RowT], str], meaning: str = "", *, default: bool = True
-) -> Column[RowT]:
+def text_column(name: str, text: Callable[[RowT], str], meaning: str = "") -> Column[RowT]:
     """Build a column of words, aligned left."""
-    return Column(name, text, text, meaning=meaning, default=default, left=True)
+    return Column(name, text, text, meaning=meaning, left=True)
 
 
 def choose_names(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ddpbench.present.repetitions import Repetitions
 
 NO_VALUES = Table("", (), ())
-Kind = tuple[str, ...]  # what a case is: render.column.title_parts
+Kind = tuple[str, ...]  # what a case is: columns.title_parts
 
 
 @dataclass(frozen=True)
@@ -192,12 +192,18 @@ def tabulate(
 def build_table(title: str, columns: Sequence[Column[RowT]], rows: Sequence[RowT]) -> Table:
     """Return a table with a row per item, without the columns in which no row has a text."""
     kept = [column for column in columns if any(map(column.show, rows))]
-    return tabulate(title, kept, [[column.show(row) for column in kept] for row in rows])
+    return show_rows(title, kept, rows)
 
 
-def show_rows(title: str, columns: Sequence[Column[RowT]], rows: Iterable[RowT]) -> Table:
+def show_rows(
+    title: str,
+    columns: Sequence[Column[RowT]],
+    rows: Iterable[RowT],
+    legend: Iterable[str] = (),
+) -> Table:
     """Return a table with these columns and a row per item."""
-    return tabulate(title, columns, [[column.show(row) for column in columns] for row in rows])
+    cells = [[column.show(row) for column in columns] for row in rows]
+    return tabulate(title, columns, cells, legend)
 
 
 def describe_columns(columns: Iterable[Column[Any]]) -> Table:

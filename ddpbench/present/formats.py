@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import Column, choose_names
 from ddpbench.present.doctor.document import FINDING_COLUMNS, build_document
-from ddpbench.present.document import Document, Section, as_row, make_table
+from ddpbench.present.document import Document, Section, make_table
 from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.present.writers import WRITERS
 from ddpbench.records.schema import Finding, Run
@@ -89,19 +89,10 @@ def _build_document(run: Run, columns: Columns, quiet: bool) -> Document:
     elif header.of_steps(run):
         sections = [*step_tables.build_sections(run, columns)]
     else:
-        sections = [*collective_tables.build_sections(run, columns)]
+        sections = [*collective_tables.build_sections(run, columns, fitted=not quiet)]
     result = Section("result", "", lines=tuple(header.partial(run)))
     if quiet:
-        tables = [replace(each, lines=()) for each in sections]
-        return Document("", (*(_without_legend(each) for each in tables), result))
-    setup = make_table("", ("", ""), header.list_facts(run), left=("",))
+        return Document("", (*(replace(each, lines=()) for each in sections), result))
     findings, more = header.choose_findings(run)
     result = replace(result, findings=findings, lines=(*result.lines, *more))
-    return Document(
-        header.title(run), (Section("setup", "", rows=(as_row(setup),)), *sections, result)
-    )
-
-
-def _without_legend(section: Section) -> Section:
-    rows = tuple(as_row(replace(chart.table, legend=())) for chart in section.charts)
-    return replace(section, rows=rows)
+    return Document(header.title(run), (header.build_setup(run, ""), *sections, result))

@@ -8,6 +8,7 @@ from typing import Any
 
 from ddpbench.analysis import stats
 from ddpbench.present.columns import digits
+from ddpbench.present.document import Section, as_row, make_table
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Finding, Run
 
@@ -58,6 +59,12 @@ def list_facts(run: Run) -> list[tuple[str, str]]:
         return [*shown, ("how", how)]
     how = _how_steps(run) if of_steps(run) else _how_calls(run)
     return [*shown, ("how", f"{how}; seed {run.plan.seed}"), ("launches", _launches(run))]
+
+
+def build_setup(run: Run, title: str) -> Section:
+    """Return the section on where, with what and how a run was measured."""
+    facts = make_table("", ("", ""), list_facts(run), left=("",))
+    return Section("setup", title, rows=(as_row(facts),))
 
 
 def _launches(run: Run) -> str:

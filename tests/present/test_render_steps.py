@@ -88,6 +88,14 @@ def test_no_line_of_the_tables_is_wider_than_a_terminal() -> None:
     assert max(map(len, table.splitlines())) <= 120
 
 
+def test_a_quiet_table_keeps_what_belongs_to_it() -> None:
+    """What could be gained stands below the budget; header, findings and legend are left out."""
+    quiet = formats.show("table", two_backends(), quiet=True)
+    assert "without communication and bucket copies, at most: " in quiet
+    assert quiet.startswith("mlp ")
+    assert "step ms: " not in quiet
+
+
 # --- phases ---------------------------------------------------------------------------------------
 
 

@@ -14,14 +14,20 @@ from ddpbench.present.document import Section, as_row, tabulate
 from ddpbench.records.schema import Run
 
 
-def build_sections(run: Run, wanted: tuple[str, ...] | None) -> Iterator[Section]:
-    """Yield the tables, why cases were skipped, and the legend. wanted: columns."""
+def build_sections(
+    run: Run, wanted: tuple[str, ...] | None, *, fitted: bool = True
+) -> Iterator[Section]:
+    """Yield the tables, why cases were skipped, and the legend.
+
+    wanted: columns. fitted: whether the fits of an ended run stand below its tables.
+    """
+    fitted = fitted and run.state in ("complete", "interrupted")
     known = lines.lines(run)
     shown = [line for line in known if line.seconds is not None]
     columns = choose_columns(wanted, COLUMNS, shown)
     tables, all_fits = [], []
     for title, group in _group_by_title(shown).items():
-        fits = fit.fits(group) if run.state in ("complete", "interrupted") else []
+        fits = fit.fits(group) if fitted else []
         all_fits += fits
         rows = _rows(group, columns)
         tables.append(tabulate(title, columns, rows, map(_format_fit, fits)))

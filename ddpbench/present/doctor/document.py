@@ -7,14 +7,7 @@ from dataclasses import replace
 
 from ddpbench.present.columns import Column, choose_columns, text_column
 from ddpbench.present.doctor.section import build_sections
-from ddpbench.present.document import (
-    Chart,
-    Document,
-    ReportRun,
-    Section,
-    build_table,
-    make_table,
-)
+from ddpbench.present.document import Chart, Document, ReportRun, Section, build_table
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.wording import counted
 
@@ -39,9 +32,7 @@ def build_document(run: Run, columns: tuple[str, ...] | None, quiet: bool) -> Do
     """
     from ddpbench.present import header  # loads numpy
 
-    facts = make_table("", ("", ""), header.list_facts(run), left=("",))
-    sections = [Section("setup", "Setup", rows=((Chart("facts", "", "", None, facts),),))]
-    sections += build_sections([ReportRun(run.id, run)])
+    sections = [header.build_setup(run, "Setup"), *build_sections([ReportRun(run.id, run)])]
     result = Section("result", "Result", verdict(run), tuple(header.partial(run)), run.findings)
     if columns is not None:
         shown = choose_columns(columns, FINDING_COLUMNS, run.findings)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.present.columns import explain
-from ddpbench.present.document import Chart, ReportRun, Section, plain_name, side_by_side, tabulate
+from ddpbench.present.columns import choose_columns, explain
+from ddpbench.present.document import Chart, ReportRun, Section, plain_name, show_rows, side_by_side
 from ddpbench.present.steps import budget as step_budget
 from ddpbench.present.steps import parts as step_parts
 from ddpbench.present.steps import tables as step_tables
@@ -57,9 +57,8 @@ def _charts(run: ReportRun) -> Iterator[Chart]:
 
 def _steps(group: Sequence[StepLine], name: str) -> Chart:
     """Return the terminal's table of a workload's steps."""
-    columns = [c for c in STEP_COLUMNS.values() if c.default and any(map(c.applies, group))]
-    rows = [[column.show(line) for column in columns] for line in group]
-    table = tabulate("steps", columns, rows, explain(group, columns, step_lines.FLAGS))
+    columns = choose_columns(None, STEP_COLUMNS, group)
+    table = show_rows("steps", columns, group, explain(group, columns, step_lines.FLAGS))
     return Chart(name, group[0].case.workload, step_tables.title(group[0].case), None, table)
 
 

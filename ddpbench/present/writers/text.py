@@ -38,7 +38,7 @@ def _wrap(line: str) -> str:
     indent = line[: len(line) - len(line.lstrip())]
     return textwrap.fill(
         escape(line), WIDTH, subsequent_indent=f"{indent}  ", break_long_words=False,
-        break_on_hyphens=False, drop_whitespace=True,
+        break_on_hyphens=False,
     )  # fmt: skip
 
 
