@@ -355,7 +355,7 @@ def _write_page(suite: Suite, path: Path) -> str:
         from ddpbench.present.writers import page_file
 
         section = session.build_section(suite.measured, suite.rows, drawn=True)
-        page_file.write(path, (), [section], "Tests of ranks")
+        page_file.save(path, (), [section], "Tests of ranks")
     except Exception as error:
         return f"no page was written, the exit code is that of the tests: {error}"
     return f"page written to {path}"

@@ -170,7 +170,7 @@ def _write_page(result: Comparison, output: Path) -> None:
         ReportRun(label, run, path if path.is_dir() else None)
         for label, (run, path) in zip(labels, pairs, strict=True)
     ]
-    page_file.write(output, runs, [verdicts])
+    page_file.save(output, runs, [verdicts])
     tell(f"page written to {output}")
 
 

@@ -15,13 +15,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ddpbench.commands import compare
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
-from ddpbench.present.document import Document, ReportRun, Section
+from ddpbench.present.document import ReportRun, Section
 from ddpbench.present.writers import page_file
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
@@ -89,7 +90,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     if page == STDOUT:
         sys.stdout.write(page_file.make(runs, verdicts))
     elif page:
-        page_file.write(page, runs, verdicts)
+        page_file.save(page, runs, verdicts)
         written.append(page)
     if STDOUT not in (page, namespace.markdown):
         sys.stdout.write("".join(f"{path}\n" for path in written))
@@ -132,15 +133,16 @@ def _write_parts(
     namespace: argparse.Namespace, runs: Sequence[ReportRun], verdicts: Sequence[Section]
 ) -> list[Path]:
     """Write the pictures and the Markdown; return their paths."""
+    from ddpbench.present.formats import build_page
     from ddpbench.present.writers import markdown, pictures
-    from ddpbench.present.writers.page import make_sections
 
     with store.refuse_impossible_values(" or ".join(namespace.runs)):
-        sections = make_sections(runs, verdicts)
-    try:
-        sections = pictures.choose(sections, namespace.chart, tables=bool(namespace.markdown))
-    except ValueError as error:
-        raise Refused(str(error)) from None
+        document = build_page(runs, verdicts)
+        tables = bool(namespace.markdown)
+        try:
+            sections = pictures.choose(document.sections, namespace.chart, tables=tables)
+        except ValueError as error:
+            raise Refused(str(error)) from None
     charts = [chart for section in sections for chart in section.charts]
     target = namespace.markdown
     drawn = {
@@ -156,8 +158,7 @@ def _write_parts(
             for files in drawn.values()
             for name, path in files.items()
         }
-        title = " and ".join(run.label for run in runs)
-        text = markdown.write(Document(title, tuple(sections)), linked)
+        text = markdown.write(replace(document, sections=tuple(sections)), linked)
         if target == STDOUT:
             sys.stdout.write(text)
         else:

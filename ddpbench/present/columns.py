@@ -6,7 +6,7 @@ Every table and CSV file is built from columns: name, unit, value and alignment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -77,13 +77,19 @@ def choose_names(
 
 
 def choose_columns(
-    names: Iterable[str] | None, columns: Mapping[str, Column[RowT]], rows: Sequence[RowT]
+    names: Iterable[str] | None,
+    columns: Mapping[str, Column[RowT]],
+    rows: Sequence[RowT],
+    also: Container[str] = (),
 ) -> list[Column[RowT]]:
-    """Return the requested columns, else the default ones that apply to any of these rows."""
-    chosen = [columns[name] for name in choose_names(names, columns)]
-    if names is not None or not rows:
-        return chosen
-    return [column for column in chosen if any(map(column.applies, rows))]
+    """Return the requested columns, else the default ones that apply to any of these rows.
+
+    also: columns that are treated as default ones.
+    """
+    if names is not None:
+        return [columns[name] for name in choose_names(names, columns)]
+    default = [column for column in columns.values() if column.default or column.name in also]
+    return [column for column in default if not rows or any(map(column.applies, rows))]
 
 
 def scaled(value: float | None, factor: float) -> float | None:

@@ -75,34 +75,25 @@ class ReportRun:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One of the things that a chart can show, one at a time."""
-
-    label: str  # "all_reduce 1 MiB gloo"
-    drawing: Drawing
-    table: Table
-
-    @property
-    def data(self) -> dict[str, dict[str, tuple[Any, ...]]]:
-        """Return the columns of each dataset of the chart."""
-        from ddpbench.present.charts.kinds import list_columns
-
-        return {name: list_columns(frame) for name, frame in self.drawing.datasets.items()}
-
-
-@dataclass(frozen=True)
 class Chart:
-    """A chart and the same values as a table."""
+    """A table, and a drawing of what it has."""
 
-    name: str  # unique on a page; the name of its picture
+    name: str  # unique in a document; the name of its picture
     title: str
     caption: str  # the statistic, the unit, how to read it: one or two sentences
-    drawing: Drawing | None  # None: the table is all there is
     table: Table
+    draw: Callable[[], Drawing] | None = None  # loads pandas; None: the table is all there is
     operation: str = ""  # readers can hide the charts of an operation; "": always shown
-    choices: tuple[Choice, ...] = ()  # the drawing is that of the first
+    grouped: bool = False  # whether a terminal omits what the first column repeats
+    most: int | None = None  # rows that a terminal shows; None: all
+    spread: bool = False  # whether these are spread evenly, up to the last row
     # First rows that Markdown shows, folding the others; None: all of a short table.
     remarkable: int | None = None
+
+    @cached_property
+    def drawing(self) -> Drawing | None:
+        """Return what is drawn."""
+        return self.draw and self.draw()
 
     @cached_property
     def spec(self) -> dict[str, Any] | None:
@@ -113,30 +104,33 @@ class Chart:
 
         return draw(self.drawing)
 
+    @property
+    def text_table(self) -> Table:
+        """Return the table as a terminal shows it."""
+        table, count = self.table, len(self.table.rows)
+        rows: Sequence[Sequence[Any]] = table.rows
+        if self.most is not None and self.most < count:
+            chosen = [(i + 1) * count // self.most - 1 for i in range(self.most)]
+            rows = [rows[i] for i in chosen] if self.spread else rows[: self.most]
+            table = replace(table, title=f"{table.title} ({self.most} of {count})")
+        if self.grouped:
+            above = [None, *(row[0] for row in rows[:-1])]
+            cells = zip(rows, above, strict=True)
+            rows = [["" if row[0] == before else row[0], *row[1:]] for row, before in cells]
+        return replace(table, rows=tuple(map(tuple, rows)))
+
 
 Rows = tuple[tuple[Chart, ...], ...]
 
 
-def draw_chart(
-    name: str, title: str, caption: str, drawing: Drawing, legend: Iterable[str] = ()
-) -> Chart:
+def draw_chart(name: str, title: str, caption: str, drawing: Drawing) -> Chart:
     """Return a chart whose table has what its data shows."""
-    return Chart(name, title, caption, drawing, tabulate_data(title, drawing, legend))
-
-
-def draw_choices(name: str, title: str, caption: str, choices: Sequence[Choice]) -> Chart:
-    """Return a chart that shows one of several things; first the first."""
-    first = choices[0].drawing, choices[0].table
-    return Chart(name, title, caption, *first, choices=tuple(choices))
-
-
-def tabulate_data(title: str, drawing: Drawing, legend: Iterable[str] = ()) -> Table:
-    """Return the table of what the data of a chart shows."""
     from ddpbench.present.charts.kinds import list_columns
 
     columns = list_columns(drawing.shown)
     left = [n for n, cells in columns.items() if any(str(cell)[:1].isalpha() for cell in cells)]
-    return make_table(title, columns, zip(*columns.values(), strict=True), left, legend)
+    table = make_table(title, columns, zip(*columns.values(), strict=True), left)
+    return Chart(name, title, caption, table, lambda: drawing)
 
 
 @dataclass(frozen=True)
@@ -149,6 +143,7 @@ class Section:
     lines: tuple[str, ...] = ()  # plain facts, a paragraph each
     findings: tuple[Finding, ...] = ()
     rows: Rows = ()
+    legend: tuple[str, ...] = ()  # of all its tables
 
     @property
     def charts(self) -> list[Chart]:
@@ -164,6 +159,7 @@ class Document:
     sections: tuple[Section, ...]
     values: Table = NO_VALUES  # CSV: a row per case, unrounded; None is unknown
     data: Any = None  # JSON
+    runs: tuple[Run, ...] = ()  # whose command lines a page shows
 
 
 def make_table(
@@ -214,8 +210,8 @@ def describe_columns(columns: Iterable[Column[Any]]) -> Table:
 
 
 def as_row(table: Table) -> tuple[Chart]:
-    """Return the row of a section that has this table alone, without a picture."""
-    return (Chart("", table.title, "", None, table, remarkable=len(table.rows)),)
+    """Return the row of a section that has this table alone, without a drawing."""
+    return (Chart("", table.title, "", table, remarkable=len(table.rows)),)
 
 
 def format_cell(value: Any, column: TableColumn) -> str:
@@ -227,29 +223,41 @@ def format_cell(value: Any, column: TableColumn) -> str:
     return digits(value)
 
 
-MakeSection = Callable[[Sequence[ReportRun]], "Section | None"]  # None: these runs have none
+def pair(charts: Iterable[Chart]) -> Rows:
+    """Return rows of two charts."""
+    known = list(charts)
+    return tuple(tuple(known[n : n + 2]) for n in range(0, len(known), 2))
 
 
-def side_by_side(runs: Sequence[ReportRun], make: Callable[[ReportRun], Iterable[Chart]]) -> Rows:
-    """Return a row for the first charts of all runs, one for the second, …
+def build_for_each(
+    runs: Sequence[ReportRun], build: Callable[[ReportRun], Iterable[Section]]
+) -> list[Section]:
+    """Return the sections of each run; of several, sections of one name are one.
 
-    make: returns the charts of one run. Names and titles tell several runs apart.
+    There the first charts of all runs are in one row, the second ones in the next, …
     """
-    columns = [list(make(run)) for run in runs]
-    if len(runs) > 1:
-        columns = [
-            [replace(c, name=f"{c.name}-{n}", title=f"{c.title}: {run.label}") for c in charts]
-            for n, (charts, run) in enumerate(zip(columns, runs, strict=True), 1)
-        ]
-    return tuple(tuple(filter(None, row)) for row in zip_longest(*columns))
+    if len(runs) == 1:
+        return list(build(runs[0]))
+    parts: dict[str, list[Section]] = {}
+    for number, run in enumerate(runs, 1):
+        for section in build(run):
+            named = [
+                replace(c, name=f"{c.name}-{number}", title=f"{c.title}: {run.label}")
+                for c in section.charts
+            ]
+            parts.setdefault(section.name, []).append(replace(section, rows=tuple(zip(named))))
+    return [_join(same) for same in parts.values()]
 
 
-def arrange(runs: Sequence[ReportRun], make: Callable[[ReportRun], Iterable[Chart]]) -> Rows:
-    """Return the charts of one run in pairs; those of several runs side by side."""
-    if len(runs) > 1:
-        return side_by_side(runs, make)
-    charts = [chart for run in runs for chart in make(run)]
-    return tuple(tuple(charts[n : n + 2]) for n in range(0, len(charts), 2))
+def _join(sections: Sequence[Section]) -> Section:
+    """Return one section of all these, their charts side by side."""
+    rows = zip_longest(*(section.charts for section in sections))
+    return replace(
+        sections[0],
+        lines=tuple(dict.fromkeys(line for each in sections for line in each.lines)),
+        legend=tuple(dict.fromkeys(line for each in sections for line in each.legend)),
+        rows=tuple(tuple(filter(None, row)) for row in rows),
+    )
 
 
 def describe(of: Kind) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from ddpbench.catalog.sizes import readable
 from ddpbench.present.columns import scaled
-from ddpbench.present.document import Chart, ReportRun, Section, make_table, side_by_side
+from ddpbench.present.document import Chart, ReportRun, Section, make_table
 from ddpbench.records.launched import Launch
 from ddpbench.records.wording import spans
 
@@ -38,38 +37,21 @@ Read = Callable[[Mapping[str, Any], Launch], Any]
 Columns = dict[str, tuple[Read, str]]  # heading → value, and alignment
 
 
-def section(runs: Sequence[ReportRun]) -> Section | None:
-    launched = [run for run in runs if run.run.launches]
-    if not launched:
-        return None
-    charts = [
-        _compare("machine", "Machine and versions", "As rank 0 sees them.", launched, _facts),
-        _compare("variables", "Environment variables", VARIABLES, launched, _variables),
-    ]
-    known = tuple((chart,) for chart in charts if chart.table.rows)
-    return Section(
-        "environment",
-        "Environment",
-        rows=(*known, *side_by_side(launched, _tables)),
+def build_sections(run: ReportRun) -> Iterator[Section]:
+    """Yield the section, if the run has launches."""
+    if not run.run.launches:
+        return
+    lists = (
+        ("machine", "Machine and versions", "As rank 0 sees them.", _facts(run)),
+        ("variables", "Environment variables", VARIABLES, _variables(run)),
     )
-
-
-def _compare(
-    name: str,
-    title: str,
-    caption: str,
-    runs: Sequence[ReportRun],
-    read: Callable[[ReportRun], dict[str, str]],
-) -> Chart:
-    """Return facts by name, of several runs side by side: what differs is marked."""
-    known = [read(run) for run in runs]
-    names = dict.fromkeys(chain.from_iterable(known))
-    rows = [(name, *(facts.get(name) for facts in known)) for name in names]
-    heads = ["", ""]
-    if len(runs) > 1:
-        heads = ["", *(run.label for run in runs), "differs"]
-        rows = [(*row, "differs" if len(set(row[1:])) > 1 else "") for row in rows]
-    return Chart(name, title, caption, None, make_table(title, heads, rows, left=heads))
+    facts = [
+        Chart(name, title, caption, make_table(title, ("", ""), values.items(), left=("",)))
+        for name, title, caption, values in lists
+        if values
+    ]
+    rows = tuple((chart,) for chart in (*facts, *_tables(run)))
+    yield Section("environment", "Environment", rows=rows)
 
 
 def _facts(run: ReportRun) -> dict[str, str]:
@@ -144,7 +126,7 @@ def _table(name: str, title: str, caption: str, columns: Columns, rows: Sequence
     shown = [head for head in columns if any(v not in (None, "") for v in cells[head])]
     left = [head for head in shown if columns[head][1] == "left"]
     table = make_table(title, shown, zip(*(cells[head] for head in shown), strict=True), left)
-    return Chart(name, title, caption, None, table)
+    return Chart(name, title, caption, table)
 
 
 def _inner(name: str, key: str) -> Read:

@@ -1,16 +1,24 @@
-"""Formats of a run, for people and machines: one entry of FORMATS adds an output."""
+"""Runs as documents: as a terminal shows them, in FORMATS, and as a page with charts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import Column, choose_names
-from ddpbench.present.doctor.document import FINDING_COLUMNS, build_document
-from ddpbench.present.document import Document, Section, make_table
+from ddpbench.present.doctor import document as doctor
+from ddpbench.present.doctor.document import FINDING_COLUMNS
+from ddpbench.present.document import (
+    Document,
+    ReportRun,
+    Section,
+    as_row,
+    build_for_each,
+    make_table,
+)
 from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.present.writers import WRITERS
 from ddpbench.records.schema import Finding, Run
@@ -29,14 +37,10 @@ def show(form: str, run: Run, columns: Columns = None, quiet: bool = False) -> s
     columns: default: the usual ones; every one in CSV, and the whole run, as stored, in JSON.
     quiet: without header, findings and legends.
     """
-    from ddpbench.present import header  # loads numpy
-
     if form == "csv":
         document = Document("", (), list_values(run, columns))
     elif form == "json":
         document = Document("", (), data=_list_data(run, columns))
-    elif header.of_doctor(run):
-        document = build_document(run, columns, quiet)
     else:
         document = _build_document(run, columns, quiet)
     return WRITERS[form](document)
@@ -78,21 +82,64 @@ def list_values(run: Run, columns: Columns = None) -> Table:
 
 
 def _build_document(run: Run, columns: Columns, quiet: bool) -> Document:
-    """Return the document of a run that measured, or watched, something."""
+    """Return what a terminal shows of a run: no charts, and what matters most at the end."""
     from ddpbench.present import header
-    from ddpbench.present.collectives import tables as collective_tables
-    from ddpbench.present.steps import tables as step_tables
-    from ddpbench.present.watch import tables as watch_tables
+    from ddpbench.present.collectives import sections as collectives
+    from ddpbench.present.steps import sections as steps
+    from ddpbench.present.watch import sections as watch
 
+    if header.of_doctor(run):
+        return doctor.build_document(run, columns, quiet)
+    reported = ReportRun(run.id, run)
     if header.of_watch(run) and columns is None:
-        sections = [*watch_tables.build_sections(run)]
+        known = [*watch.build_sections(reported)]
     elif header.of_steps(run):
-        sections = [*step_tables.build_sections(run, columns)]
+        known = [*steps.build_sections(reported, columns)]
     else:
-        sections = [*collective_tables.build_sections(run, columns, fitted=not quiet)]
+        known = [*collectives.build_sections([reported], columns, fitted=not quiet)]
+    sections = [_without_charts(each) for each in known]
     result = Section("result", "", lines=tuple(header.partial(run)))
     if quiet:
         return Document("", (*(replace(each, lines=()) for each in sections), result))
+    legend = Section("legend", "", legend=tuple(line for each in known for line in each.legend))
     findings, more = header.choose_findings(run)
     result = replace(result, findings=findings, lines=(*result.lines, *more))
-    return Document(header.title(run), (header.build_setup(run, ""), *sections, result))
+    return Document(header.title(run), (header.build_setup(run, ""), *sections, legend, result))
+
+
+def _without_charts(section: Section) -> Section:
+    """Return the section with its tables only, and without title and legend."""
+    tables = [as_row(chart.text_table) for chart in section.charts if chart.table.columns]
+    return replace(section, title="", legend=(), rows=tuple(tables))
+
+
+def build_page(
+    runs: Sequence[ReportRun], verdicts: Iterable[Section] = (), title: str = ""
+) -> Document:
+    """Return the document of these runs with all charts.
+
+    verdicts: sections on a comparison of the runs, shown after their summary. title: default: their
+    labels; a page without runs needs one.
+    """
+    from ddpbench.present import environment, summary
+    from ddpbench.present.collectives import cases, skew
+    from ddpbench.present.collectives import sections as collectives
+    from ddpbench.present.doctor import section as examinations
+    from ddpbench.present.steps import sections as steps
+    from ddpbench.present.watch import sections as watch
+
+    sections = [summary.build_section(runs)] if runs else []
+    sections += [*verdicts]
+    # Single repetitions come after what they make.
+    for build in (
+        partial(build_for_each, build=partial(examinations.build_sections, drawn=True)),
+        partial(collectives.build_sections, drawn=True),
+        partial(build_for_each, build=partial(watch.build_sections, drawn=True)),
+        partial(build_for_each, build=partial(steps.build_sections, drawn=True)),
+        partial(build_for_each, build=cases.build_sections),
+        partial(build_for_each, build=skew.build_sections),
+        partial(build_for_each, build=environment.build_sections),
+    ):
+        sections += build(runs)
+    label = title or " and ".join(run.label for run in runs)
+    return Document(label, tuple(sections), runs=tuple(run.run for run in runs))

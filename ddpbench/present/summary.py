@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -14,7 +15,7 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.present import header
 from ddpbench.present.columns import digits, title_parts
 from ddpbench.present.doctor import document as doctor
-from ddpbench.present.document import Chart, ReportRun, Section, make_table, side_by_side
+from ddpbench.present.document import Chart, ReportRun, Section, build_for_each, make_table
 from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.wording import counted, list_all
 
@@ -27,9 +28,8 @@ INCOMPLETE = {
 }
 
 
-def section(runs: Sequence[ReportRun]) -> Section | None:
-    if not runs:
-        return None
+def build_section(runs: Sequence[ReportRun]) -> Section:
+    """Return the section that begins a page of one or several runs."""
     several = len(runs) > 1
     summaries = [f"{r.label}: {summarise(r)}" if several else summarise(r) for r in runs]
     return Section(
@@ -38,7 +38,7 @@ def section(runs: Sequence[ReportRun]) -> Section | None:
         "" if several else summaries[0],
         tuple(summaries) if several else (),
         tuple(_findings(runs)),
-        side_by_side(runs, _facts),
+        build_for_each(runs, _build_setup)[0].rows,
     )
 
 
@@ -60,11 +60,10 @@ def _findings(runs: Sequence[ReportRun]) -> list[Finding]:
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def _facts(run: ReportRun) -> list[Chart]:
-    """Return the lines that a terminal shows above the tables."""
-    facts = header.list_facts(run.run)
-    table = make_table("How it was measured", ("", ""), facts, left=("",))
-    return [Chart("facts", table.title, "", None, table)] if facts else []
+def _build_setup(run: ReportRun) -> Iterator[Section]:
+    """Yield the lines that a terminal shows above the tables."""
+    table = make_table("How it was measured", ("", ""), header.list_facts(run.run), left=("",))
+    yield Section("", "", rows=((Chart("facts", table.title, "", table),),) if table.rows else ())
 
 
 def summarise(reported: ReportRun) -> str:
@@ -130,20 +129,21 @@ def _list(names: Iterable[str], noun: str) -> str:
 
 
 def _collectives(lines: Sequence[Line]) -> Iterator[str]:
-    """State the fastest backend of each operation, or how fast the only backend is."""
+    """State how often each backend is the fastest, or how fast the only one is."""
     measured = [line for line in lines if line.seconds is not None]
+    compared = {(title_parts(line.case), line.case.nbytes) for line in measured}
+    if len({line.case.backend for line in measured}) > 1:
+        wins = Counter(line.case.backend for line in measured if line.faster)
+        for backend, count in wins.most_common():
+            yield f"{backend} is clearly the fastest in {count} of {len(compared)} cases."
+        if not wins:
+            yield "No backend is clearly the fastest in any case."
+        return
     by_name: dict[str, list[Line]] = {}
     for line in measured:
         by_name.setdefault(line.case.called, []).append(line)
-    if len({line.case.backend for line in measured}) < 2:
-        sentences = [_speed(name, group) for name, group in by_name.items()]
-        yield from sentences[:MOST_SENTENCES]
-        return
-    names: dict[str, list[str]] = {}
-    for name, group in by_name.items():
-        names.setdefault(_fastest(group), []).append(name)
-    for fastest, same in list(names.items())[:MOST_SENTENCES]:
-        yield f"For {_list(same, 'operation')}, {fastest}."
+    for name, group in [*by_name.items()][:MOST_SENTENCES]:
+        yield _speed(name, group)
 
 
 def _speed(name: str, group: Sequence[Line]) -> str:
@@ -161,38 +161,6 @@ def _duration(seconds: float | None) -> str:
     value = seconds or 0.0
     factor, unit = (1.0, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 else (1e6, "µs")
     return f"{value * factor:.3g} {unit}"
-
-
-def _fastest(group: Sequence[Line]) -> str:
-    """State which backend is the fastest at which sizes: "the fastest backend is mpi at …"."""
-    winners: dict[int, set[str]] = {}
-    for _, same in groupby(group, key=lambda line: (title_parts(line.case), line.case.nbytes)):
-        rivals = list(same)
-        best = next((line for line in rivals if line.faster), None)
-        winners.setdefault(rivals[0].case.nbytes, set()).add(best.case.backend if best else "")
-    sizes = sorted(winners)
-    clear = [winners[n].copy().pop() if len(winners[n]) == 1 else "" for n in sizes]
-    parts = [f"{name} {_span(name, clear, sizes)}" for name in dict.fromkeys(filter(None, clear))]
-    if not parts:
-        return "no backend is clearly the fastest"
-    return f"the fastest backend is {list_all(parts)}"
-
-
-def _span(name: str, clear: Sequence[str], sizes: Sequence[int]) -> str:
-    """State the sizes at which this backend is the fastest."""
-    where = [i for i, winner in enumerate(clear) if winner == name]
-    first, last = where[0], where[-1]
-    if len(where) < last - first + 1:
-        return f"at {len(where)} of {len(sizes)} sizes"
-    if len(where) == len(sizes):
-        return "at every size" if len(sizes) > 1 else f"at {readable(sizes[0])}"
-    if first == last:
-        return f"at {readable(sizes[first])}"
-    if first == 0:
-        return f"up to {readable(sizes[last])}"
-    return f"from {readable(sizes[first])}" + (
-        "" if last == len(sizes) - 1 else f" to {readable(sizes[last])}"
-    )
 
 
 def _steps(run: Run) -> Iterator[str]:

@@ -28,7 +28,7 @@ def write(folder: Path, quiet: bool = False) -> None:
         run = store.read(folder)
         if not run.everything:
             return
-        page_file.write(folder / page_file.NAME, [ReportRun(run.id, run, folder)])
+        page_file.save(folder / page_file.NAME, [ReportRun(run.id, run, folder)])
     except Exception as error:
         what = str(error) if isinstance(error, (OSError, store.InvalidRun)) else repr(error)
         tell(

@@ -17,5 +17,5 @@ SWEEP = Path(__file__).parents[2] / "results/reference/cpu-2-ranks"
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of the stored sweep of gloo and mpi, with its samples: it takes seconds to make."""
     page = tmp_path_factory.mktemp("sweep") / "page.html"
-    page_file.write(page, [ReportRun(SWEEP.name, sources.read(SWEEP), SWEEP)])
+    page_file.save(page, [ReportRun(SWEEP.name, sources.read(SWEEP), SWEEP)])
     return page

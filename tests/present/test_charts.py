@@ -13,7 +13,8 @@ pytest.importorskip("altair")
 from ddpbench.present import theme
 from ddpbench.present.charts.draw import draw
 from ddpbench.present.charts.kinds import Axis, Bars, Drawing, Lines, Matrix, Spans
-from ddpbench.present.document import tabulate_data
+from ddpbench.present.document import draw_chart
+from ddpbench.records.table import Table
 
 TIME = Axis("time", theme.TIME_LABELS)
 LOGARITHMIC = Axis("time", theme.TIME_LABELS, log=True)
@@ -28,6 +29,11 @@ def layers(drawing: Drawing, mark: str) -> list[dict[str, Any]]:
     return [layer for layer in draw(drawing)["layer"] if layer["mark"]["type"] == mark]
 
 
+def tabulated(drawing: Drawing) -> Table:
+    """The table of what a chart shows."""
+    return draw_chart("name", "", "", drawing).table
+
+
 def fields(layer: dict[str, Any], channel: str = "tooltip") -> list[str]:
     return [each["field"] for each in layer["encoding"][channel]]
 
@@ -39,7 +45,7 @@ def test_what_is_shown_is_not_what_is_drawn() -> None:
     lines = Lines(data=data, x=TIME, y=TIME)
     (points,) = layers(lines, "point")
     assert fields(points) == ["rank", "backend"]
-    assert [c.heading for c in tabulate_data("", lines).columns] == ["rank", "why", "backend"]
+    assert [c.heading for c in tabulated(lines).columns] == ["rank", "why", "backend"]
     assert [row["_y"] for row in draw(lines)["datasets"]["data"]] == [1.0, None]
 
 
@@ -75,7 +81,7 @@ def test_a_cursor_shows_all_lines_of_any_name() -> None:
     *_, cursor = draw(lines)["layer"]
     assert fields(cursor) == ["step", "t0", "t1"]
     assert [each["title"] for each in cursor["encoding"]["tooltip"]] == ["step", *names]
-    assert tabulate_data("", lines).rows == ((1, "a", "b"), (2, "c", "-"))
+    assert tabulated(lines).rows == ((1, "a", "b"), (2, "c", "-"))
 
 
 def test_spans_above_a_lane_share_its_pixels() -> None:
@@ -104,7 +110,7 @@ def test_heat_covers_orders_of_magnitude(values: list[float], scale: str, dark: 
     assert cells["encoding"]["color"]["scale"]["type"] == scale
     assert outline["transform"] == [{"filter": "datum._marked"}]
     assert list(matrix.datasets["data"]["_dark"]) == dark
-    assert tabulate_data("", matrix).rows == (("r", "t", "t slow", "t"),)
+    assert tabulated(matrix).rows == (("r", "t", "t slow", "t"),)
 
 
 def test_a_name_has_one_colour_on_all_charts() -> None:

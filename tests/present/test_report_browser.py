@@ -58,7 +58,7 @@ def browser() -> Iterator[Browser]:
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a DDP step on gloo and mpi, which has a finding."""
     page = tmp_path_factory.mktemp("step") / "page.html"
-    page_file.write(page, [ReportRun(STEP.name, sources.read(STEP), STEP)])
+    page_file.save(page, [ReportRun(STEP.name, sources.read(STEP), STEP)])
     return page
 
 
@@ -165,29 +165,6 @@ def test_a_backend_and_an_operation_can_be_hidden(reference: Path, open_page: Op
     assert all(chart.is_visible() for chart in charts.all())
 
 
-def test_a_case_can_be_chosen(reference: Path, open_page: Open) -> None:
-    """A filter shortens the list of cases; the chosen case fills the chart and its table."""
-    page = open_page(reference)
-    chart = page.locator("figure[data-chart=cases]")
-    chart.scroll_into_view_if_needed()
-    chart.locator("svg[aria-hidden]").wait_for()
-    chart.locator("summary").click()
-    cases = chart.locator("option").all_inner_texts()
-    assert len(cases) == 3 * 13 * 2
-    before = chart.locator("svg").inner_html(), chart.locator("table").inner_text()
-    chart.get_by_label("Filter").fill("mib mpi broadcast")
-    matching = chart.locator("option").all_inner_texts()
-    assert matching == [name for name in cases if "MiB" in name and "broadcast" in name
-                        and "mpi" in name]  # fmt: skip
-    chart.get_by_label("Case").select_option(matching[-1])
-    chart.locator("svg[aria-hidden]").wait_for()
-    assert chart.locator("svg").inner_html() != before[0]
-    assert chart.locator("table").inner_text() != before[1]
-    chart.get_by_label("Filter").fill("")
-    assert chart.locator("option").all_inner_texts() == cases
-    assert chart.get_by_label("Case").input_value() == matching[-1]
-
-
 def test_charts_follow_the_system_and_print_in_light(reference: Path, open_page: Open) -> None:
     """A switch to dark draws the charts anew; a print has all charts, in the light theme."""
     page = open_page(reference)
@@ -233,7 +210,7 @@ def test_markup_in_names_is_text(tmp_path: Path, open_page: Open) -> None:
     )
     run = with_facts(run, {"cpu_model": SCRIPT}, {"hostname": SCRIPT})
     path = tmp_path / "page.html"
-    page_file.write(path, [ReportRun(f"run {SCRIPT}", run)])
+    page_file.save(path, [ReportRun(f"run {SCRIPT}", run)])
     page = open_page(path)
     draw_all(page)
     assert page.locator("h1").inner_text() == f"run {SCRIPT}"

@@ -44,17 +44,15 @@ def add_case(folder: Path, part: int, case: str, spent: Ints, entry: Ints | None
     store.add_samples(folder, part, columns)
 
 
-def case_charts(run: Run, folder: Path) -> tuple[Chart, Chart]:
-    """The repetitions in order, and their distribution."""
-    section = cases.section([ReportRun(run.id, run, folder)])
-    assert section is not None
-    ((order, shares),) = section.rows
-    return order, shares
+def case_charts(run: Run, folder: Path) -> tuple[Chart, ...]:
+    """The repetitions in order and their distribution, of the case that varies most."""
+    (section,) = cases.build_sections(ReportRun(run.id, run, folder))
+    return section.rows[0]
 
 
-def rows(chart: Chart, choice: int = 0, dataset: str = "data") -> list[dict[str, Any]]:
-    columns = chart.choices[choice].data[dataset]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+def rows(chart: Chart, dataset: str = "data") -> list[dict[str, Any]]:
+    assert chart.drawing is not None
+    return chart.drawing.datasets[dataset].to_dict("records")
 
 
 def test_samples_reduce_to_the_slowest_rank_and_to_each_rank(tmp_path: Path) -> None:
@@ -117,8 +115,8 @@ def test_shares_count_every_launch_alike(tmp_path: Path) -> None:
     shares = [row["_y"] for row in rows(distribution)]
     assert len(shares) <= 41
     assert list(filter(None, shares)) == pytest.approx([0.5, 0.5])
-    assert [row["_label"] for row in rows(chart, 0, "rules")] == ["0", "1"]
-    table = distribution.choices[0].table
+    assert [row["_label"] for row in rows(chart, "rules")] == ["0", "1"]
+    table = chart.table
     assert [row[:2] for row in table.rows] == [(0, 1000), (1, 10)]
     assert table.rows[0][4] == pytest.approx(10.0)
     assert table.rows[1][6] is None  # p99 of ten calls
@@ -131,25 +129,26 @@ def test_times_are_of_one_call(tmp_path: Path) -> None:
     assert min(row["_y"] for row in rows(chart)) == pytest.approx(1e-6)
 
 
-def test_the_first_choice_is_the_most_telling(tmp_path: Path) -> None:
-    """A case with two usual times comes first; its lines name both and their shares."""
+def test_the_case_that_varies_most_comes_first(tmp_path: Path) -> None:
+    """A case with two modes; its lines name both and their shares. Few cases are drawn."""
     draw = np.random.default_rng(0)
     steady = draw.normal(10_000, 100, (2, 400)).astype(int)
     both = np.where(np.arange(400) % 2, steady, 10 * steady)
     results = []
-    for part, (nbytes, spent) in enumerate(((1024, steady), (4096, both))):
+    for part, (nbytes, spent) in enumerate(
+        ((1024, steady), (4096, both), (8, steady), (16, steady))
+    ):
         case = a_case(nbytes=nbytes)
         add_case(tmp_path, part, case.key, spent)
         times = np.sort(spent.max(axis=0)) * 1e-9
         quantiles = tuple(np.quantile(times, np.linspace(0, 1, 21)))
         summary = a_summary(float(np.median(times)), quantiles_seconds=quantiles)
         results.append(a_result(case, part, summary))
-    chart, _ = case_charts(a_run(*results), tmp_path)
-    assert [choice.label for choice in chart.choices] == [
-        "all_reduce 4 KiB gloo", "all_reduce 1 KiB gloo",
-    ]  # fmt: skip
-    assert chart.table == chart.choices[0].table
-    low, high = (row for row in rows(chart, 0, "levels") if "near" in row["_label"])
+    (section,) = cases.build_sections(ReportRun("run", a_run(*results), tmp_path))
+    assert len(section.rows) == cases.MOST_CASES == 3
+    chart, _ = section.rows[0]
+    assert chart.title == "all_reduce 4 KiB gloo"
+    low, high = (row for row in rows(chart, "levels") if "near" in row["_label"])
     assert (low["_y"], high["_y"]) == pytest.approx((1e-5, 1e-4), rel=0.05)
 
 
@@ -157,11 +156,9 @@ def test_the_summary_names_damaged_samples(tmp_path: Path, frozen: Frozen) -> No
     """A page without repetitions says why, if the file of samples is damaged; else it says
     nothing about it."""
     run = a_run(a_result())
-    whole = overview.section([ReportRun("a", run, tmp_path)])
+    whole = overview.build_section([ReportRun("a", run, tmp_path)])
     (tmp_path / "samples.parquet").write_bytes(b"PAR1 broken")
-    damaged = overview.section([ReportRun("a", run, tmp_path)])
-    assert whole is not None
-    assert damaged is not None
+    damaged = overview.build_section([ReportRun("a", run, tmp_path)])
     assert whole.findings == ()
     frozen.facts([finding_facts(finding) for finding in damaged.findings])
     assert str(tmp_path) in damaged.findings[0].sentence
@@ -182,30 +179,26 @@ def a_stored_run(folder: Path, lates: dict[int, list[int]], **other: Any) -> Run
 
 
 def skew_charts(run: Run, folder: Path) -> list[Chart]:
-    section = skew.section([ReportRun(run.id, run, folder)])
-    return section.charts if section else []
+    return [c for s in skew.build_sections(ReportRun(run.id, run, folder)) for c in s.charts]
 
 
-def cells(chart: Chart) -> dict[tuple[int, str], float]:
-    """Return the share of the call of each rank and size, in percent."""
-    return {(row["rank"], row["size"]): row["_value"] for row in rows(chart)}
+def cells(chart: Chart) -> dict[int, float]:
+    """Return the share of the call of each rank, in percent."""
+    return {row["rank"]: row["_value"] for row in rows(chart)}
 
 
 def test_the_late_rank_is_late_and_stays_shortest(tmp_path: Path) -> None:
-    """Both heat maps hold a cell per rank and size, in percent; their tables hold the µs."""
+    """Both heat maps have a cell per rank and operation: percent of the call, median over sizes."""
     run = a_stored_run(tmp_path, {1024: [0, 40_000, 2_000], 4096: [0, 60_000, 4_000]})
     late, stay = skew_charts(run, tmp_path)
-    assert cells(late)[1, "4 KiB"] == pytest.approx(60)
-    assert cells(stay)[1, "4 KiB"] == pytest.approx(40)
-    assert min(cells(stay), key=cells(stay).__getitem__) == (1, "4 KiB")
-    assert [column.heading for column in late.table.columns] == ["rank", "1 KiB µs", "4 KiB µs"]
-    assert late.table.rows[1] == (1, pytest.approx(40.0), pytest.approx(60.0))
+    assert cells(late) == pytest.approx({0: 0, 1: 50, 2: 3})
+    assert cells(stay) == pytest.approx({0: 100, 1: 50, 2: 97})
 
 
 def test_clocks_that_differ_show_no_lateness(tmp_path: Path) -> None:
     """Where entries of ranks are not comparable, only the stay is shown: it needs one clock."""
     run = a_stored_run(tmp_path, {1024: [0, 40_000]}, skew_seconds=None)
-    assert [chart.name for chart in skew_charts(run, tmp_path)] == ["skew-stay"]
+    assert [chart.name for chart in skew_charts(run, tmp_path)] == ["skew-stay-gloo"]
 
 
 def test_many_ranks_keep_the_latest(tmp_path: Path) -> None:
@@ -213,6 +206,5 @@ def test_many_ranks_keep_the_latest(tmp_path: Path) -> None:
     late = [n % 7 for n in range(100)]
     late[41] = 70_000
     shown, _ = skew_charts(a_stored_run(tmp_path, {1024: late}), tmp_path)
-    ranks = {rank for rank, _ in cells(shown)}
-    assert len(ranks) == 64
-    assert 41 in ranks
+    assert len(cells(shown)) == 64
+    assert 41 in cells(shown)

@@ -9,6 +9,7 @@ from drawn import values
 from stored_runs import a_run, with_tables
 
 from ddpbench.present.doctor import links
+from ddpbench.present.doctor.section import find_examinations
 from ddpbench.present.document import Chart, ReportRun
 from ddpbench.records.schema import Examination
 
@@ -39,7 +40,7 @@ def run_of(*measured: dict[str, Any]) -> ReportRun:
 
 def charts(*measured: dict[str, Any]) -> list[Chart]:
     """The charts of such a run."""
-    return list(links.draw(run_of(*measured)))
+    return list(links.draw(find_examinations(run_of(*measured), "links")))
 
 
 def outlined(chart: Chart) -> set[tuple[str, str]]:

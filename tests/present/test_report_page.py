@@ -19,7 +19,7 @@ from stored_steps import a_step_result, a_step_run
 from ddpbench.present.document import ReportRun
 from ddpbench.present.summary import summarise
 from ddpbench.present.writers import page
-from ddpbench.present.writers.page import make_page
+from ddpbench.present.writers.page_file import make
 from ddpbench.records.schema import Finding, Run
 
 MARKUP = "</script><script>alert(1)</script>"
@@ -28,7 +28,7 @@ MARKUP = "</script><script>alert(1)</script>"
 
 def test_a_page_allows_only_its_own_scripts() -> None:
     """Its policy names the hash of every script that it holds and nothing from elsewhere."""
-    page = make_page([ReportRun("this", a_run(a_result()))])
+    page = make([ReportRun("this", a_run(a_result()))])
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
     rules = dict(rule.split(" ", 1) for rule in html.unescape(policy.group(1)).split("; "))
@@ -47,7 +47,7 @@ def test_names_with_markup_are_escaped() -> None:
         command_line=("ddpbench", MARKUP),
         findings=(Finding("error", "bad", MARKUP, f"run it again: ddpbench show {MARKUP}"),),
     )
-    page = make_page([ReportRun(MARKUP, with_facts(run, {"os": MARKUP}, {"hostname": MARKUP}))])
+    page = make([ReportRun(MARKUP, with_facts(run, {"os": MARKUP}, {"hostname": MARKUP}))])
     assert "alert(1)" in page
     assert "<script>alert" not in page
 
@@ -69,10 +69,10 @@ def test_names_with_markup_are_escaped() -> None:
 def test_any_run_has_a_page(run: Run) -> None:
     """Empty, skipped, interrupted and old runs have a page with a summary, alone and beside
     another; what is not complete says so."""
-    alone = make_page([ReportRun("this", run)])
+    alone = make([ReportRun("this", run)])
     assert summarise(ReportRun(run.id, run)) in html.unescape(alone).replace("\u00a0", " ")
     assert ("PARTIAL" in alone) == (run.state != "complete")
-    beside = make_page([ReportRun("this", run), ReportRun("that", a_run(a_result()))])
+    beside = make([ReportRun("this", run), ReportRun("that", a_run(a_result()))])
     assert "this and that" in beside
 
 
@@ -117,8 +117,8 @@ def a_sweep(**seconds: tuple[float, float]) -> Run:
     [((1e-3, 2e-3), (2e-3, 3e-3)), ((1e-3, 9e-3), (2e-3, 3e-3)), ((1e-3, 9e-3), (1e-3, 9e-3))],
     ids=["gloo", "each at a size", "none"],
 )
-def test_the_summary_names_the_fastest_backend(
+def test_the_summary_counts_where_a_backend_is_the_fastest(
     gloo: tuple[float, float], mpi: tuple[float, float], frozen: Frozen
 ) -> None:
-    """A backend is the fastest where its interval lies below the others'; the sizes are named."""
+    """A backend is the fastest where its interval lies below the others'."""
     frozen.text(summarise(ReportRun("run", a_sweep(gloo=gloo, mpi=mpi))))

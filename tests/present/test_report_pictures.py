@@ -24,7 +24,7 @@ pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
 
 from ddpbench.present import theme
-from ddpbench.present.collectives import sizes as collectives
+from ddpbench.present.collectives import sections as collectives
 from ddpbench.present.document import Chart, Document, ReportRun, Section
 from ddpbench.present.writers import markdown, pictures
 
@@ -92,8 +92,8 @@ def test_the_readme_shows_what_its_command_draws(tmp_path: Path) -> None:
     assert f"]({shown.relative_to(ROOT)})" in readme
     command = f"ddpbench report {REFERENCE.relative_to(ROOT)} --svg {REFERENCE.relative_to(ROOT)}"
     assert f"{command} --chart {CHARTS[0]}\n" in readme
-    section = collectives.section([ReportRun("x", store.read(REFERENCE), REFERENCE)])
-    assert section is not None
+    run = ReportRun("x", store.read(REFERENCE), REFERENCE)
+    section = next(collectives.build_sections([run], drawn=True))
     charts = [chart for chart in section.charts if chart.name == CHARTS[0]]
     ((_, drawn),) = pictures.write(charts, tmp_path, "svg")
     advice = f"draw it again: {command} --chart {CHARTS[0]}"
@@ -129,7 +129,7 @@ def test_markdown_links_its_pictures(folder: Path) -> None:
     assert text.startswith("# small\n\n## ")
     links = re.findall(r"!\[.*\]\((.*)\)", text)
     assert links == [f"../new/my%20pictures/{name}.svg" for name in CHARTS]
-    assert len(re.findall(r"^\| +4 KiB \| .*\| gloo ", text, re.MULTILINE)) == 2
+    assert len(re.findall(r"^\| +4 KiB \| gloo ", text, re.MULTILINE)) == 1
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_markdown_shows_names_as_text(frozen: Frozen) -> None:
     host = "<script>alert(1)</script>|\x1b"
     table = Table(host, (TableColumn("host", "left"),), ((host,),) * 20, (host,))
     finding = Finding("error", "slow-rank", f"rank 1 on {host} is slow", "look at it")
-    chart = Chart("c", host, host, None, table)
+    chart = Chart("c", host, host, table)
     section = Section("x", host, host, (host,), (finding,), ((chart,),))
     text = markdown.write(Document(host, (section,)))
     assert "<script>" not in text

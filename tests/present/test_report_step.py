@@ -19,7 +19,7 @@ from stored_steps import (
 
 from ddpbench.analysis import steps
 from ddpbench.present.document import Chart, ReportRun
-from ddpbench.present.steps import section as step
+from ddpbench.present.steps import sections as step
 from ddpbench.present.steps.timeline import MOST_LANES
 from ddpbench.records.schema import Run, StepCase
 from ddpbench.session.summary import step_columns
@@ -38,8 +38,7 @@ def a_report(run: Run, label: str = "a run", **samples: Any) -> ReportRun:
 
 def charts(*runs: ReportRun) -> dict[str, Chart]:
     """The charts of these runs' section by name."""
-    section = step.section(runs)
-    made = section.charts if section else []
+    made = [chart for run in runs for chart in next(step.build_sections(run, drawn=True)).charts]
     assert len({chart.name for chart in made}) == len(made)
     return {chart.name: chart for chart in made}
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from stored_runs import a_result, a_run
 
+from ddpbench.present import formats
 from ddpbench.present.document import Chart, Document, Section, make_table
 from ddpbench.present.writers import WRITERS
 from ddpbench.records.schema import Finding
@@ -14,7 +16,7 @@ HOSTILE = "a|<b>\x1b[31m\n"
 FINDING = Finding("error", "slow-disk", "the disk is slow", "buy another")
 SPEEDS = make_table("speeds", ("disk", "MB/s"), [(HOSTILE, 512.0), ("b", None)], ("disk",))
 FACTS = make_table("", ("", ""), [("cpu", "X"), ("memory", True)], ("",))
-CHARTS = tuple(Chart(f"c{n}", "Speeds", "", None, table) for n, table in enumerate((FACTS, SPEEDS)))
+CHARTS = tuple(Chart(f"c{n}", "Speeds", "", table) for n, table in enumerate((FACTS, SPEEDS)))
 SECTION = Section("disks", "Disks", "One disk is slow.", ("Wrote.",), (FINDING,), (CHARTS,))
 DOCUMENT = Document("title", (SECTION,), SPEEDS, {"speed": 512.0})
 
@@ -46,11 +48,22 @@ def test_markdown_folds_what_is_unremarkable(
     remarkable: int | None, shown: int, folded: int
 ) -> None:
     """The builder says how many rows are remarkable; a short table is shown."""
-    chart = Chart("c", "", "", None, SPEEDS, remarkable=remarkable)
+    chart = Chart("c", "", "", SPEEDS, remarkable=remarkable)
     text = WRITERS["markdown"](Document("", (Section("s", "S", rows=((chart,),)),)))
     before, _, after = text.partition("<details>")
     assert (before.count(" 512.0 |") + before.count(" - |"), bool(after)) == (shown, bool(folded))
     assert after.count(" 512.0 |") + after.count(" - |") == folded
+
+
+def test_a_format_is_added_by_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows any document; so does `ddpbench show`."""
+
+    def write(document: Document) -> str:
+        return " ".join(chart.table.title for s in document.sections for chart in s.charts)
+
+    monkeypatch.setitem(WRITERS, "titles", write)
+    assert WRITERS["titles"](DOCUMENT) == " speeds"
+    assert formats.show("titles", a_run(a_result())).endswith("cpu")
 
 
 def test_machines_read_the_values() -> None:

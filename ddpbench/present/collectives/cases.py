@@ -1,9 +1,9 @@
-"""Any one case: the times of its repetitions in order, and their distribution."""
+"""The cases whose repetitions vary most: their times in order, and their distribution."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,12 +18,10 @@ from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import digits, title_parts
 from ddpbench.present.document import (
+    NO_VALUES,
     Chart,
-    Choice,
     ReportRun,
     Section,
-    arrange,
-    draw_choices,
     make_table,
     titles,
 )
@@ -31,16 +29,16 @@ from ddpbench.present.repetitions import Repetitions
 from ddpbench.records.schema import Result, Run
 from ddpbench.records.table import Table
 
-ALL_POINTS = 40_000  # of all cases of a run: what a page can hold
-MOST_POINTS, FEWEST_POINTS = 200, 50  # of one case
+MOST_CASES = 3
+MOST_POINTS = 200  # of a case
 BINS = 40
 FEWEST = 30  # repetitions that can show a spread
 SHORTEST = 1e-9  # seconds: a device's clock may show 0, which a logarithmic axis cannot
 MERGED = 0.04  # of the axis: lines that are closer have one label
 QUANTILES = {"min": 0, "5 %": 5, "median": 50, "95 %": 95, "p99": 99, "max": 100}
 INTRO = (
-    "Choose a case to see whether its repetitions have two usual times, drift, or differ from "
-    "launch to launch. The first case shown has two usual times or the widest spread."
+    "The cases whose repetitions vary most: those with two modes first, then those with the widest "
+    "spread. Do the times drift, jump, or differ from launch to launch?"
 )
 CAPTION = (
     "Each point is the median of neighbouring repetitions, with a line from the shortest to the "
@@ -71,26 +69,19 @@ class Shown:
         return self.line.results if self.line else ()
 
 
-def section(runs: Sequence[ReportRun]) -> Section | None:
-    shown = [list(_cases(run)) for run in runs]
-    first = next((max(cases, key=_spread).label for cases in shown if cases), "")
-    by_run = {run.label: cases for run, cases in zip(runs, shown, strict=True)}
-    rows = arrange(runs, lambda run: _charts(by_run[run.label], first))
-    return Section("cases", "Every repetition of a case", INTRO, rows=rows) if rows else None
+def build_sections(run: ReportRun) -> Iterator[Section]:
+    cases = sorted(_cases(run), key=_spread, reverse=True)[:MOST_CASES]
+    if rows := tuple(_draw(case, number) for number, case in enumerate(cases, 1)):
+        yield Section("cases", "Repetitions", INTRO, rows=rows)
 
 
-def _charts(cases: Sequence[Shown], first: str) -> list[Chart]:
-    """Return the charts of these cases; they show the label `first` if it is there."""
-    if not cases:
-        return []
-    ordered = sorted(cases, key=lambda case: case.label != first)
-    points = min(MOST_POINTS, max(FEWEST_POINTS, ALL_POINTS // len(cases)))
-    order = [Choice(c.label, _draw_order(c, points), _table(c, ("median",))) for c in ordered]
-    shares = [Choice(c.label, _draw_shares(c), _table(c, QUANTILES)) for c in ordered]
-    return [
-        draw_choices("cases", "Repetitions", CAPTION, order),
-        draw_choices("cases-shares", "Distribution", SHARES, shares),
-    ]
+def _draw(case: Shown, number: int) -> tuple[Chart, Chart]:
+    """Return the repetitions of a case in order, and their distribution."""
+    shares = f"cases-shares-{number}", f"{case.label}: distribution", SHARES, NO_VALUES
+    return (
+        Chart(f"cases-{number}", case.label, CAPTION, _table(case), lambda: _draw_order(case)),
+        Chart(*shares, lambda: _draw_shares(case)),
+    )
 
 
 def _cases(run: ReportRun) -> Iterator[Shown]:
@@ -141,15 +132,15 @@ def _times(case: Shown) -> list[Floats]:
     ]
 
 
-def _draw_order(case: Shown, points: int) -> Lines:
-    """Return the repetitions in order, launch by launch, as at most about so many points."""
+def _draw_order(case: Shown) -> Lines:
+    """Return the repetitions in order, launch by launch."""
     begins = accumulate((len(part.numbers) for part in case.parts[:-1]), initial=0)
     rules = [
         {"_x": begin, "_label": str(part.launch), "_row": 8, "_left": False}
         for begin, part in zip(begins, case.parts, strict=True)
     ]
     return Lines(
-        data=pd.DataFrame(list(_list_points(case, points))),
+        data=pd.DataFrame(list(_list_points(case))),
         x=Axis("repetitions in order; above: their launch", theme.NUMBER_LABELS),
         y=Axis("time", theme.TIME_LABELS, log=True, ticks=TICKS),
         numbers={"_low": "shortest", "_y": "median", "_high": "longest"},
@@ -162,9 +153,9 @@ def _draw_order(case: Shown, points: int) -> Lines:
     )
 
 
-def _list_points(case: Shown, points: int) -> Iterator[dict[str, Any]]:
+def _list_points(case: Shown) -> Iterator[dict[str, Any]]:
     """Yield the shortest, median and longest of neighbouring repetitions of one kind."""
-    begin, size = 0, -(-sum(len(part.numbers) for part in case.parts) // points)
+    begin, size = 0, -(-sum(len(part.numbers) for part in case.parts) // MOST_POINTS)
     for part in case.parts:
         seconds = np.maximum(part.seconds / case.calls(part.launch), SHORTEST).tolist()
         first, timed = 0, int((part.numbers < 0).sum())
@@ -238,16 +229,16 @@ def _marks(case: Shown, every: Floats) -> dict[str, float]:
     return kept
 
 
-def _table(case: Shown, shown: Iterable[str]) -> Table:
-    """Return some of QUANTILES of each launch in µs."""
+def _table(case: Shown) -> Table:
+    """Return QUANTILES of each launch in µs."""
     rows = []
     for part, times in zip(case.parts, _times(case), strict=True):
         cold, enough = _cold(case, part), len(times) >= PERCENTILES["p99"]
         quantiles = [
-            float(np.percentile(times, QUANTILES[name])) * 1e6 if name != "p99" or enough else None
-            for name in shown
+            float(np.percentile(times, percent)) * 1e6 if name != "p99" or enough else None
+            for name, percent in QUANTILES.items()
         ]
         first = None if cold is None else cold * 1e6
         rows.append((part.launch, len(times), *quantiles, first))
-    headings = ("launch", "repetitions", *(f"{name} µs" for name in shown), "first µs")
+    headings = ("launch", "repetitions", *(f"{name} µs" for name in QUANTILES), "first µs")
     return make_table(case.label, headings, rows)

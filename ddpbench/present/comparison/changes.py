@@ -68,19 +68,22 @@ def draw_changes(listed: Chart, changes: Sequence[Change], confidence: float = C
         f"axis, twice and half are equally far from no change."
         f"{rest if len(changes) > DRAWN else ''}"
     )
-    data = pd.DataFrame([_describe(change) for change in drawn])
-    ends = data[["_low", "_high", "_band_low", "_band_high"]].stack()
-    drawing = Bars(
-        data=data,
-        x=_scale_changes(ends),
-        row="case",
-        color="verdict",
-        order=COLORS,
-        dots=True,
-        shape="verdict",
-        shapes={verdict: SHAPES.get(verdict, "cross") for verdict in COLORS},
-    )
-    return replace(listed, caption=caption, drawing=drawing)
+
+    def draw() -> Bars:
+        data = pd.DataFrame([_describe(change) for change in drawn])
+        ends = data[["_low", "_high", "_band_low", "_band_high"]].stack()
+        return Bars(
+            data=data,
+            x=_scale_changes(ends),
+            row="case",
+            color="verdict",
+            order=COLORS,
+            dots=True,
+            shape="verdict",
+            shapes={verdict: SHAPES.get(verdict, "cross") for verdict in COLORS},
+        )
+
+    return replace(listed, caption=caption, draw=draw)
 
 
 def _describe(change: Change) -> dict[str, Any]:
@@ -135,16 +138,14 @@ def draw_launches(sides: Mapping[str, Measured], judged: Mapping[str, Row]) -> C
         color="side",
         order=SIDES,
         dots=True,
-        shape="side",
-        shapes={side: "square" if side == "saved" else "circle" for side in SIDES},
     )
     return Chart(
         "tests-launches",
         "Launches of each test",
         f"The {' or '.join(sorted(kinds))} of each launch, relative to the median of the saved "
         "launches, or of the new ones if none are saved. Right is slower.",
-        drawing,
         make_table("", headings, rows, ("test", "side", "case", "launches")),
+        lambda: drawing,
     )
 
 

@@ -113,7 +113,7 @@ def list_changes(name: str, head: str, changes: Sequence[Change], *others: Colum
     )
     table = build_table("", columns, changes)
     remarkable = sum(change.row.verdict != SAME for change in changes)
-    return Chart(name, f"Change of each {head}", "", None, table, remarkable=remarkable)
+    return Chart(name, f"Change of each {head}", "", table, remarkable=remarkable)
 
 
 def format_noticeable(changes: Sequence[float | None]) -> str:

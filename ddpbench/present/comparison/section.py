@@ -178,7 +178,7 @@ def _list_parts(name: str, rows: Sequence[Row], names: Names) -> Chart | None:
     """Return the table of the parts of all steps; None if there are no steps."""
     cells = [
         (
-            "" if i else names[row.case],
+            names[row.case],
             part.name,
             f"{part.base_seconds * 1e3:.4g} ms",
             f"{part.new_seconds * 1e3:.4g} ms",
@@ -187,11 +187,11 @@ def _list_parts(name: str, rows: Sequence[Row], names: Names) -> Chart | None:
             part.verdict,
         )
         for row in rows
-        for i, part in enumerate(row.parts)
+        for part in row.parts
     ]
     headings = ("case", "part of a step", "base", "new", "change", "range of change", "verdict")
     table = make_table("", headings, cells, left=("case", "part of a step", "verdict"))
-    return Chart(name, "Parts of each step", "", None, table) if cells else None
+    return Chart(name, "Parts of each step", "", table) if cells else None
 
 
 def _list_differences(name: str, comparison: Comparison) -> Chart | None:
@@ -200,7 +200,7 @@ def _list_differences(name: str, comparison: Comparison) -> Chart | None:
     headings = ("what differs", "base", "new")
     caption = "Facts and settings that differ between BASE and NEW. One of them may be the cause."
     table = make_table("", headings, rows, left=headings)
-    return Chart(name, "Other differences", caption, None, table, remarkable=0) if rows else None
+    return Chart(name, "Other differences", caption, table, remarkable=0) if rows else None
 
 
 def _data(comparison: Comparison, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -32,11 +32,11 @@ def build_document(run: Run, columns: tuple[str, ...] | None, quiet: bool) -> Do
     """
     from ddpbench.present import header  # loads numpy
 
-    sections = [header.build_setup(run, "Setup"), *build_sections([ReportRun(run.id, run)])]
+    sections = [header.build_setup(run, "Setup"), *build_sections(ReportRun(run.id, run))]
     result = Section("result", "Result", verdict(run), tuple(header.partial(run)), run.findings)
     if columns is not None:
         shown = choose_columns(columns, FINDING_COLUMNS, run.findings)
-        block = Chart("findings", "Findings", "", None, build_table("", shown, run.findings))
+        block = Chart("findings", "Findings", "", build_table("", shown, run.findings))
         result = replace(result, findings=(), rows=((block,),))
     return Document("", (result,)) if quiet else Document(header.title(run), (*sections, result))
 

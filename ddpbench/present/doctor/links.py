@@ -8,14 +8,14 @@ from typing import Any
 import pandas as pd
 
 from ddpbench.present.charts.kinds import ROOMY
-from ddpbench.present.doctor.section import find_examinations
-from ddpbench.present.document import Chart, ReportRun, draw_chart
+from ddpbench.present.doctor.section import Examined
+from ddpbench.present.document import Chart, draw_chart
 from ddpbench.present.matrix import draw_matrix
 
 
-def draw(run: ReportRun) -> Iterator[Chart]:
-    """Yield the charts of a run."""
-    for number, one in enumerate(find_examinations([run], "links")):
+def draw(examined: Sequence[Examined]) -> Iterator[Chart]:
+    """Yield the charts of all launches."""
+    for number, one in enumerate(examined):
         figures, backend = one.examination.figures, one.examination.backend
         if figures.get("cells"):
             yield from _matrices(figures, f"-{number}" if number else "", one.where or backend)

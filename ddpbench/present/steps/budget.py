@@ -1,18 +1,20 @@
-"""Tables of where the time of a step goes: the budget, DDP's buckets, and layer groups."""
+"""Where the time of a step goes: the budget, DDP's buckets, and layer groups."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
 
 from ddpbench.analysis import steps
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.present.document import make_table
-from ddpbench.present.steps.columns import bounded, ms, percent, span, uncertain, with_backend
+from ddpbench.present.document import Chart, make_table
+from ddpbench.present.steps.columns import bounded, ms, percent, span, uncertain
 from ddpbench.records.schema import Bucket, Collective, Part
-from ddpbench.records.table import Table
 
-BUCKETS, ENDS = 12, 5  # up to BUCKETS are shown, else ENDS at either end
+BUCKETS = 12  # rows of a text
+UNEQUAL = 1.5  # ratio of sizes of buckets from which their chart tells something
 NAME = 24  # characters of a parameter's name
 LAYERS = 12  # rows; with more, equal layer groups share one
 LAYER_HEADINGS = (
@@ -22,21 +24,38 @@ LAYER_HEADINGS = (
 LAYER_LEFT = ("layers", "phase", "operation")
 
 
-def budget(group: Sequence[StepLine]) -> Table | None:
-    """Return the parts of a step, and what could be gained; None if no part is known."""
+def build_budget(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
+    """Yield the parts of a step, and what could be gained."""
     measured = [line for line in group if line.summary and line.summary.budget]
     known = [line for line in measured if any(map(is_known, _parts(line)))]
-    cells = [row for line in known for row in with_backend(line, list(_rows(line)))]
+    cells = [[line.case.backend, *row] for line in known for row in _rows(line)]
     headings = ["backend", "part of a step", "ms", "95 %", "% of step", "from"]
     if not any(part.source for line in known for part in _parts(line)):
         cells, headings = [row[:-1] for row in cells], headings[:-1]
-    notes = [*gain(known)]
+    notes = [*_state_gain(known)]
     if few := [line.case.backend for line in measured if line not in known]:
         notes.append(f"no budget on {', '.join(few)}: it needs six rounds, or six launches")
-    notes += [text for line in measured for text in (*disagreement(line), *timers(line))]
-    notes += [text for line in group for text in peak_memory(line)]
-    left = ("backend", "part of a step", "from")
-    return make_table("budget", headings, cells, left, notes) if cells or notes else None
+    notes += [text for line in measured for text in (*_disagreement(line), *_timers(line))]
+    notes += [text for line in group for text in _peak_memory(line)]
+    if not cells and not notes:
+        return
+    several = any(len(line.results) > 1 for line in known)
+    transfer = "that of each operation" if group[0].case.mesh else "exposed transfer"
+    caption = (
+        f"Median over {'launches' if several else 'rounds'}, and share of the step. Each part "
+        f"begins where the one before ends; {transfer} and overhead make up the exposed "
+        "communication, hidden communication lies before it. Pale and in parentheses: not clearly "
+        f"above 0. Rules: 95 % interval.{' Ticks: the launches.' if several else ''}"
+    )
+    table = make_table("budget", headings, cells, ("backend", "part of a step", "from"), notes)
+    draw = (lambda: _drawings().draw_budget(known)) if cells else None
+    yield Chart(name, "Budget of a step", caption, table, draw, grouped=True)
+
+
+def _drawings() -> ModuleType:
+    from ddpbench.present.steps import drawings  # loads pandas
+
+    return drawings
 
 
 def _parts(line: StepLine) -> tuple[Part, ...]:
@@ -61,7 +80,7 @@ def _rows(line: StepLine) -> Iterator[list[str]]:
             yield ["= step", ms(total, total), span(line.interval, total), "100.0", ""]
 
 
-def gain(known: Sequence[StepLine]) -> Iterator[str]:
+def _state_gain(known: Sequence[StepLine]) -> Iterator[str]:
     """State what could be gained at most if communication took no time."""
     factors = [(line.case.backend, _factor(line)) for line in known]
     gains = [f"{factor} faster on {backend}" for backend, factor in factors if factor]
@@ -81,7 +100,7 @@ def _factor(line: StepLine) -> str | None:
     return f"×{speed_up.value:.2f} [{low:.2f} … {high:.2f}]"
 
 
-def disagreement(line: StepLine) -> Iterator[str]:
+def _disagreement(line: StepLine) -> Iterator[str]:
     """State by how much the exposed communication of the arms differs from that of the spans."""
     overhead, exposed = line.part(steps.OVERHEAD), line.part(steps.EXPOSED)
     if overhead and exposed and line.summary and line.summary.collectives:
@@ -94,7 +113,7 @@ def disagreement(line: StepLine) -> Iterator[str]:
         )
 
 
-def peak_memory(line: StepLine) -> Iterator[str]:
+def _peak_memory(line: StepLine) -> Iterator[str]:
     if line.summary and line.summary.peak_nbytes:
         on_device = line.case.clock == "device"
         what = "tensors" if on_device else "resident memory, with Python and its libraries"
@@ -102,46 +121,31 @@ def peak_memory(line: StepLine) -> Iterator[str]:
         yield f"peak of a step on {line.case.backend}: {size}, in the rank that needs most"
 
 
-def timers(line: StepLine) -> Iterator[str]:
+def _timers(line: StepLine) -> Iterator[str]:
     timers = line.summary.timers if line.summary else {}
     if timers:
         texts = [f"{name} {ms(seconds, line.seconds)}" for name, seconds in timers.items()]
         yield f"DDP's own timers, slowest rank's ms on {line.case.backend}: {', '.join(texts)}"
 
 
-def buckets(group: Sequence[StepLine]) -> Table | None:
-    """Return DDP's buckets in the order of reduction; None if they were not timed."""
-    cells = [row for line in group for row in with_backend(line, _bucket_rows(line))]
+def build_buckets(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
+    """Yield DDP's buckets in the order of reduction, if they were timed."""
+    known = [(line, b) for line in group if line.summary for b in line.summary.buckets]
+    if not known:
+        return
     headings = ["backend", "#", "MB", "n", "parameters", "ready after ms", "wire ms", "wait ms"]
     headings, left = [*headings, "late rank"], ("backend", "parameters")
-    cost = timing_cost(group, "buckets")
-    return make_table("buckets", headings, cells, left, cost) if cells else None
-
-
-def _bucket_rows(line: StepLine) -> list[list[str]]:
-    buckets = line.summary.buckets if line.summary else ()
-    if len(buckets) <= BUCKETS:
-        return [bucket_row(bucket, line.seconds) for bucket in buckets]
-    middle = buckets[ENDS:-ENDS]
-    late = {bucket.late_rank for bucket in middle} - {None}
-    longest = (
-        max(bucket.handed_seconds for bucket in middle),
-        max(bucket.wire.value for bucket in middle),
-        max(bucket.wait.value for bucket in middle),
+    cells = [[line.case.backend, *bucket_row(bucket, line.seconds)] for line, bucket in known]
+    table = make_table("buckets", headings, cells, left, _timing_cost(group, "buckets"))
+    caption = (
+        "Wire: from the handover of the last rank until the bucket is reduced, including earlier "
+        "buckets in the queue; median over rounds, of the rank that waits least. Rules: 95 % "
+        "interval. Circled: the others wait for one rank."
     )
-    between = [
-        "…",
-        f"{sum(bucket.nbytes for bucket in middle) / 1e6:.2f}",
-        str(sum(bucket.parameters for bucket in middle)),
-        f"{len(middle)} buckets: sums, largest ms",
-        *(ms(seconds, line.seconds) for seconds in longest),
-        " ".join(sorted(map(str, late))) or "-",
-    ]
-    first, last = (
-        [bucket_row(bucket, line.seconds) for bucket in end]
-        for end in (buckets[:ENDS], buckets[-ENDS:])
-    )
-    return [*first, between, *last]
+    sizes = [bucket.nbytes for _, bucket in known]
+    draw = (lambda: _drawings().draw_buckets(known)) if max(sizes) > UNEQUAL * min(sizes) else None
+    more: dict[str, Any] = {"grouped": True, "most": BUCKETS, "spread": True}
+    yield Chart(name, "Buckets", caption, table, draw, **more)
 
 
 def bucket_row(bucket: Bucket, step: float | None) -> list[str]:
@@ -162,7 +166,7 @@ def _shorten(name: str) -> str:
     return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
 
 
-def timing_cost(group: Sequence[StepLine], what: str) -> list[str]:
+def _timing_cost(group: Sequence[StepLine], what: str) -> list[str]:
     """State by how much taking the time of the buckets, or the collectives, lengthens a step."""
     costs = []
     for line in group:
@@ -174,22 +178,30 @@ def timing_cost(group: Sequence[StepLine], what: str) -> list[str]:
     return [f"timing the {what} lengthens a step by {', '.join(costs)}"] if costs else []
 
 
-def collectives(group: Sequence[StepLine]) -> Table | None:
-    """Return what each layer group communicates; None if no collective was timed."""
-    cells = [row for line in group for row in with_backend(line, layer_rows(line))]
-    headings, left = ["backend", *LAYER_HEADINGS], ("backend", *LAYER_LEFT)
-    cost = timing_cost(group, "collectives")
-    return make_table("layer groups", headings, cells, left, cost) if cells else None
+def build_layers(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
+    """Yield what each layer group communicates, if the collectives were timed."""
+    timed = [line for line in group if line.summary and line.summary.collectives]
+    if not timed:
+        return
+    cells = [
+        [line.case.backend, *_layer_row(same, line.seconds)]
+        for line in timed
+        for same in merge_layers(line)
+    ]
+    headings, cost = ("backend", *LAYER_HEADINGS), _timing_cost(group, "collectives")
+    table = make_table("layer groups", headings, cells, ("backend", *LAYER_LEFT), cost)
+    caption = (
+        "How long each group of layers communicates in a step, in the rank that waits least; "
+        "median over rounds. Full colour: exposed, the compute waits. Pale: hidden, the compute "
+        "goes on."
+    )
+    draw = lambda: _drawings().draw_layers(timed)  # noqa: E731
+    yield Chart(name, "Layer groups", caption, table, draw, grouped=True)
 
 
-def layer_rows(line: StepLine) -> list[list[str]]:
-    """Return a row for each layer group, phase and operation, equal ones merged if many."""
-    known = line.summary.collectives if line.summary else ()
-    return [_layer_row(same, line.seconds) for same in merge_layers(known)]
-
-
-def merge_layers(collectives: Sequence[Collective]) -> list[list[Collective]]:
+def merge_layers(line: StepLine) -> list[list[Collective]]:
     """Put equal layer groups together: of one phase, operation and size, in order of the calls."""
+    collectives = line.summary.collectives if line.summary else ()
     if len(collectives) <= LAYERS:
         return [[each] for each in collectives]
     merged: dict[tuple[str, str, int, int], list[Collective]] = {}

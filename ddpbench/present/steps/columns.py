@@ -58,11 +58,6 @@ def uncertain(part: Part, text: str) -> str:
     return text if part.resolved or exact else f"({text})"
 
 
-def with_backend(line: StepLine, rows: list[list[str]]) -> list[list[str]]:
-    """Put the name of the backend before the first of its rows."""
-    return [["" if i else line.case.backend, *row] for i, row in enumerate(rows)]
-
-
 def _case(name: str) -> Values:
     def value(line: StepLine) -> Value:
         field: Any = getattr(line.case, name)

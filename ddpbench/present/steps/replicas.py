@@ -1,18 +1,19 @@
-"""Tables of the replicas' verdicts, and of the epochs of a training."""
+"""Verdicts on the replicas: since when they were not equal, and what the proof cost."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present.columns import digits
-from ddpbench.present.document import make_table
-from ddpbench.present.steps.columns import ms, percent, with_backend
-from ddpbench.records.schema import Epoch, Replicas
-from ddpbench.records.table import Table
+from ddpbench.present.document import Chart, make_table
+from ddpbench.present.steps.columns import ms, percent
+from ddpbench.records.schema import Replicas
 
-EPOCHS, ENDS = 18, 3  # up to EPOCHS are shown, else ENDS at either end and ten between
+if TYPE_CHECKING:
+    from ddpbench.present.charts.kinds import Spans
+
 LOSSES = 8  # ranks
 KINDS = {
     "parameter": "parameters",
@@ -22,21 +23,44 @@ KINDS = {
 }
 
 
-def replicas(group: Sequence[StepLine], every: int) -> Table | None:
-    """Return the verdict of each backend, its cost and the losses; None if nothing is known.
+def build_replicas(name: str, group: Sequence[StepLine], every: int) -> Iterator[Chart]:
+    """Yield the verdict on each backend, its cost and the losses, drawn if replicas differed.
 
     every: steps from one verification to the next.
     """
     rows = []
     for line in group:
-        texts = [*verdict(line, every)]
+        texts = [*_verdict(line, every)]
         if below := [*_verification_cost(line), *_losses(line)]:
             texts.append("; ".join(below))
-        rows += with_backend(line, [[text] for text in texts])
-    return make_table("replicas", ("", ""), rows, ("",)) if rows else None
+        rows += [["" if i else line.case.backend, text] for i, text in enumerate(texts)]
+    if not rows:
+        return
+    verified = [
+        (line, launch, result.replicas)
+        for line in group
+        for launch, result in enumerate(line.results, 1)
+        if result.replicas is not None
+    ]
+    failed = any(each.failed and each.first_bad is not None for *_, each in verified)
+    caption = ""
+    if failed:
+        caption = (
+            "What was found over the steps, warm-up included. Not known: between the last good "
+            "verification and the first bad one."
+        )
+
+    def draw() -> Spans:
+        from ddpbench.present.steps.drawings import draw_replicas  # loads pandas
+
+        return draw_replicas(verified)
+
+    table = make_table("replicas", ("", ""), rows, ("",))
+    title = f"Replicas of {group[0].case.workload}"
+    yield Chart(name, title, caption, table, draw if failed else None)
 
 
-def verdict(line: StepLine, every: int) -> Iterator[str]:
+def _verdict(line: StepLine, every: int) -> Iterator[str]:
     replicas = line.replicas
     if replicas is None:
         if line.summary is not None:
@@ -97,55 +121,3 @@ def _compared(replicas: Replicas) -> str:
         if count
     ]
     return f"{', '.join(counts)} ({replicas.nbytes / 1e6:.1f} MB)"
-
-
-def training(group: Sequence[StepLine]) -> Table | None:
-    """Return the epochs; None if nothing was trained to its end."""
-    cells = [row for line in group for row in with_backend(line, _epoch_rows(line))]
-    headings = ["backend", "epoch", "train loss", "validation loss", "seconds", "replicas"]
-    several = max(len(line.results) for line in group) > 1
-    title = "training" + (", of the first launch" if several else "")
-    loads = [
-        f"load of a rank on {line.case.backend}: {load}" for line in group for load in _load(line)
-    ]
-    return make_table(title, headings, cells, ("backend", "replicas"), loads) if cells else None
-
-
-def _load(line: StepLine) -> Iterator[str]:
-    """Yield how busy the ranks were over the epochs: medians, and the most memory."""
-    epochs = next((r.epochs for r in line.results if r.epochs), ())
-    loads = [epoch.load for epoch in epochs if epoch.load is not None]
-    if not loads:
-        return
-    cores = statistics.median(load.cpu_cores for load in loads)
-    nbytes = max(load.memory_nbytes for load in loads)
-    texts = [f"{digits(cores)} cores", f"{nbytes / 1e6:.0f} MB of memory"]
-    if shares := [load.gpu_share for load in loads if load.gpu_share is not None]:
-        texts.append(f"GPU busy for {percent(statistics.median(shares))} %")
-    if held := [load.gpu_memory_nbytes for load in loads if load.gpu_memory_nbytes is not None]:
-        texts.append(f"{max(held) / 1e6:.0f} MB of GPU memory")
-    yield ", ".join(texts)
-
-
-def _epoch_rows(line: StepLine) -> list[list[str]]:
-    epochs = next((r.epochs for r in line.results if r.epochs), ())
-    verdicts = {None: "-", True: "equal", False: "NOT EQUAL"}
-    return [
-        [
-            str(epoch.number),
-            *map(digits, (epoch.train_loss, epoch.validation_loss, epoch.seconds)),
-            verdicts[epoch.replicas_equal],
-        ]
-        for epoch in _some(epochs)
-    ]
-
-
-def _some(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """Choose all epochs, or the first, the last, ten between, and the first that differed."""
-    count = len(epochs)
-    if count <= EPOCHS:
-        return list(epochs)
-    between = {ENDS + round((count - 2 * ENDS - 1) * i / 11) for i in range(1, 11)}
-    kept = {*range(ENDS), *between, *range(count - ENDS, count)}
-    bad = [i for i, epoch in enumerate(epochs) if epoch.replicas_equal is False]
-    return [epochs[i] for i in sorted(kept | set(bad[:ENDS]))]

@@ -11,14 +11,7 @@ import pandas as pd
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Spans
-from ddpbench.present.document import (
-    Chart,
-    Choice,
-    ReportRun,
-    draw_chart,
-    draw_choices,
-    tabulate_data,
-)
+from ddpbench.present.document import Chart, ReportRun, draw_chart
 from ddpbench.present.steps.columns import ms
 from ddpbench.records.schema import Bucket, StepSummary
 
@@ -65,29 +58,22 @@ class Lane:
             yield {**span, "span": f"{what}: transfer", "_begin": alone, "_end": began + end}
 
 
-def timeline(run: ReportRun, line: StepLine, name: str, title: str) -> Chart | None:
-    """Return the timeline of a case, one launch at a time; None if no launch has a summary.
+def draw_timeline(name: str, title: str, run: ReportRun, line: StepLine) -> Iterator[Chart]:
+    """Yield the timeline of a case, in the launch whose step is the median of all.
 
     Without samples there is one lane: the slowest rank of each phase.
     """
+    measured = [(r.launch, r.summary) for r in line.results if r.summary is not None]
+    if not measured:
+        return
+    measured.sort(key=lambda each: each[1].step.value)
+    launch, summary = measured[(len(measured) - 1) // 2]
     late = _late_ranks(line)
-    launches = [
-        (f"launch {number}", summary, lanes, [lane.name for lane in lanes])
-        for number, result in enumerate(line.results, 1)
-        if (summary := result.summary) is not None and not result.watched
-        for lanes in [_lanes(run, line, result.launch, summary, late)]
-    ]
-    launches = [launch for launch in launches if launch[3] == launches[0][3]]
-    if not launches:
-        return None
-    drawings = {
-        label: _draw(lanes, late, line, summary.buckets) for label, summary, lanes, _ in launches
-    }
-    caption = _caption(line, launches[0][2])
-    if len(drawings) == 1:
-        return draw_chart(name, title, caption, next(iter(drawings.values())))
-    choices = [Choice(label, each, tabulate_data(label, each)) for label, each in drawings.items()]
-    return draw_choices(name, title, caption, choices)
+    lanes = _lanes(run, line, launch, summary, late)
+    caption = _caption(line, lanes)
+    if len(measured) > 1:
+        caption = f"The launch with the median step. {caption}"
+    yield draw_chart(name, title, caption, _draw(lanes, late, line, summary.buckets))
 
 
 def _late_ranks(line: StepLine) -> set[int]:

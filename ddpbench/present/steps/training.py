@@ -1,114 +1,124 @@
-"""Losses of a training over its epochs, and below them what the ranks' load was meanwhile."""
+"""A training: its epochs, their losses as lines, and what the ranks' load was meanwhile."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-
-from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import digits
-from ddpbench.present.document import Chart, ReportRun, Section, make_table, side_by_side
-from ddpbench.present.load import load_charts
+from ddpbench.present.document import Chart, make_table
+from ddpbench.present.steps.columns import percent
 from ddpbench.records.schema import Epoch
-from ddpbench.records.table import Table
 
+if TYPE_CHECKING:
+    from ddpbench.present.charts.kinds import Axis, Lines
+
+EPOCHS = 18  # rows of a text
 DECADE = 10.0  # ratio of the largest loss to the least from which their axis is logarithmic
-VERDICTS = {None: "not verified", True: "equal", False: "NOT EQUAL"}
+VERDICTS = {None: "-", True: "equal", False: "NOT EQUAL"}
+HEADINGS = ("epoch", "train loss", "validation loss", "seconds", "replicas")
+CAPTION = (
+    "Mean loss over the samples of all ranks: of the training, over the steps of each epoch, and "
+    "of the validation after it. Lines of equal losses cover each other. Circled: the replicas "
+    "were not equal."
+)
 
-Trained = tuple[StepLine, int, tuple[Epoch, ...]]  # a case, its launch from 1, its epochs
+Trained = tuple[StepLine, int, Epoch]  # a case, its launch from 1, an epoch
 
 
-def section(runs: Sequence[ReportRun]) -> Section | None:
-    rows = side_by_side(runs, _charts)
-    if not rows:
-        return None
-    diverged = [
-        f"{line.case.workload} on {line.case.backend}: the loss was NaN or infinite after epoch "
-        f"{epoch.number}."
-        for run in runs
-        for line, _, epochs in _trained(run)
-        for epoch in [next((e for e in epochs if e.train_loss is None), None)]
-        if epoch is not None
+def build_training(name: str, group: Sequence[StepLine], *, loads: bool) -> Iterator[Chart]:
+    """Yield the losses of a workload's training, and the load of its ranks.
+
+    loads: whether the load over the epochs is drawn; it is summed up below the table in any case.
+    """
+    trained = [
+        (line, launch, epoch)
+        for line in group
+        for launch, result in enumerate(line.results, 1)
+        for epoch in result.epochs
     ]
-    return Section("training", "Training", lines=tuple(dict.fromkeys(diverged)), rows=rows)
-
-
-def _trained(run: ReportRun) -> list[Trained]:
-    return [
-        (line, number, result.epochs)
-        for line in step_lines.lines(run.run)
-        for number, result in enumerate(line.results, 1)
-        if result.epochs
-    ]
-
-
-def _charts(run: ReportRun) -> Iterator[Chart]:
-    """Yield the charts of each workload: its losses, then the load."""
-    trained = _trained(run)
-    for number, workload in enumerate(dict.fromkeys(line.case.workload for line, *_ in trained)):
-        chosen = [each for each in trained if each[0].case.workload == workload]
-        name = "training" if number == 0 else f"training-{number + 1}"
-        yield _losses(name, workload, chosen)
-        x, detail = _epoch_axis(chosen), [*_facts(chosen[0][0], 1, chosen)][1:]
-        loads = [
-            ({**_facts(line, launch, chosen), "epoch": e.number, "_x": e.number}, e.load)
-            for line, launch, epochs in chosen
-            for e in epochs
+    if not trained:
+        return
+    several = any(launch > 1 for _, launch, _ in trained)
+    rows = [
+        [
+            line.case.backend,
+            *([launch] if several else ()),
+            epoch.number,
+            *map(digits, (epoch.train_loss, epoch.validation_loss, epoch.seconds)),
+            VERDICTS[epoch.replicas_equal],
         ]
-        yield from load_charts(name, loads, x, "epoch", detail=detail)
+        for line, launch, epoch in trained
+    ]
+    notes = [f"load of a rank on {x.case.backend}: {load}" for x in group for load in _load(x)]
+    headings = ("backend", *(("launch",) if several else ()), *HEADINGS)
+    table = make_table("training", headings, rows, ("backend", "replicas"), notes)
+    title = f"Loss of {group[0].case.workload}"
+    losses = {loss for *_, each in trained for loss in (each.train_loss, *each.train_losses)}
+    draw = (lambda: _draw(trained)) if losses - {None} else None
+    yield Chart(name, title, CAPTION, table, draw, grouped=True, most=EPOCHS, spread=True)
+    if loads:
+        yield from _draw_loads(name, trained)
 
 
-def _facts(line: StepLine, launch: int, chosen: Sequence[Trained]) -> dict[str, Any]:
-    """Return what tells the lines of a chart apart."""
-    several = len({number for _, number, _ in chosen}) > 1
-    return {"backend": line.case.backend} | ({"launch": launch} if several else {})
+def _load(line: StepLine) -> Iterator[str]:
+    """Yield how busy the ranks were over the epochs: medians, and the most memory."""
+    epochs = next((r.epochs for r in line.results if r.epochs), ())
+    loads = [epoch.load for epoch in epochs if epoch.load is not None]
+    if not loads:
+        return
+    cores = statistics.median(load.cpu_cores for load in loads)
+    nbytes = max(load.memory_nbytes for load in loads)
+    texts = [f"{digits(cores)} cores", f"{nbytes / 1e6:.0f} MB of memory"]
+    if shares := [load.gpu_share for load in loads if load.gpu_share is not None]:
+        texts.append(f"GPU busy for {percent(statistics.median(shares))} %")
+    if held := [load.gpu_memory_nbytes for load in loads if load.gpu_memory_nbytes is not None]:
+        texts.append(f"{max(held) / 1e6:.0f} MB of GPU memory")
+    yield ", ".join(texts)
 
 
-def _epoch_axis(chosen: Sequence[Trained]) -> Axis:
-    numbers = [epoch.number for *_, epochs in chosen for epoch in epochs]
+def _axis(trained: Sequence[Trained]) -> Axis:
+    from ddpbench.present.charts.kinds import Axis  # loads pandas
+
+    numbers = [epoch.number for *_, epoch in trained]
     return Axis("epoch", theme.COUNT_LABELS, domain=(min(numbers) - 1, max(numbers)))
 
 
-def _losses(name: str, workload: str, chosen: Sequence[Trained]) -> Chart:
+def _draw_loads(name: str, trained: Sequence[Trained]) -> Iterator[Chart]:
+    from ddpbench.present.load import load_charts  # loads pandas
+
+    loads = [
+        (
+            {"backend": line.case.backend, "launch": launch, "epoch": e.number, "_x": e.number},
+            e.load,
+        )
+        for line, launch, e in trained
+    ]
+    yield from load_charts(name, loads, _axis(trained), "epoch", detail=("launch",))
+
+
+def _draw(trained: Sequence[Trained]) -> Lines:
+    import pandas as pd
+
+    from ddpbench.present.charts.kinds import Axis, Lines
+
     rows = [
-        _facts(line, launch, chosen) | point
-        for line, launch, epochs in chosen
-        for epoch in epochs
+        {"backend": line.case.backend, "launch": launch, **point}
+        for line, launch, epoch in trained
         for point in _points(epoch)
     ]
     data = pd.DataFrame(rows)
-    known = data.dropna(subset="_y")
-    least, most = known["_y"].min(), known["_y"].max()
-    caption = (
-        "Mean loss over the samples of all ranks: of the training, over the steps of each epoch, "
-        f"and of the validation after it.{_same(chosen)}"
-    )
-    if any(known["_marked"]):
-        caption += " Circled: the replicas were not equal, or not finite."
-    drawing = Lines(
+    least, most = data["_y"].min(), data["_y"].max()
+    return Lines(
         data=data,
-        x=_epoch_axis(chosen),
+        x=_axis(trained),
         y=Axis("loss", theme.NUMBER_LABELS, log=bool(0 < DECADE * least <= most)),
         dash="loss of",
-        detail=("launch",) if "launch" in data else (),
+        detail=("launch",),
     )
-    table = _tabulate(chosen)
-    return Chart(name, f"Loss of {workload}", caption, drawing if len(known) else None, table)
-
-
-def _same(chosen: Sequence[Trained]) -> str:
-    """Return a sentence if all lines are the same, so that only one can be seen."""
-    losses = {tuple((e.train_loss, e.validation_loss) for e in epochs) for *_, epochs in chosen}
-    if len(losses) > 1 or len(chosen) < 2:
-        return ""
-    names = dict.fromkeys(line.case.backend for line, *_ in chosen)
-    who = f"{' and '.join(names)} have" if len(names) > 1 else "All launches have"
-    return f" {who} the same losses: their lines cover each other."
 
 
 def _points(epoch: Epoch) -> Iterator[dict[str, Any]]:
@@ -129,20 +139,3 @@ def _points(epoch: Epoch) -> Iterator[dict[str, Any]]:
             "_y": loss,
             "_marked": verdict if wrong else "",
         }
-
-
-def _tabulate(chosen: Sequence[Trained]) -> Table:
-    facts = [*_facts(chosen[0][0], 1, chosen)]
-    numbers = ("train loss", "validation loss", "seconds")
-    rows = [
-        (
-            *_facts(line, launch, chosen).values(),
-            epoch.number,
-            *map(digits, (epoch.train_loss, epoch.validation_loss, epoch.seconds)),
-            VERDICTS[epoch.replicas_equal],
-        )
-        for line, launch, epochs in chosen
-        for epoch in epochs
-    ]
-    headings = [*facts, "epoch", *numbers, "replicas"]
-    return make_table("losses", headings, rows, left=("backend", "replicas"))

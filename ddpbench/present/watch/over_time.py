@@ -14,8 +14,9 @@ from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import digits
 from ddpbench.present.document import Chart, draw_chart
 from ddpbench.present.load import load_charts
-from ddpbench.present.watch.timeline import Timeline, find_top
-from ddpbench.records.watched import COLUMNS, LOSS
+from ddpbench.present.watch.timeline import Timeline, build_timeline, find_top
+from ddpbench.records.schema import Run
+from ddpbench.records.watched import COLUMNS, LOSS, Watched
 
 WIDE = 50.0  # ratio of the largest value to the least, from which an axis is logarithmic
 CUT_NOTE = " Rare larger values are cut off; the table has them."
@@ -27,8 +28,9 @@ def milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{digits(seconds * 1e3)} ms"
 
 
-def draw(timeline: Timeline, backend: str) -> Iterator[Chart]:
+def draw(run: Run, watched: Watched, backend: str) -> Iterator[Chart]:
     """Yield all charts over time, one below the other on the same axis."""
+    timeline = build_timeline(run, watched)
     yield draw_parts(timeline)
     yield from draw_lateness(timeline)
     yield draw_exposed(timeline)

@@ -38,6 +38,7 @@ def _blocks(section: Section, pictures: Mapping[str, Path]) -> Iterator[str]:
     yield "\n".join(map(_item, section.findings))
     for chart in section.charts:
         yield from _chart(chart, pictures)
+    yield "\n".join(f"- {_text(line)}" for line in section.legend)
 
 
 def _item(finding: Finding) -> str:
@@ -48,7 +49,7 @@ def _item(finding: Finding) -> str:
 def _chart(chart: Chart, pictures: Mapping[str, Path]) -> Iterator[str]:
     """Yield the chart's title, its picture or its caption, and its table.
 
-    A picture has the caption in it. Of many choices only the first has a table.
+    A picture has the caption in it.
     """
     yield f"### {_text(chart.title)}" if chart.title else ""
     if drawn := pictures.get(chart.name):

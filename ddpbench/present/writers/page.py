@@ -1,4 +1,4 @@
-"""Runs → sections → one HTML file with everything in it."""
+"""A document as one HTML file with everything in it."""
 
 from __future__ import annotations
 
@@ -12,39 +12,12 @@ from functools import cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.present import environment
-from ddpbench.present import summary as overview
-from ddpbench.present.collectives import cases, skew
-from ddpbench.present.collectives import sizes as collectives
-from ddpbench.present.doctor import capabilities, links, stragglers
-from ddpbench.present.doctor import section as examinations
-from ddpbench.present.document import Chart, MakeSection, ReportRun, Section, format_cell
-from ddpbench.present.steps import section as step
-from ddpbench.present.steps import training
-from ddpbench.present.steps import verified as replicas
-from ddpbench.present.watch import section as watched
+from ddpbench.present.document import Chart, Document, format_cell
 from ddpbench.records.table import Table, TableColumn
 
 if TYPE_CHECKING:
     import jinja2
 
-# In the order of the page: one entry adds a section.
-SECTIONS: tuple[MakeSection, ...] = (
-    overview.section,
-    collectives.section,
-    step.section,
-    training.section,
-    watched.section,
-    replicas.section,
-    cases.section,  # single repetitions come after what they make
-    skew.section,
-    environment.section,
-)
-EXAMINATIONS = {  # that are drawn
-    "stragglers": stragglers.draw,
-    "links": links.draw,
-    "capabilities": capabilities.draw,
-}
 DIGITS = 5  # significant ones of every float of a chart
 # A next step is a command, or ends with one after a colon.
 COMMAND = re.compile(r"(?:^|(?<=: ))(?:python3? -m ddpbench|ddpbench (?=[a-z])|torchrun )[^;]*$")
@@ -52,32 +25,15 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[µmn]?s|[kMGT]i?B(?:/s)?|B)(?!\w))")
 
 
-def make_sections(runs: Sequence[ReportRun], verdicts: Sequence[Section] = ()) -> list[Section]:
-    """Return the sections that these runs have, in the order of the page.
-
-    Verdicts come second, then examinations.
-    """
-    sections = [section for make in SECTIONS if (section := make(runs)) is not None]
-    examined = examinations.build_sections(runs, EXAMINATIONS)
-    return [*sections[:1], *verdicts, *examined, *sections[1:]]
-
-
-def make_page(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = "") -> str:
-    """Return the page of these runs: HTML that loads nothing.
-
-    verdicts: sections on a comparison of the runs, shown after their summary. title: default: their
-    labels; a page without runs needs one.
-    """
+def write(document: Document) -> str:
+    """Return HTML that loads nothing."""
     from ddpbench.present.theme import CONFIGS, backend_swatches
 
     templates = _environment()
-    sections = make_sections(runs, verdicts)
-    charts = [chart for section in sections for chart in section.charts]
+    charts = [chart for section in document.sections for chart in section.charts]
     scripts = (_bundle_vega(), templates.get_template("page.js").render())
     return templates.get_template("page.html").render(
-        runs=[run.run for run in runs],
-        title=title or " and ".join(run.label for run in runs),
-        sections=sections,
+        document=document,
         backends=backend_swatches(_list_backends(charts)),
         operations=list(dict.fromkeys(chart.operation for chart in charts if chart.operation)),
         configs=CONFIGS,
@@ -148,19 +104,13 @@ def _rounded(value: Any) -> Any:
 
 
 def figure(chart: Chart) -> dict[str, Any]:
-    """Return what the page's script reads of a chart: its spec, and the choices if it has any.
+    """Return what the page's script reads of a chart: its spec, without its datasets.
 
     Datasets become columns, which are half the size of rows.
     """
-    spec = {name: part for name, part in (chart.spec or {}).items() if name != "datasets"}
-    datasets = {
-        name: _columns(rows) for name, rows in (chart.spec or {}).get("datasets", {}).items()
-    }
-    choices = [
-        {"label": choice.label, "data": choice.data, "table": table_data(choice.table)}
-        for choice in chart.choices
-    ]
-    return {"spec": spec, "datasets": {} if choices else datasets, "choices": choices}
+    spec = dict(chart.spec or {})
+    datasets = {name: _columns(rows) for name, rows in spec.pop("datasets", {}).items()}
+    return {"spec": spec, "datasets": datasets}
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -169,7 +119,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def table_data(table: Table) -> dict[str, Any]:
-    """Return a table as the page's template and its script show it: classes and text of cells."""
+    """Return a table as the page's template shows it: classes and text of cells."""
     backend = next((i for i, c in enumerate(table.columns) if c.heading == "backend"), None)
     return {
         "headed": any(column.heading for column in table.columns),

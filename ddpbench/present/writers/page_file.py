@@ -41,17 +41,18 @@ def explain_unusable(output: Path, what: str = "page", name: str = NAME) -> str 
 
 
 def make(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = "") -> str:
-    """Return a page, as `make_page`. Raises InvalidRun for values that cannot be shown."""
-    from ddpbench.present.writers.page import make_page
+    """Return a page, as `build_page`. Raises InvalidRun for values that cannot be shown."""
+    from ddpbench.present.formats import build_page
+    from ddpbench.present.writers.page import write
 
     with store.refuse_impossible_values(" or ".join(run.label for run in runs) or title):
-        return make_page(runs, verdicts, title)
+        return write(build_page(runs, verdicts, title))
 
 
-def write(
+def save(
     output: Path, runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = ""
 ) -> None:
-    """Write a page in one step, and the folders above it. Raises OSError, and as `make`."""
+    """Write a page atomically, and the folders above it. Raises OSError, and as `make`."""
     page = make(runs, verdicts, title)
     output.parent.mkdir(parents=True, exist_ok=True)
     store.replace_file(output, page.encode())

@@ -80,10 +80,9 @@ FORMS: dict[str, Callable[[Chart], bytes]] = {"svg": make_svg, "png": make_png}
 def make_spec(chart: Chart) -> dict[str, Any]:
     """Return the Vega-Lite of a picture: the chart's own, with its width, title and caption."""
     assert chart.spec is not None
-    choice = f": {chart.choices[0].label}" if chart.choices else ""
     caption = textwrap.wrap(chart.caption.translate(LACKS), CAPTION_COLUMNS)
     spec = {key: value for key, value in chart.spec.items() if key != "config"}
-    spec["title"] = {"text": chart.title + choice, "subtitle": caption, "anchor": "start"}
+    spec["title"] = {"text": chart.title, "subtitle": caption, "anchor": "start"}
     if not {"hconcat", "vconcat", "concat", "facet", "repeat"} & {*spec}:
         spec |= {"width": WIDTH, "autosize": {"type": "fit-x", "contains": "padding"}}
     return spec

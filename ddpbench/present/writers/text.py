@@ -30,6 +30,7 @@ def _blocks(section: Section) -> Iterator[str]:
     for table in (chart.table for chart in section.charts):
         yield "\n".join(filter(None, (escape(table.title), lay_out(table))))
         yield "\n".join(map(_wrap, table.legend))
+    yield "\n".join(map(_wrap, section.legend))
     yield "\n".join(escape(format_finding(finding)) for finding in section.findings)
     yield escape(section.intro)
 

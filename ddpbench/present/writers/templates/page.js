@@ -25,13 +25,12 @@ function shownBackends(figure) {
 }
 
 async function draw(figure) {
-  const { spec, datasets, choices } = contentOf(figure);
-  const data = choices.length ? choices[figure.chosen ?? 0].data : datasets;
+  const { spec, datasets } = contentOf(figure);
   const theme = dark.matches && !printing ? "dark" : "light";
   const drawn = {
     ...spec,
     width: "container",
-    datasets: Object.fromEntries(Object.entries(data).map(([name, columns]) => [name, toRows(columns)])),
+    datasets: Object.fromEntries(Object.entries(datasets).map(([name, columns]) => [name, toRows(columns)])),
     params: spec.params?.map((p) => (p.name === "backends" ? { ...p, value: shownBackends(figure) } : p)),
   };
   figure.view?.finalize();
@@ -69,12 +68,6 @@ addEventListener("afterprint", () => {
 
 // --- backends and operations -------------------------------------------------------------------
 
-function hideRows(table) {
-  for (const row of table.querySelectorAll("tr[data-backend]")) {
-    row.hidden = hidden.backend.has(row.dataset.backend);
-  }
-}
-
 document.querySelector("form.controls").addEventListener("change", ({ target }) => {
   hidden[target.name][target.checked ? "delete" : "add"](target.value);
   if (target.name === "operation") {
@@ -83,60 +76,13 @@ document.querySelector("form.controls").addEventListener("change", ({ target }) 
     }
     return;
   }
-  hideRows(document);
+  for (const row of document.querySelectorAll("tr[data-backend]")) {
+    row.hidden = hidden.backend.has(row.dataset.backend);
+  }
   for (const figure of figures.filter((one) => one.view && shownBackends(one))) {
     figure.view.signal("backends", shownBackends(figure)).run();
   }
 });
-
-// --- charts that show one of several cases -------------------------------------------------------
-
-function cell(tag, text, classes) {
-  const element = document.createElement(tag);
-  element.textContent = text;
-  element.className = classes + (tag === "td" && text.length > 36 ? " long" : "");
-  return element;
-}
-
-function showTable(figure, { columns, rows, backend }) {
-  const table = figure.querySelector("table");
-  const body = rows.map((cells) => {
-    const row = document.createElement("tr");
-    if (backend !== null) row.dataset.backend = cells[backend].replace(" *", "");
-    row.append(...cells.map((text, i) => cell("td", text, columns[i][1])));
-    return row;
-  });
-  table.tHead?.rows[0].replaceChildren(...columns.map(([heading, align]) => cell("th", heading, align)));
-  table.tBodies[0].replaceChildren(...body);
-  hideRows(table);
-}
-
-// Charts of one section that show the same cases show the same one.
-function choose(label, section) {
-  for (const figure of figures.filter((one) => one.closest("section") === section)) {
-    const { choices } = contentOf(figure);
-    const chosen = choices.findIndex((choice) => choice.label === label);
-    if (chosen < 0) continue;
-    figure.chosen = chosen;
-    figure.querySelector("select").value = label;
-    showTable(figure, choices[chosen].table);
-    if (figure.view) draw(figure);
-  }
-}
-
-for (const figure of figures.filter((one) => one.querySelector("select[name=choice]"))) {
-  const select = figure.querySelector("select");
-  const labels = [...select.options].map((option) => option.label);
-  const section = figure.closest("section");
-  select.addEventListener("change", () => choose(select.value, section));
-  figure.querySelector("input[name=filter]")?.addEventListener("input", ({ target }) => {
-    const words = target.value.toLowerCase().split(/\s+/);
-    const matching = labels.filter((label) => words.every((word) => label.toLowerCase().includes(word)));
-    const before = select.value;
-    select.replaceChildren(...matching.map((label) => new Option(label, label, false, label === before)));
-    if (select.value !== before && select.value) choose(select.value, section);
-  });
-}
 
 // --- commands --------------------------------------------------------------------------------------
 

@@ -1,18 +1,20 @@
-"""Tables of a run of DDP steps: phases, budget, buckets, replicas, training, legends."""
+"""DDP steps: table, timeline, budget, buckets and layer groups, then replicas and training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.parallel import WAYS
-from ddpbench.present.columns import choose_columns, digits, explain, format_ranks
-from ddpbench.present.document import Section, as_row, show_rows
-from ddpbench.present.steps.budget import buckets, budget, collectives
+from ddpbench.present.columns import Column, choose_columns, digits, explain, format_ranks
+from ddpbench.present.document import Chart, ReportRun, Section, plain_name, show_rows
+from ddpbench.present.header import of_watch
+from ddpbench.present.steps.budget import build_buckets, build_budget, build_layers
 from ddpbench.present.steps.columns import STEP_COLUMNS
-from ddpbench.present.steps.replicas import replicas, training
-from ddpbench.records.schema import Run, StepCase
+from ddpbench.present.steps.replicas import build_replicas
+from ddpbench.present.steps.training import build_training
+from ddpbench.records.schema import StepCase
 
 PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
 BUCKETS = ("ready", "wire", "wait")
@@ -46,29 +48,59 @@ LEGEND = {
     "wait": "wait: how long the earliest rank waited for the latest; late rank: the latest, if the "
     "wait is more than noise",
 }
+TITLES = {"step": "DDP step", "replicas": "Replicas", "training": "Training"}
 
 
-def build_sections(run: Run, wanted: tuple[str, ...] | None) -> Iterator[Section]:
-    """Yield a section for each workload, then remarks.
+def build_sections(
+    run: ReportRun, wanted: tuple[str, ...] | None = None, *, drawn: bool = False
+) -> Iterator[Section]:
+    """Yield the sections on the steps, the replicas and a training, then remarks.
 
-    wanted: columns of the only table; default: those that fit, and the tables below them.
+    wanted: columns of the only table; default: those that fit, and the tables below them. drawn:
+    with timelines, and without watched jobs, which have a section of their own.
     """
-    known = step_lines.lines(run)
+    if drawn and of_watch(run.run):
+        return
+    known = step_lines.lines(run.run)
     shown = [line for line in known if line.results]
     columns = choose_columns(wanted, STEP_COLUMNS, shown)
     groups: dict[StepCase, list[StepLine]] = {}
     for line in shown:
         groups.setdefault(step_lines.same_but_backend(line.case), []).append(line)
-    for case, group in groups.items():
-        tables = [show_rows(title(case), columns, group)]
+    charts: dict[str, list[Chart]] = {"step": [], "replicas": [], "training": []}
+    for number, group in enumerate(groups.values()):
+        name = plain_name(group[0].case.workload) + (f"-{number + 1}" if number else "")
+        charts["step"].append(_show_steps(f"step-{name}", group, columns))
         if wanted is None:
-            more = (budget(group), buckets(group), collectives(group))
-            tables += filter(None, (*more, replicas(group, run.plan.verify), training(group)))
-        yield Section(case.workload, "", rows=tuple(map(as_row, tables)))
+            charts["step"] += _draw_timelines(f"step-{name}", run, group) if drawn else []
+            charts["step"] += build_budget(f"step-{name}-budget", group)
+            charts["step"] += build_buckets(f"step-{name}-buckets", group)
+            charts["step"] += build_layers(f"step-{name}-layers", group)
+            charts["replicas"] += build_replicas(f"replicas-{name}", group, run.run.plan.verify)
+            charts["training"] += build_training(f"training-{name}", group, loads=drawn)
     legend = explain(shown, columns, step_lines.FLAGS) if shown else []
     legend += _legend(shown) if wanted is None else []
-    yield Section("notes", "", lines=tuple(_left_out(known)))
-    yield Section("legend", "", lines=tuple(legend))
+    for name, title in TITLES.items():
+        if each := charts[name]:
+            texts = tuple(legend) if name == "step" else ()
+            yield Section(name, title, rows=tuple((chart,) for chart in each), legend=texts)
+    if left_out := tuple(_left_out(known)):
+        yield Section("remarks", "Remarks", lines=left_out)
+
+
+def _show_steps(name: str, group: Sequence[StepLine], columns: Sequence[Column[StepLine]]) -> Chart:
+    table = show_rows(title(group[0].case), columns, group)
+    return Chart(name, group[0].case.workload, table.title, table)
+
+
+def _draw_timelines(name: str, run: ReportRun, group: Sequence[StepLine]) -> Iterator[Chart]:
+    from ddpbench.present.steps.timeline import draw_timeline  # loads pandas
+
+    for line in group:
+        case, twins = line.case, [x for x in group if x.case.backend == line.case.backend]
+        by = "" if len(twins) == 1 else f" by {case.provider}"  # of a backend with two
+        words = f"A step of {case.workload} on {case.backend}{by}"
+        yield from draw_timeline(f"{name}-{plain_name(case.backend + by)}", words, run, line)
 
 
 def title(case: StepCase) -> str:

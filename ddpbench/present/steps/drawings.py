@@ -1,4 +1,4 @@
-"""The budget of a DDP step and its layer groups as bars, and its buckets by size."""
+"""Charts of a step: budget and layer groups as bars, buckets by size, replicas over the steps."""
 
 from __future__ import annotations
 
@@ -12,58 +12,26 @@ from ddpbench.analysis import steps
 from ddpbench.analysis.spans import EXPOSED_OF, HIDDEN_OF, OPERATIONS, SAVES, WOULD_SAVE
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Bars, Lines
-from ddpbench.present.document import Chart, draw_chart, make_table
-from ddpbench.present.steps.budget import (
-    LAYER_HEADINGS,
-    LAYER_LEFT,
-    bucket_row,
-    disagreement,
-    is_known,
-    layer_rows,
-    merge_layers,
-    name_layers,
-    peak_memory,
-    timers,
-    timing_cost,
-)
+from ddpbench.present.charts.kinds import Axis, Bars, Lines, Spans
+from ddpbench.present.steps.budget import bucket_row, merge_layers, name_layers
 from ddpbench.present.steps.columns import bounded, ms, percent, span, uncertain
-from ddpbench.records.schema import Figure, Part
+from ddpbench.records.schema import Bucket, Figure, Part, Replicas
 
 STEP, LATE = "= step", "waiting for a rank"
 COMPONENTS = (steps.TRANSFER, *EXPOSED_OF.values(), steps.OVERHEAD)  # of the exposed communication
 BEFORE = (steps.HIDDEN, *HIDDEN_OF.values())  # drawn so that they end where it begins
+_, DIFFERENT, EQUAL, NOT_FINITE, UNKNOWN = theme.VERDICTS
+MOST_TENSORS = 6  # that are named
 PARTS = (*steps.CHAINS[0], STEP, *COMPONENTS, *BEFORE, SAVES, WOULD_SAVE, LATE)
-NOTES = (disagreement, peak_memory, timers)
-BUCKET = ("#", "MB", "n", "parameters", "ready after ms", "wire ms", "wait ms", "late rank")
-UNEQUAL = 1.5  # ratio of sizes of buckets from which their chart tells something
 
 
-def budget(lines: Sequence[StepLine], name: str) -> Chart | None:
-    """Return the parts of a workload's step on all backends; None if none is known."""
-    known = [line for line in lines if line.summary and any(map(is_known, line.summary.budget))]
-    if not known:
-        return None
+def draw_budget(known: Sequence[StepLine]) -> Bars:
+    """Return the parts of a workload's step on all backends."""
     bars = [sorted(_bars(line), key=lambda bar: PARTS.index(bar["part"])) for line in known]
     frame = pd.DataFrame([bar for each in bars for bar in each])
     ticks = pd.DataFrame([row for line in known for row in _launches(line, frame)])
-    transfer = "that of each operation" if known[0].case.mesh else "exposed transfer"
-    caption = (
-        f"Median over {'launches' if len(ticks) else 'rounds'}, and share of the step. Each part "
-        f"begins where the one before ends; {transfer} and overhead make up the exposed "
-        "communication, hidden communication lies before it. Pale and in parentheses: not clearly "
-        "above 0."
-    )
-    if frame["_low"].notna().any():
-        caption += " Rules: 95 % interval."
-    if len(ticks):
-        caption += " Ticks: the launches."
-    if not frame["from"].any():
-        frame = frame.drop(columns="from")
     x = Axis("time of a step", theme.TIME_LABELS)
-    drawing = Bars(data=frame, x=x, row="part", within="backend", ticks=ticks)
-    notes = [text for line in known for kind in NOTES for text in kind(line)]
-    return draw_chart(name, "Budget of a step", caption, drawing, notes)
+    return Bars(data=frame, x=x, row="part", within="backend", ticks=ticks)
 
 
 def _bars(line: StepLine) -> Iterator[dict[str, Any]]:
@@ -134,15 +102,18 @@ def _launches(line: StepLine, frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 }
 
 
-def buckets(lines: Sequence[StepLine], name: str) -> Chart | None:
-    """Return DDP's buckets on all backends; None if they were not timed."""
+def draw_buckets(known: Sequence[tuple[StepLine, Bucket]]) -> Lines:
+    """Return DDP's buckets on all backends, by their sizes."""
     rows: list[dict[str, Any]] = []
-    for line, bucket in ((x, b) for x in lines if x.summary for b in x.summary.buckets):
+    for line, bucket in known:
         interval = bucket.wire.interval
+        texts = bucket_row(bucket, line.seconds)
         rows.append(
             {
                 "backend": line.case.backend,
-                **dict(zip(BUCKET, bucket_row(bucket, line.seconds), strict=True)),
+                "bucket": texts[0],
+                "parameters": texts[3],
+                "wire ms": texts[5],
                 "95 %": span(interval, line.seconds),
                 "_x": bucket.nbytes,
                 "_y": bucket.wire.value,
@@ -151,43 +122,14 @@ def buckets(lines: Sequence[StepLine], name: str) -> Chart | None:
                 "_marked": "" if bucket.late_rank is None else f"rank {bucket.late_rank}",
             }
         )
-    if not rows:
-        return None
-    frame = pd.DataFrame(rows)
-    caption = (
-        "Wire: from the handover of the last rank until the bucket is reduced, including earlier "
-        "buckets in the queue; median over rounds, of the rank that waits least."
-    )
-    several = frame["_x"].max() > UNEQUAL * frame["_x"].min()
-    if several and frame["_low"].notna().any():
-        caption += " Rules: 95 % interval."
-    if several and any(frame["_marked"]):
-        caption += " Circled: the others wait for one rank."
     x = Axis("size of the bucket", theme.MEGABYTE_LABELS, zero=True)
     y = Axis("wire time", theme.TIME_LABELS, zero=True)
-    drawing = Lines(data=frame, x=x, y=y, connected=False, height=220)
-    chart = draw_chart(name, "Buckets", caption, drawing, timing_cost(lines, "buckets"))
-    return chart if several else replace(chart, drawing=None)
+    return Lines(data=pd.DataFrame(rows), x=x, y=y, connected=False, height=220)
 
 
-def layer_groups(lines: Sequence[StepLine], name: str) -> Chart | None:
-    """Return the communication of a workload's layer groups; None if it was not timed."""
-    timed = [line for line in lines if line.summary and line.summary.collectives]
-    if not timed:
-        return None
-    table = make_table(
-        "layer groups",
-        ["backend", *LAYER_HEADINGS],
-        [(line.case.backend, *row) for line in timed for row in layer_rows(line)],
-        ("backend", *LAYER_LEFT),
-        timing_cost(timed, "collectives"),
-    )
-    caption = (
-        "How long each group of layers communicates in a step, in the rank that waits least; "
-        "median over rounds. Full colour: exposed, the compute waits. Pale: hidden, the compute "
-        "goes on."
-    )
-    drawing = Bars(
+def draw_layers(timed: Sequence[StepLine]) -> Bars:
+    """Return the communication of a workload's layer groups on all backends."""
+    return Bars(
         data=pd.DataFrame([bar for line in timed for bar in _layer_bars(line)]),
         x=Axis("time in a step", theme.TIME_LABELS),
         row="layers",
@@ -195,12 +137,11 @@ def layer_groups(lines: Sequence[StepLine], name: str) -> Chart | None:
         color="operation",
         order=OPERATIONS,
     )
-    return Chart(name, "Layer groups", caption, drawing, table)
 
 
 def _layer_bars(line: StepLine) -> Iterator[dict[str, Any]]:
     """Yield the exposed and the hidden time of each operation, one behind the other in a row."""
-    for same in merge_layers(line.summary.collectives if line.summary else ()):
+    for same in merge_layers(line):
         for what in ("exposed", "hidden"):
             seconds = sum(getattr(each, what).value for each in same)
             yield {
@@ -212,4 +153,36 @@ def _layer_bars(line: StepLine) -> Iterator[dict[str, Any]]:
                 "ms": ms(seconds, line.seconds),
                 "_end": seconds,
                 "_pale": what == "hidden",
+            }
+
+
+def draw_replicas(verified: Sequence[tuple[StepLine, int, Replicas]]) -> Spans:
+    """Return what was found over the steps of each launch, numbered from 1."""
+    return Spans(
+        data=pd.DataFrame([bar for each in verified for bar in _verdict_bars(*each)]),
+        x=Axis("step", theme.COUNT_LABELS),
+        lane="case",
+        color="found",
+        order=theme.VERDICTS,
+    )
+
+
+def _verdict_bars(line: StepLine, launch: int, replicas: Replicas) -> Iterator[dict[str, Any]]:
+    """Yield what was found over the steps. A step lies left of its number."""
+    until, bad, last = replicas.equal_until or 0, replicas.first_bad, replicas.last_step
+    first = last + 1 if bad is None else bad
+    state = EQUAL if not replicas.failed else NOT_FINITE if replicas.equal else DIFFERENT
+    ends = [(EQUAL, 0, until), (UNKNOWN, until, first - 1), (state, first - 1, last)]
+    for found, begin, end in ends:
+        if end > begin:
+            wrong = found != EQUAL
+            yield {
+                "case": f"{line.case.backend}, launch {launch}",
+                "backend": line.case.backend,
+                "_begin": begin,
+                "_end": end,
+                "found": found,
+                "steps": f"{begin + 1} to {end}" if end > begin + 1 else f"{end}",
+                "ranks": ", ".join(map(str, replicas.ranks)) if wrong and replicas.ranks else "-",
+                "tensors": ", ".join(replicas.tensors[:MOST_TENSORS]) if wrong else "-",
             }

@@ -1,14 +1,16 @@
-"""Tables of a watched job: where a step's time goes, ranks, collectives, links and timeline."""
+"""A watched job: where a step's time goes, pauses, ranks, collectives, links and the timeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
+from types import ModuleType
 
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present.columns import Value, digits, format_half_width, format_ranks
-from ddpbench.present.document import Section, as_row, make_table
+from ddpbench.present.document import Chart, ReportRun, Section, make_table
+from ddpbench.present.header import of_watch
 from ddpbench.present.steps.columns import ms, percent
 from ddpbench.records.schema import Run
 from ddpbench.records.table import Table
@@ -29,19 +31,46 @@ WAIT = (
 )
 
 
-def build_sections(run: Run) -> Iterator[Section]:
-    """Yield the tables of the job, then the legend."""
-    whole = all(finding.code != "missing-ranks" for finding in run.findings)
-    for line in step_lines.lines(run):
+def build_sections(run: ReportRun, *, drawn: bool = False) -> Iterator[Section]:
+    """Yield the section on the job. drawn: with charts over time instead of the table."""
+    if not of_watch(run.run):
+        return
+    whole = all(finding.code != "missing-ranks" for finding in run.run.findings)
+    rows: list[tuple[Chart, ...]] = []
+    legend: dict[str, None] = {}
+    for line in step_lines.lines(run.run):
         case = line.case
         parts = [case.workload, " ".join(case.settings), format_ranks(case), case.backend]
         title = "  ".join(filter(None, [*parts, case.device]))
-        tables, legend = [_parts(line, title, whole)], []
+        rows.append((Chart("watch-step", "Step", "", _parts(line, title, whole)),))
         for watched in (result.watched for result in line.results if result.watched):
-            tables += [table for build in TABLES if (table := build(watched)) is not None]
-            legend += [*(LEGEND if watched.steps else ()), *[WAIT] * bool(watched.collectives)]
-        yield Section("watch", "", rows=tuple(map(as_row, tables)))
-        yield Section("legend", "", lines=tuple(legend))
+            rows += _rows(run.run, watched, case.backend, drawn=drawn)
+            legend |= dict.fromkeys(
+                [*(LEGEND if watched.steps else ()), *[WAIT] * bool(watched.collectives)]
+            )
+    if rows:
+        kept = tuple(filter(None, rows))
+        yield Section("watch", "Watched job", rows=kept, legend=tuple(legend))
+
+
+def _rows(run: Run, watched: Watched, backend: str, *, drawn: bool) -> Iterator[tuple[Chart, ...]]:
+    yield (*_balance(watched), *_pauses(watched))
+    if drawn and len(watched.moments) > 1:
+        from ddpbench.present.watch import over_time
+
+        for chart in over_time.draw(run, watched, backend):
+            yield (chart,)
+    yield (*_ranks(run, watched), *(_drawings().draw_extra(run, watched) if drawn else ()))
+    yield tuple(_collectives(watched))
+    yield tuple(_links(run, watched))
+    if not drawn:
+        yield tuple(_timeline(watched))
+
+
+def _drawings() -> ModuleType:
+    from ddpbench.present.watch import drawings  # loads pandas
+
+    return drawings
 
 
 def _parts(line: StepLine, title: str, whole: bool) -> Table:
@@ -80,21 +109,29 @@ def _parts(line: StepLine, title: str, whole: bool) -> Table:
     return make_table(title, headings, cells, headings[:1], (text,))
 
 
-def _balance(watched: Watched) -> Table | None:
-    """Return where all the time of the job went."""
+def _balance(watched: Watched) -> Iterator[Chart]:
+    """Yield where all the time of the job went."""
     balance = watched.balance
     if balance is None:
-        return None
+        return
     parts = balance.parts() | {"= wall time": balance.wall_seconds}
     cells = [
         [name, f"{seconds:.3f}", percent(seconds / balance.wall_seconds)]
         for name, seconds in parts.items()
     ]
-    return make_table("total time of rank 0", ("time", "s", "% of time"), cells, ("time",))
+    table = make_table("total time of rank 0", ("time", "s", "% of time"), cells, ("time",))
+    caption = (
+        "Where the time of rank 0 went while it was watched. A long step takes at least 1.5 times "
+        "as long as usual; its extra time is a part of its own."
+    )
+    draw = lambda: _drawings().draw_balance(balance)  # noqa: E731
+    yield Chart("watch-balance", "Total time", caption, table, draw)
 
 
-def _pauses(watched: Watched) -> Table | None:
-    """Return the steps that took much longer than usual, by what delayed them."""
+def _pauses(watched: Watched) -> Iterator[Chart]:
+    """Yield the steps that took much longer than usual, by what delayed them."""
+    if not watched.pauses:
+        return
     cells = [
         [
             "all" if pause.rank is None else str(pause.rank),
@@ -106,29 +143,43 @@ def _pauses(watched: Watched) -> Table | None:
             f"{pause.longest_seconds * 1e3:.1f}",
             ms(pause.mean_seconds, watched.step_seconds),
         ]
-        for pause in watched.pauses[:PAUSES]
+        for pause in watched.pauses
     ]
     headings = ["rank", "part", "line", "times", "every", "ms", "longest ms", "ms per step"]
-    title = "pauses, the most costly first" + _more(len(cells), len(watched.pauses))
-    return make_table(title, headings, cells, headings[1:3]) if cells else None
+    table = make_table("pauses, the most costly first", headings, cells, headings[1:3])
+    caption = (
+        "What the extra time of long steps costs per step, the average over all steps, by rank "
+        "and line; beside each bar, number and median size of the pauses."
+    )
+    draw = lambda: _drawings().draw_pauses(watched.pauses)  # noqa: E731
+    yield Chart("watch-pauses", "Pauses", caption, table, draw, most=PAUSES)
 
 
-def _ranks(watched: Watched) -> Table | None:
-    """Return the ranks with the most own time; None if there is only one."""
-    most = sorted(watched.ranks, key=lambda rank: -sum(rank.seconds[:-1]))[:RANKS]
-    if len(most) < 2:
-        return None
-    step = watched.step_seconds
+def _ranks(run: Run, watched: Watched) -> Iterator[Chart]:
+    """Yield the ranks with the most own time, if there are several."""
+    ranks = sorted(watched.ranks, key=lambda rank: -sum(rank.seconds[:-1]))
+    if len(ranks) < 2:
+        return
+    step, count = watched.step_seconds, sum(watched.hosts.values())
     cells = [
         [str(rank.rank), rank.host, ms(sum(rank.seconds[:-1]), step), *_ms(rank.seconds, step)]
-        for rank in most
+        for rank in ranks
     ]
+    known = f", {len(ranks)} of {count}" if len(ranks) < count else ""
     headings = ["rank", "host", "own ms", *COLUMNS]
-    title = "ranks, the most own time first" + _more(len(most), sum(watched.hosts.values()))
-    return make_table(title, headings, cells, ("host",))
+    table = make_table(f"ranks, the most own time first{known}", headings, cells, ("host",))
+    caption = (
+        "Mean of each part of a step, the rank with the most own time first. The straggler has "
+        "the most own time and is blocked least."
+    )
+    draw = lambda: _drawings().draw_ranks(run, watched)  # noqa: E731
+    yield Chart("watch-ranks", "Ranks", caption, table, draw, most=RANKS)
 
 
-def _collectives(watched: Watched) -> Table | None:
+def _collectives(watched: Watched) -> Iterator[Chart]:
+    """Yield how long the earliest rank waits for the latest in each kind of call."""
+    if not watched.collectives:
+        return
     cells = [
         [
             row.group if len(row.group) <= GROUP else f"{row.group[: GROUP - 1]}…",
@@ -140,15 +191,26 @@ def _collectives(watched: Watched) -> Table | None:
             ms(row.wire_seconds, watched.step_seconds),
             "-" if row.last_rank is None else f"{row.last_rank} ({row.last_share * 100:.0f} %)",
         ]
-        for row in watched.collectives[:COLLECTIVES]
+        for row in watched.collectives
     ]
     count = "per step" if watched.steps else "calls"
     headings = ["group", "ranks", "operation", "kB", count, "wait ms", "wire ms", "last rank"]
-    title = "collectives, the longest waits first" + _more(len(cells), len(watched.collectives))
-    return make_table(title, headings, cells, ("group", "operation")) if cells else None
+    title, left = "collectives, the longest waits first", ("group", "operation")
+    caption = (
+        "How long the earliest rank waits for the latest, median over calls, per "
+        f"{'step' if watched.steps else 'call'}; beside each bar the rank that is last most often, "
+        "in which share of the calls."
+    )
+    draw = lambda: _drawings().draw_collectives(watched)  # noqa: E731
+    table = make_table(title, headings, cells, left)
+    words = "watch-collectives", "Waits in collectives", caption
+    yield Chart(*words, table, draw, most=COLLECTIVES)
 
 
-def _links(watched: Watched) -> Table | None:
+def _links(run: Run, watched: Watched) -> Iterator[Chart]:
+    """Yield the links between hosts."""
+    if not watched.links:
+        return
     cells = [
         [
             f"{link.host} → {link.peer}",
@@ -158,36 +220,36 @@ def _links(watched: Watched) -> Table | None:
             digits(None if link.rtt_seconds is None else link.rtt_seconds * 1e6),
             str(link.retransmitted),
         ]
-        for link in watched.links[:LINKS]
+        for link in watched.links
     ]
     headings = ["link", "interface", "MB", "MB/s", "round trip µs", "retransmitted"]
-    title = "links, the busiest first" + _more(len(cells), len(watched.links))
-    return make_table(title, headings, cells, headings[:2]) if cells else None
+    table = make_table("links, the busiest first", headings, cells, headings[:2])
+    caption = (
+        "Rate of the job's connections from host to host while data is on its way, in MB/s; more "
+        "is better. Outlined: slow."
+    )
+    draw = lambda: _drawings().draw_links(run, watched)  # noqa: E731
+    yield Chart("watch-links", "Links of the job", caption, table, draw, most=LINKS)
 
 
-def _timeline(watched: Watched) -> Table | None:
+def _timeline(watched: Watched) -> Iterator[Chart]:
     moments, step = watched.moments, watched.step_seconds
     if len(moments) < 2:
-        return None
+        return
     read = {name: pick for name, pick in READ.items() if any(pick(m) is not None for m in moments)}
     cells = [
         [
-            _clock(moments[i]),
-            str(moments[i].step),
-            ms(moments[i].step_seconds, step),
-            *_ms(moments[i].seconds, step),
+            _clock(moment),
+            str(moment.step),
+            ms(moment.step_seconds, step),
+            *_ms(moment.seconds, step),
             *(digits(_find_latest(moments[: i + 1], pick)) for pick in read.values()),
         ]
-        for i in _spread(len(moments))
+        for i, moment in enumerate(moments)
     ]
     headings = ["UTC", "step", "ms", *COLUMNS, *read]
-    return make_table("timeline", headings, cells)
-
-
-def _spread(known: int) -> Iterator[int]:
-    """Yield the positions of at most MOMENTS, evenly, the last one among them."""
-    count = min(MOMENTS, known)
-    return ((i + 1) * known // count - 1 for i in range(count))
+    table = make_table("timeline", headings, cells)
+    yield Chart("watch-timeline", "Timeline", "", table, most=MOMENTS, spread=True)
 
 
 def _find_latest(moments: Sequence[Moment], pick: Callable[[Moment], Value]) -> Value:
@@ -203,10 +265,6 @@ def _ms(seconds: Sequence[float], step: float) -> list[str]:
     return [ms(each, step) for each in seconds]
 
 
-def _more(shown: int, known: int) -> str:
-    return f" ({shown} of {known})" if shown < known else ""
-
-
 def _gpu_percent(moment: Moment) -> float | None:
     share = moment.load.gpu_share if moment.load is not None else None
     return None if share is None else share * 100
@@ -218,6 +276,3 @@ READ: dict[str, Callable[[Moment], Value]] = {
     "cores": lambda moment: None if moment.load is None else moment.load.cpu_cores,
     "GPU %": _gpu_percent,
 }
-TABLES: tuple[Callable[[Watched], Table | None], ...] = (
-    *(_balance, _pauses, _ranks, _collectives, _links, _timeline),
-)

@@ -1,0 +1,122 @@
+"""Charts of collectives: time and bandwidth over message sizes, and the fastest backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+
+from ddpbench.analysis.flags import UNUSABLE
+from ddpbench.analysis.lines import Line
+from ddpbench.catalog.sizes import readable
+from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Bars, Lines, Matrix
+from ddpbench.present.collectives.columns import COLUMNS
+from ddpbench.present.columns import title_parts
+from ddpbench.present.document import NO_VALUES, Chart, ReportRun, titles
+
+TOOLTIPS = {
+    "seconds": ("size", "backend", "time", "interval", "faster", "p99", "skew", "launch", "check"),
+    "rate": ("size", "backend", "busbw", "limit", "check"),
+}
+FASTEST = (
+    "Colour: the backend whose 95 % interval lies below those of all others. Number: how many "
+    "times as long the next backend takes. Empty: not measured, or none is clearly the fastest."
+)
+Point = tuple[ReportRun, Line]
+STATES = {"no flag": "circle", "flagged": "diamond", "do not use": "cross"}  # of a point → shape
+AXES = {
+    "seconds": Axis("time of a call", theme.TIME_LABELS, log=True),
+    "rate": Axis("busbw", theme.RATE_LABELS, log=True),
+}
+
+
+def draw_fastest(run: ReportRun) -> Iterator[Chart]:
+    """Yield the matrix of operations and sizes, if any backend is clearly the fastest."""
+    known = [line for line in run.lines if line.seconds and line.case.nbytes]
+    names = titles(title_parts(line.case) for line in known)
+    cells = [
+        {
+            "operation": names[title_parts(line.case)],
+            "size": readable(line.case.nbytes),
+            "fastest": line.case.backend,
+            "time": f"{COLUMNS['time'].show(line)} µs",
+            "times as long": f"{line.faster:.{1 if line.faster < 9.95 else 0}f}",
+            "_text": f"{line.faster:.{1 if line.faster < 9.95 else 0}f}",
+        }
+        for line in known
+        if line.faster
+    ]
+    sizes = sorted({line.case.nbytes for line in known})
+    if not cells or len(sizes) < 2:
+        return
+    data = pd.DataFrame(cells)
+    drawing = Matrix(
+        data=data,
+        column="size",
+        row="operation",
+        titles=("message size", None),
+        ends=tuple(map(readable, sizes)),
+        color="fastest",
+        order=tuple(theme.order_backends(data["fastest"])),
+    )
+    yield Chart("fastest", "Fastest backend", FASTEST, NO_VALUES, lambda: drawing)
+
+
+def draw_sizes(shown: Sequence[Point], value: str) -> Lines | Bars | None:
+    """Return the chart of time or bandwidth, its interval and its limit: along sizes, or in a row
+    for each backend if there is one size. None: there is nothing to draw.
+
+    value: of AXES.
+    """
+    several = len({run.label for run, _ in shown}) > 1
+    data = pd.DataFrame([_point(*point, value) for point in shown])
+    data = data[data["_y"].notna()] if len(data) else data
+    if data.empty:
+        return None
+    data = data if several else data.drop(columns="run")
+    look: dict[str, Any] = {"shape": "_state", "shapes": STATES}
+    if data["_x"].nunique() == 1:
+        rows = data["backend"].str.cat(data["run"], " ") if several else data["backend"]
+        data = data.rename(columns={"_y": "_end"}).assign(_row=rows)
+        return Bars(data=data, x=AXES[value], row="_row", dots=True, **look)
+    return Lines(
+        data=data[data["_x"] > 0],  # the axis is logarithmic
+        x=Axis("message size", theme.SIZE_LABELS, log=True),
+        y=AXES[value],
+        dash="run" if several else "",
+        detail=("run",) if several else (),
+        **look,
+    )
+
+
+def _point(run: ReportRun, line: Line, value: str) -> dict[str, Any]:
+    """Return a point of a chart: its numbers, and the texts of its tooltip."""
+    unflagged, flagged, unusable = STATES
+    state = unusable if UNUSABLE & set(line.flags) else flagged if line.flags else unflagged
+    ends = (line.interval.low, line.interval.high) if line.interval else (None, None)
+    point: dict[str, Any] = {
+        "run": run.label,
+        **{COLUMNS[name].heading: COLUMNS[name].show(line) for name in TOOLTIPS[value]},
+        "flags": " ".join(line.flags),
+        "_x": line.case.nbytes,
+        "_state": state,
+    }
+    if value == "seconds":
+        return {**point, "_y": line.seconds, "_low": ends[0], "_high": ends[1]}
+    limits = [r.limit for r in line.results if r.limit and line.fraction is not None]
+    mean = sum(limit.bytes_per_second for limit in limits) / len(limits) if limits else None
+    return {
+        **point,
+        "limit": limits[0].source if limits else None,
+        "_y": line.busbw or None,
+        "_low": _rate(line, ends[1]),
+        "_high": _rate(line, ends[0]),
+        "_reference": mean,
+    }
+
+
+def _rate(line: Line, seconds: float | None) -> float | None:
+    """Return the busbw of a call that takes so many seconds."""
+    return seconds and line.busbw and line.seconds and line.busbw * line.seconds / seconds

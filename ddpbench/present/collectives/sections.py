@@ -1,0 +1,213 @@
+"""Collectives: a table per operation, charts of time and bandwidth, fits, limits, skipped cases.
+
+The charts show the texts of the table's columns, so that both say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from types import ModuleType
+
+from ddpbench.analysis import fit, lines
+from ddpbench.analysis.fit import Estimate, Fit
+from ddpbench.analysis.lines import Line
+from ddpbench.catalog.sizes import UNITS, readable
+from ddpbench.present.collectives.columns import COLUMNS
+from ddpbench.present.columns import (
+    Column,
+    choose_columns,
+    digits,
+    explain,
+    text_column,
+    title_parts,
+)
+from ddpbench.present.document import (
+    NO_VALUES,
+    Chart,
+    Kind,
+    ReportRun,
+    Section,
+    describe,
+    plain_name,
+    tabulate,
+    titles,
+)
+from ddpbench.records.table import Table
+
+Point = tuple[ReportRun, Line]
+RUN = text_column("run", str)
+ALSO = ("p99", "skew")  # columns of a page
+BANDWIDTH = (
+    "busbw = size / time × bus factor of nccl-tests, in GB/s (10⁹ bytes). Dotted, or an upright "
+    "mark: the limit of the links, if it is known; its source is below the tables."
+)
+
+
+def build_sections(
+    runs: Sequence[ReportRun],
+    wanted: tuple[str, ...] | None = None,
+    *,
+    drawn: bool = False,
+    fitted: bool = True,
+) -> Iterator[Section]:
+    """Yield the tables of all operations with their legend, and why cases were skipped.
+
+    wanted: columns. drawn: with charts, and with the columns of a page. fitted: whether the fits of
+    an ended run are below its tables.
+    """
+    points = [(run, line) for run in runs for line in run.lines]
+    groups: dict[Kind, list[Point]] = {}
+    for run, line in points:
+        if line.seconds is not None:
+            groups.setdefault(title_parts(line.case), []).append((run, line))
+    shown = [line for group in groups.values() for _, line in group]
+    columns = choose_columns(wanted, COLUMNS, shown, ALSO if drawn else ())
+    names, rows, fits = titles(groups), [], list[Fit]()
+    for kind, group in groups.items():
+        own = [each for run in runs if fitted for each in _fit(run, group)]
+        fits += own
+        table = _tabulate(kind, group, columns, map(_format_fit, own))
+        rows.append(_draw(kind, names[kind], group, table))
+    if drawn:
+        rows = [*((chart,) for run in runs for chart in _drawings().draw_fastest(run)), *rows]
+    if rows:
+        legend = tuple(_explain(shown, columns, fits))
+        yield Section("collectives", "Collectives", rows=tuple(rows), legend=legend)
+    if skipped := tuple(_skipped(line for _, line in points)):
+        yield Section("skipped", "Skipped cases", lines=skipped)
+
+
+def _tabulate(
+    kind: Kind, group: Sequence[Point], columns: Sequence[Column[Line]], fits: Iterable[str]
+) -> Table:
+    """Return a row for each line; its title states what they have in common."""
+    operation, form, *others = kind
+    title = "  ".join(filter(None, (operation, f"({form})" if form else "", *others)))
+    if len({run.label for run, _ in group}) < 2:
+        return tabulate(
+            title, columns, [[c.show(line) for c in columns] for _, line in group], fits
+        )
+    cells = [[run.label, *(c.show(line) for c in columns)] for run, line in group]
+    return tabulate(title, [RUN, *columns], cells, fits)
+
+
+def _draw(kind: Kind, title: str, group: Sequence[Point], table: Table) -> tuple[Chart, ...]:
+    """Return the charts of time, which has the table, and of bandwidth, if there is any."""
+    name = plain_name(title)
+    timed = [point for point in group if point[1].seconds]  # 0: too short for a device's clock
+    time = Chart(
+        f"{name}-time",
+        f"{title}: time",
+        f"{_statistic(timed)} {describe(kind)}.",
+        table,
+        lambda: _drawings().draw_sizes(timed, "seconds"),
+        operation=kind[0],
+        grouped=table.columns[0].heading == "size",
+    )
+    if not any(line.busbw for _, line in timed):
+        return (time,)
+    draw = lambda: _drawings().draw_sizes(timed, "rate")  # noqa: E731
+    words = f"{name}-bandwidth", f"{title}: bandwidth", BANDWIDTH
+    return time, Chart(*words, NO_VALUES, draw, operation=kind[0])
+
+
+def _drawings() -> ModuleType:
+    from ddpbench.present.collectives import drawings  # loads pandas
+
+    return drawings
+
+
+def _statistic(timed: Sequence[Point]) -> str:
+    """Return the sentences of a caption that name the statistic."""
+    ranks = {"max": "the slowest rank", "mean": "all ranks"}
+    names = dict.fromkeys(
+        f"{case.statistic} over calls, of {ranks.get(case.rank_reduction, case.rank_reduction)}"
+        for case in (line.case for _, line in timed)
+    )
+    bars = "; bars: 95 % interval" if any(line.interval for _, line in timed) else ""
+    return f"Time of one call: {' or '.join(names)}{bars}. Axes are logarithmic."
+
+
+def _fit(run: ReportRun, group: Sequence[Point]) -> list[Fit]:
+    if run.run.state not in ("complete", "interrupted"):
+        return []
+    return fit.fits([line for other, line in group if other is run])
+
+
+def _format_fit(one: Fit) -> str:
+    """Format latency and bandwidth of one backend: "fit gloo: 4 B to 4 MiB: α 4.900 µs (…), …"."""
+    parts = []
+    for segment in one.segments:
+        figures = [
+            f"α {_format_estimate(segment.latency, 1e6, ' µs')}" if segment.latency else "",
+            f"1/β {_format_estimate(segment.rate, 1e-9, ' GB/s')}" if segment.rate else "",
+            f"n½ {_format_half(segment.half)}" if segment.half else "",
+        ]
+        sizes = f"{readable(segment.first)} to {readable(segment.last)}"
+        parts.append(f"{sizes}: {', '.join(filter(None, figures))}")
+    return f"fit {one.case.backend}: {'; '.join(parts)}"
+
+
+def _format_estimate(estimate: Estimate, scale: float, unit: str) -> str:
+    """Format a figure and its interval: "4.900 µs (4.700 to 5.200)"."""
+    value, low, high = (digits(v * scale) for v in (estimate.value, estimate.low, estimate.high))
+    return f"{value}{unit} ({low} to {high})"
+
+
+def _format_half(half: Estimate) -> str:
+    prefix, size = next((u, s) for u, s in reversed(UNITS.items()) if half.value >= s or s == 1)
+    return _format_estimate(half, 1 / size, f" {prefix}{'iB' if prefix else 'B'}")
+
+
+def _skipped(every: Iterable[Line]) -> list[str]:
+    """Explain why cases have no row, the sizes of one reason together."""
+    reasons: dict[tuple[str, str, str], list[int]] = {}
+    for line in every:
+        if line.reason is not None:
+            case = line.case
+            name = " ".join(filter(None, (case.called, case.dtype, case.reduce_op)))
+            reasons.setdefault((name, case.backend, line.reason), []).append(case.nbytes)
+    return [
+        f"skipped {name} on {backend}, {readable(sizes[0])}"
+        + (f" … {readable(sizes[-1])}" if len(sizes) > 1 else "")
+        + f": {reason}"
+        for (name, backend, reason), sizes in reasons.items()
+    ]
+
+
+def _explain(
+    shown: Sequence[Line], columns: Sequence[Column[Line]], fits: Sequence[Fit]
+) -> Iterator[str]:
+    """Yield the legend of all tables."""
+    yield from explain(shown, columns, lines.FLAGS)
+    if COLUMNS["limit"] in columns:
+        yield from _limits(shown)
+    if fits:
+        over = " or ".join(dict.fromkeys(one.of for one in fits))
+        yield (
+            f"fit: time = α + βn for messages of n bytes, with 95 % intervals over {over}; 1/β: "
+            "asymptotic algbw; n½: size at which α is half the time; figures that the times do not "
+            "determine are left out"
+        )
+
+
+def _limits(shown: Sequence[Line]) -> Iterator[str]:
+    """Name the rates that the column `limit` refers to: one line per backend, source, group."""
+    rates: dict[tuple[str, str, str], list[float]] = {}
+    operations: dict[tuple[str, str, str], dict[str, None]] = {}
+    for line in shown:
+        for limit in (result.limit for result in line.results):
+            if limit is not None and line.fraction is not None:
+                key = (line.case.backend, limit.source, line.case.group)
+                rates.setdefault(key, []).append(limit.bytes_per_second / 1e9)
+                operations.setdefault(key, {})[line.case.called] = None
+    for key, values in rates.items():
+        backend, source, _ = key
+        low, high = digits(min(values)), digits(max(values))
+        span = low if low == high else f"{low} … {high} (by size)"
+        names = ", ".join(operations[key])
+        yield f"limit on {backend} of {names}: busbw as a share of {span} GB/s, {source}"
+    # Where ddpbench has looked for limits, it has found the hard one.
+    looked = (r for line in shown for r in line.results if r.hard_limit and r.case.nbytes)
+    if any(result.limit is None and result.case.world_size > 1 for result in looked):
+        yield "limit -: no rate of these links is known here; give one with --limit GB/S"
