@@ -46,7 +46,7 @@ class Report:
         return self.summary.latest if self.summary is not None else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `on_report` receives; the guide, chapter watch, documents the keys."""
+        """Return what `on_report` receives; the guide, chapter api, documents the keys."""
         case, latest = self.run.steps[0].case, self.latest
         seconds: dict[str, float] = {}
         if latest is not None:
