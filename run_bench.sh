@@ -301,7 +301,7 @@ case $command in
   *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python, and no command of ddpbench (run_bench.sh --help)" ;;
 esac
 for word; do
-  case $word in --report | --report=* | --ddpbench-report*) uses+=(report) ;; esac
+  case $word in --report | --report-file* | --ddpbench-report-file*) uses+=(report) ;; esac
 done
 case $command in cpu | mpi | gpu | all | ddp | collectives | doctor) choose_folder "$@" ;; esac
 choose_python

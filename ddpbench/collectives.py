@@ -58,7 +58,7 @@ def prepare(context: LaunchContext[Options]) -> Work[Numbered]:
     random.Random(f"{plan.seed}/{context.index}").shuffle(requests)
     world.watchdog.begin_phase("the calibration of limits")
     rates = calibrate.Rates()
-    if options.limit is None:
+    if options.peak_bandwidth is None:
         copied = {case.nbytes for case, _ in requests}
         rates = calibrate.measure_rates(world, context.device, copied, partitions)
     return Work(
@@ -243,7 +243,7 @@ def _time_definition(options: Options, backend: Backend, operation: Operation) -
     kind = devices.get(options.device)
     if kind.clock == "host":
         return EXIT_ENTRY
-    alone = options.issue == "isolated" and not options.async_op
+    alone = options.mode == "isolated" and not options.async_op
     hides = kind.sleeps and backend.in_stream and operation.sized
     if not (alone and hides):
         return EVENTS
@@ -258,7 +258,7 @@ def _objection(case: Case, world: World, device: torch.device) -> str | None:
     if operation.paired and case.world_size < 2:
         return f"{case.operation} needs two ranks"
     if operation.paired and case.issue == "pipelined":
-        return f"{case.operation} can only be measured with --issue isolated"
+        return f"{case.operation} can only be measured with --mode isolated"
     kind = devices.of(device)
     if operation.paired and case.backend == "gloo" and kind.memory != "host":
         return "gloo sends and receives CPU tensors only"
@@ -276,9 +276,9 @@ def _limits(
 
     Both are the user's if there is one. Beside cases between hosts it does not hold inside a host.
     """
-    if options.limit is not None:
+    if options.peak_bandwidth is not None:
         applies = case.group != "host" or options.groups == ("host",)
-        limit = Limit(options.limit * 1e9, "--limit") if applies else None
+        limit = Limit(options.peak_bandwidth * 1e9, "--peak-bandwidth") if applies else None
         return limit, limit
     one_host = len(case.ranks_per_host) == 1
     fastest_copy = rates.hard_limit(one_host)

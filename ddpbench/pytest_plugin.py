@@ -8,7 +8,7 @@ def test_step(ddp_benchmark):
 
 pytest --benchmark-autosave                       each test: 6 launches of fresh processes
 pytest --benchmark-autosave --ddpbench-compare    exit code 1 where a test has become slower
-pytest --ddpbench-report tests.html               a page with all launches, and the verdicts
+pytest --ddpbench-report-file tests.html               a page with all launches, and the verdicts
 
 Keywords are the options of `ddpbench collectives` and `ddpbench ddp`; other options go into
 options=("--async", "--import=mine"). If ddpbench is installed, every pytest loads this module, so
@@ -39,8 +39,12 @@ KEY = "ddpbench"  # in a benchmark's extra_info, and at the top level of a saved
 NO_BENCHMARK = "ddpbench's fixtures need pytest-benchmark: pip install pytest-benchmark"
 # fixture → command, default options, options that shorten it if only the result matters
 COMMANDS = {
-    "collective_benchmark": ("collectives", (), ("--slice=0.05",)),
-    "ddp_benchmark": ("ddp", ("--no-budget", "--seconds=5"), ("--rounds=1", "--in-a-row=1")),
+    "collective_benchmark": ("collectives", (), ("--case-time=0.05",)),
+    "ddp_benchmark": (
+        "ddp",
+        ("--no-breakdown", "--case-time=5"),
+        ("--rounds=1", "--steps-per-round=1"),
+    ),
 }
 
 
@@ -114,7 +118,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "with 1)",
     )
     add(
-        "--ddpbench-report",
+        "--ddpbench-report-file",
         metavar="FILE.html",
         help="write a page with the launches of each test, and its verdict with "
         "--ddpbench-compare; needs the extra `report` (default: no page)",
@@ -163,13 +167,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def _find_page(config: pytest.Config) -> Path | None:
     """Return the file of the page that is requested. Raises UsageError if it cannot be made."""
-    name = config.getoption("--ddpbench-report")
+    name = config.getoption("--ddpbench-report-file")
     if name is None or hasattr(config, "workerinput"):  # a worker of xdist
         return None
     from ddpbench.present.writers import page_file
 
     path: Path = config.invocation_params.dir / name
-    if wrong := page_file.explain_missing("--ddpbench-report") or page_file.explain_unusable(path):
+    if wrong := page_file.explain_missing("--ddpbench-report-file") or page_file.explain_unusable(
+        path
+    ):
         raise pytest.UsageError(wrong)
     return path
 
@@ -231,7 +237,7 @@ def collective_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
 def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
     """ddp_benchmark("mlp", width=256, backend="gloo", ranks=2): measure the step of a workload.
 
-    Further keywords are options of `ddpbench ddp`; default seconds=5 per launch. Returns the run.
+    Further keywords are options of `ddpbench ddp`; default case_time=5, in seconds per launch. Returns the run.
     Fails the test if the replicas differ after a step or a rank dies.
     """
 

@@ -24,7 +24,7 @@ from ddpbench.records.schema import Run
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-QUICK = ("--slice", "0.1", "--timeout", "60", "--launches", "1")
+QUICK = ("--case-time", "0.1", "--timeout", "60", "--launches", "1")
 ONE_SENTENCE = re.compile(r"ddpbench: [^\n]+\n")
 
 needs_mpirun = pytest.mark.skipif(

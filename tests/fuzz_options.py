@@ -39,7 +39,7 @@ NASTY = (
     "run/run.json", "last", "a log", "empty", "binary", "/proc/x", "/dev/null", "/dev/null/x",
     "x" * 300, "x" * 5000, ".x", "x.", "a.b:c", "4:64M:x4", "8:4:x2", "4K,1M", "1T", "0:0:x1",
     "1:1e9:x1", "all", "auto", "gloo", "mpi", "fake", "undefined", "cuda", "rank=0", "kill:step=0",
-    "slow:rank=-1", "--help", "-h", "--nproc", "--format=csv", "collectives", "ddp", "doctor",
+    "slow:rank=-1", "--help", "-h", "--ranks", "--format=csv", "collectives", "ddp", "doctor",
     "localhost", "1,1", "0,1", "NAME=1", "3%",
 )  # fmt: skip
 SHARE_AS_PROCESS = 200

@@ -31,12 +31,12 @@ TIMEOUT_SECONDS = 20
 MARK = "DDPBENCH_STRIKE"  # an environment variable of all processes that a trial starts
 NAMED = re.compile(r"ddpbench: (side [ab]: )?rank \d+ .*(killed|stopped|died)")
 CACHE = f"torchinductor_{getpass.getuser()}"
-SWEEP = ("collectives", "--op", "all_reduce", "--sizes", "4,1K", "--slice", "0.3")
+SWEEP = ("collectives", "--op", "all_reduce", "--sizes", "4,1K", "--case-time", "0.3")
 STEPS = ("ddp", "--workload", "mlp", "--width", "16", "--depth", "2", "--rounds", "3")
-DOCTOR = ("doctor", "--only", "preflight,stragglers", "--seconds", "3")
+DOCTOR = ("doctor", "--only", "preflight,stragglers", "--case-time", "3")
 COMMANDS = {
     "collectives": (*SWEEP, "--launches", "2"),
-    "ddp": (*STEPS, "--no-budget"),
+    "ddp": (*STEPS, "--no-breakdown"),
     "doctor": DOCTOR,
     "ab": ("ab", "--a", "X=1", "--b", "X=2", *SWEEP),
 }

@@ -209,7 +209,7 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path) -> None:
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("this container may not mount")
     try:
-        words = ["--op", "all_reduce", "--sizes", "4:64K:x2", "--slice", "0.1"]
+        words = ["--op", "all_reduce", "--sizes", "4:64K:x2", "--case-time", "0.1"]
         done = run_ddpbench(
             tmp_path, "collectives", "--backend", "gloo", *words, "--output", str(small / "run")
         )

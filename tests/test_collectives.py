@@ -154,7 +154,7 @@ def test_a_quiet_run_says_why_nothing_was_measured(pool: RankPool, tmp_path: Pat
 def test_dtypes_and_reduce_ops_are_right_or_refused_together(tmp_path: Path) -> None:
     """What a backend cannot do is skipped on all ranks with its reason; the rest is right."""
     words = ["--op", "all_reduce", "--dtype", "all", "--reduce-op", "sum,max"]
-    words += ["--sizes", "100", *QUICK, "--slice", "0.02"]
+    words += ["--sizes", "100", *QUICK, "--case-time", "0.02"]
     done = run_all_warm(tmp_path, "collectives", "--backend", "gloo,mpi", "-n", "2", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     _, run = read_stored_run(tmp_path)
@@ -175,7 +175,7 @@ def test_pipelined_and_async_calls_are_waited_for(pool: RankPool, tmp_path: Path
         f"from ddpbench.measure import calibrate\ncalibrate.DEADLINE_NS = {PATIENCE_SECONDS:.0f}e9"
     )
     (tmp_path / "patient.py").write_text(patient)
-    words = ["--issue", "pipelined", "--depth", "4", "--op", "all_reduce", "--sizes", "4,64K"]
+    words = ["--mode", "pipelined", "--in-flight", "4", "--op", "all_reduce", "--sizes", "4,64K"]
     words += ["--buffers", "huge", "--import", "patient"]
     done = pool.call(2, tmp_path, "collectives", "--backend", "gloo", *words, *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -271,7 +271,7 @@ def ranks_of(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
 def test_a_dead_rank_is_named_and_the_rest_is_kept(tmp_path: Path, frozen: Frozen) -> None:
     """The other ends, names the rank once, and `show` prints what there is."""
     words = ["--backend", "gloo", "-n", "2", "--op", "all_reduce", "--sizes", "4:1M:x2"]
-    run_it = ddpbench_command("collectives", *words, "--slice", "1", "--launches", "2")
+    run_it = ddpbench_command("collectives", *words, "--case-time", "1", "--launches", "2")
     with running_command(run_it, tmp_path) as process:
         ranks = ranks_of(process, 2)
         wait_for_result(tmp_path)
@@ -303,7 +303,7 @@ def test_a_rank_that_raises_or_sleeps_is_named_with_its_line(
 ) -> None:
     """An error in one rank, and a rank that never joins, are told with the line of code."""
     words = ["--import", "faulty_backend", "--backend", "faulty", "--op", "all_reduce", "-n", "2"]
-    words += ["--sizes", "4", "--slice", "1", "--timeout", deadline]
+    words += ["--sizes", "4", "--case-time", "1", "--timeout", deadline]
     done = run_ddpbench(tmp_path, "collectives", *words, FAULT=fault)
     assert done.returncode == 5
     (told,) = re.findall(r"rank 1: ([^;]*)", done.stderr)
@@ -341,7 +341,7 @@ def test_ctrl_c_leaves_a_partial_marked_result(
     """SIGINT to the terminal's process group ends the run with 130 and what was measured."""
     words = ["--backend", backend, "-n", "2", "--op", "all_reduce", "--sizes", "4:1M:x2"]
     with running_command(
-        ddpbench_command("collectives", *words, "--slice", "1"), tmp_path
+        ddpbench_command("collectives", *words, "--case-time", "1"), tmp_path
     ) as process:
         ranks_of(process, 2)
         wait_for_result(tmp_path)
@@ -361,7 +361,7 @@ def test_launches_are_fresh_processes_of_one_run(tmp_path: Path) -> None:
     """Two runs started together in one folder end well, each with a folder of its own. Each launch
     has pids of its own; below six launches there is no interval over them."""
     words = ["--backend", "gloo", "-n", "2", "--launches", "2", "--op", "barrier"]
-    words += ["--slice", "0.05"]
+    words += ["--case-time", "0.05"]
     with ThreadPoolExecutor() as starter:
         calls = [starter.submit(run_ddpbench, tmp_path, "collectives", *words) for _ in range(2)]
     both = [call.result() for call in calls]

@@ -41,7 +41,7 @@ from ddpbench.records.schema import StepResult
 from ddpbench.session import options, trial
 
 SMALL = ("--width", "64", "--depth", "2", "--batch", "8")
-FEW = ("--rounds", "6", "--in-a-row", "2")
+FEW = ("--rounds", "6", "--steps-per-round", "2")
 # A shape that each workload takes a moment for.
 TINY = (
     "--width", "16", "--depth", "2", "--layers", "1", "--sequence", "8", "--vocabulary", "64",
@@ -102,7 +102,7 @@ def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
     """Side by side in one run, with replicas equal after each step, and a loss of its own in each
     rank, but for contrastive, whose loss is of the joined batch."""
     words = ("ddp", "-n", "2", "--backend", "gloo,mpi", "--workload", "all", "--rounds", "1")
-    done = run_all_warm(tmp_path, *words, *TINY, "--in-a-row", "2", "--no-budget")
+    done = run_all_warm(tmp_path, *words, *TINY, "--steps-per-round", "2", "--no-breakdown")
     assert done.returncode == 0, done.stdout + done.stderr
     results = read_stored_run(tmp_path)[1].steps
     assert {(result.case.workload, result.case.backend) for result in results} == {
@@ -125,7 +125,7 @@ def test_a_divided_model_steps_on_mpi(tmp_path: Path) -> None:
     """HSDP over two groups of MPI is measured, and its replicas are equal after each step. The
     ranks are mpirun's own and meet over MPI; rank 0 alone prints."""
     words = ["-m", "ddpbench.ddp", "--backend", "mpi", "--parallel", "hsdp", "--mesh", "2x1"]
-    words += [*TINY[:4], *FEW, "--no-budget"]
+    words += [*TINY[:4], *FEW, "--no-breakdown"]
     done = run_command([*mpirun(2), *warm_python(), *words], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     result = one(tmp_path)
@@ -145,7 +145,7 @@ def test_a_divided_model_steps_on_mpi(tmp_path: Path) -> None:
         ("--static-graph", "--amp", "bf16", "--optimizer", "adamw"),
         ("--find-unused-parameters", "--accumulate", "3", "--verify", "5"),
         pytest.param(("--comm-hook", "fp16", "--optimizer", "adam"), marks=pytest.mark.thorough),
-        ("--no-budget", "--verify", "off", "--threads", "2"),
+        ("--no-breakdown", "--verify", "off", "--threads", "2"),
     ],
     ids=" ".join,
 )
@@ -261,7 +261,7 @@ def test_a_planted_slow_link_is_recovered(pool: RankPool, tmp_path: Path) -> Non
     """The last bucket takes 40 ms from hand-over to reduction: exposed communication is what this
     really took (sleeping ends late on a busy host), within its interval or a millisecond of it."""
     (tmp_path / "stamped_link.py").write_text(STAMPED_LINK)
-    words = ("ddp", "--workload", "linear", "--rounds", "12", "--in-a-row", "1")
+    words = ("ddp", "--workload", "linear", "--rounds", "12", "--steps-per-round", "1")
     fault = ("--inject", "slow-link:ms=40,step=1", "--import", "stamped_link")
     done = pool.call(2, tmp_path, *words, *fault)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -378,7 +378,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, frozen: Frozen) -> None:
     """SIGINT in the second workload ends the run with 130 and the first one's result."""
     (tmp_path / "endless.py").write_text(ENDLESS)
     words = ["--backend", "gloo", "--import", "endless", "--workload", "linear,endless", *FEW]
-    line = ddpbench_command("ddp", "-n", "2", *words, "--no-budget")
+    line = ddpbench_command("ddp", "-n", "2", *words, "--no-breakdown")
     with running_command(line, tmp_path) as process:
         wait_for_result(tmp_path)
         os.killpg(process.pid, signal.SIGINT)
@@ -426,7 +426,7 @@ def unused(rank, world_size, device):
 def own(pool: RankPool, cwd: Path, function: str) -> Done:
     """The user's own model, in the folder where ddpbench is called."""
     (cwd / "mine.py").write_text(OWN)
-    return pool.call(2, cwd, "ddp", "--model", f"mine:{function}", *FEW)
+    return pool.call(2, cwd, "ddp", "--workload", f"mine:{function}", *FEW)
 
 
 def test_the_users_own_model(pool: RankPool, tmp_path: Path) -> None:
@@ -458,7 +458,7 @@ def test_a_wrong_model_function_is_told(
 def test_an_exception_of_the_users_model_is_no_case_that_is_missing(tmp_path: Path) -> None:
     """In its first batch: the run fails with the traceback and its line."""
     (tmp_path / "mine.py").write_text(OWN)
-    done = run_ddpbench(tmp_path, "ddp", "-n", "2", "--model", "mine:starves", *FEW)
+    done = run_ddpbench(tmp_path, "ddp", "-n", "2", "--workload", "mine:starves", *FEW)
     assert done.returncode not in (0, 2)
     assert "Traceback" in done.stderr
     assert "at starves (mine.py:" in done.stderr
@@ -476,7 +476,7 @@ def test_a_parameter_that_the_loss_does_not_use_is_the_cause(
 
 def test_regression_is_resumed_to_the_same_losses(pool: RankPool, tmp_path: Path) -> None:
     """Four epochs at once, and two and two: the same losses bit for bit, on three ranks."""
-    words = ("ddp", "--workload", "regression", "--rounds", "1", "--no-budget")
+    words = ("ddp", "--workload", "regression", "--rounds", "1", "--no-breakdown")
     for folder, extra in (
         ("whole", ("--epochs", "4")),
         ("first", ("--epochs", "2", "--checkpoint", "c.pt")),

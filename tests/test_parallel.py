@@ -17,7 +17,7 @@ from ddpbench.records.schema import StepCase
 
 SMALL = (
     "ddp", "--workload", "transformer", "--layers", "1", "--width", "128", "--vocabulary", "64",
-    "--sequence", "8", "--batch", "2", "--in-a-row", "1",
+    "--sequence", "8", "--batch", "2", "--steps-per-round", "1",
 )  # fmt: skip
 
 

@@ -131,7 +131,9 @@ def test_a_fresh_repository_sees_a_planted_slowdown(
     of the user's makes all_reduce 5 ms slower, and --benchmark-compare-fail says so."""
     repository("--benchmark-autosave").assert_outcomes(passed=1)
     pytester.makepyfile(
-        test_mine=THREE_LINES.replace("ranks=2", 'ranks=2, slice=0.1, options="--import=slowed"'),
+        test_mine=THREE_LINES.replace(
+            "ranks=2", 'ranks=2, case_time=0.1, options="--import=slowed"'
+        ),
         slowed=SLOWED,
     )
     for name, value in clean_environment().items():
@@ -185,8 +187,8 @@ def test_a_step_is_asked_for_by_keywords(
     )
     result = repository("--benchmark-json=out.json", "--ddpbench-results=kept")
     result.assert_outcomes(passed=1)
-    assert fake.asked == [("ddp", "--no-budget", "--seconds=5", "--launches=6", "--workload=mlp",
-                           "--width=256", "--static-graph", "--amp=bf16")]  # fmt: skip
+    assert fake.asked == [("ddp", "--no-breakdown", "--case-time=5", "--launches=6",
+                           "--workload=mlp", "--width=256", "--static-graph", "--amp=bf16")]  # fmt: skip
     (told,) = saved()["benchmarks"]
     assert told["extra_info"]["ddpbench"]["run"].startswith("~/kept/")  # pytester's home is here
 
@@ -197,7 +199,7 @@ def test_disabled_it_checks_once_and_times_nothing(
     """--benchmark-disable, and so xdist: one short launch; a wrong result would still fail. A
     comparison, which would compare nothing, is refused."""
     repository("--benchmark-disable").assert_outcomes(passed=1)
-    assert fake.asked[0][-2:] == ("--slice=0.05", "--launches=1")
+    assert fake.asked[0][-2:] == ("--case-time=0.05", "--launches=1")
     for words in (["--benchmark-disable"], ["-n", "2"]):
         refused = repository(*words, "--ddpbench-compare")
         assert refused.ret == pytest.ExitCode.USAGE_ERROR
@@ -220,10 +222,10 @@ def test_it_is_a_benchmark_to_the_options_that_select_them(
 def test_a_page_has_the_launches_and_the_verdicts(
     repository: Callable[..., pytest.RunResult], fake: Fake
 ) -> None:
-    """--ddpbench-report writes one page of the session: the launches of each test, and with
+    """--ddpbench-report-file writes one page of the session: the launches of each test, and with
     --ddpbench-compare those that were saved, the change and the verdict; its path is printed."""
     pytest.importorskip("altair")
-    repository("--benchmark-autosave", "--ddpbench-report=pages/first.html").assert_outcomes(
+    repository("--benchmark-autosave", "--ddpbench-report-file=pages/first.html").assert_outcomes(
         passed=1
     )
     page = Path("pages/first.html").read_text()
@@ -231,7 +233,7 @@ def test_a_page_has_the_launches_and_the_verdicts(
     assert "tests-launches" in page
     assert "tests-changes" not in page
     fake.factor = 1.5
-    result = repository("--ddpbench-compare", "--ddpbench-report=second.html")
+    result = repository("--ddpbench-compare", "--ddpbench-report-file=second.html")
     result.stdout.fnmatch_lines(["ddpbench: page written to *second.html"])
     assert (result.ret, verdicts(result)) == (1, ["SLOWER"])
     page = Path("second.html").read_text()
@@ -250,7 +252,7 @@ def test_a_page_that_cannot_be_made_is_refused_at_the_start(
     Path("folder").mkdir()
     if output != "folder":
         monkeypatch.setitem(sys.modules, "altair", None)
-    result = repository(f"--ddpbench-report={output}")
+    result = repository(f"--ddpbench-report-file={output}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert fake.asked == []
     frozen.text(result.stderr.str().replace(str(Path.cwd()), "FOLDER"))
@@ -264,10 +266,10 @@ def test_a_page_that_fails_leaves_the_exit_code(
     pytest.importorskip("altair")
     lost = "    import pathlib\n    pathlib.Path('page.html').mkdir()\n"
     pytester.makepyfile(test_mine=THREE_LINES + lost)
-    result = repository("--ddpbench-report=page.html")
+    result = repository("--ddpbench-report-file=page.html")
     assert result.ret == 0
     frozen.text(lines_of_ddpbench(result))
-    frozen.text(lines_of_ddpbench(repository("--ddpbench-report=other.html", "-k", "none")))
+    frozen.text(lines_of_ddpbench(repository("--ddpbench-report-file=other.html", "-k", "none")))
     assert not Path("other.html").exists()
 
 

@@ -446,7 +446,8 @@ def test_the_extra_for_pages_is_wanted_where_it_is_asked_for(checkout: Path) -> 
     project.write_text(project.read_text().replace("report = [", 'report = ["ddpbench_probe>=1", '))
     (checkout / ".venv").touch()  # nothing can be installed
     for words, wanted in (
-        (["cpu"], False), (["compare", "a", "b", "--report=page.html"], True), (["report"], True),
+        (["cpu"], False), (["compare", "a", "b", "--report-file=page.html"], True),
+        (["report"], True),
     ):  # fmt: skip
         result = run_bench(checkout, *words)
         assert result.returncode == 0, result.stderr

@@ -120,7 +120,7 @@ FLAGS: dict[str, Flag[StepLine]] = {  # in the order in which a row shows them
     ),
     "imprecise": Flag(
         f"the 95 % interval of the step is missing or wider than ±{PRECISION * 100:g} %: raise "
-        "--seconds or --rounds, or use a quiet host",
+        "--case-time or --rounds, or use a quiet host",
         _is_imprecise,
         mark="~",
     ),

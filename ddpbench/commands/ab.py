@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--a", required=True, metavar=options.VARIANT, help=f"BASE: {what}")
     parser.add_argument("--b", required=True, metavar=options.VARIANT, help="NEW, in the same form")
     parser.add_argument(
-        "--budget",
+        "--max-time",
         type=options.positive,
         default=900.0,
         metavar="SECONDS",
@@ -83,7 +83,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         done = 0
         for blocks, level in LOOKS:
             spent = time.monotonic() - began
-            if done >= LEAST_BLOCKS and spent * blocks / done > namespace.budget:
+            if done >= LEAST_BLOCKS and spent * blocks / done > namespace.max_time:
                 return
             for number in range(done, blocks):
                 progress.describe(f"block {number + 1}, judged after {blocks}")

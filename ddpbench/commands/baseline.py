@@ -48,7 +48,7 @@ RUNS = 5  # that show how a machine drifts; of verdicts.differences, which loads
 FILES = ("run.json", "table.csv", "table.txt")
 SAMPLES = "samples.parquet"
 # Options of a measuring command that a new measurement sets itself.
-RESET = ("-n", "--ranks", "--nproc", "--launches", "--output")
+RESET = ("-n", "--ranks", "--launches", "--output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -51,9 +51,9 @@ JUDGED = """
 --allow-missing  accept cases that only one side measured (default: exit with 3)
 """
 SHOWN = """
---only    compare only cases with one of these texts in their name (default: all)
---format  format on stdout
---report  also write a page with charts of the changes and of both runs (default: none)
+--only         compare only cases with one of these texts in their name (default: all)
+--format       format on stdout
+--report-file  also write a page with charts of the changes and of both runs (default: none)
 """
 
 
@@ -75,7 +75,7 @@ def add_judging(parser: argparse.ArgumentParser, margin_percent: float = MARGIN_
     add = options.add_group(parser, "what is shown", SHOWN)
     add("--only", kind=options.listed, metavar="TEXT,…")
     add("--format", choices=tuple(WRITERS), default="table")
-    add("--report", kind=options.page, metavar="FILE.html")
+    add("--report-file", kind=options.page, metavar="FILE.html")
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
@@ -146,8 +146,8 @@ def show(result: Comparison, namespace: argparse.Namespace) -> int:
 
     with store.refuse_impossible_values(f"{result.base.name} or {result.new.name}"):
         sys.stdout.write(WRITERS[namespace.format](section.build_document(result)))
-    if namespace.report is not None:
-        _write_page(result, namespace.report)
+    if namespace.report_file is not None:
+        _write_page(result, namespace.report_file)
     if shortfall := comparison.explain_shortfall(result):
         tell(shortfall)
     return comparison.exit_code(result, namespace.strict)

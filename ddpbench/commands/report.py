@@ -1,7 +1,7 @@
 """Write stored runs as a page with charts, as pictures, or as Markdown.
 
 python -m ddpbench report                                      the newest run
-python -m ddpbench report before after --output compared.html
+python -m ddpbench report before after --report-file compared.html
 python -m ddpbench report last --svg pictures --markdown report.md
 python -m ddpbench report old.log new.log                      logs of nccl-tests or OSU
 
@@ -33,7 +33,7 @@ HELP = "write stored runs as a page with charts"
 STDOUT = Path("-")
 MARKDOWN_NAME = "report.md"  # an example in a message
 FILES = """
---output    file of the page: HTML that opens from disk; - is stdout (default: report.html in the
+--report-file  file of the page: HTML that opens from disk; - is stdout (default: report.html in the
             folder of the first run, or in the current folder if that is a log; no page if --svg,
             --png or --markdown is given)
 --svg       folder for each chart as NAME.svg (default: none)
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_logs(parser)
     add = options.add_group(parser, "what is written", FILES)
-    add("--output", kind=Path, metavar="FILE")
+    add("--report-file", kind=Path, metavar="FILE")
     add("--svg", kind=Path, metavar="FOLDER")
     add("--png", kind=Path, metavar="FOLDER")
     add("--markdown", kind=Path, metavar="FILE")
@@ -69,13 +69,13 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     parts = bool(namespace.svg or namespace.png or namespace.markdown)
     if namespace.chart and not parts:
         raise Refused("--chart chooses pictures: add --svg FOLDER, --png FOLDER or --markdown FILE")
-    if namespace.output == namespace.markdown == STDOUT:
-        raise Refused("--output and --markdown cannot both be stdout: name a file for one")
+    if namespace.report_file == namespace.markdown == STDOUT:
+        raise Refused("--report-file and --markdown cannot both be stdout: name a file for one")
     for option in ("svg", "png"):
         if (folder := getattr(namespace, option)) and folder.exists() and not folder.is_dir():
             raise Refused(f"{folder} is a file: --{option} needs a folder")
     paths = list(dict.fromkeys(map(sources.find, namespace.runs)))
-    page = namespace.output
+    page = namespace.report_file
     if page is None and not parts:
         page = (paths[0] if paths[0].is_dir() else Path()) / page_file.NAME
     for path, what, name in (

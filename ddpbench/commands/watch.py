@@ -43,7 +43,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         os.execv(sys.executable, line)
     with tempfile.NamedTemporaryFile() as note:
         os.environ[NOTE] = note.name
-        end = scripts.run_on_host(line, namespace.nproc or command.usual_ranks())
+        end = scripts.run_on_host(line, namespace.ranks or command.usual_ranks())
         folder = Path(note.name).read_text()
     if folder:
         from ddpbench.watch.output import stored

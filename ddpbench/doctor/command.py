@@ -30,7 +30,7 @@ class Options(RunOptions):
     command = "doctor"
 
     only: tuple[str, ...]
-    seconds: float
+    case_time: float
     by: str
     max_pairs: int
     fail_on: str
@@ -42,7 +42,7 @@ class Options(RunOptions):
 
     def plan(self, seed: int) -> Plan:
         return Plan(
-            slice_seconds=self.seconds,
+            slice_seconds=self.case_time,
             timeout_seconds=self.timeout,
             fail_on=self.fail_on,
             seed=seed,
@@ -51,7 +51,7 @@ class Options(RunOptions):
 
 EXAMINED = """
 --only       run only these examinations (default: all). {examinations}
---seconds    approximate time for each examination
+--case-time    approximate time for each examination
 --by         measure links between ranks or between hosts (default: rank)
 --max-pairs  measure up to N pairs one by one; with more, ddpbench divides the ranks into groups
 --fail-on    lowest severity that makes the exit code 1
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options.add_group(parser, "examinations", EXAMINED.format(examinations=known))
     names = options.names("examination", EXAMINATIONS)
     add("--only", kind=names, default=tuple(EXAMINATIONS), metavar="NAME,…")
-    add("--seconds", kind=options.positive, default=15.0)
+    add("--case-time", kind=options.positive, default=15.0)
     add("--by", choices=("rank", "host"), default="rank")
     add("--max-pairs", kind=options.whole(1), default=120, metavar="N")
     add("--fail-on", choices=SEVERITIES, default="error")
@@ -107,7 +107,7 @@ def prepare(launch: LaunchContext[Options]) -> Work[str]:
             device=launch.device,
             launch=recorder.launch,
             seed=launch.plan.seed,
-            seconds=options.seconds,
+            seconds=options.case_time,
             by=options.by,
             max_pairs=options.max_pairs,
             modules=options.modules,

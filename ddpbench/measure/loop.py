@@ -74,7 +74,7 @@ class Bench:
         self._tables: dict[tuple[int | None, int], npt.NDArray[np.float64]] = {}
         self.calls = case.depth * operation.messages
         self.start = start.bind_start(case.start, subgroup, device)
-        # Called before a burst. With --start none, the first repetition still starts together:
+        # Called before a burst. With --sync none, the first repetition still starts together:
         # otherwise it would wait for a rank that is still deciding or checking.
         self.begin: Callable[[], object] = idle
         if case.start == "none":

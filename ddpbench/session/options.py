@@ -24,6 +24,24 @@ from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 
 T = TypeVar("T")
+SIZES = "--sizes FIRST:LAST:xFACTOR, such as --sizes 8:128M:x2"
+RANKS = "-n N, the number of ranks on this host"
+REPEATED = "--precision PERCENT or --case-time SECONDS, which end a case; ddp also takes --rounds N"
+INSTEAD = {  # options of torchrun, nccl-tests, OSU and others → what to write
+    **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--nproc", "--world-size"), RANKS),
+    **dict.fromkeys(("-g", "--ngpus", "--gpus"), RANKS),
+    **dict.fromkeys(("--iters", "--iterations", "-i", "--steps"), REPEATED),
+    **dict.fromkeys(
+        ("--warmup", "--warmup_iters", "-w", "-x"), "nothing: every case warms up itself"
+    ),
+    **dict.fromkeys(("-b", "-e", "-f", "--minbytes", "--maxbytes", "--stepfactor"), SIZES),
+    **dict.fromkeys(("-s", "--size", "--message-size"), SIZES),
+    **dict.fromkeys(("-d", "--datatype"), "--dtype float32"),
+    **dict.fromkeys(("-o", "--redop"), "--reduce-op sum"),
+    **dict.fromkeys(("-m", "--agg_iters", "--pipelined"), "--mode pipelined --in-flight N"),
+    "--model": "--workload package.module:function",
+    "--collective": "--op all_reduce",
+}
 VARIANT = "VARIANT"  # metavar of an option whose value consists of options
 
 
@@ -58,7 +76,9 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = (unknown[1].split() or ["''"])[0]
             known = [option for action in self._actions for option in action.option_strings]
-            message = f"unknown option {word}" + did_you_mean(word.split("=")[0], known)
+            option = word.split("=")[0]
+            instead = f": write {INSTEAD[option]}" if option in INSTEAD else ""
+            message = f"unknown option {word}" + (instead or did_you_mean(option, known))
         choice = re.fullmatch(r"(argument \S+: )invalid choice: (.+) \(choose from (.*)\)", message)
         if choice:
             table = [word.strip("'") for word in choice[3].split(", ")]
@@ -135,7 +155,7 @@ def time_limit(text: str) -> float:
 
 def page(text: str) -> Path:
     """Parse the name of a page's file. Raises Refused without the packages that make a page."""
-    if missing := page_file.explain_missing("--report"):
+    if missing := page_file.explain_missing("--report-file"):
         raise placement.Refused(missing)
     if unusable := page_file.explain_unusable(Path(text)):
         raise argparse.ArgumentTypeError(unusable)
@@ -224,7 +244,7 @@ WHERE = """
 --device       device of the tensors: cpu, cuda, or torch's name of another accelerator (default:
                auto, which is cuda for nccl, cpu for another named backend, else the accelerator if
                there is one)
---nproc        number of ranks to start on this host if no launcher started them (default: 2, or
+--ranks        number of ranks to start on this host if no launcher started them (default: 2, or
                one per GPU)
 --import       module to import first, such as a plug-in that registers a backend; can be repeated
                (default: none)
@@ -244,7 +264,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     add = add_group(parser, "where", texts)
     add("--backend", kind=listed, default=("auto",), metavar="NAME,…")
     add("--device", kind=device, default="auto", metavar="NAME")
-    add("-n", "--ranks", "--nproc", kind=whole(1), metavar="N", dest="nproc")
+    add("-n", "--ranks", kind=whole(1), metavar="N")
     add("--import", default=[], dest="modules", action="append", metavar="MODULE")
     add("--share-gpu", action="store_true")
     add("--init-method", kind=init_method, metavar="URL")

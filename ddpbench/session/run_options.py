@@ -24,7 +24,7 @@ class RunOptions:
 
     backend: tuple[str, ...]
     device: str
-    nproc: int | None
+    ranks: int | None
     modules: tuple[str, ...]
     share_gpu: bool
     init_method: str | None

@@ -44,8 +44,8 @@ def run_or_start(
     """
     options = kind.of(namespace)
     placement = read_placement()
-    require_world_size(options.nproc, placement)
-    require_limits(placement.world_size if placement else options.nproc or 2, placement)
+    require_world_size(options.ranks, placement)
+    require_limits(placement.world_size if placement else options.ranks or 2, placement)
     options = resolve(options, placement)
     options.check()
     options.check_world(placement.world_size if placement else count_ranks(options))
@@ -55,7 +55,7 @@ def run_or_start(
     if placement is not None:
         divert_libraries()
         return run_rank(options, placement)
-    options = replace(options, nproc=count_ranks(options))
+    options = replace(options, ranks=count_ranks(options))
     if options.report:
         page.require()
     return _start(options, run_rank, words)
@@ -104,7 +104,7 @@ def _wait_to_speak(placement: Placement) -> int:
 
 def count_ranks(options: RunOptions) -> int:
     """Return how many ranks to start: as requested, else as many as are usual for the device."""
-    return options.nproc or devices.get(options.device).usual_ranks()
+    return options.ranks or devices.get(options.device).usual_ranks()
 
 
 def _start(options: T, run_rank: RunRank[T], words: Sequence[str]) -> int:
@@ -113,9 +113,9 @@ def _start(options: T, run_rank: RunRank[T], words: Sequence[str]) -> int:
 
     if options.master_port is not None:
         require_free(options.master_port)
-    assert options.nproc is not None
+    assert options.ranks is not None
     try:
-        folder, plan = run_folder.create_run(options, options.nproc, words)
+        folder, plan = run_folder.create_run(options, options.ranks, words)
     except OSError as error:
         raise Refused(run_folder.explain_unwritable(error)) from None
     end, refusals = None, 0
@@ -177,7 +177,7 @@ def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int,
         messages.append(message)
 
     deadline = Deadline(launch.timeout, launch.watchdog == "end", report)
-    (name,), nproc = launch.backend, launch.nproc or 1
+    (name,), nproc = launch.backend, launch.ranks or 1
     line = ["-m", f"ddpbench.{launch.command}", *words, "--backend", name]
     line += ["--device", launch.device, "--join", str(launch.join)]
     line += ["--launch", str(launch.launch), "--launches", "1"]

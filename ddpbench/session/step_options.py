@@ -47,10 +47,10 @@ class Options(RunOptions):
     static_graph: bool
     find_unused_parameters: bool
     comm_hook: str
-    seconds: float | None
+    case_time: float | None
     rounds: int | None
-    in_a_row: int | None
-    no_budget: bool
+    steps_per_round: int | None
+    no_breakdown: bool
     verify: int
     on_mismatch: str
     inject: tuple[str, ...]
@@ -64,7 +64,7 @@ class Options(RunOptions):
 
     def plan(self, seed: int) -> Plan:
         return Plan(
-            slice_seconds=self.seconds or (SECONDS if self.launches == 1 else SHORT_SECONDS),
+            slice_seconds=self.case_time or (SECONDS if self.launches == 1 else SHORT_SECONDS),
             verify=self.verify,
             timeout_seconds=self.timeout,
             seed=seed,
@@ -164,8 +164,8 @@ class Options(RunOptions):
                     f"--parallel {self.parallel} does not know how to divide the workload {name}: "
                     f"choose --workload {list_choices(planned)}, or --parallel ddp"
                 )
-        if self.nproc or self.mesh:
-            self.lay_out((self.nproc or math.prod(self.mesh),))
+        if self.ranks or self.mesh:
+            self.lay_out((self.ranks or math.prod(self.mesh),))
 
     def check(self) -> None:
         built_in = [WORKLOADS[name] for name in self.subjects if name in WORKLOADS]
@@ -201,7 +201,7 @@ class _Setting(argparse.Action):
 
 
 TRAINED = """
---model        workloads to measure: {workloads}, all, or package.module:function of your own,
+--workload     workloads to measure: {workloads}, all, or package.module:function of your own,
                called with (rank, world_size, device), which returns (model, batch(step),
                loss(model, batch)) (default: {cpu}; {cuda} on GPUs)
 --batch        samples per rank in a micro-batch (default: the workload's own)
@@ -231,12 +231,12 @@ DDP = """
 --comm-hook    how to reduce the gradients. {hooks}
 """
 PROTOCOL = """
---seconds      time for one workload on one backend in a launch; at least ten rounds are measured
+--case-time    time for one workload on one backend in a launch; at least ten rounds are measured
                (default: 30; 5 with several launches)
---rounds       number of rounds, instead of --seconds; each round measures every arm: the complete
+--rounds       number of rounds, instead of --case-time; each round measures every arm: the complete
                step, and variants that show where its time goes (default: as many as fit)
---in-a-row     steps of one arm in a round (default: 5, or 1 if five steps take over a second)
---no-budget    measure only the complete step, not the other arms; needs half the memory
+--steps-per-round  steps of one arm in a round (default: 5, or 1 if five steps take over a second)
+--no-breakdown  measure only the complete step, not the other arms; needs half the memory
 --verify       prove that the replicas are equal: after every step, after every N steps, or never
                (off) (default: every)
 --on-mismatch  what to do when replicas differ
@@ -267,7 +267,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     defaults = {device: ",".join(names) for device, names in DEFAULT.items()}
     texts = TRAINED.format(workloads=", ".join(WORKLOADS), **defaults)
     add = options.add_group(parser, "what is trained", texts)
-    add("--workload", "--model", kind=options.checked(parse_workloads), metavar="NAME,…")
+    add("--workload", kind=options.checked(parse_workloads), metavar="NAME,…")
     add("--batch", kind=options.whole(1), metavar="N")
     add("--optimizer", choices=tuple(OPTIMIZERS))
     add("--learning-rate", kind=options.positive, metavar="X")
@@ -319,10 +319,10 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
 def _add_protocol(parser: argparse.ArgumentParser) -> None:
     texts = PROTOCOL.format(step=faults.STEP, faults=faults.listed(faults.IN_STEP))
     add = options.add_group(parser, "how it is measured", texts)
-    add("--seconds", kind=options.positive, metavar="SECONDS")
+    add("--case-time", kind=options.positive, metavar="SECONDS")
     add("--rounds", kind=options.whole(1), metavar="N")
-    add("--in-a-row", kind=options.whole(1), metavar="K")
-    add("--no-budget", action="store_true")
+    add("--steps-per-round", kind=options.whole(1), metavar="K")
+    add("--no-breakdown", action="store_true")
     add("--verify", kind=parse_interval, default=1, metavar="every|N|off")
     add("--on-mismatch", default="stop", choices=("stop", "continue"))
     fault = options.fault(faults.IN_STEP)

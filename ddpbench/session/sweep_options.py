@@ -49,14 +49,14 @@ class Options(RunOptions):
     groups: tuple[str, ...]
     root: int
     async_op: bool
-    issue: str
-    depth: int
-    start: str
+    mode: str
+    in_flight: int
+    sync: str
     precision: float
-    slice: float | None
+    case_time: float | None
     no_check: bool
     buffers: str
-    limit: float | None
+    peak_bandwidth: float | None
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -112,11 +112,11 @@ class Options(RunOptions):
         several = TURN_SLICE if self.paced else SHORT_SLICE
         usual = SLICE if self.launches == 1 else several
         return Plan(
-            issue=self.issue,
-            start="none" if self.issue == "pipelined" else self.start,
-            depth=self.depth,
+            issue=self.mode,
+            start="none" if self.mode == "pipelined" else self.sync,
+            depth=self.in_flight,
             precision=self.precision / 100,
-            slice_seconds=self.slice or usual,
+            slice_seconds=self.case_time or usual,
             check=not self.no_check,
             timeout_seconds=self.timeout,
             seed=seed,
@@ -155,19 +155,19 @@ MEASURED = """
 --async        call with async_op=True and wait for the result
 """
 PROTOCOL = """
---issue        make one call at a time, started on all ranks together (isolated), or keep --depth
+--mode         make one call at a time, started on all ranks together (isolated), or keep --in-flight
                calls in flight as nccl-tests does (pipelined)
---depth        calls in flight with --issue pipelined
---start        how the ranks start a call together: the backend's barrier, p2p_barrier (the same
+--in-flight    calls in flight with --mode pipelined
+--sync         how the ranks start a call together: the backend's barrier, p2p_barrier (the same
                messages on every backend) or none
 --precision    end a case when the 95 %% interval of its median is within ± this percentage
---slice        longest time for one case in one launch, in seconds (default: {short:g}; {slice:g}
+--case-time    longest time for one case in one launch, in seconds (default: {short:g}; {slice:g}
                with --launches 1)
 --no-check     do not compare results with the expected ones
 --buffers      memory of the tensors: torch's own, or huge pages if the kernel provides them (huge)
---limit        highest one-way rate of a rank, of which the table shows each result as a percentage
-               (default: measured for CPU tensors; for nccl, the rate that NVLink, PCIe or RDMA
-               ports report)
+--peak-bandwidth  highest one-way rate of a rank, of which the table shows each result as a
+               percentage (default: measured for CPU tensors; for nccl, the rate that NVLink, PCIe
+               or RDMA ports report)
 """
 
 
@@ -202,11 +202,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_protocol(parser: argparse.ArgumentParser) -> None:
     texts = PROTOCOL.format(short=SHORT_SLICE, slice=SLICE)
     add = options.add_group(parser, "how it is measured", texts)
-    add("--issue", default="isolated", choices=("isolated", "pipelined"))
-    add("--depth", kind=options.whole(2), default=20, metavar="N")
-    add("--start", default="barrier", choices=tuple(STARTS))
+    add("--mode", default="isolated", choices=("isolated", "pipelined"))
+    add("--in-flight", kind=options.whole(2), default=20, metavar="N")
+    add("--sync", default="barrier", choices=tuple(STARTS))
     add("--precision", kind=options.positive, default=2.5, metavar="PERCENT")
-    add("--slice", kind=options.positive, metavar="SECONDS")
+    add("--case-time", kind=options.positive, metavar="SECONDS")
     add("--no-check", action="store_true")
     add("--buffers", default="torch", choices=memory.KINDS)
-    add("--limit", kind=options.positive, metavar="GB/S")
+    add("--peak-bandwidth", kind=options.positive, metavar="GB/S")

@@ -120,7 +120,7 @@ class Trial:
                 "the step includes copying it; let batch(step) return it on the device"
             )
         arms: tuple[str, ...] = ("ddp",)
-        if not self.options.no_budget:
+        if not self.options.no_breakdown:
             arms, notes = main.arms, [*notes, *main.notes]
         probe = None
         if len(arms) > 1:
@@ -182,7 +182,7 @@ class Trial:
             main=main,
             probe=probe,
             arms=arms,
-            pace=Pace(self.plan.slice_seconds, options.rounds, options.in_a_row),
+            pace=Pace(self.plan.slice_seconds, options.rounds, options.steps_per_round),
             seed=self.plan.seed,
             verify=verify,
             every=options.verify,

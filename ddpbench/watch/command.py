@@ -28,7 +28,7 @@ srun -n 4 python -m ddpbench.watch -m mypackage.train
 All options before the script belong to ddpbench, all after it to the script.
 """
 OPTIONS = """
---nproc       number of ranks to start on this host if no launcher started them (default: 2, or one
+--ranks       number of ranks to start on this host if no launcher started them (default: 2, or one
               per GPU)
 --verify      compare the replicas bit for bit in every N-th step (default: never)
 --timeout     report a hang after this time and end the job with exit code 5 (default: never)
@@ -36,8 +36,8 @@ OPTIONS = """
 --output      folder for the stored run; none stores nothing
 --prometheus  write metrics for Prometheus: to this file, or serve them on this port (default:
               neither)
---wire        time gloo's transfers with a communication hook on DistributedDataParallel, to fill
-              the column wire ms (default: off)
+--time-transfers  time gloo's transfers with a communication hook on DistributedDataParallel, to
+              fill the column wire ms (default: off)
 --format      format of the table that rank 0 prints to stderr at the end
 --report      also write report.html, a page with charts, into the folder of the run (default: no
               page)
@@ -48,13 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command. Imports no torch."""
     parser.usage = USAGE
     add = options.add_group(parser, "watch", OPTIONS)
-    add("-n", "--nproc", kind=options.whole(1), metavar="N")
+    add("-n", "--ranks", kind=options.whole(1), metavar="N")
     add("--verify", kind=options.whole(1), metavar="N")
     add("--timeout", kind=options.time_limit, metavar="SECONDS")
     add("--every", kind=options.positive, default=30.0, metavar="SECONDS")
     add("--output", default="results", metavar="FOLDER")
     add("--prometheus", kind=_file_or_port, metavar="FILE|PORT")
-    add("--wire", action="store_true")
+    add("--time-transfers", action="store_true")
     add("--format", default="table", choices=tuple(FORMATS))
     add("--report", action="store_true")
 
@@ -66,7 +66,7 @@ def _file_or_port(text: str) -> str:
     return text if text.isdecimal() else str(Path(text).absolute())
 
 
-WITHOUT_VALUE = ("--wire", "--report", "-h", "--help")
+WITHOUT_VALUE = ("--time-transfers", "--report", "-h", "--help")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -100,7 +100,7 @@ def parse(
     add_arguments(parser)
     namespace = parser.parse_args(own)
     placement = read_placement()
-    require_world_size(namespace.nproc, placement)
+    require_world_size(namespace.ranks, placement)
     if namespace.report:
         if namespace.output == "none":
             raise Refused("--report needs a stored run: leave out --output none")
@@ -116,7 +116,7 @@ def read_settings(namespace: argparse.Namespace, program: Program) -> Settings:
         timeout=namespace.timeout or 0.0,
         every=namespace.every,
         output=None if namespace.output == "none" else Path(namespace.output).absolute(),
-        wire=namespace.wire,
+        wire=namespace.time_transfers,
         prometheus=namespace.prometheus,
         format=namespace.format,
         report=namespace.report,

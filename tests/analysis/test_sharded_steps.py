@@ -84,7 +84,7 @@ def test_collectives_are_told_apart_by_layers_phase_and_operation() -> None:
 
 
 def test_without_spans_the_arms_remain() -> None:
-    """As with --no-budget, or where ranks disagree about their collectives."""
+    """As with --no-breakdown, or where ranks disagree about their collectives."""
     samples = replace(sharded_samples(), timed=None, peak_nbytes=None)
     summary = sharded_steps.summarise(samples, 256, 16)
     names = [part.name for part in summary.budget]

@@ -167,7 +167,7 @@ def test_the_budget_ends_it_before_the_next_look(
 
     sides.times = {"a": slow, "b": lambda n: slow(n + 50)}
     monkeypatch.setattr(ab.time, "monotonic", lambda: now[0])
-    assert called("ab", "--a", "", "--b", "X=1", "--budget", "500") == 0
+    assert called("ab", "--a", "", "--b", "X=1", "--max-time", "500") == 0
     assert len(sides.turns) == 48
 
 
@@ -219,8 +219,8 @@ def all_reduce(tensor, *arguments, **named):
 dist.all_reduce = all_reduce
 """
 ONE = (
-    "collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.05",
-    "--limit", "100", "--import", "faulty_side", "-n", "2",
+    "collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K",
+    "--case-time", "0.05", "--peak-bandwidth", "100", "--import", "faulty_side", "-n", "2",
 )  # fmt: skip
 
 
@@ -410,9 +410,9 @@ def test_a_slower_side_is_found_in_an_environment_of_its_own(tmp_path: Path) -> 
     (tmp_path / "slowed.py").write_text(SLOWED)
     words = ("ab", "--a", "", "--b", f"SLOWED=1 --python {new}")
     measured = (
-        "--budget", "1", "--format", "json", "--output", "out",
-        "collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.2",
-        "--limit", "100", "--import", "slowed", "-n", "2",
+        "--max-time", "1", "--format", "json", "--output", "out",
+        "collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K",
+        "--case-time", "0.2", "--peak-bandwidth", "100", "--import", "slowed", "-n", "2",
     )  # fmt: skip
     done = run_all_warm(tmp_path, *words, *measured)
     assert done.returncode == 1, done.stderr

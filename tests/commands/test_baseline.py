@@ -392,7 +392,7 @@ def test_a_check_measures_the_users_operation_again(tmp_path: Path) -> None:
     for words in (("init", "-q"), ("add", module.name), ("commit", "-qm", "operation")):
         subprocess.run([*git, *words], cwd=tmp_path, check=True)
     words = ("--import", "own_exchange", "--op", "exchange", "--sizes", "4K", "--backend", "gloo")
-    done = run_ddpbench(tmp_path, "collectives", *words, "-n", "2", "--slice", "0.02",
+    done = run_ddpbench(tmp_path, "collectives", *words, "-n", "2", "--case-time", "0.02",
                         "--launches", "1", "--label", "before the change")  # fmt: skip
     assert done.returncode == 0, done.stderr
     _, run = read_stored_run(tmp_path)

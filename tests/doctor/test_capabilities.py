@@ -524,7 +524,7 @@ def test_no_time_is_told(frozen: Frozen) -> None:
 def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> None:
     """The examination stores a verdict for each combination, and finds nothing wrong with gloo; the
     table stands in what is printed."""
-    done = pool.call(2, tmp_path, "doctor", "--only", "capabilities", "--seconds", "120")
+    done = pool.call(2, tmp_path, "doctor", "--only", "capabilities", "--case-time", "120")
     (folder,) = store.list_runs(tmp_path / "results")
     (found,) = store.read(folder).examinations
     # In torch 2.7 gloo's reduce_scatter adds up, whatever it is asked for, also for fully_shard.

@@ -58,7 +58,7 @@ def test_the_verdict_counts_what_is_worse_than_a_note(frozen: Frozen) -> None:
 
 def test_two_ranks_are_examined(pool: RankPool, tmp_path: Path) -> None:
     """All examinations are stored, in their order; the run is a doctor's and can be shown again."""
-    done = pool.call(2, tmp_path, "doctor", "--seconds", "1", "--format", "json")
+    done = pool.call(2, tmp_path, "doctor", "--case-time", "1", "--format", "json")
     # gloo of torch 2.7 sums in reduce_scatter whatever it is asked for: 4 where there was time to
     # find it.
     codes = (0, 4) if torch.__version__ < "2.9" else (0,)

@@ -282,7 +282,7 @@ def test_few_links_are_shown_as_a_matrix_many_by_their_slowest(frozen: Frozen) -
 def measured(pool: RankPool, world_size: int, cwd: Path, *words: str) -> dict[str, Any]:
     """The examination of links that these ranks make, as it is stored."""
     done = pool.call(
-        world_size, cwd, "doctor", "--only", "links", "--backend", "gloo", "--seconds", "1",
+        world_size, cwd, "doctor", "--only", "links", "--backend", "gloo", "--case-time", "1",
         "--format", "json", *words,
     )  # fmt: skip
     assert done.returncode == 0, done

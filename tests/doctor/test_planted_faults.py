@@ -61,14 +61,14 @@ def name(trial: Trial) -> str:
 
 # --- in the set-up --------------------------------------------------------------------------------
 
-PREFLIGHT = "doctor --only preflight --seconds 1 --fail-on warning --backend gloo --device cpu"
+PREFLIGHT = "doctor --only preflight --case-time 1 --fail-on warning --backend gloo --device cpu"
 REFUSED = Trial("wrong-interface:rank=1", "GLOO_SOCKET_IFNAME=nonesuch0")
 SET_UP = (Trial("mixed-versions:rank=1", "torch 1.0.0"), Trial("oversubscribed:per_core=3"))
 
 # --- in a step ------------------------------------------------------------------------------------
 
 STEP = "ddp --backend gloo --device cpu --workload mlp --width 64 --depth 2 --threads 1"
-FEW = "--in-a-row 1 --rounds 4 --no-budget"
+FEW = "--steps-per-round 1 --rounds 4 --no-breakdown"
 DDP = (
     Trial("bit-flip:step=7,rank=1", "bit 12"),
     Trial("permute:step=6,rank=1"),
@@ -266,7 +266,7 @@ def test_a_rank_beside_busy_processes_is_named(
     """Rank 1 is bound to a core that three processes keep busy: it is slow, by its neighbours. If
     rank 0, which is free, waits for a core as well, nobody is named, and the report says why."""
     trial = Trial("slow-rank:rank=1")
-    words = "doctor --only stragglers --seconds 1 --fail-on warning --backend gloo --device cpu"
+    words = "doctor --only stragglers --case-time 1 --fail-on warning --backend gloo --device cpu"
     done = pool.call(2, tmp_path, *words.split(), "--inject", trial.fault)
     run = read_stored_run(tmp_path)[1]
     results = list_results(run, "slow-rank")
@@ -281,7 +281,7 @@ def test_a_rank_with_a_slow_forward_is_named(
     """A rank whose forward takes 40 ms more is the one the others wait for; that they are ahead of
     it after an arm without communication lengthens no step of the next."""
     trial = Trial("slow-rank:rank=1,step=1,ms=40")
-    words = "ddp --backend gloo --device cpu --workload linear --rounds 12 --in-a-row 1"
+    words = "ddp --backend gloo --device cpu --workload linear --rounds 12 --steps-per-round 1"
     done = pool.call(3, tmp_path, *words.split(), "--inject", trial.fault)
     run = read_stored_run(tmp_path)[1]
     check(trial, done.returncode, list_results(run, "late-rank"), frozen, table)
@@ -303,7 +303,7 @@ def test_a_slow_link_and_a_slow_host_are_found(
     about the planted ones (how close, tests/perf/slow_links.py measures)."""
     trial = Trial("host1-host2 and host4 at 100 Mbit/s")
     bench = hosts(4, rate=[1e9, 1e9, 1e9, 1e8], pairs={(0, 1): 1e8})
-    words = "doctor --only links --by host --seconds 4 --fail-on warning --backend gloo"
+    words = "doctor --only links --by host --case-time 4 --fail-on warning --backend gloo"
     with closing(bench.pool((1, 1, 1, 1))) as ranks:
         done = ranks.ask(
             tmp_path, [{"RANK": str(rank), "LOCAL_RANK": "0"} for rank in range(4)],

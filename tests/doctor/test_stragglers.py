@@ -349,7 +349,7 @@ def test_waiting_for_a_core_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- real ranks -----------------------------------------------------------------------------------
 
-WORDS = ("doctor", "--only", "stragglers", "--seconds", "1", "--output", "run")
+WORDS = ("doctor", "--only", "stragglers", "--case-time", "1", "--output", "run")
 
 
 def test_equal_real_ranks_are_left_in_peace(pool: RankPool, tmp_path: Path, frozen: Frozen) -> None:

@@ -16,7 +16,7 @@ from ddpbench.records import store
 from ddpbench.records.schema import EVENTS, LAUNCH_HIDDEN, Run
 
 TWO = ("-n", "2", "--timeout", "60", "--share-gpu")
-SHORT = ("--launches", "1", "--slice", "0.3")
+SHORT = ("--launches", "1", "--case-time", "0.3")
 SMALL = ("--layers", "2", "--width", "256", "--vocabulary", "1000")
 
 
@@ -36,7 +36,7 @@ def test_a_world_of_one(machine: Machine, tmp_path: Path) -> None:
     """`run_bench.sh gpu` ends with a table, says that one rank measures no link, and torch guesses
     no device."""
     place = ["cpu", "--backend", "gloo"] if machine.rehearsal else ["gpu"]
-    words = [*place, "-n", "1", "--sizes", "8:64M:x64", "--slice", "0.5", "--launches", "2"]
+    words = [*place, "-n", "1", "--sizes", "8:64M:x64", "--case-time", "0.5", "--launches", "2"]
     command = [str(ROOT / "run_bench.sh"), *words]
     done = run_command(command, tmp_path, 2 * PATIENCE_SECONDS, VIRTUAL_ENV=sys.prefix)
     print(done.stdout, done.stderr)
@@ -89,7 +89,7 @@ def test_two_ranks_of_nccl(
 ) -> None:
     """Two ranks of nccl measure every operation with right results, with both starts; the time of
     the device is never longer than the host's, and the case says how it is defined."""
-    words = ("collectives", "--backend", machine.backend, "--op", "all", "--start", start)
+    words = ("collectives", "--backend", machine.backend, "--op", "all", "--sync", start)
     sizes = ("--sizes", "8,64K,16M")
     done = machine.run(tmp_path, *words, *sizes, *TWO, *SHORT, **two_ranks)
     assert done.returncode == 0
@@ -125,7 +125,7 @@ def test_ddp_on_nccl(machine: Machine, two_ranks: dict[str, str], tmp_path: Path
 
 def test_the_doctor_on_nccl(machine: Machine, two_ranks: dict[str, str], tmp_path: Path) -> None:
     """The doctor ends with its tables and finds no error on two healthy ranks of nccl."""
-    words = ("doctor", "--backend", machine.backend, "--seconds", "5")
+    words = ("doctor", "--backend", machine.backend, "--case-time", "5")
     done = machine.run(tmp_path, *words, *TWO, **two_ranks)
     assert done.returncode in (0, 1)
     assert "ERROR" not in done.stdout

@@ -20,7 +20,17 @@ from ddpbench.launch import placement, sockets
 from ddpbench.launch.placement import Refused
 
 EVERYWHERE = {"0.0.0.0", "::"}
-SWEEP = ("collectives", "--op", "all_reduce", "--sizes", "4K", "--slice", "0.2", "--launches", "1")
+SWEEP = (
+    "collectives",
+    "--op",
+    "all_reduce",
+    "--sizes",
+    "4K",
+    "--case-time",
+    "0.2",
+    "--launches",
+    "1",
+)
 # A warm Python is no child of the test: it writes its process's number.
 NUMBERED = "import os, sys; print(os.getpid(), flush=True); "
 DDPBENCH = NUMBERED + "from ddpbench import cli; sys.exit(cli.main(sys.argv[1:]))"

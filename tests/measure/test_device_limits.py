@@ -81,7 +81,7 @@ def test_the_limit_of_links_and_its_source_are_shown(tmp_path: Path, frozen: Fro
     assert result.limit.source in " ".join(done.stdout.split())
     frozen.text(result.limit.source)
     assert result.hard_limit.bytes_per_second > 1e9
-    assert "--limit" not in done.stdout
+    assert "--peak-bandwidth" not in done.stdout
 
 
 @pytest.fixture

@@ -61,7 +61,16 @@ def in_stream(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, str]
     folder = tmp_path_factory.mktemp("stream")
     words = ["--import", "stream_backend", "--backend", "stream", "-n", "2", "--sizes", "8"]
     # On a busy host, few of the calls are quick.
-    words += ["--op", "all_reduce,barrier", "--slice", "1", "--timeout", "60", "--launches", "1"]
+    words += [
+        "--op",
+        "all_reduce,barrier",
+        "--case-time",
+        "1",
+        "--timeout",
+        "60",
+        "--launches",
+        "1",
+    ]
     done = run_ddpbench(folder, "collectives", *words, LAUNCH_MS=str(LAUNCH_MS))
     assert done.returncode == 0, done.stderr
     return *read_stored_run(folder), done.stdout
@@ -198,7 +207,7 @@ def test_each_case_names_what_its_time_is(
     monkeypatch.setitem(
         backends.BACKENDS, backend, replace(backends.get(backend), provider=lambda _: "native")
     )
-    options = replace(options, **{"device": device, "op": ("all_reduce",), "nproc": 2, **changed})
+    options = replace(options, **{"device": device, "op": ("all_reduce",), "ranks": 2, **changed})
     world = [Partition("world", ((0, 1),), (2,))]
     ((case, _), *_) = collectives.list_cases(options, backends.get(backend), options.plan(0), world)
     assert case.time_definition == definition

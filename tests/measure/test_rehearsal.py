@@ -79,7 +79,7 @@ def run(cwd: Path, ranks: int, *functions: str) -> Any:
     """Measure these workloads of the user."""
     (cwd / "mine.py").write_text(WORKLOADS)
     names = ",".join(f"mine:{function}" for function in functions)
-    few = ("--rounds", "1", "--in-a-row", "1", "--timeout", "60")
+    few = ("--rounds", "1", "--steps-per-round", "1", "--timeout", "60")
     return run_ddpbench(cwd, "ddp", "-n", str(ranks), "--workload", names, *few)
 
 

@@ -67,7 +67,7 @@ def main(slice_seconds: str, *links: str) -> int:
     for name, rate in ((link, RATES[link]) for link in links or RATES):
         for count, operations in ((2, "all_reduce,all_gather,broadcast"), (3, "all_gather")):
             with Hosts(count, rate=rate) as bench:
-                words = ("--sizes", "4K,1M,16M", "--op", operations, "--slice", slice_seconds)
+                words = ("--sizes", "4K,1M,16M", "--op", operations, "--case-time", slice_seconds)
                 run = measured(bench, *words)
             carries, latency = payload(rate), 0.0
             for result, seconds, busbw in readings(run):

@@ -3,7 +3,7 @@
     ./run_bench.sh python tests/perf/overhead.py [gloo|mpi …] [LAUNCHES [SECONDS]]
 
 all_reduce on 2 ranks. A block has a launch of `bare.py`, one of `ddpbench collectives` and one of
-the same with `--start none`, as users run them: ranks that are forked for gloo, started by mpirun
+the same with `--sync none`, as users run them: ranks that are forked for gloo, started by mpirun
 for mpi, where both sides use ddpbench's process group over mpi4py. LAUNCHES (20) blocks. Three
 definitions: the median and the lower quartile of the slowest rank's time after a barrier, and the
 mean over ranks and calls without one. A case has SECONDS (0.3). A ratio's interval is over blocks,
@@ -80,7 +80,7 @@ def launch_ddpbench(
 ) -> dict[Case, Stamps]:
     """Run the command once."""
     words = ["collectives", "--device=cpu", f"--backend={backend}", "-n=2", "--op=all_reduce",
-             f"--sizes={','.join(map(str, SIZES))}", f"--slice={seconds}", f"--start={start}",
+             f"--sizes={','.join(map(str, SIZES))}", f"--case-time={seconds}", f"--sync={start}",
              "--launches=1", f"--seed={seed}", "--quiet", f"--output={out}"]  # fmt: skip
     command = [sys.executable, "-m", "ddpbench", *words]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)

@@ -147,9 +147,9 @@ def osu(folder: Path) -> Figures:
 def ddpbench(backend: str, changes: str = "") -> Figures:
     """One launch of ddpbench's sweep."""
     words = [sys.executable, "-m", "ddpbench", "collectives", "-n", "2", "--backend", backend]
-    words += ["--op", ",".join(PROGRAMS), "--sizes", SIZES, "--slice", "0.2", "--launches", "1"]
+    words += ["--op", ",".join(PROGRAMS), "--sizes", SIZES, "--case-time", "0.2", "--launches", "1"]
     words += ["--quiet", "--format", "csv", "--columns", "op,size,osu", "--import", "peers"]
-    words += ["--no-check", "--limit", "1e9"] if backend == "idle" else []
+    words += ["--no-check", "--peak-bandwidth", "1e9"] if backend == "idle" else []
     text = printed(words, changes)
     return {(r["op"], int(r["size"])): float(r["osu"]) for r in csv.DictReader(io.StringIO(text))}
 

@@ -122,7 +122,7 @@ def alone(bench: Hosts, kinds: list[tuple[str, int]], folder: Path) -> dict[tupl
 def step_on(bench: Hosts, rounds: int, *words: str) -> Run:
     """Return the sharded step with one rank on each host."""
     return measured(
-        bench, *MLP, "--parallel", "fsdp", "--rounds", str(rounds), "--in-a-row", "1",
+        bench, *MLP, "--parallel", "fsdp", "--rounds", str(rounds), "--steps-per-round", "1",
         "--verify", "off", *words, command="ddp",
     )  # fmt: skip
 

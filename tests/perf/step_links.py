@@ -50,7 +50,7 @@ class Read:
 def step_on(bench: Hosts, rounds: int, *words: str) -> StepLine:
     """The step with one rank in each host."""
     run = measured(
-        bench, *MLP, "--rounds", str(rounds), "--in-a-row", "2", "--verify", "off", *words,
+        bench, *MLP, "--rounds", str(rounds), "--steps-per-round", "2", "--verify", "off", *words,
         command="ddp",
     )  # fmt: skip
     (line,) = step_lines.lines(run)
@@ -65,7 +65,7 @@ def read(rate: float, rounds: int) -> Read:
         sizes = [bucket.nbytes for bucket in step.summary.buckets]
         run = measured(
             bench, "--op", "all_reduce", "--sizes", ",".join(map(str, [*sizes, sum(sizes)])),
-            "--slice", str(rounds / 4),
+            "--case-time", str(rounds / 4),
         )  # fmt: skip
     took = {r.case.nbytes: r.summary.median_seconds for r in run.results if r.summary}
     return Read(step, took[sum(sizes)], sum(took[nbytes] for nbytes in sizes), sum(sizes))

@@ -40,7 +40,17 @@ from ddpbench.verdicts.many_pairs import Pair
 from ddpbench.verdicts.matching import Source
 from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, MARGIN, SAME, SLOWER
 
-MEASURED = ("collectives", "--device", "cpu", "-n", "2", "--op", "all_reduce", "--limit", "100")
+MEASURED = (
+    "collectives",
+    "--device",
+    "cpu",
+    "-n",
+    "2",
+    "--op",
+    "all_reduce",
+    "--peak-bandwidth",
+    "100",
+)
 BACKENDS = ("gloo", "mpi")
 PLANTED = (0.0, 0.05, 0.1, 0.2, 0.5)
 FALSE, DECIDED = 0.05, 0.95
@@ -78,7 +88,7 @@ def print_row(title: str, planted: float, comparisons: Sequence[Sequence[Case]])
 
 def measure_pool(folder: Path, count: int, slice_seconds: str, launches: str) -> bool:
     """Measure runs of identical code, the backends in turns."""
-    words = (*MEASURED, "--sizes", "64K,4M", "--launches", launches, "--slice", slice_seconds)
+    words = (*MEASURED, "--sizes", "64K,4M", "--launches", launches, "--case-time", slice_seconds)
     for number, backend in itertools.product(range(count), BACKENDS):
         output = str(folder / f"{backend}-{number:02}")
         read_json(*words, "--backend", backend, "--output", output)

@@ -148,7 +148,7 @@ def test_what_cannot_be_compared_stands_side_by_side(
     """Runs without verdicts get a page with one sentence on the reason, and all their sections."""
     put("base", base_and_new(1)[0])
     put("new", new)
-    assert call_in_process(["report", "base", "new", "--output", "page.html"]).code == 0
+    assert call_in_process(["report", "base", "new", "--report-file", "page.html"]).code == 0
     page = Path("page.html").read_text()
     assert all(verdict in page for verdict in verdicts)
     assert "<h1>base and new</h1>" in page
@@ -160,7 +160,9 @@ def test_two_runs_of_one_name_have_names_of_their_own() -> None:
     base, new = base_and_new(1.5)
     first = put("one", base)
     store.write(copy := put("copy", new), replace(new, id="one"))
-    done = call_in_process(["report", str(first), str(copy), str(first), "--output", "page.html"])
+    done = call_in_process(
+        ["report", str(first), str(copy), str(first), "--report-file", "page.html"]
+    )
     assert done.code == 0
     page = Path("page.html").read_text()
     assert "<h1>results/one and results/copy</h1>" in page
@@ -168,9 +170,9 @@ def test_two_runs_of_one_name_have_names_of_their_own() -> None:
 
 
 def test_a_page_goes_to_stdout() -> None:
-    """`--output -` writes the page to stdout, and nothing else."""
+    """`--report-file -` writes the page to stdout, and nothing else."""
     put("mine", base_and_new(1)[0])
-    done = call_in_process(["report", "mine", "--output", "-"])
+    done = call_in_process(["report", "mine", "--report-file", "-"])
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("<!doctype html>")
     assert done.out.rstrip().endswith("</html>")
@@ -186,7 +188,7 @@ def test_compare_writes_a_page_besides_its_output(frozen: Frozen) -> None:
     put("base", base)
     put("new", new)
     alone = call_in_process(["compare", "base", "new"])
-    done = call_in_process(["compare", "base", "new", "--report", "pages/page.html"])
+    done = call_in_process(["compare", "base", "new", "--report-file", "pages/page.html"])
     assert (done.code, done.out) == (alone.code, alone.out)
     assert alone.code == 1
     page = Path("pages/page.html").read_text()
@@ -205,7 +207,7 @@ def test_of_pooled_runs_the_newest_is_shown(frozen: Frozen) -> None:
             folder = Path(f"results/{name}/{name}-{n}")
             folder.mkdir(parents=True)
             store.write(folder, replace(run, id=folder.name))
-    assert call_in_process(["compare", "base", "new", "--report", "page.html"]).code == 1
+    assert call_in_process(["compare", "base", "new", "--report-file", "page.html"]).code == 1
     page = Path("page.html").read_text()
     assert "1 SLOWER" in page
     assert all(name in page for name in ("BASE base-5", "NEW new-5"))
@@ -225,7 +227,7 @@ def no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     "words",
     [
         ("report", "mine"),
-        ("compare", "mine", "mine", "--report", "page.html"),
+        ("compare", "mine", "mine", "--report-file", "page.html"),
         ("collectives", "-n", "2", "--report"),
         ("watch", "-n", "2", "--report", "train.py"),
     ],
@@ -237,7 +239,7 @@ def test_a_missing_extra_is_refused_before_anything_is_done(words: tuple[str, ..
     Path("train.py").touch()
     with forbid_processes():
         done = call_in_process(words)
-    what = "a report" if words[0] == "report" else "--report"
+    what = {"report": "a report", "compare": "--report-file"}.get(words[0], "--report")
     assert done == Outcome(2, "", f"ddpbench: {what} needs altair: {EXTRA}\n")
     assert [path.name for path in Path("results").iterdir()] == ["mine"]
 
@@ -271,7 +273,7 @@ def small_files(nbytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "command",
-    [("report", "mine", "--output"), ("compare", "mine", "other", "--report")],
+    [("report", "mine", "--report-file"), ("compare", "mine", "other", "--report-file")],
     ids=["report", "compare"],
 )
 def test_a_page_that_cannot_be_written_is_one_sentence(

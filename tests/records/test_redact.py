@@ -184,8 +184,8 @@ def test_nothing_that_was_planted_is_found_again(tmp_path: Path) -> None:
         printed.append(done.stdout + done.stderr)
         return printed[-1]
 
-    small = ("--op", "all_reduce", "--sizes", "4K", "--slice", "0.05", "--backend", "gloo",
-             "-n", "2", "--launches", "1", "--limit", "1000")  # fmt: skip
+    small = ("--op", "all_reduce", "--sizes", "4K", "--case-time", "0.05", "--backend", "gloo",
+             "-n", "2", "--launches", "1", "--peak-bandwidth", "1000")  # fmt: skip
     own = f"file://{home}/meeting"
     ddpbench("collectives", *small, "--output", f"{home}/one", "--init-method", own)
     ddpbench("doctor", "preflight", "-n", "2", "--backend", "gloo", code=None)

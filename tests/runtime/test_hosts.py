@@ -43,7 +43,7 @@ def measure(bench: Hosts, ranks: RankPool, cwd: Path, *of_host: str, master: str
     """A small all_reduce over three of the ranks; GLOO_SOCKET_IFNAME in each host, "" is unset."""
     told = of_host or ("", "")
     environs = [{"GLOO_SOCKET_IFNAME": name} for name in (told[0], *told)]
-    words = ("--op", "all_reduce", "--slice", "0.1", "--backend", "gloo")
+    words = ("--op", "all_reduce", "--case-time", "0.1", "--backend", "gloo")
     return sweep(bench, ranks, cwd, environs, *words, master=master)
 
 
@@ -148,7 +148,7 @@ def test_ranks_of_two_hosts_measure_and_tell_their_addresses(
 def test_torchrun_starts_different_numbers_of_ranks(bench: Hosts, tmp_path: Path) -> None:
     """1 rank on one host and 3 on the other are one world, with a rendezvous over c10d."""
     meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{PORT}", "--rdzv-id=1")
-    sweep = ("--op", "all_reduce", "--sizes", "4K", "--slice", "0.1", "--output", "run")
+    sweep = ("--op", "all_reduce", "--sizes", "4K", "--case-time", "0.1", "--output", "run")
     lines = {
         host: [
             *(*warm_python(), "-m", "torch.distributed.run", "--nnodes=2", *meet),
@@ -213,7 +213,8 @@ def test_the_groups_of_two_hosts_measure_and_check(
     environs = [{"FAULT": "element:1:4096" if rank == 3 else "none"} for rank in range(4)]
     done = sweep(
         bench, ranks, tmp_path, environs, "--op", "all_reduce,broadcast,all_gather,send_recv",
-        "--root", "1", "--groups", "host,cross,world", "--slice", "0.01", "--limit", "1000",
+        "--root", "1", "--groups", "host,cross,world", "--case-time", "0.01",
+        "--peak-bandwidth", "1000",
         "--import", "faulty_backend", "--backend", "gloo,faulty",
     )  # fmt: skip
     run = only_run(tmp_path)
@@ -241,7 +242,7 @@ def test_a_rank_in_no_group_waits_and_does_not_count(
     theirs; groups inside hosts would be unequal, so these are skipped, with the reason."""
     done = sweep(
         bench, ranks, tmp_path, [{}, {}, {}], "--op", "all_reduce", "--groups", "host,cross",
-        "--slice", "0.01", "--backend", "gloo", "--start", "p2p_barrier",
+        "--case-time", "0.01", "--backend", "gloo", "--sync", "p2p_barrier",
     )  # fmt: skip
     assert done.returncode == 0, done
     run = only_run(tmp_path)
@@ -315,7 +316,7 @@ def test_the_bound_of_the_clocks_holds_between_hosts(
     done = ranks.ask(
         tmp_path, [{"LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "", **each} for each in places],
         "collectives", "--import", "shifted_clock", "--op", "all_reduce", "--sizes", "4M",
-        "--slice", "0.1", "--backend", "gloo", "--limit", "100", "--output", "run",
+        "--case-time", "0.1", "--backend", "gloo", "--peak-bandwidth", "100", "--output", "run",
         "--init-method", f"tcp://{bench[0].address}:{PORT + ranks.calls}",
     )  # fmt: skip
     assert done.returncode == 0, done

@@ -56,15 +56,24 @@ def test_without_options_the_defaults_stand() -> None:
     assert collectives.Options(**{**arguments, "modules": tuple(arguments["modules"])})
     assert arguments["op"] == ("all_reduce", "all_gather", "broadcast")
     assert (arguments["backend"], arguments["device"]) == (("auto",), "auto")
-    options = replace(collectives.Options.of(parse("--op", "reduce")), device="cpu", nproc=2)
+    options = replace(collectives.Options.of(parse("--op", "reduce")), device="cpu", ranks=2)
     world = [Partition("world", ((0, 1),), (2,))]
     cases = collectives.list_cases(options, backends.get("gloo"), options.plan(0), world)
     assert {(case.dtype, case.reduce_op) for case, _ in cases} == {("float32", "sum")}
-    assert (arguments["launches"], arguments["precision"], arguments["slice"]) == (None, 2.5, None)
+    assert (arguments["launches"], arguments["precision"], arguments["case_time"]) == (
+        None,
+        2.5,
+        None,
+    )
     one, six = (collectives.Options.of(parse("--launches", n)).plan(0) for n in ("1", "6"))
     assert (one.slice_seconds, six.slice_seconds) == (2.0, 0.1)
-    assert (arguments["timeout"], arguments["depth"], arguments["issue"]) == (60.0, 20, "isolated")
-    assert [arguments[name] for name in ("sizes", "nproc", "seed", "limit", "output")] == [None] * 5
+    assert (arguments["timeout"], arguments["in_flight"], arguments["mode"]) == (
+        60.0,
+        20,
+        "isolated",
+    )
+    unset = ("sizes", "ranks", "seed", "peak_bandwidth", "output")
+    assert [arguments[name] for name in unset] == [None] * 5
 
 
 @pytest.mark.parametrize(
@@ -75,8 +84,8 @@ def test_without_options_the_defaults_stand() -> None:
         ("--sizes 4:64:x4,1K", "sizes", (4, 16, 64, 1024)),
         ("--backend gloo,mpi", "backend", ("gloo", "mpi")),
         ("--backend some-plug-in", "backend", ("some-plug-in",)),
-        ("-n 4", "nproc", 4),
-        ("--nproc=4", "nproc", 4),
+        ("-n 4", "ranks", 4),
+        ("--ranks=4", "ranks", 4),
         ("--import a --import b", "modules", ["a", "b"]),
         ("--async", "async_op", True),
         ("--buffers huge", "buffers", "huge"),
@@ -86,7 +95,7 @@ def test_without_options_the_defaults_stand() -> None:
         ("--master-port 65535", "master_port", 65535),
         ("--seed 0", "seed", 0),
         ("--precision 0.5", "precision", 0.5),
-        ("--slice 1e-1", "slice", 0.1),
+        ("--case-time 1e-1", "case_time", 0.1),
         ("--columns time,size", "columns", ("time", "size")),
         ("--format csv", "format", "csv"),
     ],
@@ -146,11 +155,11 @@ def test_an_option_that_an_operation_lacks_is_named(frozen: Frozen) -> None:
         "-n 1.0",
         "--master-port 0",
         "--master-port 65536",
-        "--depth 1",
+        "--in-flight 1",
         "--seed -1",
         "--timeout 0",
         "--timeout nan",
-        "--slice inf",
+        "--case-time inf",
         "--precision -1",
         "--init-method tcp://host",
         "--init-method file:/x",

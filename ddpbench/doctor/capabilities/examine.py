@@ -154,7 +154,7 @@ def trying(
         trials.given_up = f"no ranks could be started ({error.strerror or error})"
     else:
         if len(trials.verdicts) < len(trials.wanted) and trials.given_up is None:
-            trials.given_up = f"the {seconds:g} s for it were over; give it more with --seconds"
+            trials.given_up = f"the {seconds:g} s for it were over; give it more with --case-time"
 
 
 def _sets(

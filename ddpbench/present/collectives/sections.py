@@ -210,4 +210,4 @@ def _limits(shown: Sequence[Line]) -> Iterator[str]:
     # Where ddpbench has looked for limits, it has found the hard one.
     looked = (r for line in shown for r in line.results if r.hard_limit and r.case.nbytes)
     if any(result.limit is None and result.case.world_size > 1 for result in looked):
-        yield "limit -: no rate of these links is known here; give one with --limit GB/S"
+        yield "limit -: no rate of these links is known here; give one with --peak-bandwidth GB/S"

@@ -142,7 +142,8 @@ def _advise(comparison: Comparison) -> Iterator[Finding]:
     few = [row.needed for row in rows if row.needed is not None and row.needed <= MOST]
     drifting = sum(row.withheld == DRIFT for row in comparison.rows)
     if few:
-        more = "give more --budget" if comparison.rule.paired else f"run with --launches {max(few)}"
+        launches = f"run with --launches {max(few)}"
+        more = "use a longer --max-time" if comparison.rule.paired else launches
         yield _unsettled(len(few), f"needs about {max(few)} launches per side", more)
     if drifting:
         why = (

@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> None:
     """
     try:
         namespace, program = command.parse(words)
-        if namespace.nproc is not None and read_placement() is None:
+        if namespace.ranks is not None and read_placement() is None:
             raise Refused(f"-n does not start ranks here: type ddpbench watch {' '.join(words)}")
         settings = command.read_settings(namespace, program)
         script.prepare(program)
