@@ -237,8 +237,8 @@ def collective_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
 def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
     """ddp_benchmark("mlp", width=256, backend="gloo", ranks=2): measure the step of a workload.
 
-    Further keywords are options of `ddpbench ddp`; default case_time=5, in seconds per launch. Returns the run.
-    Fails the test if the replicas differ after a step or a rank dies.
+    Further keywords are options of `ddpbench ddp`; the default of case_time is 5 seconds per
+    launch. Returns the run. Fails the test if the replicas differ after a step or a rank dies.
     """
 
     def call(workload: str, **settings: Any) -> Run:

@@ -188,7 +188,8 @@ def test_a_step_is_asked_for_by_keywords(
     result = repository("--benchmark-json=out.json", "--ddpbench-results=kept")
     result.assert_outcomes(passed=1)
     assert fake.asked == [("ddp", "--no-breakdown", "--case-time=5", "--launches=6",
-                           "--workload=mlp", "--width=256", "--static-graph", "--amp=bf16")]  # fmt: skip
+                           "--workload=mlp", "--width=256", "--static-graph",
+                           "--amp=bf16")]  # fmt: skip
     (told,) = saved()["benchmarks"]
     assert told["extra_info"]["ddpbench"]["run"].startswith("~/kept/")  # pytester's home is here
 

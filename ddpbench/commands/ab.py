@@ -1,9 +1,9 @@
 """Measure two variants in turns, launch by launch, until the verdict is clear.
 
-python -m ddpbench ab --a "OMP_NUM_THREADS=1" --b "OMP_NUM_THREADS=2" ddp --workload mlp
-python -m ddpbench ab --a "" --b "--python /new/bin/python" collectives --sizes 4K,1M
-python -m ddpbench ab --a "--bucket-cap-mb 25" --b "--bucket-cap-mb 100" ddp -n 4
-python -m ddpbench ab --a "--backend gloo" --b "--backend mpi" ddp --workload mlp
+ddpbench ab --a "OMP_NUM_THREADS=1" --b "OMP_NUM_THREADS=2" ddp --workload mlp
+ddpbench ab --a "" --b "--python /new/bin/python" collectives --sizes 4K,1M
+ddpbench ab --a "--bucket-cap-mb 25" --b "--bucket-cap-mb 100" ddp -n 4
+ddpbench ab --a "--backend gloo" --b "--backend mpi" ddp --workload mlp
 
 A variant has up to three parts, in this order: environment variables (NAME=VALUE), --python PATH
 (another Python environment: this ddpbench runs with the torch there), and options of COMMAND that

@@ -1,10 +1,10 @@
 """Save runs to compare with later, in a plain folder in results/baselines/ that you can commit.
 
-python -m ddpbench baseline save before                    the last run
-python -m ddpbench baseline save before RUN RUN RUN …      several runs, pooled: five show the drift
-python -m ddpbench baseline list
-python -m ddpbench baseline check before                   measure again as then, and compare
-python -m ddpbench baseline check before last --margin 5   compare with a stored run
+ddpbench baseline save before                    the last run
+ddpbench baseline save before RUN RUN RUN …      several runs, pooled: five show the drift
+ddpbench baseline list
+ddpbench baseline check before                   repeat its measurement, and compare
+ddpbench baseline check before last --margin 5   compare with a stored run
 
 Measure what you save with --launches 6 or more. A check takes the options of `compare` and ends
 with its exit codes. If measuring fails, it ends with the exit code of the measuring.
@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "check", help="compare with a baseline", description="Compare with a baseline."
     )
     check.add_argument("name", metavar="NAME", help="name of the baseline")
-    check.add_argument("new", metavar="NEW", nargs="?",
-                       help=f"{compare.WHERE}; default: measure again, as then")  # fmt: skip
+    again = f"{compare.WHERE}; default: run the baseline's command again"
+    check.add_argument("new", metavar="NEW", nargs="?", help=again)
     other = "accept a baseline of another machine (default: exit with 3)"
     check.add_argument("--other-machine", action="store_true", help=other)
     compare.add_judging(check)
@@ -82,8 +82,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         return _list(namespace.folder)
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", namespace.name) or namespace.name == "last":
         raise Refused(
-            f"{namespace.name!r} is no name for a baseline: write letters, digits and . _ + -, "
-            "a letter or a digit first; `last` is taken"
+            f"invalid baseline name {namespace.name!r}: use letters, digits and . _ + -, beginning "
+            "with a letter or digit; `last` is taken"
         )
     return _save(namespace) if namespace.action == "save" else _check(namespace)
 
@@ -91,8 +91,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 def _save(namespace: argparse.Namespace) -> int:
     target = namespace.folder / namespace.name
     if target.exists() and not namespace.replace:
-        raise Refused(f"there is a baseline {namespace.name} already: replace it with --replace, "
-                      "or give another name")  # fmt: skip
+        raise Refused(f"a baseline {namespace.name} exists: add --replace, or choose another name")
     folders = [*dict.fromkeys(each for name in namespace.runs for each in store.find_runs(name))]
     runs = compare.read(folders)
     name = runs[0].id if len(runs) == 1 else redact.text(", ".join(namespace.runs))
@@ -129,7 +128,7 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     """
     for run in runs:
         if run.state != "complete":
-            raise InvalidRun(f"{run.id} is {run.state}, and no baseline: measure it again")
+            raise InvalidRun(f"{run.id} is {run.state}, and cannot be a baseline: measure it again")
     from ddpbench.present.comparison.labels import label
     from ddpbench.verdicts import matching  # loads numpy
 
@@ -140,12 +139,12 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     for case, each in found.items():
         if each.fault is not None:
             raise InvalidRun(
-                f"{name} is no baseline: {label(case)}: {each.fault}; find out why before you "
-                "measure it again"
+                f"{name} cannot be a baseline: {label(case)}: {each.fault}. Find the cause, then "
+                "measure again"
             )
     sides = [each.side for each in found.values() if each.side is not None]
     if not sides:
-        raise InvalidRun(f"{name} is no baseline: it holds no case that was measured")
+        raise InvalidRun(f"{name} cannot be a baseline: it has no measured case")
     return min(len(side.times) for side in sides)
 
 
@@ -190,7 +189,7 @@ def _list(baselines: Path) -> int:
         else:
             rows.append(_describe(folder, runs))
     if not rows:
-        tell(f"no baselines in {baselines}/")
+        tell(f"no baselines in {baselines}/: save one with ddpbench baseline save NAME RUN")
         return 0
     heads = ("baseline", "command", "of", "backends", "launches", "torch", "measured", "on")
     sys.stdout.write(lay_out(make_table("", heads, rows, left=heads)) + "\n")
@@ -220,7 +219,7 @@ def _check(namespace: argparse.Namespace) -> int:
         raise Refused(
             explain_unknown("baseline", namespace.name, known)
             if known
-            else f"no baseline {namespace.name!r}: save one with ddpbench baseline save NAME RUN"
+            else f"unknown baseline {namespace.name!r}: type ddpbench baseline save NAME RUN"
         )
     base = compare.read_side(f"baseline {namespace.name}", store.find_runs(str(folder)))
     if namespace.new is not None:
@@ -277,7 +276,7 @@ def _again(runs: Sequence[Run], launches: int) -> list[str]:
     if not known or redact.HIDDEN in " ".join(run.command_line):
         raise Refused(
             f"{run.id} cannot be measured again by one command: it needs several hosts, another "
-            "program or a secret. Measure it as it was measured, then name the new run"
+            "program or a secret. Measure in the same way, then: ddpbench baseline check NAME RUN"
         )
     kept, rest = [], iter(run.command_line[1:])
     for word in rest:

@@ -1,6 +1,6 @@
 """Measure what every collective costs: a sweep of operations × sizes × dtypes × backends.
 
-python -m ddpbench collectives --backend gloo,mpi -n 2      starts the ranks itself
+ddpbench collectives --backend gloo,mpi -n 2      starts the ranks itself
 torchrun --nproc-per-node 4 -m ddpbench.collectives --op all_reduce --sizes 4:64M:x4
 mpirun -n 4 python -m ddpbench.collectives --backend mpi
 srun -n 4 python -m ddpbench.collectives

@@ -1,15 +1,15 @@
 """Compare two stored runs, case by case: SLOWER, FASTER, SAME or INCONCLUSIVE.
 
-python -m ddpbench compare results/before results/after
-python -m ddpbench compare before last --margin 5 --only all_reduce,gloo --strict
-python -m ddpbench compare runs/base runs/new --format markdown    folders OF runs: all are pooled
-python -m ddpbench compare old.log new.log                         logs of nccl-tests or OSU
+ddpbench compare results/before results/after
+ddpbench compare before last --margin 5 --only all_reduce,gloo --strict
+ddpbench compare runs/base runs/new --format markdown    folders OF runs: all are pooled
+ddpbench compare old.log new.log                         logs of nccl-tests or OSU
 
 Measure both with --launches 6 or more. The verdicts compare the lower quartile of each launch (of
 DDP steps and of logs, the median); with fewer than 5 launches a side there is no verdict.
 
-Exit codes, the first that applies: 2 the request is wrong; 3 a run cannot be read, or holds
-nothing; 1 a case is SLOWER, whatever the others are; 3 a case is INVALID (a wrong result, a broken
+Exit codes, the first that applies: 2 the request is wrong; 3 a run cannot be read, or is
+empty; 1 any case is SLOWER; 3 a case is INVALID (a wrong result, a broken
 limit), INCOMPARABLE (not the same case) or, without --allow-missing, measured by one side only; 2
 with --strict, if a case is INCONCLUSIVE; else 0.
 """
@@ -107,7 +107,7 @@ def compare_sides(
     rule: without the drift, which is estimated here.
     """
     if common := [one.id for one in base.runs if one in new.runs]:
-        raise Refused(f"BASE and NEW have the run {common[0]} in common: name different runs")
+        raise Refused(f"BASE and NEW both contain the run {common[0]}: choose different runs")
     from ddpbench.verdicts import differences
 
     rule = replace(rule, drift=differences.estimate_drift(base, new, _newest()))
@@ -132,10 +132,10 @@ def compared(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) 
     if not result.rows:
         if only:
             raise Refused(
-                f"--only {','.join(only)}: no measured case has that in its name, as in "
+                f"--only {','.join(only)}: no measured case has this text in its name, as in "
                 f"{label(base.runs[0].outcomes[0].case)!r}"
             )
-        raise InvalidRun(f"{base.name} and {new.name} hold no case that was measured")
+        raise InvalidRun(f"{base.name} and {new.name} have no measured case")
     return result
 
 
@@ -200,5 +200,5 @@ def require_times(folder: Path | str, run: Run) -> None:
     """Raise InvalidRun if a run has no times to compare."""
     if not run.outcomes:
         if run.examinations:
-            raise InvalidRun(f"{folder} is a run of the doctor: it has no times to compare")
-        raise InvalidRun(f"{folder} holds no result: nothing was measured")
+            raise InvalidRun(f"{folder} is a run of the doctor, which has no times to compare")
+        raise InvalidRun(f"{folder} has no results: nothing was measured")

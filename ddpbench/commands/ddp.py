@@ -1,6 +1,6 @@
 """Measure where the time of a DDP step goes, and prove after each step that all replicas are equal.
 
-python -m ddpbench ddp --backend gloo,mpi -n 2              starts the ranks itself
+ddpbench ddp --backend gloo,mpi -n 2              starts the ranks itself
 torchrun --nproc-per-node 4 -m ddpbench.ddp --workload transformer --layers 4 --width 256
 mpirun -n 4 python -m ddpbench.ddp --backend mpi
 srun -n 4 python -m ddpbench.ddp --workload mypackage.model:build

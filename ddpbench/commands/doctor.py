@@ -1,6 +1,6 @@
 """Find what is wrong with this set-up: which rank, host or link, and what to do.
 
-python -m ddpbench doctor -n 4                               starts the ranks itself
+ddpbench doctor -n 4                               starts the ranks itself
 torchrun --nproc-per-node 8 -m ddpbench.doctor
 mpirun -n 4 python -m ddpbench.doctor --backend mpi
 srun -n 4 python -m ddpbench.doctor --only preflight,links

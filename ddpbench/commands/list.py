@@ -1,8 +1,8 @@
 """List the stored runs, oldest first: what each measured, and how it ended.
 
-python -m ddpbench list
-python -m ddpbench list nightly/results
-python -m ddpbench list --case all_reduce,1M,gloo      one case over all runs that measured it
+ddpbench list
+ddpbench list nightly/results
+ddpbench list --case all_reduce,1M,gloo      one case over all runs that measured it
 
 --case takes words of a case's name, in any order. All of them must be in the name. To see such
 names, type `list --case all_reduce`.
@@ -87,7 +87,9 @@ def _list_cases(results: Path, text: str) -> int:
     """Print one line per measured case with these words; return the exit code. Raises Refused."""
     wanted = split_words(text)
     if not wanted:
-        raise Refused(f"--case {text!r} has no word: write words of a name, such as all_reduce,1M")
+        raise Refused(
+            f"--case {text!r} is empty: write words of a case's name, such as all_reduce,1M"
+        )
     rows = []
     for folder, run in _read_runs(results):
         try:
@@ -98,7 +100,7 @@ def _list_cases(results: Path, text: str) -> int:
             continue
         rows += [(folder.name, *cells, run.state) for cells in cases]
     if not rows:
-        tell(f"no run in {results}/ has measured a case with the words {text} in its name")
+        tell(f"no run in {results}/ has a case whose name contains {text}")
         return 0
     left = ("run", "case", "backend", "flags", "state")
     sys.stdout.write(lay_out(make_table("", CASE_HEADS, rows, left)) + "\n")

@@ -1,9 +1,9 @@
 """Write stored runs as a page with charts, as pictures, or as Markdown.
 
-python -m ddpbench report                                      the newest run
-python -m ddpbench report before after --report-file compared.html
-python -m ddpbench report last --svg pictures --markdown report.md
-python -m ddpbench report old.log new.log                      logs of nccl-tests or OSU
+ddpbench report                                      the newest run
+ddpbench report before after --report-file compared.html
+ddpbench report last --svg pictures --markdown report.md
+ddpbench report old.log new.log                      logs of nccl-tests or OSU
 
 Of several runs, the first is the base: the report has the verdicts of `compare` on each of the
 others. The command needs the extra `report`, and prints the path of each file.

@@ -1,7 +1,7 @@
 """Print a stored run, or a log of nccl-tests, rccl-tests or OSU, as a table or in another format.
 
-python -m ddpbench show last
-python -m ddpbench show results/before --format markdown --columns op,size,time,busbw
+ddpbench show last
+ddpbench show results/before --format markdown --columns op,size,time,busbw
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Start a training script on this host and watch it: who is slow, in which phase, on which link.
 
-python -m ddpbench watch -n 4 train.py --epochs 3
+ddpbench watch -n 4 train.py --epochs 3
 Under a launcher, put the watch before the script:
 torchrun --nproc-per-node 4 -m ddpbench.watch train.py --epochs 3
 mpirun -n 4 python -m ddpbench.watch train.py

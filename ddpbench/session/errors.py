@@ -72,7 +72,7 @@ def _describe(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] != "ddpbench":
         return (
             f"{error.name} is not installed for {sys.executable}: activate the environment that "
-            "has it (source .venv/bin/activate), or type ./run_bench.sh instead of ddpbench"
+            "has it (source .venv/bin/activate), or use ./run_bench.sh instead of ddpbench"
         )
     if isinstance(error, OSError) and name is not None:
         return f"{name} cannot be read or written: {error.strerror}"

@@ -107,7 +107,7 @@ def listed(text: str) -> tuple[str, ...]:
     """Parse a comma-separated list: drop repeated words, refuse empty ones."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise argparse.ArgumentTypeError(f"{text!r} has an empty name: write a,b,c")
+        raise argparse.ArgumentTypeError(f"{text!r}: empty name in the list; write a,b,c")
     return tuple(dict.fromkeys(words))
 
 
@@ -124,12 +124,12 @@ def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return the type of a whole number within bounds."""
-    bounds = f"from {least} on" if most is None else f"from {least} to {most}"
+    """Return the type of an integer within bounds."""
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"[+-]?\d+", text) or int(text) < least or int(text) > (most or 2**62):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+            raise argparse.ArgumentTypeError(f"{text!r}: must be an integer {bounds}")
         return int(text)
 
     return parse
@@ -142,14 +142,14 @@ def positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
     return value
 
 
 def time_limit(text: str) -> float:
     """Parse the value of `--timeout`. Ranks cannot meet in less than a second."""
     if (value := positive(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be at least 1 second")
     return value
 
 
@@ -185,16 +185,14 @@ def init_method(text: str) -> str:
     """Parse the value of `--init-method`."""
     if re.match(r"\w+://[^/]*@|tcp://.*@", text):
         raise argparse.ArgumentTypeError(
-            "it contains a user name or password, which no rendezvous needs: write tcp://HOST:PORT"
+            "must not contain a user name or password: write tcp://HOST:PORT"
         )
     tcp = re.fullmatch(r"tcp://[^/]+:(\d{1,5})", text)
     if tcp and 0 < int(tcp[1]) < 65536:
         return text
     if text == "env://" or re.fullmatch(r"file:///.+", text):
         return text
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not an init method: write env://, tcp://HOST:PORT or file:///PATH"
-    )
+    raise argparse.ArgumentTypeError(f"{text!r}: must be env://, tcp://HOST:PORT or file:///PATH")
 
 
 def import_modules(words: Sequence[str]) -> None:
@@ -239,8 +237,8 @@ def add_group(parser: argparse.ArgumentParser, title: str, texts: str) -> Callab
 
 
 WHERE = """
---backend      backends to measure side by side: {backends}, any other that torch knows, auto (the
-               best for the device) or all (all that can run here)
+--backend      backends to measure in turns: {backends}, any other that torch has, auto (the best
+               for the device) or all (all that can run here)
 --device       device of the tensors: cpu, cuda, or torch's name of another accelerator (default:
                auto, which is cuda for nccl, cpu for another named backend, else the accelerator if
                there is one)

@@ -53,7 +53,7 @@ class Recorder:
             self._append(PARTS[type(outcome)], outcome, number=self.part)
         except OSError as error:
             self.failure = (
-                f"results cannot be written to {self.folder} any more ({error.strerror}): "
+                f"cannot write more results to {self.folder} ({error.strerror}): "
                 f"{self.part} cases are kept"
             )
         self.part += 1

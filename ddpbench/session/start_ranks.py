@@ -126,7 +126,7 @@ def _start(options: T, run_rank: RunRank[T], words: Sequence[str]) -> int:
             continue
         if turn:
             if not sys.stdin.readline():
-                tell("stdin has ended before the last launch")
+                tell("stdin closed before the last launch")
                 break
             turn.take()
         launch = replace(options, backend=(name,), join=str(folder), launch=number, launches=1)

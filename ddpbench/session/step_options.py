@@ -161,7 +161,7 @@ class Options(RunOptions):
         for name in self.subjects if self.way.dimensions else ():
             if name not in planned:
                 raise Refused(
-                    f"--parallel {self.parallel} does not know how to divide the workload {name}: "
+                    f"--parallel {self.parallel} cannot divide the workload {name}: "
                     f"choose --workload {list_choices(planned)}, or --parallel ddp"
                 )
         if self.ranks or self.mesh:
@@ -179,15 +179,15 @@ class Options(RunOptions):
         self._check_way()
         if self.static_graph and self.accumulate > 1:
             raise Refused(
-                "--static-graph and --accumulate exclude each other: torch's reducer fails under "
-                "no_sync with a static graph; leave out one of them"
+                "--static-graph and --accumulate cannot be combined: torch's reducer fails under "
+                "no_sync with a static graph. Leave out one of them"
             )
         own = [name for name in self.subjects if name not in WORKLOADS]
         if self.batch and own:
             raise Refused(f"--batch does not apply to {own[0]}: its batch(step) sets the size")
         trains = [workload for workload in built_in if workload.trains]
         if (self.checkpoint or self.resume or self.epochs) and len(trains) != 1:
-            raise Refused("--epochs, --checkpoint and --resume are for --workload regression")
+            raise Refused("--epochs, --checkpoint and --resume need --workload regression")
         if self.resume and not self.checkpoint:
             raise Refused("--resume needs --checkpoint FILE, the file to continue from")
 
@@ -345,5 +345,7 @@ def parse_interval(text: str) -> int:
     if text in ("every", "off"):
         return int(text == "every")
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not every, off or a whole number from 1 on")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be every, off or an integer of at least 1"
+        )
     return int(text)

@@ -67,7 +67,7 @@ class Options(RunOptions):
         where = "host" if self.device == "auto" else devices.get(self.device).memory
         if self.buffers == "huge" and where != "host":
             raise Refused(
-                "--buffers huge asks for huge pages of the host, but the tensors are on the "
+                "--buffers huge needs tensors in host memory, but they are on the "
                 f"{where}: leave it out, or add --device cpu"
             )
         for option, chosen, unsuited in self._find_unsuited():
@@ -82,7 +82,7 @@ class Options(RunOptions):
     def check_world(self, world_size: int) -> None:
         if self.root >= world_size:
             raise Refused(
-                f"--root {self.root} is not a rank: with {counted(world_size, 'rank')}, choose a "
+                f"--root {self.root} does not exist: with {counted(world_size, 'rank')}, choose a "
                 f"number from 0 to {world_size - 1}"
             )
 
@@ -155,7 +155,7 @@ MEASURED = """
 --async        call with async_op=True and wait for the result
 """
 PROTOCOL = """
---mode         make one call at a time, started on all ranks together (isolated), or keep --in-flight
+--mode         make one call at a time, started on all ranks together (isolated), or keep several
                calls in flight as nccl-tests does (pipelined)
 --in-flight    calls in flight with --mode pipelined
 --sync         how the ranks start a call together: the backend's barrier, p2p_barrier (the same

@@ -126,7 +126,7 @@ class Trial:
         if len(arms) > 1:
             _, probe, reason = self.build(workload, switchable=True)
             if probe is None:
-                arms, notes = ("ddp",), [*notes, f"no budget and no buckets: {reason}"]
+                arms, notes = ("ddp",), [*notes, f"no breakdown and no buckets: {reason}"]
         ledger = Ledger(self.options.on_mismatch == "continue")
         measured = self._measure_rounds(main, probe, arms, ledger, progress)
         summary, columns = None, None
@@ -343,7 +343,7 @@ class Trial:
             return None
         pairs = itertools.zip_longest(own, models[0])
         own_parameter, first = next((a, b) for a, b in pairs if a != b)
-        return f"the model differs from rank 0's: parameter {own_parameter} there is {first}"
+        return f"the model differs from rank 0's: rank 0 has {first}, this rank {own_parameter}"
 
     def _too_large(
         self, workload: Workload, task: Task | None, case: StepCase, replicas: int

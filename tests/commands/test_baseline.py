@@ -113,7 +113,7 @@ def test_a_name_is_checked(call: Call, name: str) -> None:
     stored("one", base_and_new(1.0)[0])
     code, out, err = call("save", "--", name)
     assert (code, out) == (2, "")
-    assert err.startswith(f"ddpbench: {name!r} ")
+    assert err.startswith(f"ddpbench: invalid baseline name {name!r}: ")
     assert not Path("results/baselines").exists()
 
 
