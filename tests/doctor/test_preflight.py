@@ -14,7 +14,7 @@ from stored_runs import a_launch, a_run
 
 from ddpbench.analysis import findings
 from ddpbench.analysis.rank_setup import Setup, folded, merge_settings
-from ddpbench.doctor.preflight import examine
+from ddpbench.doctor.preflight import checks, examine
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
@@ -32,12 +32,12 @@ def test_a_healthy_set_up_is_left_in_peace() -> None:
     """Alike ranks on one host, on two, with GPUs; devices, cores and log files of their own, and a
     variable of one rank alone that steers nothing, are no differences. A small GPU holds the rank's
     own context."""
-    assert examine.find_all(a_setup(a_rank())) == ()
-    assert examine.find_all(a_setup(*[a_rank() for _ in range(8)])) == ()
+    assert checks.find_all(a_setup(a_rank())) == ()
+    assert checks.find_all(a_setup(*[a_rank() for _ in range(8)])) == ()
     two = [a_rank(host, **net(), variables={"NCCL_ALGO": "Ring"}) for host in "aabb"]
-    assert examine.find_all(a_setup(*two)) == ()
+    assert checks.find_all(a_setup(*two)) == ()
     small = a_rank(gpu_uuid="GPU-1", gpu_nbytes=6 * GIB, gpu_free_nbytes=4.5 * GIB)
-    assert examine.find_all(a_setup(small)) == ()
+    assert checks.find_all(a_setup(small)) == ()
     gpus = [
         a_rank(
             cpuset=str(n), gpu_uuid=f"GPU-{n}", gpu_name="H", gpu_numa_node=0, gpu_index=n,
@@ -47,7 +47,7 @@ def test_a_healthy_set_up_is_left_in_peace() -> None:
         )
         for n in range(4)
     ]  # fmt: skip
-    assert examine.find_all(a_setup(*gpus, backend="nccl", device="cuda")) == ()
+    assert checks.find_all(a_setup(*gpus, backend="nccl", device="cuda")) == ()
 
 
 # What is wrong → (ranks, backend)
@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
 def test_what_is_wrong_is_found_and_named(name: str, frozen: Frozen) -> None:
     """One finding of this severity and code, that says where, and what to do."""
     ranks, backend = WRONG[name]
-    (found,) = examine.find_all(a_setup(*map(dict, ranks), backend=backend))
+    (found,) = checks.find_all(a_setup(*map(dict, ranks), backend=backend))
     assert found.next_step
     frozen.findings([found])
 
@@ -152,36 +152,36 @@ def test_leftover_settings_cost_where_they_act() -> None:
     """CUDA_LAUNCH_BLOCKING costs on a GPU, whatever spells yes; not on a CPU, and 0 is not yes."""
     for value in ("1", "ON", "true"):
         ranks = [a_rank(variables={"CUDA_LAUNCH_BLOCKING": value})]
-        (found,) = examine.find_all(a_setup(*ranks, device="cuda"))
+        (found,) = checks.find_all(a_setup(*ranks, device="cuda"))
         assert found.code == "debug-setting"
-        assert examine.find_all(a_setup(*ranks)) == ()
+        assert checks.find_all(a_setup(*ranks)) == ()
     off = a_rank(variables={"CUDA_LAUNCH_BLOCKING": "0"})
-    assert examine.find_all(a_setup(off, device="cuda")) == ()
+    assert checks.find_all(a_setup(off, device="cuda")) == ()
 
 
 def test_nothing_is_told_twice(frozen: Frozen) -> None:
     """Of mixed versions of torch the library follows; a host with more threads than cores is told
     by the check of all runs, and where cores are free instead, not as crowded as well."""
     mixed = a_setup(a_rank(), a_rank(torch="2.7.0", library="gloo of torch 2.7.0"))
-    assert examine.find_all(mixed) == ()
+    assert checks.find_all(mixed) == ()
     crowded = [a_rank(cpuset="0", allowed_cpus="0", threads=2)]
-    assert examine.find_all(a_setup(*crowded)) == ()
+    assert checks.find_all(a_setup(*crowded)) == ()
     bound = [a_rank(cpuset="2", host=a_host()), a_rank(cpuset="2"), a_rank(cpuset="3")]
-    each = Examination("preflight", 0, "gloo", 1.0, findings=examine.find_all(a_setup(*bound)))
+    each = Examination("preflight", 0, "gloo", 1.0, findings=checks.find_all(a_setup(*bound)))
     launch = a_launch(ranks=tuple(bound))
     run = replace(a_run(), command="doctor", launches=(launch,), examinations=(each,))
     frozen.findings(findings.findings(run))
     frozen.findings(findings.findings(replace(run, examinations=())))
     same = a_setup(*[a_rank(cpuset="0-1", threads=2) for _ in range(2)])
-    assert examine.find_all(same) == ()  # all as one: crowded, which may be meant
+    assert checks.find_all(same) == ()  # all as one: crowded, which may be meant
 
 
 def test_what_a_launcher_sets_is_nobodys_difference() -> None:
     """torchrun sets OMP_NUM_THREADS=1 on hosts with several ranks only; empty is not set."""
     ranks = [a_rank("a", variables={"OMP_NUM_THREADS": "1", "NCCL_ALGO": ""}), a_rank("b")]
     setup = a_setup(*ranks)
-    assert examine.find_all(setup) == ()
-    assert [f.code for f in examine.find_all(replace(setup, launcher="srun"))] == [
+    assert checks.find_all(setup) == ()
+    assert [f.code for f in checks.find_all(replace(setup, launcher="srun"))] == [
         "variable-differs"
     ]
 
@@ -189,8 +189,8 @@ def test_what_a_launcher_sets_is_nobodys_difference() -> None:
 def test_a_check_that_is_added_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """One function in CHECKS adds a check."""
     mine = Finding("note", "mine", "seen")
-    monkeypatch.setattr(examine, "CHECKS", (lambda setup: iter([mine]),))
-    assert examine.find_all(a_setup(a_rank())) == (mine,)
+    monkeypatch.setattr(checks, "FINDERS", (lambda setup: iter([mine]),))
+    assert checks.find_all(a_setup(a_rank())) == (mine,)
 
 
 # --- the block for an issue -----------------------------------------------------------------------

@@ -18,36 +18,15 @@ from typing import Any
 
 from ddpbench.analysis.rank_setup import Facts, Setup, folded
 from ddpbench.doctor.context import Context, Outcome
-from ddpbench.doctor.preflight import dangers, differences
+from ddpbench.doctor.preflight import checks
 from ddpbench.measure import clock
 from ddpbench.records import redact
-from ddpbench.records.schema import Finding
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import counted, name_ranks
 from ddpbench.runtime import control, environment, gpu_facts
 
 # Facts in the record of a launch that serve another purpose.
 LEFT_OUT = ("gpu_before", "boot_id", "time_namespace", "pid", "load_average")
-# One entry adds a check. analysis/findings.py checks what every command needs, such as versions.
-CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
-    differences.same_facts,
-    differences.same_variables,
-    differences.interfaces,
-    differences.own_name,
-    differences.clocks,
-    dangers.costly_settings,
-    dangers.debug_builds,
-    dangers.bound_cores,
-    dangers.narrow_affinity,
-    dangers.far_gpu,
-    dangers.narrow_slot,
-    dangers.memory_errors,
-    dangers.gpu_in_use,
-    dangers.locked_memory,
-    dangers.open_files,
-    dangers.shared_memory,
-    dangers.free_memory,
-)
 
 
 def examine(context: Context) -> Outcome:
@@ -75,15 +54,10 @@ def examine(context: Context) -> Outcome:
     return Outcome(
         lines=(line if len(ranks) > 1 else "checked the settings of 1 rank",),
         unchecked=tuple(_unchecked(setup, context.launch.ranks, objection)),
-        findings=find_all(setup),
+        findings=checks.find_all(setup),
         figures=figures,
         tables=(build_table(setup),),
     )
-
-
-def find_all(setup: Setup) -> tuple[Finding, ...]:
-    """Return a finding for everything that is odd or dangerous."""
-    return tuple(finding for check in CHECKS for finding in check(setup))
 
 
 def _own_facts(context: Context) -> dict[str, Any]:
@@ -131,7 +105,6 @@ def _unchecked(
 
 MIB, GIB = 2**20, 2**30
 HIDDEN = ("SLURM_",)  # Slurm sets many variables, and no collective reads them
-OF_HOST = ("free_memory_nbytes", "shm_free_nbytes", "shm_nbytes")  # read once for each host
 
 
 def build_table(setup: Setup) -> Table:
@@ -142,7 +115,7 @@ def build_table(setup: Setup) -> Table:
     """
     world = f"{len(setup.ranks)} on {counted(len(setup.hosts), 'host')}"
     rows = [("ranks", f"{world}, {setup.backend}, {setup.device}, started by {setup.launcher}")]
-    everyone = _facts_with_host(setup)
+    everyone = setup.everyone()
     for name, describe in FIELDS.items():
         values = [describe(facts) for facts in everyone]
         if any(values):
@@ -150,17 +123,6 @@ def build_table(setup: Setup) -> Table:
     rows += [("variables", line) for line in _variables(setup)]
     columns = (TableColumn(align="left"), TableColumn(align="left"))
     return Table("environment, for pasting into an issue", columns, tuple(rows))
-
-
-def _facts_with_host(setup: Setup) -> list[Facts]:
-    """Return the facts of each rank together with those of its host."""
-    everyone: list[Facts] = list(setup.ranks)
-    for _, ranks, host in setup.of_hosts():
-        first = setup.ranks[ranks[0]]
-        once = {name: first.get(name) for name in OF_HOST}
-        for rank in ranks:
-            everyone[rank] = {**host, **setup.ranks[rank], **once}
-    return everyone
 
 
 def _folded(values: list[Any]) -> str:

@@ -202,7 +202,8 @@ def _notes(passes: Sequence[Pass], setup: Setup, reported: Container[str]) -> It
 
     reported: hosts that have a finding already.
     """
-    for host, ranks, _ in setup.of_hosts():
+    for ranks in setup.hosts:
+        host = setup.host(ranks[0])
         if host in reported:
             continue
         for reason, (words, next_step) in NOTES.items():
