@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ddpbench.doctor.capabilities import examine as capabilities
 from ddpbench.doctor.context import Context, Outcome
-from ddpbench.doctor.links import examine as links
+from ddpbench.doctor.links import measure as links
 from ddpbench.doctor.preflight import examine as preflight
 from ddpbench.doctor.stragglers import examine as stragglers
 

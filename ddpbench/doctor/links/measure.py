@@ -1,0 +1,308 @@
+"""Links: measure what each pair of ranks or hosts can send; find slow links, hosts and ranks.
+
+First, pairs that share no rank send all at once; then each pair sends alone. A slow link or end is
+measured again, in turn with healthy links, and reported only if it was slow each time. With more
+pairs than --max-pairs the ranks are divided into halves, these again, and only pairs across a cut
+are measured, all at once. Only links between hosts are judged, and links between GPUs that do not
+use sockets: on few cores the scheduler decides what memory and loopback carry.
+
+figures: ends [rank, host]…; kind "hosts" or "ranks"; pairs, rounds, seconds (of one way of a pair);
+halved; cells [sender, receiver, alone, at_once, latency_seconds]…, rates in bytes a second, null if
+not measured; again, one entry for each suspect: kind, one, other (ranks), ways, confirmed,
+bytes_per_second, line_bits_per_second (of the Ethernet on which TCP carries that rate; null without
+TCP), and the same of healthy links with the prefix others_.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from ddpbench.analysis.rates import upper_quartile
+from ddpbench.doctor.context import Context, Outcome
+from ddpbench.doctor.links import judge, tables
+from ddpbench.doctor.links.judge import Again, Cell, Halves, Pair, Places, Rates, Suspect
+from ddpbench.doctor.links.wire import Readings, Wire, agree_wire, gather_readings
+from ddpbench.records.wording import counted
+from ddpbench.runtime import devices
+
+# --- which pairs, in which order ------------------------------------------------------------------
+
+SHARE = 0.7  # of the time of the examination; the rest is for suspects
+LEAST_SECONDS, MOST_SECONDS = 0.02, 0.2  # of one way of a pair
+UNJUDGED_SECONDS = 0.05  # the most, of one way of a pair that is not judged
+FEW = 4  # with fewer ends a round has one pair, so all at once is the same as alone
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The pairs to measure, in rounds."""
+
+    ends: tuple[int, ...]
+    host: dict[int, int]  # end → first rank of its host
+    rounds: Sequence[Sequence[Pair]]  # disjoint pairs in each
+    cuts: Sequence[Halves]  # empty: every pair is measured, all at once and alone
+    seconds: float  # of one way of a pair
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Return what the ends stand for: "hosts" or "ranks"."""
+        return "hosts" if 1 < len(set(self.host.values())) == len(self.ends) else "ranks"
+
+    @property
+    def pairs(self) -> int:
+        return sum(map(len, self.rounds))
+
+    def at_once(self) -> list[list[Cell]]:
+        """Return steps in which the pairs of a round send together, one way, then the other."""
+        if len(self.ends) < FEW and not self.cuts:
+            return []
+        return [way for pairs in self.rounds for way in (list(pairs), [(b, a) for a, b in pairs])]
+
+    def alone(self, seed: int) -> list[list[Cell]]:
+        """Return steps of one direction of one pair, shuffled so that drift favours no end."""
+        if self.cuts:
+            return []
+        steps = [[way] for pairs in self.rounds for a, b in pairs for way in ((a, b), (b, a))]
+        random.Random(seed).shuffle(steps)
+        return steps
+
+    @property
+    def cost(self) -> str:
+        """Describe the links, the order and the time in one line."""
+        how = [f"all at once in {counted(len(self.rounds), 'round')}"] if self.at_once() else []
+        how += [] if self.cuts else ["one by one"]
+        seconds = (len(self.at_once()) + len(self.alone(0))) * self.seconds * 1.2 + 0.5
+        return (
+            f"{len(self.ends)} {self.kind}, {counted(self.pairs, 'link')}, {' and '.join(how)}, "
+            f"both ways, {self.seconds * 1e3:.0f} ms each: about {max(1.0, seconds):.0f} s"
+        )
+
+
+def plan_schedule(
+    hosts: Sequence[Sequence[int]], by: str, max_pairs: int, seconds: float, most_seconds: float
+) -> Schedule:
+    """Plan the links between all ranks of these hosts or, with by "host", the first of each.
+
+    With more pairs than max_pairs only one rank of each host is measured; if these are still too
+    many, only pairs across the cuts of their halves. seconds: of everything, approximately;
+    most_seconds: of one direction of a pair.
+    """
+    ends, firsts = tuple(itertools.chain(*hosts)), tuple(ranks[0] for ranks in hosts)
+    unchecked = []
+    if by != "host" and 1 < len(hosts) < len(ends) and (every := _count_pairs(ends)) > max_pairs:
+        unchecked.append(
+            f"only one rank of each host was measured: {len(ends)} ranks have {every} links, more "
+            f"than --max-pairs {max_pairs}"
+        )
+        by = "host"
+    ends = firsts if by == "host" else ends
+    every = _count_pairs(ends)
+    depths = judge.halved(ends) if every > max_pairs else []
+    rounds = [[pair for cut in cuts for pair in judge.across(cut)] for cuts in depths]
+    rounds = rounds or judge.circle(ends)
+    pairs = sum(map(len, rounds))
+    if pairs < every:
+        unchecked.append(
+            f"{every - pairs} of {every} links were not measured, and a slow one among them would "
+            f"not be seen (--max-pairs {every} measures all)"
+        )
+    steps = 2 * (len(rounds) + (0 if depths else pairs))
+    each = max(LEAST_SECONDS, min(SHARE * seconds / max(1, steps), most_seconds))
+    host = {rank: ranks[0] for ranks in hosts for rank in ranks if rank in set(ends)}
+    return Schedule(ends, host, rounds, list(itertools.chain(*depths)), each, tuple(unchecked))
+
+
+def _count_pairs(ends: Sequence[int]) -> int:
+    return len(ends) * (len(ends) - 1) // 2
+
+
+# --- the examination ------------------------------------------------------------------------------
+
+AGAIN_SECONDS = 0.1  # of one way of a pair that is measured again
+MOST_SUSPECTS = 5  # that are measured again
+NOTHING = {
+    "rank": "links: there is only one rank",
+    "host": "links between hosts: there is only one host; --by rank measures the links within it",
+}
+TWO_HOSTS = (
+    "slow link or slow host: with two hosts there is no other link to compare with, so only the "
+    "two directions are compared"
+)
+WITHIN = (
+    "links within a host are shown, not judged: their rates depend on the cores on which the "
+    "scheduler puts the ranks"
+)
+
+
+def examine(context: Context) -> Outcome:
+    """Measure and judge the links. All ranks call it."""
+    import torch
+
+    world, between_gpus = context.world, _between_gpus(context)
+    hosts = list(world.hosts.values())
+    most_seconds = MOST_SECONDS if len(hosts) > 1 or between_gpus else UNJUDGED_SECONDS
+    schedule = plan_schedule(hosts, context.by, context.max_pairs, context.seconds, most_seconds)
+    if len(schedule.ends) < 2:
+        return Outcome(unchecked=(NOTHING[context.by],))
+    context.report_progress(f"links, {schedule.cost}")
+    # gloo sends no tensor of a GPU from point to point, and its links are the same.
+    device = torch.device("cpu") if context.backend.transport == "tcp" else context.device
+    wire = agree_wire(world, context.process_group, device)
+    # Many connections are made at the first message. The group itself is connected already: with
+    # nccl, the first operation of a group needs all its ranks, and some are in no pair.
+    gather_readings(world, wire, schedule.rounds, 0.0)
+    at_once = gather_readings(world, wire, schedule.at_once(), schedule.seconds)
+    alone = gather_readings(world, wire, schedule.alone(context.seed), schedule.seconds)
+    best = dict(alone)
+    for cell, reading in at_once.items():  # other load makes a link slower, never faster
+        best[cell] = max(reading, best.get(cell, reading))
+    suspects = _list_suspects(schedule, best, between_gpus)
+    repeated, doubts = _gather_again(context, wire, best, suspects)
+    cells = [
+        [*cell, _rate(alone, cell), _rate(at_once, cell), (alone or at_once)[cell].latency_seconds]
+        for cell in sorted(best)
+    ]
+    return _outcome(context, schedule, cells, repeated, doubts)
+
+
+def _rate(readings: Readings, cell: Cell) -> float | None:
+    return readings[cell].bytes_per_second if cell in readings else None
+
+
+def _outcome(
+    context: Context,
+    schedule: Schedule,
+    cells: list[list[Any]],
+    repeated: Sequence[Again],
+    doubts: Sequence[str],
+) -> Outcome:
+    host, places = schedule.host, _places(context)
+    crossing = [cell for cell in cells if host[cell[0]] != host[cell[1]]]
+    within = [cell for cell in cells if host[cell[0]] == host[cell[1]]]
+    confirmed = [again for again in repeated if again.confirmed]
+    lines = [
+        schedule.cost,
+        *tables.summarise("between hosts", crossing),
+        *tables.summarise("within hosts", within),
+        *([WITHIN] if within and not _between_gpus(context) else []),
+    ]
+    if repeated:
+        lines.append(
+            f"looked slow and measured again beside healthy links: {len(repeated)}; slow each of "
+            f"{judge.TIMES} times: {len(confirmed)}"
+        )
+    two_hosts = len(set(host.values())) == 2
+    rates = {(a, b): alone or at_once for a, b, alone, at_once, _ in crossing}
+    figures = {
+        "ends": [[end, places.host[end]] for end in schedule.ends],
+        "kind": schedule.kind,
+        "pairs": schedule.pairs,
+        "rounds": len(schedule.rounds),
+        "seconds": schedule.seconds,
+        "halved": bool(schedule.cuts),
+        "cells": cells,
+        "again": [_record(again, places) for again in repeated],
+    }
+    return Outcome(
+        lines=tuple(lines),
+        unchecked=(*schedule.unchecked, *doubts, *([TWO_HOSTS] if two_hosts else [])),
+        findings=(
+            *(judge.finding(again, places, two_hosts) for again in confirmed),
+            *judge.below_nominal(rates, places),
+        ),
+        figures=figures,
+        tables=tables.build_tables(figures, context.backend.name),
+    )
+
+
+def _record(again: Again, places: Places) -> dict[str, Any]:
+    suspect = again.suspect
+    return {
+        "kind": suspect.kind,
+        "one": list(suspect.one),
+        "other": list(suspect.other),
+        "ways": suspect.ways,
+        "confirmed": again.confirmed,
+        "bytes_per_second": again.slow_rate,
+        "others_bytes_per_second": again.others_rate,
+        "line_bits_per_second": places.line_rate(again.slow_rate, suspect.kind),
+        "others_line_bits_per_second": places.line_rate(again.others_rate, suspect.kind),
+    }
+
+
+def _list_suspects(
+    schedule: Schedule, readings: Readings, between_gpus: bool
+) -> list[tuple[Suspect, list[Cell], list[Cell]]]:
+    """Return each suspect with the cells to measure again, and healthy ones."""
+    host = schedule.host
+    within: dict[int | None, dict[Cell, float]] = {}  # host, None between hosts → cell → rate
+    for (a, b), reading in readings.items():
+        one = host[a] if host[a] == host[b] else None
+        within.setdefault(one, {})[a, b] = reading.bytes_per_second
+    views: list[tuple[str, Rates, Rates]] = []
+    if crossing := within.pop(None, None):
+        views.append(("host", judge.between(crossing, host), crossing))
+        if schedule.kind == "ranks":
+            views.append(("rank", judge.shares(crossing, host), crossing))
+    views += [("neighbour", rates, rates) for rates in within.values() if between_gpus]
+    found = []
+    for kind, rates, measured in views:
+        spread = median(readings[cell].spread for cell in measured)
+        slow = judge.merged(judge.suspects(rates, spread), schedule.cuts)
+        slow = [replace(suspect, kind=kind) for suspect in slow]
+        found += [(suspect, *judge.again(suspect, rates, slow)) for suspect in slow]
+    return found
+
+
+def _gather_again(
+    context: Context,
+    wire: Wire,
+    best: Readings,
+    suspects: Sequence[tuple[Suspect, list[Cell], list[Cell]]],
+) -> tuple[list[Again], list[str]]:
+    """Measure each suspect again until it is cleared or confirmed; return doubts as well."""
+    places, repeated, doubts = _places(context), list[Again](), list[str]()
+    if len(suspects) > MOST_SUSPECTS:
+        more = len(suspects) - MOST_SUSPECTS
+        doubts.append(f"{more} more links or ends looked slow and were not measured again")
+    for suspect, slow, healthy in suspects[:MOST_SUSPECTS]:
+        name = places.names(suspect.ends, suspect.kind)
+        if not healthy:
+            doubts.append(f"{name} looked slow, and there is no healthy link to compare it with")
+            continue
+        context.report_progress(f"links of {name} again")
+        # In turn, then the rest.
+        pairs = itertools.zip_longest(slow, healthy)
+        steps = [[cell] for pair in pairs for cell in pair if cell is not None]
+        again = Again(suspect, upper_quartile(best[cell].bytes_per_second for cell in healthy))
+        while not again.decided:
+            rates = gather_readings(context.world, wire, steps, AGAIN_SECONDS)
+            again = again.and_again(
+                *([rates[cell].bytes_per_second for cell in cells] for cells in (slow, healthy))
+            )
+        repeated.append(again)
+        if not again.confirmed and not again.cleared:
+            doubts.append(f"{name} looked slow, but healthy links beside it varied as much")
+    return repeated, doubts
+
+
+def _places(context: Context) -> Places:
+    interfaces = [rank.get("interface") or {} for rank in context.launch.ranks]
+    return Places(
+        host={member.rank: member.host for member in context.world.members},
+        ethernet=context.backend.transport == "tcp" and len(context.world.hosts) > 1,
+        mtu_nbytes=min(i.get("mtu_nbytes") or judge.MTU_NBYTES for i in interfaces),
+        nominal={r: i.get("nominal_bytes_per_second") for r, i in enumerate(interfaces)},
+    )
+
+
+def _between_gpus(context: Context) -> bool:
+    """Tell whether the links within a host connect GPUs without sockets."""
+    on_host = devices.of(context.device).memory == "host"
+    return not on_host and context.backend.transport != "tcp"
