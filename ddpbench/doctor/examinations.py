@@ -16,7 +16,7 @@ from ddpbench.doctor.capabilities import examine as capabilities
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.links import measure as links
 from ddpbench.doctor.preflight import examine as preflight
-from ddpbench.doctor.stragglers import examine as stragglers
+from ddpbench.doctor.stragglers import measure as stragglers
 
 
 @dataclass(frozen=True)
