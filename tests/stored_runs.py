@@ -140,7 +140,7 @@ def with_facts(run: Run, facts: dict[str, Any], rank: dict[str, Any], **launch: 
 # examination → the module that makes tables of its figures
 TABLES = {
     "stragglers": "stragglers.tables", "links": "links.tables",
-    "capabilities": "capabilities.verdicts",
+    "capabilities": "capabilities.tables",
 }  # fmt: skip
 
 

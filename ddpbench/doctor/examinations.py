@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ddpbench.doctor.capabilities import examine as capabilities
+from ddpbench.doctor.capabilities import measure as capabilities
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.links import measure as links
 from ddpbench.doctor.preflight import examine as preflight

@@ -28,9 +28,8 @@ from slept_time import SleptTime
 
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import parallel, probe, verdicts
-from ddpbench.doctor.capabilities.examine import HANG_SECONDS, Trials, trying
-from ddpbench.doctor.capabilities.verdicts import (
+from ddpbench.doctor.capabilities import judge, probe, tables, ways
+from ddpbench.doctor.capabilities.judge import (
     CRASH,
     HANG,
     OK,
@@ -39,8 +38,9 @@ from ddpbench.doctor.capabilities.verdicts import (
     WRONG,
     Combination,
     Verdict,
-    build_tables,
 )
+from ddpbench.doctor.capabilities.measure import Trials, trying
+from ddpbench.doctor.capabilities.probe import FIRST_SECONDS, HANG_SECONDS
 from ddpbench.measure import throwaway_ranks
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
@@ -65,11 +65,12 @@ def test_every_combination_is_tried_once_the_important_ones_first() -> None:
     everything = probe.combinations(2)
     assert everything[0] == SUM
     assert len(set(everything)) == len(everything)
-    ways = parallel.list_combinations(2)
-    first = everything.index(ways[0])
-    assert everything[first : first + len(ways)] == ways
+    training = [each for each in everything if each.form == PARALLEL]
+    assert [each.operation for each in training] == [*ways.WAYS]
+    first = everything.index(training[0])
+    assert everything[first : first + len(training)] == training
     assert {each.dtype for each in everything[:first]} == {"float32", None}
-    found = [each for each in everything if each not in ways]
+    found = [each for each in everything if each not in training]
     forms = {(each.operation, each.form) for each in found}
     assert forms == {(name, form) for name, each in OPERATIONS.items() for form in each.forms}
     assert {each.reduce_op for each in found if each.operation == "all_reduce"} == {*REDUCE_OPS}
@@ -100,7 +101,7 @@ def test_the_ranks_agree(
 ) -> None:
     """What some ranks only refuse leaves them out of step, and no result of it counts; a result
     that is wrong in one rank is wrong."""
-    verdict, found_apart = verdicts.agreed(everyones)
+    verdict, found_apart = judge.agreed(everyones)
     assert (verdict.outcome, found_apart) == (outcome, apart)
     assert verdict.wrong == (BAD.wrong if outcome == WRONG else {})
     frozen.text(verdict.why)
@@ -114,9 +115,9 @@ def test_a_refusal_is_no_finding(frozen: Frozen) -> None:
         (SUM, Verdict(OK)), (LIST, NO), (BARRIER, Verdict(HANG, "rank 0 did not return")),
         (MAX8, BAD), (double, BAD), (replace(LIST, dtype="int8"), Verdict(CRASH, "SIGABRT")),
     ]  # fmt: skip
-    frozen.findings(verdicts.findings("gloo", tried))
-    assert verdicts.findings("gloo", tried[:2]) == ()
-    frozen.findings(verdicts.findings("gloo", [(double, BAD)] * 6))
+    frozen.findings(judge.findings("gloo", tried))
+    assert judge.findings("gloo", tried[:2]) == ()
+    frozen.findings(judge.findings("gloo", [(double, BAD)] * 6))
 
 
 def test_the_table_has_a_row_for_reduce_ops_that_are_alike(frozen: Frozen) -> None:
@@ -131,8 +132,8 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike(frozen: Frozen) -> No
         (BARRIER, Verdict(OK)),
         (replace(LIST, dtype="float32"), Verdict(CRASH, "a rank was aborted")),
     ]  # fmt: skip
-    figures = {"verdicts": verdicts.rows(tried)}
-    (table,) = build_tables(figures, "gloo")
+    figures = {"verdicts": judge.rows(tried)}
+    (table,) = tables.build_tables(figures, "gloo")
     rows = [line.split() for line in lay_out(table).splitlines()]
     assert table.title == "what gloo can do"
     assert rows[0] == ["operation", "reduce", "op", "f32", "bf16"]
@@ -143,16 +144,16 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike(frozen: Frozen) -> No
         ["all_gather", "(list)", "CRASH", "?"],
     ]
     frozen.text("\n".join(table.legend))
-    assert build_tables({}, "gloo") == ()
+    assert tables.build_tables({}, "gloo") == ()
 
 
 def test_ways_of_parallel_training_have_a_table_of_their_own() -> None:
     """A row for each way, with the reason where it does not work."""
     lacks = "RuntimeError: Cannot use ReduceOp.AVG with Gloo"
-    ways = [Combination(name, PARALLEL, None, None) for name in ("DDP", "HSDP")]
+    names = [Combination(name, PARALLEL, None, None) for name in ("DDP", "HSDP")]
     outcomes = [Verdict(OK), Verdict(UNSUPPORTED, lacks)]
-    figures = {"verdicts": verdicts.rows(list(zip(ways, outcomes, strict=True)))}
-    (table,) = build_tables(figures, "gloo")
+    figures = {"verdicts": judge.rows(list(zip(names, outcomes, strict=True)))}
+    (table,) = tables.build_tables(figures, "gloo")
     assert table.rows == (("DDP", "ok", ""), ("HSDP", "–", lacks))
 
 
@@ -176,7 +177,11 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         reports: list[str] = []
         probe.walk(
             probe.Place(
-                probe.request("gloo", "cpu", (), wanted), one_rank, subgroup, torch.device("cpu")
+                probe.request("gloo", "cpu", (), wanted),
+                one_rank,
+                subgroup,
+                torch.device("cpu"),
+                tmp_path,
             ),
             report=lambda kind, text: reports.append(f"{kind} {text}"),
             note=lambda number, verdict: notes.update({number: verdict}),
@@ -197,7 +202,7 @@ def test_gloo_alone_is_never_wrong(walk: Callable[..., Any]) -> None:
     assert {verdict.outcome for verdict in notes.values()} == {OK, UNSUPPORTED}
     assert all(verdict.why for verdict in notes.values() if verdict.outcome == UNSUPPORTED)
     assert notes[0] == Verdict(OK)
-    assert reports[-1] == f"works {len(wanted)}"
+    assert reports[-1].split()[1] == str(len(wanted) - 1)
 
 
 def test_a_call_that_does_nothing_is_wrong(
@@ -229,17 +234,22 @@ def test_a_group_that_a_refusal_breaks_is_not_used_again(
     monkeypatch.setattr(probe, "attempted", attempted)
     notes, reports = walk([SUM, LIST, MAX8])
     assert tried == [SUM, LIST, SUM]
-    assert notes[1] == verdicts.breaking(NO)
+    assert notes[1] == NO.breaking()
     frozen.text(notes[1].why)
     assert 2 not in notes
-    assert reports[-3:] == ["refused 1 RuntimeError: no", "checking 1", "left 1"]
+    assert reports[-3:] == ["refused 1 RuntimeError: no", "checking 1", "checked 1"]
 
 
-def test_the_first_call_of_each_operation_is_told_apart(walk: Callable[..., Any]) -> None:
-    """It may make a communicator and load code; later calls of the operation do not."""
-    _, reports = walk([SUM, BARRIER, MAX8])
+@pytest.mark.parametrize(("clock", "first"), [("host", 5), ("device", 30)])
+def test_the_first_call_of_each_operation_has_more_time(
+    clock: str, first: int, walk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device it may make a communicator and load code; later calls of the operation do not."""
+    monkeypatch.setattr(devices.KINDS["cpu"], "clock", clock)
+    monkeypatch.setattr(probe, "attempted", lambda *_: Verdict(OK))
+    _, reports = walk([SUM, BARRIER, MAX8, Combination("DDP", PARALLEL, None, None)])
     assert [text for text in reports if not text.startswith("tried")] == [
-        "first 0", "first 1", "doing 2", "works 3",
+        f"trying 0 {first}", f"trying 1 {first}", "trying 2 5", "trying 3 30",
     ]  # fmt: skip
 
 
@@ -259,8 +269,8 @@ def test_a_device_that_an_error_has_made_useless_ends_the_ranks(
     assert notes == {0: NO, 1: NO}
     monkeypatch.setattr(devices.KINDS["cpu"], "event", lambda device: Broken())
     notes, reports = walk([SUM, LIST])
-    assert notes == {0: verdicts.breaking(NO)}
-    assert reports[-1] == "left 0"
+    assert notes == {0: NO.breaking()}
+    assert reports[-1] == "refused 0 RuntimeError: no"
 
 
 def test_a_lack_of_memory_is_no_refusal(
@@ -345,9 +355,9 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
 @pytest.mark.parametrize(
     ("end", "outcome"),
     [
-        ((["failed x", "doing 1"], 5, ABORTED), CRASH),
-        ((["failed x", "doing 1"], 5, "a\nb\n"), CRASH),
-        ((["tried 1", "doing 1"], None, ""), HANG),
+        ((["failed x", "trying 1 5"], 5, ABORTED), CRASH),
+        ((["failed x", "trying 1 5"], 5, "a\nb\n"), CRASH),
+        ((["tried 1", "trying 1 5"], None, ""), HANG),
     ],
     ids=["aborted", "exit code", "hang"],
 )
@@ -356,49 +366,24 @@ def test_what_ends_its_ranks_twice_is_told_and_the_rest_is_tried(
 ) -> None:
     """A crash or a hang is confirmed by fresh ranks, which begin with the suspect; where they can
     do it, it was a bad moment."""
-    twice = [Set(0, "o", *end), Set(1, "", *end), Set(2, "o", ["works 3"])]
+    twice = [Set(0, "o", *end), Set(1, "", *end), Set(2, "o", ["tried 2"])]
     before, found, after = tried(*twice).verdicts
     assert [before, found.outcome, after] == [Verdict(OK), outcome, Verdict(OK)]
     frozen.verdict(found.why)
-    once = [Set(0, "o", *end), Set(1, "oo", ["works 3"])]
+    once = [Set(0, "o", *end), Set(1, "oo", ["tried 2"])]
     assert tried(*once).verdicts == [Verdict(OK)] * 3
 
 
-@pytest.mark.parametrize("kind", ["first", "doing"])
-@pytest.mark.parametrize("clock", ["host", "device"])
-def test_the_first_call_on_a_device_may_take_longer(
-    kind: str, clock: str, tried: Attempt, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
-) -> None:
-    """Two ranks take 6 s to make a communicator, and work: on a device that is no hang."""
-    monkeypatch.setattr(devices.KINDS["cpu"], "clock", clock)
-    slow = [f"{kind} 0", f"{kind} 0"]
-    if (kind, clock) == ("first", "device"):
-        assert tried(Set(0, "ooo", slow, ends=6)).verdicts == [Verdict(OK)] * 3
-        return
-    cut = Set(0, "", slow, ends=6)
-    hang = tried(cut, Set(0, "", slow, ends=6), Set(1, "oo", ["works 3"])).verdicts[0]
-    assert hang.outcome == HANG
-    assert cut.lasted == pytest.approx(HANG_SECONDS, abs=0.2)
-    frozen.verdict(hang.why)
-
-
-def test_a_way_of_parallel_training_may_take_longer(tried: Attempt, frozen: Frozen) -> None:
-    """It is many calls: on the CPU of a busy host, 29 s are no hang, and 31 s are."""
-    slow = ["training 0", "training 0"]
-    assert tried(Set(0, "ooo", slow, ends=29)).verdicts == [Verdict(OK)] * 3
-    found = tried(Set(0, "", slow, ends=31), Set(1, "oo", ["works 3"])).verdicts
-    assert found[0].outcome == HANG
-    frozen.verdict(found[0].why)
-
-
-def test_a_first_call_that_never_ends_is_told(
-    tried: Attempt, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
-) -> None:
-    """After the time that it had, and not tried again: there is no time for that."""
-    monkeypatch.setattr(devices.KINDS["cpu"], "clock", "device")
-    found = tried(Set(0, "", ["first 0", "tried 0"], None), Set(1, "oo", ["works 3"])).verdicts
-    assert found[0].outcome == HANG
-    frozen.verdict(found[0].why)
+@pytest.mark.parametrize("seconds", [HANG_SECONDS, FIRST_SECONDS])
+def test_ranks_have_the_time_that_they_report(seconds: float, tried: Attempt) -> None:
+    """Ranks that take a second less are no hang. A hang of FIRST_SECONDS is not tried again: there
+    is no time for that."""
+    doing = [f"trying 0 {seconds:g}"] * 2
+    assert tried(Set(0, "ooo", doing, ends=seconds - 1)).verdicts == [Verdict(OK)] * 3
+    cut = [Set(0, "", doing, None) for _ in range(2 if seconds == HANG_SECONDS else 1)]
+    found = tried(*cut, Set(1, "oo", ["tried 2"])).verdicts[0]
+    assert found == Verdict(HANG, f"rank 0, 1 did not return within {seconds:g} s")
+    assert cut[0].lasted == pytest.approx(seconds, abs=0.2)
 
 
 def test_a_rank_that_waits_for_the_last_does_not_hang(tried: Attempt) -> None:
@@ -409,7 +394,7 @@ def test_a_rank_that_waits_for_the_last_does_not_hang(tried: Attempt) -> None:
 
 def test_trials_end_with_their_time(tried: Attempt) -> None:
     """What hangs then, or waits for its turn, was not tried; nobody is blamed."""
-    late = Set(0, "o", ["doing 1", "doing 1"], None)
+    late = Set(0, "o", ["trying 1 5", "trying 1 5"], None)
     trials = tried(late, seconds=3.0)
     assert late.lasted == pytest.approx(3.0, abs=0.2)
     assert trials.verdicts == [Verdict(OK)]
@@ -419,7 +404,7 @@ def test_trials_end_with_their_time(tried: Attempt) -> None:
 def test_trials_without_memory_are_given_up(tried: Attempt, frozen: Frozen) -> None:
     """That says nothing about the backend: no combination is blamed."""
     short = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB"
-    trials = tried(Set(0, "o", ["first 1", f"failed {short}"], 5))
+    trials = tried(Set(0, "o", ["trying 1 5", f"failed {short}"], 5))
     assert trials.verdicts == [Verdict(OK)]
     assert trials.given_up
     frozen.text(trials.given_up)
@@ -428,8 +413,8 @@ def test_trials_without_memory_are_given_up(tried: Attempt, frozen: Frozen) -> N
 def test_who_waits_for_a_rank_that_refused_does_not_hang(tried: Attempt, frozen: Frozen) -> None:
     """One rank raises, the other never returns: an error is what a user sees, so that it is not
     supported, and by whom; fresh ranks go on behind it."""
-    refused = Set(0, "", ["doing 0", "refused 0 TypeError: no"], None)
-    found = tried(refused, Set(1, "ou", ["works 3"])).verdicts
+    refused = Set(0, "", ["trying 0 5", "refused 0 TypeError: no"], None)
+    found = tried(refused, Set(1, "ou", ["tried 2"])).verdicts
     assert [verdict.outcome for verdict in found] == [UNSUPPORTED, OK, UNSUPPORTED]
     frozen.verdict(found[0].why)
 
@@ -438,11 +423,11 @@ def test_a_group_that_broke_after_a_verdict_costs_no_other_its_own(tried: Attemp
     """Ranks that leave, hang or die after they have agreed: fresh ones go on with the next, and
     what broke the group is told."""
     sets = [
-        Set(0, "u", ["checking 0", "doing 0"], None), Set(1, "u", ["refused 1 x"], 0),
-        Set(2, "o", ["works 3"], 5, ABORTED),
+        Set(0, "u", ["checking 0", "trying 0 5"], None), Set(1, "u", ["refused 1 x"], 0),
+        Set(2, "o", ["tried 2"], 5, ABORTED),
     ]  # fmt: skip
     refused = Verdict(UNSUPPORTED)
-    assert tried(*sets).verdicts == [verdicts.breaking(refused), refused, Verdict(OK)]
+    assert tried(*sets).verdicts == [refused.breaking(), refused, Verdict(OK)]
 
 
 def test_ranks_that_cannot_start_are_given_up(tried: Attempt, frozen: Frozen) -> None:
@@ -460,9 +445,9 @@ PLANTED = """
 import os
 from dataclasses import replace
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import parallel
+from ddpbench.doctor.capabilities import ways
 
-honest_step = parallel.WAYS["DDP"]
+honest_step = ways.WAYS["DDP"]
 
 def train(ranks):
     parameters = honest_step(ranks)
@@ -470,7 +455,7 @@ def train(ranks):
         parameters["1.bias"][3] += 1
     return parameters
 
-parallel.WAYS["DDP"] = train
+ways.WAYS["DDP"] = train
 
 honest = OPERATIONS["all_gather"]
 
@@ -538,5 +523,5 @@ def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> N
     assert len(rows) == found.figures["wanted"] == len(probe.combinations(2))
     works = {(v["operation"], v["dtype"]) for v in rows if v["outcome"] == OK}
     assert works >= {(name, "float32") for name in ("all_reduce", "broadcast", "all_gather")}
-    assert bad or works >= {(name, None) for name in parallel.WAYS}
+    assert bad or works >= {(name, None) for name in ways.WAYS}
     assert [table.title in done.stdout for table in found.tables] == [True, True]

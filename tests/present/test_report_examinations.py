@@ -6,7 +6,7 @@ from drawn import values
 from frozen import Frozen
 from stored_runs import a_run, with_tables
 
-from ddpbench.doctor.capabilities.verdicts import CELLS, UNTRIED
+from ddpbench.doctor.capabilities.tables import OUTCOMES, UNTRIED
 from ddpbench.doctor.stragglers import judge
 from ddpbench.present.doctor import capabilities, stragglers
 from ddpbench.present.doctor.section import build_sections
@@ -99,7 +99,7 @@ def test_each_outcome_has_a_symbol_of_its_own() -> None:
     assert [cell["_text"] for cell in cells] == ["✓", "–", "W", "C", "H"]
     assert [cell["why"] for cell in cells] == ["", *(f"because {n}" for n in range(1, 5))]
     assert len(set(capabilities.OUTCOMES.values())) == len(capabilities.OUTCOMES)
-    assert {*CELLS.values(), UNTRIED} <= set(capabilities.OUTCOMES)
+    assert {*(each.cell for each in OUTCOMES.values()), UNTRIED} <= set(capabilities.OUTCOMES)
 
 
 def test_an_examination_of_a_plug_in_appears() -> None:

@@ -1,8 +1,11 @@
 """One rank's part of the trials: try every operation, reduce op and dtype, with exact checks.
 
-It runs in a separate process, which examine.py starts. The ranks try one combination after another
+It runs in a separate process, which measure.py starts. The ranks try one combination after another
 and agree on each verdict over the control group. After each refusal they repeat a combination that
 works. So if one combination breaks the group, the next one is not blamed.
+
+Each rank reports "trying NUMBER SECONDS", then "tried NUMBER" or "refused NUMBER REASON". Between
+"checking NUMBER" and "checked NUMBER" it repeats one that works.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,8 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ddpbench.catalog import backends
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import parallel, verdicts
-from ddpbench.doctor.capabilities.verdicts import (
+from ddpbench.doctor.capabilities import judge, ways
+from ddpbench.doctor.capabilities.judge import (
     OK,
     PARALLEL,
     UNSUPPORTED,
@@ -39,7 +43,11 @@ if TYPE_CHECKING:
 
 MODULE = "ddpbench.doctor.capabilities.probe"
 ELEMENTS = (64, 13)  # of one block: each combination is tried with both
-WAIT_SECONDS = 60.0  # of the ranks for each other; examine.py judges long before
+WAIT_SECONDS = 60.0  # of the ranks for each other; measure.py judges long before
+HANG_SECONDS = 5.0  # for one combination: a few ms of work
+# For the first call of an operation on a device, which may make a communicator and load code, and
+# for a way of parallel training, which is many calls.
+FIRST_SECONDS = 30.0
 PLAN = Plan(start="none")
 
 
@@ -50,16 +58,16 @@ class Request(throwaway_ranks.Request):
     wanted: Sequence[Combination]
     first: int = 0
     known: Combination | None = None  # one that works
-    folder: str = ""  # of their files
 
 
 class Place(NamedTuple):
-    """Where one rank tries combinations."""
+    """Where one rank tries combinations. folder: for their files."""
 
     request: Request
     world: World
     subgroup: Subgroup
     device: torch.device
+    folder: Path
 
 
 def request(
@@ -78,7 +86,7 @@ def combinations(ranks: int) -> list[Combination]:
     Sums come before other reduce ops, those of the first dtype with the ways of parallel training
     behind them. One-byte floats, which few backends support, come last.
     """
-    combinations = [
+    found = [
         Combination(name, form, reduce_op, dtype)
         for name, operation in OPERATIONS.items()
         if ranks > 1 or not operation.paired
@@ -86,17 +94,17 @@ def combinations(ranks: int) -> list[Combination]:
         for reduce_op in (REDUCE_OPS if operation.reduces else (None,))
         for dtype in (DTYPES if operation.sized else (None,))
     ]
-    order = {dtype: number for number, dtype in enumerate(DTYPES)}
+    if ranks > 1:  # one rank sends nothing
+        found += [Combination(name, PARALLEL, None, None) for name in ways.WAYS]
+    order = list(DTYPES)
 
-    def urgency(combination: Combination) -> tuple[bool, bool, int]:
-        name = combination.dtype or ""
-        dtype = DTYPES.get(name)
-        tiny = dtype is not None and dtype.floating and dtype.nbytes == 1
-        return tiny, combination.reduce_op not in (None, "sum"), order.get(name, 0)
+    def urgency(each: Combination) -> tuple[bool, bool, int, bool]:
+        dtype = DTYPES[each.dtype or order[0]]
+        tiny = dtype.floating and dtype.nbytes == 1
+        number = order.index(each.dtype or order[0])
+        return tiny, each.reduce_op not in (None, "sum"), number, each.form == PARALLEL
 
-    combinations.sort(key=urgency)
-    common = sum(urgency(combination) <= (False, False, 0) for combination in combinations)
-    return combinations[:common] + parallel.list_combinations(ranks) + combinations[common:]
+    return sorted(found, key=urgency)
 
 
 def main(folder: Path) -> int:
@@ -104,32 +112,32 @@ def main(folder: Path) -> int:
     values = json.loads((folder / "request").read_text())
     known = values["known"] and Combination(**values["known"])
     wanted = [Combination(**combination) for combination in values["wanted"]]
-    request = Request(**{**values, "wanted": wanted, "known": known, "folder": str(folder)})
-    verdicts = folder / "verdicts"
-    preloaded = parallel.MODULES if any(c.form == PARALLEL for c in wanted) else ()
+    request = Request(**{**values, "wanted": wanted, "known": known})
+    preloaded = ways.MODULES if any(c.form == PARALLEL for c in wanted) else ()
+    attempt = partial(_try_all, request, folder, ("ddpbench.measure.loop", *preloaded))
+    return throwaway_ranks.run(MODULE, folder, request, attempt, preloaded)
 
-    def attempt(world: World, report: Report) -> None:
-        report("doing", "the set-up of the group")
-        for module in ("ddpbench.measure.loop", *preloaded):
-            import_module(module)  # slow: not in the time of a combination
-        with (
-            throwaway_ranks.tested(request, world) as (tested, device),
-            verdicts.open("a", 1) as file,
-        ):
+
+def _try_all(
+    request: Request, folder: Path, modules: Sequence[str], world: World, report: Report
+) -> None:
+    report("doing", "the set-up of the group")
+    for module in modules:
+        import_module(module)  # slow: not in the time of a combination
+    with throwaway_ranks.tested(request, world) as (tested, device):
+        partition = subgroups.divide_ranks("world", list(world.hosts.values()))
+        subgroup = Subgroup(partition, tested, tested, rank=world.rank)
+        start.barrier(tested, device)()  # nor are connections made in it
+        place = Place(request, world, subgroup, device, folder)
+        if request.known is not None:
+            attempted(place, request.known)
+        with (folder / "verdicts").open("a", 1) as file:
 
             def note(number: int, verdict: Verdict) -> None:
                 if world.rank == 0:
-                    file.write(json.dumps([number, asdict(verdict)]) + "\n")
+                    print(json.dumps([number, asdict(verdict)]), file=file)
 
-            partition = subgroups.divide_ranks("world", list(world.hosts.values()))
-            subgroup = Subgroup(partition, tested, tested, rank=world.rank)
-            start.barrier(tested, device)()  # nor are connections made in it
-            place = Place(request, world, subgroup, device)
-            if request.known is not None:
-                attempted(place, request.known)
             walk(place, report=report, note=note)
-
-    return throwaway_ranks.run(MODULE, folder, request, attempt, preloaded)
 
 
 def walk(place: Place, *, report: Report, note: Callable[[int, Verdict], None]) -> None:
@@ -138,38 +146,32 @@ def walk(place: Place, *, report: Report, note: Callable[[int, Verdict], None]) 
     note: stores the verdict of a combination, by its number.
     """
     request, world = place.request, place.world
-    known, called = request.known, set()
-    for number in range(request.first, len(request.wanted)):
-        combination = request.wanted[number]
+    known, called = request.known, set[str]()
+    for number, combination in list(enumerate(request.wanted))[request.first :]:
         world.watchdog.rearm()
-        if combination.form == PARALLEL:
-            report("training", str(number))
-        else:  # the first call of an operation may connect the ranks once more, and load code
-            report("doing" if combination.operation in called else "first", str(number))
+        slow = combination.operation not in called and devices.of(place.device).clock == "device"
+        seconds = FIRST_SECONDS if slow or combination.form == PARALLEL else HANG_SECONDS
         called.add(combination.operation)
+        report("trying", f"{number} {seconds:g}")
         own = attempted(place, combination)
         if own.outcome == UNSUPPORTED:
             report("refused", f"{number} {own.why}")  # while others may wait for ever
         else:
             report("tried", str(number))
         verdict, apart = _agree_verdict(world, own)
-        broken = control.gather_values(world, _has_failed(place.device))
-        if any(broken):  # whatever these processes try from now on fails, too
-            verdict, apart = verdicts.breaking(verdict), True
-        note(number, verdict)
-        if verdict.outcome == OK:
-            known = known or combination
-        elif known is not None and not apart:
+        broken = any(control.gather_values(world, _has_failed(place.device)))
+        if verdict.outcome != OK and known is not None and not (apart or broken):
+            note(number, verdict)
             report("checking", str(number))
-            own = attempted(place, known)
-            again, _ = _agree_verdict(world, own)
-            if again.outcome != OK:
-                apart = True
-                note(number, verdicts.breaking(verdict))
-        if apart:
-            report("left", str(number))
+            again, _ = _agree_verdict(world, attempted(place, known))
+            report("checked", str(number))
+            broken = again.outcome != OK
+        if broken:  # whatever these processes try from now on fails, too
+            verdict = verdict.breaking()
+        note(number, verdict)
+        if apart or broken:
             return
-    report("works", str(len(request.wanted)))
+        known = known or (combination if verdict.outcome == OK else None)
 
 
 def _has_failed(device: torch.device) -> bool:
@@ -185,9 +187,7 @@ def _has_failed(device: torch.device) -> bool:
 
 def _agree_verdict(world: World, own: Verdict) -> tuple[Verdict, bool]:
     """Combine the verdicts of all ranks; return whether only some of them refused."""
-    return verdicts.agreed(
-        [Verdict(**values) for values in control.gather_values(world, asdict(own))]
-    )
+    return judge.agreed([Verdict(**one) for one in control.gather_values(world, asdict(own))])
 
 
 def attempted(place: Place, combination: Combination) -> Verdict:
@@ -197,9 +197,9 @@ def attempted(place: Place, combination: Combination) -> Verdict:
     """
     try:
         if combination.form == PARALLEL:
-            group, folder = place.subgroup.world_group, place.request.folder
-            ranks = parallel.Ranks(place.world, group, place.device, folder)
-            return parallel.attempt(combination.operation, ranks)
+            group = place.subgroup.world_group
+            ranks = ways.Ranks(place.world, group, place.device, str(place.folder))
+            return ways.attempt(combination.operation, ranks)
         return _call(place, combination)
     except Exception as error:  # any other error is a backend's way to refuse
         if memory.OUT_OF_MEMORY.search(str(error)):
@@ -218,18 +218,12 @@ def _call(place: Place, combination: Combination) -> Verdict:
         bench.repeat(1)
         wrong = bench.wrong(-1) if OPERATIONS[combination.operation].sized else None
         if wrong is not None and verdict.outcome == OK:
-            verdict = Verdict(
-                WRONG,
+            facts = {"rank": wrong.rank, "index": wrong.index, "elements": elements}
+            why = (
                 f"rank {wrong.rank} got {wrong.got} at index {wrong.index}, {elements} elements a "
-                f"block, expected {wrong.expected}",
-                {
-                    "rank": wrong.rank,
-                    "index": wrong.index,
-                    "elements": elements,
-                    "expected": wrong.expected,
-                    "got": wrong.got,
-                },
+                f"block, expected {wrong.expected}"
             )
+            verdict = Verdict(WRONG, why, {**facts, "expected": wrong.expected, "got": wrong.got})
     return verdict
 
 
