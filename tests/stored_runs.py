@@ -139,8 +139,8 @@ def with_facts(run: Run, facts: dict[str, Any], rank: dict[str, Any], **launch: 
 
 # examination → the module that makes tables of its figures
 TABLES = {
-    "stragglers": "stragglers.tables", "links": "links.tables",
-    "capabilities": "capabilities.tables",
+    "stragglers": "stragglers.measure", "links": "links.measure",
+    "capabilities": "capabilities.judge",
 }  # fmt: skip
 
 

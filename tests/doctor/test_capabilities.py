@@ -28,7 +28,7 @@ from slept_time import SleptTime
 
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import judge, probe, tables, ways
+from ddpbench.doctor.capabilities import judge, probe, ways
 from ddpbench.doctor.capabilities.judge import (
     CRASH,
     HANG,
@@ -133,7 +133,7 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike(frozen: Frozen) -> No
         (replace(LIST, dtype="float32"), Verdict(CRASH, "a rank was aborted")),
     ]  # fmt: skip
     figures = {"verdicts": judge.rows(tried)}
-    (table,) = tables.build_tables(figures, "gloo")
+    (table,) = judge.build_tables(figures, "gloo")
     rows = [line.split() for line in lay_out(table).splitlines()]
     assert table.title == "what gloo can do"
     assert rows[0] == ["operation", "reduce", "op", "f32", "bf16"]
@@ -144,7 +144,7 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike(frozen: Frozen) -> No
         ["all_gather", "(list)", "CRASH", "?"],
     ]
     frozen.text("\n".join(table.legend))
-    assert tables.build_tables({}, "gloo") == ()
+    assert judge.build_tables({}, "gloo") == ()
 
 
 def test_ways_of_parallel_training_have_a_table_of_their_own() -> None:
@@ -153,7 +153,7 @@ def test_ways_of_parallel_training_have_a_table_of_their_own() -> None:
     names = [Combination(name, PARALLEL, None, None) for name in ("DDP", "HSDP")]
     outcomes = [Verdict(OK), Verdict(UNSUPPORTED, lacks)]
     figures = {"verdicts": judge.rows(list(zip(names, outcomes, strict=True)))}
-    (table,) = tables.build_tables(figures, "gloo")
+    (table,) = judge.build_tables(figures, "gloo")
     assert table.rows == (("DDP", "ok", ""), ("HSDP", "–", lacks))
 
 
@@ -251,26 +251,6 @@ def test_the_first_call_of_each_operation_has_more_time(
     assert [text for text in reports if not text.startswith("tried")] == [
         f"trying 0 {first}", f"trying 1 {first}", "trying 2 5", "trying 3 30",
     ]  # fmt: skip
-
-
-def test_a_device_that_an_error_has_made_useless_ends_the_ranks(
-    walk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a bad access on a GPU does, after which every call of the process fails: what refused is
-    told to have broken the group, and the rest is left to fresh ranks, even if nothing is known to
-    work."""
-
-    class Broken:
-        def record(self) -> None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(probe, "attempted", lambda *_: NO)
-    notes, reports = walk([SUM, LIST])
-    assert notes == {0: NO, 1: NO}
-    monkeypatch.setattr(devices.KINDS["cpu"], "event", lambda device: Broken())
-    notes, reports = walk([SUM, LIST])
-    assert notes == {0: NO.breaking()}
-    assert reports[-1] == "refused 0 RuntimeError: no"
 
 
 def test_a_lack_of_memory_is_no_refusal(

@@ -16,7 +16,7 @@ from rank_pool import RankPool
 from simulated_gpu import GUARD_VARIABLE
 from simulated_hosts import payload
 
-from ddpbench.doctor.links import judge, tables
+from ddpbench.doctor.links import judge, measure
 from ddpbench.doctor.links.judge import Again, Cell, Places, Suspect
 from ddpbench.doctor.links.measure import plan_schedule
 from ddpbench.present.writers.text import lay_out
@@ -246,9 +246,9 @@ def test_links_below_half_of_the_nominal_speed_are_a_note(frozen: Frozen) -> Non
 def test_a_line_tells_what_a_class_of_links_carries(frozen: Frozen) -> None:
     """Median, least and most; a class that is not there has no line."""
     cells = [[0, 1, 100e6, 50e6, 1e-4], [1, 0, 200e6, 80e6, 3e-4]]
-    frozen.text("\n".join(tables.summarise("between hosts", cells)))
-    frozen.text("\n".join(tables.summarise("within", [[0, 1, None, 50e6, 1e-4]])))
-    assert tables.summarise("within", []) == []
+    frozen.text("\n".join(measure.summarise("between hosts", cells)))
+    frozen.text("\n".join(measure.summarise("within", [[0, 1, None, 50e6, 1e-4]])))
+    assert measure.summarise("within", []) == []
 
 
 def shown(count: int, host: Callable[[int], str], at_once: float | None = 50e6) -> list[str]:
@@ -260,7 +260,7 @@ def shown(count: int, host: Callable[[int], str], at_once: float | None = 50e6) 
     kind = "hosts" if len({host(rank) for rank in range(count)}) == count else "ranks"
     ends = [[rank, host(rank)] for rank in range(count)]
     figures = {"ends": ends, "kind": kind, "halved": False, "cells": cells}
-    return [f"{one.title}\n{lay_out(one)}" for one in tables.build_tables(figures, "gloo")]
+    return [f"{one.title}\n{lay_out(one)}" for one in measure.build_tables(figures, "gloo")]
 
 
 def test_few_links_are_shown_as_a_matrix_many_by_their_slowest(frozen: Frozen) -> None:
@@ -279,7 +279,7 @@ def test_few_links_are_shown_as_a_matrix_many_by_their_slowest(frozen: Frozen) -
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def measured(pool: RankPool, world_size: int, cwd: Path, *words: str) -> dict[str, Any]:
+def examine_links(pool: RankPool, world_size: int, cwd: Path, *words: str) -> dict[str, Any]:
     """The examination of links that these ranks make, as it is stored."""
     done = pool.call(
         world_size, cwd, "doctor", "--only", "links", "--backend", "gloo", "--seconds", "1",
@@ -292,7 +292,7 @@ def measured(pool: RankPool, world_size: int, cwd: Path, *words: str) -> dict[st
 
 def test_four_ranks_measure_all_their_links(pool: RankPool, tmp_path: Path) -> None:
     """Every way alone and all at once; within a host nothing is judged."""
-    its = measured(pool, 4, tmp_path)
+    its = examine_links(pool, 4, tmp_path)
     cells = its["figures"]["cells"]
     assert [cell[:2] for cell in cells] == [list(c) for c in itertools.permutations(range(4), 2)]
     assert all(min(cell[2:]) > 0 for cell in cells)
@@ -305,7 +305,7 @@ def test_more_links_than_max_pairs_are_halved(
     pool: RankPool, tmp_path: Path, frozen: Frozen
 ) -> None:
     """Only across the cuts, all at once; how many were left out is told."""
-    its = measured(pool, 4, tmp_path, "--max-pairs", "5")
+    its = examine_links(pool, 4, tmp_path, "--max-pairs", "5")
     assert {tuple(cell[:2]) for cell in its["figures"]["cells"] if cell[0] < cell[1]} == {
         (0, 3), (1, 2), (0, 1), (2, 3),
     }  # fmt: skip
@@ -318,7 +318,7 @@ def test_where_there_is_no_link_nothing_is_measured(
 ) -> None:
     """One rank; --by host on one host."""
     for words in ((1,), (2, "--by", "host")):
-        its = measured(pool, words[0], tmp_path, *words[1:])
+        its = examine_links(pool, words[0], tmp_path, *words[1:])
         assert (its["findings"], its["figures"]) == ([], {})
         frozen.text("\n".join(its["unchecked"]))
 
@@ -384,7 +384,7 @@ def test_on_a_gpu_only_one_message_and_its_confirmation_are_timed(
     (tmp_path / "virtual_gpu.py").write_text(virtual)
     ranks = RankPool()
     try:
-        its = measured(ranks, 3, tmp_path, "--import", "virtual_gpu", "--device", "cuda")
+        its = examine_links(ranks, 3, tmp_path, "--import", "virtual_gpu", "--device", "cuda")
     finally:
         ranks.close()
     cells = its["figures"]["cells"]

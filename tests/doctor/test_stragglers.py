@@ -25,8 +25,7 @@ from ddpbench.doctor.stragglers.judge import (
     Suspect,
     find_cause,
 )
-from ddpbench.doctor.stragglers.measure import Effort, prepare_efforts
-from ddpbench.doctor.stragglers.tables import build_tables
+from ddpbench.doctor.stragglers.measure import Effort, build_tables, prepare_efforts
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.records.schema import Finding

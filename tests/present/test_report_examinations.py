@@ -6,7 +6,7 @@ from drawn import values
 from frozen import Frozen
 from stored_runs import a_run, with_tables
 
-from ddpbench.doctor.capabilities.tables import OUTCOMES, UNTRIED
+from ddpbench.doctor.capabilities.judge import OUTCOMES, UNTRIED
 from ddpbench.doctor.stragglers import judge
 from ddpbench.present.doctor import capabilities, stragglers
 from ddpbench.present.doctor.section import build_sections

@@ -5,11 +5,14 @@ A refusal of the backend is information. A crash, a hang or a wrong result is a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ddpbench.records.schema import Finding
+from ddpbench.records.table import Table, TableColumn
 
 OK, UNSUPPORTED, WRONG, CRASH, HANG = "ok", "unsupported", "wrong", "crash", "hang"
 PARALLEL = "parallel"  # the form of a combination that is a way of parallel training
@@ -76,35 +79,34 @@ def rows(tried: Tried) -> list[dict[str, Any]]:
     return [{**asdict(each), "outcome": v.outcome, "why": v.why} for each, v in tried]
 
 
-class Bad(NamedTuple):
-    """How an outcome is reported."""
+class Outcome(NamedTuple):
+    """How an outcome is shown and, unless it is information only, reported."""
 
-    severity: str
-    code: str
-    predicate: str
-    next_step: str
+    cell: str
+    words: str  # after a number
+    severity: str = ""
+    code: str = ""
+    predicate: str = ""
+    next_step: str = ""
 
 
-BAD = {
-    WRONG: Bad(
-        "error",
-        "wrong-result",
-        "gives a wrong result",
+OUTCOMES = {
+    OK: Outcome("ok", "work"),
+    UNSUPPORTED: Outcome("–", "are not supported"),
+    WRONG: Outcome(
+        *("WRONG", "give a wrong result", "error", "wrong-result", "gives a wrong result"),
         "do not call it on this set-up, because no error is raised; report it to the backend",
     ),
-    CRASH: Bad(
-        "warning",
-        "operation-crashes",
-        "crashes instead of raising an error",
+    CRASH: Outcome(
+        *("CRASH", "crash", "warning", "operation-crashes", "crashes instead of raising an error"),
         "never call it on this set-up: it ends the whole job",
     ),
-    HANG: Bad(
-        "warning",
-        "operation-hangs",
-        "hangs instead of raising an error",
+    HANG: Outcome(
+        *("HANG", "hang", "warning", "operation-hangs", "hangs instead of raising an error"),
         "never call it on this set-up: the job would wait until its timeout",
     ),
 }
+UNTRIED = "?"  # the cell of what was not tried
 
 
 def findings(backend: str, tried: Tried) -> tuple[Finding, ...]:
@@ -113,10 +115,10 @@ def findings(backend: str, tried: Tried) -> tuple[Finding, ...]:
     It describes the first such combination in full and names the others.
     """
     found = []
-    for outcome, bad in BAD.items():
+    for outcome, bad in OUTCOMES.items():
         groups: dict[str, list[tuple[Combination, Verdict]]] = {}
         for combination, verdict in tried:
-            if verdict.outcome == outcome:
+            if verdict.outcome == outcome and bad.code:
                 groups.setdefault(combination.called, []).append((combination, verdict))
         for (first, verdict), *others in groups.values():
             names = [" ".join(filter(None, (c.reduce_op, c.dtype))) for c, _ in others]
@@ -126,3 +128,101 @@ def findings(backend: str, tried: Tried) -> tuple[Finding, ...]:
             place = {"backend": backend, **asdict(first), **verdict.wrong}
             found.append(Finding(bad.severity, bad.code, sentence, bad.next_step, place))
     return tuple(found)
+
+
+# --- tables: operation and reduce op by dtype, with reasons; ways of parallel training ------------
+
+# Other names by which torch's messages call a dtype or a reduce op.
+ALIASES = {
+    "float32": "float",
+    "float64": "double",
+    "float16": "half",
+    "int8": "char",
+    "int32": "int",
+    "int64": "long",
+    "uint8": "byte",
+    "prod": "product",
+}
+Row = Mapping[str, Any]  # of figures["verdicts"], as `rows` makes them
+
+
+def count_outcomes(rows: Sequence[Row]) -> str:
+    """Return "221 work, 70 are not supported"."""
+    counts = Counter(row["outcome"] for row in rows)
+    shown = (name for name in OUTCOMES if counts[name] or name == OK)
+    return ", ".join(f"{counts[name]} {OUTCOMES[name].words}" for name in shown)
+
+
+def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
+    """Return the tables; none of what was not tried. The reasons are the legend of the first."""
+    tried: Sequence[Row] = figures.get("verdicts", [])
+    calls = [row for row in tried if row["form"] != PARALLEL]
+    ways = [
+        (row["operation"], OUTCOMES[row["outcome"]].cell, row["why"])
+        for row in tried
+        if row["form"] == PARALLEL
+    ]
+    tables = [_tabulate_calls(calls, f"what {backend} can do")] if calls else []
+    if ways:
+        columns = tuple(TableColumn(name, "left") for name in ("way", "one step", "reason"))
+        tables.append(Table(f"parallel training on {backend}", columns, tuple(ways)))
+    return tuple(tables)
+
+
+def _tabulate_calls(calls: Sequence[Row], title: str) -> Table:
+    """Return a row for each operation and form, and for the reduce ops with equal cells."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in calls if row["dtype"]))
+    cells: dict[str, dict[str, dict[str, str]]] = {}  # operation → reduce op → dtype → cell
+    for row in calls:
+        by_dtype = cells.setdefault(_called(row), {}).setdefault(row["reduce_op"] or "", {})
+        by_dtype[row["dtype"] or ""] = OUTCOMES[row["outcome"]].cell
+    lines: list[tuple[str, ...]] = []
+    for called, by_op in cells.items():
+        equal: dict[tuple[str, ...], list[str]] = {}
+        for reduce_op, by_dtype in by_op.items():
+            line = tuple(by_dtype.get(dtype, by_dtype.get("", UNTRIED)) for dtype in dtypes)
+            equal.setdefault(line, []).append(reduce_op)
+        for number, (line, ops) in enumerate(equal.items()):
+            lines.append(("" if number else called, " ".join(ops), *line))
+    # "f32", "u8", …: ten columns fit a terminal.
+    short = [d.replace("float", "f").replace("uint", "u").replace("int", "i") for d in dtypes]
+    left = (TableColumn("operation", "left"), TableColumn("reduce op", "left"))
+    columns = (*left, *map(TableColumn, short))
+    return Table(title, columns, tuple(lines), tuple(_list_reasons(calls)))
+
+
+def _list_reasons(calls: Sequence[Row]) -> list[str]:
+    """Return a line for each reason: its dtypes, operations and reduce ops, unless it is all."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in calls:
+        if row["outcome"] != OK:
+            groups.setdefault((row["outcome"], _without_names(row)), []).append(row)
+    lines = []
+    for (outcome, _), group in groups.items():
+        ops = _some("reduce_op", group, calls)
+        words = [
+            OUTCOMES[outcome].cell,
+            *_some("dtype", group, calls),
+            ", ".join(dict.fromkeys(map(_called, group))),
+            *([f"({' '.join(ops)})"] if ops else []),
+        ]
+        lines.append(f"{' '.join(words)}: {group[0]['why']}")
+    return lines
+
+
+def _without_names(row: Row) -> str:
+    """Return the reason without the names and numbers of this combination, so that more match."""
+    own = [row[key] for key in ("operation", "dtype", "reduce_op") if row[key]]
+    names = "|".join(name for word in own for name in (word, ALIASES.get(word, word)))
+    unnamed = re.sub(rf"\b({names})\b", "…", row["why"], flags=re.IGNORECASE)
+    return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "…", unnamed)
+
+
+def _some(key: str, group: Sequence[Row], calls: Sequence[Row]) -> list[str]:
+    """Return the different values of a key in a group; none if it has all that there are."""
+    own, known = (dict.fromkeys(row[key] for row in some if row[key]) for some in (group, calls))
+    return [] if len(own) == len(known) else list(own)
+
+
+def _called(row: Row) -> str:
+    return str(row["operation"]) + (" (list)" if row["form"] == "list" else "")

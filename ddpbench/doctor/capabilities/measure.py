@@ -20,9 +20,8 @@ import json
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from ddpbench.doctor.capabilities import judge, probe, tables
+from ddpbench.doctor.capabilities import judge, probe
 from ddpbench.doctor.capabilities.judge import (
     CRASH,
     HANG,
@@ -92,7 +91,7 @@ def _outcome(context: Context, request: Request, trials: Trials) -> Outcome:
         unchecked=tuple(unchecked),
         findings=judge.findings(context.backend.name, trials.tried),
         figures=figures,
-        tables=tables.build_tables(figures, context.backend.name),
+        tables=judge.build_tables(figures, context.backend.name),
     )
 
 
@@ -104,17 +103,12 @@ def _describe_tries(
     lines = [
         f"tried {len(calls)} combinations of operation, reduce op and dtype, each with "
         f"{' and '.join(map(str, probe.ELEMENTS))} elements a block, in separate processes "
-        f"({counted(request.ranks, 'rank')}): {tables.count_outcomes(calls)}"
+        f"({counted(request.ranks, 'rank')}): {judge.count_outcomes(calls)}"
     ]
     if ways:
         lines.append(
             f"tried {counted(len(ways), 'way')} of parallel training with one step each, which "
-            f"must give what one process gets: {tables.count_outcomes(ways)}"
-        )
-    if request.ranks == 1:
-        lines.append(
-            "rank 0 sees one GPU, so nothing was sent between ranks, and parallel training was "
-            "not tried"
+            f"must give what one process gets: {judge.count_outcomes(ways)}"
         )
     if len(context.world.hosts) > 1:
         hostname = context.launch.ranks[0]["hostname"]
