@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ddpbench.doctor.capabilities import measure as capabilities
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.links import measure as links
-from ddpbench.doctor.preflight import examine as preflight
+from ddpbench.doctor.preflight import measure as preflight
 from ddpbench.doctor.stragglers import measure as stragglers
 
 

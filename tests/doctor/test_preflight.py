@@ -14,7 +14,7 @@ from stored_runs import a_launch, a_run
 
 from ddpbench.analysis import findings
 from ddpbench.analysis.rank_setup import Setup, folded, merge_settings
-from ddpbench.doctor.preflight import checks, examine
+from ddpbench.doctor.preflight import checks, measure
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
@@ -125,10 +125,10 @@ def test_what_nvml_does_not_tell_is_not_checked(
     monkeypatch.setattr(gpu_facts, "find_spec", lambda name: object() if installed else None)
     silent = {"gpu_uuid": "GPU-1", "gpu_before": None}
     setup = a_setup(a_rank(), a_rank())
-    (unchecked,) = examine._unchecked(setup, [silent, silent], None)
+    (unchecked,) = measure._unchecked(setup, [silent, silent], None)
     frozen.text(unchecked)
     known = {"gpu_uuid": "GPU-1", "gpu_before": {"nvlinks_active": None}}
-    assert list(examine._unchecked(setup, [known, {"gpu_uuid": None}], None)) == []
+    assert list(measure._unchecked(setup, [known, {"gpu_uuid": None}], None)) == []
 
 
 def test_a_variable_wins_over_a_file_of_nccl() -> None:
@@ -199,7 +199,7 @@ def test_a_check_that_is_added_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 def the_block(*ranks: dict[str, Any]) -> str:
     """What is shown of these ranks."""
     setup = a_setup(*ranks)
-    return lay_out(examine.build_table(setup))
+    return lay_out(measure.build_table(setup))
 
 
 def test_the_block_folds_what_is_the_same(frozen: Frozen) -> None:

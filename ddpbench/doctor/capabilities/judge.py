@@ -80,7 +80,7 @@ def rows(tried: Tried) -> list[dict[str, Any]]:
 
 
 class Outcome(NamedTuple):
-    """How an outcome is shown and, unless it is information only, reported."""
+    """How an outcome is shown and, unless it is information only, found."""
 
     cell: str
     words: str  # after a number
@@ -94,15 +94,27 @@ OUTCOMES = {
     OK: Outcome("ok", "work"),
     UNSUPPORTED: Outcome("–", "are not supported"),
     WRONG: Outcome(
-        *("WRONG", "give a wrong result", "error", "wrong-result", "gives a wrong result"),
+        "WRONG",
+        "give a wrong result",
+        "error",
+        "wrong-result",
+        "gives a wrong result",
         "do not call it on this set-up, because no error is raised; report it to the backend",
     ),
     CRASH: Outcome(
-        *("CRASH", "crash", "warning", "operation-crashes", "crashes instead of raising an error"),
+        "CRASH",
+        "crash",
+        "warning",
+        "operation-crashes",
+        "crashes instead of raising an error",
         "never call it on this set-up: it ends the whole job",
     ),
     HANG: Outcome(
-        *("HANG", "hang", "warning", "operation-hangs", "hangs instead of raising an error"),
+        "HANG",
+        "hang",
+        "warning",
+        "operation-hangs",
+        "hangs instead of raising an error",
         "never call it on this set-up: the job would wait until its timeout",
     ),
 }

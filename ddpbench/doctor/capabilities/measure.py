@@ -95,9 +95,7 @@ def _outcome(context: Context, request: Request, trials: Trials) -> Outcome:
     )
 
 
-def _describe_tries(
-    context: Context, request: Request, rows: Sequence[dict[str, Any]]
-) -> list[str]:
+def _describe_tries(context: Context, request: Request, rows: Sequence[judge.Row]) -> list[str]:
     ways = [row for row in rows if row["form"] == PARALLEL]
     calls = [row for row in rows if row["form"] != PARALLEL]
     lines = [

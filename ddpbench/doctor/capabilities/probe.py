@@ -159,19 +159,18 @@ def walk(place: Place, *, report: Report, note: Callable[[int, Verdict], None]) 
         else:
             report("tried", str(number))
         verdict, apart = _agree_verdict(world, own)
-        broken = False
-        if verdict.outcome != OK and known is not None and not apart:
-            note(number, verdict)
+        note(number, verdict)
+        if verdict.outcome == OK:
+            known = known or combination
+        elif known is not None and not apart:
             report("checking", str(number))
             again, _ = _agree_verdict(world, attempted(place, known))
             report("checked", str(number))
-            broken = again.outcome != OK
-        if broken:  # whatever these processes try from now on fails, too
-            verdict = verdict.breaking()
-        note(number, verdict)
-        if apart or broken:
+            if again.outcome != OK:  # whatever these processes try from now on fails, too
+                note(number, verdict.breaking())
+                return
+        if apart:
             return
-        known = known or (combination if verdict.outcome == OK else None)
 
 
 def _agree_verdict(world: World, own: Verdict) -> tuple[Verdict, bool]:
