@@ -44,8 +44,7 @@ from ddpbench.doctor.capabilities.probe import FIRST_SECONDS, HANG_SECONDS
 from ddpbench.measure import throwaway_ranks
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
-from ddpbench.runtime import control, devices, subgroups
-from ddpbench.runtime.subgroups import Subgroup
+from ddpbench.runtime import control, devices
 
 SUM = Combination("all_reduce", "tensor", "sum", "float32")
 MAX8 = Combination("all_reduce", "tensor", "max", "int8")
@@ -169,22 +168,19 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     world = dist.group.WORLD
     assert world is not None
     monkeypatch.setattr(control, "gather_values", lambda group, mine: [mine])
-    one_rank: Any = SimpleNamespace(rank=0, watchdog=SimpleNamespace(rearm=lambda: None))
-    subgroup = Subgroup(subgroups.divide_ranks("world", [[0]]), world, world)
+    one_rank: Any = SimpleNamespace(
+        rank=0, hosts={"a": [0]}, watchdog=SimpleNamespace(rearm=lambda: None)
+    )
+    ranks = ways.Ranks(one_rank, world, torch.device("cpu"), tmp_path)
 
     def walked(wanted: Sequence[Combination]) -> tuple[dict[int, Verdict], list[str]]:
         notes: dict[int, Verdict] = {}
         reports: list[str] = []
         probe.walk(
-            probe.Place(
-                probe.request("gloo", "cpu", (), wanted),
-                one_rank,
-                subgroup,
-                torch.device("cpu"),
-                tmp_path,
-            ),
-            report=lambda kind, text: reports.append(f"{kind} {text}"),
-            note=lambda number, verdict: notes.update({number: verdict}),
+            probe.request("gloo", "cpu", (), wanted),
+            ranks,
+            lambda kind, text: reports.append(f"{kind} {text}"),
+            lambda number, verdict: notes.update({number: verdict}),
         )
         return notes, reports
 
@@ -227,7 +223,7 @@ def test_a_group_that_a_refusal_breaks_is_not_used_again(
     told to have broken the group, and the rest is left to fresh ranks."""
     tried = []
 
-    def attempted(request: Any, each: Combination, *_: Any) -> Verdict:
+    def attempted(request: Any, ranks: Any, each: Combination) -> Verdict:
         tried.append(each)
         return Verdict(OK) if LIST not in tried else NO
 

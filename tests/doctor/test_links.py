@@ -117,7 +117,7 @@ def test_one_way_may_be_slow() -> None:
     (link,) = judge.suspects(net(4, {}, {(2, 1): SLOW}))
     assert (link.ends, link.ways) == ((1, 2), "receives")
     (of_two,) = judge.suspects({(0, 1): FAST, (1, 0): SLOW})
-    assert (of_two.one, of_two.ways) == ((1,), "sends")
+    assert (of_two.ends, of_two.ways) == ((0, 1), "receives")
     assert judge.suspects({(0, 1): FAST, (1, 0): FAST * 0.9}) == []
 
 

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
@@ -31,15 +30,13 @@ from ddpbench.doctor.capabilities.judge import (
     Combination,
     Verdict,
 )
+from ddpbench.doctor.capabilities.ways import Ranks
 from ddpbench.measure import memory, start, throwaway_ranks
 from ddpbench.measure.throwaway_ranks import Report
 from ddpbench.records.schema import Case, Plan
 from ddpbench.runtime import control, devices, subgroups
-from ddpbench.runtime.subgroups import Subgroup
+from ddpbench.runtime.subgroups import Partition, Subgroup
 from ddpbench.runtime.world import World
-
-if TYPE_CHECKING:
-    import torch
 
 MODULE = "ddpbench.doctor.capabilities.probe"
 ELEMENTS = (64, 13)  # of one block: each combination is tried with both
@@ -58,16 +55,6 @@ class Request(throwaway_ranks.Request):
     wanted: Sequence[Combination]
     first: int = 0
     known: Combination | None = None  # one that works
-
-
-class Place(NamedTuple):
-    """Where one rank tries combinations. folder: for their files."""
-
-    request: Request
-    world: World
-    subgroup: Subgroup
-    device: torch.device
-    folder: Path
 
 
 def request(
@@ -125,35 +112,34 @@ def _try_all(
     for module in modules:
         import_module(module)  # slow: not in the time of a combination
     with throwaway_ranks.tested(request, world) as (tested, device):
-        partition = subgroups.divide_ranks("world", list(world.hosts.values()))
-        subgroup = Subgroup(partition, tested, tested, rank=world.rank)
         start.barrier(tested, device)()  # nor are connections made in it
-        place = Place(request, world, subgroup, device, folder)
+        ranks = Ranks(world, tested, device, folder)
         if request.known is not None:
-            attempted(place, request.known)
+            attempted(request, ranks, request.known)
         with (folder / "verdicts").open("a", 1) as file:
 
             def note(number: int, verdict: Verdict) -> None:
                 if world.rank == 0:
                     print(json.dumps([number, asdict(verdict)]), file=file)
 
-            walk(place, report=report, note=note)
+            walk(request, ranks, report, note)
 
 
-def walk(place: Place, *, report: Report, note: Callable[[int, Verdict], None]) -> None:
+def walk(
+    request: Request, ranks: Ranks, report: Report, note: Callable[[int, Verdict], None]
+) -> None:
     """Try one combination after the other, until the ranks or their group are out of step.
 
     note: stores the verdict of a combination, by its number.
     """
-    request, world = place.request, place.world
-    known, called = request.known, set[str]()
+    world, known, called = ranks.world, request.known, set[str]()
     for number, combination in list(enumerate(request.wanted))[request.first :]:
         world.watchdog.rearm()
-        slow = combination.operation not in called and devices.of(place.device).clock == "device"
+        slow = combination.operation not in called and devices.of(ranks.device).clock == "device"
         seconds = FIRST_SECONDS if slow or combination.form == PARALLEL else HANG_SECONDS
         called.add(combination.operation)
         report("trying", f"{number} {seconds:g}")
-        own = attempted(place, combination)
+        own = attempted(request, ranks, combination)
         if own.outcome == UNSUPPORTED:
             report("refused", f"{number} {own.why}")  # while others may wait for ever
         else:
@@ -164,7 +150,7 @@ def walk(place: Place, *, report: Report, note: Callable[[int, Verdict], None]) 
             known = known or combination
         elif known is not None and not apart:
             report("checking", str(number))
-            again, _ = _agree_verdict(world, attempted(place, known))
+            again, _ = _agree_verdict(world, attempted(request, ranks, known))
             report("checked", str(number))
             if again.outcome != OK:  # whatever these processes try from now on fails, too
                 note(number, verdict.breaking())
@@ -178,31 +164,31 @@ def _agree_verdict(world: World, own: Verdict) -> tuple[Verdict, bool]:
     return judge.agreed([Verdict(**one) for one in control.gather_values(world, asdict(own))])
 
 
-def attempted(place: Place, combination: Combination) -> Verdict:
+def attempted(request: Request, ranks: Ranks, combination: Combination) -> Verdict:
     """Return this rank's own verdict: the result is right or wrong, or the call was refused.
 
     Raises an error that says that memory is short: that is no refusal of the backend.
     """
     try:
         if combination.form == PARALLEL:
-            group = place.subgroup.world_group
-            ranks = ways.Ranks(place.world, group, place.device, str(place.folder))
             return ways.attempt(combination.operation, ranks)
-        return _call(place, combination)
+        return _call(request, ranks, combination)
     except Exception as error:  # any other error is a backend's way to refuse
         if memory.OUT_OF_MEMORY.search(str(error)):
             raise
         return Verdict(UNSUPPORTED, throwaway_ranks.sentence(error))
 
 
-def _call(place: Place, combination: Combination) -> Verdict:
+def _call(request: Request, ranks: Ranks, combination: Combination) -> Verdict:
     """Call an operation with all sizes, and check its results."""
     from ddpbench.measure.loop import Bench
 
+    partition = subgroups.divide_ranks("world", list(ranks.world.hosts.values()))
+    subgroup = Subgroup(partition, ranks.group, ranks.group, rank=ranks.world.rank)
     verdict = Verdict(OK)
     for elements in ELEMENTS:  # always all of them, so that the ranks stay in step
-        case = _case(place, combination, elements)
-        bench = Bench(case, PLAN, place.world, place.subgroup, place.device)
+        case = _case(request, partition, combination, elements)
+        bench = Bench(case, PLAN, ranks.world, subgroup, ranks.device)
         bench.repeat(1)
         wrong = bench.wrong(-1) if OPERATIONS[combination.operation].sized else None
         if wrong is not None and verdict.outcome == OK:
@@ -215,16 +201,15 @@ def _call(place: Place, combination: Combination) -> Verdict:
     return verdict
 
 
-def _case(place: Place, combination: Combination, elements: int) -> Case:
-    operation, partition = OPERATIONS[combination.operation], place.subgroup.partition
-    dtype = combination.dtype or "uint8"
+def _case(request: Request, partition: Partition, combination: Combination, elements: int) -> Case:
+    operation, dtype = OPERATIONS[combination.operation], combination.dtype or "uint8"
     count = elements if operation.sized else 0
     return Case(
-        operation=combination.operation,
+        operation=operation.name,
         form=combination.form,
-        backend=place.request.backend,
+        backend=request.backend,
         provider="",
-        device=place.request.device,
+        device=request.device,
         dtype=dtype,
         reduce_op=combination.reduce_op,
         root=0 if operation.rooted else None,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench.doctor.capabilities.judge import OK, WRONG, Verdict
@@ -39,15 +40,12 @@ Parameters = dict[str, "torch.Tensor"]  # by name
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a way works with, in one rank.
-
-    group: all ranks; folder: for a checkpoint, the same in all ranks.
-    """
+    """What one rank works with."""
 
     world: World
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # all ranks, on the backend that is tried
     device: torch.device
-    folder: str
+    folder: Path  # for files, the same in all ranks
 
     def make_model(self) -> nn.Module:
         """Return two layers with numbers that are the same in every process, without random."""

@@ -112,7 +112,8 @@ def suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
     sends, receives = _levels(rates, 0), _levels(rates, 1)
     levels = [*sends.values(), *receives.values()]
     if not levels:
-        return _one_way(rates, spread)
+        ways_back = {(a, b): rates.get((b, a), 0.0) for a, b in rates}
+        return _slow_links(rates, ways_back, _least(max(LEAST_SPREAD, spread)))
     usual = median_high(levels)
     expected = {(a, b): min(sends.get(a, usual), receives.get(b, usual)) for a, b in rates}
     logs = [math.log(rates[cell] / expected[cell]) for cell in rates]
@@ -223,15 +224,6 @@ def _levels(rates: Rates, side: int) -> dict[int, float]:
     for cell, rate in rates.items():
         grouped.setdefault(cell[side], []).append(rate)
     return {end: upper_quartile(its) for end, its in grouped.items() if len(its) > 1}
-
-
-def _one_way(rates: Rates, spread: float) -> list[Suspect]:
-    least = _least(max(LEAST_SPREAD, spread))
-    return [
-        Suspect((a,), (b,), ((a, b),), rate / rates[b, a])
-        for (a, b), rate in rates.items()
-        if rate < least * rates.get((b, a), 0.0)
-    ]
 
 
 def _least(noise: float) -> float:
