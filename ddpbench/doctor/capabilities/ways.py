@@ -48,25 +48,20 @@ class Ranks:
     folder: Path  # for files, the same in all ranks
 
     def make_model(self) -> nn.Module:
-        """Return two layers with numbers that are the same in every process, without random."""
+        """Return two layers with numbers that are the same in every process."""
         import torch
         from torch import nn
 
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(self.device)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                count = torch.arange(parameter.numel(), device=self.device, dtype=parameter.dtype)
-                parameter.copy_(torch.sin(count).view_as(parameter) / 2)
-        return model
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(self.device)
 
     def make_batch(self, whole: bool) -> torch.Tensor:
         """Return the whole batch, or this rank's rows of it."""
         import torch
 
-        size = self.group.size()
-        count = torch.arange(ROWS * size * WIDTH, device=self.device)
-        batch = torch.cos(count.float()).view(-1, WIDTH)
-        return batch if whole else batch.chunk(size)[self.group.rank()]
+        torch.manual_seed(1)
+        batch = torch.randn(ROWS * self.group.size(), WIDTH).to(self.device)
+        return batch if whole else batch.chunk(self.group.size())[self.group.rank()]
 
     def step(
         self,
@@ -162,14 +157,10 @@ def _train_hsdp(ranks: Ranks) -> Parameters:
 
 
 def _train_tensor_parallel(ranks: Ranks) -> Parameters:
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import parallel
 
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    model = parallelize_module(ranks.make_model(), ranks.line(), plan)
+    plan = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
+    model = parallel.parallelize_module(ranks.make_model(), ranks.line(), plan)
     return _gather_whole(ranks.step(model, whole=True))
 
 

@@ -88,32 +88,16 @@ def _gather_passes(context: Context, efforts: Efforts, together: bool) -> tuple[
 
     together: whether to measure all ranks at once as well.
     """
-    world, device = context.world, context.device
+    world, memory = context.world, devices.of(context.device).memory
     slice_seconds = _slice_seconds(context, len(efforts))
-    memory = devices.of(device).memory
     work = next(effort for effort in efforts.values() if effort.load.memory == memory)
-    cores = os.sched_getaffinity(0)
     passes: list[Pass] = []
     repetitions, work_seconds = 0, 0.0
     while len(passes) < judge.PASSES:
         context.report_progress("each rank alone" + (", again to be sure" if passes else ""))
-        began_ns, before, heat = (
-            clock.now_ns(),
-            cpu.process_seconds(cores),
-            cpu.thermal_events(cores),
-        )
-        alone = barrier_turns(world, efforts, slice_seconds, alone=True)
-        hotter, wall_seconds = cpu.thermal_events(cores), (clock.now_ns() - began_ns) * 1e-9
-        own = Shown(
-            seconds={ALONE: alone.seconds},
-            kept={ALONE: alone.kept},
-            hertz=alone.hertz,
-            thermal=None if heat is None or hotter is None else hotter - heat,
-            gpu=gpu_at_work(work),
-            neighbours=_neighbours(world, before, cpu.process_seconds(cores), wall_seconds),
-        )
+        own = _barrier_alone(world, efforts, slice_seconds, work)
         if not passes:
-            everyone = control.gather_values(world, alone.seconds[work.load.name])
+            everyone = control.gather_values(world, own.seconds[ALONE][work.load.name])
             repetitions, work_seconds = equal_work(everyone, WORK_SECONDS)
         if together:
             context.report_progress("all ranks at once")
@@ -124,6 +108,30 @@ def _gather_passes(context: Context, efforts: Efforts, together: bool) -> tuple[
         if not control.broadcast_decision(world, int(judge.suspected(passes, work_seconds))):
             break
     return passes, work_seconds
+
+
+def _barrier_alone(world: World, efforts: Efforts, slice_seconds: float, work: Effort) -> Shown:
+    """Return what this rank shows alone, with what else its cores, or its GPU, tell."""
+    cores, began_ns = os.sched_getaffinity(0), clock.now_ns()
+    before, heat = cpu.process_seconds(cores), cpu.thermal_events(cores)
+    turns = barrier_turns(world, efforts, slice_seconds, alone=True)
+    after, hotter = cpu.process_seconds(cores), cpu.thermal_events(cores)
+    own = world.members[world.rank]
+    ranks = tuple(f"(pid {member.pid})" for member in world.members if own.sees(member))
+    used = {
+        name: seconds - before.get(name, seconds)
+        for name, seconds in after.items()
+        if not name.endswith(ranks)
+    }
+    least = NEIGHBOUR_SHARE * (clock.now_ns() - began_ns) * 1e-9
+    return Shown(
+        seconds={ALONE: turns.seconds},
+        kept={ALONE: turns.kept},
+        hertz=turns.hertz,
+        thermal=None if heat is None or hotter is None else hotter - heat,
+        gpu=gpu_at_work(work),
+        neighbours=sorted((n for n in used if used[n] > least), key=lambda name: -used[name]),
+    )
 
 
 def _slice_seconds(context: Context, loads: int) -> float:
@@ -316,21 +324,6 @@ def barrier_turns(world: World, efforts: Efforts, slice_seconds: float, alone: b
             turns.carry(effort, slice_seconds)
     control.barrier_all()
     return turns
-
-
-def _neighbours(
-    world: World, before: Mapping[str, float], after: Mapping[str, float], wall_seconds: float
-) -> list[str]:
-    """Return the processes, except these ranks, that used the cores, the busiest first."""
-    own = world.members[world.rank]
-    ranks = tuple(f"(pid {member.pid})" for member in world.members if own.sees(member))
-    used = {
-        name: seconds - before.get(name, seconds)
-        for name, seconds in after.items()
-        if not name.endswith(ranks)
-    }
-    busiest = sorted(used, key=lambda name: -used[name])
-    return [name for name in busiest if used[name] > NEIGHBOUR_SHARE * wall_seconds]
 
 
 def barrier_waits_ns(context: Context, work: Effort, repetitions: int) -> list[int]:
