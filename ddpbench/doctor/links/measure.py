@@ -199,8 +199,22 @@ def _outcome(
             f"{judge.TIMES} times: {len(confirmed)}"
         )
     two_hosts = len(set(host.values())) == 2
+    slow = [judge.finding(again, places, two_hosts) for again in confirmed]
     rates = {(a, b): alone or at_once for a, b, alone, at_once, _ in crossing}
-    figures = {
+    figures = _figures(schedule, places, cells, repeated)
+    return Outcome(
+        lines=tuple(lines),
+        unchecked=(*schedule.unchecked, *doubts, *([TWO_HOSTS] if two_hosts else [])),
+        findings=(*slow, *judge.below_nominal(rates, places)),
+        figures=figures,
+        tables=build_tables(figures, context.backend.name),
+    )
+
+
+def _figures(
+    schedule: Schedule, places: Places, cells: list[list[Any]], repeated: Sequence[Again]
+) -> dict[str, Any]:
+    return {
         "ends": [[end, places.host[end]] for end in schedule.ends],
         "kind": schedule.kind,
         "pairs": schedule.pairs,
@@ -208,32 +222,20 @@ def _outcome(
         "seconds": schedule.seconds,
         "halved": bool(schedule.cuts),
         "cells": cells,
-        "again": [_record(again, places) for again in repeated],
-    }
-    return Outcome(
-        lines=tuple(lines),
-        unchecked=(*schedule.unchecked, *doubts, *([TWO_HOSTS] if two_hosts else [])),
-        findings=(
-            *(judge.finding(again, places, two_hosts) for again in confirmed),
-            *judge.below_nominal(rates, places),
-        ),
-        figures=figures,
-        tables=build_tables(figures, context.backend.name),
-    )
-
-
-def _record(again: Again, places: Places) -> dict[str, Any]:
-    suspect = again.suspect
-    return {
-        "kind": suspect.kind,
-        "one": list(suspect.one),
-        "other": list(suspect.other),
-        "ways": suspect.ways,
-        "confirmed": again.confirmed,
-        "bytes_per_second": again.slow_rate,
-        "others_bytes_per_second": again.others_rate,
-        "line_bits_per_second": places.line_rate(again.slow_rate, suspect.kind),
-        "others_line_bits_per_second": places.line_rate(again.others_rate, suspect.kind),
+        "again": [
+            {
+                "kind": (kind := again.suspect.kind),
+                "one": list(again.suspect.one),
+                "other": list(again.suspect.other),
+                "ways": again.suspect.ways,
+                "confirmed": again.confirmed,
+                "bytes_per_second": again.slow_rate,
+                "others_bytes_per_second": again.others_rate,
+                "line_bits_per_second": places.line_rate(again.slow_rate, kind),
+                "others_line_bits_per_second": places.line_rate(again.others_rate, kind),
+            }
+            for again in repeated
+        ],
     }
 
 
