@@ -28,7 +28,7 @@ from slept_time import SleptTime
 
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import judge, probe, ways
+from ddpbench.doctor.capabilities import judge, measure, ways
 from ddpbench.doctor.capabilities.judge import (
     CRASH,
     HANG,
@@ -39,8 +39,7 @@ from ddpbench.doctor.capabilities.judge import (
     Combination,
     Verdict,
 )
-from ddpbench.doctor.capabilities.measure import Trials, trying
-from ddpbench.doctor.capabilities.probe import HANG_SECONDS
+from ddpbench.doctor.capabilities.measure import HANG_SECONDS, Trials, make_request, trying
 from ddpbench.measure import throwaway_ranks
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
@@ -61,7 +60,7 @@ def test_every_combination_is_tried_once_the_important_ones_first() -> None:
     """All operations in all forms, with all reduce ops where they reduce and all dtypes where they
     move data: sums first, then ways of parallel training, one-byte floats last; of one rank nothing
     that needs a partner."""
-    everything = probe.combinations(2)
+    everything = measure.list_combinations(2)
     assert everything[0] == SUM
     assert len(set(everything)) == len(everything)
     training = [each for each in everything if each.form == PARALLEL]
@@ -77,7 +76,7 @@ def test_every_combination_is_tried_once_the_important_ones_first() -> None:
     assert [each for each in found if each.dtype is None] == [BARRIER]
     tiny = ["float8" in (each.dtype or "") for each in found]
     assert tiny == sorted(tiny)
-    alone = probe.combinations(1)
+    alone = measure.list_combinations(1)
     assert {each.operation for each in found if each not in alone} == {"send_recv", "bidirectional"}
 
 
@@ -176,8 +175,8 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     def walked(wanted: Sequence[Combination]) -> tuple[dict[int, Verdict], list[str]]:
         notes: dict[int, Verdict] = {}
         reports: list[str] = []
-        probe.walk(
-            probe.request("gloo", "cpu", (), wanted),
+        measure.walk(
+            make_request("gloo", "cpu", (), wanted),
             ranks,
             lambda kind, text: reports.append(f"{kind} {text}"),
             lambda number, verdict: notes.update({number: verdict}),
@@ -192,7 +191,7 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def test_gloo_alone_is_never_wrong(walk: Callable[..., Any]) -> None:
     """All combinations end; each is right or refused with a reason; float32 sums work."""
-    wanted = probe.combinations(1)
+    wanted = measure.list_combinations(1)
     notes, reports = walk(wanted)
     assert sorted(notes) == [*range(len(wanted))]
     assert {verdict.outcome for verdict in notes.values()} == {OK, UNSUPPORTED}
@@ -227,7 +226,7 @@ def test_a_group_that_a_refusal_breaks_is_not_used_again(
         tried.append(each)
         return Verdict(OK) if LIST not in tried else NO
 
-    monkeypatch.setattr(probe, "attempted", attempted)
+    monkeypatch.setattr(measure, "attempted", attempted)
     notes, reports = walk([SUM, LIST, MAX8])
     assert tried == [SUM, LIST, SUM]
     assert notes[1] == NO.breaking()
@@ -298,7 +297,7 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
         left, clock = list(sets), SleptTime()
 
         @contextlib.contextmanager
-        def started(module: str, request: probe.Request) -> Iterator[Any]:
+        def started(module: str, request: measure.Request) -> Iterator[Any]:
             this, folder = left.pop(0), next(folders)
             assert request.first == this.first
             this.start(folder, clock)
@@ -306,9 +305,8 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
             yield SimpleNamespace(folder=folder, process=this, states=states, end=this.end)
 
         monkeypatch.setattr(throwaway_ranks, "started", started)
-        trials = Trials(probe.combinations(2)[:3])
-        request = probe.request("gloo", "cpu", (), trials.wanted)
-        assert {*trying(request, trials, seconds, clock)} <= {None}
+        trials = Trials(make_request("gloo", "cpu", (), measure.list_combinations(2)[:3]))
+        assert {*trying(trials, seconds, clock)} <= {None}
         assert left == []
         return trials
 
@@ -340,7 +338,7 @@ def test_what_ends_its_ranks_twice_is_told_and_the_rest_is_tried(
 @pytest.fixture
 def reported(walk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """What both ranks report of the last of these combinations, as if it were the first."""
-    monkeypatch.setattr(probe, "attempted", lambda *_: Verdict(OK))
+    monkeypatch.setattr(measure, "attempted", lambda *_: Verdict(OK))
 
     def read(*wanted: Combination) -> list[str]:
         trying = [text for text in walk(wanted)[1] if text.startswith("trying")]
@@ -479,11 +477,10 @@ def test_a_crash_is_found_and_nothing_is_left(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "executable", write_warm_python(tmp_path))
     wanted = [BARRIER, LIST, SUM, Combination("DDP", PARALLEL, None, None)]
-    trials = Trials(wanted)
-    request = probe.request("gloo", "cpu", ("planted",), wanted)
+    trials = Trials(make_request("gloo", "cpu", ("planted",), wanted))
     # However busy this machine is, nothing hangs.
     patient = SimpleNamespace(time=lambda: 0.0, monotonic=time.monotonic, sleep=time.sleep)
-    for _ in trying(request, trials, PATIENCE_SECONDS, patient):
+    for _ in trying(trials, PATIENCE_SECONDS, patient):
         pass
     assert trials.given_up is None
     frozen.facts([verdict.outcome for verdict in trials.verdicts])
@@ -497,9 +494,8 @@ def test_a_crash_is_found_and_nothing_is_left(
 
 def test_no_time_is_told(frozen: Frozen) -> None:
     """Where nothing could be tried in the time there was, that is said."""
-    trials = Trials([SUM])
-    request = probe.request("gloo", "cpu", (), [SUM])
-    assert [*trying(request, trials, 0.0)] == []
+    trials = Trials(make_request("gloo", "cpu", (), [SUM]))
+    assert [*trying(trials, 0.0)] == []
     assert trials.verdicts == []
     assert trials.given_up
     frozen.text(trials.given_up)
@@ -520,7 +516,7 @@ def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> N
     assert not bad or torch.__version__ < "2.9"
     assert found.unchecked == ()
     rows = found.figures["verdicts"]
-    assert len(rows) == found.figures["wanted"] == len(probe.combinations(2))
+    assert len(rows) == found.figures["wanted"] == len(measure.list_combinations(2))
     works = {(v["operation"], v["dtype"]) for v in rows if v["outcome"] == OK}
     assert works >= {(name, "float32") for name in ("all_reduce", "broadcast", "all_gather")}
     assert bad or works >= {(name, None) for name in ways.WAYS}

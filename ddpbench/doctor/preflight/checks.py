@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -290,7 +290,7 @@ def find_wrong(setup: Setup) -> Iterator[Finding]:
                 groups.setdefault(facts.get(check.by), []).append(rank)
         on_cpus = check.severity_on_cpus if setup.device == "cpu" else None
         for ranks in groups.values():
-            named = {**everyone[ranks[0]], "who": setup.who(ranks)}
+            named = defaultdict(lambda: None, everyone[ranks[0]], who=setup.who(ranks))
             yield Finding(
                 on_cpus or check.severity,
                 check.code,
