@@ -7,6 +7,7 @@ analysis/findings.py has the checks that every command needs, such as those of v
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import statistics
 from collections import Counter, defaultdict
@@ -116,15 +117,15 @@ def same_interfaces(setup: Setup) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Check:
-    """A condition on facts of a rank; without one of these facts it is not checked.
+    """A condition on facts of a rank; where one of them is unknown, it is not checked.
 
+    is_wrong: the condition, whose parameters are the names of facts.
     by: ranks that share this fact have one finding; "rank": each its own, "world": all the same.
     sentence, next_step: templates of all facts of the first of these ranks, and `who` they are.
     """
 
     code: str
-    facts: Sequence[str]
-    is_wrong: Callable[..., bool]
+    is_wrong: Callable[..., object]
     by: str
     sentence: str
     next_step: str
@@ -135,8 +136,7 @@ class Check:
 CHECKS = [
     Check(
         "own-name",
-        ["resolved", "hosts"],
-        lambda address, hosts: address.startswith("127.") and hosts > 1,
+        lambda resolved, hosts: resolved.startswith("127.") and hosts > 1,
         "world",
         "{hostname} resolves its own name to {resolved}: without GLOO_SOCKET_IFNAME gloo would "
         "listen there, and other hosts could not reach it",
@@ -145,8 +145,7 @@ CHECKS = [
     ),
     Check(
         "clocks-apart",
-        ["clock_ahead_seconds"],
-        lambda seconds: abs(seconds) > APART_SECONDS,
+        lambda clock_ahead_seconds: abs(clock_ahead_seconds) > APART_SECONDS,
         "world",
         "the clocks of the hosts differ, compared with {first_host}: {clocks}; logs do not line "
         "up, and certificates may be refused",
@@ -154,16 +153,16 @@ CHECKS = [
     ),
     Check(
         "debug-build",
-        ["debug_builds"],
-        bool,
+        lambda debug_builds: debug_builds,
         "debug_builds",
         "{debug_builds} on {who} is a debug build, which is slow",
         "install the release build",
     ),
     Check(  # if all ranks of a host are bound to the same cores, that may be intended
         "shared-cores",
-        ["cores", "free_cores", "sharing", "sharing_threads", "ranks_of_host"],
-        lambda cores, _, sharing, threads, ranks: 1 < sharing < ranks and threads > cores,
+        lambda free_cores, cores, sharing, sharing_threads, ranks_of_host: (
+            free_cores and 1 < sharing < ranks_of_host and sharing_threads > cores
+        ),
         "host_and_cores",
         "{who}, with {sharing_threads} compute threads in all, are bound to the same {core_names}, "
         "while {free_cores} of {hostname} {free_are} bound to no rank",
@@ -172,7 +171,6 @@ CHECKS = [
     ),
     Check(
         "narrow-affinity",
-        ["threads", "cores", "is_crowded"],
         # A crowded host is reported as oversubscribed.
         lambda threads, cores, is_crowded: threads > cores and not is_crowded,
         "hostname",
@@ -181,8 +179,7 @@ CHECKS = [
     ),
     Check(
         "far-gpu",
-        ["gpu_numa_node", "numa_nodes"],
-        lambda node, nodes: node not in cpus(nodes),
+        lambda gpu_numa_node, numa_nodes: gpu_numa_node not in cpus(numa_nodes),
         "rank",
         "{who} is bound to cores of NUMA node {numa_nodes}, its GPU {gpu_index} is at node "
         "{gpu_numa_node}: what it copies crosses the sockets",
@@ -191,8 +188,7 @@ CHECKS = [
     ),
     Check(
         "narrow-pcie",
-        ["gpu_pcie"],
-        lambda link: link["width"] < link["width_allowed"],
+        lambda gpu_pcie: gpu_pcie["width"] < gpu_pcie["width_allowed"],
         "rank",
         "the PCIe link of the GPU of {who} runs at x{gpu_pcie[width]:g} of "
         "x{gpu_pcie[width_allowed]:g}: it carries less than the GPU and its slot allow",
@@ -200,8 +196,7 @@ CHECKS = [
     ),
     Check(
         "gpu-memory-errors",
-        ["gpu_memory_errors"],
-        bool,
+        lambda gpu_memory_errors: gpu_memory_errors,
         "rank",
         "the memory of the GPU of {who} has had {memory_errors} that ECC could not correct since "
         "the driver was loaded",
@@ -209,8 +204,7 @@ CHECKS = [
     ),
     Check(
         "shared-gpu",
-        ["ranks_of_gpu"],
-        lambda ranks: ranks > 1,
+        lambda ranks_of_gpu: ranks_of_gpu > 1,
         "gpu_uuid",
         "{who} share one GPU, as --share-gpu allows: times contain waiting",
         "start one rank a GPU to measure",
@@ -218,8 +212,9 @@ CHECKS = [
     ),
     Check(
         "gpu-in-use",
-        ["gpu_used_nbytes", "gpu_nbytes", "ranks_of_gpu"],
-        lambda used, size, ranks: ranks == 1 and used > max(IN_USE_SHARE * size, OWN_NBYTES),
+        lambda gpu_used_nbytes, gpu_nbytes, ranks_of_gpu: (
+            ranks_of_gpu == 1 and gpu_used_nbytes > max(IN_USE_SHARE * gpu_nbytes, OWN_NBYTES)
+        ),
         "rank",
         "{gpu_used_gib:.1f} of {gpu_gib:.1f} GiB of the GPU of {who} are taken before anything is "
         "measured",
@@ -227,10 +222,10 @@ CHECKS = [
     ),
     Check(
         "memlock",
-        ["ulimit_memlock_nbytes", "rdma_devices", "backend", "may_lock_memory"],
         # RDMA locks its buffers; gloo's TCP locks none.
-        lambda limit, devices, backend, may_lock: (
-            0 <= limit < LEAST_LOCKED_NBYTES and devices and backend != "gloo" and not may_lock
+        lambda ulimit_memlock_nbytes, rdma_devices, backend, may_lock_memory: (
+            0 <= ulimit_memlock_nbytes < LEAST_LOCKED_NBYTES
+            and (rdma_devices and backend != "gloo" and not may_lock_memory)
         ),
         "world",
         "{who} may lock {ulimit_memlock_kib:.0f} KiB of memory, and RDMA ({rdma_devices[0]}) locks "
@@ -240,8 +235,7 @@ CHECKS = [
     ),
     Check(
         "open-files",
-        ["ulimit_open_files", "files_needed"],
-        lambda files, needed: 0 <= files < needed,
+        lambda ulimit_open_files, files_needed: 0 <= ulimit_open_files < files_needed,
         "world",
         "{who} may open {ulimit_open_files} files, and connections between {world_size} ranks "
         "alone can need about {files_needed}",
@@ -249,8 +243,7 @@ CHECKS = [
     ),
     Check(
         "small-shm",
-        ["shm_free_nbytes", "ranks_of_host"],
-        lambda free, ranks: free < LEAST_SHM_NBYTES * ranks,
+        lambda shm_free_nbytes, ranks_of_host: shm_free_nbytes < LEAST_SHM_NBYTES * ranks_of_host,
         "hostname",
         "/dev/shm of {hostname} has {shm_free_mib:.0f} MiB free for {ranks_of_host} ranks: NCCL "
         "and the workers of data loaders exchange data there, and fail when it is full",
@@ -259,8 +252,7 @@ CHECKS = [
     ),
     Check(
         "low-memory",
-        ["free_memory_nbytes", "ranks_of_host"],
-        lambda free, ranks: free < LEAST_MEMORY_NBYTES * ranks,
+        lambda free_memory_nbytes, memory_needed: free_memory_nbytes < memory_needed,
         "hostname",
         "{hostname} has {free_memory_gib:.1f} GiB of memory free for {ranks_of_host} ranks: the "
         "kernel may kill one of them",
@@ -268,8 +260,9 @@ CHECKS = [
     ),
     Check(
         "low-memory",
-        ["free_memory_nbytes", "ranks_of_host", "usual_memory_nbytes"],
-        lambda free, ranks, usual: LEAST_MEMORY_NBYTES * ranks <= free < MUCH_LESS * usual,
+        lambda free_memory_nbytes, memory_needed, usual_memory_nbytes: (
+            memory_needed <= free_memory_nbytes < MUCH_LESS * usual_memory_nbytes
+        ),
         "hostname",
         "{hostname} has {free_memory_gib:.1f} GiB of memory free for {ranks_of_host} ranks, hosts "
         "usually {usual_memory_gib:.1f} GiB",
@@ -284,8 +277,9 @@ def find_wrong(setup: Setup) -> Iterator[Finding]:
     everyone = _read_facts(setup)
     for check in CHECKS:
         groups: dict[object, list[int]] = {}
+        names = inspect.signature(check.is_wrong).parameters
         for rank, facts in enumerate(everyone):
-            values = [facts.get(fact) for fact in check.facts]
+            values = [facts.get(name) for name in names]
             if None not in values and check.is_wrong(*values):
                 groups.setdefault(facts.get(check.by), []).append(rank)
         on_cpus = check.severity_on_cpus if setup.device == "cpu" else None
@@ -345,6 +339,7 @@ def _add_cores(mine: Sequence[dict[str, Any]]) -> None:
         mates = [other for other in mine if cpus(other.get("cpuset")) == cores]
         own |= {
             "ranks_of_host": len(mine),
+            "memory_needed": LEAST_MEMORY_NBYTES * len(mine),
             "is_crowded": is_crowded,
             "threads": own.get("threads") or 1,
             "cores": len(cores) or None,
