@@ -182,11 +182,11 @@ def test_a_gpu_that_slows_down_says_why(frozen: Frozen) -> None:
     for power, is none."""
     ranks = [shown(gpu=GPU), shown(alone=2, gpu=HOT), shown(gpu=GPU)]
     setup = a_setup(*[a_rank() for _ in ranks], device="cuda")
-    why = find_cause(Suspect(1, ALONE, "GPU", ranks, setup))
-    assert why.name == "throttled"
-    frozen.text(why.sentence)
+    cause, why = find_cause(Suspect(1, ALONE, "GPU", ranks, setup))
+    assert cause.name == "throttled"
+    frozen.text(why)
     cool = [shown(gpu=GPU)] * 3
-    assert find_cause(Suspect(1, ALONE, "GPU", cool, setup)).name == "nature"
+    assert find_cause(Suspect(1, ALONE, "GPU", cool, setup))[0].name == "nature"
 
 
 def test_what_holds_all_up_is_a_note(frozen: Frozen) -> None:

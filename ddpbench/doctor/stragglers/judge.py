@@ -8,7 +8,7 @@ seconds. If the others wait for cores too, the host is busy, and no rank is judg
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -199,16 +199,18 @@ def findings(
         return tuple(_notes(passes, setup))
     slow, late_rank = suspects(passes), late(passes, work_seconds)
     waiting = "" if late_rank is None else _others_wait(passes, late_rank)
-    groups: dict[tuple[str, str], list[tuple[int, Cause]]] = {}
+    groups: dict[tuple[str, str], list[int]] = {}
+    causes: dict[int, tuple[Cause, str]] = {}
     for rank, ((when, load), *_) in slow.items():
-        cause = find_cause(Suspect(rank, when, loads[load].memory, passes[-1], setup))
-        groups.setdefault((setup.host(rank), cause.name), []).append((rank, cause))
+        suspect = Suspect(rank, when, loads[load].memory, passes[-1], setup)
+        causes[rank] = find_cause(suspect)
+        groups.setdefault((setup.host(rank), causes[rank][0].name), []).append(rank)
     found = []
-    for group in groups.values():
-        ranks, (_, cause) = [rank for rank, _ in group], group[0]
+    for ranks in groups.values():
+        cause, evidence = causes[ranks[0]]
         verb, of = ("is", "") if len(ranks) == 1 else ("are", f"of rank {ranks[0]}: ")
         measured = _slow_rates(ranks, slow, passes, loads)
-        sentence = f"{setup.who(ranks)} {verb} slow: {measured}; {of}{cause.sentence}"
+        sentence = f"{setup.who(ranks)} {verb} slow: {measured}; {of}{evidence}"
         sentence += f"; {waiting}" if late_rank in ranks else ""
         place = {**setup.place(ranks), "cause": cause.name}
         found.append(Finding("warning", "slow-rank", sentence, cause.next_step, place))
@@ -268,14 +270,6 @@ def _notes(passes: Sequence[Pass], setup: Setup, reported: Sequence[str] = ()) -
 # --- causes ---------------------------------------------------------------------------------------
 
 
-class Cause(NamedTuple):
-    """Why a rank is slow."""
-
-    name: str
-    sentence: str
-    next_step: str
-
-
 @dataclass(frozen=True)
 class Suspect:
     """A slow rank, with what all ranks showed."""
@@ -294,112 +288,117 @@ class Suspect:
     def others(self) -> list[Shown]:
         return [shown for rank, shown in enumerate(self.shown) if rank != self.rank]
 
-    def kept(self, reason: str) -> float | None:
+    def kept(self, reason: str) -> str | None:
         """Return the share of the time that this reason took, if that makes its cores slow."""
         share = self.own.share(self.when, reason)
         others = [shown.share(self.when, reason) or 0.0 for shown in self.others]
         if share is None or share < EVIDENT_SHARE:
             return None
         share, usual = min(share, MOST_SHARE), min(statistics.median(others), MOST_SHARE)
-        return share if (1 - usual) / (1 - share) >= EVIDENT_RATIO else None
+        is_evident = (1 - usual) / (1 - share) >= EVIDENT_RATIO
+        return f"{share * 100:.0f} % of the time" if is_evident else None
 
 
-def find_cause(suspect: Suspect) -> Cause:
-    """Return the first cause that has evidence; the last ones need none."""
-    if suspect.memory == "host":
-        cause = _kept_from_running(suspect) or _hardware(suspect, "cpu_model", "CPU")
-        cause = cause or _slow_cores(suspect)
-    else:
-        cause = _slow_gpu(suspect) or _hardware(suspect, "gpu_name", "GPU")
-    if cause is not None:
-        return cause
-    if suspect.when != ALONE:
-        return Cause(
-            "neighbour",
-            "alone it is as fast as they are: it shares cores, caches or memory with other ranks",
-            "bind each rank to cores of its own (mpirun --bind-to core, srun --cpu-bind=cores)",
-        )
-    return Cause(
-        "nature",
-        "it is slow by nature: no quota, no hypervisor and no neighbour kept it from running, as "
-        "far as the kernel tells"
-        if suspect.memory == "host"
-        else "it is slow by nature: its GPU gives no reason that the others do not give",
-        "compare its host with the others (memory channels, power and BIOS settings), or leave it "
-        "out",
+def _throttled(suspect: Suspect) -> str | None:
+    share = suspect.kept("throttled")
+    return share and f"its control group was throttled for {share}"
+
+
+def _stolen(suspect: Suspect) -> str | None:
+    share = suspect.kept("stolen")
+    return share and f"the hypervisor gave its cores to others for {share}"
+
+
+def _queued(suspect: Suspect) -> str | None:
+    share, processes = suspect.kept("queued"), ", ".join(suspect.own.neighbours[:3])
+    cpuset = suspect.setup.ranks[suspect.rank].get("cpuset")
+    most = f", most of all {processes}" if processes else ""
+    return (
+        share and f"it waited for a core for {share}: other processes use its cores {cpuset}{most}"
     )
 
 
-def _kept_from_running(suspect: Suspect) -> Cause | None:
-    if (share := suspect.kept("throttled")) is not None:
-        return Cause(
-            "throttled",
-            f"its control group was throttled for {share * 100:.0f} % of the time",
-            "raise its CPU quota (docker --cpus, Kubernetes limits.cpu, systemd CPUQuota), or use "
-            "fewer threads",
-        )
-    if (share := suspect.kept("stolen")) is not None:
-        return Cause(
-            "stolen",
-            f"the hypervisor gave its cores to others for {share * 100:.0f} % of the time",
-            "ask for a dedicated host, or another one",
-        )
-    if (share := suspect.kept("queued")) is None:
-        return None
-    processes = ", ".join(suspect.own.neighbours[:3])
-    return Cause(
-        "neighbour",
-        f"it waited for a core for {share * 100:.0f} % of the time: other processes use its cores "
-        f"{suspect.setup.ranks[suspect.rank].get('cpuset')}"
-        + (f", most of all {processes}" if processes else ""),
-        "end what runs there, or give the rank cores of its own",
-    )
-
-
-def _slow_gpu(suspect: Suspect) -> Cause | None:
+def _slow_gpu(suspect: Suspect) -> str | None:
     everyone = [set((shown.gpu or {}).get("throttle_reasons") or ()) for shown in suspect.shown]
     own, others = everyone.pop(suspect.rank), everyone
     usual = {why for why in own if 2 * sum(why in other for other in others) > len(others)}
     reasons = sorted(own - usual - {"GpuIdle", "ApplicationsClocksSetting", "None"})
-    state = suspect.own.gpu
-    if state is None or not reasons:
-        return None
+    state = suspect.own.gpu or {}
     clock, celsius = state.get("sm_clock_hertz"), state.get("temperature_celsius")
-    return Cause(
-        "throttled",
-        f"its GPU slows down ({', '.join(reasons)})"
-        + (f" to {clock / 1e6:.0f} MHz" if clock else "")
-        + (f" at {celsius} °C" if celsius is not None else ""),
-        "check its cooling and power (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE)",
-    )
+    speed = f" to {clock / 1e6:.0f} MHz" if clock else ""
+    heat = f" at {celsius} °C" if celsius is not None else ""
+    return f"its GPU slows down ({', '.join(reasons)}){speed}{heat}" if reasons else None
 
 
-def _hardware(suspect: Suspect, fact: str, name: str) -> Cause | None:
+def _other_hardware(suspect: Suspect) -> str | None:
+    fact, name = ("cpu_model", "CPU") if suspect.memory == "host" else ("gpu_name", "GPU")
     others = suspect.setup.values(fact)
     own = others.pop(suspect.rank)
     commonest = max(folded(others), key=lambda group: len(group[1]))[0]
     if own in (None, commonest) or commonest is None:
         return None
-    return Cause(
-        "hardware",
-        f"it runs on another {name}, {own}, the others on {commonest}",
-        "give all ranks the same hardware, or this one less work",
-    )
+    return f"it runs on another {name}, {own}, the others on {commonest}"
 
 
-def _slow_cores(suspect: Suspect) -> Cause | None:
-    own, heat = suspect.own.hertz, suspect.own.thermal or 0
-    usual = statistics.median([other.hertz for other in suspect.others if other.hertz] or [0.0])
-    evidence = []
-    if own and own < CLOCK_SHARE * usual:
-        clocks = f"its cores run at {own / 1e9:.2g} GHz, the others' at {usual / 1e9:.2g} GHz"
-        evidence.append(clocks)
-    if heat > 0:
-        evidence.append(f"heat slowed its cores down {heat} times")
-    if not evidence:
+def _slow_clock(suspect: Suspect) -> str | None:
+    own, known = suspect.own.hertz, [other.hertz for other in suspect.others if other.hertz]
+    usual = statistics.median(known) if known else 0.0
+    if not own or own >= CLOCK_SHARE * usual:
         return None
-    return Cause(
-        "throttled" if heat > 0 else "frequency",
-        "; ".join(evidence),
-        "check its cooling, its power limit and its governor (cpupower frequency-info)",
+    return f"its cores run at {own / 1e9:.2g} GHz, the others' at {usual / 1e9:.2g} GHz"
+
+
+def _hot_cores(suspect: Suspect) -> str | None:
+    heat = suspect.own.thermal or 0
+    words = [_slow_clock(suspect), f"heat slowed its cores down {heat} times"]
+    return "; ".join(filter(None, words)) if heat > 0 else None
+
+
+class Cause(NamedTuple):
+    """Why a rank is slow. memory: "host", "GPU", or "" for a cause of both."""
+
+    name: str
+    memory: str
+    evidence: Callable[[Suspect], str | None]
+    next_step: str
+
+
+BIND = "bind each rank to cores of its own (mpirun --bind-to core, srun --cpu-bind=cores)"
+NEIGHBOURS = "alone it is as fast as they are: it shares cores, caches or memory with other ranks"
+COOLING = "check its cooling, its power limit and its governor (cpupower frequency-info)"
+GPU_COOLING = "check its cooling and power (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE)"
+QUOTA = (
+    "raise its CPU quota (docker --cpus, Kubernetes limits.cpu, systemd CPUQuota), or use fewer "
+    "threads"
+)
+NATURE = (
+    "it is slow by nature: no quota, no hypervisor and no neighbour kept it from running, as far "
+    "as the kernel tells"
+)
+GPU_NATURE = "it is slow by nature: its GPU gives no reason that the others do not give"
+COMPARE = (
+    "compare its host with the others (memory channels, power and BIOS settings), or leave it out"
+)
+CAUSES = (  # the first that has evidence counts
+    Cause("throttled", "host", _throttled, QUOTA),
+    Cause("stolen", "host", _stolen, "ask for a dedicated host, or another one"),
+    Cause("neighbour", "host", _queued, "end what runs there, or give the rank cores of its own"),
+    Cause("throttled", "GPU", _slow_gpu, GPU_COOLING),
+    Cause(
+        "hardware", "", _other_hardware, "give all ranks the same hardware, or this one less work"
+    ),
+    Cause("throttled", "host", _hot_cores, COOLING),
+    Cause("frequency", "host", _slow_clock, COOLING),
+    Cause("neighbour", "", lambda its: NEIGHBOURS if its.when != ALONE else None, BIND),
+    Cause("nature", "host", lambda its: NATURE, COMPARE),
+    Cause("nature", "GPU", lambda its: GPU_NATURE, COMPARE),
+)
+
+
+def find_cause(suspect: Suspect) -> tuple[Cause, str]:
+    """Return the first cause that has evidence, and the evidence."""
+    return next(
+        (cause, evidence)
+        for cause in CAUSES
+        if cause.memory in ("", suspect.memory) and (evidence := cause.evidence(suspect))
     )
