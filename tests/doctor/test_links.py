@@ -161,22 +161,22 @@ def test_a_suspicion_is_measured_again_beside_healthy_links() -> None:
     that host's others."""
     rates = net(5, {4: SLOW}, {(0, 1): SLOW, (1, 0): SLOW})
     host, link = found = judge.suspects(rates)
-    slow, healthy = judge.again(link, rates, found)
+    slow, healthy = judge.choose_cells(link, rates, found)
     assert sorted(slow) == [(0, 1), (1, 0)]
     assert len(healthy) == judge.MOST_BESIDE
     assert {0, 1} <= {end for cell in healthy for end in cell}
     assert not {cell for cell in healthy if 4 in cell or set(cell) == {0, 1}}
-    slow, healthy = judge.again(host, rates, found)
+    slow, healthy = judge.choose_cells(host, rates, found)
     assert all(4 in cell for cell in slow)
     assert all(rates[cell] == FAST for cell in healthy)
     rates = net(4, {0: SLOW}, {(0, 1): SLOW / 4})
     _, link = found = judge.suspects(rates)
-    assert judge.again(link, rates, found) == ([(0, 1)], [(0, 2), (0, 3)])
+    assert judge.choose_cells(link, rates, found) == ([(0, 1)], [(0, 2), (0, 3)])
     two = {(0, 1): FAST, (1, 0): SLOW}
     (only,) = found = judge.suspects(two)
-    assert judge.again(only, two, found) == ([(1, 0)], [(0, 1)])
+    assert judge.choose_cells(only, two, found) == ([(1, 0)], [(0, 1)])
     alone = Suspect((0,), (), ((0, 1),), 0.1)
-    assert judge.again(alone, {(0, 1): SLOW}, [alone]) == ([(0, 1)], [])
+    assert judge.choose_cells(alone, {(0, 1): SLOW}, [alone]) == ([(0, 1)], [])
 
 
 def test_only_what_is_slow_each_time_is_confirmed() -> None:
@@ -185,9 +185,9 @@ def test_only_what_is_slow_each_time_is_confirmed() -> None:
     suspect = Suspect((0,), (1,), ((0, 1), (1, 0)), 0.1)
 
     def again(*times: tuple[float, float]) -> Again:
-        seen = Again(suspect, FAST)
+        seen = Again(suspect, [(0, 1), (1, 0)], [(0, 2), (2, 0)], FAST)
         for slow, others in times:
-            seen = seen.and_again([0.9 * slow, slow], [0.8 * others, others])
+            seen.add({(0, 1): 0.9 * slow, (1, 0): slow, (0, 2): 0.8 * others, (2, 0): others})
         return seen
 
     true, loaded = (SLOW, FAST), (SLOW, FAST / 2)
@@ -199,10 +199,9 @@ def test_only_what_is_slow_each_time_is_confirmed() -> None:
     assert again(true, (FAST, FAST)).cleared
     assert again(true, (FAST, FAST / 2)).cleared
     assert not again(true, (FAST / 2, FAST / 2)).cleared
-    seen = again(*[true] * 4, *[loaded] * 5)
-    assert not seen.decided
-    assert seen.and_again(*[[rate] for rate in true]).confirmed
-    given_up = seen.and_again(*[[rate] for rate in loaded])
+    assert not again(*[true] * 4, *[loaded] * 5).decided
+    assert again(*[true] * 4, *[loaded] * 5, true).confirmed
+    given_up = again(*[true] * 4, *[loaded] * 6)
     assert (given_up.decided, given_up.confirmed, given_up.cleared) == (True, False, False)
 
 
@@ -215,7 +214,7 @@ def told(
     kind: str, one: int, *other: int, cells: tuple[Cell, ...] = ((0, 1), (1, 0)), two: bool = False
 ) -> Finding:
     """The finding of a suspicion that was confirmed five times."""
-    seen = Again(Suspect((one,), other, cells, 0.1, kind), FAST, ((SLOW,),) * 5, ((FAST,),) * 5)
+    seen = Again(Suspect((one,), other, cells, 0.1, kind), [], [], FAST, [[SLOW]] * 5, [[FAST]] * 5)
     return judge.finding(seen, PLACES, two)
 
 

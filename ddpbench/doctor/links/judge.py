@@ -4,15 +4,15 @@ Rates are bytes a second by (sender, receiver), which are numbers of ranks. The 
 link and receiver bounds a stream. So each end has two levels, the upper quartiles of its row and of
 its column. An end is compared with the levels of all ends, a link with the lower level of its two
 ends. A sum of effects, as in a median polish, would expect too little between two slow ends, and
-would mistake one slow host of four for three slow links. A suspect must be measured again: `again`,
-`Again`.
+would mistake one slow host of four for three slow links. A suspect must be measured again:
+`choose_cells`, `Again`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from statistics import median, median_high, median_low
 
@@ -56,21 +56,25 @@ class Suspect:
         return "both" if len(sends) == 2 else "sends" if sends == {True} else "receives"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Again:
-    """A suspect measured again and again, each time beside healthy links.
+    """A suspect that is measured again and again, each time beside healthy links.
 
     The best rates of each time count, because other load makes a link slower, never faster. A time
     counts only if the healthy links, or the suspect, are about as fast as before.
     """
 
     suspect: Suspect
-    usual: float  # rate of the healthy links before
-    slow: tuple[tuple[float, ...], ...] = ()  # each time: the rates of its cells
-    others: tuple[tuple[float, ...], ...] = ()  # each time: the rates of healthy cells
+    cells: Sequence[Cell]  # of the suspect
+    healthy: Sequence[Cell]
+    usual: float  # rate of the healthy cells before
+    slow: list[list[float]] = field(default_factory=list)  # each time: the rates of `cells`
+    others: list[list[float]] = field(default_factory=list)  # each time: those of `healthy`
 
-    def and_again(self, slow: Iterable[float], others: Iterable[float]) -> Again:
-        return replace(self, slow=(*self.slow, tuple(slow)), others=(*self.others, tuple(others)))
+    def add(self, rates: Rates) -> None:
+        """Add the rates of one time."""
+        self.slow.append([rates[cell] for cell in self.cells])
+        self.others.append([rates[cell] for cell in self.healthy])
 
     @property
     def times(self) -> list[tuple[float, float]]:
@@ -183,7 +187,7 @@ def merged(found: Sequence[Suspect], cuts: Iterable[Halves]) -> list[Suspect]:
     return [each for each in found if not each.other] + whole + list(left.values())
 
 
-def again(
+def choose_cells(
     suspect: Suspect, rates: Rates, found: Sequence[Suspect]
 ) -> tuple[list[Cell], list[Cell]]:
     """Return the cells to measure again, and healthy cells to compare with.

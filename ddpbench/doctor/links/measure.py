@@ -25,7 +25,7 @@ from typing import Any
 from ddpbench.analysis.rates import upper_quartile
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.links import judge
-from ddpbench.doctor.links.judge import Again, Cell, Halves, Pair, Places, Rates, Suspect
+from ddpbench.doctor.links.judge import Again, Cell, Halves, Pair, Places, Rates
 from ddpbench.doctor.links.wire import Readings, Wire, agree_wire, gather_readings
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import counted
@@ -164,7 +164,7 @@ def examine(context: Context) -> Outcome:
     for cell, reading in at_once.items():  # other load makes a link slower, never faster
         best[cell] = max(reading, best.get(cell, reading))
     suspects = _list_suspects(schedule, best, between_gpus)
-    repeated, doubts = _gather_again(context, wire, best, suspects)
+    repeated, doubts = _gather_again(context, wire, suspects)
     cells = [
         [*cell, _rate(alone, cell), _rate(at_once, cell), (alone or at_once)[cell].latency_seconds]
         for cell in sorted(best)
@@ -239,56 +239,50 @@ def _figures(
     }
 
 
-def _list_suspects(
-    schedule: Schedule, readings: Readings, between_gpus: bool
-) -> list[tuple[Suspect, list[Cell], list[Cell]]]:
+def _list_suspects(schedule: Schedule, readings: Readings, between_gpus: bool) -> list[Again]:
     """Return each suspect with the cells to measure again, and healthy ones."""
     host = schedule.host
+    rates = {cell: reading.bytes_per_second for cell, reading in readings.items()}
     within: dict[int | None, dict[Cell, float]] = {}  # host, None between hosts → cell → rate
-    for (a, b), reading in readings.items():
-        one = host[a] if host[a] == host[b] else None
-        within.setdefault(one, {})[a, b] = reading.bytes_per_second
+    for (a, b), rate in rates.items():
+        within.setdefault(host[a] if host[a] == host[b] else None, {})[a, b] = rate
     views: list[tuple[str, Rates, Rates]] = []
     if crossing := within.pop(None, None):
         views.append(("host", judge.between(crossing, host), crossing))
         if schedule.kind == "ranks":
             views.append(("rank", judge.shares(crossing, host), crossing))
-    views += [("neighbour", rates, rates) for rates in within.values() if between_gpus]
+    views += [("neighbour", inside, inside) for inside in within.values() if between_gpus]
     found = []
-    for kind, rates, measured in views:
+    for kind, seen, measured in views:
         spread = median(readings[cell].spread for cell in measured)
-        slow = judge.merged(judge.suspects(rates, spread), schedule.cuts)
-        slow = [replace(suspect, kind=kind) for suspect in slow]
-        found += [(suspect, *judge.again(suspect, rates, slow)) for suspect in slow]
+        slow = judge.merged(judge.suspects(seen, spread), schedule.cuts)
+        for suspect in slow:
+            cells, healthy = judge.choose_cells(suspect, seen, slow)
+            usual = upper_quartile(rates[cell] for cell in healthy) if healthy else 0.0
+            found.append(Again(replace(suspect, kind=kind), cells, healthy, usual))
     return found
 
 
 def _gather_again(
-    context: Context,
-    wire: Wire,
-    best: Readings,
-    suspects: Sequence[tuple[Suspect, list[Cell], list[Cell]]],
+    context: Context, wire: Wire, suspects: Sequence[Again]
 ) -> tuple[list[Again], list[str]]:
     """Measure each suspect again until it is cleared or confirmed; return doubts as well."""
     places, repeated, doubts = _places(context), list[Again](), list[str]()
     if len(suspects) > MOST_SUSPECTS:
         more = len(suspects) - MOST_SUSPECTS
         doubts.append(f"{more} more links or ends looked slow and were not measured again")
-    for suspect, slow, healthy in suspects[:MOST_SUSPECTS]:
-        name = places.names(suspect.ends, suspect.kind)
-        if not healthy:
+    for again in suspects[:MOST_SUSPECTS]:
+        name = places.names(again.suspect.ends, again.suspect.kind)
+        if not again.healthy:
             doubts.append(f"{name} looked slow, and there is no healthy link to compare it with")
             continue
         context.report_progress(f"links of {name} again")
         # In turn, then the rest.
-        pairs = itertools.zip_longest(slow, healthy)
+        pairs = itertools.zip_longest(again.cells, again.healthy)
         steps = [[cell] for pair in pairs for cell in pair if cell is not None]
-        again = Again(suspect, upper_quartile(best[cell].bytes_per_second for cell in healthy))
         while not again.decided:
-            rates = gather_readings(context.world, wire, steps, AGAIN_SECONDS)
-            again = again.and_again(
-                *([rates[cell].bytes_per_second for cell in cells] for cells in (slow, healthy))
-            )
+            readings = gather_readings(context.world, wire, steps, AGAIN_SECONDS)
+            again.add({cell: reading.bytes_per_second for cell, reading in readings.items()})
         repeated.append(again)
         if not again.confirmed and not again.cleared:
             doubts.append(f"{name} looked slow, but healthy links beside it varied as much")
