@@ -39,7 +39,7 @@ from ddpbench.doctor.capabilities.judge import (
     Combination,
     Verdict,
 )
-from ddpbench.doctor.capabilities.measure import HANG_SECONDS, Trials, make_request, trying
+from ddpbench.doctor.capabilities.measure import HANG_SECONDS, Trials, make_request, try_all
 from ddpbench.measure import throwaway_ranks
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
@@ -99,7 +99,7 @@ def test_the_ranks_agree(
 ) -> None:
     """What some ranks only refuse leaves them out of step, and no result of it counts; a result
     that is wrong in one rank is wrong."""
-    verdict, found_apart = judge.agreed(everyones)
+    verdict, found_apart = judge.combine_verdicts(everyones)
     assert (verdict.outcome, found_apart) == (outcome, apart)
     assert verdict.wrong == (BAD.wrong if outcome == WRONG else {})
     frozen.text(verdict.why)
@@ -113,9 +113,9 @@ def test_a_refusal_is_no_finding(frozen: Frozen) -> None:
         (SUM, Verdict(OK)), (LIST, NO), (BARRIER, Verdict(HANG, "rank 0 did not return")),
         (MAX8, BAD), (double, BAD), (replace(LIST, dtype="int8"), Verdict(CRASH, "SIGABRT")),
     ]  # fmt: skip
-    frozen.findings(judge.findings("gloo", tried))
-    assert judge.findings("gloo", tried[:2]) == ()
-    frozen.findings(judge.findings("gloo", [(double, BAD)] * 6))
+    frozen.findings(judge.find_bad("gloo", tried))
+    assert judge.find_bad("gloo", tried[:2]) == ()
+    frozen.findings(judge.find_bad("gloo", [(double, BAD)] * 6))
 
 
 def test_the_table_has_a_row_for_reduce_ops_that_are_alike(frozen: Frozen) -> None:
@@ -130,7 +130,7 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike(frozen: Frozen) -> No
         (BARRIER, Verdict(OK)),
         (replace(LIST, dtype="float32"), Verdict(CRASH, "a rank was aborted")),
     ]  # fmt: skip
-    figures = {"verdicts": judge.rows(tried)}
+    figures = {"verdicts": judge.list_rows(tried)}
     (table,) = judge.build_tables(figures, "gloo")
     rows = [line.split() for line in lay_out(table).splitlines()]
     assert table.title == "what gloo can do"
@@ -150,7 +150,7 @@ def test_ways_of_parallel_training_have_a_table_of_their_own() -> None:
     lacks = "RuntimeError: Cannot use ReduceOp.AVG with Gloo"
     names = [Combination(name, PARALLEL, None, None) for name in ("DDP", "HSDP")]
     outcomes = [Verdict(OK), Verdict(UNSUPPORTED, lacks)]
-    figures = {"verdicts": judge.rows(list(zip(names, outcomes, strict=True)))}
+    figures = {"verdicts": judge.list_rows(list(zip(names, outcomes, strict=True)))}
     (table,) = judge.build_tables(figures, "gloo")
     assert table.rows == (("DDP", "ok", ""), ("HSDP", "–", lacks))
 
@@ -222,11 +222,11 @@ def test_a_group_that_a_refusal_breaks_is_not_used_again(
     told to have broken the group, and the rest is left to fresh ranks."""
     tried = []
 
-    def attempted(request: Any, ranks: Any, each: Combination) -> Verdict:
+    def attempt(request: Any, ranks: Any, each: Combination) -> Verdict:
         tried.append(each)
         return Verdict(OK) if LIST not in tried else NO
 
-    monkeypatch.setattr(measure, "attempted", attempted)
+    monkeypatch.setattr(measure, "attempt", attempt)
     notes, reports = walk([SUM, LIST, MAX8])
     assert tried == [SUM, LIST, SUM]
     assert notes[1] == NO.breaking()
@@ -306,7 +306,7 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
 
         monkeypatch.setattr(throwaway_ranks, "started", started)
         trials = Trials(make_request("gloo", "cpu", (), measure.list_combinations(2)[:3]))
-        assert {*trying(trials, seconds, clock)} <= {None}
+        assert {*try_all(trials, seconds, clock)} <= {None}
         assert left == []
         return trials
 
@@ -338,7 +338,7 @@ def test_what_ends_its_ranks_twice_is_told_and_the_rest_is_tried(
 @pytest.fixture
 def reported(walk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """What both ranks report of the last of these combinations, as if it were the first."""
-    monkeypatch.setattr(measure, "attempted", lambda *_: Verdict(OK))
+    monkeypatch.setattr(measure, "attempt", lambda *_: Verdict(OK))
 
     def read(*wanted: Combination) -> list[str]:
         trying = [text for text in walk(wanted)[1] if text.startswith("trying")]
@@ -480,7 +480,7 @@ def test_a_crash_is_found_and_nothing_is_left(
     trials = Trials(make_request("gloo", "cpu", ("planted",), wanted))
     # However busy this machine is, nothing hangs.
     patient = SimpleNamespace(time=lambda: 0.0, monotonic=time.monotonic, sleep=time.sleep)
-    for _ in trying(trials, PATIENCE_SECONDS, patient):
+    for _ in try_all(trials, PATIENCE_SECONDS, patient):
         pass
     assert trials.given_up is None
     frozen.facts([verdict.outcome for verdict in trials.verdicts])
@@ -495,7 +495,7 @@ def test_a_crash_is_found_and_nothing_is_left(
 def test_no_time_is_told(frozen: Frozen) -> None:
     """Where nothing could be tried in the time there was, that is said."""
     trials = Trials(make_request("gloo", "cpu", (), [SUM]))
-    assert [*trying(trials, 0.0)] == []
+    assert [*try_all(trials, 0.0)] == []
     assert trials.verdicts == []
     assert trials.given_up
     frozen.text(trials.given_up)

@@ -43,7 +43,7 @@ def net(
 
 def blamed(rates: Mapping[Cell, float], spread: float = 0.0) -> list[tuple[int, ...]]:
     """The ends of each suspect."""
-    return [each.ends for each in judge.suspects(rates, spread)]
+    return [each.ends for each in judge.find_suspects(rates, spread)]
 
 
 # --- who meets whom -------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def blamed(rates: Mapping[Cell, float], spread: float = 0.0) -> list[tuple[int, 
 @pytest.mark.parametrize("count", [2, 3, 8, 17])
 def test_in_a_circle_each_meets_each_once_and_one_at_a_time(count: int) -> None:
     """n - 1 rounds of an even number of ends, n of an odd one, and no end twice in one."""
-    rounds = judge.circle(range(count))
+    rounds = judge.plan_circle(range(count))
     assert len(rounds) == count - 1 + count % 2
     assert all(len({end for pair in its for end in pair}) == 2 * len(its) for its in rounds)
     met = sorted(tuple(sorted(pair)) for its in rounds for pair in its)
@@ -63,8 +63,8 @@ def test_in_a_circle_each_meets_each_once_and_one_at_a_time(count: int) -> None:
 def test_halves_meet_across_their_cut(count: int) -> None:
     """In as many rounds as the ends can be halved, no end twice in one; from 16 ends on each meets
     three at least, among which a slow link does not make it a slow end."""
-    depths = judge.halved(range(count))
-    rounds = [[pair for cut in cuts for pair in judge.across(cut)] for cuts in depths]
+    depths = judge.halve(range(count))
+    rounds = [[pair for cut in cuts for pair in judge.pair_across(cut)] for cuts in depths]
     assert len(rounds) == int(np.ceil(np.log2(count)))
     assert all(len({end for pair in its for end in pair}) == 2 * len(its) for its in rounds)
     partners = [sum(end in pair for its in rounds for pair in its) for end in range(count)]
@@ -112,13 +112,13 @@ def test_several_slow_ones_are_all_found() -> None:
 def test_one_way_may_be_slow() -> None:
     """Of a host its sending, of a link the way there; of two hosts only that can be seen."""
     sends = {(3, other): SLOW for other in range(3)}
-    (host,) = judge.suspects(net(4, {}, sends))
+    (host,) = judge.find_suspects(net(4, {}, sends))
     assert (host.ends, host.ways, set(host.cells)) == ((3,), "sends", set(sends))
-    (link,) = judge.suspects(net(4, {}, {(2, 1): SLOW}))
+    (link,) = judge.find_suspects(net(4, {}, {(2, 1): SLOW}))
     assert (link.ends, link.ways) == ((1, 2), "receives")
-    (of_two,) = judge.suspects({(0, 1): FAST, (1, 0): SLOW})
+    (of_two,) = judge.find_suspects({(0, 1): FAST, (1, 0): SLOW})
     assert (of_two.ends, of_two.ways) == ((0, 1), "receives")
-    assert judge.suspects({(0, 1): FAST, (1, 0): FAST * 0.9}) == []
+    assert judge.find_suspects({(0, 1): FAST, (1, 0): FAST * 0.9}) == []
 
 
 def test_rates_that_vary_are_suspicious_only_far_outside() -> None:
@@ -136,23 +136,23 @@ def test_ranks_are_judged_within_their_hosts() -> None:
     """A slow rank of two makes no slow host, and a slow host no slow ranks."""
     host = {rank: rank - rank % 2 for rank in range(8)}
     rates = net(8, {3: SLOW})
-    assert blamed(judge.between(rates, host)) == []
-    assert blamed(judge.shares(rates, host)) == [(3,)]
+    assert blamed(judge.combine_hosts(rates, host)) == []
+    assert blamed(judge.compare_with_hosts(rates, host)) == [(3,)]
     rates = net(8, {2: SLOW, 3: SLOW})
-    assert blamed(judge.between(rates, host)) == [(2,)]
-    assert blamed(judge.shares(rates, host)) == []
+    assert blamed(judge.combine_hosts(rates, host)) == [(2,)]
+    assert blamed(judge.compare_with_hosts(rates, host)) == []
 
 
 def test_pairs_that_are_slow_across_a_cut_become_one() -> None:
     """All between two halves; where one of them is healthy, each stays what it is."""
-    cuts = [cut for depth in judge.halved(range(8)) for cut in depth]
-    cells = [way for cut in cuts for a, b in judge.across(cut) for way in ((a, b), (b, a))]
-    slow = {way for a, b in judge.across(cuts[0]) for way in ((a, b), (b, a))}
+    cuts = [cut for depth in judge.halve(range(8)) for cut in depth]
+    cells = [way for cut in cuts for a, b in judge.pair_across(cut) for way in ((a, b), (b, a))]
+    slow = {way for a, b in judge.pair_across(cuts[0]) for way in ((a, b), (b, a))}
     rates = {cell: SLOW if cell in slow else FAST for cell in cells}
-    (whole,) = judge.merged(judge.suspects(rates), cuts)
+    (whole,) = judge.merge_cuts(judge.find_suspects(rates), cuts)
     assert (whole.one, whole.other) == ((0, 1, 2, 3), (4, 5, 6, 7))
     rates[0, 7] = rates[7, 0] = FAST
-    single = judge.merged(judge.suspects(rates), cuts)
+    single = judge.merge_cuts(judge.find_suspects(rates), cuts)
     assert sorted(each.ends for each in single) == [(1, 6), (2, 5), (3, 4)]
 
 
@@ -160,7 +160,7 @@ def test_a_suspicion_is_measured_again_beside_healthy_links() -> None:
     """Of the same hosts first, and never beside another suspicion; the link of a slow host beside
     that host's others."""
     rates = net(5, {4: SLOW}, {(0, 1): SLOW, (1, 0): SLOW})
-    host, link = found = judge.suspects(rates)
+    host, link = found = judge.find_suspects(rates)
     slow, healthy = judge.choose_cells(link, rates, found)
     assert sorted(slow) == [(0, 1), (1, 0)]
     assert len(healthy) == judge.MOST_BESIDE
@@ -170,10 +170,10 @@ def test_a_suspicion_is_measured_again_beside_healthy_links() -> None:
     assert all(4 in cell for cell in slow)
     assert all(rates[cell] == FAST for cell in healthy)
     rates = net(4, {0: SLOW}, {(0, 1): SLOW / 4})
-    _, link = found = judge.suspects(rates)
+    _, link = found = judge.find_suspects(rates)
     assert judge.choose_cells(link, rates, found) == ([(0, 1)], [(0, 2), (0, 3)])
     two = {(0, 1): FAST, (1, 0): SLOW}
-    (only,) = found = judge.suspects(two)
+    (only,) = found = judge.find_suspects(two)
     assert judge.choose_cells(only, two, found) == ([(1, 0)], [(0, 1)])
     alone = Suspect((0,), (), ((0, 1),), 0.1)
     assert judge.choose_cells(alone, {(0, 1): SLOW}, [alone]) == ([(0, 1)], [])
@@ -215,7 +215,7 @@ def told(
 ) -> Finding:
     """The finding of a suspicion that was confirmed five times."""
     seen = Again(Suspect((one,), other, cells, 0.1, kind), [], [], FAST, [[SLOW]] * 5, [[FAST]] * 5)
-    return judge.finding(seen, PLACES, two)
+    return judge.describe_slow(seen, PLACES, two)
 
 
 def test_a_slow_link_names_both_hosts_a_slow_host_one(frozen: Frozen) -> None:
@@ -236,10 +236,10 @@ def test_a_rate_is_that_of_an_ethernet() -> None:
 
 def test_links_below_half_of_the_nominal_speed_are_a_note(frozen: Frozen) -> None:
     """Where that of all interfaces is known, and no link reaches it."""
-    frozen.findings(judge.below_nominal({(0, 1): 50e6, (1, 0): 60e6}, PLACES))
-    assert judge.below_nominal({(0, 1): 50e6, (1, 0): 63e6}, PLACES) == []
-    assert judge.below_nominal({(0, 1): 50e6, (0, 2): 50e6}, PLACES) == []
-    assert judge.below_nominal({}, PLACES) == []
+    frozen.findings(judge.find_below_nominal({(0, 1): 50e6, (1, 0): 60e6}, PLACES))
+    assert judge.find_below_nominal({(0, 1): 50e6, (1, 0): 63e6}, PLACES) == []
+    assert judge.find_below_nominal({(0, 1): 50e6, (0, 2): 50e6}, PLACES) == []
+    assert judge.find_below_nominal({}, PLACES) == []
 
 
 def test_a_line_tells_what_a_class_of_links_carries(frozen: Frozen) -> None:

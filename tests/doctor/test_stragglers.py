@@ -56,7 +56,7 @@ def shown(
 def found(ranks: Pass, setup: Setup | None = None, times: int = 3) -> tuple[Finding, ...]:
     """The findings of so many passes in which the ranks show this."""
     setup = setup or a_setup(*[a_rank() for _ in ranks])
-    return judge.findings([ranks] * times, LOADS, setup, WORK)
+    return judge.find_all([ranks] * times, LOADS, setup, WORK)
 
 
 # --- who is slow ----------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_equal_ranks_are_left_in_peace() -> None:
     assert found([shown()] * 4) == ()
     assert found([shown()]) == ()
     assert found([shown(), shown(alone=1.3, copy=1.3)]) == ()
-    assert not judge.suspected([[shown()] * 4], WORK)
+    assert not judge.is_suspected([[shown()] * 4], WORK)
 
 
 def test_a_slow_rank_is_named_with_figures(frozen: Frozen) -> None:
@@ -83,10 +83,10 @@ def test_only_what_every_pass_shows_is_told() -> None:
     fast as the others in its best round."""
     slow, fine = [shown(), shown(alone=2.0)], [shown(), shown()]
     setup = a_setup(a_rank(), a_rank())
-    assert judge.findings([slow, slow, fine], LOADS, setup, WORK) == ()
-    assert judge.findings([slow, slow[::-1], slow], LOADS, setup, WORK) == ()
-    assert judge.findings([slow], LOADS, setup, WORK) == ()  # not yet confirmed
-    assert judge.suspected([slow], WORK)
+    assert judge.find_all([slow, slow, fine], LOADS, setup, WORK) == ()
+    assert judge.find_all([slow, slow[::-1], slow], LOADS, setup, WORK) == ()
+    assert judge.find_all([slow], LOADS, setup, WORK) == ()  # not yet confirmed
+    assert judge.is_suspected([slow], WORK)
     wild = {ALONE: {"matmul": [0.01, 0.01, 0.02, 0.02, 0.02]}}
     assert found([shown(), replace(shown(), seconds=wild)]) == ()
 
@@ -110,7 +110,7 @@ def test_noise_accuses_nobody() -> None:
             ]
             for i in range(3)
         ]
-        assert judge.findings(passes, LOADS, setup, WORK) == ()
+        assert judge.find_all(passes, LOADS, setup, WORK) == ()
 
 
 def test_on_a_busy_host_nobody_is_judged(frozen: Frozen) -> None:
@@ -119,10 +119,10 @@ def test_on_a_busy_host_nobody_is_judged(frozen: Frozen) -> None:
     crowd = {**FREE, "queued": 0.5}
     ranks = [shown(kept=crowd), shown(alone=3, kept=crowd)]
     assert found(ranks) == ()
-    assert judge.unjudged([ranks]) == {ALONE: 0.5, TOGETHER: 0.5}
+    assert judge.find_unjudged([ranks]) == {ALONE: 0.5, TOGETHER: 0.5}
     ranks = [shown(), shown(alone=3, kept=crowd)]
     frozen.findings(found(ranks))
-    assert judge.unjudged([ranks]) == {}
+    assert judge.find_unjudged([ranks]) == {}
 
 
 def test_ranks_of_one_host_and_cause_are_one_finding(frozen: Frozen) -> None:
@@ -204,7 +204,7 @@ def test_a_late_rank_is_told_without_a_common_clock(frozen: Frozen) -> None:
     frozen.findings(found([early, early, last, early]))
     slow = replace(shown(alone=2), waited_ns=last.waited_ns)
     frozen.findings(found([early, early, slow, early]))
-    assert judge.wait_seconds([early, last]) == [pytest.approx(4e-3), 0.0]
+    assert judge.median_wait_seconds([early, last]) == [pytest.approx(4e-3), 0.0]
 
 
 def test_waiting_that_changes_sides_accuses_nobody() -> None:
@@ -332,11 +332,11 @@ def test_the_state_of_a_gpu_is_read_while_it_computes(gpu_of_events: Events) -> 
 
 def test_equal_work_is_a_usual_ranks() -> None:
     """How often, by the median of the ranks' medians: one slow rank does not shorten it."""
-    assert measure.equal_work([[1e-3] * 5, [1e-3] * 5, [1e-2] * 5], 5e-3) == (
+    assert measure.size_equal_work([[1e-3] * 5, [1e-3] * 5, [1e-2] * 5], 5e-3) == (
         5,
         pytest.approx(5e-3),
     )
-    assert measure.equal_work([[1.0]], 5e-3) == (1, 1.0)
+    assert measure.size_equal_work([[1.0]], 5e-3) == (1, 1.0)
 
 
 def test_waiting_for_a_core_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

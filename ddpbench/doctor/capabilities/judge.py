@@ -56,7 +56,7 @@ class Verdict:
 Tried = Sequence[tuple[Combination, Verdict]]
 
 
-def agreed(verdicts: Sequence[Verdict]) -> tuple[Verdict, bool]:
+def combine_verdicts(verdicts: Sequence[Verdict]) -> tuple[Verdict, bool]:
     """Combine the ranks' own verdicts; return whether only some ranks refused.
 
     After that the group may be out of step. verdicts: in order of rank.
@@ -74,7 +74,7 @@ def refused_by(ranks: Sequence[int], why: str) -> Verdict:
     return Verdict(UNSUPPORTED, f"in rank {', '.join(map(str, ranks))} only: {why}")
 
 
-def rows(tried: Tried) -> list[dict[str, Any]]:
+def list_rows(tried: Tried) -> list[dict[str, Any]]:
     """Return a record for each combination: operation, form, reduce_op, dtype, outcome, why."""
     return [{**asdict(each), "outcome": v.outcome, "why": v.why} for each, v in tried]
 
@@ -121,7 +121,7 @@ OUTCOMES = {
 UNTRIED = "?"  # the cell of what was not tried
 
 
-def findings(backend: str, tried: Tried) -> tuple[Finding, ...]:
+def find_bad(backend: str, tried: Tried) -> tuple[Finding, ...]:
     """Return a finding for each operation and form that gives a wrong result, crashes or hangs.
 
     It describes the first such combination in full and names the others.
@@ -155,7 +155,7 @@ ALIASES = {
     "uint8": "byte",
     "prod": "product",
 }
-Row = Mapping[str, Any]  # of figures["verdicts"], as `rows` makes them
+Row = Mapping[str, Any]  # of figures["verdicts"], as `list_rows` makes them
 
 
 def count_outcomes(rows: Sequence[Row]) -> str:

@@ -137,7 +137,7 @@ def examine(context: Context) -> Outcome:
     with contextlib.ExitStack() as stack:
         steps: Generator[None, None, None] | None = None
         if world.rank == 0:
-            steps = trying(trials, TIME_FACTOR * context.seconds)
+            steps = try_all(trials, TIME_FACTOR * context.seconds)
             stack.callback(steps.close)
         over = False
         while not control.agree_any(over or world.interrupted is not None):
@@ -151,7 +151,7 @@ def _outcome(context: Context, trials: Trials) -> Outcome:
     if trials.untried:
         reason = trials.given_up or "it was interrupted"
         unchecked.append(f"{trials.untried} of {wanted} combinations were not tried: {reason}")
-    rows = judge.rows(trials.tried)
+    rows = judge.list_rows(trials.tried)
     figures = {
         "ranks": trials.request.ranks,
         "elements": list(ELEMENTS),
@@ -161,7 +161,7 @@ def _outcome(context: Context, trials: Trials) -> Outcome:
     return Outcome(
         lines=tuple(_describe_tries(context, rows)),
         unchecked=tuple(unchecked),
-        findings=judge.findings(context.backend.name, trials.tried),
+        findings=judge.find_bad(context.backend.name, trials.tried),
         figures=figures,
         tables=judge.build_tables(figures, context.backend.name),
     )
@@ -189,7 +189,7 @@ def _describe_tries(context: Context, rows: Sequence[judge.Row]) -> list[str]:
 # --- one set of ranks after the other -------------------------------------------------------------
 
 
-def trying(trials: Trials, seconds: float, clock: Clock = time) -> Generator[None, None, None]:
+def try_all(trials: Trials, seconds: float, clock: Clock = time) -> Generator[None, None, None]:
     """Try all combinations in about so many seconds at most, and add the verdicts.
 
     Yields about every POLL_SECONDS until the end. Closed earlier, it leaves nothing running. What
@@ -305,11 +305,11 @@ def main(folder: Path) -> int:
     wanted = [Combination(**combination) for combination in values["wanted"]]
     request = Request(**{**values, "wanted": wanted, "known": known})
     preloaded = ways.MODULES if any(c.form == PARALLEL for c in wanted) else ()
-    attempt = partial(_try_all, request, folder, ("ddpbench.measure.loop", *preloaded))
+    attempt = partial(_try_in_rank, request, folder, ("ddpbench.measure.loop", *preloaded))
     return throwaway_ranks.run(MODULE, folder, request, attempt, preloaded)
 
 
-def _try_all(
+def _try_in_rank(
     request: Request, folder: Path, modules: Sequence[str], world: World, report: Report
 ) -> None:
     report("doing", "the set-up of the group")
@@ -319,7 +319,7 @@ def _try_all(
         start.barrier(tested, device)()  # nor are connections made in it
         ranks = Ranks(world, tested, device, folder)
         if request.known is not None:
-            attempted(request, ranks, request.known)
+            attempt(request, ranks, request.known)
         with (folder / "verdicts").open("a", 1) as file:
 
             def note(number: int, verdict: Verdict) -> None:
@@ -343,7 +343,7 @@ def walk(
         seconds = FIRST_SECONDS if slow or combination.form == PARALLEL else HANG_SECONDS
         called.add(combination.operation)
         report("trying", f"{number} {seconds:g}")
-        own = attempted(request, ranks, combination)
+        own = attempt(request, ranks, combination)
         if own.outcome == UNSUPPORTED:
             report("refused", f"{number} {own.why}")  # while others may wait for ever
         else:
@@ -354,7 +354,7 @@ def walk(
             known = known or combination
         elif known is not None and not apart:
             report("checking", str(number))
-            again, _ = _agree_verdict(world, attempted(request, ranks, known))
+            again, _ = _agree_verdict(world, attempt(request, ranks, known))
             report("checked", str(number))
             if again.outcome != OK:  # whatever these processes try from now on fails, too
                 note(number, verdict.breaking())
@@ -365,10 +365,12 @@ def walk(
 
 def _agree_verdict(world: World, own: Verdict) -> tuple[Verdict, bool]:
     """Combine the verdicts of all ranks; return whether only some of them refused."""
-    return judge.agreed([Verdict(**one) for one in control.gather_values(world, asdict(own))])
+    return judge.combine_verdicts(
+        [Verdict(**one) for one in control.gather_values(world, asdict(own))]
+    )
 
 
-def attempted(request: Request, ranks: Ranks, combination: Combination) -> Verdict:
+def attempt(request: Request, ranks: Ranks, combination: Combination) -> Verdict:
     """Return this rank's own verdict: the result is right or wrong, or the call was refused.
 
     Raises an error that says that memory is short: that is no refusal of the backend.

@@ -107,7 +107,7 @@ class Again:
         return upper_quartile(rate for each in self.others for rate in each)
 
 
-def suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
+def find_suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
     """Return the slow ends, then the other slow links, the slowest first.
 
     spread: relative, of repeated measurements of one cell. With two ends, only the two directions
@@ -151,7 +151,7 @@ def _slow_links(rates: Rates, expected: Rates, least: float) -> list[Suspect]:
     return sorted(found, key=attrgetter("share"))
 
 
-def between(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
+def combine_hosts(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
     """Return the rates between hosts, each named by one of its ranks.
 
     A rate is the upper median over the ranks, so that one slow rank of two is no slow host.
@@ -164,9 +164,9 @@ def between(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
     return {cell: median_high(its) for cell, its in grouped.items()}
 
 
-def shares(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
+def compare_with_hosts(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
     """Return the rate of each pair of ranks relative to that of their hosts: 1 is as fast."""
-    hosts = between(rates, host)
+    hosts = combine_hosts(rates, host)
     return {
         (a, b): rate / hosts[host[a], host[b]]
         for (a, b), rate in rates.items()
@@ -174,12 +174,12 @@ def shares(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
     }
 
 
-def merged(found: Sequence[Suspect], cuts: Iterable[Halves]) -> list[Suspect]:
+def merge_cuts(found: Sequence[Suspect], cuts: Iterable[Halves]) -> list[Suspect]:
     """Replace the suspects that together are all pairs across a cut by one: the cut is slow."""
     left = {frozenset(each.ends): each for each in found if each.other}
     whole = []
     for halves in cuts:
-        pairs = [frozenset(pair) for pair in across(halves)]
+        pairs = [frozenset(pair) for pair in pair_across(halves)]
         if len(pairs) > 1 and all(pair in left for pair in pairs):
             its = [left.pop(pair) for pair in pairs]
             cells = tuple(cell for each in its for cell in each.cells)
@@ -238,7 +238,7 @@ def _least(noise: float) -> float:
 # --- rounds of disjoint pairs, so that all pairs of a round can work at once ----------------------
 
 
-def circle(ends: Sequence[int]) -> list[list[Pair]]:
+def plan_circle(ends: Sequence[int]) -> list[list[Pair]]:
     """Return rounds in which every end meets every other once.
 
     There are n - 1 rounds for n ends, or n if n is odd, because one end then rests. The first end
@@ -253,7 +253,7 @@ def circle(ends: Sequence[int]) -> list[list[Pair]]:
     return rounds
 
 
-def halved(ends: Sequence[int]) -> list[list[Halves]]:
+def halve(ends: Sequence[int]) -> list[list[Halves]]:
     """Cut the ends into halves, these into halves again, down to single ends; a list a depth."""
     groups, depths = [tuple(ends)], []
     while groups := [group for group in groups if len(group) > 1]:
@@ -263,7 +263,7 @@ def halved(ends: Sequence[int]) -> list[list[Halves]]:
     return depths
 
 
-def across(halves: Halves) -> list[Pair]:
+def pair_across(halves: Halves) -> list[Pair]:
     """Return the pairs across a cut.
 
     With an odd number one end rests. The next cut puts it into a smaller half, where none rests.
@@ -325,7 +325,7 @@ class Places:
         return f"{format_rate(bytes_per_second)}, as an Ethernet of {line} does"
 
 
-def finding(seen: Again, places: Places, two_hosts: bool = False) -> Finding:
+def describe_slow(seen: Again, places: Places, two_hosts: bool = False) -> Finding:
     """Return the finding for a confirmed suspect. two_hosts: whether there are only two."""
     suspect, kind = seen.suspect, seen.suspect.kind
     slow, others = (places.carries(r, kind) for r in (seen.slow_rate, seen.others_rate))
@@ -354,7 +354,7 @@ def finding(seen: Again, places: Places, two_hosts: bool = False) -> Finding:
     return Finding(severity, code, sentence, next_step, place)
 
 
-def below_nominal(rates: Rates, places: Places) -> list[Finding]:
+def find_below_nominal(rates: Rates, places: Places) -> list[Finding]:
     """Return a note if no link between hosts carries half of its interfaces' nominal speed.
 
     Nothing if the nominal speed of an interface is unknown.

@@ -104,9 +104,9 @@ def plan_schedule(
         by = "host"
     ends = firsts if by == "host" else ends
     every = _count_pairs(ends)
-    depths = judge.halved(ends) if every > max_pairs else []
-    rounds = [[pair for cut in cuts for pair in judge.across(cut)] for cuts in depths]
-    rounds = rounds or judge.circle(ends)
+    depths = judge.halve(ends) if every > max_pairs else []
+    rounds = [[pair for cut in cuts for pair in judge.pair_across(cut)] for cuts in depths]
+    rounds = rounds or judge.plan_circle(ends)
     pairs = sum(map(len, rounds))
     if pairs < every:
         unchecked.append(
@@ -199,13 +199,13 @@ def _outcome(
             f"{judge.TIMES} times: {len(confirmed)}"
         )
     two_hosts = len(set(host.values())) == 2
-    slow = [judge.finding(again, places, two_hosts) for again in confirmed]
+    slow = [judge.describe_slow(again, places, two_hosts) for again in confirmed]
     rates = {(a, b): alone or at_once for a, b, alone, at_once, _ in crossing}
     figures = _figures(schedule, places, cells, repeated)
     return Outcome(
         lines=tuple(lines),
         unchecked=(*schedule.unchecked, *doubts, *([TWO_HOSTS] if two_hosts else [])),
-        findings=(*slow, *judge.below_nominal(rates, places)),
+        findings=(*slow, *judge.find_below_nominal(rates, places)),
         figures=figures,
         tables=build_tables(figures, context.backend.name),
     )
@@ -248,14 +248,14 @@ def _list_suspects(schedule: Schedule, readings: Readings, between_gpus: bool) -
         within.setdefault(host[a] if host[a] == host[b] else None, {})[a, b] = rate
     views: list[tuple[str, Rates, Rates]] = []
     if crossing := within.pop(None, None):
-        views.append(("host", judge.between(crossing, host), crossing))
+        views.append(("host", judge.combine_hosts(crossing, host), crossing))
         if schedule.kind == "ranks":
-            views.append(("rank", judge.shares(crossing, host), crossing))
+            views.append(("rank", judge.compare_with_hosts(crossing, host), crossing))
     views += [("neighbour", inside, inside) for inside in within.values() if between_gpus]
     found = []
     for kind, seen, measured in views:
         spread = median(readings[cell].spread for cell in measured)
-        slow = judge.merged(judge.suspects(seen, spread), schedule.cuts)
+        slow = judge.merge_cuts(judge.find_suspects(seen, spread), schedule.cuts)
         for suspect in slow:
             cells, healthy = judge.choose_cells(suspect, seen, slow)
             usual = upper_quartile(rates[cell] for cell in healthy) if healthy else 0.0

@@ -63,7 +63,7 @@ class Shown:
 Pass = Sequence[Shown]  # one a rank
 
 
-def suspects(passes: Sequence[Pass]) -> dict[int, list[tuple[str, str]]]:
+def find_slow(passes: Sequence[Pass]) -> dict[int, list[tuple[str, str]]]:
     """Return the ranks that were slow in every pass, each with when and at which loads.
 
     A load at which a rank was slow alone is not listed again for all at once.
@@ -80,7 +80,7 @@ def suspects(passes: Sequence[Pass]) -> dict[int, list[tuple[str, str]]]:
     return slow
 
 
-def late(passes: Sequence[Pass], work_seconds: float) -> int | None:
+def find_late(passes: Sequence[Pass], work_seconds: float) -> int | None:
     """Return the rank for which the others waited in every pass and in most repetitions.
 
     They must wait longer than a slow rank would need for the equal work. None: there is no such
@@ -90,12 +90,12 @@ def late(passes: Sequence[Pass], work_seconds: float) -> int | None:
     return ranks.pop() if len(ranks) == 1 else None
 
 
-def suspected(passes: Sequence[Pass], work_seconds: float) -> bool:
+def is_suspected(passes: Sequence[Pass], work_seconds: float) -> bool:
     """Tell whether a rank is still suspected, so that all must be measured again."""
-    return bool(suspects(passes)) or late(passes, work_seconds) is not None
+    return bool(find_slow(passes)) or find_late(passes, work_seconds) is not None
 
 
-def unjudged(passes: Sequence[Pass]) -> dict[str, float]:
+def find_unjudged(passes: Sequence[Pass]) -> dict[str, float]:
     """Return when no rank could be judged, and the share of the time that they wait for a core."""
     shown = passes[-1]
     return {
@@ -105,7 +105,7 @@ def unjudged(passes: Sequence[Pass]) -> dict[str, float]:
     }
 
 
-def wait_seconds(shown: Pass) -> list[float | None]:
+def median_wait_seconds(shown: Pass) -> list[float | None]:
     """Return how long each rank waits for the latest one in an all_reduce, the median.
 
     That is its time in the all_reduce minus the least of all ranks, which needs no common clock.
@@ -120,20 +120,20 @@ def wait_seconds(shown: Pass) -> list[float | None]:
     ]
 
 
-def best(passes: Sequence[Pass], rank: int, when: str, load: str) -> float:
+def find_best(passes: Sequence[Pass], rank: int, when: str, load: str) -> float:
     """Return the seconds of a repetition in the best of all rounds."""
     return min(seconds for one in passes for seconds in one[rank].seconds[when][load])
 
 
-def rates(
+def list_rates(
     passes: Sequence[Pass], load: Load, when: str, ranks: Sequence[int] | None = None
 ) -> list[float]:
     """Return the best rate of these ranks, or of all, in the unit of the load."""
     ranks = range(len(passes[0])) if ranks is None else ranks
-    return [load.amount / best(passes, rank, when, load.name) / 1e9 for rank in ranks]
+    return [load.amount / find_best(passes, rank, when, load.name) / 1e9 for rank in ranks]
 
 
-def span(values: Sequence[float]) -> str:
+def format_span(values: Sequence[float]) -> str:
     """Format a range as "118 to 121", or as one number if both read the same."""
     low, high = (f"{value:.3g}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
@@ -188,7 +188,7 @@ LATE_NEXT = (
 )
 
 
-def findings(
+def find_all(
     passes: Sequence[Pass], loads: Mapping[str, Load], setup: Setup, work_seconds: float
 ) -> tuple[Finding, ...]:
     """Return a warning for each host and cause of slowness, or for a rank that is only late.
@@ -197,7 +197,7 @@ def findings(
     """
     if len(passes) < PASSES:
         return tuple(_notes(passes, setup))
-    slow, late_rank = suspects(passes), late(passes, work_seconds)
+    slow, late_rank = find_slow(passes), find_late(passes, work_seconds)
     waiting = "" if late_rank is None else _others_wait(passes, late_rank)
     groups: dict[tuple[str, str], list[int]] = {}
     causes: dict[int, tuple[Cause, str]] = {}
@@ -237,7 +237,7 @@ def _slow_rates(
         load = loads[name]
         others = [rank for rank in range(len(passes[0])) if (when, name) not in slow.get(rank, ())]
         own_span, others_span = (
-            span(rates(passes, load, when, group)) for group in (ranks, others)
+            format_span(list_rates(passes, load, when, group)) for group in (ranks, others)
         )
         words = "alone" if when == ALONE else "while all ranks work,"
         parts.append(f"{name} {words} at best {own_span} {load.unit}, the others {others_span}")
@@ -245,7 +245,7 @@ def _slow_rates(
 
 
 def _others_wait(passes: Sequence[Pass], late_rank: int) -> str:
-    waits = [wait_seconds(one) for one in passes]
+    waits = [median_wait_seconds(one) for one in passes]
     others = [
         s for one in waits for rank, s in enumerate(one) if s is not None and rank != late_rank
     ]

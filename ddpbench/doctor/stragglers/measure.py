@@ -54,7 +54,7 @@ def examine(context: Context) -> Outcome:
     together = world.world_size > 1 and not full_hosts
     passes, work_seconds = _gather_passes(context, efforts, together)
     setup = Setup(launch.ranks, list(world.hosts.values()))
-    waits = judge.wait_seconds(passes[-1])
+    waits = judge.median_wait_seconds(passes[-1])
     figures = {
         "loads": {name: {"amount": load.amount, "unit": load.unit} for name, load in loads.items()},
         "work_seconds": work_seconds,
@@ -63,7 +63,7 @@ def examine(context: Context) -> Outcome:
             {
                 "host": setup.host(rank),
                 "seconds": {
-                    when: {load: judge.best(passes, rank, when, load) for load in rounds}
+                    when: {load: judge.find_best(passes, rank, when, load) for load in rounds}
                     for when, rounds in last.seconds.items()
                 },
                 "kept": last.kept,
@@ -77,7 +77,7 @@ def examine(context: Context) -> Outcome:
     return Outcome(
         lines=tuple(summarise(passes, loads, work_seconds)),
         unchecked=tuple(_unchecked(passes, full_hosts, loads)),
-        findings=judge.findings(passes, loads, setup, work_seconds),
+        findings=judge.find_all(passes, loads, setup, work_seconds),
         figures=figures,
         tables=build_tables(figures, context.backend.name),
     )
@@ -98,14 +98,14 @@ def _gather_passes(context: Context, efforts: Efforts, together: bool) -> tuple[
         own = _barrier_alone(world, efforts, slice_seconds, work)
         if not passes:
             everyone = control.gather_values(world, own.seconds[ALONE][work.load.name])
-            repetitions, work_seconds = equal_work(everyone, WORK_SECONDS)
+            repetitions, work_seconds = size_equal_work(everyone, WORK_SECONDS)
         if together:
             context.report_progress("all ranks at once")
             turns = barrier_turns(world, efforts, slice_seconds, alone=False)
             own.seconds[TOGETHER], own.kept[TOGETHER] = turns.seconds, turns.kept
             own.waited_ns.extend(barrier_waits_ns(context, work, repetitions))
         passes.append([Shown(**shown) for shown in control.gather_values(world, asdict(own))])
-        if not control.broadcast_decision(world, int(judge.suspected(passes, work_seconds))):
+        if not control.broadcast_decision(world, int(judge.is_suspected(passes, work_seconds))):
             break
     return passes, work_seconds
 
@@ -167,7 +167,7 @@ def _unchecked(
             f"all ranks at once, and which is late: on {', '.join(full_hosts[:4])} the ranks have "
             "more threads than cores, so this would only show which rank got a core"
         )
-    for when, share in judge.unjudged(passes).items():
+    for when, share in judge.find_unjudged(passes).items():
         yield (
             f"which rank is slow ({WORDS[when]}) or late: the host is busy, and ranks "
             f"waited for a core for {min(share, 1.0) * 100:.0f} % of the time"
@@ -257,7 +257,9 @@ def prepare_efforts(device: torch.device, copy_nbytes: int) -> dict[str, Effort]
     return efforts
 
 
-def equal_work(seconds_of_ranks: Sequence[Sequence[float]], seconds: float) -> tuple[int, float]:
+def size_equal_work(
+    seconds_of_ranks: Sequence[Sequence[float]], seconds: float
+) -> tuple[int, float]:
     """Return how often a usual rank repeats a load in about so many seconds, and the exact time.
 
     seconds_of_ranks: of one repetition, some values for each rank.
@@ -386,15 +388,17 @@ def summarise(
     """Yield a line on the rates for each `when`, and one on the waits."""
     for when in passes[0][0].seconds:
         rates = [
-            f"{name} {judge.span(judge.rates(passes, load, when))} {load.unit}"
+            f"{name} {judge.format_span(judge.list_rates(passes, load, when))} {load.unit}"
             for name, load in loads.items()
         ]
         yield f"best rate of each rank, {WORDS[when]}: {', '.join(rates)}"
-    waits = [wait * 1e3 for one in passes for wait in judge.wait_seconds(one) if wait is not None]
+    waits = [
+        wait * 1e3 for one in passes for wait in judge.median_wait_seconds(one) if wait is not None
+    ]
     if waits:
         yield (
             f"after {work_seconds * 1e3:.3g} ms of equal work the ranks wait for the latest "
-            f"{judge.span(waits)} ms in an all_reduce (median)"
+            f"{judge.format_span(waits)} ms in an all_reduce (median)"
         )
 
 
