@@ -74,13 +74,10 @@ class Request(throwaway_ranks.Request):
     known: Combination | None = None  # one that works
 
 
-def make_request(
-    backend: str, device: str, modules: Sequence[str], wanted: Sequence[Combination] | None = None
-) -> Request:
-    """Return a request for these combinations, or for all, on this backend."""
-    ranks = throwaway_ranks.RANKS
-    launcher = backends.get(backend).launcher
-    wanted = list_combinations(ranks) if wanted is None else wanted
+def make_request(backend: str, device: str, modules: Sequence[str]) -> Request:
+    """Return a request for all combinations on this backend. modules: imported first."""
+    ranks, launcher = throwaway_ranks.RANKS, backends.get(backend).launcher
+    wanted = list_combinations(ranks)
     return Request(backend, device, WAIT_SECONDS, list(modules), launcher, ranks, wanted)
 
 
@@ -88,7 +85,7 @@ def list_combinations(ranks: int) -> list[Combination]:
     """Return all that so many ranks can try, the most important first.
 
     Sums come before other reduce ops, those of the first dtype with the ways of parallel training
-    behind them. One-byte floats, which few backends support, come last.
+    behind them.
     """
     found = [
         Combination(name, form, reduce_op, dtype)
@@ -102,11 +99,9 @@ def list_combinations(ranks: int) -> list[Combination]:
         found += [Combination(name, PARALLEL, None, None) for name in ways.WAYS]
     order = list(DTYPES)
 
-    def urgency(each: Combination) -> tuple[bool, bool, int, bool]:
-        dtype = DTYPES[each.dtype or order[0]]
-        tiny = dtype.floating and dtype.nbytes == 1
-        number = order.index(each.dtype or order[0])
-        return tiny, each.reduce_op not in (None, "sum"), number, each.form == PARALLEL
+    def urgency(each: Combination) -> tuple[bool, int, bool]:
+        number = order.index(each.dtype) if each.dtype else 0
+        return each.reduce_op not in (None, "sum"), number, each.form == PARALLEL
 
     return sorted(found, key=urgency)
 
@@ -131,9 +126,8 @@ class Trials:
 
 def examine(context: Context) -> Outcome:
     """Try all combinations. All ranks call it; the outcome is that of rank 0."""
-    world = context.world
-    request = make_request(context.backend.name, context.device.type, context.modules)
-    trials = Trials(request)
+    world, backend, device = context.world, context.backend.name, context.device.type
+    trials = Trials(make_request(backend, device, context.modules))
     with contextlib.ExitStack() as stack:
         steps: Generator[None, None, None] | None = None
         if world.rank == 0:
@@ -168,17 +162,17 @@ def _outcome(context: Context, trials: Trials) -> Outcome:
 
 
 def _describe_tries(context: Context, rows: Sequence[judge.Row]) -> list[str]:
-    ways = [row for row in rows if row["form"] == PARALLEL]
+    training = [row for row in rows if row["form"] == PARALLEL]
     calls = [row for row in rows if row["form"] != PARALLEL]
     lines = [
         f"tried {len(calls)} combinations of operation, reduce op and dtype, each with "
         f"{' and '.join(map(str, ELEMENTS))} elements a block, in separate processes "
         f"({counted(throwaway_ranks.RANKS, 'rank')}): {judge.count_outcomes(calls)}"
     ]
-    if ways:
+    if training:
         lines.append(
-            f"tried {counted(len(ways), 'way')} of parallel training with one step each, which "
-            f"must give what one process gets: {judge.count_outcomes(ways)}"
+            f"tried {counted(len(training), 'way')} of parallel training with one step each, which "
+            f"must give what one process gets: {judge.count_outcomes(training)}"
         )
     if len(context.world.hosts) > 1:
         hostname = context.launch.ranks[0]["hostname"]
@@ -228,9 +222,7 @@ def _wait(trial: Trial, until: float, clock: Clock) -> Generator[None, None, flo
     Returns the seconds that the ranks had for what they do if they hang, else 0.
     """
     while trial.process.poll() is None and clock.monotonic() < until:
-        states = [
-            state for state in trial.states() if state.kind in ("trying", "tried", "checking")
-        ]
+        states = [one for one in trial.states() if one.kind in ("trying", "tried", "checking")]
         given = [float(state.text.split()[1]) for state in states if state.kind == "trying"]
         allowed = max(given, default=HANG_SECONDS)
         # A rank that is through waits for the others, so the last one counts.
