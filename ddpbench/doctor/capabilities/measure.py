@@ -297,8 +297,8 @@ def main(folder: Path) -> int:
     wanted = [Combination(**combination) for combination in values["wanted"]]
     request = Request(**{**values, "wanted": wanted, "known": known})
     preloaded = ways.MODULES if any(c.form == PARALLEL for c in wanted) else ()
-    attempt = partial(_try_in_rank, request, folder, ("ddpbench.measure.loop", *preloaded))
-    return throwaway_ranks.run(MODULE, folder, request, attempt, preloaded)
+    in_rank = partial(_try_in_rank, request, folder, ("ddpbench.measure.loop", *preloaded))
+    return throwaway_ranks.run(MODULE, folder, request, in_rank, preloaded)
 
 
 def _try_in_rank(
