@@ -15,6 +15,7 @@ from stored_runs import a_launch, a_run
 from ddpbench.analysis import findings
 from ddpbench.analysis.rank_setup import Setup, folded, merge_settings
 from ddpbench.doctor.preflight import checks, measure
+from ddpbench.doctor.preflight.checks import Check
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
@@ -187,10 +188,13 @@ def test_what_a_launcher_sets_is_nobodys_difference() -> None:
 
 
 def test_a_check_that_is_added_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One function in CHECKS adds a check."""
-    mine = Finding("note", "mine", "seen")
-    monkeypatch.setattr(checks, "FINDERS", (lambda setup: iter([mine]),))
-    assert checks.find_all(a_setup(a_rank())) == (mine,)
+    """One entry in CHECKS adds a check; where its fact is unknown, it is not made."""
+    mine = Check("hot", lambda celsius: celsius > 90, "rank", "{who}: {celsius} °C", "cool it")
+    monkeypatch.setattr(checks, "CHECKS", [mine])
+    (found,) = checks.find_all(a_setup(a_rank(), a_rank(celsius=95), a_rank(celsius=50)))
+    assert found == Finding(
+        "warning", "hot", "rank 1 (a): 95 °C", "cool it", {"rank": 1, "host": "a"}
+    )
 
 
 # --- the block for an issue -----------------------------------------------------------------------
