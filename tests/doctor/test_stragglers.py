@@ -20,6 +20,7 @@ from ddpbench.doctor.stragglers.judge import (
     ALONE,
     TOGETHER,
     Load,
+    Measured,
     Pass,
     Shown,
     Suspect,
@@ -56,7 +57,7 @@ def shown(
 def found(ranks: Pass, setup: Setup | None = None, times: int = 3) -> tuple[Finding, ...]:
     """The findings of so many passes in which the ranks show this."""
     setup = setup or a_setup(*[a_rank() for _ in ranks])
-    return judge.find_all([ranks] * times, LOADS, setup, WORK)
+    return judge.find_all(Measured([ranks] * times, LOADS, setup, WORK))
 
 
 # --- who is slow ----------------------------------------------------------------------------------
@@ -83,9 +84,9 @@ def test_only_what_every_pass_shows_is_told() -> None:
     fast as the others in its best round."""
     slow, fine = [shown(), shown(alone=2.0)], [shown(), shown()]
     setup = a_setup(a_rank(), a_rank())
-    assert judge.find_all([slow, slow, fine], LOADS, setup, WORK) == ()
-    assert judge.find_all([slow, slow[::-1], slow], LOADS, setup, WORK) == ()
-    assert judge.find_all([slow], LOADS, setup, WORK) == ()  # not yet confirmed
+    assert judge.find_all(Measured([slow, slow, fine], LOADS, setup, WORK)) == ()
+    assert judge.find_all(Measured([slow, slow[::-1], slow], LOADS, setup, WORK)) == ()
+    assert judge.find_all(Measured([slow], LOADS, setup, WORK)) == ()  # not yet confirmed
     assert judge.is_suspected([slow], WORK)
     wild = {ALONE: {"matmul": [0.01, 0.01, 0.02, 0.02, 0.02]}}
     assert found([shown(), replace(shown(), seconds=wild)]) == ()
@@ -110,7 +111,7 @@ def test_noise_accuses_nobody() -> None:
             ]
             for i in range(3)
         ]
-        assert judge.find_all(passes, LOADS, setup, WORK) == ()
+        assert judge.find_all(Measured(passes, LOADS, setup, WORK)) == ()
 
 
 def test_on_a_busy_host_nobody_is_judged(frozen: Frozen) -> None:

@@ -8,7 +8,7 @@ seconds. If the others wait for cores too, the host is busy, and no rank is judg
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -61,6 +61,25 @@ class Shown:
 
 
 Pass = Sequence[Shown]  # one a rank
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all ranks showed in all passes."""
+
+    passes: Sequence[Pass]
+    loads: Mapping[str, Load]
+    setup: Setup
+    work_seconds: float  # of a usual rank's equal work before an all_reduce
+
+    def best_seconds(self, rank: int, when: str, load: str) -> float:
+        """Return the seconds of a repetition in the best of all rounds."""
+        return min(s for one in self.passes for s in one[rank].seconds[when][load])
+
+    def format_rates(self, when: str, load: str, ranks: Iterable[int]) -> str:
+        """Return the range of the best rates of these ranks: "118 to 121"."""
+        amount = self.loads[load].amount
+        return format_span([amount / self.best_seconds(r, when, load) / 1e9 for r in ranks])
 
 
 def find_slow(passes: Sequence[Pass]) -> dict[int, list[tuple[str, str]]]:
@@ -120,19 +139,6 @@ def median_wait_seconds(shown: Pass) -> list[float | None]:
     ]
 
 
-def find_best(passes: Sequence[Pass], rank: int, when: str, load: str) -> float:
-    """Return the seconds of a repetition in the best of all rounds."""
-    return min(seconds for one in passes for seconds in one[rank].seconds[when][load])
-
-
-def list_rates(
-    passes: Sequence[Pass], load: Load, when: str, ranks: Sequence[int] | None = None
-) -> list[float]:
-    """Return the best rate of these ranks, or of all, in the unit of the load."""
-    ranks = range(len(passes[0])) if ranks is None else ranks
-    return [load.amount / find_best(passes, rank, when, load.name) / 1e9 for rank in ranks]
-
-
 def format_span(values: Sequence[float]) -> str:
     """Format a range as "118 to 121", or as one number if both read the same."""
     low, high = (f"{value:.3g}" for value in (min(values), max(values)))
@@ -188,29 +194,28 @@ LATE_NEXT = (
 )
 
 
-def find_all(
-    passes: Sequence[Pass], loads: Mapping[str, Load], setup: Setup, work_seconds: float
-) -> tuple[Finding, ...]:
+def find_all(measured: Measured) -> tuple[Finding, ...]:
     """Return a warning for each host and cause of slowness, or for a rank that is only late.
 
     A note says what held up all ranks of any other host.
     """
+    passes, setup, work_seconds = measured.passes, measured.setup, measured.work_seconds
     if len(passes) < PASSES:
-        return tuple(_notes(passes, setup))
+        return tuple(_notes(measured))
     slow, late_rank = find_slow(passes), find_late(passes, work_seconds)
     waiting = "" if late_rank is None else _others_wait(passes, late_rank)
     groups: dict[tuple[str, str], list[int]] = {}
     causes: dict[int, tuple[Cause, str]] = {}
     for rank, ((when, load), *_) in slow.items():
-        suspect = Suspect(rank, when, loads[load].memory, passes[-1], setup)
+        suspect = Suspect(rank, when, measured.loads[load].memory, passes[-1], setup)
         causes[rank] = find_cause(suspect)
         groups.setdefault((setup.host(rank), causes[rank][0].name), []).append(rank)
     found = []
     for ranks in groups.values():
         cause, evidence = causes[ranks[0]]
         verb, of = ("is", "") if len(ranks) == 1 else ("are", f"of rank {ranks[0]}: ")
-        measured = _slow_rates(ranks, slow, passes, loads)
-        sentence = f"{setup.who(ranks)} {verb} slow: {measured}; {of}{evidence}"
+        rates = _describe_rates(measured, ranks, slow)
+        sentence = f"{setup.who(ranks)} {verb} slow: {rates}; {of}{evidence}"
         sentence += f"; {waiting}" if late_rank in ranks else ""
         place = {**setup.place(ranks), "cause": cause.name}
         found.append(Finding("warning", "slow-rank", sentence, cause.next_step, place))
@@ -221,26 +226,21 @@ def find_all(
         )
         place = setup.place([late_rank])
         found.append(Finding("warning", "late-rank", sentence, LATE_NEXT, place))
-    notes = _notes(passes, setup, [host for host, _ in groups])
+    notes = _notes(measured, [host for host, _ in groups])
     return (*found, *notes)
 
 
-def _slow_rates(
-    ranks: Sequence[int],
-    slow: Mapping[int, Sequence[tuple[str, str]]],
-    passes: Sequence[Pass],
-    loads: Mapping[str, Load],
+def _describe_rates(
+    measured: Measured, ranks: Sequence[int], slow: Mapping[int, Sequence[tuple[str, str]]]
 ) -> str:
     """Describe the rates of slow ranks beside those of the others, for each load."""
     parts = []
     for when, name in slow[ranks[0]]:
-        load = loads[name]
-        others = [rank for rank in range(len(passes[0])) if (when, name) not in slow.get(rank, ())]
-        own_span, others_span = (
-            format_span(list_rates(passes, load, when, group)) for group in (ranks, others)
-        )
+        world, unit = range(len(measured.passes[0])), measured.loads[name].unit
+        others = [rank for rank in world if (when, name) not in slow.get(rank, ())]
+        own_rate, rate = (measured.format_rates(when, name, group) for group in (ranks, others))
         words = "alone" if when == ALONE else "while all ranks work,"
-        parts.append(f"{name} {words} at best {own_span} {load.unit}, the others {others_span}")
+        parts.append(f"{name} {words} at best {own_rate} {unit}, the others {rate}")
     return "; ".join(parts)
 
 
@@ -252,15 +252,15 @@ def _others_wait(passes: Sequence[Pass], late_rank: int) -> str:
     return f"the others wait {statistics.median(others) * 1e3:.3g} ms for it in an all_reduce"
 
 
-def _notes(passes: Sequence[Pass], setup: Setup, reported: Sequence[str] = ()) -> Iterator[Finding]:
+def _notes(measured: Measured, reported: Sequence[str] = ()) -> Iterator[Finding]:
     """Yield what held up all ranks of a host, which makes none of them slow.
 
     reported: hosts that have a finding already.
     """
-    hosts = [(setup.host(ranks[0]), ranks) for ranks in setup.hosts]
-    for host, ranks in hosts:
+    for ranks in measured.setup.hosts:
+        host = measured.setup.host(ranks[0])
         for reason, (words, next_step) in NOTES.items():
-            shares = [one[rank].share(ALONE, reason) for one in passes for rank in ranks]
+            shares = [one[rank].share(ALONE, reason) for one in measured.passes for rank in ranks]
             share = statistics.median([share for share in shares if share is not None] or [0.0])
             if share > NOTABLE_SHARE and host not in reported:
                 sentence = f"{host}: {words} {share * 100:.0f} % of the time that they computed"

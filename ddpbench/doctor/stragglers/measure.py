@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ddpbench.analysis.rank_setup import Setup, crowded
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.stragglers import judge
-from ddpbench.doctor.stragglers.judge import ALONE, TOGETHER, Load, Pass, Shown
+from ddpbench.doctor.stragglers.judge import ALONE, TOGETHER, Load, Measured, Pass, Shown
 from ddpbench.measure import clock, start
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.runtime import control, cpu, devices, gpu_facts
@@ -54,6 +54,7 @@ def examine(context: Context) -> Outcome:
     together = world.world_size > 1 and not full_hosts
     passes, work_seconds = _gather_passes(context, efforts, together)
     setup = Setup(launch.ranks, list(world.hosts.values()))
+    measured = Measured(passes, loads, setup, work_seconds)
     waits = judge.median_wait_seconds(passes[-1])
     figures = {
         "loads": {name: {"amount": load.amount, "unit": load.unit} for name, load in loads.items()},
@@ -63,7 +64,7 @@ def examine(context: Context) -> Outcome:
             {
                 "host": setup.host(rank),
                 "seconds": {
-                    when: {load: judge.find_best(passes, rank, when, load) for load in rounds}
+                    when: {load: measured.best_seconds(rank, when, load) for load in rounds}
                     for when, rounds in last.seconds.items()
                 },
                 "kept": last.kept,
@@ -75,9 +76,9 @@ def examine(context: Context) -> Outcome:
         ],
     }
     return Outcome(
-        lines=tuple(summarise(passes, loads, work_seconds)),
-        unchecked=tuple(_unchecked(passes, full_hosts, loads)),
-        findings=judge.find_all(passes, loads, setup, work_seconds),
+        lines=tuple(summarise(measured)),
+        unchecked=tuple(_unchecked(measured, full_hosts)),
+        findings=judge.find_all(measured),
         figures=figures,
         tables=build_tables(figures, context.backend.name),
     )
@@ -157,9 +158,8 @@ def _full_hosts(context: Context) -> list[str]:
     return found
 
 
-def _unchecked(
-    passes: Sequence[Pass], full_hosts: Sequence[str], loads: Mapping[str, Load]
-) -> Iterator[str]:
+def _unchecked(measured: Measured, full_hosts: Sequence[str]) -> Iterator[str]:
+    passes, loads = measured.passes, measured.loads
     if len(passes[0]) == 1:
         yield "which rank is slower than the others: there is only one rank"
     elif full_hosts:
@@ -382,14 +382,13 @@ LEGEND = (
 )
 
 
-def summarise(
-    passes: Sequence[Pass], loads: Mapping[str, Load], work_seconds: float
-) -> Iterator[str]:
+def summarise(measured: Measured) -> Iterator[str]:
     """Yield a line on the rates for each `when`, and one on the waits."""
+    passes, ranks = measured.passes, range(len(measured.passes[0]))
     for when in passes[0][0].seconds:
         rates = [
-            f"{name} {judge.format_span(judge.list_rates(passes, load, when))} {load.unit}"
-            for name, load in loads.items()
+            f"{name} {measured.format_rates(when, name, ranks)} {load.unit}"
+            for name, load in measured.loads.items()
         ]
         yield f"best rate of each rank, {WORDS[when]}: {', '.join(rates)}"
     waits = [
@@ -397,8 +396,8 @@ def summarise(
     ]
     if waits:
         yield (
-            f"after {work_seconds * 1e3:.3g} ms of equal work the ranks wait for the latest "
-            f"{judge.format_span(waits)} ms in an all_reduce (median)"
+            f"after {measured.work_seconds * 1e3:.3g} ms of equal work the ranks wait for the "
+            f"latest {judge.format_span(waits)} ms in an all_reduce (median)"
         )
 
 
