@@ -139,8 +139,8 @@ def with_facts(run: Run, facts: dict[str, Any], rank: dict[str, Any], **launch: 
 
 # examination → the module that makes tables of its figures
 TABLES = {
-    "stragglers": "stragglers.examine", "links": "links.findings",
-    "capabilities": "capabilities.verdicts",
+    "stragglers": "stragglers.measure", "links": "links.measure",
+    "capabilities": "capabilities.judge",
 }  # fmt: skip
 
 

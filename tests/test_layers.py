@@ -386,7 +386,7 @@ def test_a_stored_run_is_shown_without_torch(tmp_path: Path) -> None:
 # Where the name of a kind decides something outside of runtime/devices.py, and why it may.
 KINDS_NAMED = {
     "catalog/backends.py": "nccl carries CUDA tensors only; mpi may stage them",
-    "doctor/preflight/dangers.py": "a finding counts more where GPUs are measured",
+    "doctor/preflight/checks.py": "a finding counts more where GPUs are measured",
     "hang/cuda.py": "below the table; CUDA alone has a capture mode",
     "mpi_backend/work.py": "below the table; torch's futures take no CPU among their devices",
     "present/comparison/labels.py": "the CPU is not written out",

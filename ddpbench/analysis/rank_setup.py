@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from ddpbench.records.wording import name_ranks
 
 Facts = Mapping[str, Any]
 FEW = 4  # hosts, or values, that a sentence names
+OF_HOST = ("free_memory_nbytes", "shm_free_nbytes", "shm_nbytes")  # read once for each host
 
 
 @dataclass(frozen=True)
@@ -27,19 +28,19 @@ class Setup:
     device: str = "cpu"
     launcher: str = "torchrun"
 
-    def of_hosts(self) -> Iterator[tuple[str, Sequence[int], Facts]]:
-        """Name, ranks, and facts of each host."""
+    def everyone(self) -> list[Facts]:
+        """Return the facts of each rank together with those of its host."""
+        everyone: list[Facts] = list(self.ranks)
         for ranks in self.hosts:
-            facts = self.ranks[ranks[0]]
-            yield str(facts.get("hostname")), ranks, facts.get("host") or {}
+            first = self.ranks[ranks[0]]
+            once = {name: first[name] for name in OF_HOST if name in first}
+            for rank in ranks:
+                everyone[rank] = {**(first.get("host") or {}), **self.ranks[rank], **once}
+        return everyone
 
     def values(self, fact: str) -> list[Any]:
-        """A fact in each rank; one of the host, in all of its ranks."""
-        found = [its.get(fact) for its in self.ranks]
-        for _, ranks, facts in self.of_hosts():
-            for rank in ranks if fact in facts else ():
-                found[rank] = facts[fact]
-        return found
+        """Return a fact of each rank, or of its host."""
+        return [facts.get(fact) for facts in self.everyone()]
 
     def host(self, rank: int) -> str:
         return str(self.ranks[rank].get("hostname"))
@@ -55,9 +56,17 @@ class Setup:
         place = {"rank": ranks[0], "host": self.host(ranks[0])}
         return place if len(ranks) == 1 else {**place, "ranks": list(ranks)}
 
-    def where(self, holds: Callable[[Facts], bool]) -> list[int]:
-        """The ranks of whose facts it holds."""
-        return [rank for rank, its in enumerate(self.ranks) if holds(its)]
+    def list_values(self, groups: Sequence[tuple[object, list[int]]]) -> str:
+        """Return "1 on rank 0 (a), off on ranks 1-3 (b)"; no more than three values."""
+        values = [f"{_name_value(value)} on {self.who(ranks)}" for value, ranks in groups[:3]]
+        more = f" and {len(groups) - 3} other values elsewhere" if len(groups) > 3 else ""
+        return f"{', '.join(values)}{more}"
+
+
+def _name_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "unknown" if value is None else str(value)
 
 
 def merge_settings(facts: Facts) -> dict[str, str]:

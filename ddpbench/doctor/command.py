@@ -97,12 +97,12 @@ def prepare(launch: LaunchContext[Options]) -> Work[str]:
     import torch
 
     torch.set_num_threads(launch_facts.agree_thread_count(launch.world))
+    options, backend = launch.options, launch.backend
 
     def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
-        options = launch.options
         context = Context(
             world=launch.world,
-            backend=launch.backend,
+            backend=backend,
             process_group=launch.tested,
             device=launch.device,
             launch=recorder.launch,
@@ -113,25 +113,23 @@ def prepare(launch: LaunchContext[Options]) -> Work[str]:
             modules=options.modules,
             report_progress=progress.describe,
         )
+        return lambda name: (_examine(name, context), None)
 
-        def examine(name: str) -> tuple[Examination, None]:
-            progress.describe(name)
-            started = time.monotonic()
-            outcome = EXAMINATIONS[name].examine(context)
-            examination = Examination(
-                name=name,
-                launch=launch.index,
-                backend=launch.backend.name,
-                seconds=time.monotonic() - started,
-                told=outcome.lines,
-                unchecked=outcome.unchecked,
-                findings=outcome.findings,
-                figures=outcome.figures,
-                tables=outcome.tables,
-            )
-            return examination, None
+    return Work(options.only, lambda name: f"the examination of {name} on {backend.name}", begin)
 
-        return examine
 
-    backend = launch.backend.name
-    return Work(launch.options.only, lambda name: f"the examination of {name} on {backend}", begin)
+def _examine(name: str, context: Context) -> Examination:
+    context.report_progress(name)
+    started = time.monotonic()
+    outcome = EXAMINATIONS[name].examine(context)
+    return Examination(
+        name=name,
+        launch=context.launch.index,
+        backend=context.backend.name,
+        seconds=time.monotonic() - started,
+        told=outcome.lines,
+        unchecked=outcome.unchecked,
+        findings=outcome.findings,
+        figures=outcome.figures,
+        tables=outcome.tables,
+    )

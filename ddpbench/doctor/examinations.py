@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ddpbench.doctor.capabilities import examine as capabilities
+from ddpbench.doctor.capabilities import measure as capabilities
 from ddpbench.doctor.context import Context, Outcome
-from ddpbench.doctor.links import examine as links
-from ddpbench.doctor.preflight import examine as preflight
-from ddpbench.doctor.stragglers import examine as stragglers
+from ddpbench.doctor.links import measure as links
+from ddpbench.doctor.preflight import measure as preflight
+from ddpbench.doctor.stragglers import measure as stragglers
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -69,6 +70,20 @@ class HostEvent:
 def elapsed_ns(first: Event, later: Event) -> int:
     """Return the ns between two events that are taken."""
     return round(first.elapsed_time(later) * 1e6)
+
+
+def time_call(device: torch.device, call: Callable[[], object]) -> float:
+    """Return the seconds of a call to its end, on the clock of its device.
+
+    A GPU's clock leaves out what the host does before and after.
+    """
+    kind = of(device)
+    begin, end = kind.event(device), kind.event(device)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return elapsed_ns(begin, end) * 1e-9
 
 
 class Cpu:

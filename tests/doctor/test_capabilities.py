@@ -28,9 +28,8 @@ from slept_time import SleptTime
 
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import parallel, probe, verdicts
-from ddpbench.doctor.capabilities.examine import HANG_SECONDS, Trials, trying
-from ddpbench.doctor.capabilities.verdicts import (
+from ddpbench.doctor.capabilities import judge, measure, ways
+from ddpbench.doctor.capabilities.judge import (
     CRASH,
     HANG,
     OK,
@@ -39,13 +38,12 @@ from ddpbench.doctor.capabilities.verdicts import (
     WRONG,
     Combination,
     Verdict,
-    build_tables,
 )
+from ddpbench.doctor.capabilities.measure import HANG_SECONDS, Request, Trials, try_all
 from ddpbench.measure import throwaway_ranks
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
-from ddpbench.runtime import control, devices, subgroups
-from ddpbench.runtime.subgroups import Subgroup
+from ddpbench.runtime import control, devices
 
 SUM = Combination("all_reduce", "tensor", "sum", "float32")
 MAX8 = Combination("all_reduce", "tensor", "max", "int8")
@@ -60,24 +58,23 @@ BAD = Verdict(WRONG, "rank 1 got 2 at index 3", {"rank": 1, "index": 3})
 
 def test_every_combination_is_tried_once_the_important_ones_first() -> None:
     """All operations in all forms, with all reduce ops where they reduce and all dtypes where they
-    move data: sums first, then ways of parallel training, one-byte floats last; of one rank nothing
-    that needs a partner."""
-    everything = probe.combinations(2)
+    move data: sums first, then ways of parallel training; of one rank nothing that needs a
+    partner."""
+    everything = measure.list_combinations(2)
     assert everything[0] == SUM
     assert len(set(everything)) == len(everything)
-    ways = parallel.list_combinations(2)
-    first = everything.index(ways[0])
-    assert everything[first : first + len(ways)] == ways
+    training = [each for each in everything if each.form == PARALLEL]
+    assert [each.operation for each in training] == [*ways.WAYS]
+    first = everything.index(training[0])
+    assert everything[first : first + len(training)] == training
     assert {each.dtype for each in everything[:first]} == {"float32", None}
-    found = [each for each in everything if each not in ways]
+    found = [each for each in everything if each not in training]
     forms = {(each.operation, each.form) for each in found}
     assert forms == {(name, form) for name, each in OPERATIONS.items() for form in each.forms}
     assert {each.reduce_op for each in found if each.operation == "all_reduce"} == {*REDUCE_OPS}
     assert {each.dtype for each in found if each.operation == "reduce"} == {*DTYPES}
     assert [each for each in found if each.dtype is None] == [BARRIER]
-    tiny = ["float8" in (each.dtype or "") for each in found]
-    assert tiny == sorted(tiny)
-    alone = probe.combinations(1)
+    alone = measure.list_combinations(1)
     assert {each.operation for each in found if each not in alone} == {"send_recv", "bidirectional"}
 
 
@@ -100,7 +97,7 @@ def test_the_ranks_agree(
 ) -> None:
     """What some ranks only refuse leaves them out of step, and no result of it counts; a result
     that is wrong in one rank is wrong."""
-    verdict, found_apart = verdicts.agreed(everyones)
+    verdict, found_apart = judge.combine_verdicts(everyones)
     assert (verdict.outcome, found_apart) == (outcome, apart)
     assert verdict.wrong == (BAD.wrong if outcome == WRONG else {})
     frozen.text(verdict.why)
@@ -114,9 +111,9 @@ def test_a_refusal_is_no_finding(frozen: Frozen) -> None:
         (SUM, Verdict(OK)), (LIST, NO), (BARRIER, Verdict(HANG, "rank 0 did not return")),
         (MAX8, BAD), (double, BAD), (replace(LIST, dtype="int8"), Verdict(CRASH, "SIGABRT")),
     ]  # fmt: skip
-    frozen.findings(verdicts.findings("gloo", tried))
-    assert verdicts.findings("gloo", tried[:2]) == ()
-    frozen.findings(verdicts.findings("gloo", [(double, BAD)] * 6))
+    frozen.findings(judge.find_bad("gloo", tried))
+    assert judge.find_bad("gloo", tried[:2]) == ()
+    frozen.findings(judge.find_bad("gloo", [(double, BAD)] * 6))
 
 
 def test_the_table_has_a_row_for_reduce_ops_that_are_alike(frozen: Frozen) -> None:
@@ -131,8 +128,8 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike(frozen: Frozen) -> No
         (BARRIER, Verdict(OK)),
         (replace(LIST, dtype="float32"), Verdict(CRASH, "a rank was aborted")),
     ]  # fmt: skip
-    figures = {"verdicts": verdicts.rows(tried)}
-    (table,) = build_tables(figures, "gloo")
+    figures = {"verdicts": judge.list_rows(tried)}
+    (table,) = judge.build_tables(figures, "gloo")
     rows = [line.split() for line in lay_out(table).splitlines()]
     assert table.title == "what gloo can do"
     assert rows[0] == ["operation", "reduce", "op", "f32", "bf16"]
@@ -143,16 +140,16 @@ def test_the_table_has_a_row_for_reduce_ops_that_are_alike(frozen: Frozen) -> No
         ["all_gather", "(list)", "CRASH", "?"],
     ]
     frozen.text("\n".join(table.legend))
-    assert build_tables({}, "gloo") == ()
+    assert judge.build_tables({}, "gloo") == ()
 
 
 def test_ways_of_parallel_training_have_a_table_of_their_own() -> None:
     """A row for each way, with the reason where it does not work."""
     lacks = "RuntimeError: Cannot use ReduceOp.AVG with Gloo"
-    ways = [Combination(name, PARALLEL, None, None) for name in ("DDP", "HSDP")]
+    names = [Combination(name, PARALLEL, None, None) for name in ("DDP", "HSDP")]
     outcomes = [Verdict(OK), Verdict(UNSUPPORTED, lacks)]
-    figures = {"verdicts": verdicts.rows(list(zip(ways, outcomes, strict=True)))}
-    (table,) = build_tables(figures, "gloo")
+    figures = {"verdicts": judge.list_rows(list(zip(names, outcomes, strict=True)))}
+    (table,) = judge.build_tables(figures, "gloo")
     assert table.rows == (("DDP", "ok", ""), ("HSDP", "–", lacks))
 
 
@@ -168,18 +165,19 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     world = dist.group.WORLD
     assert world is not None
     monkeypatch.setattr(control, "gather_values", lambda group, mine: [mine])
-    one_rank: Any = SimpleNamespace(rank=0, watchdog=SimpleNamespace(rearm=lambda: None))
-    subgroup = Subgroup(subgroups.divide_ranks("world", [[0]]), world, world)
+    one_rank: Any = SimpleNamespace(
+        rank=0, hosts={"a": [0]}, watchdog=SimpleNamespace(rearm=lambda: None)
+    )
+    ranks = ways.Ranks(one_rank, world, torch.device("cpu"), tmp_path)
 
     def walked(wanted: Sequence[Combination]) -> tuple[dict[int, Verdict], list[str]]:
         notes: dict[int, Verdict] = {}
         reports: list[str] = []
-        probe.walk(
-            probe.Place(
-                probe.request("gloo", "cpu", (), wanted), one_rank, subgroup, torch.device("cpu")
-            ),
-            report=lambda kind, text: reports.append(f"{kind} {text}"),
-            note=lambda number, verdict: notes.update({number: verdict}),
+        measure.walk(
+            request_trials(wanted),
+            ranks,
+            lambda kind, text: reports.append(f"{kind} {text}"),
+            lambda number, verdict: notes.update({number: verdict}),
         )
         return notes, reports
 
@@ -191,13 +189,13 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def test_gloo_alone_is_never_wrong(walk: Callable[..., Any]) -> None:
     """All combinations end; each is right or refused with a reason; float32 sums work."""
-    wanted = probe.combinations(1)
+    wanted = measure.list_combinations(1)
     notes, reports = walk(wanted)
     assert sorted(notes) == [*range(len(wanted))]
     assert {verdict.outcome for verdict in notes.values()} == {OK, UNSUPPORTED}
     assert all(verdict.why for verdict in notes.values() if verdict.outcome == UNSUPPORTED)
     assert notes[0] == Verdict(OK)
-    assert reports[-1] == f"works {len(wanted)}"
+    assert reports[-1].split()[1] == str(len(wanted) - 1)
 
 
 def test_a_call_that_does_nothing_is_wrong(
@@ -222,45 +220,17 @@ def test_a_group_that_a_refusal_breaks_is_not_used_again(
     told to have broken the group, and the rest is left to fresh ranks."""
     tried = []
 
-    def attempted(request: Any, each: Combination, *_: Any) -> Verdict:
+    def attempt(request: Any, ranks: Any, each: Combination) -> Verdict:
         tried.append(each)
         return Verdict(OK) if LIST not in tried else NO
 
-    monkeypatch.setattr(probe, "attempted", attempted)
+    monkeypatch.setattr(measure, "attempt", attempt)
     notes, reports = walk([SUM, LIST, MAX8])
     assert tried == [SUM, LIST, SUM]
-    assert notes[1] == verdicts.breaking(NO)
+    assert notes[1] == NO.breaking()
     frozen.text(notes[1].why)
     assert 2 not in notes
-    assert reports[-3:] == ["refused 1 RuntimeError: no", "checking 1", "left 1"]
-
-
-def test_the_first_call_of_each_operation_is_told_apart(walk: Callable[..., Any]) -> None:
-    """It may make a communicator and load code; later calls of the operation do not."""
-    _, reports = walk([SUM, BARRIER, MAX8])
-    assert [text for text in reports if not text.startswith("tried")] == [
-        "first 0", "first 1", "doing 2", "works 3",
-    ]  # fmt: skip
-
-
-def test_a_device_that_an_error_has_made_useless_ends_the_ranks(
-    walk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a bad access on a GPU does, after which every call of the process fails: what refused is
-    told to have broken the group, and the rest is left to fresh ranks, even if nothing is known to
-    work."""
-
-    class Broken:
-        def record(self) -> None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(probe, "attempted", lambda *_: NO)
-    notes, reports = walk([SUM, LIST])
-    assert notes == {0: NO, 1: NO}
-    monkeypatch.setattr(devices.KINDS["cpu"], "event", lambda device: Broken())
-    notes, reports = walk([SUM, LIST])
-    assert notes == {0: verdicts.breaking(NO)}
-    assert reports[-1] == "left 0"
+    assert reports[-3:] == ["refused 1 RuntimeError: no", "checking 1", "checked 1"]
 
 
 def test_a_lack_of_memory_is_no_refusal(
@@ -279,6 +249,11 @@ def test_a_lack_of_memory_is_no_refusal(
 # --- one set of ranks after the other, scripted ---------------------------------------------------
 
 ABORTED = "Fatal Python error: Aborted\n"
+
+
+def request_trials(wanted: Sequence[Combination], *modules: str) -> Request:
+    """A request for these combinations on gloo."""
+    return replace(measure.make_request("gloo", "cpu", modules), wanted=wanted)
 
 
 class Set:
@@ -325,7 +300,7 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
         left, clock = list(sets), SleptTime()
 
         @contextlib.contextmanager
-        def started(module: str, request: probe.Request) -> Iterator[Any]:
+        def started(module: str, request: measure.Request) -> Iterator[Any]:
             this, folder = left.pop(0), next(folders)
             assert request.first == this.first
             this.start(folder, clock)
@@ -333,9 +308,8 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
             yield SimpleNamespace(folder=folder, process=this, states=states, end=this.end)
 
         monkeypatch.setattr(throwaway_ranks, "started", started)
-        trials = Trials(probe.combinations(2)[:3])
-        request = probe.request("gloo", "cpu", (), trials.wanted)
-        assert {*trying(request, trials, seconds, clock)} <= {None}
+        trials = Trials(request_trials(measure.list_combinations(2)[:3]))
+        assert {*try_all(trials, seconds, clock)} <= {None}
         assert left == []
         return trials
 
@@ -345,9 +319,9 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
 @pytest.mark.parametrize(
     ("end", "outcome"),
     [
-        ((["failed x", "doing 1"], 5, ABORTED), CRASH),
-        ((["failed x", "doing 1"], 5, "a\nb\n"), CRASH),
-        ((["tried 1", "doing 1"], None, ""), HANG),
+        ((["failed x", "trying 1 5"], 5, ABORTED), CRASH),
+        ((["failed x", "trying 1 5"], 5, "a\nb\n"), CRASH),
+        ((["tried 1", "trying 1 5"], None, ""), HANG),
     ],
     ids=["aborted", "exit code", "hang"],
 )
@@ -356,47 +330,59 @@ def test_what_ends_its_ranks_twice_is_told_and_the_rest_is_tried(
 ) -> None:
     """A crash or a hang is confirmed by fresh ranks, which begin with the suspect; where they can
     do it, it was a bad moment."""
-    twice = [Set(0, "o", *end), Set(1, "", *end), Set(2, "o", ["works 3"])]
+    twice = [Set(0, "o", *end), Set(1, "", *end), Set(2, "o", ["tried 2"])]
     before, found, after = tried(*twice).verdicts
     assert [before, found.outcome, after] == [Verdict(OK), outcome, Verdict(OK)]
     frozen.verdict(found.why)
-    once = [Set(0, "o", *end), Set(1, "oo", ["works 3"])]
+    once = [Set(0, "o", *end), Set(1, "oo", ["tried 2"])]
     assert tried(*once).verdicts == [Verdict(OK)] * 3
+
+
+@pytest.fixture
+def reported(walk: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """What both ranks report of the last of these combinations, as if it were the first."""
+    monkeypatch.setattr(measure, "attempt", lambda *_: Verdict(OK))
+
+    def read(*wanted: Combination) -> list[str]:
+        trying = [text for text in walk(wanted)[1] if text.startswith("trying")]
+        return [f"trying 0 {trying[-1].split()[2]}"] * 2
+
+    return read
 
 
 @pytest.mark.parametrize("kind", ["first", "doing"])
 @pytest.mark.parametrize("clock", ["host", "device"])
 def test_the_first_call_on_a_device_may_take_longer(
-    kind: str, clock: str, tried: Attempt, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
-) -> None:
+    kind: str, clock: str, reported: Callable[..., list[str]], tried: Attempt,
+    monkeypatch: pytest.MonkeyPatch, frozen: Frozen,
+) -> None:  # fmt: skip
     """Two ranks take 6 s to make a communicator, and work: on a device that is no hang."""
     monkeypatch.setattr(devices.KINDS["cpu"], "clock", clock)
-    slow = [f"{kind} 0", f"{kind} 0"]
+    slow = reported(SUM) if kind == "first" else reported(SUM, MAX8)
     if (kind, clock) == ("first", "device"):
         assert tried(Set(0, "ooo", slow, ends=6)).verdicts == [Verdict(OK)] * 3
         return
     cut = Set(0, "", slow, ends=6)
-    hang = tried(cut, Set(0, "", slow, ends=6), Set(1, "oo", ["works 3"])).verdicts[0]
+    hang = tried(cut, Set(0, "", slow, ends=6), Set(1, "oo", ["tried 2"])).verdicts[0]
     assert hang.outcome == HANG
     assert cut.lasted == pytest.approx(HANG_SECONDS, abs=0.2)
     frozen.verdict(hang.why)
 
 
-def test_a_way_of_parallel_training_may_take_longer(tried: Attempt, frozen: Frozen) -> None:
+def test_a_way_of_parallel_training_may_take_longer(
+    reported: Callable[..., list[str]], tried: Attempt, frozen: Frozen
+) -> None:
     """It is many calls: on the CPU of a busy host, 29 s are no hang, and 31 s are."""
-    slow = ["training 0", "training 0"]
+    slow = reported(Combination("DDP", PARALLEL, None, None))
     assert tried(Set(0, "ooo", slow, ends=29)).verdicts == [Verdict(OK)] * 3
-    found = tried(Set(0, "", slow, ends=31), Set(1, "oo", ["works 3"])).verdicts
+    found = tried(Set(0, "", slow, ends=31), Set(1, "oo", ["tried 2"])).verdicts
     assert found[0].outcome == HANG
     frozen.verdict(found[0].why)
 
 
-def test_a_first_call_that_never_ends_is_told(
-    tried: Attempt, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
-) -> None:
+def test_a_first_call_that_never_ends_is_told(tried: Attempt, frozen: Frozen) -> None:
     """After the time that it had, and not tried again: there is no time for that."""
-    monkeypatch.setattr(devices.KINDS["cpu"], "clock", "device")
-    found = tried(Set(0, "", ["first 0", "tried 0"], None), Set(1, "oo", ["works 3"])).verdicts
+    found = tried(Set(0, "", ["trying 0 30", "tried 0"], None), Set(1, "oo", ["tried 2"])).verdicts
     assert found[0].outcome == HANG
     frozen.verdict(found[0].why)
 
@@ -409,7 +395,7 @@ def test_a_rank_that_waits_for_the_last_does_not_hang(tried: Attempt) -> None:
 
 def test_trials_end_with_their_time(tried: Attempt) -> None:
     """What hangs then, or waits for its turn, was not tried; nobody is blamed."""
-    late = Set(0, "o", ["doing 1", "doing 1"], None)
+    late = Set(0, "o", ["trying 1 5", "trying 1 5"], None)
     trials = tried(late, seconds=3.0)
     assert late.lasted == pytest.approx(3.0, abs=0.2)
     assert trials.verdicts == [Verdict(OK)]
@@ -419,7 +405,7 @@ def test_trials_end_with_their_time(tried: Attempt) -> None:
 def test_trials_without_memory_are_given_up(tried: Attempt, frozen: Frozen) -> None:
     """That says nothing about the backend: no combination is blamed."""
     short = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB"
-    trials = tried(Set(0, "o", ["first 1", f"failed {short}"], 5))
+    trials = tried(Set(0, "o", ["trying 1 5", f"failed {short}"], 5))
     assert trials.verdicts == [Verdict(OK)]
     assert trials.given_up
     frozen.text(trials.given_up)
@@ -428,8 +414,8 @@ def test_trials_without_memory_are_given_up(tried: Attempt, frozen: Frozen) -> N
 def test_who_waits_for_a_rank_that_refused_does_not_hang(tried: Attempt, frozen: Frozen) -> None:
     """One rank raises, the other never returns: an error is what a user sees, so that it is not
     supported, and by whom; fresh ranks go on behind it."""
-    refused = Set(0, "", ["doing 0", "refused 0 TypeError: no"], None)
-    found = tried(refused, Set(1, "ou", ["works 3"])).verdicts
+    refused = Set(0, "", ["trying 0 5", "refused 0 TypeError: no"], None)
+    found = tried(refused, Set(1, "ou", ["tried 2"])).verdicts
     assert [verdict.outcome for verdict in found] == [UNSUPPORTED, OK, UNSUPPORTED]
     frozen.verdict(found[0].why)
 
@@ -438,11 +424,11 @@ def test_a_group_that_broke_after_a_verdict_costs_no_other_its_own(tried: Attemp
     """Ranks that leave, hang or die after they have agreed: fresh ones go on with the next, and
     what broke the group is told."""
     sets = [
-        Set(0, "u", ["checking 0", "doing 0"], None), Set(1, "u", ["refused 1 x"], 0),
-        Set(2, "o", ["works 3"], 5, ABORTED),
+        Set(0, "u", ["checking 0", "trying 0 5"], None), Set(1, "u", ["refused 1 x"], 0),
+        Set(2, "o", ["tried 2"], 5, ABORTED),
     ]  # fmt: skip
     refused = Verdict(UNSUPPORTED)
-    assert tried(*sets).verdicts == [verdicts.breaking(refused), refused, Verdict(OK)]
+    assert tried(*sets).verdicts == [refused.breaking(), refused, Verdict(OK)]
 
 
 def test_ranks_that_cannot_start_are_given_up(tried: Attempt, frozen: Frozen) -> None:
@@ -460,9 +446,9 @@ PLANTED = """
 import os
 from dataclasses import replace
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import parallel
+from ddpbench.doctor.capabilities import ways
 
-honest_step = parallel.WAYS["DDP"]
+honest_step = ways.WAYS["DDP"]
 
 def train(ranks):
     parameters = honest_step(ranks)
@@ -470,7 +456,7 @@ def train(ranks):
         parameters["1.bias"][3] += 1
     return parameters
 
-parallel.WAYS["DDP"] = train
+ways.WAYS["DDP"] = train
 
 honest = OPERATIONS["all_gather"]
 
@@ -494,11 +480,10 @@ def test_a_crash_is_found_and_nothing_is_left(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "executable", write_warm_python(tmp_path))
     wanted = [BARRIER, LIST, SUM, Combination("DDP", PARALLEL, None, None)]
-    trials = Trials(wanted)
-    request = probe.request("gloo", "cpu", ("planted",), wanted)
+    trials = Trials(request_trials(wanted, "planted"))
     # However busy this machine is, nothing hangs.
     patient = SimpleNamespace(time=lambda: 0.0, monotonic=time.monotonic, sleep=time.sleep)
-    for _ in trying(request, trials, PATIENCE_SECONDS, patient):
+    for _ in try_all(trials, PATIENCE_SECONDS, patient):
         pass
     assert trials.given_up is None
     frozen.facts([verdict.outcome for verdict in trials.verdicts])
@@ -512,9 +497,8 @@ def test_a_crash_is_found_and_nothing_is_left(
 
 def test_no_time_is_told(frozen: Frozen) -> None:
     """Where nothing could be tried in the time there was, that is said."""
-    trials = Trials([SUM])
-    request = probe.request("gloo", "cpu", (), [SUM])
-    assert [*trying(request, trials, 0.0)] == []
+    trials = Trials(request_trials([SUM]))
+    assert [*try_all(trials, 0.0)] == []
     assert trials.verdicts == []
     assert trials.given_up
     frozen.text(trials.given_up)
@@ -535,8 +519,8 @@ def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> N
     assert not bad or torch.__version__ < "2.9"
     assert found.unchecked == ()
     rows = found.figures["verdicts"]
-    assert len(rows) == found.figures["wanted"] == len(probe.combinations(2))
+    assert len(rows) == found.figures["wanted"] == len(measure.list_combinations(2))
     works = {(v["operation"], v["dtype"]) for v in rows if v["outcome"] == OK}
     assert works >= {(name, "float32") for name in ("all_reduce", "broadcast", "all_gather")}
-    assert bad or works >= {(name, None) for name in parallel.WAYS}
+    assert bad or works >= {(name, None) for name in ways.WAYS}
     assert [table.title in done.stdout for table in found.tables] == [True, True]

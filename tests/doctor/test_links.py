@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from rank_pool import RankPool
 from simulated_gpu import GUARD_VARIABLE
 from simulated_hosts import payload
 
-from ddpbench.doctor.links import findings, suspects
-from ddpbench.doctor.links.examine import plan_schedule
-from ddpbench.doctor.links.findings import Carried, Places, build_tables
-from ddpbench.doctor.links.suspects import Again, Cell, Suspect
+from ddpbench.doctor.links import judge, measure
+from ddpbench.doctor.links.judge import Again, Cell, Places, Suspect
+from ddpbench.doctor.links.measure import plan_schedule
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records.schema import Finding
 
@@ -43,7 +43,7 @@ def net(
 
 def blamed(rates: Mapping[Cell, float], spread: float = 0.0) -> list[tuple[int, ...]]:
     """The ends of each suspect."""
-    return [each.ends for each in suspects.suspects(rates, spread)]
+    return [each.ends for each in judge.find_suspects(rates, spread)]
 
 
 # --- who meets whom -------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def blamed(rates: Mapping[Cell, float], spread: float = 0.0) -> list[tuple[int, 
 @pytest.mark.parametrize("count", [2, 3, 8, 17])
 def test_in_a_circle_each_meets_each_once_and_one_at_a_time(count: int) -> None:
     """n - 1 rounds of an even number of ends, n of an odd one, and no end twice in one."""
-    rounds = suspects.circle(range(count))
+    rounds = judge.plan_circle(range(count))
     assert len(rounds) == count - 1 + count % 2
     assert all(len({end for pair in its for end in pair}) == 2 * len(its) for its in rounds)
     met = sorted(tuple(sorted(pair)) for its in rounds for pair in its)
@@ -63,8 +63,8 @@ def test_in_a_circle_each_meets_each_once_and_one_at_a_time(count: int) -> None:
 def test_halves_meet_across_their_cut(count: int) -> None:
     """In as many rounds as the ends can be halved, no end twice in one; from 16 ends on each meets
     three at least, among which a slow link does not make it a slow end."""
-    depths = suspects.halved(range(count))
-    rounds = [[pair for cut in cuts for pair in suspects.across(cut)] for cuts in depths]
+    depths = judge.halve(range(count))
+    rounds = [[pair for cut in cuts for pair in judge.pair_across(cut)] for cuts in depths]
     assert len(rounds) == int(np.ceil(np.log2(count)))
     assert all(len({end for pair in its for end in pair}) == 2 * len(its) for its in rounds)
     partners = [sum(end in pair for its in rounds for pair in its) for end in range(count)]
@@ -112,13 +112,13 @@ def test_several_slow_ones_are_all_found() -> None:
 def test_one_way_may_be_slow() -> None:
     """Of a host its sending, of a link the way there; of two hosts only that can be seen."""
     sends = {(3, other): SLOW for other in range(3)}
-    (host,) = suspects.suspects(net(4, {}, sends))
+    (host,) = judge.find_suspects(net(4, {}, sends))
     assert (host.ends, host.ways, set(host.cells)) == ((3,), "sends", set(sends))
-    (link,) = suspects.suspects(net(4, {}, {(2, 1): SLOW}))
+    (link,) = judge.find_suspects(net(4, {}, {(2, 1): SLOW}))
     assert (link.ends, link.ways) == ((1, 2), "receives")
-    (of_two,) = suspects.suspects({(0, 1): FAST, (1, 0): SLOW})
-    assert (of_two.one, of_two.ways) == ((1,), "sends")
-    assert suspects.suspects({(0, 1): FAST, (1, 0): FAST * 0.9}) == []
+    (of_two,) = judge.find_suspects({(0, 1): FAST, (1, 0): SLOW})
+    assert (of_two.ends, of_two.ways) == ((0, 1), "receives")
+    assert judge.find_suspects({(0, 1): FAST, (1, 0): FAST * 0.9}) == []
 
 
 def test_rates_that_vary_are_suspicious_only_far_outside() -> None:
@@ -136,23 +136,23 @@ def test_ranks_are_judged_within_their_hosts() -> None:
     """A slow rank of two makes no slow host, and a slow host no slow ranks."""
     host = {rank: rank - rank % 2 for rank in range(8)}
     rates = net(8, {3: SLOW})
-    assert blamed(suspects.between(rates, host)) == []
-    assert blamed(suspects.shares(rates, host)) == [(3,)]
+    assert blamed(judge.combine_hosts(rates, host)) == []
+    assert blamed(judge.compare_with_hosts(rates, host)) == [(3,)]
     rates = net(8, {2: SLOW, 3: SLOW})
-    assert blamed(suspects.between(rates, host)) == [(2,)]
-    assert blamed(suspects.shares(rates, host)) == []
+    assert blamed(judge.combine_hosts(rates, host)) == [(2,)]
+    assert blamed(judge.compare_with_hosts(rates, host)) == []
 
 
 def test_pairs_that_are_slow_across_a_cut_become_one() -> None:
     """All between two halves; where one of them is healthy, each stays what it is."""
-    cuts = [cut for depth in suspects.halved(range(8)) for cut in depth]
-    cells = [way for cut in cuts for a, b in suspects.across(cut) for way in ((a, b), (b, a))]
-    slow = {way for a, b in suspects.across(cuts[0]) for way in ((a, b), (b, a))}
+    cuts = [cut for depth in judge.halve(range(8)) for cut in depth]
+    cells = [way for cut in cuts for a, b in judge.pair_across(cut) for way in ((a, b), (b, a))]
+    slow = {way for a, b in judge.pair_across(cuts[0]) for way in ((a, b), (b, a))}
     rates = {cell: SLOW if cell in slow else FAST for cell in cells}
-    (whole,) = suspects.merged(suspects.suspects(rates), cuts)
+    (whole,) = judge.merge_cuts(judge.find_suspects(rates), cuts)
     assert (whole.one, whole.other) == ((0, 1, 2, 3), (4, 5, 6, 7))
     rates[0, 7] = rates[7, 0] = FAST
-    single = suspects.merged(suspects.suspects(rates), cuts)
+    single = judge.merge_cuts(judge.find_suspects(rates), cuts)
     assert sorted(each.ends for each in single) == [(1, 6), (2, 5), (3, 4)]
 
 
@@ -160,23 +160,23 @@ def test_a_suspicion_is_measured_again_beside_healthy_links() -> None:
     """Of the same hosts first, and never beside another suspicion; the link of a slow host beside
     that host's others."""
     rates = net(5, {4: SLOW}, {(0, 1): SLOW, (1, 0): SLOW})
-    host, link = found = suspects.suspects(rates)
-    slow, healthy = suspects.again(link, rates, found)
+    host, link = found = judge.find_suspects(rates)
+    slow, healthy = judge.choose_cells(link, rates, found)
     assert sorted(slow) == [(0, 1), (1, 0)]
-    assert len(healthy) == suspects.MOST_BESIDE
+    assert len(healthy) == judge.MOST_BESIDE
     assert {0, 1} <= {end for cell in healthy for end in cell}
     assert not {cell for cell in healthy if 4 in cell or set(cell) == {0, 1}}
-    slow, healthy = suspects.again(host, rates, found)
+    slow, healthy = judge.choose_cells(host, rates, found)
     assert all(4 in cell for cell in slow)
     assert all(rates[cell] == FAST for cell in healthy)
     rates = net(4, {0: SLOW}, {(0, 1): SLOW / 4})
-    _, link = found = suspects.suspects(rates)
-    assert suspects.again(link, rates, found) == ([(0, 1)], [(0, 2), (0, 3)])
+    _, link = found = judge.find_suspects(rates)
+    assert judge.choose_cells(link, rates, found) == ([(0, 1)], [(0, 2), (0, 3)])
     two = {(0, 1): FAST, (1, 0): SLOW}
-    (only,) = found = suspects.suspects(two)
-    assert suspects.again(only, two, found) == ([(1, 0)], [(0, 1)])
+    (only,) = found = judge.find_suspects(two)
+    assert judge.choose_cells(only, two, found) == ([(1, 0)], [(0, 1)])
     alone = Suspect((0,), (), ((0, 1),), 0.1)
-    assert suspects.again(alone, {(0, 1): SLOW}, [alone]) == ([(0, 1)], [])
+    assert judge.choose_cells(alone, {(0, 1): SLOW}, [alone]) == ([(0, 1)], [])
 
 
 def test_only_what_is_slow_each_time_is_confirmed() -> None:
@@ -185,24 +185,23 @@ def test_only_what_is_slow_each_time_is_confirmed() -> None:
     suspect = Suspect((0,), (1,), ((0, 1), (1, 0)), 0.1)
 
     def again(*times: tuple[float, float]) -> Again:
-        seen = Again(suspect, FAST)
+        seen = Again(suspect, [(0, 1), (1, 0)], [(0, 2), (2, 0)], FAST)
         for slow, others in times:
-            seen = seen.and_again([0.9 * slow, slow], [0.8 * others, others])
+            seen.add({(0, 1): 0.9 * slow, (1, 0): slow, (0, 2): 0.8 * others, (2, 0): others})
         return seen
 
     true, loaded = (SLOW, FAST), (SLOW, FAST / 2)
     seen = again(*[true] * 5)
     assert (seen.confirmed, seen.cleared, seen.decided) == (True, False, True)
-    assert seen.bytes_per_second == SLOW
-    assert seen.others_bytes_per_second == FAST
+    assert seen.slow_rate == SLOW
+    assert seen.others_rate == FAST
     assert not again(*[true] * 4).decided
     assert again(true, (FAST, FAST)).cleared
     assert again(true, (FAST, FAST / 2)).cleared
     assert not again(true, (FAST / 2, FAST / 2)).cleared
-    seen = again(*[true] * 4, *[loaded] * 5)
-    assert not seen.decided
-    assert seen.and_again(*[[rate] for rate in true]).confirmed
-    given_up = seen.and_again(*[[rate] for rate in loaded])
+    assert not again(*[true] * 4, *[loaded] * 5).decided
+    assert again(*[true] * 4, *[loaded] * 5, true).confirmed
+    given_up = again(*[true] * 4, *[loaded] * 6)
     assert (given_up.decided, given_up.confirmed, given_up.cleared) == (True, False, False)
 
 
@@ -215,8 +214,8 @@ def told(
     kind: str, one: int, *other: int, cells: tuple[Cell, ...] = ((0, 1), (1, 0)), two: bool = False
 ) -> Finding:
     """The finding of a suspicion that was confirmed five times."""
-    seen = Again(Suspect((one,), other, cells, 0.1), FAST, ((SLOW,),) * 5, ((FAST,),) * 5)
-    return findings.finding(seen, kind, PLACES, two)
+    seen = Again(Suspect((one,), other, cells, 0.1, kind), [], [], FAST, [[SLOW]] * 5, [[FAST]] * 5)
+    return judge.describe_slow(seen, PLACES, two)
 
 
 def test_a_slow_link_names_both_hosts_a_slow_host_one(frozen: Frozen) -> None:
@@ -231,24 +230,24 @@ def test_a_slow_link_names_both_hosts_a_slow_host_one(frozen: Frozen) -> None:
 def test_a_rate_is_that_of_an_ethernet() -> None:
     """TCP over full frames of 1500 bytes carries 1448 of 1538; jumbo frames carry more."""
     for bits in (1e8, 1e9, 2.5e9):
-        assert findings.line_rate(payload(bits)) == pytest.approx(bits)
-    assert findings.line_rate(payload(1e9), 9000) < 0.96e9
+        assert PLACES.line_rate(payload(bits)) == pytest.approx(bits)
+    assert (replace(PLACES, mtu_nbytes=9000).line_rate(payload(1e9)) or 1e9) < 0.96e9
 
 
 def test_links_below_half_of_the_nominal_speed_are_a_note(frozen: Frozen) -> None:
     """Where that of all interfaces is known, and no link reaches it."""
-    frozen.findings(findings.below_nominal({(0, 1): 50e6, (1, 0): 60e6}, PLACES))
-    assert findings.below_nominal({(0, 1): 50e6, (1, 0): 63e6}, PLACES) == []
-    assert findings.below_nominal({(0, 1): 50e6, (0, 2): 50e6}, PLACES) == []
-    assert findings.below_nominal({}, PLACES) == []
+    frozen.findings(judge.find_below_nominal({(0, 1): 50e6, (1, 0): 60e6}, PLACES))
+    assert judge.find_below_nominal({(0, 1): 50e6, (1, 0): 63e6}, PLACES) == []
+    assert judge.find_below_nominal({(0, 1): 50e6, (0, 2): 50e6}, PLACES) == []
+    assert judge.find_below_nominal({}, PLACES) == []
 
 
 def test_a_line_tells_what_a_class_of_links_carries(frozen: Frozen) -> None:
     """Median, least and most; a class that is not there has no line."""
-    cells = {(0, 1): Carried(100e6, 50e6, 1e-4), (1, 0): Carried(200e6, 80e6, 3e-4)}
-    frozen.text("\n".join(findings.summary("between hosts", cells)))
-    frozen.text("\n".join(findings.summary("within", {(0, 1): Carried(None, 50e6, 1e-4)})))
-    assert findings.summary("within", {}) == []
+    cells = [[0, 1, 100e6, 50e6, 1e-4], [1, 0, 200e6, 80e6, 3e-4]]
+    frozen.text("\n".join(measure.summarise("between hosts", cells)))
+    frozen.text("\n".join(measure.summarise("within", [[0, 1, None, 50e6, 1e-4]])))
+    assert measure.summarise("within", []) == []
 
 
 def shown(count: int, host: Callable[[int], str], at_once: float | None = 50e6) -> list[str]:
@@ -260,7 +259,7 @@ def shown(count: int, host: Callable[[int], str], at_once: float | None = 50e6) 
     kind = "hosts" if len({host(rank) for rank in range(count)}) == count else "ranks"
     ends = [[rank, host(rank)] for rank in range(count)]
     figures = {"ends": ends, "kind": kind, "halved": False, "cells": cells}
-    return [f"{one.title}\n{lay_out(one)}" for one in build_tables(figures, "gloo")]
+    return [f"{one.title}\n{lay_out(one)}" for one in measure.build_tables(figures, "gloo")]
 
 
 def test_few_links_are_shown_as_a_matrix_many_by_their_slowest(frozen: Frozen) -> None:
@@ -279,7 +278,7 @@ def test_few_links_are_shown_as_a_matrix_many_by_their_slowest(frozen: Frozen) -
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def measured(pool: RankPool, world_size: int, cwd: Path, *words: str) -> dict[str, Any]:
+def examine_links(pool: RankPool, world_size: int, cwd: Path, *words: str) -> dict[str, Any]:
     """The examination of links that these ranks make, as it is stored."""
     done = pool.call(
         world_size, cwd, "doctor", "--only", "links", "--backend", "gloo", "--case-time", "1",
@@ -292,7 +291,7 @@ def measured(pool: RankPool, world_size: int, cwd: Path, *words: str) -> dict[st
 
 def test_four_ranks_measure_all_their_links(pool: RankPool, tmp_path: Path) -> None:
     """Every way alone and all at once; within a host nothing is judged."""
-    its = measured(pool, 4, tmp_path)
+    its = examine_links(pool, 4, tmp_path)
     cells = its["figures"]["cells"]
     assert [cell[:2] for cell in cells] == [list(c) for c in itertools.permutations(range(4), 2)]
     assert all(min(cell[2:]) > 0 for cell in cells)
@@ -305,7 +304,7 @@ def test_more_links_than_max_pairs_are_halved(
     pool: RankPool, tmp_path: Path, frozen: Frozen
 ) -> None:
     """Only across the cuts, all at once; how many were left out is told."""
-    its = measured(pool, 4, tmp_path, "--max-pairs", "5")
+    its = examine_links(pool, 4, tmp_path, "--max-pairs", "5")
     assert {tuple(cell[:2]) for cell in its["figures"]["cells"] if cell[0] < cell[1]} == {
         (0, 3), (1, 2), (0, 1), (2, 3),
     }  # fmt: skip
@@ -318,7 +317,7 @@ def test_where_there_is_no_link_nothing_is_measured(
 ) -> None:
     """One rank; --by host on one host."""
     for words in ((1,), (2, "--by", "host")):
-        its = measured(pool, words[0], tmp_path, *words[1:])
+        its = examine_links(pool, words[0], tmp_path, *words[1:])
         assert (its["findings"], its["figures"]) == ([], {})
         frozen.text("\n".join(its["unchecked"]))
 
@@ -384,7 +383,7 @@ def test_on_a_gpu_only_one_message_and_its_confirmation_are_timed(
     (tmp_path / "virtual_gpu.py").write_text(virtual)
     ranks = RankPool()
     try:
-        its = measured(ranks, 3, tmp_path, "--import", "virtual_gpu", "--device", "cuda")
+        its = examine_links(ranks, 3, tmp_path, "--import", "virtual_gpu", "--device", "cuda")
     finally:
         ranks.close()
     cells = its["figures"]["cells"]

@@ -14,7 +14,8 @@ from stored_runs import a_launch, a_run
 
 from ddpbench.analysis import findings
 from ddpbench.analysis.rank_setup import Setup, folded, merge_settings
-from ddpbench.doctor.preflight import examine
+from ddpbench.doctor.preflight import checks, measure
+from ddpbench.doctor.preflight.checks import Check
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding
@@ -32,12 +33,12 @@ def test_a_healthy_set_up_is_left_in_peace() -> None:
     """Alike ranks on one host, on two, with GPUs; devices, cores and log files of their own, and a
     variable of one rank alone that steers nothing, are no differences. A small GPU holds the rank's
     own context."""
-    assert examine.find_all(a_setup(a_rank())) == ()
-    assert examine.find_all(a_setup(*[a_rank() for _ in range(8)])) == ()
+    assert checks.find_all(a_setup(a_rank())) == ()
+    assert checks.find_all(a_setup(*[a_rank() for _ in range(8)])) == ()
     two = [a_rank(host, **net(), variables={"NCCL_ALGO": "Ring"}) for host in "aabb"]
-    assert examine.find_all(a_setup(*two)) == ()
+    assert checks.find_all(a_setup(*two)) == ()
     small = a_rank(gpu_uuid="GPU-1", gpu_nbytes=6 * GIB, gpu_free_nbytes=4.5 * GIB)
-    assert examine.find_all(a_setup(small)) == ()
+    assert checks.find_all(a_setup(small)) == ()
     gpus = [
         a_rank(
             cpuset=str(n), gpu_uuid=f"GPU-{n}", gpu_name="H", gpu_numa_node=0, gpu_index=n,
@@ -47,7 +48,7 @@ def test_a_healthy_set_up_is_left_in_peace() -> None:
         )
         for n in range(4)
     ]  # fmt: skip
-    assert examine.find_all(a_setup(*gpus, backend="nccl", device="cuda")) == ()
+    assert checks.find_all(a_setup(*gpus, backend="nccl", device="cuda")) == ()
 
 
 # What is wrong → (ranks, backend)
@@ -112,7 +113,7 @@ WRONG: dict[str, tuple[list[dict[str, Any]], str]] = {
 def test_what_is_wrong_is_found_and_named(name: str, frozen: Frozen) -> None:
     """One finding of this severity and code, that says where, and what to do."""
     ranks, backend = WRONG[name]
-    (found,) = examine.find_all(a_setup(*map(dict, ranks), backend=backend))
+    (found,) = checks.find_all(a_setup(*map(dict, ranks), backend=backend))
     assert found.next_step
     frozen.findings([found])
 
@@ -125,10 +126,10 @@ def test_what_nvml_does_not_tell_is_not_checked(
     monkeypatch.setattr(gpu_facts, "find_spec", lambda name: object() if installed else None)
     silent = {"gpu_uuid": "GPU-1", "gpu_before": None}
     setup = a_setup(a_rank(), a_rank())
-    (unchecked,) = examine._unchecked(setup, [silent, silent], None)
+    (unchecked,) = measure._unchecked(setup, [silent, silent], None)
     frozen.text(unchecked)
     known = {"gpu_uuid": "GPU-1", "gpu_before": {"nvlinks_active": None}}
-    assert list(examine._unchecked(setup, [known, {"gpu_uuid": None}], None)) == []
+    assert list(measure._unchecked(setup, [known, {"gpu_uuid": None}], None)) == []
 
 
 def test_a_variable_wins_over_a_file_of_nccl() -> None:
@@ -152,45 +153,48 @@ def test_leftover_settings_cost_where_they_act() -> None:
     """CUDA_LAUNCH_BLOCKING costs on a GPU, whatever spells yes; not on a CPU, and 0 is not yes."""
     for value in ("1", "ON", "true"):
         ranks = [a_rank(variables={"CUDA_LAUNCH_BLOCKING": value})]
-        (found,) = examine.find_all(a_setup(*ranks, device="cuda"))
+        (found,) = checks.find_all(a_setup(*ranks, device="cuda"))
         assert found.code == "debug-setting"
-        assert examine.find_all(a_setup(*ranks)) == ()
+        assert checks.find_all(a_setup(*ranks)) == ()
     off = a_rank(variables={"CUDA_LAUNCH_BLOCKING": "0"})
-    assert examine.find_all(a_setup(off, device="cuda")) == ()
+    assert checks.find_all(a_setup(off, device="cuda")) == ()
 
 
 def test_nothing_is_told_twice(frozen: Frozen) -> None:
     """Of mixed versions of torch the library follows; a host with more threads than cores is told
     by the check of all runs, and where cores are free instead, not as crowded as well."""
     mixed = a_setup(a_rank(), a_rank(torch="2.7.0", library="gloo of torch 2.7.0"))
-    assert examine.find_all(mixed) == ()
+    assert checks.find_all(mixed) == ()
     crowded = [a_rank(cpuset="0", allowed_cpus="0", threads=2)]
-    assert examine.find_all(a_setup(*crowded)) == ()
+    assert checks.find_all(a_setup(*crowded)) == ()
     bound = [a_rank(cpuset="2", host=a_host()), a_rank(cpuset="2"), a_rank(cpuset="3")]
-    each = Examination("preflight", 0, "gloo", 1.0, findings=examine.find_all(a_setup(*bound)))
+    each = Examination("preflight", 0, "gloo", 1.0, findings=checks.find_all(a_setup(*bound)))
     launch = a_launch(ranks=tuple(bound))
     run = replace(a_run(), command="doctor", launches=(launch,), examinations=(each,))
     frozen.findings(findings.findings(run))
     frozen.findings(findings.findings(replace(run, examinations=())))
     same = a_setup(*[a_rank(cpuset="0-1", threads=2) for _ in range(2)])
-    assert examine.find_all(same) == ()  # all as one: crowded, which may be meant
+    assert checks.find_all(same) == ()  # all as one: crowded, which may be meant
 
 
 def test_what_a_launcher_sets_is_nobodys_difference() -> None:
     """torchrun sets OMP_NUM_THREADS=1 on hosts with several ranks only; empty is not set."""
     ranks = [a_rank("a", variables={"OMP_NUM_THREADS": "1", "NCCL_ALGO": ""}), a_rank("b")]
     setup = a_setup(*ranks)
-    assert examine.find_all(setup) == ()
-    assert [f.code for f in examine.find_all(replace(setup, launcher="srun"))] == [
+    assert checks.find_all(setup) == ()
+    assert [f.code for f in checks.find_all(replace(setup, launcher="srun"))] == [
         "variable-differs"
     ]
 
 
 def test_a_check_that_is_added_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One function in CHECKS adds a check."""
-    mine = Finding("note", "mine", "seen")
-    monkeypatch.setattr(examine, "CHECKS", (lambda setup: iter([mine]),))
-    assert examine.find_all(a_setup(a_rank())) == (mine,)
+    """One entry in CHECKS adds a check; where its fact is unknown, it is not made."""
+    mine = Check("hot", lambda celsius: celsius > 90, "rank", "{who}: {celsius} °C", "cool it")
+    monkeypatch.setattr(checks, "CHECKS", [mine])
+    (found,) = checks.find_all(a_setup(a_rank(), a_rank(celsius=95), a_rank(celsius=50)))
+    assert found == Finding(
+        "warning", "hot", "rank 1 (a): 95 °C", "cool it", {"rank": 1, "host": "a"}
+    )
 
 
 # --- the block for an issue -----------------------------------------------------------------------
@@ -199,7 +203,7 @@ def test_a_check_that_is_added_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 def the_block(*ranks: dict[str, Any]) -> str:
     """What is shown of these ranks."""
     setup = a_setup(*ranks)
-    return lay_out(examine.build_table(setup))
+    return lay_out(measure.build_table(setup))
 
 
 def test_the_block_folds_what_is_the_same(frozen: Frozen) -> None:

@@ -1,7 +1,6 @@
 """Stragglers: a slow rank is named with its cause; noise accuses nobody."""
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,18 @@ from rank_setups import a_rank, a_setup
 from simulated_gpu import SimulatedGpu
 
 from ddpbench.analysis.rank_setup import Setup
-from ddpbench.doctor.stragglers import judge, turns
-from ddpbench.doctor.stragglers.examine import build_tables
-from ddpbench.doctor.stragglers.judge import Suspect, find_cause
-from ddpbench.doctor.stragglers.turns import ALONE, TOGETHER, Load, Pass, Shown, prepare_efforts
+from ddpbench.doctor.stragglers import judge, measure
+from ddpbench.doctor.stragglers.judge import (
+    ALONE,
+    TOGETHER,
+    Load,
+    Measured,
+    Pass,
+    Shown,
+    Suspect,
+    find_cause,
+)
+from ddpbench.doctor.stragglers.measure import Effort, build_tables, prepare_efforts
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
@@ -50,7 +57,7 @@ def shown(
 def found(ranks: Pass, setup: Setup | None = None, times: int = 3) -> tuple[Finding, ...]:
     """The findings of so many passes in which the ranks show this."""
     setup = setup or a_setup(*[a_rank() for _ in ranks])
-    return judge.findings([ranks] * times, LOADS, setup, WORK)
+    return judge.find_all(Measured([ranks] * times, LOADS, setup, WORK))
 
 
 # --- who is slow ----------------------------------------------------------------------------------
@@ -61,7 +68,7 @@ def test_equal_ranks_are_left_in_peace() -> None:
     assert found([shown()] * 4) == ()
     assert found([shown()]) == ()
     assert found([shown(), shown(alone=1.3, copy=1.3)]) == ()
-    assert not judge.suspected([[shown()] * 4], WORK)
+    assert not judge.is_suspected([[shown()] * 4], WORK)
 
 
 def test_a_slow_rank_is_named_with_figures(frozen: Frozen) -> None:
@@ -77,10 +84,10 @@ def test_only_what_every_pass_shows_is_told() -> None:
     fast as the others in its best round."""
     slow, fine = [shown(), shown(alone=2.0)], [shown(), shown()]
     setup = a_setup(a_rank(), a_rank())
-    assert judge.findings([slow, slow, fine], LOADS, setup, WORK) == ()
-    assert judge.findings([slow, slow[::-1], slow], LOADS, setup, WORK) == ()
-    assert judge.findings([slow], LOADS, setup, WORK) == ()  # not yet confirmed
-    assert judge.suspected([slow], WORK)
+    assert judge.find_all(Measured([slow, slow, fine], LOADS, setup, WORK)) == ()
+    assert judge.find_all(Measured([slow, slow[::-1], slow], LOADS, setup, WORK)) == ()
+    assert judge.find_all(Measured([slow], LOADS, setup, WORK)) == ()  # not yet confirmed
+    assert judge.is_suspected([slow], WORK)
     wild = {ALONE: {"matmul": [0.01, 0.01, 0.02, 0.02, 0.02]}}
     assert found([shown(), replace(shown(), seconds=wild)]) == ()
 
@@ -104,7 +111,7 @@ def test_noise_accuses_nobody() -> None:
             ]
             for i in range(3)
         ]
-        assert judge.findings(passes, LOADS, setup, WORK) == ()
+        assert judge.find_all(Measured(passes, LOADS, setup, WORK)) == ()
 
 
 def test_on_a_busy_host_nobody_is_judged(frozen: Frozen) -> None:
@@ -113,10 +120,10 @@ def test_on_a_busy_host_nobody_is_judged(frozen: Frozen) -> None:
     crowd = {**FREE, "queued": 0.5}
     ranks = [shown(kept=crowd), shown(alone=3, kept=crowd)]
     assert found(ranks) == ()
-    assert judge.unjudged([ranks]) == {ALONE: 0.5, TOGETHER: 0.5}
+    assert judge.find_unjudged([ranks]) == {ALONE: 0.5, TOGETHER: 0.5}
     ranks = [shown(), shown(alone=3, kept=crowd)]
     frozen.findings(found(ranks))
-    assert judge.unjudged([ranks]) == {}
+    assert judge.find_unjudged([ranks]) == {}
 
 
 def test_ranks_of_one_host_and_cause_are_one_finding(frozen: Frozen) -> None:
@@ -176,11 +183,11 @@ def test_a_gpu_that_slows_down_says_why(frozen: Frozen) -> None:
     for power, is none."""
     ranks = [shown(gpu=GPU), shown(alone=2, gpu=HOT), shown(gpu=GPU)]
     setup = a_setup(*[a_rank() for _ in ranks], device="cuda")
-    why = find_cause(Suspect(1, ALONE, "GPU", ranks, setup))
-    assert why.name == "throttled"
-    frozen.text(why.sentence)
+    cause, why = find_cause(Suspect(1, ALONE, "GPU", ranks, setup))
+    assert cause.name == "throttled"
+    frozen.text(why)
     cool = [shown(gpu=GPU)] * 3
-    assert find_cause(Suspect(1, ALONE, "GPU", cool, setup)).name == "nature"
+    assert find_cause(Suspect(1, ALONE, "GPU", cool, setup))[0].name == "nature"
 
 
 def test_what_holds_all_up_is_a_note(frozen: Frozen) -> None:
@@ -198,7 +205,7 @@ def test_a_late_rank_is_told_without_a_common_clock(frozen: Frozen) -> None:
     frozen.findings(found([early, early, last, early]))
     slow = replace(shown(alone=2), waited_ns=last.waited_ns)
     frozen.findings(found([early, early, slow, early]))
-    assert judge.wait_seconds([early, last]) == [pytest.approx(4e-3), 0.0]
+    assert judge.median_wait_seconds([early, last]) == [pytest.approx(4e-3), 0.0]
 
 
 def test_waiting_that_changes_sides_accuses_nobody() -> None:
@@ -253,9 +260,10 @@ def test_shares_add_up_over_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = iter([0.0, 0.5, 0.5, 2.0])
     monkeypatch.setattr(cpu, "CpuMeter", lambda: type("M", (), {"stop": lambda self: use})())
     monkeypatch.setattr(cpu, "queued_seconds", lambda: next(queue))
-    own = turns.Turns(4, {})
-    own.carry({}, 0.0)
-    own.carry({}, 0.0)
+    own = measure.Turns(4, {"matmul": []})
+    nothing = Effort(LOADS["matmul"], torch.device("cpu"), lambda: None)
+    own.carry(nothing, 0.0)
+    own.carry(nothing, 0.0)
     assert own.kept == {"throttled": None, "stolen": 0.125, "queued": 0.5}
 
 
@@ -282,9 +290,9 @@ def gpu_of_events(simulated_gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kind, "event", lambda device: events)
     monkeypatch.setattr(kind, "synchronize", lambda device: events.given.append("all"))
     monkeypatch.setattr(kind, "in_use", lambda: events.given.append("state"))
-    monkeypatch.setattr(turns, "SIDE", {"cpu": 8, "cuda": 16})
-    monkeypatch.setattr(turns, "COPY_NBYTES", {"cpu": 64, "cuda": 128})
-    monkeypatch.setattr(turns, "LEAST_COPY_NBYTES", 64)
+    monkeypatch.setattr(measure, "SIDE", {"cpu": 8, "cuda": 16})
+    monkeypatch.setattr(measure, "COPY_NBYTES", {"cpu": 64, "cuda": 128})
+    monkeypatch.setattr(measure, "LEAST_COPY_NBYTES", 64)
     return events
 
 
@@ -302,23 +310,12 @@ def test_a_gpu_times_its_own_loads(gpu_of_events: Events, simulated_gpu: Simulat
     for name, effort in efforts.items():
         gpu_of_events.given.clear()
         simulated_gpu.called.clear()
-        seconds = effort.once()
+        seconds = effort.time()
         on_gpu = name.startswith("GPU")
         assert (seconds == 7e-3) == on_gpu
         assert gpu_of_events.given == (["event", "event", "wait"] if on_gpu else [])
         assert simulated_gpu.reads == []
     assert [*prepare_efforts(torch.device("cpu"), 0)] == ["matmul"]
-
-
-def test_on_the_clock_of_a_device_loads_are_timed_by_events(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The same code as on a GPU, with the CPU's events, which read the host's clock."""
-    monkeypatch.setattr(devices.KINDS["cpu"], "clock", "device")
-    (effort,) = prepare_efforts(torch.device("cpu"), 0).values()
-    began = time.perf_counter()
-    seconds = effort.once()
-    assert 0 < seconds <= time.perf_counter() - began
 
 
 @pytest.mark.thorough
@@ -327,16 +324,20 @@ def test_the_state_of_a_gpu_is_read_while_it_computes(gpu_of_events: Events) -> 
     device, given = torch.device("cuda", 0), gpu_of_events.given
     work = prepare_efforts(device, 0)["GPU matmul"]
     busy = replace(work, call=lambda: given.append("work"))
-    turns.gpu_at_work(device, busy)
+    measure.gpu_at_work(busy)
     assert [*dict.fromkeys(given)] == ["work", "state", "all"]
-    assert given.count("work") == turns.GPU_CALLS
-    assert turns.gpu_at_work(torch.device("cpu"), work) is None
+    assert given.count("work") == measure.GPU_CALLS
+    on_cpu = prepare_efforts(torch.device("cpu"), 0)["matmul"]
+    assert measure.gpu_at_work(on_cpu) is None
 
 
 def test_equal_work_is_a_usual_ranks() -> None:
     """How often, by the median of the ranks' medians: one slow rank does not shorten it."""
-    assert turns.equal_work([[1e-3] * 5, [1e-3] * 5, [1e-2] * 5], 5e-3) == (5, pytest.approx(5e-3))
-    assert turns.equal_work([[1.0]], 5e-3) == (1, 1.0)
+    assert measure.size_equal_work([[1e-3] * 5, [1e-3] * 5, [1e-2] * 5], 5e-3) == (
+        5,
+        pytest.approx(5e-3),
+    )
+    assert measure.size_equal_work([[1.0]], 5e-3) == (1, 1.0)
 
 
 def test_waiting_for_a_core_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,22 @@
-"""What the links of one rank carry: round trips and bursts, timed by the sender alone.
+"""What the links of one rank carry: bursts and round trips, timed by the sender alone.
 
-The sender leads: it pings, announces the size of a burst, sends it, and stops its clock when the
-receiver confirms the last byte. The rate is that of the time beyond the shortest round trip; with
-the usual round trip, links of a busy host would look faster than they are.
+The control group announces the size of a burst. The clock of the sender's device runs from when the
+receiver is ready until the receiver confirms the last byte; a round trip is a burst of a few bytes.
+The rate is that of the time beyond the shortest round trip; with the usual round trip, links of a
+busy host would look faster than they are.
+
+On a GPU a burst is a single message, and the receiving GPU sleeps until its host has handed over
+all of it, because a slow host must not look like a slow link.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from functools import partialmethod
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddpbench.doctor.links.suspects import DEVIATION, Cell, upper
+from ddpbench.analysis.rates import upper_quartile
+from ddpbench.doctor.links.judge import DEVIATION, Cell
 from ddpbench.measure import clock
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.world import World
@@ -31,8 +34,7 @@ BURSTS, LEAST_BURSTS = 3, 3  # about so many in the time given, and at least so 
 LAUNCH_SECONDS = 5e-4  # for which a device sleeps while its host hands over a few operations
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """One direction between two ranks."""
 
     bytes_per_second: float  # of the bursts, upper quartile: other processes only delay them
@@ -40,18 +42,21 @@ class Reading:
     spread: float  # of the bursts, relative, on the scale of a standard deviation
 
 
+Readings = dict[Cell, Reading]
+
+
 class Wire:
     """One rank's end of its links in a process group of all ranks; a peer is a rank."""
 
-    most_nbytes = MOST_NBYTES  # of a burst
-    pings = PINGS
-    grows_late = False  # whether bursts may grow after the time given
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, most_nbytes: int) -> None:
+        """most_nbytes: of a burst on a device with memory of its own."""
         import torch
 
-        self._group, self._device = group, device
+        self._group, self._device, self._kind = group, device, devices.of(device)
+        self._on_host = self._kind.clock == "host"
+        self._most_nbytes = MOST_NBYTES if self._on_host else most_nbytes
         self._ping = torch.ones(1, dtype=torch.int64, device=device)
+        self._data = torch.ones(FIRST_NBYTES, dtype=torch.uint8, device=device)
 
     def lead(self, peer: int, seconds: float) -> Reading:
         """Measure what this rank sends to a peer that calls `follow`.
@@ -59,35 +64,53 @@ class Wire:
         Takes about so many seconds; on a slow link the time of LEAST_BURSTS.
         """
         until = clock.now_ns() + round(seconds * 1e9)
-        trips = [self._time_trip(peer) for _ in range(self.pings)]
+        trips = [self._time_burst(peer, self._ping.nbytes) for _ in range(PINGS)]
         nbytes, rates = FIRST_NBYTES, list[float]()
         self._time_burst(peer, nbytes)  # its connection may have been idle
         while len(rates) < LEAST_BURSTS or clock.now_ns() < until:
             took = self._time_burst(peer, nbytes)
             rates.append(nbytes / max(took - min(trips), took / 2))
-            wanted = min(rates[-1] * seconds / BURSTS, GROWTH * nbytes, self.most_nbytes)
-            if wanted >= 2 * nbytes and (self.grows_late or clock.now_ns() < until):
+            wanted = min(rates[-1] * seconds / BURSTS, GROWTH * nbytes, self._most_nbytes)
+            # With a device, its host may have spent the time between the spans.
+            if wanted >= 2 * nbytes and (clock.now_ns() < until or not self._on_host):
                 nbytes, rates = int(wanted), []
-        self._end(peer)
+        control.send_number(peer, 0)
         low, middle, high = quantiles(rates, n=4, method="inclusive")
         spread = DEVIATION / 2 * (high - low) / middle
-        return Reading(upper(rates), median(trips) / 2, spread)
+        return Reading(upper_quartile(rates), median(trips) / 2, spread)
 
     def follow(self, peer: int) -> None:
         """Answer a peer that calls `lead`."""
-        raise NotImplementedError
-
-    def _time_trip(self, peer: int) -> float:
-        """Return the seconds of one round trip."""
-        raise NotImplementedError
+        while nbytes := control.receive_number(peer):
+            messages = self._messages(nbytes)
+            if self._kind.sleeps and not self._on_host:
+                self._kind.sleep(self._device, LAUNCH_SECONDS)
+            self._move("isend", peer, [self._ping])
+            self._move("irecv", peer, messages)
+            self._move("isend", peer, [self._ping])
 
     def _time_burst(self, peer: int, nbytes: int) -> float:
         """Return the seconds until the peer has confirmed so many bytes."""
-        raise NotImplementedError
+        control.send_number(peer, nbytes)
+        messages = self._messages(nbytes)
+        self._move("irecv", peer, [self._ping])  # the peer is ready
 
-    def _end(self, peer: int) -> None:
-        """Let the peer return."""
-        raise NotImplementedError
+        def send() -> None:
+            self._move("isend", peer, messages)
+            self._move("irecv", peer, [self._ping])
+
+        return devices.time_call(self._device, send)
+
+    def _messages(self, nbytes: int) -> list[torch.Tensor]:
+        """Return so many bytes as one message, or as several of the host's buffer."""
+        import torch
+
+        count = -(-nbytes // MESSAGE_NBYTES) if self._on_host else 1
+        size = nbytes // count
+        if self._data.nbytes < size:
+            del self._data  # its memory may be needed for the next
+            self._data = torch.ones(size, dtype=torch.uint8, device=self._device)
+        return [self._data.narrow(0, 0, size)] * count
 
     def _move(self, name: str, peer: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send or receive as a batch, even a single tensor.
@@ -101,132 +124,21 @@ class Wire:
         for work in dist.batch_isend_irecv(batch):
             work.wait()
 
-    _send, _receive = partialmethod(_move, "isend"), partialmethod(_move, "irecv")
-
-
-class HostWire(Wire):
-    """Messages in the host's memory, timed on the host's clock.
-
-    A burst consists of messages of up to MESSAGE_NBYTES. The span includes the order that announces
-    them; so does the round trip.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        import torch
-
-        super().__init__(group, device)
-        self._data = torch.ones(MESSAGE_NBYTES, dtype=torch.uint8, device=device)
-        self._order = torch.zeros(2, dtype=torch.int64, device=device)
-
-    def follow(self, peer: int) -> None:
-        for _ in range(PINGS):
-            self._receive(peer, [self._ping])
-            self._send(peer, [self._ping])
-        while True:
-            self._receive(peer, [self._order])
-            nbytes, count = self._order.tolist()
-            if not count:
-                return
-            self._receive(peer, [self._data[:nbytes]] * count)
-            self._send(peer, [self._ping])
-
-    def _time_trip(self, peer: int) -> float:
-        began = clock.now_ns()
-        self._send(peer, [self._ping])
-        self._receive(peer, [self._ping])
-        return (clock.now_ns() - began) * 1e-9
-
-    def _time_burst(self, peer: int, nbytes: int) -> float:
-        began = clock.now_ns()
-        count = -(-nbytes // MESSAGE_NBYTES)
-        message = nbytes // count
-        self._announce(peer, message, count)
-        self._send(peer, [self._data[:message]] * count)
-        self._receive(peer, [self._ping])
-        return (clock.now_ns() - began) * 1e-9
-
-    def _end(self, peer: int) -> None:
-        self._announce(peer, 0, 0)
-
-    def _announce(self, peer: int, nbytes: int, count: int) -> None:
-        self._order[0], self._order[1] = nbytes, count
-        self._send(peer, [self._order])
-
-
-class DeviceWire(Wire):
-    """Messages in a device's memory, timed by events of the sender's device.
-
-    A slow host must not look like a slow link. So a burst is a single message, the control group
-    announces it, and the span begins when the receiver's device is ready: it sleeps until its host
-    has handed over what it does in the span. A round trip is a burst of a few bytes, so what is
-    left of the hosts' time cancels.
-    """
-
-    pings = 5  # a device's clock varies less than a host's
-    grows_late = True  # a slow host may have spent the time between the spans
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, most_nbytes: int) -> None:
-        import torch
-
-        super().__init__(group, device)
-        self.most_nbytes = most_nbytes
-        self._kind = devices.of(device)
-        self._data = torch.ones(FIRST_NBYTES, dtype=torch.uint8, device=device)
-        self._begin, self._stop = self._kind.event(device), self._kind.event(device)
-
-    def follow(self, peer: int) -> None:
-        while nbytes := control.receive_number(peer):
-            data = self._part(nbytes)
-            if self._kind.sleeps:
-                self._kind.sleep(self._device, LAUNCH_SECONDS)
-            self._send(peer, [self._ping])
-            self._receive(peer, [data])
-            self._send(peer, [self._ping])
-
-    def _time_trip(self, peer: int) -> float:
-        return self._time_burst(peer, self._ping.nbytes)
-
-    def _time_burst(self, peer: int, nbytes: int) -> float:
-        control.send_number(peer, nbytes)
-        data = self._part(nbytes)
-        self._receive(peer, [self._ping])  # the peer is ready
-        self._begin.record()
-        self._send(peer, [data])
-        self._receive(peer, [self._ping])
-        self._stop.record()
-        self._stop.synchronize()
-        return devices.elapsed_ns(self._begin, self._stop) * 1e-9
-
-    def _end(self, peer: int) -> None:
-        control.send_number(peer, 0)
-
-    def _part(self, nbytes: int) -> torch.Tensor:
-        """Return so many bytes of the buffer, which grows as needed."""
-        import torch
-
-        if self._data.nbytes < nbytes:
-            del self._data  # its memory may be needed for the next
-            self._data = torch.ones(nbytes, dtype=torch.uint8, device=self._device)
-        return self._data.narrow(0, 0, nbytes)
-
 
 def agree_wire(world: World, group: dist.ProcessGroup, device: torch.device) -> Wire:
     """Return this rank's end of its links. All ranks call it; `group` has all ranks.
 
     On a device, a burst is as large as all ranks have memory for.
     """
-    kind = devices.of(device)
-    if kind.clock == "host":
-        return HostWire(group, device)
-    free = kind.free_nbytes(device)
+    free = devices.of(device).free_nbytes(device)
     share = MOST_NBYTES if free is None else free * MEMORY_SHARE / max(1, len(world.gpu_mates))
     least = min(control.gather_values(world, int(share)))
-    return DeviceWire(group, device, max(FIRST_NBYTES, min(MOST_NBYTES, least)))
+    return Wire(group, device, max(FIRST_NBYTES, min(MOST_NBYTES, least)))
 
 
 def gather_readings(
     world: World, wire: Wire, steps: Sequence[Sequence[Cell]], seconds: float
-) -> dict[Cell, Reading]:
+) -> Readings:
     """Measure step after step, the cells of one at once; return the reading of each cell.
 
     All ranks call it, and it returns the same on all. The ranks of a step must be disjoint; a rank
@@ -240,7 +152,7 @@ def gather_readings(
         control.barrier_all()
         for sender, receiver in cells:
             if world.rank == sender:
-                own.append([receiver, *astuple(wire.lead(receiver, seconds))])
+                own.append([receiver, *wire.lead(receiver, seconds)])
             elif world.rank == receiver:
                 wire.follow(sender)
     return {

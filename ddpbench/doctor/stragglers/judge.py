@@ -8,14 +8,15 @@ seconds. If the others wait for cores too, the host is busy, and no rank is judg
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from ddpbench.analysis.rank_setup import Setup, folded
-from ddpbench.doctor.stragglers.turns import ALONE, Load, Pass, Shown
 from ddpbench.records.schema import Finding
 
+# When a rank is measured: while the other ranks of its machine rest, or with all ranks.
+ALONE, TOGETHER = "alone", "together"
 RATIO = 1.4
 PASSES = 3  # that must agree
 LATE_SHARE = 0.75  # of the repetitions in which the others wait for the same rank
@@ -28,22 +29,77 @@ MOST_SHARE = 0.99
 CLOCK_SHARE = 0.85  # of the others' clock, below which a core or GPU runs slowly
 
 
-def suspects(passes: Sequence[Pass]) -> dict[int, list[tuple[str, str]]]:
+@dataclass(frozen=True)
+class Load:
+    """Work that a rank repeats."""
+
+    name: str
+    amount: float  # of one repetition, in FLOP or bytes
+    unit: str  # of the rate, in 10⁹ a second: "GFLOP/s", "GB/s"
+    memory: str = "host"  # of its device: whose memory that uses
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What one rank showed in one pass. `when` is ALONE or, unless it would mean nothing, TOGETHER.
+
+    kept: share of the time in which the rank did not run, by reason: "throttled", "stolen" or
+    "queued"; None is unknown.
+    """
+
+    seconds: dict[str, dict[str, list[float]]]  # when → load → of a repetition, a value a round
+    kept: dict[str, dict[str, float | None]]  # when → reason → share
+    waited_ns: list[int] = field(default_factory=list)  # in each all_reduce after equal work
+    hertz: float | None = None  # of its cores
+    thermal: int | None = None  # how often heat slowed its cores down
+    gpu: dict[str, Any] | None = None  # state of its GPU at work
+    neighbours: list[str] = field(default_factory=list)  # processes on its cores, busiest first
+
+    def share(self, when: str, reason: str) -> float | None:
+        """Return the share of the time in which the rank did not run for this reason."""
+        return self.kept.get(when, {}).get(reason)
+
+
+Pass = Sequence[Shown]  # one a rank
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all ranks showed in all passes."""
+
+    passes: Sequence[Pass]
+    loads: Mapping[str, Load]
+    setup: Setup
+    work_seconds: float  # of a usual rank's equal work before an all_reduce
+
+    def best_seconds(self, rank: int, when: str, load: str) -> float:
+        """Return the seconds of a repetition in the best of all rounds."""
+        return min(s for one in self.passes for s in one[rank].seconds[when][load])
+
+    def format_rates(self, when: str, load: str, ranks: Iterable[int]) -> str:
+        """Return the range of the best rates of these ranks: "118 to 121"."""
+        amount = self.loads[load].amount
+        return format_span([amount / self.best_seconds(r, when, load) / 1e9 for r in ranks])
+
+
+def find_slow(passes: Sequence[Pass]) -> dict[int, list[tuple[str, str]]]:
     """Return the ranks that were slow in every pass, each with when and at which loads.
 
     A load at which a rank was slow alone is not listed again for all at once.
     """
     slow: dict[int, list[tuple[str, str]]] = {}
-    for rank in range(len(passes[0])):
-        for when, loads in passes[0][rank].seconds.items():
+    for rank, shown in enumerate(passes[0]):
+        at: dict[str, str] = {}  # load → when
+        for when, loads in shown.seconds.items():
             for load in loads:
-                listed = any(known == load for _, known in slow.get(rank, []))
-                if not listed and all(_is_slow(one, rank, when, load) for one in passes):
-                    slow.setdefault(rank, []).append((when, load))
+                if load not in at and all(_is_slow(one, rank, when, load) for one in passes):
+                    at[load] = when
+        if at:
+            slow[rank] = [(when, load) for load, when in at.items()]
     return slow
 
 
-def late(passes: Sequence[Pass], work_seconds: float) -> int | None:
+def find_late(passes: Sequence[Pass], work_seconds: float) -> int | None:
     """Return the rank for which the others waited in every pass and in most repetitions.
 
     They must wait longer than a slow rank would need for the equal work. None: there is no such
@@ -53,22 +109,22 @@ def late(passes: Sequence[Pass], work_seconds: float) -> int | None:
     return ranks.pop() if len(ranks) == 1 else None
 
 
-def suspected(passes: Sequence[Pass], work_seconds: float) -> bool:
+def is_suspected(passes: Sequence[Pass], work_seconds: float) -> bool:
     """Tell whether a rank is still suspected, so that all must be measured again."""
-    return bool(suspects(passes)) or late(passes, work_seconds) is not None
+    return bool(find_slow(passes)) or find_late(passes, work_seconds) is not None
 
 
-def unjudged(passes: Sequence[Pass]) -> dict[str, float]:
+def find_unjudged(passes: Sequence[Pass]) -> dict[str, float]:
     """Return when no rank could be judged, and the share of the time that they wait for a core."""
     shown = passes[-1]
     return {
-        when: statistics.median(one.kept[when].get("queued") or 0.0 for one in shown)
+        when: statistics.median(one.share(when, "queued") or 0.0 for one in shown)
         for when in shown[0].seconds
         if all(_is_busy(shown, rank, when) for rank in range(len(shown)))
     }
 
 
-def wait_seconds(shown: Pass) -> list[float | None]:
+def median_wait_seconds(shown: Pass) -> list[float | None]:
     """Return how long each rank waits for the latest one in an all_reduce, the median.
 
     That is its time in the all_reduce minus the least of all ranks, which needs no common clock.
@@ -83,58 +139,10 @@ def wait_seconds(shown: Pass) -> list[float | None]:
     ]
 
 
-def findings(
-    passes: Sequence[Pass], loads: Mapping[str, Load], setup: Setup, work_seconds: float
-) -> tuple[Finding, ...]:
-    """Return a warning for each host and cause of slowness, or for a rank that is only late."""
-    if len(passes) < PASSES:
-        return tuple(_notes(passes, setup, reported=set()))
-    slow, late_rank = suspects(passes), late(passes, work_seconds)
-    groups: dict[tuple[str, str], list[tuple[int, Cause]]] = {}
-    for rank, ((when, load), *_) in slow.items():
-        suspect = Suspect(rank, when, loads[load].memory, passes[-1], setup)
-        cause = find_cause(suspect)
-        groups.setdefault((setup.host(rank), cause.name), []).append((rank, cause))
-    found = []
-    for group in groups.values():
-        ranks, cause = [rank for rank, _ in group], group[0][1]
-        verb, of = ("is", "") if len(ranks) == 1 else ("are", f"of rank {ranks[0]}: ")
-        measured = _slow_rates(ranks, slow, passes, loads)
-        sentence = f"{setup.who(ranks)} {verb} slow: {measured}; {of}{cause.sentence}"
-        if late_rank in ranks and (waiting := _others_wait(passes, late_rank)):
-            sentence += f"; the others wait {waiting * 1e3:.3g} ms for it in an all_reduce"
-        place = {**setup.place(ranks), "cause": cause.name}
-        found.append(Finding("warning", "slow-rank", sentence, cause.next_step, place))
-    if late_rank is not None and late_rank not in slow:
-        waited = _others_wait(passes, late_rank) * 1e3
-        sentence = (
-            f"{setup.who([late_rank])} is late: after {work_seconds * 1e3:.3g} ms of equal work "
-            f"the others wait {waited:.3g} ms for it in an all_reduce, "
-            "though alone it computes as fast as they do"
-        )
-        next_step = (
-            "find out what shares its cores with the backend's threads of that rank, and what its "
-            "Python does besides (a profiler, a tracer, a busy thread)"
-        )
-        place = setup.place([late_rank])
-        found.append(Finding("warning", "late-rank", sentence, next_step, place))
-    return (*found, *_notes(passes, setup, reported={host for host, _ in groups}))
-
-
-def span(values: Sequence[float]) -> str:
+def format_span(values: Sequence[float]) -> str:
     """Format a range as "118 to 121", or as one number if both read the same."""
     low, high = (f"{value:.3g}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
-
-
-def rates(passes: Sequence[Pass], load: Load, when: str) -> list[float]:
-    """Return the best rate of each rank, in the unit of the load."""
-    return [load.rate(best(passes, rank, when, load.name)) for rank in range(len(passes[0]))]
-
-
-def best(passes: Sequence[Pass], rank: int, when: str, load: str) -> float:
-    """Return the seconds of a repetition in the best of all rounds."""
-    return min(seconds for one in passes for seconds in one[rank].seconds[when][load])
 
 
 def _is_slow(shown: Pass, rank: int, when: str, load: str) -> bool:
@@ -147,7 +155,7 @@ def _is_slow(shown: Pass, rank: int, when: str, load: str) -> bool:
 
 def _is_busy(shown: Pass, rank: int, when: str) -> bool:
     """Tell whether the other ranks usually waited for a core."""
-    others = [one.kept.get(when, {}).get("queued") or 0.0 for one in shown]
+    others = [one.share(when, "queued") or 0.0 for one in shown]
     del others[rank]
     return bool(others) and statistics.median(others) > BUSY_SHARE
 
@@ -167,62 +175,9 @@ def _late(shown: Pass, work_seconds: float) -> int | None:
     return rank if float((waits.argmin(axis=0) == rank).mean()) >= LATE_SHARE else None
 
 
-def _slow_rates(
-    ranks: Sequence[int],
-    slow: Mapping[int, Sequence[tuple[str, str]]],
-    passes: Sequence[Pass],
-    loads: Mapping[str, Load],
-) -> str:
-    """Describe the rates of slow ranks beside those of the others, for each load."""
-    parts = []
-    for when, name in slow[ranks[0]]:
-        load = loads[name]
-        others = [rank for rank in range(len(passes[0])) if (when, name) not in slow.get(rank, ())]
-        own_span, others_span = (
-            span([load.rate(best(passes, rank, when, name)) for rank in group])
-            for group in (ranks, others)
-        )
-        words = "alone" if when == ALONE else "while all ranks work,"
-        parts.append(f"{name} {words} at best {own_span} {load.unit}, the others {others_span}")
-    return "; ".join(parts)
+# --- findings -------------------------------------------------------------------------------------
 
-
-def _others_wait(passes: Sequence[Pass], rank: int | None) -> float:
-    waits = [
-        seconds
-        for one in passes
-        for other, seconds in enumerate(wait_seconds(one))
-        if other != rank and seconds is not None
-    ]
-    return statistics.median(waits)
-
-
-def _notes(passes: Sequence[Pass], setup: Setup, reported: Container[str]) -> Iterator[Finding]:
-    """Yield what held up all ranks of a host, which makes none of them slow.
-
-    reported: hosts that have a finding already.
-    """
-    for host, ranks, _ in setup.of_hosts():
-        if host in reported:
-            continue
-        for reason, (words, next_step) in NOTES.items():
-            shares = [
-                share
-                for one in passes
-                for rank in ranks
-                if (share := one[rank].kept.get(ALONE, {}).get(reason)) is not None
-            ]
-            if shares and statistics.median(shares) > NOTABLE_SHARE:
-                percent = f"{statistics.median(shares) * 100:.0f} %"
-                yield Finding(
-                    "note",
-                    f"{reason}-time",
-                    f"{host}: {words} {percent} of the time that they computed",
-                    next_step,
-                    {"host": host},
-                )
-
-
+# reason → what happened to all ranks of a host, next step
 NOTES = {
     "stolen": (
         "the hypervisor gave the cores of its ranks to others for",
@@ -233,15 +188,86 @@ NOTES = {
         "raise the quota, or use fewer threads",
     ),
 }
+LATE_NEXT = (
+    "find out what shares its cores with the backend's threads of that rank, and what its Python "
+    "does besides (a profiler, a tracer, a busy thread)"
+)
 
 
-@dataclass(frozen=True)
-class Cause:
-    """Why a rank is slow."""
+def find_all(measured: Measured) -> tuple[Finding, ...]:
+    """Return a warning for each host and cause of slowness, or for a rank that is only late.
 
-    name: str
-    sentence: str
-    next_step: str
+    A note says what held up all ranks of any other host.
+    """
+    passes, setup, work_seconds = measured.passes, measured.setup, measured.work_seconds
+    if len(passes) < PASSES:
+        return tuple(_notes(measured))
+    slow, late_rank = find_slow(passes), find_late(passes, work_seconds)
+    waiting = "" if late_rank is None else _others_wait(passes, late_rank)
+    groups: dict[tuple[str, str], list[int]] = {}
+    causes: dict[int, tuple[Cause, str]] = {}
+    for rank, ((when, load), *_) in slow.items():
+        suspect = Suspect(rank, when, measured.loads[load].memory, passes[-1], setup)
+        causes[rank] = find_cause(suspect)
+        groups.setdefault((setup.host(rank), causes[rank][0].name), []).append(rank)
+    found = []
+    for ranks in groups.values():
+        cause, evidence = causes[ranks[0]]
+        verb, of = ("is", "") if len(ranks) == 1 else ("are", f"of rank {ranks[0]}: ")
+        rates = _describe_rates(measured, ranks, slow)
+        sentence = f"{setup.who(ranks)} {verb} slow: {rates}; {of}{evidence}"
+        sentence += f"; {waiting}" if late_rank in ranks else ""
+        place = {**setup.place(ranks), "cause": cause.name}
+        found.append(Finding("warning", "slow-rank", sentence, cause.next_step, place))
+    if late_rank is not None and late_rank not in slow:
+        sentence = (
+            f"{setup.who([late_rank])} is late: after {work_seconds * 1e3:.3g} ms of equal work "
+            f"{waiting}, though alone it computes as fast as they do"
+        )
+        place = setup.place([late_rank])
+        found.append(Finding("warning", "late-rank", sentence, LATE_NEXT, place))
+    notes = _notes(measured, [host for host, _ in groups])
+    return (*found, *notes)
+
+
+def _describe_rates(
+    measured: Measured, ranks: Sequence[int], slow: Mapping[int, Sequence[tuple[str, str]]]
+) -> str:
+    """Describe the rates of slow ranks beside those of the others, for each load."""
+    parts = []
+    for when, name in slow[ranks[0]]:
+        world, unit = range(len(measured.passes[0])), measured.loads[name].unit
+        others = [rank for rank in world if (when, name) not in slow.get(rank, ())]
+        own_rate, rate = (measured.format_rates(when, name, group) for group in (ranks, others))
+        words = "alone" if when == ALONE else "while all ranks work,"
+        parts.append(f"{name} {words} at best {own_rate} {unit}, the others {rate}")
+    return "; ".join(parts)
+
+
+def _others_wait(passes: Sequence[Pass], late_rank: int) -> str:
+    waits = [median_wait_seconds(one) for one in passes]
+    others = [
+        s for one in waits for rank, s in enumerate(one) if s is not None and rank != late_rank
+    ]
+    return f"the others wait {statistics.median(others) * 1e3:.3g} ms for it in an all_reduce"
+
+
+def _notes(measured: Measured, reported: Sequence[str] = ()) -> Iterator[Finding]:
+    """Yield what held up all ranks of a host, which makes none of them slow.
+
+    reported: hosts that have a finding already.
+    """
+    for ranks in measured.setup.hosts:
+        host = measured.setup.host(ranks[0])
+        for reason, (words, next_step) in NOTES.items():
+            shares = [one[rank].share(ALONE, reason) for one in measured.passes for rank in ranks]
+            share = statistics.median([share for share in shares if share is not None] or [0.0])
+            if share > NOTABLE_SHARE and host not in reported:
+                sentence = f"{host}: {words} {share * 100:.0f} % of the time that they computed"
+                yield Finding("note", f"{reason}-time", sentence, next_step, {"host": host})
+
+
+# --- causes ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -262,128 +288,117 @@ class Suspect:
     def others(self) -> list[Shown]:
         return [shown for rank, shown in enumerate(self.shown) if rank != self.rank]
 
-    def kept(self, reason: str) -> float | None:
+    def kept(self, reason: str) -> str | None:
         """Return the share of the time that this reason took, if that makes its cores slow."""
-        share = self.own.kept.get(self.when, {}).get(reason)
-        others = [shown.kept.get(self.when, {}).get(reason) or 0.0 for shown in self.others]
-        if self.memory != "host" or share is None or share < EVIDENT_SHARE:
+        share = self.own.share(self.when, reason)
+        others = [shown.share(self.when, reason) or 0.0 for shown in self.others]
+        if share is None or share < EVIDENT_SHARE:
             return None
         share, usual = min(share, MOST_SHARE), min(statistics.median(others), MOST_SHARE)
-        return share if (1 - usual) / (1 - share) >= EVIDENT_RATIO else None
+        is_evident = (1 - usual) / (1 - share) >= EVIDENT_RATIO
+        return f"{share * 100:.0f} % of the time" if is_evident else None
 
 
-def find_cause(suspect: Suspect) -> Cause:
-    """Return the first of CAUSES that has evidence; the last one needs none."""
-    return next(cause for find in CAUSES if (cause := find(suspect)) is not None)
+def _throttled(suspect: Suspect) -> str | None:
+    share = suspect.kept("throttled")
+    return share and f"its control group was throttled for {share}"
 
 
-def _kept_from_running(suspect: Suspect) -> Cause | None:
-    if (share := suspect.kept("throttled")) is not None:
-        return Cause(
-            "throttled",
-            f"its control group was throttled for {share * 100:.0f} % of the time",
-            "raise its CPU quota (docker --cpus, Kubernetes limits.cpu, systemd CPUQuota), or use "
-            "fewer threads",
-        )
-    if (share := suspect.kept("stolen")) is not None:
-        return Cause(
-            "stolen",
-            f"the hypervisor gave its cores to others for {share * 100:.0f} % of the time",
-            "ask for a dedicated host, or another one",
-        )
-    if (share := suspect.kept("queued")) is None:
-        return None
-    processes = ", ".join(suspect.own.neighbours[:3])
+def _stolen(suspect: Suspect) -> str | None:
+    share = suspect.kept("stolen")
+    return share and f"the hypervisor gave its cores to others for {share}"
+
+
+def _queued(suspect: Suspect) -> str | None:
+    share, processes = suspect.kept("queued"), ", ".join(suspect.own.neighbours[:3])
     cpuset = suspect.setup.ranks[suspect.rank].get("cpuset")
-    return Cause(
-        "neighbour",
-        f"it waited for a core for {share * 100:.0f} % of the time: other processes use its cores "
-        f"{cpuset}" + (f", most of all {processes}" if processes else ""),
-        "end what runs there, or give the rank cores of its own",
+    most = f", most of all {processes}" if processes else ""
+    return (
+        share and f"it waited for a core for {share}: other processes use its cores {cpuset}{most}"
     )
 
 
-def _gpu_slowed(suspect: Suspect) -> Cause | None:
-    reasons = _reasons(suspect.own)
-    common = [_reasons(other) for other in suspect.others]
-    usual = {
-        reason for reason in reasons if 2 * sum(reason in others for others in common) > len(common)
-    }
-    own = sorted(reasons - usual - {"GpuIdle", "ApplicationsClocksSetting", "None"})
-    if suspect.memory == "host" or not own:
-        return None
-    state: Any = suspect.own.gpu
+def _slow_gpu(suspect: Suspect) -> str | None:
+    everyone = [set((shown.gpu or {}).get("throttle_reasons") or ()) for shown in suspect.shown]
+    own, others = everyone.pop(suspect.rank), everyone
+    usual = {why for why in own if 2 * sum(why in other for other in others) > len(others)}
+    reasons = sorted(own - usual - {"GpuIdle", "ApplicationsClocksSetting", "None"})
+    state = suspect.own.gpu or {}
     clock, celsius = state.get("sm_clock_hertz"), state.get("temperature_celsius")
-    return Cause(
-        "throttled",
-        f"its GPU slows down ({', '.join(own)})"
-        + (f" to {clock / 1e6:.0f} MHz" if clock else "")
-        + (f" at {celsius} °C" if celsius is not None else ""),
-        "check its cooling and power (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE)",
-    )
+    speed = f" to {clock / 1e6:.0f} MHz" if clock else ""
+    heat = f" at {celsius} °C" if celsius is not None else ""
+    return f"its GPU slows down ({', '.join(reasons)}){speed}{heat}" if reasons else None
 
 
-def _reasons(shown: Shown) -> set[str]:
-    reasons: Any = (shown.gpu or {}).get("throttle_reasons")
-    return set(reasons or ())
-
-
-def _hardware(suspect: Suspect) -> Cause | None:
-    fact = "cpu_model" if suspect.memory == "host" else "gpu_name"
-    values = suspect.setup.values(fact)
-    own = values[suspect.rank]
-    others = [value for rank, value in enumerate(values) if rank != suspect.rank]
+def _other_hardware(suspect: Suspect) -> str | None:
+    fact, name = ("cpu_model", "CPU") if suspect.memory == "host" else ("gpu_name", "GPU")
+    others = suspect.setup.values(fact)
+    own = others.pop(suspect.rank)
     commonest = max(folded(others), key=lambda group: len(group[1]))[0]
     if own in (None, commonest) or commonest is None:
         return None
-    return Cause(
-        "hardware",
-        f"it runs on another {'CPU' if suspect.memory == 'host' else 'GPU'}, {own}, the others on "
-        f"{commonest}",
-        "give all ranks the same hardware, or this one less work",
-    )
+    return f"it runs on another {name}, {own}, the others on {commonest}"
 
 
-def _clock(suspect: Suspect) -> Cause | None:
-    known = [other.hertz for other in suspect.others if other.hertz]
-    hot = (suspect.own.thermal or 0) > 0
-    low = bool(suspect.own.hertz and known) and (
-        (suspect.own.hertz or 0.0) < CLOCK_SHARE * statistics.median(known)
-    )
-    if suspect.memory != "host" or not (low or hot):
+def _slow_clock(suspect: Suspect) -> str | None:
+    own, known = suspect.own.hertz, [other.hertz for other in suspect.others if other.hertz]
+    usual = statistics.median(known) if known else 0.0
+    if not own or own >= CLOCK_SHARE * usual:
         return None
-    clocks = f"its cores run at {(suspect.own.hertz or 0.0) / 1e9:.2g} GHz" if low else ""
-    theirs = f", the others' at {statistics.median(known) / 1e9:.2g} GHz" if low else ""
-    heat = f"heat slowed its cores down {suspect.own.thermal} times" if hot else ""
-    return Cause(
-        "throttled" if hot else "frequency",
-        "; ".join(filter(None, (clocks + theirs, heat))),
-        "check its cooling, its power limit and its governor (cpupower frequency-info)",
-    )
+    return f"its cores run at {own / 1e9:.2g} GHz, the others' at {usual / 1e9:.2g} GHz"
 
 
-def _crowd_or_nature(suspect: Suspect) -> Cause | None:
-    if suspect.when != ALONE:
-        return Cause(
-            "neighbour",
-            "alone it is as fast as they are: it shares cores, caches or memory with other ranks",
-            "bind each rank to cores of its own (mpirun --bind-to core, srun --cpu-bind=cores)",
-        )
-    return Cause(
-        "nature",
-        "it is slow by nature: no quota, no hypervisor and no neighbour kept it from running, as "
-        "far as the kernel tells"
-        if suspect.memory == "host"
-        else "it is slow by nature: its GPU gives no reason that the others do not give",
-        "compare its host with the others (memory channels, power and BIOS settings), or leave it "
-        "out",
-    )
+def _hot_cores(suspect: Suspect) -> str | None:
+    heat = suspect.own.thermal or 0
+    words = [_slow_clock(suspect), f"heat slowed its cores down {heat} times"]
+    return "; ".join(filter(None, words)) if heat > 0 else None
 
 
-CAUSES: Sequence[Callable[[Suspect], Cause | None]] = (
-    _kept_from_running,
-    _gpu_slowed,
-    _hardware,
-    _clock,
-    _crowd_or_nature,
+class Cause(NamedTuple):
+    """Why a rank is slow. memory: "host", "GPU", or "" for a cause of both."""
+
+    name: str
+    memory: str
+    evidence: Callable[[Suspect], str | None]
+    next_step: str
+
+
+BIND = "bind each rank to cores of its own (mpirun --bind-to core, srun --cpu-bind=cores)"
+NEIGHBOURS = "alone it is as fast as they are: it shares cores, caches or memory with other ranks"
+COOLING = "check its cooling, its power limit and its governor (cpupower frequency-info)"
+GPU_COOLING = "check its cooling and power (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE)"
+QUOTA = (
+    "raise its CPU quota (docker --cpus, Kubernetes limits.cpu, systemd CPUQuota), or use fewer "
+    "threads"
 )
+NATURE = (
+    "it is slow by nature: no quota, no hypervisor and no neighbour kept it from running, as far "
+    "as the kernel tells"
+)
+GPU_NATURE = "it is slow by nature: its GPU gives no reason that the others do not give"
+COMPARE = (
+    "compare its host with the others (memory channels, power and BIOS settings), or leave it out"
+)
+CAUSES = (  # the first that has evidence counts
+    Cause("throttled", "host", _throttled, QUOTA),
+    Cause("stolen", "host", _stolen, "ask for a dedicated host, or another one"),
+    Cause("neighbour", "host", _queued, "end what runs there, or give the rank cores of its own"),
+    Cause("throttled", "GPU", _slow_gpu, GPU_COOLING),
+    Cause(
+        "hardware", "", _other_hardware, "give all ranks the same hardware, or this one less work"
+    ),
+    Cause("throttled", "host", _hot_cores, COOLING),
+    Cause("frequency", "host", _slow_clock, COOLING),
+    Cause("neighbour", "", lambda its: NEIGHBOURS if its.when != ALONE else None, BIND),
+    Cause("nature", "host", lambda its: NATURE, COMPARE),
+    Cause("nature", "GPU", lambda its: GPU_NATURE, COMPARE),
+)
+
+
+def find_cause(suspect: Suspect) -> tuple[Cause, str]:
+    """Return the first cause that has evidence, and the evidence."""
+    return next(
+        (cause, evidence)
+        for cause in CAUSES
+        if cause.memory in ("", suspect.memory) and (evidence := cause.evidence(suspect))
+    )

@@ -14,10 +14,10 @@ one queue behind that, so these links seem to carry a tenth of what they can. Th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ddpbench.analysis.rates import upper_quartile
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import format_rate, list_all
 from ddpbench.watch.window import Link
@@ -53,7 +53,7 @@ def find_slow_links(links: Iterable[Link], hosts: Container[str], seconds: float
     links = [link for link in links if link.nbytes >= COMPARABLE * most]
     if len(links) < 2:
         return []
-    usual = _upper_quartile([find_rate(link) for link in links])
+    usual = upper_quartile(map(find_rate, links))
     limit = SLOW * usual
     slow = [k for k in links if k.busy_seconds >= BUSY * seconds and _highest_rate(k) < limit]
     slow = [link for link in slow if not _waits_for_answers(link, links, slow)]
@@ -136,8 +136,3 @@ def find_rate(link: Link) -> float:
 
 def _highest_rate(link: Link) -> float:
     return link.nbytes / min(link.busy_seconds, link.transfer_seconds or link.busy_seconds)
-
-
-def _upper_quartile(values: Sequence[float]) -> float:
-    """Return one of the values: of two or three the largest."""
-    return sorted(values)[math.ceil(0.75 * len(values)) - 1]

@@ -1,20 +1,24 @@
-"""Which end, or which link between two ends, is slow, from the rates of all pairs.
+"""Which end, or which link between two ends, is slow, from the rates of all pairs; what is found.
 
 Rates are bytes a second by (sender, receiver), which are numbers of ranks. The slowest of sender,
 link and receiver bounds a stream. So each end has two levels, the upper quartiles of its row and of
 its column. An end is compared with the levels of all ends, a link with the lower level of its two
 ends. A sum of effects, as in a median polish, would expect too little between two slow ends, and
-would mistake one slow host of four for three slow links. A suspect must be measured again: `again`,
-`Again`.
+would mistake one slow host of four for three slow links. A suspect must be measured again:
+`choose_cells`, `Again`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from statistics import median, median_high, median_low
+
+from ddpbench.analysis.rates import upper_quartile
+from ddpbench.records.schema import Finding
+from ddpbench.records.wording import format_rate
 
 Cell = tuple[int, int]  # sender, receiver
 Rates = Mapping[Cell, float]
@@ -39,6 +43,7 @@ class Suspect:
     other: tuple[int, ...]  # empty: all others
     cells: tuple[Cell, ...]  # that are slow
     share: float  # of what is expected of them, median
+    kind: str = "rank"  # of the ends: "host", "rank" (of different hosts), "neighbour" (of one)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -51,21 +56,25 @@ class Suspect:
         return "both" if len(sends) == 2 else "sends" if sends == {True} else "receives"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Again:
-    """A suspect measured again and again, each time beside healthy links.
+    """A suspect that is measured again and again, each time beside healthy links.
 
     The best rates of each time count, because other load makes a link slower, never faster. A time
     counts only if the healthy links, or the suspect, are about as fast as before.
     """
 
     suspect: Suspect
-    usual: float  # rate of the healthy links before
-    slow: tuple[tuple[float, ...], ...] = ()  # each time: the rates of its cells
-    others: tuple[tuple[float, ...], ...] = ()  # each time: the rates of healthy cells
+    cells: Sequence[Cell]  # of the suspect
+    healthy: Sequence[Cell]
+    usual: float  # rate of the healthy cells before
+    slow: list[list[float]] = field(default_factory=list)  # each time: the rates of `cells`
+    others: list[list[float]] = field(default_factory=list)  # each time: those of `healthy`
 
-    def and_again(self, slow: Iterable[float], others: Iterable[float]) -> Again:
-        return replace(self, slow=(*self.slow, tuple(slow)), others=(*self.others, tuple(others)))
+    def add(self, rates: Rates) -> None:
+        """Add the rates of one time."""
+        self.slow.append([rates[cell] for cell in self.cells])
+        self.others.append([rates[cell] for cell in self.healthy])
 
     @property
     def times(self) -> list[tuple[float, float]]:
@@ -88,21 +97,17 @@ class Again:
         return self.cleared or self.confirmed or len(self.slow) >= MOST_TIMES
 
     @property
-    def bytes_per_second(self) -> float:
-        return upper(rate for each in self.slow for rate in each)
+    def slow_rate(self) -> float:
+        """Return the bytes a second of its cells."""
+        return upper_quartile(rate for each in self.slow for rate in each)
 
     @property
-    def others_bytes_per_second(self) -> float:
-        return upper(rate for each in self.others for rate in each)
+    def others_rate(self) -> float:
+        """Return the bytes a second of the healthy cells."""
+        return upper_quartile(rate for each in self.others for rate in each)
 
 
-def upper(values: Iterable[float]) -> float:
-    """Return the upper quartile, one of the values: of two or three the largest."""
-    ordered = sorted(values)
-    return ordered[math.ceil(0.75 * len(ordered)) - 1]
-
-
-def suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
+def find_suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
     """Return the slow ends, then the other slow links, the slowest first.
 
     spread: relative, of repeated measurements of one cell. With two ends, only the two directions
@@ -111,7 +116,8 @@ def suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
     sends, receives = _levels(rates, 0), _levels(rates, 1)
     levels = [*sends.values(), *receives.values()]
     if not levels:
-        return _one_way(rates, spread)
+        ways_back = {(a, b): rates.get((b, a), 0.0) for a, b in rates}
+        return _slow_links(rates, ways_back, _least(max(LEAST_SPREAD, spread)))
     usual = median_high(levels)
     expected = {(a, b): min(sends.get(a, usual), receives.get(b, usual)) for a, b in rates}
     logs = [math.log(rates[cell] / expected[cell]) for cell in rates]
@@ -145,7 +151,7 @@ def _slow_links(rates: Rates, expected: Rates, least: float) -> list[Suspect]:
     return sorted(found, key=attrgetter("share"))
 
 
-def between(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
+def combine_hosts(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
     """Return the rates between hosts, each named by one of its ranks.
 
     A rate is the upper median over the ranks, so that one slow rank of two is no slow host.
@@ -158,9 +164,9 @@ def between(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
     return {cell: median_high(its) for cell, its in grouped.items()}
 
 
-def shares(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
+def compare_with_hosts(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
     """Return the rate of each pair of ranks relative to that of their hosts: 1 is as fast."""
-    hosts = between(rates, host)
+    hosts = combine_hosts(rates, host)
     return {
         (a, b): rate / hosts[host[a], host[b]]
         for (a, b), rate in rates.items()
@@ -168,12 +174,12 @@ def shares(rates: Rates, host: Mapping[int, int]) -> dict[Cell, float]:
     }
 
 
-def merged(found: Sequence[Suspect], cuts: Iterable[Halves]) -> list[Suspect]:
+def merge_cuts(found: Sequence[Suspect], cuts: Iterable[Halves]) -> list[Suspect]:
     """Replace the suspects that together are all pairs across a cut by one: the cut is slow."""
     left = {frozenset(each.ends): each for each in found if each.other}
     whole = []
     for halves in cuts:
-        pairs = [frozenset(pair) for pair in across(halves)]
+        pairs = [frozenset(pair) for pair in pair_across(halves)]
         if len(pairs) > 1 and all(pair in left for pair in pairs):
             its = [left.pop(pair) for pair in pairs]
             cells = tuple(cell for each in its for cell in each.cells)
@@ -181,7 +187,7 @@ def merged(found: Sequence[Suspect], cuts: Iterable[Halves]) -> list[Suspect]:
     return [each for each in found if not each.other] + whole + list(left.values())
 
 
-def again(
+def choose_cells(
     suspect: Suspect, rates: Rates, found: Sequence[Suspect]
 ) -> tuple[list[Cell], list[Cell]]:
     """Return the cells to measure again, and healthy cells to compare with.
@@ -221,16 +227,7 @@ def _levels(rates: Rates, side: int) -> dict[int, float]:
     grouped: dict[int, list[float]] = {}
     for cell, rate in rates.items():
         grouped.setdefault(cell[side], []).append(rate)
-    return {end: upper(its) for end, its in grouped.items() if len(its) > 1}
-
-
-def _one_way(rates: Rates, spread: float) -> list[Suspect]:
-    least = _least(max(LEAST_SPREAD, spread))
-    return [
-        Suspect((a,), (b,), ((a, b),), rate / rates[b, a])
-        for (a, b), rate in rates.items()
-        if rate < least * rates.get((b, a), 0.0)
-    ]
+    return {end: upper_quartile(its) for end, its in grouped.items() if len(its) > 1}
 
 
 def _least(noise: float) -> float:
@@ -241,7 +238,7 @@ def _least(noise: float) -> float:
 # --- rounds of disjoint pairs, so that all pairs of a round can work at once ----------------------
 
 
-def circle(ends: Sequence[int]) -> list[list[Pair]]:
+def plan_circle(ends: Sequence[int]) -> list[list[Pair]]:
     """Return rounds in which every end meets every other once.
 
     There are n - 1 rounds for n ends, or n if n is odd, because one end then rests. The first end
@@ -256,7 +253,7 @@ def circle(ends: Sequence[int]) -> list[list[Pair]]:
     return rounds
 
 
-def halved(ends: Sequence[int]) -> list[list[Halves]]:
+def halve(ends: Sequence[int]) -> list[list[Halves]]:
     """Cut the ends into halves, these into halves again, down to single ends; a list a depth."""
     groups, depths = [tuple(ends)], []
     while groups := [group for group in groups if len(group) > 1]:
@@ -266,10 +263,119 @@ def halved(ends: Sequence[int]) -> list[list[Halves]]:
     return depths
 
 
-def across(halves: Halves) -> list[Pair]:
+def pair_across(halves: Halves) -> list[Pair]:
     """Return the pairs across a cut.
 
     With an odd number one end rests. The next cut puts it into a smaller half, where none rests.
     """
     left, right = halves
     return list(zip(left, reversed(right), strict=False))
+
+
+# --- what is found --------------------------------------------------------------------------------
+
+# A full frame adds preamble, header, checksum and gap to its MTU; the MTU contains the headers of
+# IP and of TCP with time stamps.
+FRAME_NBYTES, HEADERS_NBYTES = 38, 52
+MTU_NBYTES = 1500
+ENOUGH = 0.5  # of the interfaces' nominal speed
+NEXT = {
+    "slow-host": "on {one}: the negotiated speed (ethtool), errors and drops (ethtool -S, "
+    "ip -s link) of its interface, its cable and port of the switch, and what else uses them",
+    "slow-link": "the hosts' other links are fine, so look at what lies between these two: route "
+    "(traceroute both ways), cabling, ports and limits of the switches; else keep them apart",
+    "slow-rank-link": "compare its cores, NUMA node, GPU and interface with those of the other "
+    "ranks of its host",
+    "two-hosts": "measure with a third host, to tell the link from the hosts; until then check "
+    "both: ethtool, ethtool -S, ip -s link, cables and ports",
+}
+WAYS = {"both": "sends and receives", "sends": "sends", "receives": "receives"}
+
+
+@dataclass(frozen=True)
+class Places:
+    """Names of the ends of links, and facts about the network between them, by rank."""
+
+    host: Mapping[int, str]
+    ethernet: bool = False  # whether TCP carries it
+    mtu_nbytes: int = MTU_NBYTES
+    nominal: Mapping[int, float | None] = field(default_factory=dict)  # bytes a second
+
+    def names(self, ends: Sequence[int], kind: str) -> str:
+        """Name hosts or ranks; of many the first and the last."""
+        names = [self.host[e] if kind == "host" else f"rank {e} ({self.host[e]})" for e in ends]
+        return " and ".join(names) if len(names) < 3 else f"{names[0]} … {names[-1]}"
+
+    def line_rate(self, bytes_per_second: float, kind: str = "host") -> float | None:
+        """Return bits a second of the Ethernet on which TCP in full frames carries that rate.
+
+        With the usual MTU, 1448 of 1538 bytes of a frame are data. None without TCP.
+        """
+        if not self.ethernet or kind == "neighbour":
+            return None
+        share = (self.mtu_nbytes - HEADERS_NBYTES) / (self.mtu_nbytes + FRAME_NBYTES)
+        return bytes_per_second * 8 / share
+
+    def carries(self, bytes_per_second: float, kind: str) -> str:
+        """Format a rate together with the Ethernet on which TCP carries as much."""
+        bits = self.line_rate(bytes_per_second, kind)
+        if bits is None:
+            return format_rate(bytes_per_second)
+        line = f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+        return f"{format_rate(bytes_per_second)}, as an Ethernet of {line} does"
+
+
+def describe_slow(seen: Again, places: Places, two_hosts: bool = False) -> Finding:
+    """Return the finding for a confirmed suspect. two_hosts: whether there are only two."""
+    suspect, kind = seen.suspect, seen.suspect.kind
+    slow, others = (places.carries(r, kind) for r in (seen.slow_rate, seen.others_rate))
+    one, other = (places.names(ends, kind) for ends in (suspect.one, suspect.other))
+    each_time = f"in each of {len(seen.slow)} measurements beside them"
+    two_hosts = two_hosts and kind == "host"
+    code, severity = "slow-rank-link", "warning"
+    place: dict[str, object] = {"ranks": list(suspect.ends)}
+    if kind == "host":
+        code = "slow-link" if suspect.other else "slow-host"
+        place = {"hosts": [places.host[end] for end in suspect.ends], **place}
+    if suspect.other:
+        if kind == "neighbour":  # may be due to the topology
+            severity = "note"
+        first, second = (other, one) if suspect.ways == "receives" else (one, other)
+        way = f"between {one} and {other}"
+        way = way if suspect.ways == "both" else f"from {first} to {second}"
+        beside = "the way back it is" if two_hosts else "other links carry"
+        sentence = f"slow link: the link {way} carries {slow}; {beside} {others} ({each_time})"
+    else:
+        sentence = (
+            f"slow {'host' if kind == 'host' else 'rank'}: {one} {WAYS[suspect.ways]} {slow}, "
+            f"with every other; the others carry {others} among themselves ({each_time})"
+        )
+    next_step = NEXT["two-hosts" if two_hosts else code].format(one=one)
+    return Finding(severity, code, sentence, next_step, place)
+
+
+def find_below_nominal(rates: Rates, places: Places) -> list[Finding]:
+    """Return a note if no link between hosts carries half of its interfaces' nominal speed.
+
+    Nothing if the nominal speed of an interface is unknown.
+    """
+    nominal = {cell: min(places.nominal.get(end) or 0.0 for end in cell) for cell in rates}
+    if not rates or not all(nominal.values()):
+        return []
+    best = max(rates, key=lambda cell: rates[cell] / nominal[cell])
+    if rates[best] >= ENOUGH * nominal[best]:
+        return []
+    sender, receiver = (places.names([end], "rank") for end in best)
+    return [
+        Finding(
+            "note",
+            "below-nominal",
+            f"no link between hosts carries half of the nominal speed of its interfaces: the best, "
+            f"from {sender} to {receiver}, {format_rate(rates[best])} "
+            f"of {format_rate(nominal[best])} nominal",
+            "one stream may not fill a fast link (compare all at once, with several ranks a host); "
+            "else check its MTU, the limits of the switch or of a virtual network, and whether "
+            "this is the right interface",
+            {"ranks": list(best)},
+        )
+    ]

@@ -13,41 +13,21 @@ runtime/environment.py, without secrets in the variables, and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpbench.analysis.rank_setup import Facts, Setup, folded
 from ddpbench.doctor.context import Context, Outcome
-from ddpbench.doctor.preflight import dangers, differences
+from ddpbench.doctor.preflight import checks
 from ddpbench.measure import clock
 from ddpbench.records import redact
-from ddpbench.records.schema import Finding
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import counted, name_ranks
 from ddpbench.runtime import control, environment, gpu_facts
 
 # Facts in the record of a launch that serve another purpose.
 LEFT_OUT = ("gpu_before", "boot_id", "time_namespace", "pid", "load_average")
-# One entry adds a check. analysis/findings.py checks what every command needs, such as versions.
-CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
-    differences.same_facts,
-    differences.same_variables,
-    differences.interfaces,
-    differences.own_name,
-    differences.clocks,
-    dangers.costly_settings,
-    dangers.debug_builds,
-    dangers.bound_cores,
-    dangers.narrow_affinity,
-    dangers.far_gpu,
-    dangers.narrow_slot,
-    dangers.memory_errors,
-    dangers.gpu_in_use,
-    dangers.locked_memory,
-    dangers.open_files,
-    dangers.shared_memory,
-    dangers.free_memory,
-)
 
 
 def examine(context: Context) -> Outcome:
@@ -75,15 +55,10 @@ def examine(context: Context) -> Outcome:
     return Outcome(
         lines=(line if len(ranks) > 1 else "checked the settings of 1 rank",),
         unchecked=tuple(_unchecked(setup, context.launch.ranks, objection)),
-        findings=find_all(setup),
+        findings=checks.find_all(setup),
         figures=figures,
         tables=(build_table(setup),),
     )
-
-
-def find_all(setup: Setup) -> tuple[Finding, ...]:
-    """Return a finding for everything that is odd or dangerous."""
-    return tuple(finding for check in CHECKS for finding in check(setup))
 
 
 def _own_facts(context: Context) -> dict[str, Any]:
@@ -129,9 +104,49 @@ def _unchecked(
         yield "cores that are free for binding: the control group does not list its cores"
 
 
+# --- the facts of all ranks, for pasting into an issue --------------------------------------------
+
 MIB, GIB = 2**20, 2**30
 HIDDEN = ("SLURM_",)  # Slurm sets many variables, and no collective reads them
-OF_HOST = ("free_memory_nbytes", "shm_free_nbytes", "shm_nbytes")  # read once for each host
+# Line → its parts: a fact without which the part is left out ("": it is always shown), a template
+# of facts. To add a fact to the list, add a line or a part.
+LINES: dict[str, tuple[tuple[str, str], ...]] = {
+    "host": (("", "{hostname}"),),
+    "versions": (("", "ddpbench {ddpbench}, torch {torch}, python {python}"),),
+    "library": (("library", "{library}"),),
+    "system": (("", "Linux {kernel}, {os}"), ("inside", ", in {inside}")),
+    "cpu": (
+        ("", "{cpu_model}, {cores_logical} cores"),
+        ("smt_state", ", SMT {smt_state}"),
+        ("governor", ", governor {governor}"),
+    ),
+    "cores": (
+        ("", "threads {threads}, on cores {cpuset}"),
+        ("numa_nodes", " of NUMA node {numa_nodes}"),
+        ("cgroup_cpu_quota_cores", ", quota {cgroup_cpu_quota_cores:g} cores"),
+    ),
+    "memory": (
+        ("", "{memory}, {free_memory} free"),
+        ("cgroup_memory_limit_nbytes", ", limit {cgroup_memory_limit}"),
+        ("", "; /dev/shm {shm}, {shm_free} free"),
+    ),
+    "limits": (("", "{files} open files, {locked} locked memory"),),
+    "gpu": (
+        ("gpu_uuid", "{gpu_index}: {gpu_name}, {gpu}"),
+        ("gpu_node", ", NUMA node {gpu_node}"),
+        ("gpu_uuid", ", driver {driver}"),
+    ),
+    "links": (("gpu_links", "{gpu_links}"),),
+    "network": (
+        ("", "{interface[name]} {address}, mtu {interface[mtu_nbytes]}"),
+        ("gigabits", ", {gigabits:g} Gbit/s nominal"),
+        ("", "; own name is {own_name}"),
+    ),
+    "rdma": (("rdma", "{rdma}"),),
+    "plug-ins": (("nccl_plugins", "{nccl_plugins}"),),
+    "nccl.conf": (("files_of_nccl", "{files_of_nccl}"),),
+    "clock": (("clock", "{clock}"),),
+}
 
 
 def build_table(setup: Setup) -> Table:
@@ -142,28 +157,25 @@ def build_table(setup: Setup) -> Table:
     """
     world = f"{len(setup.ranks)} on {counted(len(setup.hosts), 'host')}"
     rows = [("ranks", f"{world}, {setup.backend}, {setup.device}, started by {setup.launcher}")]
-    everyone = _facts_with_host(setup)
-    for name, describe in FIELDS.items():
-        values = [describe(facts) for facts in everyone]
+    everyone = [_describe(facts) for facts in setup.everyone()]
+    for name, parts in LINES.items():
+        values = [
+            "".join(part.format_map(facts) for fact, part in parts if not fact or facts[fact])
+            for facts in everyone
+        ]
         if any(values):
-            rows.append((name, _folded(values)))
-    rows += [("variables", line) for line in _variables(setup)]
+            rows.append((name, _fold(values)))
+    variables = [facts.get("variables") or {} for facts in setup.ranks]
+    rows += [
+        ("variables", f"{name}={_fold([own.get(name) for own in variables])}")
+        for name in sorted(set().union(*variables))
+        if not name.startswith(HIDDEN)
+    ]
     columns = (TableColumn(align="left"), TableColumn(align="left"))
     return Table("environment, for pasting into an issue", columns, tuple(rows))
 
 
-def _facts_with_host(setup: Setup) -> list[Facts]:
-    """Return the facts of each rank together with those of its host."""
-    everyone: list[Facts] = list(setup.ranks)
-    for _, ranks, host in setup.of_hosts():
-        first = setup.ranks[ranks[0]]
-        once = {name: first.get(name) for name in OF_HOST}
-        for rank in ranks:
-            everyone[rank] = {**host, **setup.ranks[rank], **once}
-    return everyone
-
-
-def _folded(values: list[Any]) -> str:
+def _fold(values: list[Any]) -> str:
     """Show a value that all ranks share once, else each value with its ranks."""
     groups = folded(values)
     if len(groups) == 1:
@@ -171,97 +183,34 @@ def _folded(values: list[Any]) -> str:
     return "; ".join(f"{value or '-'} ({name_ranks(ranks)})" for value, ranks in groups)
 
 
-def _variables(setup: Setup) -> list[str]:
-    everyone = [facts.get("variables") or {} for facts in setup.ranks]
-    names = sorted(name for name in set().union(*everyone) if not name.startswith(HIDDEN))
-    return [f"{name}={_folded([own.get(name) for own in everyone])}" for name in names]
-
-
-def _versions(facts: Facts) -> str:
-    return ", ".join(f"{name} {facts.get(name)}" for name in ("ddpbench", "torch", "python"))
-
-
-def _system(facts: Facts) -> str:
-    inside = facts.get("container") or facts.get("virtual_machine")
-    return f"Linux {facts.get('kernel')}, {facts.get('os')}" + (f", in {inside}" if inside else "")
-
-
-def _processor(facts: Facts) -> str:
-    smt = {True: ", SMT on", False: ", SMT off", None: ""}[facts.get("smt")]
-    governor = f", governor {facts.get('governor')}" if facts.get("governor") else ""
-    return f"{facts.get('cpu_model')}, {facts.get('cores_logical')} cores{smt}{governor}"
-
-
-def _cores(facts: Facts) -> str:
-    quota = facts.get("cgroup_cpu_quota_cores")
-    nodes = facts.get("numa_nodes")
-    return (
-        f"threads {facts.get('threads')}, on cores {facts.get('cpuset')}"
-        + (f" of NUMA node {nodes}" if nodes else "")
-        + (f", quota {quota:g} cores" if quota else "")
-    )
-
-
-def _memory(facts: Facts) -> str:
-    limit = facts.get("cgroup_memory_limit_nbytes")
-    return (
-        f"{_gib(facts.get('memory_nbytes'))}, {_gib(facts.get('free_memory_nbytes'))} free"
-        + (f", limit {_gib(limit)}" if limit else "")
-        + f"; /dev/shm {_gib(facts.get('shm_nbytes'))}, {_gib(facts.get('shm_free_nbytes'))} free"
-    )
-
-
-def _limits(facts: Facts) -> str:
+def _describe(facts: Facts) -> Mapping[str, Any]:
+    """Return the facts of a rank with the words that LINES use; an unknown fact is None."""
+    described: defaultdict[str, Any] = defaultdict(lambda: None, facts)
+    interface, link = facts.get("interface") or {}, facts.get("gpu_pcie")
     files, locked = facts.get("ulimit_open_files"), facts.get("ulimit_memlock_nbytes")
-    return (
-        f"{'any number of' if files == -1 else files} open files, "
-        f"{'any' if locked == -1 else _gib(locked)} locked memory"
-    )
-
-
-def _gpu(facts: Facts) -> str | None:
-    if not facts.get("gpu_uuid"):
-        return None
-    node = facts.get("gpu_numa_node")
-    return (
-        f"{facts.get('gpu_index')}: {facts.get('gpu_name')}, {_gib(facts.get('gpu_nbytes'))}"
-        + (f", NUMA node {node}" if node is not None else "")
-        + f", driver {facts.get('driver')}"
-    )
-
-
-def _links(facts: Facts) -> str | None:
-    slot, count = facts.get("gpu_pcie"), facts.get("gpu_nvlinks_active")
-    shown = [
-        slot and f"PCIe x{slot['width']:g} at {slot['transfers_per_second'] / 1e9:g} GT/s",
-        count and counted(count, "NVLink"),
-    ]
-    return ", ".join(filter(None, shown)) or None
-
-
-def _conf(facts: Facts) -> str | None:
-    files = (facts.get("nccl_conf") or {}).items()
-    shown = [
-        f"{file}: {' '.join(f'{name}={value}' for name, value in settings.items())}"
-        for file, settings in files
-    ]
-    return "; ".join(shown) or None
-
-
-def _network(facts: Facts) -> str:
-    used = facts.get("interface") or {}
-    speed = used.get("nominal_bytes_per_second")
-    address = next(iter(facts.get("addresses") or []), facts.get("address"))
-    return (
-        f"{used.get('name')} {address}, mtu {used.get('mtu_nbytes')}"
-        + (f", {speed * 8e-9:g} Gbit/s nominal" if speed else "")
-        + f"; own name is {facts.get('resolved') or 'not resolved'}"
-    )
-
-
-def _clock(facts: Facts) -> str | None:
-    ahead = facts.get("clock_ahead_seconds")
-    return f"{ahead:+.3f} s ahead of rank 0's" if ahead is not None and abs(ahead) > 1e-3 else None
+    node, count = facts.get("gpu_numa_node"), facts.get("gpu_nvlinks_active")
+    smt, ahead = facts.get("smt"), facts.get("clock_ahead_seconds") or 0.0
+    lanes = link and f"PCIe x{link['width']:g} at {link['transfers_per_second'] / 1e9:g} GT/s"
+    for name in ("memory", "free_memory", "cgroup_memory_limit", "shm", "shm_free", "gpu"):
+        described[name] = _gib(facts.get(f"{name}_nbytes"))
+    return described | {
+        "inside": facts.get("container") or facts.get("virtual_machine"),
+        "smt_state": None if smt is None else "on" if smt else "off",
+        "files": "any number of" if files == -1 else files,
+        "locked": "any" if locked == -1 else _gib(locked),
+        "gpu_node": None if node is None else str(node),
+        "gpu_links": ", ".join(filter(None, [lanes, count and counted(count, "NVLink")])),
+        "interface": defaultdict(lambda: None, interface),
+        "address": next(iter(facts.get("addresses") or []), facts.get("address")),
+        "gigabits": (interface.get("nominal_bytes_per_second") or 0.0) * 8e-9,
+        "own_name": facts.get("resolved") or "not resolved",
+        "rdma": ", ".join(facts.get("rdma_devices") or []),
+        "files_of_nccl": "; ".join(
+            f"{file}: {' '.join(f'{name}={value}' for name, value in settings.items())}"
+            for file, settings in (facts.get("nccl_conf") or {}).items()
+        ),
+        "clock": f"{ahead:+.3f} s ahead of rank 0's" if abs(ahead) > 1e-3 else None,
+    }
 
 
 def _gib(nbytes: int | None) -> str:
@@ -271,23 +220,3 @@ def _gib(nbytes: int | None) -> str:
     if nbytes < GIB / 10:
         return f"{nbytes / MIB:.2g} MiB"
     return f"{nbytes / GIB:.{0 if nbytes >= 10 * GIB else 1}f} GiB"
-
-
-# One entry adds a fact to the list.
-FIELDS: dict[str, Callable[[Facts], str | None]] = {
-    "host": lambda facts: facts.get("hostname"),
-    "versions": _versions,
-    "library": lambda facts: facts.get("library"),
-    "system": _system,
-    "cpu": _processor,
-    "cores": _cores,
-    "memory": _memory,
-    "limits": _limits,
-    "gpu": _gpu,
-    "links": _links,
-    "network": _network,
-    "rdma": lambda facts: ", ".join(facts.get("rdma_devices") or []) or None,
-    "plug-ins": lambda facts: facts.get("nccl_plugins"),
-    "nccl.conf": _conf,
-    "clock": _clock,
-}
