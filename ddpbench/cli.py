@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], "--help"]
+    if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(_format_overview())
         return 0 if words else 2
     if words[0] == "--version":

@@ -72,8 +72,8 @@ def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
             quiet = True
     if not quiet or run.state != "complete":
         tell(stored)
-    if run.outcomes and not any(outcome.summary for outcome in run.outcomes):
-        reasons = dict.fromkeys(outcome.reason for outcome in run.outcomes if outcome.reason)
+    reasons = dict.fromkeys(outcome.reason for outcome in run.outcomes if outcome.reason)
+    if reasons and not any(outcome.summary for outcome in run.outcomes):
         tell(f"nothing was measured: {'; '.join(reasons)}")
     if options.report:
         page.write(folder, quiet)
