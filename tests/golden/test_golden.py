@@ -131,7 +131,7 @@ COMMAND_LINES = {
         'ab --a "--backend gloo" --b "--dtype float23" collectives',
         'ab --a "" --b "X=1" show last',
     ),
-    "help": ("", "colectives"),
+    "help": ("", "help show", "colectives"),
 }
 
 
