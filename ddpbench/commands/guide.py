@@ -48,7 +48,11 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         return 0
     text = chapters.get(namespace.chapter)
     if text is None:
-        raise Refused(explain_unknown("chapter", namespace.chapter, chapters))
+        about = [
+            name for name, each in chapters.items() if namespace.chapter.lower() in each.lower()
+        ]
+        mentioned = f". Chapters that mention it: {', '.join(about)}" if about else ""
+        raise Refused(explain_unknown("chapter", namespace.chapter, chapters) + mentioned)
     if terminal:
         from ddpbench.guide.pager import page
 

@@ -206,6 +206,11 @@ def parse_variant(name: str, text: str) -> Variant:
                 f"not {python!r}"
             )
         del words[at : at + 2]
+    if words and not words[0].startswith("-"):
+        raise Refused(
+            f"--{name} {text!r}: {words[0]!r} is neither NAME=VALUE nor an option. Write "
+            f'--{name} "NAME=VALUE", --{name} "--python PATH" or --{name} "--option value"'
+        )
     return Variant(name, python, environ, tuple(words))
 
 

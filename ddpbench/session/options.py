@@ -25,6 +25,7 @@ from ddpbench.session.errors import refuse
 
 T = TypeVar("T")
 SIZES = "--sizes FIRST:LAST:xFACTOR, such as --sizes 8:128M:x2"
+TORCHRUN = "it for torchrun, before the module: torchrun --nnodes 2 … -m ddpbench.COMMAND …"
 RANKS = "-n N, the number of ranks on this host"
 REPEATED = "--precision PERCENT or --case-time SECONDS, which end a case; ddp also takes --rounds N"
 INSTEAD = {  # options of torchrun, nccl-tests, OSU and others → what to write
@@ -39,6 +40,10 @@ INSTEAD = {  # options of torchrun, nccl-tests, OSU and others → what to write
     **dict.fromkeys(("-d", "--datatype"), "--dtype float32"),
     **dict.fromkeys(("-o", "--redop"), "--reduce-op sum"),
     **dict.fromkeys(("-m", "--agg_iters", "--pipelined"), "--mode pipelined --in-flight N"),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--node_rank", "--standalone"), TORCHRUN),
+    **dict.fromkeys(("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"), TORCHRUN),
+    **dict.fromkeys(("-c", "--check"), "nothing: results are checked unless you write --no-check"),
+    **dict.fromkeys(("--fsdp", "--tp", "--hsdp"), "--parallel fsdp, hsdp, tp or fsdp+tp in ddp"),
     "--model": "--workload package.module:function",
     "--collective": "--op all_reduce",
 }
