@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options.add_group(parser, "examinations", EXAMINED.format(examinations=known))
     names = options.names("examination", EXAMINATIONS)
     add("--only", kind=names, default=tuple(EXAMINATIONS), metavar="NAME,…")
-    add("--case-time", kind=options.positive, default=15.0)
+    add("--case-time", kind=options.positive, default=15.0, metavar="SECONDS")
     add("--by", choices=("rank", "host"), default="rank")
     add("--max-pairs", kind=options.whole(1), default=120, metavar="N")
     add("--fail-on", choices=SEVERITIES, default="error")

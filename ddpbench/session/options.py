@@ -24,6 +24,12 @@ from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 
 T = TypeVar("T")
+SAME = {  # names of dtypes elsewhere
+    **dict.fromkeys(("float", "fp32", "f32"), "float32"),
+    **dict.fromkeys(("half", "fp16", "f16"), "float16"),
+    **dict.fromkeys(("double", "fp64", "f64"), "float64"),
+    "bf16": "bfloat16",
+}
 SIZES = "--sizes FIRST:LAST:xFACTOR, such as --sizes 8:128M:x2"
 TORCHRUN = "it for torchrun, before the module: torchrun --nnodes 2 … -m ddpbench.COMMAND …"
 RANKS = "-n N, the number of ranks on this host"
@@ -31,7 +37,8 @@ REPEATED = "--precision PERCENT or --case-time SECONDS, which end a case; ddp al
 INSTEAD = {  # options of torchrun, nccl-tests, OSU and others → what to write
     **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--nproc", "--world-size"), RANKS),
     **dict.fromkeys(("-g", "--ngpus", "--gpus"), RANKS),
-    **dict.fromkeys(("--iters", "--iterations", "-i", "--steps"), REPEATED),
+    **dict.fromkeys(("--iters", "--iterations", "--steps"), REPEATED),
+    **dict.fromkeys(("-i", "--stepbytes"), "--sizes 4:1K:+256 for a step of 256 bytes"),
     **dict.fromkeys(
         ("--warmup", "--warmup_iters", "-w", "-x"), "nothing: every case warms up itself"
     ),
@@ -44,6 +51,10 @@ INSTEAD = {  # options of torchrun, nccl-tests, OSU and others → what to write
     **dict.fromkeys(("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"), TORCHRUN),
     **dict.fromkeys(("-c", "--check"), "nothing: results are checked unless you write --no-check"),
     **dict.fromkeys(("--fsdp", "--tp", "--hsdp"), "--parallel fsdp, hsdp, tp or fsdp+tp in ddp"),
+    **dict.fromkeys(("--hostfile", "-H", "--host"), "it for mpirun, before python"),
+    "-np": RANKS,
+    **dict.fromkeys(("-r", "--root-rank"), "--root RANK"),
+    **dict.fromkeys(("-J", "--json"), "--format json"),
     "--model": "--workload package.module:function",
     "--collective": "--op all_reduce",
 }
@@ -65,6 +76,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown arguments, also when this parses a subcommand."""
         words = [*(sys.argv[1:] if args is None else args)]
+        if "-np" in words:  # argparse would read -n p
+            self.error("unrecognized arguments: -np")
         for action in (action for action in self._actions if action.metavar == VARIANT):
             option = action.option_strings[0]
             if option in words[:-1]:  # argparse would take the value for an option
@@ -102,7 +115,10 @@ def names(kind: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
             return tuple(table)
         for word in words:
             if word not in table:
-                raise argparse.ArgumentTypeError(explain_unknown(kind, word, [*table, "all"]))
+                unknown = explain_unknown(kind, word, [*table, "all"])
+                if word in SAME and SAME[word] in table:
+                    unknown = f"unknown {kind} {word!r}: write {SAME[word]}"
+                raise argparse.ArgumentTypeError(unknown)
         return words
 
     return parse

@@ -142,6 +142,13 @@ def test_an_option_that_an_operation_lacks_is_named(frozen: Frozen) -> None:
     [
         "--opp all",
         "--size=4",
+        "-b 8 -e 1M -f 2",
+        "-np 4",
+        "--nproc-per-node 4",
+        "--nnodes 2",
+        "--iters 20",
+        "--check 1",
+        "--dtype half",
         "--launch-es 2",
         "--warp",
         "4K",
