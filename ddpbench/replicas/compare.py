@@ -1,24 +1,31 @@
-"""Compare a replica over all ranks, everything at once, and the names of what it holds."""
+"""Compare each tensor among the ranks of its scope, which must hold equal bits of it.
+
+Without a mesh, the scope is all ranks. Healthy replicas cost one all_reduce of fixed size, whatever
+the mesh and the model are: each rank multiplies its digests by its weights within their scopes, and
+the sums must be 0 (scopes.py). Where one is not, the ranks compare more: structures by name,
+contents by one digest per tensor, then the elements of the differing tensors (locate.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from ddpbench.records.wording import list_all
 from ddpbench.replicas.channel import Channel
-from ddpbench.replicas.digest import Counts, Digests, of_bytes, read
-from ddpbench.replicas.report import Difference, Mismatch, NonFinite, ranks_text
-from ddpbench.replicas.scopes import Base
+from ddpbench.replicas.digest import Counts, Digests, as_tensor, of_bytes, read
+from ddpbench.replicas.locate import Part, by_value, gather_details
+from ddpbench.replicas.report import Difference, Key, Mismatch, NonFinite, Report, ranks_text
+from ddpbench.replicas.scopes import Base, Grid, find_offsets, find_scope, weigh_scope
 from ddpbench.replicas.state import KINDS, Entry, State, row, structure
 
-# Kind and name of a tensor, and the sets of ranks that share a value.
-Key = tuple[str, str, tuple[tuple[int, ...], ...]]
-_MESHED = 1 << 62  # a bit of the first count: this rank has tensors on a mesh
+Item = tuple[str, int | None]  # name, and place among this rank's entries if it holds a part
 
 
 @dataclass(frozen=True)
@@ -30,24 +37,11 @@ class Options:
     locate: int
     step: int | None
     equal_until: int | None = None  # the step of the last verification that found all equal
-    known: Collection[Key] = ()  # differences located before
+    # What was wrong at the last check: step and cause of the report that explained it.
+    history: Mapping[Key, tuple[int, str]] = field(default_factory=dict)
     traced: bool = False  # whether each rank watches where a NaN comes from
     # Dimensions of a mesh along which ranks hold other layers, by what the ranks hold.
     stages: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass
-class Comparison:
-    """The result of comparing some kinds."""
-
-    base: Base
-    meshed: bool  # whether some rank has tensors on a mesh
-    differences: list[Difference] = field(default_factory=list)
-    mismatches: list[Mismatch] = field(default_factory=list)
-    nonfinite: list[NonFinite] = field(default_factory=list)
-    compared: dict[str, int] = field(default_factory=dict)
-    nbytes: int = 0
-    held_once: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,64 +50,385 @@ class Contents:
 
     kind: str
     entries: list[Entry]
+    structure: int  # digest of names, dtypes, shapes, devices and placements
     digests: Digests  # uint64[n], salted by the structure
     counts: Counts  # int64[n] of elements that are not finite, 0 where this rank has not looked
-    structure: int  # digest of names, dtypes, shapes, devices and placements
 
-    def row(self, meshed: bool) -> list[int]:
-        """Return count, structure, contents and elements that are not finite, as four numbers.
 
-        Contents on a mesh are not equal in all ranks, so they are left out.
+class Sums(NamedTuple):
+    """A kind in all ranks: whether structure and contents are equal, and sums over the ranks."""
+
+    alike: bool
+    equal: bool
+    compared: int
+    held_once: int
+    nbytes: int
+    nonfinite: int
+
+
+class Comparison:
+    """The comparison of one verification, and its results, which are the same in every rank."""
+
+    def __init__(
+        self, channel: Channel, base: Base, state: State, options: Options, *, meshed: bool
+    ) -> None:
+        self.base, self.meshed = base, meshed  # whether a mesh names the ranks
+        self.differences: list[Difference] = []
+        self.mismatches: list[Mismatch] = []
+        self.nonfinite: list[NonFinite] = []
+        self.compared: dict[str, int] = {}
+        self.held_once = Counter(state.held_once)
+        self.nbytes = 0  # in one rank
+        self.channel, self.state, self._options = channel, state, options
+
+    def gather(
+        self, kinds: Sequence[str], facts: Sequence[int] = (), counts: Sequence[int] = ()
+    ) -> tuple[list[bool], list[int]]:
+        """Compare some kinds, and return which facts all ranks have alike, and sums of counts.
+
+        facts: digests. Healthy replicas end after one all_reduce, unless a mesh has pipeline
+        stages.
         """
-        whole = 0 if meshed else int(np.uint64(of_bytes(self.digests.tobytes())).astype(np.int64))
-        return [len(self.entries), self.structure, whole, int(self.counts.sum())]
+        channel, finite = self.channel, self._options.finite
+        settings = self._list_settings()
+        everyone = weigh_scope(tuple(sorted(channel.ranks)), self.base.rank).weight
+        digests = [of_bytes(repr(settings).encode()), *facts]
+        # Where the ranks hold the same bits, one of them looks for NaN; on a mesh they hold others.
+        share = (0, 1) if self.meshed else (channel.rank, len(channel.ranks))
+        contents = [self._read(kind, share if finite else None) for kind in kinds]
+        same, (meshed, *totals), sums = self._gather_sums(
+            contents, [everyone * digest for digest in digests], [int(self.meshed), *counts]
+        )
+        if not same[0]:
+            raise ValueError(_explain_settings(channel.ranks, channel.gather_objects(settings)))
+        self.meshed = meshed > 0
+        if not all(sums[kind].alike for kind in kinds):
+            self._gather_base(contents[0])
+            sums = self._gather_sums(contents)[2]
+        for each in contents:
+            found = sums[each.kind]
+            wrong = found.nonfinite > 0 or self.meshed or not (found.alike and found.equal)
+            if finite and wrong and meshed < len(channel.ranks):  # some ranks read only a share
+                self._gather_kind(self._read(each.kind, (0, 1)), found._replace(nonfinite=1))
+            else:
+                self._gather_kind(each, found)
+        return same[1:], totals
+
+    def make_report(self, frozen: Collection[str], **rest: Any) -> Report:
+        """Return the results as a report, with these other fields of it.
+
+        frozen: names of parameters with requires_grad=False.
+        """
+        ranks = tuple(self.channel.ranks)
+        describe = self.base.grid.describe
+        return Report(
+            ranks=ranks,
+            step=self._options.step,
+            compared=self.compared,
+            nbytes=self.nbytes,
+            differences=tuple(self.differences),
+            mismatches=tuple(self.mismatches),
+            nonfinite=tuple(
+                replace(each, frozen=each.kind == "parameter" and each.name in frozen)
+                for each in self.nonfinite
+            ),
+            equal_until=self._options.equal_until,
+            held_once={kind: n for kind, n in self.held_once.items() if n},
+            coordinates=tuple((rank, describe(rank)) for rank in ranks) if self.meshed else (),
+            **rest,
+        )
+
+    def _list_settings(self) -> dict[str, object]:
+        options = self._options
+        return {
+            "gradients": options.gradients,
+            "finite": options.finite,
+            "locate": options.locate,
+            "step": options.step,
+            "trace_nonfinite": options.traced,
+            "equal_until": options.equal_until,
+            "earlier differences": sorted(options.history),
+        }
+
+    def _read(self, kind: str, share: tuple[int, int] | None) -> Contents:
+        entries = self.state.entries[kind]
+        form = structure(kind, entries)
+        digests, counts = read([entry.value for entry in entries], share)
+        return Contents(kind, entries, form.digest, digests + form.salts, counts)
+
+    def _weigh(self, entry: Entry) -> int:
+        return find_scope(self.base, entry.layout).weight
+
+    def _sum_up(self, contents: Contents, places: Sequence[int]) -> list[int]:
+        """Return this rank's terms of the structure and contents, and counts, as in Sums."""
+        stage = find_scope(self.base, None)
+        layouts: dict[int, list[int]] = {}  # entries with the same layout share one object
+        for place in places:
+            layouts.setdefault(id(contents.entries[place].layout), []).append(place)
+        whole, nbytes, counted = 0, 0, {False: 0, True: 0}
+        for members in layouts.values():
+            scope = find_scope(self.base, contents.entries[members[0]].layout)
+            whole += scope.weight * of_bytes(contents.digests[members].tobytes())
+            once = len(scope.ranks) == 1 < len(self.base.ranks)
+            counted[once] += len(members)
+            if not once:
+                nbytes += sum(_count_nbytes(contents.entries[place]) for place in members)
+        speaks = self.base.rank == stage.ranks[0]  # one rank counts the tensors of a stage
+        numbers = counted[False] * speaks, counted[True] * speaks, nbytes
+        return [stage.weight * contents.structure, whole, *numbers, int(contents.counts.sum())]
+
+    def _gather_sums(
+        self, contents: Sequence[Contents], terms: Sequence[int] = (), counts: Sequence[int] = ()
+    ) -> tuple[list[bool], list[int], dict[str, Sums]]:
+        rows = {each.kind: self._sum_up(each, range(len(each.entries))) for each in contents}
+        # Kinds that this rank does not compare count too: all ranks must send as many numbers.
+        numbers = [rows.get(kind, [0] * 6) for kind in KINDS]
+        zeros, sums = self.channel.gather_sums(
+            [*terms, *(term for row in numbers for term in row[:2])],
+            [*counts, *(count for row in numbers for count in row[2:])],
+        )
+        found = {}
+        for i, kind in enumerate(KINDS):
+            alike, equal = zeros[len(terms) + 2 * i :][:2]
+            compared, held_once, nbytes, nonfinite = sums[len(counts) + 4 * i :][:4]
+            found[kind] = Sums(alike, equal, compared, held_once, nbytes, nonfinite)
+        return zeros[: len(terms)], sums[: len(counts)], found
+
+    def _gather_kind(self, contents: Contents, sums: Sums) -> None:
+        """Add to the results what was compared of a kind, and what is wrong."""
+        kind, wrong = contents.kind, not sums.equal or sums.nonfinite > 0
+        items: list[Item] = [(entry.name, place) for place, entry in enumerate(contents.entries)]
+        if not sums.alike or (self.base.stages and wrong):
+            items = self._gather_common(contents)
+        if not sums.alike:
+            held = [place for _, place in items if place is not None]
+            _, totals = self.channel.gather_sums([], self._sum_up(contents, held)[2:])
+            sums = Sums(False, False, *totals[:3], sums.nonfinite)
+        self.compared[kind] = sums.compared
+        self.held_once[kind] += sums.held_once
+        self.nbytes += sums.nbytes // len(self.channel.ranks)
+        if not sums.equal:
+            self._gather_differences(contents, items)
+        if sums.nonfinite:
+            self._gather_nonfinite(contents, items)
+
+    # --- pipeline stages
+
+    def _gather_base(self, contents: Contents) -> None:
+        """Agree on the mesh that names the ranks, and find its dimensions of pipeline stages."""
+        channel, grid = self.channel, self.base.grid
+        own = of_bytes(repr((grid.shape, grid.names, grid.ranks)).encode()) >> 1
+        rows = channel.gather_rows(np.array([own, contents.structure >> 1], np.int64))
+        if len(set(rows[:, 0].tolist())) > 1:
+            known = channel.gather_objects([grid.shape, grid.names, grid.ranks])
+            grid = max(
+                (Grid(*map(tuple, each)) for each in known), key=lambda each: len(each.shape)
+            )
+            self.base = replace(self.base, grid=grid)
+        if contents.kind == "parameter" and len(grid.shape) > 1:
+            key, stages = rows.tobytes(), self._options.stages
+            if key not in stages:
+                names = channel.gather_objects([entry.name for entry in contents.entries])
+                stages[key] = _find_stages(channel.ranks, grid, names)
+            self.base = replace(self.base, stages=stages[key])
+
+    # --- what is wrong
+
+    def _gather_common(self, contents: Contents) -> list[Item]:
+        """Return the names that all ranks have alike, and this rank's places, in the same order.
+
+        Add the other entries as mismatches. Only ranks of the same stage must have the same
+        entries; of those of other stages, the place is None.
+        """
+        channel, kind = self.channel, contents.kind
+        tables: list[dict[str, str]] = list(
+            map(dict, channel.gather_objects([[e.name, row(e)] for e in contents.entries]))
+        )
+        stages = list(map(self.base.locate_stage, channel.ranks))
+        places = {entry.name: place for place, entry in enumerate(contents.entries)}
+        common: list[Item] = []
+        for name in dict.fromkeys(name for table in tables for name in table):
+            holders = {stage for stage, table in zip(stages, tables, strict=True) if name in table}
+            members = [place for place, stage in enumerate(stages) if stage in holders]
+            forms = [tables[place].get(name, "absent") for place in members]
+            if len(set(forms)) == 1:
+                common.append((name, places.get(name)))
+            else:
+                self.mismatches.append(_mismatch(channel, (kind, name), members, forms))
+        if not self.mismatches:
+            self._add_order(kind, tables, stages)
+        return common
+
+    def _add_order(
+        self, kind: str, tables: list[dict[str, str]], stages: list[tuple[int, ...]]
+    ) -> None:
+        """Add the first place at which the ranks of a stage have other names as a mismatch."""
+        for stage in dict.fromkeys(stages):
+            members = [place for place, each in enumerate(stages) if each == stage]
+            for number, names in enumerate(zip(*(tables[p] for p in members), strict=True)):
+                if len(set(names)) > 1:
+                    key = kind, f"number {number}"
+                    self.mismatches.append(_mismatch(self.channel, key, members, names))
+                    break
+
+    def _gather_parts(
+        self, contents: Contents, items: Sequence[Item], values: Sequence[int]
+    ) -> list[dict[tuple[int, ...], dict[int, Part]]]:
+        """Return the parts of some tensors by scope and by place of the rank; value as in Part."""
+        own = [
+            None if place is None else _describe_part(self.base, contents.entries[place], value)
+            for (_, place), value in zip(items, values, strict=True)
+        ]
+        scopes: list[dict[tuple[int, ...], dict[int, Part]]] = [{} for _ in items]
+        for place, rows in enumerate(self.channel.gather_objects(own)):
+            for parts, each in zip(scopes, rows, strict=True):
+                if each is not None:
+                    part = Part(*each)
+                    parts.setdefault(tuple(part.ranks), {})[place] = part
+        return scopes
+
+    def _gather_differences(self, contents: Contents, items: Sequence[Item]) -> None:
+        entries, digests = contents.entries, contents.digests.tolist()
+        terms = [0 if p is None else self._weigh(entries[p]) * digests[p] for _, p in items]
+        equal, _ = self.channel.gather_sums(terms)
+        bad = [item for item, same in zip(items, equal, strict=True) if not same]
+        if not bad:
+            return
+        values = [0 if place is None else digests[place] for _, place in bad]
+        located = 0
+        for (name, place), scopes in zip(
+            bad, self._gather_parts(contents, bad, values), strict=True
+        ):
+            tensor = None if place is None else as_tensor(entries[place].value)
+            for shards in _merge(scopes):
+                fresh = located < self._options.locate
+                difference = self._gather_difference((contents.kind, name), tensor, shards, fresh)
+                self.differences.append(difference)
+                located += bool(difference.details)
+
+    def _gather_difference(
+        self, key: tuple[str, str], tensor: Tensor | None, shards: list[_Shard], fresh: bool
+    ) -> Difference:
+        """Return the difference of shards that differ alike.
+
+        The first is compared element by element if it is `fresh` and was not located before.
+        """
+        channel, first, part = self.channel, shards[0], shards[0].part
+        sides = [
+            [channel.ranks[place] for shard in shards for place in shard.sides[number]]
+            for number in range(len(first.sides))
+        ]
+        difference = Difference(
+            *key,
+            dtype=part.dtype,
+            shape=tuple(part.whole),
+            values=tuple(tuple(sorted(side)) for side in sides),
+            shard=_name_shards([shard.part for shard in shards]),
+        )
+        if not fresh or difference.key in self._options.history:
+            return difference
+        if tensor is None or not any(channel.rank in side for side in first.sides):
+            # This rank takes part in the broadcasts only.
+            tensor = torch.zeros((), dtype=getattr(torch, part.dtype)).expand(*part.shape)
+        details = gather_details(channel, tensor, part, first.sides)
+        return replace(difference, details=details)
+
+    def _gather_nonfinite(self, contents: Contents, items: Sequence[Item]) -> None:
+        counts = [0 if place is None else int(contents.counts[place]) for _, place in items]
+        _, sums = self.channel.gather_sums([], counts)
+        bad = [item for item, total in zip(items, sums, strict=True) if total]
+        if not bad:
+            return
+        values = [count for count, total in zip(counts, sums, strict=True) if total]
+        ranks = self.channel.ranks
+        for (name, _), scopes in zip(bad, self._gather_parts(contents, bad, values), strict=True):
+            parts = {place: part for scope in scopes.values() for place, part in scope.items()}
+            found = sorted((p, part) for p, part in parts.items() if part.value)
+            affected = tuple((ranks[place], part.value) for place, part in found)
+            named = [
+                next(iter(scope.values()))
+                for scope in scopes.values()
+                if any(part.value for part in scope.values())
+            ]
+            shard = _name_shards(named)
+            self.nonfinite.append(NonFinite(contents.kind, name, affected, shard))
 
 
 @dataclass(frozen=True)
-class Extremes:
-    """The least and the greatest of each rank's numbers of some kinds."""
+class _Shard:
+    """A shard of a tensor that is not equal in its scope."""
 
-    same: npt.NDArray[np.bool_]  # bool[kinds, 4], as in Contents.row
-    nonfinite: list[bool]  # of each kind, whether some rank has elements that are not finite
-    meshed: bool  # whether some rank has tensors on a mesh
-    plain: bool  # whether some rank has none
-    extras: list[tuple[int, int]]
+    sides: list[list[int]]  # places of equal ranks, the largest set first
+    part: Part
 
 
-def gather_contents(
-    channel: Channel,
-    contents: Sequence[Contents],
-    options: Options,
-    *,
-    extras: Sequence[int],
-    meshed: bool,
-) -> Extremes:
-    """Compare structure, contents and extras with one all_reduce of fixed size."""
-    settings = {
-        "gradients": options.gradients,
-        "finite": options.finite,
-        "locate": options.locate,
-        "step": options.step,
-        "trace_nonfinite": options.traced,
-        "equal_until": options.equal_until,
-        "earlier differences": sorted(options.known),
-    }
-    # A kind that this rank does not compare counts too: all ranks must send the same number.
-    rows = {each.kind: each.row(meshed) for each in contents}
-    numbers = [n for kind in KINDS for n in rows.get(kind, [0] * 4)]
-    numbers[0] |= _MESHED if meshed else 0
-    head = [of_bytes(repr(settings).encode()) >> 1, *numbers]
-    least, most = channel.gather_extremes(np.array([*head, *extras], np.int64))
-    if least[0] != most[0]:
-        raise ValueError(_explain_settings(channel.ranks, channel.gather_objects(settings)))
-    tail, chosen = 1 + 4 * len(KINDS), [KINDS.index(each.kind) for each in contents]
-    return Extremes(
-        (least == most)[1:tail].reshape(-1, 4)[chosen],
-        (most[1:tail].reshape(-1, 4)[chosen, 3] > 0).tolist(),
-        bool(most[1] & _MESHED),
-        not least[1] & _MESHED,
-        list(zip(least[tail:].tolist(), most[tail:].tolist(), strict=True)),
+def _merge(scopes: Mapping[tuple[int, ...], Mapping[int, Part]]) -> list[list[_Shard]]:
+    """Return the differing shards of a tensor; those that differ alike are together.
+
+    They differ alike if the same members of their scopes are equal, as when one replica is wrong.
+    """
+    merged: dict[object, list[_Shard]] = {}
+    for parts in scopes.values():
+        places = list(parts)
+        members = by_value([part.value for part in parts.values()])
+        if len(members) > 1:
+            sides = [[places[member] for member in side] for side in members]
+            shard = _Shard(sides, parts[places[0]])
+            merged.setdefault(tuple(map(tuple, members)), []).append(shard)
+    return list(merged.values())
+
+
+def _describe_part(base: Base, entry: Entry, value: int) -> Part:
+    tensor = as_tensor(entry.value) if entry.value is not None else torch.empty(0)
+    offsets: Sequence[int] | None = [0] * tensor.dim()
+    shard, shards = "", 1
+    if entry.layout is not None:
+        cut = find_offsets(entry.layout, base.rank, entry.shape)
+        offsets = cut[1] if cut and cut[0] == tuple(tensor.shape) else None
+        shard, shards = entry.layout.name_shard(base.rank), entry.layout.count_shards()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    ranks = find_scope(base, entry.layout).ranks
+    shapes = {"shape": tuple(tensor.shape), "whole": tuple(entry.shape)}
+    return Part(
+        dtype, offsets=offsets, shard=shard, shards=shards, ranks=ranks, value=value, **shapes
     )
+
+
+def _name_shards(parts: Sequence[Part]) -> str:
+    """Return "shard 2 of 4", "shards 1, 3 of 4" or "all 4 shards"; "" for a whole tensor."""
+    total, names = parts[0].shards, {part.shard for part in parts}
+    if len(names) == 1:
+        return parts[0].shard
+    if len(names) == total:
+        return f"all {total} shards"
+    numbers = sorted(int(name.split()[1]) for name in names if name)
+    return f"shards {', '.join(map(str, numbers))} of {total}"
+
+
+def _mismatch(
+    channel: Channel, key: tuple[str, str], places: Sequence[int], forms: Sequence[str]
+) -> Mismatch:
+    sides: dict[str, list[int]] = {}
+    for place, form in zip(places, forms, strict=True):
+        sides.setdefault(form, []).append(channel.ranks[place])
+    return Mismatch(*key, tuple((form, tuple(ranks)) for form, ranks in sides.items()))
+
+
+def _find_stages(ranks: Sequence[int], grid: Grid, names: list[list[str]]) -> tuple[int, ...]:
+    """Return the dimensions of a mesh along which no two coordinates have a name in common."""
+    stages = []
+    for d in range(len(grid.shape)):
+        parts: dict[int, set[str]] = {}
+        for rank, own in zip(ranks, names, strict=True):
+            parts.setdefault(grid.coordinates[rank][d], set()).update(own)
+        distinct = set().union(*parts.values())
+        if (
+            len(parts) > 1
+            and all(parts.values())
+            and len(distinct) == sum(map(len, parts.values()))
+        ):
+            stages.append(d)
+    return tuple(stages)
 
 
 def _explain_settings(ranks: Sequence[int], settings: list[dict[str, object]]) -> str:
@@ -128,67 +443,6 @@ def _explain_settings(ranks: Sequence[int], settings: list[dict[str, object]]) -
     return f"the ranks verify with different arguments: {'; '.join(parts)}"
 
 
-def read_contents(state: State, kind: str, share: tuple[int, int] | None) -> Contents:
-    """Return the entries of a kind with their digests, and counts in a share of them (`read`)."""
-    entries = state.entries[kind]
-    form = structure(kind, entries)
-    digests, counts = read([entry.value for entry in entries], share)
-    digests += form.salts  # modulo 2^64
-    return Contents(kind, entries, digests, counts, form.digest)
-
-
-def count_nbytes(entry: Entry) -> int:
+def _count_nbytes(entry: Entry) -> int:
     """Return the size of this rank's part of an entry; 8 for a number."""
-    return entry.value.nbytes if isinstance(entry.value, torch.Tensor) else 8
-
-
-def gather_common(
-    channel: Channel,
-    contents: Contents,
-    comparison: Comparison,
-    stages: Sequence[Hashable],
-) -> list[tuple[str, int | None]]:
-    """Return the names that all ranks have alike, and this rank's places, in the same order.
-
-    Add the other entries to `comparison` as mismatches. Only ranks of the same stage must have the
-    same entries; of those of other stages, the place is None.
-    """
-    kind, entries = contents.kind, contents.entries
-    everyone = channel.gather_objects([[entry.name, row(entry)] for entry in entries])
-    tables: list[dict[str, str]] = [dict(rows) for rows in everyone]
-    places = {entry.name: place for place, entry in enumerate(entries)}
-    common: list[tuple[str, int | None]] = []
-    for name in dict.fromkeys(name for table in tables for name in table):
-        holders = {stage for stage, table in zip(stages, tables, strict=True) if name in table}
-        forms: dict[str, list[int]] = {}
-        for rank, stage, table in zip(channel.ranks, stages, tables, strict=True):
-            if stage in holders:
-                forms.setdefault(table.get(name, "absent"), []).append(rank)
-        if len(forms) == 1:
-            common.append((name, places.get(name)))
-        else:
-            comparison.mismatches.append(_mismatch(kind, name, forms))
-    if not comparison.mismatches:
-        comparison.mismatches += _order(channel, kind, tables, stages)
-    return common
-
-
-def _order(
-    channel: Channel, kind: str, tables: list[dict[str, str]], stages: Sequence[Hashable]
-) -> list[Mismatch]:
-    mismatches = []
-    for stage in dict.fromkeys(stages):
-        members = [place for place, each in enumerate(stages) if each == stage]
-        names = [list(tables[place]) for place in members]
-        for number, order in enumerate(zip(*names, strict=True)):
-            if len(set(order)) > 1:
-                forms: dict[str, list[int]] = {}
-                for place, name in zip(members, order, strict=True):
-                    forms.setdefault(name, []).append(channel.ranks[place])
-                mismatches.append(_mismatch(kind, f"number {number}", forms))
-                break
-    return mismatches
-
-
-def _mismatch(kind: str, name: str, forms: dict[str, list[int]]) -> Mismatch:
-    return Mismatch(kind, name, tuple((form, tuple(ranks)) for form, ranks in forms.items()))
+    return entry.value.nbytes if isinstance(entry.value, Tensor) else 8

@@ -25,6 +25,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ddpbench.catalog.payload import mix_bits
+
 Digests = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 
@@ -52,7 +54,7 @@ IN_NUMPY = {
 # Within it, what is made of a tensor of a subclass is a plain tensor.
 _without_subclass: Any = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
 _xxh3 = xxhash.xxh3_64_intdigest
-_STEP = 0x9E3779B97F4A7C15 | 1  # odd, so multiplying by it loses no bits
+STEP = 0x9E3779B97F4A7C15  # odd, so multiplying by it loses no bits
 _LOWER = (1 << 32) - 1
 
 
@@ -107,12 +109,9 @@ def _memory(tensor: Tensor) -> Any:
 @lru_cache(maxsize=16)
 def _weights(device: torch.device, count: int) -> Tensor:
     """Return int64[count]: odd and pseudo-random (splitmix64), so no pattern of values cancels."""
-    with np.errstate(over="ignore"):
-        z = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(_STEP)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(z.view(np.int64)).to(device)
+    numbers = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(STEP)
+    weights = mix_bits(numbers) | np.uint64(1)
+    return torch.from_numpy(weights.view(np.int64)).to(device)
 
 
 def _blocks(flat: Tensor, count: int) -> Iterator[Tensor]:
@@ -207,7 +206,7 @@ def weighted(tensors: Sequence[Tensor]) -> list[int]:
     for batch in batches:
         before = 0
         for position, end in zip(batch, ends, strict=False):
-            digests[position] = (digests[position] * _STEP + end - before) % (1 << 64)
+            digests[position] = (digests[position] * STEP + end - before) % (1 << 64)
             before = end
     return digests
 

@@ -3,102 +3,87 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from math import prod
+from typing import TypeVar
+
+import torch
 
 from ddpbench.records.schema import SEVERITIES, Finding
-from ddpbench.records.wording import counted, list_all
-from ddpbench.replicas.causes import Cause
-from ddpbench.replicas.describe import describe_fold
-from ddpbench.replicas.places import Places
+from ddpbench.records.wording import counted, list_all, spans
+from ddpbench.replicas.causes import Cause, find_cause
 from ddpbench.replicas.report import (
     NOT_REDUCED,
+    Detail,
     Difference,
+    Key,
     Mismatch,
     NonFinite,
-    NotCompared,
     Origin,
     Report,
+    WithoutGradient,
     count_kind,
     few,
     ranks_text,
+    read_coordinates,
 )
+from ddpbench.replicas.training import Facts
 
-T = TypeVar("T")
-_SHOWN = 8  # ranks in a sentence; the report has them all
-_SIDES = 3  # findings per pattern of ranks; one more finding sums up the rest
-Key = tuple[object, ...]  # fault, kind, name, and the ranks on each side
-# What was wrong at the last check, with the step and the code of the report that explained it.
-History = Mapping[Key, tuple[int, str]]
+T = TypeVar("T", Difference, Mismatch, NonFinite, WithoutGradient)
+_SHOWN = 8  # ranks or sets of ranks in a sentence; the report has them all
+_FOLDS = 3  # findings per kind of a pattern; one more finding sums up the rest
 
 
 @dataclass(frozen=True)
-class Aside:
-    """What findings need beside the report."""
+class Context:
+    """A report without findings, and what else its findings depend on."""
 
-    cause: Cause | None
-    example: Difference | None  # the difference that shows the cause
-    history: History
-    rebroadcast: bool  # whether DDP sends rank 0's buffers before each forward
+    report: Report
+    facts: Facts | None  # None: nothing differs, or an earlier report has explained it
+    # What an earlier report explained and is still wrong, with the step and code of that report.
+    history: Mapping[Key, tuple[int, str]]
+    rebroadcasts: bool  # whether DDP sends rank 0's buffers before each forward
     traced: bool  # whether local gradients are watched for NaN
     stages: tuple[str, ...]  # dimensions of the mesh along which ranks hold other layers
-    own_numbers: tuple[str, ...]  # of the optimizer's state, that differ while all else agrees
 
 
-def keys(report: Report) -> set[Key]:
-    """Return a key for everything that is wrong. A later report does not explain it again."""
-    wrong = {_key(d) for d in report.differences if d.kind != "buffer"}
-    wrong |= {_key(m) for m in report.mismatches}
-    return wrong | {_key(n) for n in report.nonfinite if n.severity == "error"}
-
-
-def _key(wrong: Difference | Mismatch | NonFinite) -> Key:
-    sides = getattr(wrong, "values", getattr(wrong, "forms", ()))
-    return type(wrong).__name__, wrong.kind, wrong.name, sides
-
-
-def findings(report: Report, aside: Aside) -> tuple[Finding, ...]:
+def list_findings(context: Context) -> tuple[Finding, ...]:
     """Return all findings, the worst first; the likely cause is part of the finding it explains.
 
     What earlier reports explained, and is still wrong, is summed up in one finding. Then the other
     findings are about tensors that have newly become wrong.
     """
-    history = aside.history
-    if history:
-        reported = _reported(history, report.step)
-        if keys(report) <= history.keys():
-            return (reported,)
-        fresh = _drop_reported(report, history)
-        rows = [reported, *_wrong(fresh, replace(aside, cause=None, example=None))]
+    report, history = context.report, context.history
+    if not history:
+        rows = [*_list_wrong(context), *_list_notes(context)]
+    elif report.wrong <= history.keys():
+        rows = [_sum_up_history(context)]
     else:
-        rows = [*_wrong(report, aside), *_beside(report, aside)]
-    return tuple(sorted(rows, key=lambda f: SEVERITIES.index(f.severity)))
+        fresh = replace(
+            report,
+            differences=tuple(d for d in report.differences if d.key not in history),
+            mismatches=tuple(m for m in report.mismatches if m.key not in history),
+            nonfinite=tuple(n for n in report.nonfinite if n.key not in history),
+        )
+        rows = [_sum_up_history(context), *_list_wrong(replace(context, report=fresh))]
+    return tuple(sorted(rows, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
-def _reported(history: History, step: int | None) -> Finding:
+def _sum_up_history(context: Context) -> Finding:
+    history, step = context.history, context.report.step
     (since, code), count = min(history.values()), len({key[1:3] for key in history})
     verb = "differs or is" if count == 1 else "differ or are"
     sentence = f"{count} of the tensors reported from step {since} on ({code}) "
     sentence += f"still {verb} not finite"
-    return Finding("error", code, sentence, "", _place(step, cause=code, since=since))
+    place = {"cause": code, "since": since, **({} if step is None else {"step": step})}
+    return Finding("error", code, sentence, "", place)
 
 
-def _drop_reported(report: Report, history: History) -> Report:
-    def new(tensors: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(tensor for tensor in tensors if _key(tensor) not in history)
-
-    return replace(
-        report,
-        differences=new(report.differences),
-        mismatches=new(report.mismatches),
-        nonfinite=new(report.nonfinite),
-    )
-
-
-def _wrong(report: Report, aside: Aside) -> Iterator[Finding]:
-    cause = aside.cause
-    folds = [*_differences(report, aside), *_mismatches(report)]
+def _list_wrong(context: Context) -> Iterator[Finding]:
+    cause = find_cause(context.facts) if context.facts else None
+    example = cause.choose_example(context.facts) if cause and context.facts else None
+    folds = [*_differences(context, example), *_mismatches(context)]
     if cause is not None and folds:
         unlike = [
             fold
@@ -107,35 +92,212 @@ def _wrong(report: Report, aside: Aside) -> Iterator[Finding]:
         ]
         chosen = (unlike or folds)[0]
         folds.remove(chosen)
-        yield replace(
-            chosen,
-            code=cause.code,
-            sentence=f"{chosen.sentence}. Likely cause: {cause.sentence}",
-            next_step=cause.next_step,
-            place={**chosen.place, "cause": cause.code},
-        )
+        yield _add_cause(chosen, cause)
     yield from folds
-    yield from _nonfinite(report, aside)
+    yield from _nonfinite(context)
 
 
-def _beside(report: Report, aside: Aside) -> Iterator[Finding]:
-    yield from _without_gradient(report)
-    yield from _not_compared(report.not_compared)
-    yield from _not_shared(report, aside)
+def _add_cause(finding: Finding, cause: Cause) -> Finding:
+    return replace(
+        finding,
+        code=cause.code,
+        sentence=f"{finding.sentence}. Likely cause: {cause.sentence}",
+        next_step=cause.next_step,
+        place={**finding.place, "cause": cause.code},
+    )
+
+
+# --- tensors with the same ranks in one finding
+
+
+def _fold(
+    tensors: Sequence[T],
+    key: Callable[[T], tuple[Hashable, ...]],
+    order: Callable[[list[T]], int] | None = None,
+) -> list[list[T]]:
+    """Put tensors with equal keys together, the longest first if an order is given.
+
+    Of each first item of a key, up to _FOLDS folds are returned, and the rest as one more.
+    """
+    folds: dict[tuple[Hashable, ...], list[T]] = {}
+    for tensor in tensors:
+        folds.setdefault(key(tensor), []).append(tensor)
+    ordered = sorted(folds.values(), key=order) if order else list(folds.values())
+    shown: list[list[T]] = []
+    counts: Counter[Hashable] = Counter()
+    rest: dict[Hashable, list[T]] = {}
+    for fold in ordered:
+        kind = key(fold[0])[0]
+        counts[kind] += 1
+        if counts[kind] <= _FOLDS:
+            shown.append(fold)
+        else:
+            rest.setdefault(kind, []).extend(fold)
+    return shown + list(rest.values())
+
+
+def _place(
+    report: Report, kind: str, names: Sequence[str], *, at: Sequence[int], shard: str = ""
+) -> dict[str, object]:
+    """Return the place of a finding; `at` are the ranks whose coordinates it has."""
+    place: dict[str, object] = {"kind": kind, "tensor": names[0], "tensors": list(names)}
+    if coordinates := [text for rank in at for r, text in report.coordinates if r == rank]:
+        place["coordinates"] = coordinates
+    if shard:
+        place["shard"] = shard
+    if report.step is not None:
+        place["step"] = report.step
+    return place
+
+
+def _differences(context: Context, shown: Difference | None) -> Iterator[Finding]:
+    report, places = context.report, Places(context.report)
+    severities = {"buffer": "note" if context.rebroadcasts else "warning"}
+    folds = _fold(
+        report.differences,
+        lambda difference: ("", difference.kind == "buffer", difference.values),
+        lambda fold: (shown not in fold) * len(report.differences) - len(fold),
+    )
+    for fold in folds:
+        example = shown if shown and shown in fold else fold[0]
+        names = dict.fromkeys([example.name, *(d.name for d in fold)])
+        ranks = sorted({rank for d in fold for rank in d.minority})
+        tied = [rank for side in example.values for rank in side]
+        place = _place(report, example.kind, [*names], at=ranks or tied, shard=example.shard)
+        yield Finding(
+            min((severities.get(d.kind, "error") for d in fold), key=SEVERITIES.index),
+            "replicas-differ",
+            _describe_fold(fold, example, report, places),
+            "",
+            {**place, "ranks": ranks},
+        )
+
+
+def _mismatches(context: Context) -> Iterator[Finding]:
+    report, places = context.report, Places(context.report)
+    folds = _fold(
+        report.mismatches,
+        lambda m: (m.kind, *((form == "absent", ranks) for form, ranks in m.forms)),
+    )
+    for fold in folds:
+        first, names = fold[0], [mismatch.name for mismatch in fold]
+        absent = {r for m in fold for form, side in m.forms if form == "absent" for r in side}
+        forms = ", ".join(f"{form} in {places.name(side)}" for form, side in first.forms)
+        sentence = f"{first.kind} {first.name}: {forms}"
+        if first.kind == "gradient" and absent:
+            sentence = f"{counted(len(fold), 'parameter')} {_have(fold)} no gradient in "
+            sentence += f"{places.name(sorted(absent))} and one in other ranks: {few(names)}"
+        elif len(fold) > 1:
+            tensors = count_kind(first.kind, len(fold))
+            sentence = f"{tensors} do not match between ranks: {few(names)}. For example {sentence}"
+        ranks = sorted({rank for m in fold for rank in m.minority})
+        tied = [rank for _, side in first.forms for rank in side]
+        place = _place(report, first.kind, names, at=ranks or tied)
+        yield Finding("error", "structure-differs", sentence, "", place)
+
+
+def _have(tensors: Sequence[object]) -> str:
+    return "has" if len(tensors) == 1 else "have"
+
+
+def _without_gradient(context: Context) -> Iterator[Finding]:
+    report, places = context.report, Places(context.report)
+    mismatched = {mismatch.name for mismatch in report.mismatches if mismatch.kind == "gradient"}
+    missing = [each for each in report.without_gradient if each.name not in mismatched]
+    for fold in _fold(missing, lambda each: ((each.zeros, each.ranks),)):
+        ranks, names = fold[0].ranks, [each.name for each in fold]
+        everywhere = len(ranks) == len(report.ranks)
+        gradient = "a gradient of zeros" if fold[0].zeros else "no gradient"
+        where = "any rank" if everywhere else places.name(ranks)
+        sentence = f"{counted(len(fold), 'parameter')} {_have(fold)} {gradient} in {where}: "
+        place = _place(report, "parameter", names, at=() if everywhere else ranks)
+        yield Finding(
+            "note" if everywhere else "warning",
+            "without-gradient",
+            sentence + few(names),
+            "" if everywhere else f"find out why the loss of {where} does not use them",
+            {**place, "ranks": list(ranks)},
+        )
+
+
+def _nonfinite(context: Context) -> Iterator[Finding]:
+    report, places = context.report, Places(context.report)
+    explained = False  # the origin and the next step are given once
+    folds = _fold(
+        report.nonfinite,
+        lambda each: (each.kind, each.severity, *(rank for rank, _ in each.counts)),
+    )
+    for fold in folds:
+        first, names = fold[0], [tensor.name for tensor in fold]
+        ranks = sorted({rank for tensor in fold for rank, _ in tensor.counts})
+        counts = sorted({count for tensor in fold for _, count in tensor.counts})
+        span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        elements, where = f"{span} element{'' if span == '1' else 's'}", places.name(ranks)
+        part = f", {first.shard}" if first.shard else ""
+        sentence = f"{first.kind} {first.name}{part}: {elements} NaN or infinite in {where}"
+        if len(fold) > 1:
+            tensors = count_kind(first.kind, len(fold))
+            sentence = f"{tensors} have NaN or infinite elements in {where}: "
+            sentence += f"{few(names)}; {elements} each"
+        next_step = ""
+        if first.severity == "error" and not explained:
+            origin, next_step = _explain_origin(report.origins, context.traced)
+            sentence, explained = sentence + origin, True
+        place = _place(report, first.kind, names, at=ranks, shard=first.shard)
+        yield Finding(first.severity, "non-finite", sentence, next_step, {**place, "ranks": ranks})
+
+
+def _explain_origin(origins: Sequence[Origin], traced: bool) -> tuple[str, str]:
+    """Return where a NaN came from, as the end of a sentence, and a next step."""
+    if not traced:
+        return "", (
+            "check the loss, the learning rate and the dtype of the step before. "
+            "`Verifier(..., trace_nonfinite=True)` names the rank that had it first"
+        )
+    if not origins:
+        return ". No output and no local gradient was NaN or infinite before", (
+            "check what runs between the reduction of the gradients and this verification: "
+            "clipping, scaling, the optimizer (a learning rate that is too large), edits of weights"
+        )
+    firsts = []
+    for origin in origins[:_SHOWN]:
+        ago = origin.steps_ago
+        when = f", {ago} step{'' if ago == 1 else 's'} before this one" if ago else ""
+        firsts.append(f"rank {origin.rank} in {origin.place}{when}")
+    ranks = ranks_text([origin.rank for origin in origins])
+    return (
+        f". First, before gradients were reduced: {'; '.join(firsts)}",
+        f"look at the batch and the loss of {ranks} in that step",
+    )
+
+
+# --- notes beside what is wrong
+
+
+def _list_notes(context: Context) -> Iterator[Finding]:
+    report = context.report
+    yield from _without_gradient(context)
+    yield from _not_compared(report)
+    if report.nothing_to_compare:
+        yield Finding(
+            "note",
+            "nothing-to-compare",
+            "no parameter is compared: each element of each parameter is in one rank only, as "
+            "fully_shard intends. This is neither a proof nor a failure",
+            "stop a loop on `report.failed`, which ignores this",
+        )
+    if context.stages:
+        names = list_all(context.stages)
+        yield Finding(
+            "note",
+            "pipeline-stages",
+            f"ranks along {names} hold other layers, so they are not compared along {names}",
+        )
     if any(d.kind != "buffer" and not d.minority for d in report.differences):
         yield Finding(
             "note",
             "no-majority",
             "no value has a majority of ranks, so nobody can say which is right",
-        )
-    if numbers := aside.own_numbers:
-        yield Finding(
-            "note",
-            "own-numbers",
-            f"{counted(len(numbers), 'number')} of the optimizer's state, such as a rank's own "
-            f"loss, differ while parameters and tensors of the state are equal: {few(numbers)}",
-            "",
-            {"kind": "optimizer", "tensors": [*numbers]},
         )
     if not report.rng_equal:
         yield Finding(
@@ -146,184 +308,9 @@ def _beside(report: Report, aside: Aside) -> Iterator[Finding]:
         )
 
 
-def _place(step: int | None, **rest: object) -> dict[str, object]:
-    return {**rest, **({} if step is None else {"step": step})}
-
-
-def _on_mesh(shard: str, ranks: Sequence[int], places: Places) -> dict[str, object]:
-    coordinates = places.list_coordinates(ranks)
-    where: dict[str, object] = {"coordinates": coordinates} if coordinates else {}
-    return {**where, **({"shard": shard} if shard else {})}
-
-
-def _differences(report: Report, aside: Aside) -> Iterator[Finding]:
-    shown, places = aside.example, Places(report.coordinates)
-    severities = {"buffer": "note" if aside.rebroadcast else "warning"}
-    sides: dict[tuple[object, ...], list[Difference]] = {}
-    for difference in report.differences:
-        sides.setdefault((difference.kind == "buffer", difference.values), []).append(difference)
-    folds = sorted(sides.values(), key=lambda fold: (shown not in fold, -len(fold)))
-    rest = [difference for fold in folds[_SIDES:] for difference in fold]
-    for fold in [*folds[:_SIDES], *([rest] if rest else [])]:
-        example = shown if shown in fold else fold[0]
-        assert example is not None
-        names = [example.name, *(d.name for d in fold if d is not example)]
-        ranks = sorted({rank for d in fold for rank in d.minority})
-        sides_of_tie = [rank for side in example.values for rank in side]
-        yield Finding(
-            min((severities.get(d.kind, "error") for d in fold), key=SEVERITIES.index),
-            "replicas-differ",
-            describe_fold(
-                fold,
-                example,
-                report.compared,
-                places=places,
-                step=report.step,
-                same_sides=fold is not rest,
-            ),
-            "",
-            _place(
-                report.step,
-                kind=example.kind,
-                tensor=example.name,
-                tensors=list(dict.fromkeys(names)),
-                ranks=ranks,
-                **_on_mesh(example.shard, ranks or sides_of_tie, places),
-            ),
-        )
-
-
-def _mismatches(report: Report) -> Iterator[Finding]:
-    places = Places(report.coordinates)
-    sides: dict[tuple[object, ...], list[Mismatch]] = {}
-    for mismatch in report.mismatches:
-        key = mismatch.kind, *((form == "absent", ranks) for form, ranks in mismatch.forms)
-        sides.setdefault(key, []).append(mismatch)
-    for fold in _limit_folds(sides):
-        first, names = fold[0], few([mismatch.name for mismatch in fold])
-        absent = {r for m in fold for form, side in m.forms if form == "absent" for r in side}
-        forms = ", ".join(f"{form} in {places.name(side)}" for form, side in first.forms)
-        sentence = f"{first.kind} {first.name}: {forms}"
-        if first.kind == "gradient" and absent:
-            verb = "has" if len(fold) == 1 else "have"
-            sentence = f"{counted(len(fold), 'parameter')} {verb} no gradient in "
-            sentence += f"{places.name(sorted(absent))} and one in other ranks: {names}"
-        elif len(fold) > 1:
-            tensors = count_kind(first.kind, len(fold))
-            sentence = f"{tensors} do not match between ranks: {names}. For example {sentence}"
-        ranks = sorted({rank for m in fold for rank in m.minority})
-        sides_of_tie = [rank for _, side in first.forms for rank in side]
-        place = _place(
-            report.step,
-            kind=first.kind,
-            tensor=first.name,
-            tensors=[m.name for m in fold],
-            **_on_mesh("", ranks or sides_of_tie, places),
-        )
-        yield Finding("error", "structure-differs", sentence, "", place)
-
-
-def _limit_folds(sides: dict[Any, list[T]]) -> Iterator[list[T]]:
-    """Yield up to _SIDES folds of each kind (the first item of a key), then its rest as one."""
-    rest: dict[object, list[T]] = {}
-    counts: Counter[object] = Counter()
-    for (kind, *_), fold in sides.items():
-        counts[kind] += 1
-        if counts[kind] <= _SIDES:
-            yield fold
-        else:
-            rest.setdefault(kind, []).extend(fold)
-    yield from rest.values()
-
-
-def _without_gradient(report: Report) -> Iterator[Finding]:
-    places = Places(report.coordinates)
-    sides: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
-    mismatched = {mismatch.name for mismatch in report.mismatches if mismatch.kind == "gradient"}
-    for missing in report.without_gradient:
-        if missing.name not in mismatched:
-            sides.setdefault((missing.zeros, missing.ranks), []).append(missing.name)
-    for (zeros, ranks), names in sides.items():
-        everywhere = len(ranks) == len(report.ranks)
-        verb = "has" if len(names) == 1 else "have"
-        gradient = "a gradient of zeros" if zeros else "no gradient"
-        where = "any rank" if everywhere else places.name(ranks)
-        sentence = f"{counted(len(names), 'parameter')} {verb} {gradient} in {where}: {few(names)}"
-        next_step = "" if everywhere else f"find out why the loss of {where} does not use them"
-        place = _place(
-            report.step,
-            kind="parameter",
-            tensor=names[0],
-            tensors=names,
-            ranks=list(ranks),
-            **_on_mesh("", () if everywhere else ranks, places),
-        )
-        severity = "note" if everywhere else "warning"
-        yield Finding(severity, "without-gradient", sentence, next_step, place)
-
-
-def _nonfinite(report: Report, aside: Aside) -> Iterator[Finding]:
-    places = Places(report.coordinates)
-    sides: dict[tuple[str, str, tuple[int, ...]], list[NonFinite]] = {}
-    for tensor in report.nonfinite:
-        key = tensor.kind, tensor.severity, tuple(rank for rank, _ in tensor.counts)
-        sides.setdefault(key, []).append(tensor)
-    explained = False  # the origin and the next step stand once
-    for fold in _limit_folds(sides):
-        kind, names = fold[0].kind, [tensor.name for tensor in fold]
-        ranks = tuple(sorted({rank for tensor in fold for rank, _ in tensor.counts}))
-        counts = sorted({count for tensor in fold for _, count in tensor.counts})
-        span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        elements = f"{span} element{'' if span == '1' else 's'}"
-        where, shard = places.name(ranks), fold[0].shard
-        part = f", {shard}" if shard else ""
-        sentence = f"{kind} {names[0]}{part}: {elements} NaN or infinite in {where}"
-        if len(fold) > 1:
-            sentence = f"{count_kind(kind, len(fold))} have NaN or infinite elements in {where}: "
-            sentence += f"{few(names)}; {elements} each"
-        severity, next_step = fold[0].severity, ""
-        if severity == "error" and not explained:
-            sentence, next_step = _explain_origin(sentence, report.origins, aside.traced)
-            explained = True
-        place = _place(
-            report.step,
-            kind=kind,
-            tensor=names[0],
-            tensors=names,
-            ranks=list(ranks),
-            **_on_mesh(shard, ranks, places),
-        )
-        yield Finding(severity, "non-finite", sentence, next_step, place)
-
-
-def _explain_origin(sentence: str, origins: Sequence[Origin], traced: bool) -> tuple[str, str]:
-    if not traced:
-        return sentence, (
-            "check the loss, the learning rate and the dtype of the step before. "
-            "`Verifier(..., trace_nonfinite=True)` names the rank that had it first"
-        )
-    if not origins:
-        return f"{sentence}. No output and no local gradient was NaN or infinite before", (
-            "check what runs between the reduction of the gradients and this verification: "
-            "clipping, scaling, the optimizer (a learning rate that is too large), edits of weights"
-        )
-    firsts = []
-    for origin in origins[:_SHOWN]:
-        ago = origin.steps_ago
-        when = f", {ago} step{'' if ago == 1 else 's'} before this one" if ago else ""
-        firsts.append(f"rank {origin.rank} in {origin.place}{when}")
-    ranks = ranks_text(tuple(origin.rank for origin in origins))
-    return (
-        f"{sentence}. First, before gradients were reduced: {'; '.join(firsts)}",
-        f"look at the batch and the loss of {ranks} in that step",
-    )
-
-
-def _not_compared(skipped: Sequence[NotCompared]) -> Iterator[Finding]:
-    folds: dict[str, list[NotCompared]] = {}
-    for tensor in skipped:
-        folds.setdefault(tensor.reason, []).append(tensor)
-    for reason, fold in folds.items():
+def _not_compared(report: Report) -> Iterator[Finding]:
+    for reason in dict.fromkeys(skipped.reason for skipped in report.not_compared):
+        fold = [skipped for skipped in report.not_compared if skipped.reason == reason]
         counts = Counter(tensor.kind for tensor in fold)
         tensors = ", ".join(count_kind(kind, count) for kind, count in counts.items())
         names = [tensor.name for tensor in fold]
@@ -341,19 +328,118 @@ def _not_compared(skipped: Sequence[NotCompared]) -> Iterator[Finding]:
         )
 
 
-def _not_shared(report: Report, aside: Aside) -> Iterator[Finding]:
-    if report.nothing_to_compare:
-        yield Finding(
-            "note",
-            "nothing-to-compare",
-            "no parameter is compared: each element of each parameter is in one rank only, as "
-            "fully_shard intends. This is neither a proof nor a failure",
-            "stop a loop on `report.failed`, which ignores this",
-        )
-    if aside.stages:
-        names = list_all(aside.stages)
-        yield Finding(
-            "note",
-            "pipeline-stages",
-            f"ranks along {names} hold other layers, so they are not compared along {names}",
-        )
+# --- sentences on differences
+
+
+class Places:
+    """Names sets of ranks by their coordinates on a mesh, if there is one, else by numbers."""
+
+    def __init__(self, report: Report) -> None:
+        self._where = read_coordinates(report.coordinates)
+        self.known = bool(self._where)
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """Return "dp_replicate=1 (ranks 4-7)", or "ranks 4-7" if no coordinates describe them."""
+        values, everywhere = self._values(ranks), self._values(list(self._where))
+        narrowed = {name: values[name] for name in values if values[name] != everywhere[name]}
+        if not narrowed or prod(map(len, values.values())) != len(ranks):
+            return ranks_text(ranks)
+        shown = values if len(ranks) == 1 else narrowed
+        return f"{_join(shown)} ({ranks_text(ranks)})"
+
+    def contrast(self, ranks: Sequence[int], others: Sequence[int]) -> str:
+        """Name ranks by the coordinates in which they are not like the others."""
+        values, against = self._values(ranks), self._values(others)
+        unlike = {name: values[name] for name in values if values[name] != against[name]}
+        if not unlike or prod(map(len, values.values())) != len(ranks):
+            return self.name(ranks)
+        return _join(unlike)
+
+    def _values(self, ranks: Sequence[int]) -> dict[str, set[int]]:
+        if not ranks or any(rank not in self._where for rank in ranks):
+            return {}
+        return {name: {self._where[r][name] for r in ranks} for name in self._where[ranks[0]]}
+
+
+def _join(values: Mapping[str, set[int]]) -> str:
+    return ", ".join(f"{name}={spans(sorted(each))}" for name, each in values.items())
+
+
+def _describe_fold(
+    fold: list[Difference], example: Difference, report: Report, places: Places
+) -> str:
+    details = ". ".join(_describe_detail(example, d) for d in example.details[:_SHOWN])
+    tensor = f"{_describe_tensor(example)}{f', {example.shard}' if example.shard else ''}"
+    if len(fold) == 1:
+        text = _describe_sides(tensor, example, places)
+        return text + (f". {details}" if details else "")
+    names: dict[str, set[str]] = {}  # a tensor may differ in several ways, one for each shard
+    for difference in fold:
+        names.setdefault(difference.kind, set()).add(difference.name)
+    counts = (f"{len(each)} of {count_kind(k, report.compared[k])}" for k, each in names.items())
+    tensors = list_all(counts)
+    if len({difference.values for difference in fold}) > 1:
+        sides = f"{tensors} differ between other ranks"
+    elif example.minority and not places.known:
+        sides = f"{tensors} differ in {ranks_text(example.minority)}"
+    else:
+        sides = _describe_sides(tensors, example, places, verb="differ")
+    # Buffers that DDP sends again differ after each step, and are reported each time.
+    dated = report.step is not None and example.kind != "buffer"
+    when = f", first seen in step {report.step}" if dated else ""
+    more = sum(map(len, names.values())) - 1
+    text = f"{sides}{when}: {example.name}" + (f" and {more} more" if more else "")
+    return text + (f". For example {tensor}: {details}" if details else "")
+
+
+def _describe_tensor(difference: Difference) -> str:
+    """Return kind, name, dtype and shape: "parameter fc.weight (float32 3x2)"."""
+    shape = "x".join(map(str, difference.shape))
+    form = f"{difference.dtype}{' ' if shape else ''}{shape}"
+    return f"{difference.kind} {difference.name} ({form})"
+
+
+def _describe_sides(
+    subject: str, difference: Difference, places: Places, verb: str = "differs"
+) -> str:
+    """Name the ranks that differ: "dp_replicate=1: parameter w differs from dp_replicate=0"."""
+    first, *rest = difference.values
+    comma = "," if difference.shard and verb == "differs" else ""
+    if places.known and len(rest) == 1:
+        reference = places.contrast(first, rest[0])
+        return f"{places.name(rest[0])}: {subject}{comma} {verb} from {reference}"
+    if not places.known and difference.minority and difference.details:
+        return f"{subject} {verb}"  # the details name the ranks
+    sides = [places.name(ranks) for ranks in difference.values]
+    *others, last = sides if len(sides) <= _SHOWN else [*sides[:_SHOWN], "others"]
+    return f"{subject}{comma} {verb} between {', '.join(others)} and {last}"
+
+
+def _describe_detail(difference: Difference, detail: Detail) -> str:
+    where = f" at [{', '.join(map(str, detail.index))}]" if detail.index else ""
+    text = ranks_text(detail.ranks)
+    text = text[0].upper() + text[1:]
+    if difference.shape:
+        text += f": {detail.differing} of {detail.elements} elements"
+        text += " of the shard" if difference.shard else ""
+    if detail.differing > 1:
+        text += ", first"
+    text += f"{where}: {detail.value} against {detail.reference_value} in rank {detail.reference}"
+    if detail.bit is not None:
+        text += f", bit {detail.bit}{name_part(difference.dtype, detail.bit)} alone"
+    if detail.permuted:
+        text += ", the same elements in another order"
+    if detail.max_delta is not None:
+        text += f", max |Δ| {detail.max_delta:.3g}"
+    return text
+
+
+def name_part(dtype: str, bit: int) -> str:
+    """Return the part of a floating-point number that a bit belongs to; "" for other dtypes."""
+    if "float" not in dtype and "complex" not in dtype:
+        return ""
+    form = torch.finfo(getattr(torch, dtype))
+    bit %= form.bits  # of a complex number's real or imaginary part
+    if bit == form.bits - 1:
+        return " (the sign)"
+    return " (of the fraction)" if 2.0**bit * form.eps < 1 else " (of the exponent)"

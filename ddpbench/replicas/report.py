@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted, name_ranks
 
+Key = tuple[str, str, str, object]  # what is wrong, kind, name, and the ranks on each side
+
 
 @dataclass(frozen=True)
 class Detail:
@@ -39,6 +41,11 @@ class Difference:
     shard: str = ""  # "shard 2 of 4" of a sharded tensor: `values` are ranks that hold this shard
 
     @property
+    def key(self) -> Key:
+        """Equal in two reports of the same difference."""
+        return "differs", self.kind, self.name, self.values
+
+    @property
     def minority(self) -> tuple[int, ...]:
         """Ranks outside the largest set of equal ranks; empty if there is a tie."""
         return _minority(self.values)
@@ -51,6 +58,11 @@ class Mismatch:
     kind: str
     name: str
     forms: tuple[tuple[str, tuple[int, ...]], ...]  # ("float32 (3, 2) cpu" or "absent", ranks)
+
+    @property
+    def key(self) -> Key:
+        """Equal in two reports of the same mismatch."""
+        return "mismatch", self.kind, self.name, self.forms
 
     @property
     def minority(self) -> tuple[int, ...]:
@@ -67,6 +79,11 @@ class NonFinite:
     counts: tuple[tuple[int, int], ...]  # (rank, number of elements), only ranks with any
     shard: str = ""  # as in Difference
     frozen: bool = False  # a parameter with requires_grad=False
+
+    @property
+    def key(self) -> Key:
+        """Equal in two reports of a tensor that is not finite."""
+        return "not finite", self.kind, self.name, ()
 
     @property
     def severity(self) -> str:
@@ -183,6 +200,12 @@ class Report:
         return tuple(sorted({rank for tensor in self._faulty for rank in tensor.minority}))
 
     @property
+    def wrong(self) -> set[Key]:
+        """A key for each difference, mismatch or NaN that makes a verification fail."""
+        nonfinite = [tensor for tensor in self.nonfinite if tensor.severity == "error"]
+        return {tensor.key for tensor in [*self._faulty, *nonfinite]}
+
+    @property
     def _faulty(self) -> list[Difference | Mismatch]:
         return [d for d in self.differences if d.kind != "buffer"] + list(self.mismatches)
 
@@ -247,6 +270,12 @@ class Report:
             if finding.next_step:
                 lines.append(f"    Next: {finding.next_step}")
         return "\n".join(lines)
+
+
+def read_coordinates(coordinates: Sequence[tuple[int, str]]) -> dict[int, dict[str, int]]:
+    """Return the coordinates of each rank by the names of the dimensions of the mesh."""
+    rows = ((rank, [part.split("=") for part in text.split(", ")]) for rank, text in coordinates)
+    return {rank: {name: int(value) for name, value in parts} for rank, parts in rows}
 
 
 def _minority(sides: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

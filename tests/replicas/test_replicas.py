@@ -31,7 +31,7 @@ from warm_python import warm_python
 
 import ddpbench
 from ddpbench.records.schema import Finding
-from ddpbench.replicas import causes, describe, digest, locate, state
+from ddpbench.replicas import causes, digest, findings, locate, state
 from ddpbench.replicas.report import ranks_text
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -146,9 +146,7 @@ def test_each_tensor_is_searched_by_exactly_one_of_equal_ranks(ranks: int) -> No
 
 def test_sets_of_equal_ranks() -> None:
     """Ranks are put together by value, the most first; a tie has no minority."""
-    import numpy as np
-
-    assert locate.by_value(np.array([7, 8, 7, 9])) == [[0, 2], [1], [3]]
+    assert locate.by_value([7, 8, 7, 9]) == [[0, 2], [1], [3]]
     shown = partial(ddpbench.replicas.Difference, "parameter", "w", "float32", (1,))
     assert shown(((0, 2), (1,), (3,))).minority == (1, 3)
     assert shown(((0, 1), (2, 3))).minority == ()
@@ -263,7 +261,7 @@ def test_steps_of_other_types() -> None:
 def test_what_a_bit_means(dtype: str, bits: dict[int, str]) -> None:
     """A bit is of the sign, the exponent or the fraction, by the dtype."""
     for bit, word in bits.items():
-        assert describe.name_part(dtype, bit).strip(" ()").endswith(word)
+        assert findings.name_part(dtype, bit).strip(" ()").endswith(word)
 
 
 def test_every_cause_has_its_words(frozen: Frozen) -> None:

@@ -29,7 +29,7 @@ from warm_python import warm_python
 
 import ddpbench
 from ddpbench.replicas.scopes import find_offsets
-from ddpbench.replicas.sharding import WAITING, read_layout
+from ddpbench.replicas.state import WAITING, read_layout
 
 pytestmark = pytest.mark.thorough
 
@@ -98,7 +98,7 @@ def check_offsets(tensor: Any) -> None:
 
 
 def traffic(mesh: DeviceMesh) -> Any:
-    """Two calls along each dimension of the mesh, of sizes that the model does not change."""
+    """One call along each dimension of the mesh, of a size that the model does not change."""
     seen = []
     for layers in (1, 60):
         net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
@@ -110,7 +110,7 @@ def traffic(mesh: DeviceMesh) -> Any:
             assert verify(net, optimizer, gradients=True).ok
         seen.append([call.args[0].nbytes for call in spy.call_args_list])
     assert seen[0] == seen[1]
-    assert len(seen[0]) == 4
+    assert len(seen[0]) == 2
     assert max(seen[0]) < 1000
 
 

@@ -1,0 +1,335 @@
+"""How the ranks train: facts from which the likely cause of a difference is told."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpbench.replicas.compare import Comparison
+from ddpbench.replicas.digest import constant
+from ddpbench.replicas.report import Difference, Mismatch, Report, WithoutGradient, read_coordinates
+from ddpbench.replicas.scopes import find_scope
+from ddpbench.replicas.state import IGNORED, State, is_option, shards_state, wrapper
+
+FROZEN, NO_GRADIENT, ZERO = "requires_grad=False", "no gradient", "a gradient of zeros"
+Usage = dict[str, str]  # name of a parameter that is not trained → FROZEN or NO_GRADIENT
+Names = dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Facts of each rank, 0 or 1, or sums of them over all ranks."""
+
+    unsynced: int  # DDP's last forward ran under no_sync or no_grad
+    finds_unused: int  # DDP looks for unused parameters itself
+    keeps_buffers: int  # no DDP sends rank 0's buffers before each forward
+    optimizers: int  # the caller passed an optimizer
+    stateless: int  # an optimizer keeps no state, so its steps leave no trace
+    stepped: int  # an optimizer has state
+    trains: int  # a parameter has a gradient
+    unmanaged: int  # number of trained parameters that DDP does not manage
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers in each rank, or their sums over all ranks, known if tensors differ."""
+
+    averages: int = 0  # 1 if the process has an object that averages parameters
+    steps: int = 0  # step counts that the optimizers keep
+    # Tensors that are equal in all ranks, while other tensors differ:
+    parameters: int = 0  # without constants, such as LayerNorm's ones and zeros before training
+    gradients: int = 0  # without gradients of zeros
+    trainable: int = 0  # parameters with requires_grad, constant or not
+    trained: int = 0  # parameters with a gradient that is not all zeros
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The pattern of a verification, the same in every rank."""
+
+    report: Report
+    flags: Flags
+    counts: Counts
+    frozen: frozenset[str]  # parameters with requires_grad=False
+    # dimensions of the mesh along which a parameter is sharded, and others that its own mesh has
+    sharded: Names
+    spanned: Names
+
+    def select(self, kind: str) -> list[Difference]:
+        """Return the differences of a kind."""
+        return [d for d in self.report.differences if d.kind == kind]
+
+    @property
+    def options(self) -> list[Difference]:
+        """Options of the optimizer's groups that differ, such as lr."""
+        return [d for d in self.select("optimizer") if is_option(d.name)]
+
+    @property
+    def kinds(self) -> set[str]:
+        """Kinds that differ, without buffers: these differ whenever something else does."""
+        return {d.kind for d in self.report.differences} - {"buffer"}
+
+    @property
+    def unlike(self) -> set[str]:
+        """Kinds that do not match."""
+        return {m.kind for m in self.report.mismatches}
+
+    @property
+    def only_difference(self) -> Difference | None:
+        """The only tensor that differs, buffers aside; else the only buffer; None if several."""
+        differences = self.report.differences
+        main = [d for d in differences if d.kind != "buffer"] or list(differences)
+        return main[0] if len(main) == 1 else None
+
+    @property
+    def all_parameters(self) -> bool:
+        """Whether all parameters differ, except constants, and there are several."""
+        return len(self.select("parameter")) > 1 and not self.counts.parameters
+
+    @property
+    def gradients(self) -> int:
+        """Number of compared gradients; 0 if there are none or they were not wanted."""
+        return self.report.compared.get("gradient", 0)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether gradients were compared and are equal in all ranks."""
+        return self.gradients > 0 and "gradient" not in self.kinds | self.unlike
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients were compared and are not equal in all ranks."""
+        return self.gradients > 0 and not self.reduced
+
+    @property
+    def earlier(self) -> bool:
+        """Whether an earlier verification found all parameters equal."""
+        return self.report.equal_until is not None
+
+    @property
+    def same_steps(self) -> bool:
+        """Whether the state of the optimizers shows that they took the same steps."""
+        return self.flags.stepped > 0 and not self.flags.stateless
+
+    @property
+    def redrawn(self) -> bool:
+        """Whether most elements differ in each differing parameter, as after a new random draw."""
+        details = [detail for d in self.select("parameter") for detail in d.details]
+        return bool(details) and all(2 * d.differing > d.elements for d in details)
+
+    @property
+    def mesh(self) -> bool:
+        """Whether the tensors lie on a mesh."""
+        return bool(self.report.coordinates)
+
+    @property
+    def along(self) -> tuple[str, ...]:
+        """Dimensions of the mesh along which parameters or gradients differ, in its order.
+
+        A dimension counts if two ranks hold different values and differ in this coordinate alone.
+        If no parameter or gradient differs, all differences count.
+        """
+        where = read_coordinates(self.report.coordinates)
+        main = self.select("parameter") + self.select("gradient") or self.report.differences
+        patterns = {d.values for d in main}
+        names = next(iter(where.values()), {})
+        return tuple(n for n in names if any(_differs_along(n, sides, where) for sides in patterns))
+
+    @property
+    def unsharded(self) -> tuple[str, ...]:
+        """Dimensions of `along` that replicate the whole model: they shard no parameter."""
+        used = {name for names in self.sharded.values() for name in names}
+        return tuple(name for name in self.along if name not in used)
+
+
+def _differs_along(
+    name: str, sides: Sequence[Sequence[int]], where: Mapping[int, Mapping[str, int]]
+) -> bool:
+    seen: dict[tuple[int, ...], int] = {}
+    for number, ranks in enumerate(sides):
+        for rank in ranks:
+            others = tuple(value for axis, value in where[rank].items() if axis != name)
+            if seen.setdefault(others, number) != number:
+                return True
+    return False
+
+
+# --- parameters that some ranks do not train
+
+
+def read_usage(state: State, gradients: bool) -> Usage:
+    """Return the compared parameters that this rank does not train now, as FROZEN or NO_GRADIENT.
+
+    NO_GRADIENT is reported only with `gradients`.
+    """
+    usage = {}
+    skipped = {entry.name for entry in state.not_compared if entry.kind == "parameter"}
+    for name, parameter, waiting in state.parameters:
+        if name in skipped:
+            continue
+        if not parameter.requires_grad:
+            usage[name] = FROZEN
+        elif gradients and not waiting and parameter.grad is None:
+            usage[name] = NO_GRADIENT
+    return usage
+
+
+def gather_usages(comparison: Comparison, usage: Usage, same: bool) -> list[Usage]:
+    """Return the usage of each rank; ranks of other pipeline stages have that of the holders.
+
+    same: whether it is the same in all ranks.
+    """
+    ranks = comparison.channel.ranks
+    if same:
+        return [usage] * len(ranks)
+    tables: list[Usage] = comparison.channel.gather_objects(usage)
+    stages = list(map(comparison.base.locate_stage, ranks))
+    for table in list(map(dict, tables)):
+        for name, status in table.items():
+            holders = {stage for stage, each in zip(stages, tables, strict=True) if name in each}
+            for stage, each in zip(stages, tables, strict=True):
+                if stage not in holders:
+                    each[name] = status
+    return tables
+
+
+def _find_ranks(
+    comparison: Comparison, usages: list[Usage], status: str
+) -> dict[str, tuple[int, ...]]:
+    """Return the ranks in which a parameter has this status, by its name.
+
+    Parameters that do not exist in all ranks alike are left out.
+    """
+    unlike = {m.name for m in comparison.mismatches if m.kind == "parameter"}
+    rows = list(zip(comparison.channel.ranks, usages, strict=True))
+    names = dict.fromkeys(name for usage in usages for name in usage if usage[name] == status)
+    return {
+        name: tuple(rank for rank, usage in rows if usage.get(name) == status)
+        for name in names
+        if name not in unlike
+    }
+
+
+def find_frozen_in_some(comparison: Comparison, usages: list[Usage]) -> list[Mismatch]:
+    """Return the parameters that some ranks freeze and others train."""
+    mismatches = []
+    for name, ranks in _find_ranks(comparison, usages, FROZEN).items():
+        others = tuple(rank for rank in comparison.channel.ranks if rank not in ranks)
+        if others:
+            forms = ((FROZEN, ranks), ("requires_grad=True", others))
+            mismatches.append(Mismatch("parameter", name, forms))
+    return mismatches
+
+
+def gather_without_gradient(
+    comparison: Comparison, usages: list[Usage], flags: Flags, module: torch.nn.Module
+) -> tuple[WithoutGradient, ...]:
+    """Return the parameters whose gradient is None in some ranks, or in all.
+
+    Returns none if no parameter has a gradient, because zero_grad has dropped them all. If DDP has
+    not reduced the gradients, a gradient of zeros in some ranks counts, too: an unused parameter
+    has it after zero_grad(set_to_none=False).
+    """
+    if not flags.trains:
+        return ()
+    missing = _find_ranks(comparison, usages, NO_GRADIENT)
+    zero: dict[str, tuple[int, ...]] = {}
+    differing = {d.name for d in comparison.differences if d.kind == "gradient"}
+    if wrapper(module) is not None and differing:
+        gradients = [e for e in comparison.state.entries["gradient"] if e.name in differing]
+        zeros = {entry.name: ZERO for entry in gradients if not entry.value.any()}
+        zero = _find_ranks(comparison, comparison.channel.gather_objects(zeros), ZERO)
+    absent = [WithoutGradient(name, ranks) for name, ranks in missing.items()]
+    absent += [WithoutGradient(name, ranks, zeros=True) for name, ranks in zero.items()]
+    return tuple(absent)
+
+
+# --- flags and counts
+
+
+def read_flags(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: State
+) -> Flags:
+    """Return the facts of this rank."""
+    ddp: Any = wrapper(module)
+    wrapped = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
+    # Only optimizers that keep no state without momentum have the option momentum=0.
+    plain = any(group.get("momentum", 1) == 0 for o in optimizers for group in o.param_groups)
+    return Flags(
+        # The attribute is not documented. Without it, one cause is reported less precisely.
+        unsynced=int(not getattr(ddp, "require_forward_param_sync", True)),
+        finds_unused=int(
+            any(getattr(ddp, name, False) for name in ("find_unused_parameters", "static_graph"))
+        ),
+        keeps_buffers=int(not any(getattr(m, "broadcast_buffers", True) for m in wrapped)),
+        optimizers=int(bool(optimizers)),
+        stateless=int(plain or any(map(shards_state, optimizers))),
+        stepped=int(any(not is_option(entry.name) for entry in state.entries["optimizer"])),
+        trains=int(any(held.parameter.grad is not None for held in state.parameters)),
+        unmanaged=_count_unmanaged(ddp, state),
+    )
+
+
+def _count_unmanaged(ddp: Any, state: State) -> int:
+    """Count the trained parameters that were added or unfrozen since DDP wrapped the module."""
+    if ddp is None:
+        return 0
+    trained = {h.parameter for h in state.parameters if h.parameter.requires_grad}
+    ignored = {n for n in state.not_compared if n.kind == "parameter" and n.reason == IGNORED}
+    count = len(trained) - len(ignored)
+    return max(0, count - int(ddp._get_ddp_logging_data().get("num_parameter_tensors", count)))
+
+
+def gather_facts(
+    comparison: Comparison, report: Report, flags: Flags, usage: Usage, frozen: Collection[str]
+) -> Facts:
+    """Return the pattern of a report in which something differs. `usage` is of this rank."""
+    own = astuple(_count(comparison, usage))
+    counts = Counts(*comparison.channel.gather_sums([], own)[1])
+    sharded: Names = {}
+    spanned: Names = {}
+    for entry in comparison.state.entries["parameter"]:
+        if entry.layout is not None:
+            pairs = list(zip(entry.layout.grid.names, entry.layout.splits, strict=True))
+            sharded[entry.name] = [name for name, split in pairs if split is not None]
+            spanned[entry.name] = [name for name, split in pairs if split is None]
+    if comparison.base.stages:
+        for others in comparison.channel.gather_objects([sharded, spanned]):
+            sharded |= others[0]
+            spanned |= others[1]
+    return Facts(report, flags, counts, frozenset(frozen), sharded, spanned)
+
+
+def _count(comparison: Comparison, usage: Usage) -> Counts:
+    unlike = {(each.kind, each.name) for each in comparison.differences}
+    unlike |= {(each.kind, each.name) for each in comparison.mismatches}
+    state = comparison.state
+
+    def list_equal(kind: str) -> dict[str, Any]:
+        entries = [e for e in state.entries[kind] if (kind, e.name) not in unlike]
+        shared = (e for e in entries if len(find_scope(comparison.base, e.layout).ranks) > 1)
+        return {entry.name: entry.value for entry in shared}
+
+    parameters, gradients = list_equal("parameter"), list_equal("gradient")
+    moving = {name for name, value in gradients.items() if not constant(value, 0)}
+    return Counts(
+        averages=_find_averager(),
+        steps=sum(e.name.endswith(".step") for e in state.entries["optimizer"]),
+        parameters=sum(not constant(value) for value in parameters.values()),
+        gradients=len(moving),
+        trainable=sum(usage.get(name) != FROZEN for name in parameters),
+        trained=len(moving & parameters.keys()),
+    )
+
+
+def _find_averager() -> int:
+    """Return 1 if this process has an object that averages parameters, else 0. It is slow."""
+    averagers: Any = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
+    kind = getattr(averagers, "ModelAverager", None)
+    return int(kind is not None and any(issubclass(type(each), kind) for each in gc.get_objects()))
