@@ -9,9 +9,10 @@ contents by one digest per tensor, then the elements of the differing tensors (l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from operator import mul
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from ddpbench.replicas.report import Difference, Key, Mismatch, NonFinite, Repor
 from ddpbench.replicas.scopes import Base, Grid, find_offsets, find_scope, weigh_scope
 from ddpbench.replicas.state import KINDS, Entry, State, row, structure
 
+Forms = dict[str, list[int]]  # form → ranks that have it
 Item = tuple[str, int | None]  # name, and place among this rank's entries if it holds a part
 
 
@@ -39,7 +41,7 @@ class Options:
     equal_until: int | None = None  # the step of the last verification that found all equal
     # What was wrong at the last check: step and cause of the report that explained it.
     history: Mapping[Key, tuple[int, str]] = field(default_factory=dict)
-    traced: bool = False  # whether each rank watches where a NaN comes from
+    trace_nonfinite: bool = False  # whether each rank watches where a NaN comes from
     # Dimensions of a mesh along which ranks hold other layers, by what the ranks hold.
     stages: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
 
@@ -55,15 +57,16 @@ class Contents:
     counts: Counts  # int64[n] of elements that are not finite, 0 where this rank has not looked
 
 
-class Sums(NamedTuple):
+@dataclass(frozen=True)
+class Sums:
     """A kind in all ranks: whether structure and contents are equal, and sums over the ranks."""
 
     alike: bool
     equal: bool
-    compared: int
-    held_once: int
-    nbytes: int
-    nonfinite: int
+    compared: int = 0
+    held_once: int = 0
+    nbytes: int = 0
+    nonfinite: int = 0
 
 
 class Comparison:
@@ -90,7 +93,8 @@ class Comparison:
         stages.
         """
         channel, finite = self.channel, self._options.finite
-        settings = self._list_settings()
+        settings = {**vars(self._options), "history": sorted(self._options.history)}
+        del settings["stages"]  # each rank finds them itself
         everyone = weigh_scope(tuple(sorted(channel.ranks)), self.base.rank).weight
         digests = [of_bytes(repr(settings).encode()), *facts]
         # Where the ranks hold the same bits, one of them looks for NaN; on a mesh they hold others.
@@ -109,7 +113,7 @@ class Comparison:
             found = sums[each.kind]
             wrong = found.nonfinite > 0 or self.meshed or not (found.alike and found.equal)
             if finite and wrong and meshed < len(channel.ranks):  # some ranks read only a share
-                self._gather_kind(self._read(each.kind, (0, 1)), found._replace(nonfinite=1))
+                self._gather_kind(self._read(each.kind, (0, 1)), replace(found, nonfinite=1))
             else:
                 self._gather_kind(each, found)
         return same[1:], totals
@@ -138,26 +142,11 @@ class Comparison:
             **rest,
         )
 
-    def _list_settings(self) -> dict[str, object]:
-        options = self._options
-        return {
-            "gradients": options.gradients,
-            "finite": options.finite,
-            "locate": options.locate,
-            "step": options.step,
-            "trace_nonfinite": options.traced,
-            "equal_until": options.equal_until,
-            "earlier differences": sorted(options.history),
-        }
-
     def _read(self, kind: str, share: tuple[int, int] | None) -> Contents:
         entries = self.state.entries[kind]
         form = structure(kind, entries)
         digests, counts = read([entry.value for entry in entries], share)
         return Contents(kind, entries, form.digest, digests + form.salts, counts)
-
-    def _weigh(self, entry: Entry) -> int:
-        return find_scope(self.base, entry.layout).weight
 
     def _sum_up(self, contents: Contents, places: Sequence[int]) -> list[int]:
         """Return this rank's terms of the structure and contents, and counts, as in Sums."""
@@ -190,8 +179,7 @@ class Comparison:
         found = {}
         for i, kind in enumerate(KINDS):
             alike, equal = zeros[len(terms) + 2 * i :][:2]
-            compared, held_once, nbytes, nonfinite = sums[len(counts) + 4 * i :][:4]
-            found[kind] = Sums(alike, equal, compared, held_once, nbytes, nonfinite)
+            found[kind] = Sums(alike, equal, *sums[len(counts) + 4 * i :][:4])
         return zeros[: len(terms)], sums[: len(counts)], found
 
     def _gather_kind(self, contents: Contents, sums: Sums) -> None:
@@ -203,14 +191,12 @@ class Comparison:
         if not sums.alike:
             held = [place for _, place in items if place is not None]
             _, totals = self.channel.gather_sums([], self._sum_up(contents, held)[2:])
-            sums = Sums(False, False, *totals[:3], sums.nonfinite)
+            sums = replace(Sums(False, False, *totals), nonfinite=sums.nonfinite)
         self.compared[kind] = sums.compared
         self.held_once[kind] += sums.held_once
         self.nbytes += sums.nbytes // len(self.channel.ranks)
-        if not sums.equal:
-            self._gather_differences(contents, items)
-        if sums.nonfinite:
-            self._gather_nonfinite(contents, items)
+        if wrong or not sums.alike:
+            self._gather_wrong(contents, items)
 
     # --- pipeline stages
 
@@ -234,77 +220,90 @@ class Comparison:
 
     # --- what is wrong
 
+    def gather_forms(self, own: Mapping[str, str]) -> dict[str, Forms]:
+        """Return the ranks that have each form of a name, for the names and forms of this rank.
+
+        Only ranks of the same pipeline stage must have the same names. The form of a missing name
+        is "absent".
+        """
+        stages = list(map(self.base.locate_stage, self.channel.ranks))
+        tables: list[dict[str, str]] = self.channel.gather_objects(own)
+        names: dict[str, Forms] = {}
+        for name in dict.fromkeys(name for table in tables for name in table):
+            holders = {stage for stage, table in zip(stages, tables, strict=True) if name in table}
+            forms = names.setdefault(name, {})
+            for rank, stage, table in zip(self.channel.ranks, stages, tables, strict=True):
+                if stage in holders:
+                    forms.setdefault(table.get(name, "absent"), []).append(rank)
+        return names
+
     def _gather_common(self, contents: Contents) -> list[Item]:
         """Return the names that all ranks have alike, and this rank's places, in the same order.
 
-        Add the other entries as mismatches. Only ranks of the same stage must have the same
-        entries; of those of other stages, the place is None.
+        Add the other entries as mismatches. The place of entries of other stages is None.
         """
-        channel, kind = self.channel, contents.kind
-        tables: list[dict[str, str]] = list(
-            map(dict, channel.gather_objects([[e.name, row(e)] for e in contents.entries]))
-        )
-        stages = list(map(self.base.locate_stage, channel.ranks))
-        places = {entry.name: place for place, entry in enumerate(contents.entries)}
-        common: list[Item] = []
-        for name in dict.fromkeys(name for table in tables for name in table):
-            holders = {stage for stage, table in zip(stages, tables, strict=True) if name in table}
-            members = [place for place, stage in enumerate(stages) if stage in holders]
-            forms = [tables[place].get(name, "absent") for place in members]
-            if len(set(forms)) == 1:
-                common.append((name, places.get(name)))
-            else:
-                self.mismatches.append(_mismatch(channel, (kind, name), members, forms))
+        kind, entries = contents.kind, contents.entries
+        places = {entry.name: place for place, entry in enumerate(entries)}
+        names = self.gather_forms({entry.name: row(entry) for entry in entries})
+        for name, forms in names.items():
+            if len(forms) > 1:
+                self.add_mismatch(kind, name, forms)
         if not self.mismatches:
-            self._add_order(kind, tables, stages)
-        return common
+            self._gather_order(contents)
+        return [(name, places.get(name)) for name, forms in names.items() if len(forms) == 1]
 
-    def _add_order(
-        self, kind: str, tables: list[dict[str, str]], stages: list[tuple[int, ...]]
-    ) -> None:
-        """Add the first place at which the ranks of a stage have other names as a mismatch."""
-        for stage in dict.fromkeys(stages):
-            members = [place for place, each in enumerate(stages) if each == stage]
-            for number, names in enumerate(zip(*(tables[p] for p in members), strict=True)):
-                if len(set(names)) > 1:
-                    key = kind, f"number {number}"
-                    self.mismatches.append(_mismatch(self.channel, key, members, names))
-                    break
+    def _gather_order(self, contents: Contents) -> None:
+        """Add the first place at which the ranks of a stage have entries of other names."""
+        stage = f" of stage {self.base.locate_stage(self.base.rank)}" if self.base.stages else ""
+        names = [entry.name for entry in contents.entries]
+        orders = self.gather_forms({f"number {i}{stage}": name for i, name in enumerate(names)})
+        mismatches = [(number, forms) for number, forms in orders.items() if len(forms) > 1]
+        for number, forms in mismatches[:1]:
+            self.add_mismatch(contents.kind, number, forms)
 
-    def _gather_parts(
-        self, contents: Contents, items: Sequence[Item], values: Sequence[int]
-    ) -> list[dict[tuple[int, ...], dict[int, Part]]]:
-        """Return the parts of some tensors by scope and by place of the rank; value as in Part."""
-        own = [
-            None if place is None else _describe_part(self.base, contents.entries[place], value)
-            for (_, place), value in zip(items, values, strict=True)
+    def add_mismatch(self, kind: str, name: str, forms: Forms) -> None:
+        """Add a tensor of which the ranks have several forms."""
+        sides = tuple((form, tuple(ranks)) for form, ranks in forms.items())
+        self.mismatches.append(Mismatch(kind, name, sides))
+
+    def _gather_wrong(self, contents: Contents, items: Sequence[Item]) -> None:
+        """Add the tensors that differ, and those that are not finite."""
+        kind, entries = contents.kind, contents.entries
+        weights = [
+            0 if p is None else find_scope(self.base, entries[p].layout).weight for _, p in items
         ]
-        scopes: list[dict[tuple[int, ...], dict[int, Part]]] = [{} for _ in items]
-        for place, rows in enumerate(self.channel.gather_objects(own)):
-            for parts, each in zip(scopes, rows, strict=True):
-                if each is not None:
-                    part = Part(*each)
-                    parts.setdefault(tuple(part.ranks), {})[place] = part
-        return scopes
-
-    def _gather_differences(self, contents: Contents, items: Sequence[Item]) -> None:
-        entries, digests = contents.entries, contents.digests.tolist()
-        terms = [0 if p is None else self._weigh(entries[p]) * digests[p] for _, p in items]
-        equal, _ = self.channel.gather_sums(terms)
-        bad = [item for item, same in zip(items, equal, strict=True) if not same]
+        digests = [0 if place is None else int(contents.digests[place]) for _, place in items]
+        counts = [0 if place is None else int(contents.counts[place]) for _, place in items]
+        equal, sums = self.channel.gather_sums(list(map(mul, weights, digests)), counts)
+        bad = [
+            i for i, (same, count) in enumerate(zip(equal, sums, strict=True)) if count or not same
+        ]
         if not bad:
             return
-        values = [0 if place is None else digests[place] for _, place in bad]
+        own = [
+            None
+            if place is None
+            else _describe_part(self.base, entries[place], digests[i], counts[i])
+            for i, place in ((i, items[i][1]) for i in bad)
+        ]
+        rows = self.channel.gather_objects(own)
         located = 0
-        for (name, place), scopes in zip(
-            bad, self._gather_parts(contents, bad, values), strict=True
-        ):
+        for number, (name, place) in enumerate(items[i] for i in bad):
+            parts = {at: Part(*each[number]) for at, each in enumerate(rows) if each[number]}
+            nonfinite = {at: part for at, part in parts.items() if part.nonfinite}
+            if nonfinite:
+                found = tuple(
+                    (self.channel.ranks[at], part.nonfinite) for at, part in nonfinite.items()
+                )
+                shard = _name_shards(nonfinite.values())
+                self.nonfinite.append(NonFinite(kind, name, found, shard))
             tensor = None if place is None else as_tensor(entries[place].value)
-            for shards in _merge(scopes):
+            for shards in _merge(parts):
                 fresh = located < self._options.locate
-                difference = self._gather_difference((contents.kind, name), tensor, shards, fresh)
-                self.differences.append(difference)
-                located += bool(difference.details)
+                self.differences.append(
+                    self._gather_difference((kind, name), tensor, shards, fresh)
+                )
+                located += bool(self.differences[-1].details)
 
     def _gather_difference(
         self, key: tuple[str, str], tensor: Tensor | None, shards: list[_Shard], fresh: bool
@@ -333,26 +332,6 @@ class Comparison:
         details = gather_details(channel, tensor, part, first.sides)
         return replace(difference, details=details)
 
-    def _gather_nonfinite(self, contents: Contents, items: Sequence[Item]) -> None:
-        counts = [0 if place is None else int(contents.counts[place]) for _, place in items]
-        _, sums = self.channel.gather_sums([], counts)
-        bad = [item for item, total in zip(items, sums, strict=True) if total]
-        if not bad:
-            return
-        values = [count for count, total in zip(counts, sums, strict=True) if total]
-        ranks = self.channel.ranks
-        for (name, _), scopes in zip(bad, self._gather_parts(contents, bad, values), strict=True):
-            parts = {place: part for scope in scopes.values() for place, part in scope.items()}
-            found = sorted((p, part) for p, part in parts.items() if part.value)
-            affected = tuple((ranks[place], part.value) for place, part in found)
-            named = [
-                next(iter(scope.values()))
-                for scope in scopes.values()
-                if any(part.value for part in scope.values())
-            ]
-            shard = _name_shards(named)
-            self.nonfinite.append(NonFinite(contents.kind, name, affected, shard))
-
 
 @dataclass(frozen=True)
 class _Shard:
@@ -362,15 +341,18 @@ class _Shard:
     part: Part
 
 
-def _merge(scopes: Mapping[tuple[int, ...], Mapping[int, Part]]) -> list[list[_Shard]]:
+def _merge(parts: Mapping[int, Part]) -> list[list[_Shard]]:
     """Return the differing shards of a tensor; those that differ alike are together.
 
     They differ alike if the same members of their scopes are equal, as when one replica is wrong.
+    parts: by place of the rank.
     """
+    scopes: dict[tuple[int, ...], list[int]] = {}
+    for place, part in parts.items():
+        scopes.setdefault(tuple(part.ranks), []).append(place)
     merged: dict[object, list[_Shard]] = {}
-    for parts in scopes.values():
-        places = list(parts)
-        members = by_value([part.value for part in parts.values()])
+    for places in scopes.values():
+        members = by_value([parts[place].digest for place in places])
         if len(members) > 1:
             sides = [[places[member] for member in side] for side in members]
             shard = _Shard(sides, parts[places[0]])
@@ -378,7 +360,7 @@ def _merge(scopes: Mapping[tuple[int, ...], Mapping[int, Part]]) -> list[list[_S
     return list(merged.values())
 
 
-def _describe_part(base: Base, entry: Entry, value: int) -> Part:
+def _describe_part(base: Base, entry: Entry, digest: int, nonfinite: int) -> Part:
     tensor = as_tensor(entry.value) if entry.value is not None else torch.empty(0)
     offsets: Sequence[int] | None = [0] * tensor.dim()
     shard, shards = "", 1
@@ -386,32 +368,29 @@ def _describe_part(base: Base, entry: Entry, value: int) -> Part:
         cut = find_offsets(entry.layout, base.rank, entry.shape)
         offsets = cut[1] if cut and cut[0] == tuple(tensor.shape) else None
         shard, shards = entry.layout.name_shard(base.rank), entry.layout.count_shards()
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    ranks = find_scope(base, entry.layout).ranks
-    shapes = {"shape": tuple(tensor.shape), "whole": tuple(entry.shape)}
     return Part(
-        dtype, offsets=offsets, shard=shard, shards=shards, ranks=ranks, value=value, **shapes
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        offsets=offsets,
+        whole=tuple(entry.shape),
+        shard=shard,
+        shards=shards,
+        ranks=find_scope(base, entry.layout).ranks,
+        digest=digest,
+        nonfinite=nonfinite,
     )
 
 
-def _name_shards(parts: Sequence[Part]) -> str:
+def _name_shards(parts: Iterable[Part]) -> str:
     """Return "shard 2 of 4", "shards 1, 3 of 4" or "all 4 shards"; "" for a whole tensor."""
-    total, names = parts[0].shards, {part.shard for part in parts}
+    names = {part.shard: part.shards for part in parts}
+    name, total = next(iter(names.items()))
     if len(names) == 1:
-        return parts[0].shard
+        return name
     if len(names) == total:
         return f"all {total} shards"
     numbers = sorted(int(name.split()[1]) for name in names if name)
     return f"shards {', '.join(map(str, numbers))} of {total}"
-
-
-def _mismatch(
-    channel: Channel, key: tuple[str, str], places: Sequence[int], forms: Sequence[str]
-) -> Mismatch:
-    sides: dict[str, list[int]] = {}
-    for place, form in zip(places, forms, strict=True):
-        sides.setdefault(form, []).append(channel.ranks[place])
-    return Mismatch(*key, tuple((form, tuple(ranks)) for form, ranks in sides.items()))
 
 
 def _find_stages(ranks: Sequence[int], grid: Grid, names: list[list[str]]) -> tuple[int, ...]:

@@ -34,7 +34,8 @@ class Part(NamedTuple):
     shard: str = ""  # "shard 2 of 4"
     shards: int = 1
     ranks: Sequence[int] = ()  # the scope
-    value: int = 0  # the digest, or the number of elements that are not finite
+    digest: int = 0
+    nonfinite: int = 0  # number of elements
 
 
 def by_value(values: Sequence[int]) -> list[list[int]]:

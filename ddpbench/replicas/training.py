@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpbench.replicas.compare import Comparison
+from ddpbench.replicas.compare import Comparison, Forms
 from ddpbench.replicas.digest import constant
-from ddpbench.replicas.report import Difference, Mismatch, Report, WithoutGradient, read_coordinates
+from ddpbench.replicas.report import Difference, Report, WithoutGradient, read_coordinates
 from ddpbench.replicas.scopes import find_scope
 from ddpbench.replicas.state import IGNORED, State, is_option, shards_state, wrapper
 
-FROZEN, NO_GRADIENT, ZERO = "requires_grad=False", "no gradient", "a gradient of zeros"
-Usage = dict[str, str]  # name of a parameter that is not trained → FROZEN or NO_GRADIENT
+FROZEN, TRAINED = "requires_grad=False", "requires_grad=True"
+NO_GRADIENT, ZERO = "no gradient", "a gradient of zeros"
+Usage = dict[str, str]  # name of a parameter → FROZEN, NO_GRADIENT or TRAINED
 Names = dict[str, list[str]]
 
 
@@ -164,71 +165,39 @@ def _differs_along(
 
 
 def read_usage(state: State, gradients: bool) -> Usage:
-    """Return the compared parameters that this rank does not train now, as FROZEN or NO_GRADIENT.
+    """Return how this rank trains each compared parameter now.
 
     NO_GRADIENT is reported only with `gradients`.
     """
     usage = {}
     skipped = {entry.name for entry in state.not_compared if entry.kind == "parameter"}
     for name, parameter, waiting in state.parameters:
-        if name in skipped:
-            continue
-        if not parameter.requires_grad:
-            usage[name] = FROZEN
-        elif gradients and not waiting and parameter.grad is None:
-            usage[name] = NO_GRADIENT
+        if name not in skipped:
+            missing = gradients and not waiting and parameter.grad is None
+            usage[name] = (
+                FROZEN if not parameter.requires_grad else NO_GRADIENT if missing else TRAINED
+            )
     return usage
 
 
-def gather_usages(comparison: Comparison, usage: Usage, same: bool) -> list[Usage]:
-    """Return the usage of each rank; ranks of other pipeline stages have that of the holders.
-
-    same: whether it is the same in all ranks.
-    """
-    ranks = comparison.channel.ranks
+def gather_usage(comparison: Comparison, usage: Usage, same: bool) -> dict[str, Forms]:
+    """Return the ranks by usage of each parameter; `same`: all ranks have the same usage."""
     if same:
-        return [usage] * len(ranks)
-    tables: list[Usage] = comparison.channel.gather_objects(usage)
-    stages = list(map(comparison.base.locate_stage, ranks))
-    for table in list(map(dict, tables)):
-        for name, status in table.items():
-            holders = {stage for stage, each in zip(stages, tables, strict=True) if name in each}
-            for stage, each in zip(stages, tables, strict=True):
-                if stage not in holders:
-                    each[name] = status
-    return tables
+        return {name: {form: comparison.channel.ranks} for name, form in usage.items()}
+    return comparison.gather_forms(usage)
 
 
-def _find_ranks(
-    comparison: Comparison, usages: list[Usage], status: str
-) -> dict[str, tuple[int, ...]]:
-    """Return the ranks in which a parameter has this status, by its name.
-
-    Parameters that do not exist in all ranks alike are left out.
-    """
+def add_frozen_in_some(comparison: Comparison, usages: dict[str, Forms]) -> None:
+    """Add the parameters that some ranks freeze and others train as mismatches."""
     unlike = {m.name for m in comparison.mismatches if m.kind == "parameter"}
-    rows = list(zip(comparison.channel.ranks, usages, strict=True))
-    names = dict.fromkeys(name for usage in usages for name in usage if usage[name] == status)
-    return {
-        name: tuple(rank for rank, usage in rows if usage.get(name) == status)
-        for name in names
-        if name not in unlike
-    }
-
-
-def find_frozen_in_some(comparison: Comparison, usages: list[Usage]) -> list[Mismatch]:
-    """Return the parameters that some ranks freeze and others train."""
-    mismatches = []
-    for name, ranks in _find_ranks(comparison, usages, FROZEN).items():
-        others = tuple(rank for rank in comparison.channel.ranks if rank not in ranks)
-        if others:
-            forms = ((FROZEN, ranks), ("requires_grad=True", others))
-            mismatches.append(Mismatch("parameter", name, forms))
-    return mismatches
+    for name, forms in usages.items():
+        others = sorted(rank for form, ranks in forms.items() if form != FROZEN for rank in ranks)
+        if FROZEN in forms and others and name not in unlike:
+            comparison.add_mismatch("parameter", name, {FROZEN: forms[FROZEN], TRAINED: others})
 
 
 def gather_without_gradient(
-    comparison: Comparison, usages: list[Usage], flags: Flags, module: torch.nn.Module
+    comparison: Comparison, usages: dict[str, Forms], flags: Flags, module: torch.nn.Module
 ) -> tuple[WithoutGradient, ...]:
     """Return the parameters whose gradient is None in some ranks, or in all.
 
@@ -238,16 +207,27 @@ def gather_without_gradient(
     """
     if not flags.trains:
         return ()
-    missing = _find_ranks(comparison, usages, NO_GRADIENT)
-    zero: dict[str, tuple[int, ...]] = {}
+    absent = _list_missing(comparison, usages, NO_GRADIENT)
     differing = {d.name for d in comparison.differences if d.kind == "gradient"}
     if wrapper(module) is not None and differing:
-        gradients = [e for e in comparison.state.entries["gradient"] if e.name in differing]
-        zeros = {entry.name: ZERO for entry in gradients if not entry.value.any()}
-        zero = _find_ranks(comparison, comparison.channel.gather_objects(zeros), ZERO)
-    absent = [WithoutGradient(name, ranks) for name, ranks in missing.items()]
-    absent += [WithoutGradient(name, ranks, zeros=True) for name, ranks in zero.items()]
+        entries = (e for e in comparison.state.entries["gradient"] if e.name in differing)
+        zeros = {entry.name: TRAINED if entry.value.any() else ZERO for entry in entries}
+        absent += _list_missing(comparison, comparison.gather_forms(zeros), ZERO)
     return tuple(absent)
+
+
+def _list_missing(
+    comparison: Comparison, usages: dict[str, Forms], form: str
+) -> list[WithoutGradient]:
+    unlike = {m.name for m in comparison.mismatches if m.kind == "parameter"}
+    # What all ranks of a pipeline stage lack is missing everywhere.
+    missing = {
+        name: tuple(forms[form] if len(forms) > 1 else comparison.channel.ranks)
+        for name, forms in usages.items()
+        if form in forms and name not in unlike
+    }
+    ordered = sorted(missing.items(), key=lambda pair: pair[1][0])
+    return [WithoutGradient(name, ranks, form == ZERO) for name, ranks in ordered]
 
 
 # --- flags and counts

@@ -133,7 +133,7 @@ class Verifier:
         if trace_nonfinite and not optimizers:
             raise ValueError("trace_nonfinite=True needs the optimizer: its steps are counted")
         self._target = module, optimizers, mesh or group
-        self._options = Options(gradients, finite, locate, None, traced=trace_nonfinite)
+        self._options = Options(gradients, finite, locate, None, trace_nonfinite=trace_nonfinite)
         self._tracer = Tracer(module, optimizers) if trace_nonfinite else None
         self._checks, self._failures = 0, 0
         self._first_step = 0
@@ -251,11 +251,11 @@ def gather_report(
     )
     same_rng, same_usage, same_skipped = same
     flags = training.Flags(*totals)
-    usages = training.gather_usages(comparison, usage, same_usage)
-    comparison.mismatches += training.find_frozen_in_some(comparison, usages)
+    usages = training.gather_usage(comparison, usage, same_usage)
+    training.add_frozen_in_some(comparison, usages)
     if options.gradients is None and any(d.kind == "parameter" for d in comparison.differences):
         comparison.gather(["gradient"])
-    frozen = {name for each in usages for name in each if each[name] == training.FROZEN}
+    frozen = {name for name, forms in usages.items() if training.FROZEN in forms}
     report = comparison.make_report(
         frozen,
         without_gradient=training.gather_without_gradient(comparison, usages, flags, module),
