@@ -9,9 +9,8 @@ contents by one digest per tensor, then the elements of the differing tensors (l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import mul
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from ddpbench.replicas.scopes import Base, Grid, find_offsets, find_scope, weigh
 from ddpbench.replicas.state import KINDS, Entry, State, row, structure
 
 Forms = dict[str, list[int]]  # form → ranks that have it
-Item = tuple[str, int | None]  # name, and place among this rank's entries if it holds a part
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,14 @@ class Contents:
     structure: int  # digest of names, dtypes, shapes, devices and placements
     digests: Digests  # uint64[n], salted by the structure
     counts: Counts  # int64[n] of elements that are not finite, 0 where this rank has not looked
+
+    def select(self, names: Collection[str]) -> Contents:
+        """Return the contents of the entries with these names."""
+        places = [place for place, entry in enumerate(self.entries) if entry.name in names]
+        entries = [self.entries[place] for place in places]
+        return replace(
+            self, entries=entries, digests=self.digests[places], counts=self.counts[places]
+        )
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,8 @@ class Comparison:
             contents, [everyone * digest for digest in digests], [int(self.meshed), *counts]
         )
         if not same[0]:
-            raise ValueError(_explain_settings(channel.ranks, channel.gather_objects(settings)))
+            forms = self.gather_forms({name: repr(value) for name, value in settings.items()})
+            raise ValueError(_explain_settings(forms))
         self.meshed = meshed > 0
         if not all(sums[kind].alike for kind in kinds):
             self._gather_base(contents[0])
@@ -148,20 +155,20 @@ class Comparison:
         digests, counts = read([entry.value for entry in entries], share)
         return Contents(kind, entries, form.digest, digests + form.salts, counts)
 
-    def _sum_up(self, contents: Contents, places: Sequence[int]) -> list[int]:
+    def _sum_up(self, contents: Contents) -> list[int]:
         """Return this rank's terms of the structure and contents, and counts, as in Sums."""
         stage = find_scope(self.base, None)
         layouts: dict[int, list[int]] = {}  # entries with the same layout share one object
-        for place in places:
-            layouts.setdefault(id(contents.entries[place].layout), []).append(place)
+        for place, entry in enumerate(contents.entries):
+            layouts.setdefault(id(entry.layout), []).append(place)
         whole, nbytes, counted = 0, 0, {False: 0, True: 0}
-        for members in layouts.values():
-            scope = find_scope(self.base, contents.entries[members[0]].layout)
-            whole += scope.weight * of_bytes(contents.digests[members].tobytes())
+        for places in layouts.values():
+            scope = find_scope(self.base, contents.entries[places[0]].layout)
+            whole += scope.weight * of_bytes(contents.digests[places].tobytes())
             once = len(scope.ranks) == 1 < len(self.base.ranks)
-            counted[once] += len(members)
+            counted[once] += len(places)
             if not once:
-                nbytes += sum(_count_nbytes(contents.entries[place]) for place in members)
+                nbytes += sum(_count_nbytes(contents.entries[place]) for place in places)
         speaks = self.base.rank == stage.ranks[0]  # one rank counts the tensors of a stage
         numbers = counted[False] * speaks, counted[True] * speaks, nbytes
         return [stage.weight * contents.structure, whole, *numbers, int(contents.counts.sum())]
@@ -169,7 +176,7 @@ class Comparison:
     def _gather_sums(
         self, contents: Sequence[Contents], terms: Sequence[int] = (), counts: Sequence[int] = ()
     ) -> tuple[list[bool], list[int], dict[str, Sums]]:
-        rows = {each.kind: self._sum_up(each, range(len(each.entries))) for each in contents}
+        rows = {each.kind: self._sum_up(each) for each in contents}
         # Kinds that this rank does not compare count too: all ranks must send as many numbers.
         numbers = [rows.get(kind, [0] * 6) for kind in KINDS]
         zeros, sums = self.channel.gather_sums(
@@ -185,18 +192,18 @@ class Comparison:
     def _gather_kind(self, contents: Contents, sums: Sums) -> None:
         """Add to the results what was compared of a kind, and what is wrong."""
         kind, wrong = contents.kind, not sums.equal or sums.nonfinite > 0
-        items: list[Item] = [(entry.name, place) for place, entry in enumerate(contents.entries)]
+        names = [entry.name for entry in contents.entries]
         if not sums.alike or (self.base.stages and wrong):
-            items = self._gather_common(contents)
+            names = self._gather_common(contents)
         if not sums.alike:
-            held = [place for _, place in items if place is not None]
-            _, totals = self.channel.gather_sums([], self._sum_up(contents, held)[2:])
-            sums = replace(Sums(False, False, *totals), nonfinite=sums.nonfinite)
+            contents, wrong = contents.select({*names}), True
+            _, totals = self.channel.gather_sums([], self._sum_up(contents)[2:])
+            sums = Sums(False, False, *totals)
         self.compared[kind] = sums.compared
         self.held_once[kind] += sums.held_once
         self.nbytes += sums.nbytes // len(self.channel.ranks)
-        if wrong or not sums.alike:
-            self._gather_wrong(contents, items)
+        if wrong:
+            self._gather_wrong(contents, names)
 
     # --- pipeline stages
 
@@ -237,73 +244,85 @@ class Comparison:
                     forms.setdefault(table.get(name, "absent"), []).append(rank)
         return names
 
-    def _gather_common(self, contents: Contents) -> list[Item]:
-        """Return the names that all ranks have alike, and this rank's places, in the same order.
+    def _gather_common(self, contents: Contents) -> list[str]:
+        """Return the names of entries that all ranks have alike, in the same order.
 
-        Add the other entries as mismatches. The place of entries of other stages is None.
+        Add the other entries as mismatches.
         """
-        kind, entries = contents.kind, contents.entries
-        places = {entry.name: place for place, entry in enumerate(entries)}
-        names = self.gather_forms({entry.name: row(entry) for entry in entries})
-        for name, forms in names.items():
-            if len(forms) > 1:
-                self.add_mismatch(kind, name, forms)
+        forms = self.gather_forms({entry.name: row(entry) for entry in contents.entries})
+        for name, sides in forms.items():
+            if len(sides) > 1:
+                self.add_mismatch(contents.kind, name, sides)
         if not self.mismatches:
             self._gather_order(contents)
-        return [(name, places.get(name)) for name, forms in names.items() if len(forms) == 1]
+        return [name for name, sides in forms.items() if len(sides) == 1]
 
     def _gather_order(self, contents: Contents) -> None:
         """Add the first place at which the ranks of a stage have entries of other names."""
         stage = f" of stage {self.base.locate_stage(self.base.rank)}" if self.base.stages else ""
         names = [entry.name for entry in contents.entries]
         orders = self.gather_forms({f"number {i}{stage}": name for i, name in enumerate(names)})
-        mismatches = [(number, forms) for number, forms in orders.items() if len(forms) > 1]
-        for number, forms in mismatches[:1]:
-            self.add_mismatch(contents.kind, number, forms)
+        for number in [number for number, forms in orders.items() if len(forms) > 1][:1]:
+            self.add_mismatch(contents.kind, number, orders[number])
 
     def add_mismatch(self, kind: str, name: str, forms: Forms) -> None:
         """Add a tensor of which the ranks have several forms."""
         sides = tuple((form, tuple(ranks)) for form, ranks in forms.items())
         self.mismatches.append(Mismatch(kind, name, sides))
 
-    def _gather_wrong(self, contents: Contents, items: Sequence[Item]) -> None:
+    def _gather_wrong(self, contents: Contents, names: Sequence[str]) -> None:
         """Add the tensors that differ, and those that are not finite."""
-        kind, entries = contents.kind, contents.entries
-        weights = [
-            0 if p is None else find_scope(self.base, entries[p].layout).weight for _, p in items
-        ]
-        digests = [0 if place is None else int(contents.digests[place]) for _, place in items]
-        counts = [0 if place is None else int(contents.counts[place]) for _, place in items]
-        equal, sums = self.channel.gather_sums(list(map(mul, weights, digests)), counts)
-        bad = [
-            i for i, (same, count) in enumerate(zip(equal, sums, strict=True)) if count or not same
-        ]
-        if not bad:
-            return
-        own = [
-            None
-            if place is None
-            else _describe_part(self.base, entries[place], digests[i], counts[i])
-            for i, place in ((i, items[i][1]) for i in bad)
-        ]
-        rows = self.channel.gather_objects(own)
+        rows = zip(contents.entries, contents.digests, contents.counts, strict=True)
+        held = {e.name: self._describe_part(e, int(d), int(n)) for e, d, n in rows}
+        own = [held.get(name) for name in names]  # None: of another pipeline stage
+        equal, counts = self.channel.gather_sums(
+            [self._weigh(part) if part else 0 for part in own],
+            [part.nonfinite if part else 0 for part in own],
+        )
+        bad = [i for i, same in enumerate(equal) if counts[i] or not same]
+        rows = self.channel.gather_objects([own[i] for i in bad]) if bad else []
+        values = {entry.name: entry.value for entry in contents.entries}
         located = 0
-        for number, (name, place) in enumerate(items[i] for i in bad):
-            parts = {at: Part(*each[number]) for at, each in enumerate(rows) if each[number]}
-            nonfinite = {at: part for at, part in parts.items() if part.nonfinite}
-            if nonfinite:
-                found = tuple(
-                    (self.channel.ranks[at], part.nonfinite) for at, part in nonfinite.items()
-                )
-                shard = _name_shards(nonfinite.values())
-                self.nonfinite.append(NonFinite(kind, name, found, shard))
-            tensor = None if place is None else as_tensor(entries[place].value)
+        for number, name in enumerate(names[i] for i in bad):
+            parts = {at: Part(*row[number]) for at, row in enumerate(rows) if row[number]}
+            self._add_nonfinite((contents.kind, name), parts)
             for shards in _merge(parts):
                 fresh = located < self._options.locate
-                self.differences.append(
-                    self._gather_difference((kind, name), tensor, shards, fresh)
-                )
-                located += bool(self.differences[-1].details)
+                tensor = as_tensor(values[name]) if name in values else None
+                key = contents.kind, name
+                difference = self._gather_difference(key, tensor, shards, fresh)
+                self.differences.append(difference)
+                located += bool(difference.details)
+
+    def _weigh(self, part: Part) -> int:
+        return part.digest * weigh_scope(tuple(part.ranks), self.base.rank).weight
+
+    def _describe_part(self, entry: Entry, digest: int, nonfinite: int) -> Part:
+        tensor = as_tensor(entry.value) if entry.value is not None else torch.empty(0)
+        part = Part(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            offsets=[0] * tensor.dim(),
+            whole=tuple(entry.shape),
+            ranks=find_scope(self.base, entry.layout).ranks,
+            digest=digest,
+            nonfinite=nonfinite,
+        )
+        if entry.layout is None:
+            return part
+        cut = find_offsets(entry.layout, self.base.rank, entry.shape)
+        return part._replace(
+            offsets=cut[1] if cut and cut[0] == part.shape else None,
+            shard=entry.layout.name_shard(self.base.rank),
+            shards=entry.layout.count_shards(),
+        )
+
+    def _add_nonfinite(self, key: tuple[str, str], parts: Mapping[int, Part]) -> None:
+        counts = {at: part.nonfinite for at, part in parts.items() if part.nonfinite}
+        if counts:
+            found = tuple((self.channel.ranks[at], count) for at, count in counts.items())
+            shard = _name_shards([parts[at] for at in counts])
+            self.nonfinite.append(NonFinite(*key, found, shard))
 
     def _gather_difference(
         self, key: tuple[str, str], tensor: Tensor | None, shards: list[_Shard], fresh: bool
@@ -360,33 +379,11 @@ def _merge(parts: Mapping[int, Part]) -> list[list[_Shard]]:
     return list(merged.values())
 
 
-def _describe_part(base: Base, entry: Entry, digest: int, nonfinite: int) -> Part:
-    tensor = as_tensor(entry.value) if entry.value is not None else torch.empty(0)
-    offsets: Sequence[int] | None = [0] * tensor.dim()
-    shard, shards = "", 1
-    if entry.layout is not None:
-        cut = find_offsets(entry.layout, base.rank, entry.shape)
-        offsets = cut[1] if cut and cut[0] == tuple(tensor.shape) else None
-        shard, shards = entry.layout.name_shard(base.rank), entry.layout.count_shards()
-    return Part(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        offsets=offsets,
-        whole=tuple(entry.shape),
-        shard=shard,
-        shards=shards,
-        ranks=find_scope(base, entry.layout).ranks,
-        digest=digest,
-        nonfinite=nonfinite,
-    )
-
-
-def _name_shards(parts: Iterable[Part]) -> str:
+def _name_shards(parts: Sequence[Part]) -> str:
     """Return "shard 2 of 4", "shards 1, 3 of 4" or "all 4 shards"; "" for a whole tensor."""
-    names = {part.shard: part.shards for part in parts}
-    name, total = next(iter(names.items()))
+    total, names = parts[0].shards, {part.shard for part in parts}
     if len(names) == 1:
-        return name
+        return parts[0].shard
     if len(names) == total:
         return f"all {total} shards"
     numbers = sorted(int(name.split()[1]) for name in names if name)
@@ -400,24 +397,17 @@ def _find_stages(ranks: Sequence[int], grid: Grid, names: list[list[str]]) -> tu
         parts: dict[int, set[str]] = {}
         for rank, own in zip(ranks, names, strict=True):
             parts.setdefault(grid.coordinates[rank][d], set()).update(own)
-        distinct = set().union(*parts.values())
-        if (
-            len(parts) > 1
-            and all(parts.values())
-            and len(distinct) == sum(map(len, parts.values()))
-        ):
+        distinct, total = set().union(*parts.values()), sum(map(len, parts.values()))
+        if len(parts) > 1 and all(parts.values()) and len(distinct) == total:
             stages.append(d)
     return tuple(stages)
 
 
-def _explain_settings(ranks: Sequence[int], settings: list[dict[str, object]]) -> str:
+def _explain_settings(settings: Mapping[str, Forms]) -> str:
     parts = []
-    for name in settings[0]:
-        sides: dict[str, list[int]] = {}
-        for rank, each in zip(ranks, settings, strict=True):
-            sides.setdefault(repr(each[name]), []).append(rank)
-        if len(sides) > 1:
-            values = [f"{value} in {ranks_text(side)}" for value, side in sides.items()]
+    for name, forms in settings.items():
+        if len(forms) > 1:
+            values = [f"{value} in {ranks_text(ranks)}" for value, ranks in forms.items()]
             parts.append(f"{name} is {list_all(values)}")
     return f"the ranks verify with different arguments: {'; '.join(parts)}"
 
