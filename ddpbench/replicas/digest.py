@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -36,23 +35,6 @@ Counts = npt.NDArray[np.int64]
 BLOCK = 1 << 22
 CACHED = 1 << 18  # bytes of a CPU tensor that one core's cache holds
 JOINED = 1 << 18  # words or elements up to which a piece shares its kernels with others
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Tensors of other dtypes are viewed as integers of the same size.
-IN_NUMPY = {
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.complex64,
-    torch.complex128,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-}
-# Within it, what is made of a tensor of a subclass is a plain tensor.
-_without_subclass: Any = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
 _xxh3 = xxhash.xxh3_64_intdigest
 STEP = 0x9E3779B97F4A7C15  # odd, so multiplying by it loses no bits
 _LOWER = (1 << 32) - 1
@@ -65,11 +47,8 @@ def of_bytes(content: Any) -> int:
 
 def plain(tensor: Tensor) -> Tensor:
     """Return the tensor detached and contiguous; it is copied only if necessary."""
-    if type(tensor) in (Tensor, torch.nn.Parameter):
+    with torch._C.DisableTorchFunctionSubclass():  # torch joins no tensors of unrelated subclasses
         tensor = tensor.detach()
-    else:
-        with _without_subclass():  # torch joins no tensors of unrelated subclasses
-            tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -100,10 +79,7 @@ def _of_cpu_and_suspect(tensor: Tensor) -> tuple[int, bool]:
 
 
 def _memory(tensor: Tensor) -> Any:
-    if tensor.numel() == 0:
-        return b""
-    view = tensor if tensor.dtype in IN_NUMPY else tensor.view(WORDS[tensor.itemsize])
-    return view.numpy().data
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 @lru_cache(maxsize=16)
@@ -112,11 +88,6 @@ def _weights(device: torch.device, count: int) -> Tensor:
     numbers = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(STEP)
     weights = mix_bits(numbers) | np.uint64(1)
     return torch.from_numpy(weights.view(np.int64)).to(device)
-
-
-def _blocks(flat: Tensor, count: int) -> Iterator[Tensor]:
-    for start in range(0, flat.numel(), count):
-        yield flat.narrow(0, start, min(count, flat.numel() - start))
 
 
 Pieces = list[tuple[int, Tensor]]  # a tensor's position, and some of its elements, flat
@@ -132,7 +103,7 @@ def _batches(flats: Iterable[tuple[int, Tensor]], unit: int) -> Iterator[Pieces]
     for position, flat in flats:
         size = -(-flat.numel() // unit)
         if size > JOINED:
-            yield from ([(position, part)] for part in _blocks(flat, BLOCK * unit))
+            yield from ([(position, part)] for part in flat.split(BLOCK * unit))
         elif size:
             if size > room:
                 yield batch
@@ -232,7 +203,7 @@ def count_nonfinite(tensor: Tensor) -> int:
     """Count the NaN and infinite elements, block by block."""
     flat = plain(tensor).reshape(-1)
     total = 0
-    for block in _blocks(flat, BLOCK):
+    for block in flat.split(BLOCK):
         wide = block.float() if block.itemsize == 1 else block  # float8 has no isfinite
         total += wide.numel() - int(wide.isfinite().sum())
     return total
@@ -245,7 +216,7 @@ def constant(tensor: Tensor, value: float | None = None) -> bool:
     first: Any = flat[:1].float() if widen else flat[:1]
     return all(
         bool(((block.float() if widen else block) == (first if value is None else value)).all())
-        for block in _blocks(flat, BLOCK)
+        for block in flat.split(BLOCK)
     )
 
 

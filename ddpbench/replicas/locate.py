@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ddpbench.catalog.payload import mix_bits
 from ddpbench.replicas.channel import Channel
-from ddpbench.replicas.digest import STEP, WORDS
+from ddpbench.replicas.digest import STEP
 from ddpbench.replicas.report import Detail
 
 PIECE_NBYTES = 4 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -110,7 +111,7 @@ def _piece(tensor: Tensor, start: int, stop: int) -> Bytes:
         part = tensor.view(-1)[start:stop]
     else:  # reshape would copy the whole
         if not tensor.is_complex():  # torch takes no float8 and few unsigned dtypes
-            tensor = tensor.resolve_neg().view(WORDS[tensor.itemsize])
+            tensor = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])
         part = tensor.take(torch.arange(start, stop, device=tensor.device))
     part = part.resolve_conj().resolve_neg().cpu().contiguous()
     return cast(Bytes, part.view(torch.uint8).numpy())

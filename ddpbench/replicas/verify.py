@@ -135,8 +135,7 @@ class Verifier:
         self._target = module, optimizers, mesh or group
         self._options = Options(gradients, finite, locate, None, trace_nonfinite=trace_nonfinite)
         self._tracer = Tracer(module, optimizers) if trace_nonfinite else None
-        self._checks, self._failures = 0, 0
-        self._first_step = 0
+        self._checks, self._failures, self._first_step = 0, 0, 0
         self._last: Report | None = None
         self.equal_until: int | None = None  # the last step after which they were equal
         self.first_bad: dict[tuple[str, str], int] = {}  # (kind, name): step, buffers too
@@ -145,10 +144,9 @@ class Verifier:
     def check(self, step: int) -> Report:
         """Verify the replicas after this step; its number must be the same in all ranks."""
         step = _as_step_number(step)
-        report = self._last = self._gather(step)
-        if not self._checks:
-            self._first_step = step
-        self._checks += 1
+        report = self._gather(step)
+        self._first_step = step if self._last is None else self._first_step
+        self._last, self._checks = report, self._checks + 1
         wrong: list[Difference | Mismatch] = [*report.differences, *report.mismatches]
         for tensor in wrong:
             self.first_bad.setdefault((tensor.kind, tensor.name), step)
@@ -195,6 +193,7 @@ class Verifier:
         if self._tracer is not None:
             self._tracer.close()
             self._tracer = None
+            self._options = replace(self._options, trace_nonfinite=False)
 
 
 def _check_types(**arguments: object) -> None:
