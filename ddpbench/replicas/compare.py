@@ -272,8 +272,8 @@ class Comparison:
 
     def _gather_wrong(self, contents: Contents, names: Sequence[str]) -> None:
         """Add the tensors that differ, and those that are not finite."""
-        rows = zip(contents.entries, contents.digests, contents.counts, strict=True)
-        held = {e.name: self._describe_part(e, int(d), int(n)) for e, d, n in rows}
+        own_rows = zip(contents.entries, contents.digests, contents.counts, strict=True)
+        held = {e.name: self._describe_part(e, int(d), int(n)) for e, d, n in own_rows}
         own = [held.get(name) for name in names]  # None: of another pipeline stage
         equal, counts = self.channel.gather_sums(
             [self._weigh(part) if part else 0 for part in own],

@@ -12,7 +12,7 @@ import torch
 
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.records.wording import counted, list_all, spans
-from ddpbench.replicas.causes import Cause, find_cause
+from ddpbench.replicas.causes import find_cause
 from ddpbench.replicas.report import (
     NOT_REDUCED,
     Detail,
@@ -92,19 +92,15 @@ def _list_wrong(context: Context) -> Iterator[Finding]:
         ]
         chosen = (unlike or folds)[0]
         folds.remove(chosen)
-        yield _add_cause(chosen, cause)
+        yield replace(
+            chosen,
+            code=cause.code,
+            sentence=f"{chosen.sentence}. Likely cause: {cause.sentence}",
+            next_step=cause.next_step,
+            place={**chosen.place, "cause": cause.code},
+        )
     yield from folds
     yield from _nonfinite(context)
-
-
-def _add_cause(finding: Finding, cause: Cause) -> Finding:
-    return replace(
-        finding,
-        code=cause.code,
-        sentence=f"{finding.sentence}. Likely cause: {cause.sentence}",
-        next_step=cause.next_step,
-        place={**finding.place, "cause": cause.code},
-    )
 
 
 # --- tensors with the same ranks in one finding
@@ -113,9 +109,9 @@ def _add_cause(finding: Finding, cause: Cause) -> Finding:
 def _fold(
     tensors: Sequence[T],
     key: Callable[[T], tuple[Hashable, ...]],
-    order: Callable[[list[T]], int] | None = None,
+    order: Callable[[list[T]], tuple[bool, int]] | None = None,
 ) -> list[list[T]]:
-    """Put tensors with equal keys together, the longest first if an order is given.
+    """Put tensors with equal keys together, sorted by `order` if it is given.
 
     Of each first item of a key, up to _FOLDS folds are returned, and the rest as one more.
     """
@@ -137,40 +133,42 @@ def _fold(
 
 
 def _place(
-    report: Report, kind: str, names: Sequence[str], *, at: Sequence[int], shard: str = ""
+    report: Report, fold: Sequence[T], at: Sequence[int], **rest: object
 ) -> dict[str, object]:
-    """Return the place of a finding; `at` are the ranks whose coordinates it has."""
-    place: dict[str, object] = {"kind": kind, "tensor": names[0], "tensors": list(names)}
-    if coordinates := [text for rank in at for r, text in report.coordinates if r == rank]:
-        place["coordinates"] = coordinates
-    if shard:
-        place["shard"] = shard
+    """Return the place of a finding on some tensors, with the coordinates of the ranks `at`."""
+    first, names = fold[0], list(dict.fromkeys([tensor.name for tensor in fold]))
+    place: dict[str, object] = {"kind": first.kind, "tensor": first.name, "tensors": names}
+    where = dict(report.coordinates)
+    if at and where:
+        place["coordinates"] = [where[rank] for rank in at]
+    if first.shard:
+        place["shard"] = first.shard
     if report.step is not None:
         place["step"] = report.step
-    return place
+    return {**place, **rest}
 
 
-def _differences(context: Context, shown: Difference | None) -> Iterator[Finding]:
+def _list_ranks(fold: Sequence[Difference] | Sequence[Mismatch]) -> tuple[list[int], list[int]]:
+    """Return the ranks in a minority, and the ranks to name: all of the first tensor for a tie."""
+    ranks = sorted({rank for tensor in fold for rank in tensor.minority})
+    return ranks, ranks or [rank for side in fold[0].sides for rank in side]
+
+
+def _differences(context: Context, example: Difference | None) -> Iterator[Finding]:
     report, places = context.report, Places(context.report)
     severities = {"buffer": "note" if context.rebroadcasts else "warning"}
     folds = _fold(
         report.differences,
         lambda difference: ("", difference.kind == "buffer", difference.values),
-        lambda fold: (shown not in fold) * len(report.differences) - len(fold),
+        lambda fold: (example not in fold, -len(fold)),
     )
     for fold in folds:
-        example = shown if shown and shown in fold else fold[0]
-        names = dict.fromkeys([example.name, *(d.name for d in fold)])
-        ranks = sorted({rank for d in fold for rank in d.minority})
-        tied = [rank for side in example.values for rank in side]
-        place = _place(report, example.kind, [*names], at=ranks or tied, shard=example.shard)
-        yield Finding(
-            min((severities.get(d.kind, "error") for d in fold), key=SEVERITIES.index),
-            "replicas-differ",
-            _describe_fold(fold, example, report, places),
-            "",
-            {**place, "ranks": ranks},
-        )
+        shown = example if example and example in fold else fold[0]
+        ranks, at = _list_ranks(fold)
+        severity = min((severities.get(d.kind, "error") for d in fold), key=SEVERITIES.index)
+        sentence = _describe_fold(fold, shown, report, places)
+        place = _place(report, [shown, *fold], at, ranks=ranks)
+        yield Finding(severity, "replicas-differ", sentence, "", place)
 
 
 def _mismatches(context: Context) -> Iterator[Finding]:
@@ -180,24 +178,22 @@ def _mismatches(context: Context) -> Iterator[Finding]:
         lambda m: (m.kind, *((form == "absent", ranks) for form, ranks in m.forms)),
     )
     for fold in folds:
-        first, names = fold[0], [mismatch.name for mismatch in fold]
+        first, names = fold[0], few([mismatch.name for mismatch in fold])
         absent = {r for m in fold for form, side in m.forms if form == "absent" for r in side}
         forms = ", ".join(f"{form} in {places.name(side)}" for form, side in first.forms)
         sentence = f"{first.kind} {first.name}: {forms}"
         if first.kind == "gradient" and absent:
-            sentence = f"{counted(len(fold), 'parameter')} {_have(fold)} no gradient in "
-            sentence += f"{places.name(sorted(absent))} and one in other ranks: {few(names)}"
+            sentence = f"{_count_parameters(fold)} no gradient in "
+            sentence += f"{places.name(sorted(absent))} and one in other ranks: {names}"
         elif len(fold) > 1:
             tensors = count_kind(first.kind, len(fold))
-            sentence = f"{tensors} do not match between ranks: {few(names)}. For example {sentence}"
-        ranks = sorted({rank for m in fold for rank in m.minority})
-        tied = [rank for _, side in first.forms for rank in side]
-        place = _place(report, first.kind, names, at=ranks or tied)
+            sentence = f"{tensors} do not match between ranks: {names}. For example {sentence}"
+        place = _place(report, fold, _list_ranks(fold)[1])
         yield Finding("error", "structure-differs", sentence, "", place)
 
 
-def _have(tensors: Sequence[object]) -> str:
-    return "has" if len(tensors) == 1 else "have"
+def _count_parameters(tensors: Sequence[object]) -> str:
+    return f"{counted(len(tensors), 'parameter')} {'has' if len(tensors) == 1 else 'have'}"
 
 
 def _without_gradient(context: Context) -> Iterator[Finding]:
@@ -205,18 +201,16 @@ def _without_gradient(context: Context) -> Iterator[Finding]:
     mismatched = {mismatch.name for mismatch in report.mismatches if mismatch.kind == "gradient"}
     missing = [each for each in report.without_gradient if each.name not in mismatched]
     for fold in _fold(missing, lambda each: ((each.zeros, each.ranks),)):
-        ranks, names = fold[0].ranks, [each.name for each in fold]
+        ranks, names = fold[0].ranks, few([each.name for each in fold])
         everywhere = len(ranks) == len(report.ranks)
         gradient = "a gradient of zeros" if fold[0].zeros else "no gradient"
         where = "any rank" if everywhere else places.name(ranks)
-        sentence = f"{counted(len(fold), 'parameter')} {_have(fold)} {gradient} in {where}: "
-        place = _place(report, "parameter", names, at=() if everywhere else ranks)
         yield Finding(
             "note" if everywhere else "warning",
             "without-gradient",
-            sentence + few(names),
+            f"{_count_parameters(fold)} {gradient} in {where}: {names}",
             "" if everywhere else f"find out why the loss of {where} does not use them",
-            {**place, "ranks": list(ranks)},
+            _place(report, fold, () if everywhere else ranks, ranks=list(ranks)),
         )
 
 
@@ -228,7 +222,7 @@ def _nonfinite(context: Context) -> Iterator[Finding]:
         lambda each: (each.kind, each.severity, *(rank for rank, _ in each.counts)),
     )
     for fold in folds:
-        first, names = fold[0], [tensor.name for tensor in fold]
+        first = fold[0]
         ranks = sorted({rank for tensor in fold for rank, _ in tensor.counts})
         counts = sorted({count for tensor in fold for _, count in tensor.counts})
         span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
@@ -236,15 +230,15 @@ def _nonfinite(context: Context) -> Iterator[Finding]:
         part = f", {first.shard}" if first.shard else ""
         sentence = f"{first.kind} {first.name}{part}: {elements} NaN or infinite in {where}"
         if len(fold) > 1:
-            tensors = count_kind(first.kind, len(fold))
-            sentence = f"{tensors} have NaN or infinite elements in {where}: "
-            sentence += f"{few(names)}; {elements} each"
+            names = few([tensor.name for tensor in fold])
+            sentence = f"{count_kind(first.kind, len(fold))} have NaN or infinite elements in "
+            sentence += f"{where}: {names}; {elements} each"
         next_step = ""
         if first.severity == "error" and not explained:
             origin, next_step = _explain_origin(report.origins, context.traced)
             sentence, explained = sentence + origin, True
-        place = _place(report, first.kind, names, at=ranks, shard=first.shard)
-        yield Finding(first.severity, "non-finite", sentence, next_step, {**place, "ranks": ranks})
+        place = _place(report, fold, ranks, ranks=ranks)
+        yield Finding(first.severity, "non-finite", sentence, next_step, place)
 
 
 def _explain_origin(origins: Sequence[Origin], traced: bool) -> tuple[str, str]:
@@ -369,7 +363,9 @@ def _describe_fold(
     fold: list[Difference], example: Difference, report: Report, places: Places
 ) -> str:
     details = ". ".join(_describe_detail(example, d) for d in example.details[:_SHOWN])
-    tensor = f"{_describe_tensor(example)}{f', {example.shard}' if example.shard else ''}"
+    shape = "x".join(map(str, example.shape))
+    tensor = f"{example.kind} {example.name} ({example.dtype}{' ' if shape else ''}{shape})"
+    tensor += f", {example.shard}" if example.shard else ""
     if len(fold) == 1:
         text = _describe_sides(tensor, example, places)
         return text + (f". {details}" if details else "")
@@ -390,13 +386,6 @@ def _describe_fold(
     more = sum(map(len, names.values())) - 1
     text = f"{sides}{when}: {example.name}" + (f" and {more} more" if more else "")
     return text + (f". For example {tensor}: {details}" if details else "")
-
-
-def _describe_tensor(difference: Difference) -> str:
-    """Return kind, name, dtype and shape: "parameter fc.weight (float32 3x2)"."""
-    shape = "x".join(map(str, difference.shape))
-    form = f"{difference.dtype}{' ' if shape else ''}{shape}"
-    return f"{difference.kind} {difference.name} ({form})"
 
 
 def _describe_sides(
