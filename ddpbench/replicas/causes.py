@@ -20,14 +20,12 @@ class Cause:
     applies: Callable[[Facts], bool]
     sentence: str
     next_step: str
-    # Differences to choose the example from (default: parameters); if empty, all differences.
-    evidence: Callable[[Facts], list[Difference]] | None = None
+    evidence: str = "parameter"  # kind whose first difference, if there is one, is the example
     unlike: tuple[str, ...] = ()  # kinds whose mismatch, if there is one, is the example
 
     def choose_example(self, facts: Facts) -> Difference | None:
         """Return the difference to show as the example; None if nothing differs."""
-        candidates = self.evidence(facts) if self.evidence else facts.select("parameter")
-        return next(iter(candidates or facts.report.differences), None)
+        return next(iter(facts.select(self.evidence) or facts.report.differences), None)
 
 
 def _one_bit_of_a_gradient(facts: Facts) -> bool:
@@ -78,12 +76,9 @@ def _frozen(facts: Facts) -> bool:
     return any(form == FROZEN for m in facts.report.mismatches for form, _ in m.forms)
 
 
-def _step_counts(facts: Facts) -> list[Difference]:
-    return [d for d in facts.select("optimizer") if d.name.endswith(".step")]
-
-
 def _uneven_steps(facts: Facts) -> bool:
-    differing = len(_step_counts(facts)) * len(facts.report.ranks)
+    steps = sum(d.name.endswith(".step") for d in facts.select("optimizer"))
+    differing = steps * len(facts.report.ranks)
     return "optimizer" not in facts.unlike and 0 < facts.counts.steps == differing
 
 
@@ -180,7 +175,7 @@ CAUSES = (
         "DDP does not manage these parameters, and nobody reduces their gradients: they were added "
         "or unfrozen after the module was wrapped",
         "wrap the module in DDP after the last change of its layers or of requires_grad",
-        lambda facts: facts.select("gradient"),
+        "gradient",
     ),
     Cause(
         "averaged-now-and-then",
@@ -216,7 +211,7 @@ CAUSES = (
         "the ranks' optimizers have different options, such as learning rates or weight decay",
         "compute the options from values that all ranks share; look for a scheduler that steps in "
         "one rank only, or a learning rate computed from the rank or its loss",
-        lambda facts: facts.options,
+        "optimizer",
     ),
     Cause(
         "uneven-steps",
@@ -225,7 +220,7 @@ CAUSES = (
         "let every rank take every step; look for a step that some ranks skip (after a NaN "
         "check or an exception, in a GradScaler of its own, behind `if rank`, under Join, which "
         "sends the parameters to ranks without data, but not the optimizer's state)",
-        _step_counts,
+        "optimizer",
     ),
     Cause(
         "bit-flip",
@@ -242,7 +237,7 @@ CAUSES = (
         "corrupted on the network or in memory, or code edited the gradient after backward",
         "restore from a checkpoint; if it happens again on this host, read the error counters with "
         "`ip -s link` (network) and `nvidia-smi -q -d ECC` (GPU), and replace the faulty part",
-        lambda facts: facts.select("gradient"),
+        "gradient",
     ),
     Cause(
         "permuted",
@@ -307,7 +302,7 @@ CAUSES = (
         "not change .grad by rank after backward (clip with torch.nn.utils.clip_grad_norm_, whose "
         "norm is that of all shards, and scale by what all ranks share); let fully_shard "
         "manage every parameter",
-        lambda facts: facts.select("gradient"),
+        "gradient",
     ),
     Cause(
         "rounded-apart",
@@ -318,7 +313,7 @@ CAUSES = (
         "average these gradients before each optimizer step: "
         '`dist.all_reduce(grad, group=mesh.get_group("{first}"))`, then divide by its size; use '
         "torch.use_deterministic_algorithms(True) to find the operation",
-        lambda facts: facts.select("gradient"),
+        "gradient",
     ),
     Cause(
         "computed-apart",
@@ -330,7 +325,7 @@ CAUSES = (
         "give the ranks along {along} the same batch and the same seed for dropout (choose both by "
         "the data-parallel coordinates, not by the rank); if the batches are meant to differ, or "
         'the gradient is partial, all_reduce it over `mesh.get_group("{first}")` before the step',
-        lambda facts: facts.select("gradient"),
+        "gradient",
     ),
     Cause(
         "never-synchronised",

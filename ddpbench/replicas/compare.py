@@ -23,7 +23,7 @@ from ddpbench.replicas.digest import Counts, Digests, as_tensor, of_bytes, read
 from ddpbench.replicas.locate import Part, by_value, gather_details
 from ddpbench.replicas.report import Difference, Key, Mismatch, NonFinite, Report, ranks_text
 from ddpbench.replicas.scopes import Base, Grid, find_offsets, find_scope, weigh_scope
-from ddpbench.replicas.state import KINDS, Entry, State, row, structure
+from ddpbench.replicas.state import KINDS, Entry, State, digest_structure, row
 
 Forms = dict[str, list[int]]  # form → ranks that have it
 
@@ -151,9 +151,9 @@ class Comparison:
 
     def _read(self, kind: str, share: tuple[int, int] | None) -> Contents:
         entries = self.state.entries[kind]
-        form = structure(kind, entries)
+        structure, salts = digest_structure(kind, entries)
         digests, counts = read([entry.value for entry in entries], share)
-        return Contents(kind, entries, form.digest, digests + form.salts, counts)
+        return Contents(kind, entries, structure, digests + salts, counts)
 
     def _sum_up(self, contents: Contents) -> list[int]:
         """Return this rank's terms of the structure and contents, and counts, as in Sums."""

@@ -62,32 +62,23 @@ class State:
     held_once: Counter[str] = field(default_factory=Counter)  # by kind, outside the entries
 
 
-class Structure(NamedTuple):
-    """Digests of the structure, which must be equal before contents can be compared."""
-
-    digest: int  # 0 … 2^64-1, of all names, dtypes, shapes and devices in order
-    salts: Digests  # uint64[n], one per entry
+def _peel(module: Any) -> Iterator[torch.nn.Module]:
+    """Yield a module and what DistributedDataParallel and torch.compile wrap, the inmost last."""
+    while isinstance(module, torch.nn.Module):
+        yield module
+        is_ddp = isinstance(module, DistributedDataParallel)
+        module = module.module if is_ddp else getattr(module, "_orig_mod", None)
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside DistributedDataParallel and torch.compile."""
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if isinstance(module, DistributedDataParallel):
-            inner = module.module
-        if not isinstance(inner, torch.nn.Module):
-            return module
-        module = inner
+    *_, inner = _peel(module)
+    return inner
 
 
 def wrapper(module: torch.nn.Module) -> DistributedDataParallel | None:
     """Return the DistributedDataParallel, which torch.compile may wrap; None if there is none."""
-    while not isinstance(module, DistributedDataParallel):
-        inner = getattr(module, "_orig_mod", None)
-        if not isinstance(inner, torch.nn.Module):
-            return None
-        module = inner
-    return module
+    return next((m for m in _peel(module) if isinstance(m, DistributedDataParallel)), None)
 
 
 def collect(
@@ -241,16 +232,19 @@ def row(entry: Entry) -> str:
     return " ".join(filter(None, parts))
 
 
-def structure(kind: str, entries: Sequence[Entry]) -> Structure:
-    """Return the structure of the entries of a kind."""
+def digest_structure(kind: str, entries: Sequence[Entry]) -> tuple[int, Digests]:
+    """Return digests of names, dtypes, shapes, devices and layouts: of all entries, and of each.
+
+    Contents can be compared only if these are equal.
+    """
     rows = ((e.name, e.dtype, e.shape, e.device, e.layout and e.layout.text) for e in entries)
-    return _structure(kind, tuple(rows))
+    return _digest_rows(kind, tuple(rows))
 
 
 @lru_cache(maxsize=32)  # it is the same in every step, and a lookup is ten times cheaper
-def _structure(kind: str, rows: tuple[tuple[Any, ...], ...]) -> Structure:
+def _digest_rows(kind: str, rows: tuple[tuple[Any, ...], ...]) -> tuple[int, Digests]:
     texts = [repr((kind, *row)).encode() for row in rows]
-    return Structure(of_bytes(b"\n".join(texts)), np.array([*map(of_bytes, texts)], np.uint64))
+    return of_bytes(b"\n".join(texts)), np.array([*map(of_bytes, texts)], np.uint64)
 
 
 # --- DTensors and fully_shard
