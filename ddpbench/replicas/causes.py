@@ -126,12 +126,9 @@ def _unreduced(facts: Facts, *, spanned: bool) -> bool:
 
     spanned: whether the mesh of a parameter that differs has this dimension.
     """
-    dimensions = {name for g in facts.select("gradient") for name in facts.spanned.get(g.name, ())}
-    return bool(
-        facts.select("gradient")
-        and facts.unsharded
-        and spanned == bool(dimensions & set(facts.unsharded))
-    )
+    meshes = {name for g in facts.select("gradient") for name in facts.splits.get(g.name, ())}
+    known = spanned == bool(meshes & set(facts.unsharded))
+    return bool(facts.select("gradient") and facts.unsharded) and known
 
 
 def _unplanned(facts: Facts) -> bool:

@@ -20,7 +20,6 @@ from ddpbench.replicas.state import IGNORED, State, is_option, shards_state, wra
 FROZEN, TRAINED = "requires_grad=False", "requires_grad=True"
 NO_GRADIENT, ZERO = "no gradient", "a gradient of zeros"
 Usage = dict[str, str]  # name of a parameter → FROZEN, NO_GRADIENT or TRAINED
-Names = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -50,88 +49,60 @@ class Counts:
     trained: int = 0  # parameters with a gradient that is not all zeros
 
 
-@dataclass(frozen=True)
 class Facts:
-    """The pattern of a verification, the same in every rank."""
+    """The pattern of a report in which something differs, the same in every rank.
 
-    report: Report
-    flags: Flags
-    counts: Counts
-    frozen: frozenset[str]  # parameters with requires_grad=False
-    # dimensions of the mesh along which a parameter is sharded, and others that its own mesh has
-    sharded: Names
-    spanned: Names
+    frozen: names of parameters with requires_grad=False. splits: for each dimension of the mesh of
+    each parameter, whether it is sharded along this dimension.
+    """
+
+    def __init__(
+        self,
+        report: Report,
+        flags: Flags,
+        counts: Counts,
+        frozen: Collection[str],
+        splits: Mapping[str, Mapping[str, bool]],
+    ) -> None:
+        self.report, self.flags, self.counts = report, flags, counts
+        self.frozen, self.splits = frozen, splits
+        self.mesh = bool(report.coordinates)  # the tensors lie on a mesh
+        # An earlier verification found all parameters equal.
+        self.earlier = report.equal_until is not None
+        # Buffers are left out: they differ whenever something else does.
+        main = [d for d in report.differences if d.kind != "buffer"]
+        self.kinds = {d.kind for d in main}
+        self.unlike = {m.kind for m in report.mismatches}
+        # The only tensor that differs, buffers aside; else the only buffer.
+        alone = main or list(report.differences)
+        self.only_difference = alone[0] if len(alone) == 1 else None
+        self.options = [d for d in self.select("optimizer") if is_option(d.name)]  # such as lr
+        # All parameters differ, except constants, and there are several.
+        parameters = self.select("parameter")
+        self.all_parameters = len(parameters) > 1 and not counts.parameters
+        # Most elements differ in each differing parameter, as after a new random draw.
+        details = [detail for d in parameters for detail in d.details]
+        self.redrawn = bool(details) and all(2 * d.differing > d.elements for d in details)
+        # The number of compared gradients, and whether they are equal in all ranks or not.
+        self.gradients = report.compared.get("gradient", 0)
+        local = "gradient" in self.kinds | self.unlike
+        self.reduced, self.unreduced = (
+            self.gradients > 0 and not local,
+            self.gradients > 0 and local,
+        )
+        # The state of the optimizers shows that they took the same steps.
+        self.same_steps = flags.stepped > 0 and not flags.stateless
+        self.along = self._find_dimensions()
+        # Dimensions that replicate the whole model: they shard no parameter.
+        used = {name for each in splits.values() for name, sharded in each.items() if sharded}
+        self.unsharded = tuple(name for name in self.along if name not in used)
 
     def select(self, kind: str) -> list[Difference]:
         """Return the differences of a kind."""
         return [d for d in self.report.differences if d.kind == kind]
 
-    @property
-    def options(self) -> list[Difference]:
-        """Options of the optimizer's groups that differ, such as lr."""
-        return [d for d in self.select("optimizer") if is_option(d.name)]
-
-    @property
-    def kinds(self) -> set[str]:
-        """Kinds that differ, without buffers: these differ whenever something else does."""
-        return {d.kind for d in self.report.differences} - {"buffer"}
-
-    @property
-    def unlike(self) -> set[str]:
-        """Kinds that do not match."""
-        return {m.kind for m in self.report.mismatches}
-
-    @property
-    def only_difference(self) -> Difference | None:
-        """The only tensor that differs, buffers aside; else the only buffer; None if several."""
-        differences = self.report.differences
-        main = [d for d in differences if d.kind != "buffer"] or list(differences)
-        return main[0] if len(main) == 1 else None
-
-    @property
-    def all_parameters(self) -> bool:
-        """Whether all parameters differ, except constants, and there are several."""
-        return len(self.select("parameter")) > 1 and not self.counts.parameters
-
-    @property
-    def gradients(self) -> int:
-        """Number of compared gradients; 0 if there are none or they were not wanted."""
-        return self.report.compared.get("gradient", 0)
-
-    @property
-    def reduced(self) -> bool:
-        """Whether gradients were compared and are equal in all ranks."""
-        return self.gradients > 0 and "gradient" not in self.kinds | self.unlike
-
-    @property
-    def unreduced(self) -> bool:
-        """Whether gradients were compared and are not equal in all ranks."""
-        return self.gradients > 0 and not self.reduced
-
-    @property
-    def earlier(self) -> bool:
-        """Whether an earlier verification found all parameters equal."""
-        return self.report.equal_until is not None
-
-    @property
-    def same_steps(self) -> bool:
-        """Whether the state of the optimizers shows that they took the same steps."""
-        return self.flags.stepped > 0 and not self.flags.stateless
-
-    @property
-    def redrawn(self) -> bool:
-        """Whether most elements differ in each differing parameter, as after a new random draw."""
-        details = [detail for d in self.select("parameter") for detail in d.details]
-        return bool(details) and all(2 * d.differing > d.elements for d in details)
-
-    @property
-    def mesh(self) -> bool:
-        """Whether the tensors lie on a mesh."""
-        return bool(self.report.coordinates)
-
-    @property
-    def along(self) -> tuple[str, ...]:
-        """Dimensions of the mesh along which parameters or gradients differ, in its order.
+    def _find_dimensions(self) -> tuple[str, ...]:
+        """Return the dimensions of the mesh along which parameters or gradients differ.
 
         A dimension counts if two ranks hold different values and differ in this coordinate alone.
         If no parameter or gradient differs, all differences count.
@@ -141,12 +112,6 @@ class Facts:
         patterns = {d.values for d in main}
         names = next(iter(where.values()), {})
         return tuple(n for n in names if any(_differs_along(n, sides, where) for sides in patterns))
-
-    @property
-    def unsharded(self) -> tuple[str, ...]:
-        """Dimensions of `along` that replicate the whole model: they shard no parameter."""
-        used = {name for names in self.sharded.values() for name in names}
-        return tuple(name for name in self.along if name not in used)
 
 
 def _differs_along(
@@ -174,9 +139,8 @@ def read_usage(state: State, gradients: bool) -> Usage:
     for name, parameter, waiting in state.parameters:
         if name not in skipped:
             missing = gradients and not waiting and parameter.grad is None
-            usage[name] = (
-                FROZEN if not parameter.requires_grad else NO_GRADIENT if missing else TRAINED
-            )
+            trained = NO_GRADIENT if missing else TRAINED
+            usage[name] = trained if parameter.requires_grad else FROZEN
     return usage
 
 
@@ -272,18 +236,16 @@ def gather_facts(
     """Return the pattern of a report in which something differs. `usage` is of this rank."""
     own = astuple(_count(comparison, usage))
     counts = Counts(*comparison.channel.gather_sums([], own)[1])
-    sharded: Names = {}
-    spanned: Names = {}
-    for entry in comparison.state.entries["parameter"]:
-        if entry.layout is not None:
-            pairs = list(zip(entry.layout.grid.names, entry.layout.splits, strict=True))
-            sharded[entry.name] = [name for name, split in pairs if split is not None]
-            spanned[entry.name] = [name for name, split in pairs if split is None]
+    layouts = {entry.name: entry.layout for entry in comparison.state.entries["parameter"]}
+    splits = {
+        name: dict(zip(layout.grid.names, map(bool, layout.splits), strict=True))
+        for name, layout in layouts.items()
+        if layout is not None
+    }
     if comparison.base.stages:
-        for others in comparison.channel.gather_objects([sharded, spanned]):
-            sharded |= others[0]
-            spanned |= others[1]
-    return Facts(report, flags, counts, frozenset(frozen), sharded, spanned)
+        for others in comparison.channel.gather_objects(splits):
+            splits |= others
+    return Facts(report, flags, counts, frozen, splits)
 
 
 def _count(comparison: Comparison, usage: Usage) -> Counts:
