@@ -740,12 +740,8 @@ TRAININGS = {
 def job(folder: Path) -> None:
     """All plays, in every rank of the default group; outcomes in files."""
 
-    def run(play: Callable[[Any], Any]) -> Any:
-        report = play(dist.group.WORLD)
-        return report_as_json(report) if isinstance(report, ddpbench.Report) else report
-
     plays = {**(TRAININGS if dist.get_backend() == "gloo" else {}), **PLAYS}
-    plays = {name: partial(run, play) for name, play in plays.items()}
+    plays = {name: partial(play, dist.group.WORLD) for name, play in plays.items()}
     mesh_training.play_all(folder, dist.get_rank(), plays)
     dist.destroy_process_group()
 
@@ -798,13 +794,7 @@ FOUND: dict[str, dict[str, Any]] = {  # details of the first tensor
 
 def same_everywhere(outcomes: Callable[[str], list[Any]], group: str, name: str) -> Any:
     """The report that all ranks of the group have."""
-    reports = [ranks.get(name, {"error": "did not run"}) for ranks in outcomes(group)]
-    for report in reports:
-        assert report is None or "error" not in report, report["error"]
-    assert all(report == reports[-1] for report in reports[1:])
-    if name != "play_subgroup":
-        assert reports[0] == reports[-1]
-    return reports[-1]
+    return mesh_training.agree(outcomes(group)[name == "play_subgroup" :], name)
 
 
 def names_of(report: Any) -> list[str]:
