@@ -47,8 +47,11 @@ def of_bytes(content: Any) -> int:
 
 def plain(tensor: Tensor) -> Tensor:
     """Return the tensor detached and contiguous; it is copied only if necessary."""
-    with torch._C.DisableTorchFunctionSubclass():  # torch joins no tensors of unrelated subclasses
+    if type(tensor) in (Tensor, torch.nn.Parameter):
         tensor = tensor.detach()
+    else:
+        with torch._C.DisableTorchFunctionSubclass():  # torch joins no unrelated subclasses
+            tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -59,7 +62,11 @@ def of_cpu(tensor: Tensor) -> int:
 
     A tensor that is not contiguous is copied first.
     """
-    return _xxh3(_memory(plain(tensor)))
+    tensor = plain(tensor)
+    try:
+        return _xxh3(tensor.numpy().data)
+    except TypeError:  # numpy has no such dtype
+        return _xxh3(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _of_cpu_and_suspect(tensor: Tensor) -> tuple[int, bool]:
@@ -68,18 +75,15 @@ def _of_cpu_and_suspect(tensor: Tensor) -> tuple[int, bool]:
     Each block is added up while it is in the cache. A sum is forty times faster than
     torch.isfinite, and keeps NaN and infinity.
     """
-    tensor = plain(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return of_cpu(tensor), False
+    flat, size = plain(tensor).reshape(-1), CACHED // tensor.itemsize
+    memory = flat.view(torch.uint8).numpy().data
     digest, added = xxhash.xxh3_64(), 0.0
-    for block in tensor.reshape(-1).split(CACHED // tensor.itemsize):
-        digest.update(_memory(block))
-        added += total(block).item()
+    for number, start in enumerate(range(0, flat.numel(), size)):
+        digest.update(memory[number * CACHED : (number + 1) * CACHED])
+        added += total(flat[start : start + size]).item()
     return digest.intdigest(), not math.isfinite(added)
-
-
-def _memory(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 @lru_cache(maxsize=16)

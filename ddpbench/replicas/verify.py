@@ -77,7 +77,8 @@ def verify_replicas(
         `report.held_once`, and only searched for NaN. FullyShardedDataParallel and tensors with a
         Partial placement are not compared; the report names them.
     optimizer: also compare its options and state; give a list for several optimizers. The state of
-        ZeroRedundancyOptimizer is held once.
+        ZeroRedundancyOptimizer is held once. Of the numbers in the state only step counts are
+        compared: others may be a rank's own, such as LBFGS's loss.
     group: the process group (default: the ranks of the mesh of the DTensors, else DDP's own group,
         else the default group). Its timeout bounds every wait. Without a process group the report
         covers this process alone.
