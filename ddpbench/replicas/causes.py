@@ -23,10 +23,6 @@ class Cause:
     evidence: str = "parameter"  # kind whose first difference, if there is one, is the example
     unlike: tuple[str, ...] = ()  # kinds whose mismatch, if there is one, is the example
 
-    def choose_example(self, facts: Facts) -> Difference | None:
-        """Return the difference to show as the example; None if nothing differs."""
-        return next(iter(facts.select(self.evidence) or facts.report.differences), None)
-
 
 def _one_bit_of_a_gradient(facts: Facts) -> bool:
     gradients = facts.select("gradient")

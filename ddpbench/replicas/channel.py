@@ -47,7 +47,9 @@ def choose_target(
     if isinstance(target, DeviceMesh):
         known.append(target)
     known += map(_find_root, tuple(known))
-    root = max(known, key=_measure, default=None)
+    grids = [read_grid(mesh) for mesh in known]  # kept: torch calculates `mesh.mesh` anew each time
+    sizes = [(len(grid.ranks), len(grid.shape)) for grid in grids]
+    root = known[sizes.index(max(sizes))] if known else None
     if target is not None:
         return target, root
     if ddp is None:
@@ -62,11 +64,6 @@ def _find_root(mesh: DeviceMesh) -> DeviceMesh:
     find = getattr(mesh, "_get_root_mesh", None)  # torch 2.7 has it elsewhere
     root: DeviceMesh = find() if find else device_mesh._mesh_resources.get_root_mesh(mesh)
     return root
-
-
-def _measure(mesh: DeviceMesh) -> tuple[int, int]:
-    grid = read_grid(mesh)  # kept: torch calculates `mesh.mesh` anew in each call
-    return len(grid.ranks), len(grid.shape)
 
 
 def choose_device(kinds: Sequence[str], tensors: Iterable[torch.Tensor]) -> torch.device:

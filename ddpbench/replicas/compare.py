@@ -25,6 +25,8 @@ from ddpbench.replicas.report import Difference, Key, Mismatch, NonFinite, Repor
 from ddpbench.replicas.scopes import Base, Grid, find_offsets, find_scope, weigh_scope
 from ddpbench.replicas.state import KINDS, Entry, State, digest_structure, row
 
+# A shard that is not equal in its scope: places of equal ranks, the largest set first, and a part.
+Shard = tuple[list[list[int]], Part]
 Forms = dict[str, list[int]]  # form → ranks that have it
 
 
@@ -325,42 +327,34 @@ class Comparison:
             self.nonfinite.append(NonFinite(*key, found, shard))
 
     def _gather_difference(
-        self, key: tuple[str, str], tensor: Tensor | None, shards: list[_Shard], fresh: bool
+        self, key: tuple[str, str], tensor: Tensor | None, shards: list[Shard], fresh: bool
     ) -> Difference:
         """Return the difference of shards that differ alike.
 
         The first is compared element by element if it is `fresh` and was not located before.
         """
-        channel, first, part = self.channel, shards[0], shards[0].part
+        channel, (first, part) = self.channel, shards[0]
         sides = [
-            [channel.ranks[place] for shard in shards for place in shard.sides[number]]
-            for number in range(len(first.sides))
+            [channel.ranks[place] for shard, _ in shards for place in shard[number]]
+            for number in range(len(first))
         ]
         difference = Difference(
             *key,
             dtype=part.dtype,
             shape=tuple(part.whole),
             values=tuple(tuple(sorted(side)) for side in sides),
-            shard=_name_shards([shard.part for shard in shards]),
+            shard=_name_shards([part for _, part in shards]),
         )
         if not fresh or difference.key in self._options.history:
             return difference
-        if tensor is None or not any(channel.rank in side for side in first.sides):
+        if tensor is None or not any(channel.rank in side for side in first):
             # This rank takes part in the broadcasts only.
             tensor = torch.zeros((), dtype=getattr(torch, part.dtype)).expand(*part.shape)
-        details = gather_details(channel, tensor, part, first.sides)
+        details = gather_details(channel, tensor, part, first)
         return replace(difference, details=details)
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """A shard of a tensor that is not equal in its scope."""
-
-    sides: list[list[int]]  # places of equal ranks, the largest set first
-    part: Part
-
-
-def _merge(parts: Mapping[int, Part]) -> list[list[_Shard]]:
+def _merge(parts: Mapping[int, Part]) -> list[list[Shard]]:
     """Return the differing shards of a tensor; those that differ alike are together.
 
     They differ alike if the same members of their scopes are equal, as when one replica is wrong.
@@ -369,13 +363,12 @@ def _merge(parts: Mapping[int, Part]) -> list[list[_Shard]]:
     scopes: dict[tuple[int, ...], list[int]] = {}
     for place, part in parts.items():
         scopes.setdefault(tuple(part.ranks), []).append(place)
-    merged: dict[object, list[_Shard]] = {}
+    merged: dict[object, list[Shard]] = {}
     for places in scopes.values():
         members = by_value([parts[place].digest for place in places])
         if len(members) > 1:
             sides = [[places[member] for member in side] for side in members]
-            shard = _Shard(sides, parts[places[0]])
-            merged.setdefault(tuple(map(tuple, members)), []).append(shard)
+            merged.setdefault(tuple(map(tuple, members)), []).append((sides, parts[places[0]]))
     return list(merged.values())
 
 

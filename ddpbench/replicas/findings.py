@@ -82,7 +82,10 @@ def _sum_up_history(context: Context) -> Finding:
 
 def _list_wrong(context: Context) -> Iterator[Finding]:
     cause = find_cause(context.facts) if context.facts else None
-    example = cause.choose_example(context.facts) if cause and context.facts else None
+    example = None
+    if context.facts and cause:
+        evidence = context.facts.select(cause.evidence) or context.report.differences
+        example = next(iter(evidence), None)
     folds = [*_differences(context, example), *_mismatches(context)]
     if cause is not None and folds:
         unlike = [
@@ -119,17 +122,14 @@ def _fold(
     for tensor in tensors:
         folds.setdefault(key(tensor), []).append(tensor)
     ordered = sorted(folds.values(), key=order) if order else list(folds.values())
-    shown: list[list[T]] = []
-    counts: Counter[Hashable] = Counter()
-    rest: dict[Hashable, list[T]] = {}
+    shown: dict[Hashable, list[list[T]]] = {}
     for fold in ordered:
-        kind = key(fold[0])[0]
-        counts[kind] += 1
-        if counts[kind] <= _FOLDS:
-            shown.append(fold)
+        alike = shown.setdefault(key(fold[0])[0], [])
+        if len(alike) <= _FOLDS:
+            alike.append(fold)
         else:
-            rest.setdefault(kind, []).extend(fold)
-    return shown + list(rest.values())
+            alike[-1].extend(fold)
+    return [fold for alike in shown.values() for fold in alike]
 
 
 def _place(
