@@ -145,7 +145,7 @@ def read_usage(state: State, gradients: bool) -> Usage:
 
 
 def gather_usage(comparison: Comparison, usage: Usage, same: bool) -> dict[str, Forms]:
-    """Return the ranks by usage of each parameter; `same`: all ranks have the same usage."""
+    """Return the ranks by usage of each parameter; `same`: all ranks leave the same untrained."""
     if same:
         return {name: {form: comparison.channel.ranks} for name, form in usage.items()}
     return comparison.gather_forms(usage)

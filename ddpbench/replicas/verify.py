@@ -244,13 +244,11 @@ def gather_report(
     usage = training.read_usage(state, options.gradients is not False)
     skipped = [list(astuple(each)) for each in state.not_compared]
     kinds = [kind for kind in KINDS if kind != "gradient" or options.gradients]
-    same, totals = comparison.gather(
-        kinds,
-        [digest_rng(module), *(of_bytes(json.dumps(each).encode()) for each in (usage, skipped))],
-        astuple(training.read_flags(module, optimizers, state)),
-    )
-    same_rng, same_usage, same_skipped = same
-    flags = training.Flags(*totals)
+    untrained = {name: form for name, form in usage.items() if form != training.TRAINED}
+    digests = [of_bytes(json.dumps(each).encode()) for each in (untrained, skipped)]
+    own = training.read_flags(module, optimizers, state)
+    same, totals = comparison.gather(kinds, [digest_rng(module), *digests], astuple(own))
+    (same_rng, same_usage, same_skipped), flags = same, training.Flags(*totals)
     usages = training.gather_usage(comparison, usage, same_usage)
     training.add_frozen_in_some(comparison, usages)
     if options.gradients is None and any(d.kind == "parameter" for d in comparison.differences):

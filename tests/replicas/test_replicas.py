@@ -27,6 +27,7 @@ from frozen import Frozen
 from replica_reports import facts_of, report_as_json, without_figures
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from two_replicas import make_values
 from warm_python import warm_python
 
 import ddpbench
@@ -53,12 +54,6 @@ FORMULAS = [digest.of_cpu, on_device]
 Formula = Callable[[Tensor], int]
 
 
-def values(dtype: torch.dtype, count: int = 40) -> Tensor:
-    """Elements that are not all alike."""
-    numbers = torch.arange(count) % 7
-    return (numbers % 2 == 0) if dtype == torch.bool else numbers.to(dtype)
-
-
 # --- one tensor
 
 
@@ -67,7 +62,7 @@ def values(dtype: torch.dtype, count: int = 40) -> Tensor:
 def test_a_digest_is_of_bits(formula: Formula, dtype: torch.dtype) -> None:
     """Of every dtype: equal bits give equal digests, each single bit flipped another one, and so
     does swapping two different elements."""
-    tensor = values(dtype, 12)
+    tensor = make_values(dtype, 12)
     whole = formula(tensor)
     assert formula(tensor.clone()) == whole
     raw = tensor.view(torch.uint8)
@@ -194,7 +189,8 @@ def test_what_cannot_be_read_is_named() -> None:
 
 @pytest.mark.parametrize("kind", ["Adam", "SGD", "LBFGS"])
 def test_names_of_optimizer_state(kind: str) -> None:
-    """State is named after the parameter, options after the group; asking adds no state."""
+    """State is named after the parameter, options after the group; asking adds no state. A number
+    that may be the rank's own, such as LBFGS's loss, is left out."""
     module = nn.Linear(2, 1)
     optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1)
     before = len(optimizer.state)
@@ -212,6 +208,7 @@ def test_names_of_optimizer_state(kind: str) -> None:
     names = [entry.name for entry in found.entries["optimizer"]]
     assert "param_groups[0].lr" in names
     assert len(names) == len(set(names))
+    assert "0.weight.prev_loss" not in names
     wanted = {"Adam": "0.weight.exp_avg", "LBFGS": "0.weight.prev_flat_grad"}
     assert wanted.get(kind, "param_groups[0].lr") in names
     assert not found.not_compared
@@ -461,7 +458,7 @@ def fault_dtypes(group: Any) -> Any:
     last = dist.get_rank() == dist.get_world_size() - 1
     module = nn.Module()
     for dtype in DTYPES:
-        tensor = values(dtype).reshape(4, 10)
+        tensor = make_values(dtype, 40).reshape(4, 10)
         if last:
             tensor[0, 2] = tensor[0, 3].clone()
         module.register_buffer(f"of_{dtype}".replace("torch.", ""), tensor)
