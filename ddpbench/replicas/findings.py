@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TypeVar
 
@@ -35,43 +35,41 @@ _SHOWN = 8  # ranks or sets of ranks in a sentence; the report has them all
 _FOLDS = 3  # findings per kind of a pattern; one more finding sums up the rest
 
 
-@dataclass(frozen=True)
-class Context:
-    """A report without findings, and what else its findings depend on."""
-
-    report: Report
-    facts: Facts | None  # None: nothing differs, or an earlier report has explained it
-    # What an earlier report explained and is still wrong, with the step and code of that report.
-    history: Mapping[Key, tuple[int, str]]
-    rebroadcasts: bool  # whether DDP sends rank 0's buffers before each forward
-    traced: bool  # whether local gradients are watched for NaN
-    stages: tuple[str, ...]  # dimensions of the mesh along which ranks hold other layers
-
-
-def list_findings(context: Context) -> tuple[Finding, ...]:
+def list_findings(
+    report: Report,
+    facts: Facts | None,
+    *,
+    history: Mapping[Key, tuple[int, str]],
+    rebroadcasts: bool,
+    traced: bool,
+    stages: Sequence[str],
+) -> tuple[Finding, ...]:
     """Return all findings, the worst first; the likely cause is part of the finding it explains.
 
     What earlier reports explained, and is still wrong, is summed up in one finding. Then the other
     findings are about tensors that have newly become wrong.
+
+    facts: None if nothing differs or there is a history. history: what is still wrong, with the
+    step and the code of the report that explained it. rebroadcasts: DDP sends rank 0's buffers
+    before each forward. traced: local gradients are watched for NaN. stages: dimensions of the mesh
+    along which ranks hold other layers.
     """
-    report, history = context.report, context.history
     if not history:
-        rows = [*_list_wrong(context), *_list_notes(context)]
-    elif report.wrong <= history.keys():
-        rows = [_sum_up_history(context)]
+        rows = [*_list_wrong(report, facts, rebroadcasts, traced), *_list_notes(report, stages)]
     else:
-        fresh = replace(
-            report,
-            differences=tuple(d for d in report.differences if d.key not in history),
-            mismatches=tuple(m for m in report.mismatches if m.key not in history),
-            nonfinite=tuple(n for n in report.nonfinite if n.key not in history),
-        )
-        rows = [_sum_up_history(context), *_list_wrong(replace(context, report=fresh))]
+        rows = [_sum_up_history(history, report.step)]
+        if not report.wrong <= history.keys():
+            fresh = replace(
+                report,
+                differences=tuple(d for d in report.differences if d.key not in history),
+                mismatches=tuple(m for m in report.mismatches if m.key not in history),
+                nonfinite=tuple(n for n in report.nonfinite if n.key not in history),
+            )
+            rows += _list_wrong(fresh, None, rebroadcasts, traced)
     return tuple(sorted(rows, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
-def _sum_up_history(context: Context) -> Finding:
-    history, step = context.history, context.report.step
+def _sum_up_history(history: Mapping[Key, tuple[int, str]], step: int | None) -> Finding:
     (since, code), count = min(history.values()), len({key[1:3] for key in history})
     verb = "differs or is" if count == 1 else "differ or are"
     sentence = f"{count} of the tensors reported from step {since} on ({code}) "
@@ -80,13 +78,13 @@ def _sum_up_history(context: Context) -> Finding:
     return Finding("error", code, sentence, "", place)
 
 
-def _list_wrong(context: Context) -> Iterator[Finding]:
-    cause = find_cause(context.facts) if context.facts else None
-    example = None
-    if context.facts and cause:
-        evidence = context.facts.select(cause.evidence) or context.report.differences
-        example = next(iter(evidence), None)
-    folds = [*_differences(context, example), *_mismatches(context)]
+def _list_wrong(
+    report: Report, facts: Facts | None, rebroadcasts: bool, traced: bool
+) -> Iterator[Finding]:
+    cause, example = find_cause(facts) if facts else None, None
+    if facts and cause:
+        example = next(iter(facts.select(cause.evidence) or report.differences), None)
+    folds = [*_differences(report, example, rebroadcasts), *_mismatches(report)]
     if cause is not None and folds:
         unlike = [
             fold
@@ -103,7 +101,7 @@ def _list_wrong(context: Context) -> Iterator[Finding]:
             place={**chosen.place, "cause": cause.code},
         )
     yield from folds
-    yield from _nonfinite(context)
+    yield from _nonfinite(report, traced)
 
 
 # --- tensors with the same ranks in one finding
@@ -154,9 +152,11 @@ def _list_ranks(fold: Sequence[Difference] | Sequence[Mismatch]) -> tuple[list[i
     return ranks, ranks or [rank for side in fold[0].sides for rank in side]
 
 
-def _differences(context: Context, example: Difference | None) -> Iterator[Finding]:
-    report, places = context.report, Places(context.report)
-    severities = {"buffer": "note" if context.rebroadcasts else "warning"}
+def _differences(
+    report: Report, example: Difference | None, rebroadcasts: bool
+) -> Iterator[Finding]:
+    places = Places(report)
+    severities = {"buffer": "note" if rebroadcasts else "warning"}
     folds = _fold(
         report.differences,
         lambda difference: ("", difference.kind == "buffer", difference.values),
@@ -171,8 +171,8 @@ def _differences(context: Context, example: Difference | None) -> Iterator[Findi
         yield Finding(severity, "replicas-differ", sentence, "", place)
 
 
-def _mismatches(context: Context) -> Iterator[Finding]:
-    report, places = context.report, Places(context.report)
+def _mismatches(report: Report) -> Iterator[Finding]:
+    places = Places(report)
     folds = _fold(
         report.mismatches,
         lambda m: (m.kind, *((form == "absent", ranks) for form, ranks in m.forms)),
@@ -196,8 +196,8 @@ def _count_parameters(tensors: Sequence[object]) -> str:
     return f"{counted(len(tensors), 'parameter')} {'has' if len(tensors) == 1 else 'have'}"
 
 
-def _without_gradient(context: Context) -> Iterator[Finding]:
-    report, places = context.report, Places(context.report)
+def _without_gradient(report: Report) -> Iterator[Finding]:
+    places = Places(report)
     mismatched = {mismatch.name for mismatch in report.mismatches if mismatch.kind == "gradient"}
     missing = [each for each in report.without_gradient if each.name not in mismatched]
     for fold in _fold(missing, lambda each: ((each.zeros, each.ranks),)):
@@ -214,8 +214,8 @@ def _without_gradient(context: Context) -> Iterator[Finding]:
         )
 
 
-def _nonfinite(context: Context) -> Iterator[Finding]:
-    report, places = context.report, Places(context.report)
+def _nonfinite(report: Report, traced: bool) -> Iterator[Finding]:
+    places = Places(report)
     explained = False  # the origin and the next step are given once
     folds = _fold(
         report.nonfinite,
@@ -235,7 +235,7 @@ def _nonfinite(context: Context) -> Iterator[Finding]:
             sentence += f"{where}: {names}; {elements} each"
         next_step = ""
         if first.severity == "error" and not explained:
-            origin, next_step = _explain_origin(report.origins, context.traced)
+            origin, next_step = _explain_origin(report.origins, traced)
             sentence, explained = sentence + origin, True
         place = _place(report, fold, ranks, ranks=ranks)
         yield Finding(first.severity, "non-finite", sentence, next_step, place)
@@ -268,9 +268,8 @@ def _explain_origin(origins: Sequence[Origin], traced: bool) -> tuple[str, str]:
 # --- notes beside what is wrong
 
 
-def _list_notes(context: Context) -> Iterator[Finding]:
-    report = context.report
-    yield from _without_gradient(context)
+def _list_notes(report: Report, stages: Sequence[str]) -> Iterator[Finding]:
+    yield from _without_gradient(report)
     yield from _not_compared(report)
     if report.nothing_to_compare:
         yield Finding(
@@ -280,8 +279,8 @@ def _list_notes(context: Context) -> Iterator[Finding]:
             "fully_shard intends. This is neither a proof nor a failure",
             "stop a loop on `report.failed`, which ignores this",
         )
-    if context.stages:
-        names = list_all(context.stages)
+    if stages:
+        names = list_all(stages)
         yield Finding(
             "note",
             "pipeline-stages",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -49,23 +49,35 @@ class Counts:
     trained: int = 0  # parameters with a gradient that is not all zeros
 
 
+@dataclass(frozen=True)
+class Training:
+    """How the ranks train."""
+
+    usage: Usage  # of this rank
+    usages: dict[str, Forms]  # ranks by the usage of each parameter
+    flags: Flags  # sums over all ranks
+
+    @property
+    def frozen(self) -> set[str]:
+        """Parameters with requires_grad=False in some rank."""
+        return {name for name, forms in self.usages.items() if FROZEN in forms}
+
+
 class Facts:
     """The pattern of a report in which something differs, the same in every rank.
 
-    frozen: names of parameters with requires_grad=False. splits: for each dimension of the mesh of
-    each parameter, whether it is sharded along this dimension.
+    splits: for each dimension of the mesh of each parameter, whether it is sharded along it.
     """
 
     def __init__(
         self,
         report: Report,
-        flags: Flags,
+        training: Training,
         counts: Counts,
-        frozen: Collection[str],
         splits: Mapping[str, Mapping[str, bool]],
     ) -> None:
-        self.report, self.flags, self.counts = report, flags, counts
-        self.frozen, self.splits = frozen, splits
+        self.report, self.flags, self.counts = report, training.flags, counts
+        self.frozen, self.splits = training.frozen, splits
         self.mesh = bool(report.coordinates)  # the tensors lie on a mesh
         # An earlier verification found all parameters equal.
         self.earlier = report.equal_until is not None
@@ -91,7 +103,7 @@ class Facts:
             self.gradients > 0 and local,
         )
         # The state of the optimizers shows that they took the same steps.
-        self.same_steps = flags.stepped > 0 and not flags.stateless
+        self.same_steps = self.flags.stepped > 0 and not self.flags.stateless
         self.along = self._find_dimensions()
         # Dimensions that replicate the whole model: they shard no parameter.
         used = {name for each in splits.values() for name, sharded in each.items() if sharded}
@@ -144,24 +156,28 @@ def read_usage(state: State, gradients: bool) -> Usage:
     return usage
 
 
-def gather_usage(comparison: Comparison, usage: Usage, same: bool) -> dict[str, Forms]:
-    """Return the ranks by usage of each parameter; `same`: all ranks leave the same untrained."""
-    if same:
-        return {name: {form: comparison.channel.ranks} for name, form in usage.items()}
-    return comparison.gather_forms(usage)
+def gather_training(comparison: Comparison, usage: Usage, flags: Flags, same: bool) -> Training:
+    """Return how the ranks train.
+
+    usage: of this rank. flags: sums over all ranks. same: all ranks leave the same parameters
+    untrained.
+    """
+    ranks = comparison.channel.ranks
+    usages = {name: {form: ranks} for name, form in usage.items()}
+    return Training(usage, usages if same else comparison.gather_forms(usage), flags)
 
 
-def add_frozen_in_some(comparison: Comparison, usages: dict[str, Forms]) -> None:
+def add_frozen_in_some(comparison: Comparison, training: Training) -> None:
     """Add the parameters that some ranks freeze and others train as mismatches."""
     unlike = {m.name for m in comparison.mismatches if m.kind == "parameter"}
-    for name, forms in usages.items():
+    for name, forms in training.usages.items():
         others = sorted(rank for form, ranks in forms.items() if form != FROZEN for rank in ranks)
         if FROZEN in forms and others and name not in unlike:
             comparison.add_mismatch("parameter", name, {FROZEN: forms[FROZEN], TRAINED: others})
 
 
 def gather_without_gradient(
-    comparison: Comparison, usages: dict[str, Forms], flags: Flags, module: torch.nn.Module
+    comparison: Comparison, training: Training, module: torch.nn.Module
 ) -> tuple[WithoutGradient, ...]:
     """Return the parameters whose gradient is None in some ranks, or in all.
 
@@ -169,9 +185,9 @@ def gather_without_gradient(
     not reduced the gradients, a gradient of zeros in some ranks counts, too: an unused parameter
     has it after zero_grad(set_to_none=False).
     """
-    if not flags.trains:
+    if not training.flags.trains:
         return ()
-    absent = _list_missing(comparison, usages, NO_GRADIENT)
+    absent = _list_missing(comparison, training.usages, NO_GRADIENT)
     differing = {d.name for d in comparison.differences if d.kind == "gradient"}
     if wrapper(module) is not None and differing:
         entries = (e for e in comparison.state.entries["gradient"] if e.name in differing)
@@ -230,11 +246,9 @@ def _count_unmanaged(ddp: Any, state: State) -> int:
     return max(0, count - int(ddp._get_ddp_logging_data().get("num_parameter_tensors", count)))
 
 
-def gather_facts(
-    comparison: Comparison, report: Report, flags: Flags, usage: Usage, frozen: Collection[str]
-) -> Facts:
-    """Return the pattern of a report in which something differs. `usage` is of this rank."""
-    own = astuple(_count(comparison, usage))
+def gather_facts(comparison: Comparison, report: Report, training: Training) -> Facts:
+    """Return the pattern of a report in which something differs."""
+    own = astuple(_count(comparison, training.usage))
     counts = Counts(*comparison.channel.gather_sums([], own)[1])
     layouts = {entry.name: entry.layout for entry in comparison.state.entries["parameter"]}
     splits = {
@@ -245,7 +259,7 @@ def gather_facts(
     if comparison.base.stages:
         for others in comparison.channel.gather_objects(splits):
             splits |= others
-    return Facts(report, flags, counts, frozen, splits)
+    return Facts(report, training, counts, splits)
 
 
 def _count(comparison: Comparison, usage: Usage) -> Counts:

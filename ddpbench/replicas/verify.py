@@ -20,10 +20,10 @@ import torch
 from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddpbench.replicas import findings, training
 from ddpbench.replicas.channel import Channel, Target, choose_target
 from ddpbench.replicas.compare import Comparison, Options
 from ddpbench.replicas.digest import of_bytes
+from ddpbench.replicas.findings import list_findings
 from ddpbench.replicas.origin import Tracer
 from ddpbench.replicas.report import (
     Difference,
@@ -36,6 +36,17 @@ from ddpbench.replicas.report import (
     listed_kinds,
 )
 from ddpbench.replicas.state import KINDS, collect, unwrap, wrapper
+from ddpbench.replicas.training import (
+    TRAINED,
+    Flags,
+    Training,
+    add_frozen_in_some,
+    gather_facts,
+    gather_training,
+    gather_without_gradient,
+    read_flags,
+    read_usage,
+)
 from ddpbench.runtime import devices
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -241,42 +252,48 @@ def gather_report(
     channel = Channel(target, module)
     base = channel.make_base(root, target)
     comparison = Comparison(channel, base, state, options, meshed=root is not None)
-    usage = training.read_usage(state, options.gradients is not False)
+    usage = read_usage(state, options.gradients is not False)
+    untrained = {name: form for name, form in usage.items() if form != TRAINED}
     skipped = [list(astuple(each)) for each in state.not_compared]
-    kinds = [kind for kind in KINDS if kind != "gradient" or options.gradients]
-    untrained = {name: form for name, form in usage.items() if form != training.TRAINED}
     digests = [of_bytes(json.dumps(each).encode()) for each in (untrained, skipped)]
-    own = training.read_flags(module, optimizers, state)
-    same, totals = comparison.gather(kinds, [digest_rng(module), *digests], astuple(own))
-    (same_rng, same_usage, same_skipped), flags = same, training.Flags(*totals)
-    usages = training.gather_usage(comparison, usage, same_usage)
-    training.add_frozen_in_some(comparison, usages)
+    flags = read_flags(module, optimizers, state)
+    kinds = [kind for kind in KINDS if kind != "gradient" or options.gradients]
+    same, totals = comparison.gather(kinds, [digest_rng(module), *digests], astuple(flags))
+    same_rng, same_usage, same_skipped = same
+    training = gather_training(comparison, usage, Flags(*totals), same_usage)
+    add_frozen_in_some(comparison, training)
     if options.gradients is None and any(d.kind == "parameter" for d in comparison.differences):
         comparison.gather(["gradient"])
-    frozen = {name for name, forms in usages.items() if training.FROZEN in forms}
     report = comparison.make_report(
-        frozen,
-        without_gradient=training.gather_without_gradient(comparison, usages, flags, module),
+        training.frozen,
+        without_gradient=gather_without_gradient(comparison, training, module),
         origins=_gather_origins(comparison, tracer),
         not_compared=_gather_not_compared(comparison, skipped, same_skipped),
         rng_equal=same_rng,
     )
+    return _gather_findings(comparison, training, report, options, traced=tracer is not None)
+
+
+def _gather_findings(
+    comparison: Comparison, training: Training, report: Report, options: Options, *, traced: bool
+) -> Report:
+    """Return the report with its findings."""
     history = {key: when for key, when in options.history.items() if key in report.wrong}
     facts = None
     if not history and (report.differences or report.mismatches):
-        facts = training.gather_facts(comparison, report, flags, usage, frozen)
-    context = findings.Context(
+        facts = gather_facts(comparison, report, training)
+    findings = list_findings(
         report,
         facts,
-        history,
-        rebroadcasts=not flags.keeps_buffers,
-        traced=tracer is not None,
-        stages=tuple(base.grid.names[d] for d in comparison.base.stages),
+        history=history,
+        rebroadcasts=not training.flags.keeps_buffers,
+        traced=traced,
+        stages=[comparison.base.grid.names[d] for d in comparison.base.stages],
     )
     since = min(history.values())[0] if history else options.step
     return replace(
         report,
-        findings=findings.list_findings(context),
+        findings=findings,
         since=since if report.wrong else None,
         repeated=bool(history) and report.wrong <= history.keys(),
     )
