@@ -20,12 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from patience import PATIENCE_SECONDS
+from replica_reports import report_as_json
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+
+from ddpbench import Report
 
 WAYS = {  # names of the dimensions of the mesh
     "ddp": ("dp",),
@@ -240,11 +243,13 @@ def start_group(folder: Path, rank: int, size: int, seconds: float = 60) -> None
 
 
 def play_all(folder: Path, rank: int, plays: Mapping[str, Callable[[], Any]]) -> None:
-    """Write the results of all plays, which are JSON, to a file of this rank."""
+    """Write the results of all plays, which are JSON or reports, to a file of this rank."""
     results: dict[str, Any] = {}
     for name, play in plays.items():
         try:
-            results[name] = play()
+            result = play()
+            is_report = isinstance(result, Report)
+            results[name] = report_as_json(result) if is_report else result
         except Exception:
             results[name] = {"error": traceback.format_exc()}
             break  # the ranks may no longer be together
@@ -272,6 +277,15 @@ def run_ranks(
         for process in ranks:
             process.kill()
     return read_results(folder, size, errors)
+
+
+def agree(results: Sequence[dict[str, Any]], name: str) -> Any:
+    """Return the result of a play, which these ranks have alike."""
+    alike = [each.get(name, {"error": "did not run"}) for each in results]
+    for result in alike:
+        assert not (result and "error" in result), result["error"]
+    assert all(result == alike[0] for result in alike)
+    return alike[0]
 
 
 def read_results(folder: Path, size: int, errors: str) -> list[dict[str, Any]]:

@@ -45,5 +45,6 @@ def flip_bit(tensor: Tensor, index: int, bit: int = 0) -> Tensor:
 def locate_bit(tensor: Tensor, other: Tensor) -> tuple[Detail, ...]:
     """Compare a tensor on any device with another rank's, a CPU tensor of the same shape."""
     content = other.contiguous().view(-1).view(torch.uint8).numpy()
-    form = locate.Form(tensor.dtype, tuple(tensor.shape), (0,) * tensor.dim())
-    return locate.gather_details(TwoRanks(content), tensor, form, [[1], [0]])
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    part = locate.Part(dtype, tuple(tensor.shape), (0,) * tensor.dim())
+    return locate.gather_details(TwoRanks(content), tensor, part, [[1], [0]])

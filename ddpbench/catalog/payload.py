@@ -33,7 +33,7 @@ def table(
     """
     kind = DTYPES[dtype]
     index = np.arange(PERIOD, dtype=np.uint64)
-    mixed: Any = _mix(index + np.uint64(PERIOD * (rank + 1)) + np.uint64(generation * 2**40))
+    mixed: Any = mix_bits(index + np.uint64(PERIOD * (rank + 1)) + np.uint64(generation * 2**40))
     if reduce_op == "prod":
         turns = -(-world_size // kind.doublings)
         active = (index + np.uint64(rank + generation)) % np.uint64(turns) == 0
@@ -68,8 +68,11 @@ def reduced(
     return np.divide(total, world_size) if reduce_op == "avg" else total
 
 
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Map neighbouring numbers to unrelated ones, with the finaliser of SplitMix64."""
+def mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Map neighbouring numbers, uint64[…], to unrelated ones, with the finaliser of splitmix64.
+
+    Sums and products are modulo 2^64.
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))

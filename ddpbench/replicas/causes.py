@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ddpbench.records.wording import list_all
-from ddpbench.replicas.facts import Facts
 from ddpbench.replicas.report import Difference
 from ddpbench.replicas.state import is_option
-from ddpbench.replicas.usage import FROZEN
+from ddpbench.replicas.training import FROZEN, Facts
 
 
 @dataclass(frozen=True)
@@ -21,14 +20,8 @@ class Cause:
     applies: Callable[[Facts], bool]
     sentence: str
     next_step: str
-    # Differences to choose the example from (default: parameters); if empty, all differences.
-    evidence: Callable[[Facts], list[Difference]] | None = None
+    evidence: str = "parameter"  # kind whose first difference, if there is one, is the example
     unlike: tuple[str, ...] = ()  # kinds whose mismatch, if there is one, is the example
-
-    def choose_example(self, facts: Facts) -> Difference | None:
-        """Return the difference to show as the example; None if nothing differs."""
-        candidates = self.evidence(facts) if self.evidence else facts.select("parameter")
-        return next(iter(candidates or facts.differences), None)
 
 
 def _one_bit_of_a_gradient(facts: Facts) -> bool:
@@ -56,9 +49,9 @@ def _permuted(facts: Facts) -> bool:
 
 
 def _nonfinite_in_some(facts: Facts) -> bool:
-    differing = {(d.kind, d.name) for d in facts.differences if d.kind == "parameter"}
-    everywhere = {rank for d in facts.differences for ranks in d.values for rank in ranks}
-    affected = {(n.kind, n.name): {rank for rank, _ in n.counts} for n in facts.nonfinite}
+    differing = {(d.kind, d.name) for d in facts.report.differences if d.kind == "parameter"}
+    everywhere = {rank for d in facts.report.differences for ranks in d.values for rank in ranks}
+    affected = {(n.kind, n.name): {rank for rank, _ in n.counts} for n in facts.report.nonfinite}
     return bool(differing) and all(
         key in affected and affected[key] < everywhere for key in differing
     )
@@ -66,54 +59,45 @@ def _nonfinite_in_some(facts: Facts) -> bool:
 
 def _unused(facts: Facts) -> bool:
     # Under no_sync DDP reduces nothing; with find_unused_parameters no bucket waits.
-    excused = facts.unsynced or facts.finds_unused
-    local = facts.gradients > 0 and not facts.reduced
-    return bool(facts.without_gradient) and local and not (excused or facts.mesh)
+    excused = facts.flags.unsynced or facts.flags.finds_unused or facts.mesh
+    return bool(facts.report.without_gradient) and facts.unreduced and not excused
 
 
 def _structure(facts: Facts) -> bool:
-    return any(m.kind in ("parameter", "buffer") or is_option(m.name) for m in facts.mismatches)
+    mismatches = facts.report.mismatches
+    return any(m.kind in ("parameter", "buffer") or is_option(m.name) for m in mismatches)
 
 
 def _frozen(facts: Facts) -> bool:
-    return any(form == FROZEN for m in facts.mismatches for form, _ in m.forms)
-
-
-def _missing_state(facts: Facts) -> bool:
-    # Gradients that were not reduced also explain missing state.
-    local = facts.gradients > 0 and not facts.reduced
-    return any(m.kind == "optimizer" for m in facts.mismatches) and not local
-
-
-def _step_counts(facts: Facts) -> list[Difference]:
-    return [d for d in facts.select("optimizer") if d.name.endswith(".step")]
+    return any(form == FROZEN for m in facts.report.mismatches for form, _ in m.forms)
 
 
 def _uneven_steps(facts: Facts) -> bool:
-    if any(m.kind == "optimizer" for m in facts.mismatches):
-        return False
-    return 0 < facts.steps == len(_step_counts(facts))
+    steps = sum(d.name.endswith(".step") for d in facts.select("optimizer"))
+    differing = steps * len(facts.report.ranks)
+    return "optimizer" not in facts.unlike and 0 < facts.counts.steps == differing
 
 
 def _unmanaged(facts: Facts) -> bool:
-    gradients = {d.name for d in facts.select("gradient")}
-    return 0 < len(gradients) <= facts.unmanaged and "parameter" in facts.kinds
+    gradients = len({d.name for d in facts.select("gradient")}) * len(facts.report.ranks)
+    return 0 < gradients <= facts.flags.unmanaged and "parameter" in facts.kinds
 
 
 def _averaged(facts: Facts) -> bool:
     whole = facts.all_parameters or facts.kinds == {"optimizer"}
-    return facts.averages and whole and not (facts.mesh or facts.options or facts.mismatches)
+    excluded = facts.mesh or facts.options or facts.report.mismatches
+    return facts.counts.averages > 0 and whole and not excluded
 
 
 def _initialised(facts: Facts) -> bool:
     if facts.earlier or facts.kinds != {"parameter"} or not facts.redrawn:
         return False
     if facts.reduced:  # the gradients are the same, and so, as far as is known, are the steps
-        return facts.equal.trained > 0 or (facts.stepped and not facts.stateless)
-    if facts.gradients:
+        return facts.counts.trained > 0 or facts.same_steps
+    if facts.gradients or facts.flags.stepped:
         return False
-    unstepped = facts.optimizers and not (facts.stepped or facts.stateless)
-    return unstepped or (facts.equal.trainable > 0 and not facts.stepped)
+    unstepped = facts.flags.optimizers and not facts.flags.stateless
+    return bool(unstepped) or facts.counts.trainable > 0
 
 
 def _untrained(facts: Facts) -> bool:
@@ -123,13 +107,14 @@ def _untrained(facts: Facts) -> bool:
 
 def _bypassed(facts: Facts) -> bool:
     # Adam's first step depends on the signs of the gradients: a parameter can stay equal by luck.
-    local = facts.all_gradients and "parameter" in facts.kinds
-    return local and not (facts.earlier or facts.unsynced or facts.mesh)
+    gradients = facts.select("gradient")
+    local = len(gradients) > 1 and not facts.counts.gradients and "parameter" in facts.kinds
+    return local and not (facts.earlier or facts.flags.unsynced or facts.mesh)
 
 
 def _changed_outside(facts: Facts) -> bool:
-    same_step = facts.reduced and facts.stepped and not facts.stateless
-    return facts.kinds == {"parameter"} and facts.all_parameters and same_step
+    whole = facts.kinds == {"parameter"} and facts.all_parameters
+    return whole and facts.reduced and facts.same_steps
 
 
 def _unreduced(facts: Facts, *, spanned: bool) -> bool:
@@ -137,12 +122,9 @@ def _unreduced(facts: Facts, *, spanned: bool) -> bool:
 
     spanned: whether the mesh of a parameter that differs has this dimension.
     """
-    dimensions = {name for g in facts.select("gradient") for name in facts.spanned.get(g.name, ())}
-    return bool(
-        facts.select("gradient")
-        and facts.unsharded
-        and spanned == bool(dimensions & set(facts.unsharded))
-    )
+    meshes = {name for g in facts.select("gradient") for name in facts.splits.get(g.name, ())}
+    known = spanned == bool(meshes & set(facts.unsharded))
+    return bool(facts.select("gradient") and facts.unsharded) and known
 
 
 def _unplanned(facts: Facts) -> bool:
@@ -186,7 +168,7 @@ CAUSES = (
         "DDP does not manage these parameters, and nobody reduces their gradients: they were added "
         "or unfrozen after the module was wrapped",
         "wrap the module in DDP after the last change of its layers or of requires_grad",
-        lambda facts: facts.select("gradient"),
+        "gradient",
     ),
     Cause(
         "averaged-now-and-then",
@@ -209,7 +191,8 @@ CAUSES = (
     ),
     Cause(
         "missing-state",
-        _missing_state,
+        # Gradients that were not reduced also explain missing state.
+        lambda facts: "optimizer" in facts.unlike and not facts.unreduced,
         "the optimizers of some ranks hold state that others do not: only some ranks loaded a "
         "checkpoint or took a step",
         "load the optimizer's checkpoint in every rank, and let every rank take every step",
@@ -221,7 +204,7 @@ CAUSES = (
         "the ranks' optimizers have different options, such as learning rates or weight decay",
         "compute the options from values that all ranks share; look for a scheduler that steps in "
         "one rank only, or a learning rate computed from the rank or its loss",
-        lambda facts: facts.options,
+        "optimizer",
     ),
     Cause(
         "uneven-steps",
@@ -230,7 +213,7 @@ CAUSES = (
         "let every rank take every step; look for a step that some ranks skip (after a NaN "
         "check or an exception, in a GradScaler of its own, behind `if rank`, under Join, which "
         "sends the parameters to ranks without data, but not the optimizer's state)",
-        _step_counts,
+        "optimizer",
     ),
     Cause(
         "bit-flip",
@@ -247,7 +230,7 @@ CAUSES = (
         "corrupted on the network or in memory, or code edited the gradient after backward",
         "restore from a checkpoint; if it happens again on this host, read the error counters with "
         "`ip -s link` (network) and `nvidia-smi -q -d ECC` (GPU), and replace the faulty part",
-        lambda facts: facts.select("gradient"),
+        "gradient",
     ),
     Cause(
         "permuted",
@@ -312,7 +295,7 @@ CAUSES = (
         "not change .grad by rank after backward (clip with torch.nn.utils.clip_grad_norm_, whose "
         "norm is that of all shards, and scale by what all ranks share); let fully_shard "
         "manage every parameter",
-        lambda facts: facts.select("gradient"),
+        "gradient",
     ),
     Cause(
         "rounded-apart",
@@ -323,7 +306,7 @@ CAUSES = (
         "average these gradients before each optimizer step: "
         '`dist.all_reduce(grad, group=mesh.get_group("{first}"))`, then divide by its size; use '
         "torch.use_deterministic_algorithms(True) to find the operation",
-        lambda facts: facts.select("gradient"),
+        "gradient",
     ),
     Cause(
         "computed-apart",
@@ -335,7 +318,7 @@ CAUSES = (
         "give the ranks along {along} the same batch and the same seed for dropout (choose both by "
         "the data-parallel coordinates, not by the rank); if the batches are meant to differ, or "
         'the gradient is partial, all_reduce it over `mesh.get_group("{first}")` before the step',
-        lambda facts: facts.select("gradient"),
+        "gradient",
     ),
     Cause(
         "never-synchronised",
@@ -393,7 +376,7 @@ CAUSES = (
     ),
     Cause(
         "rebroadcast-buffers",
-        lambda facts: not facts.kinds and facts.rebroadcast,
+        lambda facts: not facts.kinds and not facts.flags.keeps_buffers,
         "only buffers differ, such as BatchNorm's running statistics: each rank updates them from "
         "its own data, and DDP sends those of rank 0 to all ranks at the next forward",
         "use SyncBatchNorm if the statistics should cover the data of all ranks",
@@ -434,9 +417,7 @@ CAUSES = (
 
 
 def find_cause(facts: Facts) -> Cause | None:
-    """Return the first cause whose pattern applies; None if nothing differs or none applies."""
-    if not (facts.differences or facts.mismatches):
-        return None
+    """Return the first cause whose pattern applies; None if none does."""
     cause = next((cause for cause in CAUSES if cause.applies(facts)), None)
     if cause is None or not facts.mesh:
         return cause

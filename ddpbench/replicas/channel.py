@@ -1,4 +1,4 @@
-"""Exchange between the ranks of a group, through public calls of torch.distributed.
+"""The ranks that are compared, and the exchange between them through torch.distributed.
 
 Every call here is made by all ranks of the group in the same order, because what is called next
 depends only on what all of them know. Each wait is bounded by the group's own timeout, and what
@@ -9,18 +9,61 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddpbench.replicas.sharding import Target, read_grid
+from ddpbench.replicas.scopes import PRIME, Base, Grid
 
 Int64 = npt.NDArray[np.int64]
+Target = dist.ProcessGroup | DeviceMesh | None  # the ranks to compare; None: the default
+
+
+@lru_cache(maxsize=64)
+def read_grid(mesh: DeviceMesh) -> Grid:
+    """Return the ranks of a mesh; dimensions without a name are called "dim 0", "dim 1", …"""
+    shape = tuple(mesh.mesh.shape)
+    names = mesh.mesh_dim_names or tuple(f"dim {number}" for number in range(len(shape)))
+    return Grid(shape, tuple(names), tuple(mesh.mesh.flatten().tolist()))
+
+
+def choose_target(
+    target: Target, ddp: Any, meshes: Iterable[DeviceMesh]
+) -> tuple[Target, DeviceMesh | None]:
+    """Return the ranks to compare, and the mesh that names them, if there is one.
+
+    The user's group or mesh comes first, then the largest mesh of the DTensors if it contains DDP's
+    ranks, then DDP's group. Of meshes of the same size, the one with the most dimensions tells most
+    about scopes: the root of a mesh may be the flat mesh of all ranks.
+    """
+    known = list({id(mesh): mesh for mesh in meshes}.values())
+    if isinstance(target, DeviceMesh):
+        known.append(target)
+    known += map(_find_root, tuple(known))
+    grids = [read_grid(mesh) for mesh in known]  # kept: torch calculates `mesh.mesh` anew each time
+    sizes = [(len(grid.ranks), len(grid.shape)) for grid in grids]
+    root = known[sizes.index(max(sizes))] if known else None
+    if target is not None:
+        return target, root
+    if ddp is None:
+        return root, root
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    if root is None or not {*ranks} <= {*read_grid(root).ranks}:
+        return ddp.process_group, root
+    return root, root
+
+
+def _find_root(mesh: DeviceMesh) -> DeviceMesh:
+    find = getattr(mesh, "_get_root_mesh", None)  # torch 2.7 has it elsewhere
+    root: DeviceMesh = find() if find else device_mesh._mesh_resources.get_root_mesh(mesh)
+    return root
 
 
 def choose_device(kinds: Sequence[str], tensors: Iterable[torch.Tensor]) -> torch.device:
@@ -49,34 +92,37 @@ class Channel:
         self._lines: list[dist.ProcessGroup | None] = []
         if self.alone:
             return
-        self._lines = list_groups(target)
+        self._lines = _list_groups(target)
         self.ranks, self.rank = _find_place(target, self._lines)
         config = dist.get_backend_config(self._lines[0])
         kinds = [part.split(":")[0] for part in config.split(",")]
         self.device = choose_device(kinds, chain(module.parameters(), module.buffers()))
 
-    def gather_extremes(self, vector: Int64) -> tuple[Int64, Int64]:
-        """The least and the greatest over the ranks of each of int64[n], n the same in all.
+    def make_base(self, *meshes: Target) -> Base:
+        """Return the base of these ranks, on the first mesh that covers them all."""
+        grids = [read_grid(mesh) for mesh in meshes if isinstance(mesh, DeviceMesh)]
+        line = Grid((len(self.ranks),), ("rank",), tuple(self.ranks))
+        grid = next((grid for grid in grids if {*self.ranks} <= {*grid.ranks}), line)
+        return Base(tuple(self.ranks), grid, self.ranks[self.rank])
 
-        One all_reduce: complementing turns the order of int64 round, without overflow.
+    def gather_sums(
+        self, terms: Sequence[int], counts: Sequence[int] = ()
+    ) -> tuple[list[bool], list[int]]:
+        """Return whether each term adds up to 0 modulo PRIME over the ranks, and sums of counts.
+
+        One all_reduce. All ranks pass the same number of terms and of counts.
         """
-        if self.alone or vector.size == 0:
-            return vector, vector
-        both = np.concatenate([vector, ~vector])
-        least, most = self._all_reduce(both, dist.ReduceOp.MIN).reshape(2, -1)
-        return least, ~most
-
-    def gather_sums(self, vector: Int64) -> Int64:
-        """The sums over the ranks of each of int64[n], n the same in all."""
-        if self.alone or vector.size == 0:
-            return vector
-        return self._all_reduce(vector, dist.ReduceOp.SUM)
-
-    def _all_reduce(self, vector: Int64, operation: dist.ReduceOp.RedOpType) -> Int64:
-        tensor = torch.from_numpy(vector).to(self.device, copy=True)
-        for group in self._lines:
-            dist.all_reduce(tensor, operation, group)
-        return cast(Int64, tensor.cpu().numpy())
+        # Terms travel as halves of 32 bits: sums over 2^31 ranks do not overflow.
+        halves = [half for term in terms for half in divmod(term % PRIME, 1 << 32)]
+        vector = np.array([*halves, *counts], np.int64)
+        if not self.alone and vector.size:
+            tensor = torch.from_numpy(vector).to(self.device)
+            for group in self._lines:
+                dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
+            vector = tensor.cpu().numpy()
+        sums = vector.tolist()
+        pairs = zip(sums[: len(halves) : 2], sums[1 : len(halves) : 2], strict=True)
+        return [((high << 32) + low) % PRIME == 0 for high, low in pairs], sums[len(halves) :]
 
     def gather_rows(self, vector: Int64) -> Int64:
         """int64[ranks, n]: every rank's int64[n], n the same in all."""
@@ -117,7 +163,7 @@ class Channel:
         return tensor.cpu().numpy()
 
 
-def list_groups(target: Target) -> list[dist.ProcessGroup | None]:
+def _list_groups(target: Target) -> list[dist.ProcessGroup | None]:
     """Return the group of all ranks of a target, else one group per dimension of the mesh."""
     if not isinstance(target, DeviceMesh):
         return [target]
@@ -126,8 +172,7 @@ def list_groups(target: Target) -> list[dist.ProcessGroup | None]:
         return [None]
     if dist.get_rank() not in grid.coordinates:
         raise ValueError("this rank is not in the mesh: call it in the ranks of the mesh")
-    shape = grid.shape
-    sized = [d for d in range(len(shape)) if shape[d] > 1] or [0]
+    sized = [d for d, size in enumerate(grid.shape) if size > 1] or [0]
     return [target.get_group(d) for d in sized]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -25,6 +24,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ddpbench.catalog.payload import mix_bits
+
 Digests = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 
@@ -34,25 +35,8 @@ Counts = npt.NDArray[np.int64]
 BLOCK = 1 << 22
 CACHED = 1 << 18  # bytes of a CPU tensor that one core's cache holds
 JOINED = 1 << 18  # words or elements up to which a piece shares its kernels with others
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Tensors of other dtypes are viewed as integers of the same size.
-IN_NUMPY = {
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.complex64,
-    torch.complex128,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-}
-# Within it, what is made of a tensor of a subclass is a plain tensor.
-_without_subclass: Any = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
 _xxh3 = xxhash.xxh3_64_intdigest
-_STEP = 0x9E3779B97F4A7C15 | 1  # odd, so multiplying by it loses no bits
+STEP = 0x9E3779B97F4A7C15  # odd, so multiplying by it loses no bits
 _LOWER = (1 << 32) - 1
 
 
@@ -66,7 +50,7 @@ def plain(tensor: Tensor) -> Tensor:
     if type(tensor) in (Tensor, torch.nn.Parameter):
         tensor = tensor.detach()
     else:
-        with _without_subclass():  # torch joins no tensors of unrelated subclasses
+        with torch._C.DisableTorchFunctionSubclass():  # torch joins no unrelated subclasses
             tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
         tensor = tensor.resolve_conj().resolve_neg()
@@ -78,7 +62,11 @@ def of_cpu(tensor: Tensor) -> int:
 
     A tensor that is not contiguous is copied first.
     """
-    return _xxh3(_memory(plain(tensor)))
+    tensor = plain(tensor)
+    try:
+        return _xxh3(tensor.numpy().data)
+    except TypeError:  # numpy has no such dtype
+        return _xxh3(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _of_cpu_and_suspect(tensor: Tensor) -> tuple[int, bool]:
@@ -87,37 +75,23 @@ def _of_cpu_and_suspect(tensor: Tensor) -> tuple[int, bool]:
     Each block is added up while it is in the cache. A sum is forty times faster than
     torch.isfinite, and keeps NaN and infinity.
     """
-    tensor = plain(tensor)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return of_cpu(tensor), False
+    flat, size = plain(tensor).reshape(-1), CACHED // tensor.itemsize
+    memory = flat.view(torch.uint8).numpy().data
     digest, added = xxhash.xxh3_64(), 0.0
-    for block in tensor.reshape(-1).split(CACHED // tensor.itemsize):
-        digest.update(_memory(block))
-        added += total(block).item()
+    for number, start in enumerate(range(0, flat.numel(), size)):
+        digest.update(memory[number * CACHED : (number + 1) * CACHED])
+        added += total(flat[start : start + size]).item()
     return digest.intdigest(), not math.isfinite(added)
-
-
-def _memory(tensor: Tensor) -> Any:
-    if tensor.numel() == 0:
-        return b""
-    view = tensor if tensor.dtype in IN_NUMPY else tensor.view(WORDS[tensor.itemsize])
-    return view.numpy().data
 
 
 @lru_cache(maxsize=16)
 def _weights(device: torch.device, count: int) -> Tensor:
     """Return int64[count]: odd and pseudo-random (splitmix64), so no pattern of values cancels."""
-    with np.errstate(over="ignore"):
-        z = (np.arange(1, count + 1, dtype=np.uint64)) * np.uint64(_STEP)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(z.view(np.int64)).to(device)
-
-
-def _blocks(flat: Tensor, count: int) -> Iterator[Tensor]:
-    for start in range(0, flat.numel(), count):
-        yield flat.narrow(0, start, min(count, flat.numel() - start))
+    numbers = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(STEP)
+    weights = mix_bits(numbers) | np.uint64(1)
+    return torch.from_numpy(weights.view(np.int64)).to(device)
 
 
 Pieces = list[tuple[int, Tensor]]  # a tensor's position, and some of its elements, flat
@@ -133,7 +107,7 @@ def _batches(flats: Iterable[tuple[int, Tensor]], unit: int) -> Iterator[Pieces]
     for position, flat in flats:
         size = -(-flat.numel() // unit)
         if size > JOINED:
-            yield from ([(position, part)] for part in _blocks(flat, BLOCK * unit))
+            yield from ([(position, part)] for part in flat.split(BLOCK * unit))
         elif size:
             if size > room:
                 yield batch
@@ -207,7 +181,7 @@ def weighted(tensors: Sequence[Tensor]) -> list[int]:
     for batch in batches:
         before = 0
         for position, end in zip(batch, ends, strict=False):
-            digests[position] = (digests[position] * _STEP + end - before) % (1 << 64)
+            digests[position] = (digests[position] * STEP + end - before) % (1 << 64)
             before = end
     return digests
 
@@ -233,7 +207,7 @@ def count_nonfinite(tensor: Tensor) -> int:
     """Count the NaN and infinite elements, block by block."""
     flat = plain(tensor).reshape(-1)
     total = 0
-    for block in _blocks(flat, BLOCK):
+    for block in flat.split(BLOCK):
         wide = block.float() if block.itemsize == 1 else block  # float8 has no isfinite
         total += wide.numel() - int(wide.isfinite().sum())
     return total
@@ -246,7 +220,7 @@ def constant(tensor: Tensor, value: float | None = None) -> bool:
     first: Any = flat[:1].float() if widen else flat[:1]
     return all(
         bool(((block.float() if widen else block) == (first if value is None else value)).all())
-        for block in _blocks(flat, BLOCK)
+        for block in flat.split(BLOCK)
     )
 
 

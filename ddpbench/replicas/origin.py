@@ -7,12 +7,13 @@ for it. Only a verification that finds a value that is not finite reads these su
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ddpbench.replicas.digest import total
 from ddpbench.replicas.state import unwrap
@@ -90,25 +91,15 @@ class _ForwardHook:
         self._passed = passed
 
     def __call__(self, module: Any, inputs: Any, output: Any) -> None:
-        for tensor in _tensors(output) if torch.is_grad_enabled() else ():
-            value = total(tensor)
-            # Infinite logits may be a mask. A single number is a loss and must be finite.
-            if tensor.numel() > 1:
-                value = torch.where(value.isnan(), value, 0.0)
-            self._passed.append((0, value))
+        for tensor in tree_leaves(output) if torch.is_grad_enabled() else ():
+            plain = type(tensor) is Tensor and tensor.layout == torch.strided
+            if plain and tensor.is_floating_point():
+                value = total(tensor)
+                # Infinite logits may be a mask. A single number is a loss and must be finite.
+                if tensor.numel() > 1:
+                    value = torch.where(value.isnan(), value, 0.0)
+                self._passed.append((0, value))
 
     def __reduce__(self) -> Any:
         """A copied or saved module gets a hook that does nothing and loads without ddpbench."""
         return getattr, (nullcontext(), "__exit__")
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and type(value) is Tensor and value.layout == torch.strided:
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

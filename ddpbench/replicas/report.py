@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted, name_ranks
 
+# What is wrong, kind, name, and the ranks on each side.
+Key = tuple[str, str, str, tuple[tuple[int, ...], ...]]
+
 
 @dataclass(frozen=True)
 class Detail:
@@ -26,11 +29,37 @@ class Detail:
     permuted: bool  # the same elements in another order
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A tensor or a number whose bits are not the same in all ranks."""
+class _Wrong:
+    """A tensor that differs, does not match or is not finite."""
 
     kind: str  # "parameter", "gradient", "optimizer" or "buffer"
+    name: str
+    shard = ""
+
+    @property
+    def sides(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of ranks that agree with each other; empty if all ranks agree."""
+        return ()
+
+    @property
+    def key(self) -> Key:
+        """Equal in two reports of the same fault."""
+        return type(self).__name__, self.kind, self.name, self.sides
+
+    @property
+    def minority(self) -> tuple[int, ...]:
+        """Ranks outside the largest set of equal ranks; empty if there is a tie."""
+        first, *others = sorted(self.sides, key=len, reverse=True)
+        if others and len(first) == len(others[0]):
+            return ()
+        return tuple(sorted(rank for ranks in others for rank in ranks))
+
+
+@dataclass(frozen=True)
+class Difference(_Wrong):
+    """A tensor or a number whose bits are not the same in all ranks."""
+
+    kind: str
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -39,13 +68,13 @@ class Difference:
     shard: str = ""  # "shard 2 of 4" of a sharded tensor: `values` are ranks that hold this shard
 
     @property
-    def minority(self) -> tuple[int, ...]:
-        """Ranks outside the largest set of equal ranks; empty if there is a tie."""
-        return _minority(self.values)
+    def sides(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of ranks that share a value."""
+        return self.values
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class Mismatch(_Wrong):
     """A tensor or value that is missing in some ranks, or has another shape, dtype or device."""
 
     kind: str
@@ -53,13 +82,13 @@ class Mismatch:
     forms: tuple[tuple[str, tuple[int, ...]], ...]  # ("float32 (3, 2) cpu" or "absent", ranks)
 
     @property
-    def minority(self) -> tuple[int, ...]:
-        """Ranks outside the largest set that has the same form; empty if there is a tie."""
-        return _minority([ranks for _, ranks in self.forms])
+    def sides(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of ranks that have the same form."""
+        return tuple(ranks for _, ranks in self.forms)
 
 
 @dataclass(frozen=True)
-class NonFinite:
+class NonFinite(_Wrong):
     """A tensor with NaN or infinite elements."""
 
     kind: str
@@ -96,6 +125,8 @@ class NotCompared:
 class WithoutGradient:
     """A trained parameter whose gradient is None in some ranks or in all."""
 
+    kind = "parameter"
+    shard = ""
     name: str
     ranks: tuple[int, ...]
     zeros: bool = False  # the gradient is not None but all zeros, unlike in other ranks
@@ -183,6 +214,12 @@ class Report:
         return tuple(sorted({rank for tensor in self._faulty for rank in tensor.minority}))
 
     @property
+    def wrong(self) -> set[Key]:
+        """A key for each difference, mismatch or NaN that makes a verification fail."""
+        nonfinite = [tensor for tensor in self.nonfinite if tensor.severity == "error"]
+        return {tensor.key for tensor in [*self._faulty, *nonfinite]}
+
+    @property
     def _faulty(self) -> list[Difference | Mismatch]:
         return [d for d in self.differences if d.kind != "buffer"] + list(self.mismatches)
 
@@ -249,11 +286,10 @@ class Report:
         return "\n".join(lines)
 
 
-def _minority(sides: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    first, *others = sorted(sides, key=len, reverse=True)
-    if others and len(first) == len(others[0]):
-        return ()
-    return tuple(sorted(rank for ranks in others for rank in ranks))
+def read_coordinates(coordinates: Sequence[tuple[int, str]]) -> dict[int, dict[str, int]]:
+    """Return the coordinates of each rank by the names of the dimensions of the mesh."""
+    rows = ((rank, [part.split("=") for part in text.split(", ")]) for rank, text in coordinates)
+    return {rank: {name: int(value) for name, value in parts} for rank, parts in rows}
 
 
 def count_kind(kind: str, count: int) -> str:

@@ -3,7 +3,7 @@
 A tensor on a mesh has the same shard in all ranks whose coordinates along its sharded mesh
 dimensions are equal. Dimensions of the base that the tensor's own mesh does not span are
 replication, too: parameters without a plan for tensor parallelism lie on the mesh "dp" only, and
-must be equal along "tp".
+must be equal along "tp". A tensor without a mesh must be equal in all ranks.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ class Grid:
         """Return the coordinates of a rank: "dp_replicate=1, dp_shard=0"."""
         pairs = zip(self.names, self.coordinates[rank], strict=True)
         return ", ".join(f"{name}={coordinate}" for name, coordinate in pairs)
-
-
-def make_line(ranks: Sequence[int]) -> Grid:
-    """Return the grid of one dimension for a group of ranks."""
-    return Grid((len(ranks),), ("rank",), tuple(ranks))
 
 
 @dataclass(frozen=True)
@@ -86,6 +81,10 @@ class Base:
     rank: int  # this process
     stages: tuple[int, ...] = ()  # dimensions of `grid` along which ranks hold other layers
 
+    def locate_stage(self, rank: int) -> tuple[int, ...]:
+        """Return the coordinates of a rank along the dimensions that hold other layers."""
+        return tuple(self.grid.coordinates[rank][d] for d in self.stages)
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -99,52 +98,35 @@ class Scope:
 def find_scope(base: Base, layout: Layout | None) -> Scope:
     """Return the scope of a tensor in this rank; of a plain tensor without a layout.
 
-    A rank outside the tensor's mesh holds nothing of it, and is its own scope.
+    A rank outside the tensor's mesh holds nothing of it, and is its own scope. Ranks of other
+    pipeline stages are never in it.
     """
-    where = base.grid.coordinates
-    free = _dimensions_outside(base, layout)
-    starts = list(base.ranks) if layout is None else _same_shard(base, layout)
-    kept = [d for d in range(len(base.grid.shape)) if d not in free]
-    own = {tuple(where[rank][d] for d in kept) for rank in starts}
-    ranks = sorted(r for r in base.ranks if tuple(where[r][d] for d in kept) in own)
-    return weigh_scope(tuple(_same_stage(base, ranks)), base.rank)
+    kept: Sequence[int] = range(len(base.grid.shape))
+    starts: Sequence[int] = base.ranks
+    if layout is not None and base.rank not in layout.grid.coordinates:
+        starts = [base.rank]
+    elif layout is not None:
+        members = [r for r in layout.grid.ranks if r in base.grid.coordinates]
+        shard = layout.locate_shard(base.rank)
+        starts = [r for r in members if layout.locate_shard(r) == shard]
+        kept = [d for d in kept if _spans(base, members, d)]
+
+    def cut(rank: int) -> tuple[int, ...]:
+        return tuple(base.grid.coordinates[rank][d] for d in kept)
+
+    own, stage = set(map(cut, starts)), base.locate_stage(base.rank)
+    ranks = (r for r in base.ranks if cut(r) in own and base.locate_stage(r) == stage)
+    return weigh_scope(tuple(sorted(ranks)), base.rank)
 
 
-def name_stages(ranks: Sequence[int], base: Base) -> list[tuple[int, ...]]:
-    """Return the coordinates of each rank along the dimensions that hold other layers."""
-    where = base.grid.coordinates
-    return [tuple(where[rank][d] for d in base.stages) for rank in ranks]
-
-
-def find_stage(base: Base) -> Scope:
-    """Return the ranks that hold the same layers as this one: all, without pipeline stages."""
-    return find_scope(base, None)
-
-
-def _same_stage(base: Base, ranks: Sequence[int]) -> list[int]:
-    where = base.grid.coordinates
-    own = where[base.rank]
-    return [r for r in ranks if all(where[r][d] == own[d] for d in base.stages)]
-
-
-def _same_shard(base: Base, layout: Layout) -> list[int]:
-    if base.rank not in layout.grid.coordinates:
-        return [base.rank]
-    own, known = layout.locate_shard(base.rank), base.grid.coordinates
-    return [r for r in layout.grid.ranks if r in known and layout.locate_shard(r) == own]
-
-
-def _dimensions_outside(base: Base, layout: Layout | None) -> set[int]:
-    if layout is None or base.rank not in layout.grid.coordinates:
-        return set()
-    where = base.grid.coordinates
-    own = where[base.rank]
-    members = [where[rank] for rank in layout.grid.ranks if rank in where]
-    return {
-        d
-        for d in range(len(own))
-        if sum(all(m[k] == own[k] for k in range(len(own)) if k != d) for m in members) == 1
-    }
+def _spans(base: Base, members: Sequence[int], dimension: int) -> bool:
+    """Return whether another member has this rank's coordinates in all other dimensions."""
+    where, others = base.grid.coordinates, [*range(len(base.grid.shape))]
+    others.remove(dimension)
+    return any(
+        member != base.rank and all(where[member][d] == where[base.rank][d] for d in others)
+        for member in members
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -1,15 +1,18 @@
-"""The state of a replica: names and tensors, without copies. Nothing is changed."""
+"""The state of a replica: names and tensors, without copies. Nothing is changed.
+
+DTensors are recognised by their attributes, because torch.distributed.tensor is slow to import and
+a module without DTensors does not need it.
+"""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,22 +20,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpbench.replicas.channel import read_grid
 from ddpbench.replicas.digest import Digests, number_type, of_bytes
-from ddpbench.replicas.report import NotCompared
+from ddpbench.replicas.report import NOT_REDUCED, NotCompared
 from ddpbench.replicas.scopes import Layout
-from ddpbench.replicas.sharding import (
-    WAITING,
-    Held,
-    describe_partial,
-    is_dtensor,
-    list_parameters,
-    read_layout,
-    read_local,
-)
 
 KINDS = ("parameter", "gradient", "optimizer", "buffer")
 IGNORED = "DDP is set to ignore it"
 SHARDED = "sharded: each rank holds its own part"
+# fully_shard keeps these gradients unsharded, or not yet reduced over all replicas.
+WAITING = "not synchronised yet: fully_shard reduces it after the last micro-batch"
 
 
 class Entry(NamedTuple):
@@ -46,6 +43,14 @@ class Entry(NamedTuple):
     layout: Layout | None = None  # of a DTensor: `shape` is that of the whole, `value` this shard
 
 
+class Held(NamedTuple):
+    """A parameter of a module as the optimizer knows it."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    waiting: bool  # its gradient is not synchronised yet
+
+
 @dataclass
 class State:
     """The entries by kind, and the tensors and values that cannot be compared."""
@@ -57,33 +62,23 @@ class State:
     held_once: Counter[str] = field(default_factory=Counter)  # by kind, outside the entries
 
 
-@dataclass(frozen=True)
-class Structure:
-    """Digests of the structure, which must be equal before contents can be compared."""
-
-    digest: int  # int64, of all names, dtypes, shapes and devices in order
-    salts: Digests  # uint64[n], one per entry
+def _peel(module: Any) -> Iterator[torch.nn.Module]:
+    """Yield a module and what DistributedDataParallel and torch.compile wrap, the inmost last."""
+    while isinstance(module, torch.nn.Module):
+        yield module
+        is_ddp = isinstance(module, DistributedDataParallel)
+        module = module.module if is_ddp else getattr(module, "_orig_mod", None)
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside DistributedDataParallel and torch.compile."""
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if isinstance(module, DistributedDataParallel):
-            inner = module.module
-        if not isinstance(inner, torch.nn.Module):
-            return module
-        module = inner
+    *_, inner = _peel(module)
+    return inner
 
 
 def wrapper(module: torch.nn.Module) -> DistributedDataParallel | None:
     """Return the DistributedDataParallel, which torch.compile may wrap; None if there is none."""
-    while not isinstance(module, DistributedDataParallel):
-        inner = getattr(module, "_orig_mod", None)
-        if not isinstance(inner, torch.nn.Module):
-            return None
-        module = inner
-    return module
+    return next((m for m in _peel(module) if isinstance(m, DistributedDataParallel)), None)
 
 
 def collect(
@@ -114,6 +109,10 @@ def collect(
             state.held_once["optimizer"] += sum(len(g["params"]) for g in optimizer.param_groups)
             continue
         for owner, name, value in _states(optimizer, names):
+            # Other numbers may be a rank's own, such as LBFGS's loss. Those that reach a parameter
+            # make that differ.
+            if isinstance(value, _NUMBERS) and not name.endswith(".step"):
+                continue
             _add(state, "optimizer", prefix + name, value, SHARDED if owner in sharded else "")
     return state
 
@@ -189,7 +188,9 @@ def _add(state: State, kind: str, name: str, value: Any, reason: str = "") -> No
         layout = None
         if not reason and is_dtensor(value):
             layout, value = read_layout(value), read_local(value)
-            reason = describe_partial(layout)
+            if layout.partial:
+                along = " and ".join(layout.partial)
+                reason = f"{NOT_REDUCED}: its placement is Partial along {along}"
             state.meshes.append(whole.device_mesh)
         reason = reason or _explain_unreadable(value)
     elif not (value is None or isinstance(value, (str, *_NUMBERS))):
@@ -231,24 +232,89 @@ def row(entry: Entry) -> str:
     return " ".join(filter(None, parts))
 
 
-def structure(kind: str, entries: Sequence[Entry]) -> Structure:
-    """Return the structure of the entries of a kind."""
-    return _structure(
-        kind,
-        tuple(
-            (e.name, e.dtype, e.shape, e.device, e.layout.text if e.layout else "") for e in entries
-        ),
-    )
+def digest_structure(kind: str, entries: Sequence[Entry]) -> tuple[int, Digests]:
+    """Return digests of names, dtypes, shapes, devices and layouts: of all entries, and of each.
+
+    Contents can be compared only if these are equal.
+    """
+    rows = ((e.name, e.dtype, e.shape, e.device, e.layout and e.layout.text) for e in entries)
+    return _digest_rows(kind, tuple(rows))
 
 
 @lru_cache(maxsize=32)  # it is the same in every step, and a lookup is ten times cheaper
-def _structure(
-    kind: str, rows: tuple[tuple[str, Any, tuple[int, ...], str, str], ...]
-) -> Structure:
-    texts = [
-        json.dumps([kind, name, str(dtype), list(shape), device, *filter(None, [layout])])
-        for name, dtype, shape, device, layout in rows
-    ]
-    salts = np.array([of_bytes(text.encode()) for text in texts], np.uint64)
-    whole = of_bytes("\n".join(texts).encode())
-    return Structure(int(np.uint64(whole).astype(np.int64)), salts)
+def _digest_rows(kind: str, rows: tuple[tuple[Any, ...], ...]) -> tuple[int, Digests]:
+    texts = [repr((kind, *row)).encode() for row in rows]
+    return of_bytes(b"\n".join(texts)), np.array([*map(of_bytes, texts)], np.uint64)
+
+
+# --- DTensors and fully_shard
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor."""
+    kind = type(tensor)
+    return kind is not Tensor and hasattr(kind, "device_mesh") and hasattr(kind, "placements")
+
+
+def read_local(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor, without autograd."""
+    local: Tensor = tensor._local_tensor  # to_local() wraps it anew in each call
+    wait = getattr(local, "wait", None)  # a collective may still run
+    return local if wait is None else cast(Tensor, wait())
+
+
+def read_layout(tensor: Any) -> Layout:
+    """Return the placements of a DTensor; the same object for the same mesh and placements."""
+    return _layout(tensor.device_mesh, tensor.placements)
+
+
+@lru_cache(maxsize=256)
+def _layout(mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
+    grid = read_grid(mesh)
+    named = list(zip(grid.names, grid.shape, placements, strict=True))
+    splits = []
+    for placement in placements:
+        factor = getattr(placement, "split_factor", 0)  # before is_shard: it differs by version
+        sharded = placement.is_shard() or bool(factor)
+        splits.append((placement.dim, factor) if sharded else None)
+    return Layout(
+        grid,
+        tuple(splits),
+        tuple(name for name, _, placement in named if placement.is_partial()),
+        ", ".join(f"{placement!r} on {name}={size}" for name, size, placement in named),
+    )
+
+
+def list_parameters(module: torch.nn.Module) -> Iterator[Held]:
+    """Yield the parameters of an unwrapped module.
+
+    After a forward without resharding, fully_shard leaves gathered copies in the module. The
+    shards, which the optimizer updates, are yielded in their place.
+    """
+    shards = _find_shards(module)
+    for name, parameter in module.named_parameters():
+        shard, waiting = shards.get(id(parameter), (parameter, False))
+        yield Held(name, shard, waiting)
+
+
+def _find_shards(module: torch.nn.Module) -> dict[int, tuple[torch.nn.Parameter, bool]]:
+    """Return fully_shard's shards, and whether a gradient waits, by id of shard and copy."""
+    shards: dict[int, tuple[torch.nn.Parameter, bool]] = {}
+    if "torch.distributed.fsdp" not in sys.modules:
+        return shards
+    for part in module.modules():
+        get_state: Any = getattr(part, "_get_fsdp_state", None)
+        if get_state is None:
+            continue
+        state = get_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.7 has one
+        for group in [state._fsdp_param_group] if groups is None else groups:
+            unreduced = getattr(group, "_partial_reduce_output", None) is not None
+            for each in getattr(group, "fsdp_params", ()):
+                copy: Any = getattr(each, "_unsharded_param", each.sharded_param)
+                summed = getattr(each, "unsharded_accumulated_grad", None)
+                if copy is not each.sharded_param:
+                    summed = copy.grad if summed is None else summed
+                held = each.sharded_param, unreduced or summed is not None
+                shards[id(each.sharded_param)] = shards[id(copy)] = held
+    return shards

@@ -1,32 +1,53 @@
 """Verify that replicas are equal, bit for bit. Every rank calls it after a step.
 
-A healthy verification costs one pass over the replica's memory and one all_reduce of a few hundred
-bytes, however many ranks and tensors there are. The all_reduce carries digests of the count, the
-structure and the contents of each kind of tensor. Only where these differ, the ranks compare more:
-structures by name, contents by one digest per tensor, then the differing tensors (locate.py).
-
-Tensors on a DeviceMesh (fully_shard, HSDP, tensor parallelism) are compared in the ranks that must
-hold the same shard (scopes.py). That takes a second all_reduce of a few hundred bytes, along the
-mesh if no process group covers it (compare_scopes.py). With pipeline stages, 16 bytes of each rank
-travel as well, and the names of parameters that have no gradient or are frozen.
+One verification reads this rank's replica (state.py), compares it with those of the other ranks
+(compare.py), asks how the ranks train (training.py) and explains what is wrong (causes.py,
+findings.py). Healthy replicas cost one pass over the replica's memory and one all_reduce of a few
+hundred bytes, however many ranks and tensors there are. With pipeline stages, another all_reduce
+and 16 bytes of each rank travel as well, and the names of parameters without a gradient.
 """
 
 from __future__ import annotations
 
+import json
 import operator
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
 from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddpbench.replicas import findings
-from ddpbench.replicas.compare import Key, Options
-from ddpbench.replicas.gather import gather_report
+from ddpbench.replicas.channel import Channel, Target, choose_target
+from ddpbench.replicas.compare import Comparison, Options
+from ddpbench.replicas.digest import of_bytes
+from ddpbench.replicas.findings import list_findings
 from ddpbench.replicas.origin import Tracer
-from ddpbench.replicas.report import Difference, Mismatch, Report, count_kind, few, listed_kinds
+from ddpbench.replicas.report import (
+    Difference,
+    Mismatch,
+    NotCompared,
+    Origin,
+    Report,
+    count_kind,
+    few,
+    listed_kinds,
+)
+from ddpbench.replicas.state import KINDS, collect, unwrap, wrapper
+from ddpbench.replicas.training import (
+    TRAINED,
+    Flags,
+    Training,
+    add_frozen_in_some,
+    gather_facts,
+    gather_training,
+    gather_without_gradient,
+    read_flags,
+    read_usage,
+)
+from ddpbench.runtime import devices
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 _NONE = type(None)
@@ -67,7 +88,8 @@ def verify_replicas(
         `report.held_once`, and only searched for NaN. FullyShardedDataParallel and tensors with a
         Partial placement are not compared; the report names them.
     optimizer: also compare its options and state; give a list for several optimizers. The state of
-        ZeroRedundancyOptimizer is held once.
+        ZeroRedundancyOptimizer is held once. Of the numbers in the state only step counts are
+        compared: others may be a rank's own, such as LBFGS's loss.
     group: the process group (default: the ranks of the mesh of the DTensors, else DDP's own group,
         else the default group). Its timeout bounds every wait. Without a process group the report
         covers this process alone.
@@ -86,10 +108,10 @@ def verify_replicas(
     is not in the group, or for a group together with a mesh. Raises TypeError, before anything is
     sent, if an argument has a wrong type.
     """
-    settings: Any = {"gradients": gradients, "finite": finite, "locate": locate}
-    _check_types(module=module, optimizer=optimizer, group=group, mesh=mesh, **settings)
-    options = Options(**settings, step=None if step is None else _as_step_number(step))
-    return gather_report(module, _as_tuple(optimizer), mesh or group, options)
+    verifier = Verifier(
+        module, optimizer, group, gradients=gradients, finite=finite, locate=locate, mesh=mesh
+    )
+    return verifier._gather(None if step is None else _as_step_number(step))
 
 
 class Verifier:
@@ -116,21 +138,17 @@ class Verifier:
         trace_nonfinite: bool = False,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        self._settings: Any = {"gradients": gradients, "finite": finite, "locate": locate}
-        _check_types(module=module, optimizer=optimizer, group=group, mesh=mesh, **self._settings)
+        _check_types(module=module, optimizer=optimizer, group=group, mesh=mesh)
+        _check_types(gradients=gradients, finite=finite, locate=locate)
         _check_types(trace_nonfinite=trace_nonfinite)
         optimizers = _as_tuple(optimizer)
-        self._target = module, optimizers, mesh or group
         if trace_nonfinite and not optimizers:
             raise ValueError("trace_nonfinite=True needs the optimizer: its steps are counted")
+        self._target = module, optimizers, mesh or group
+        self._options = Options(gradients, finite, locate, None, trace_nonfinite=trace_nonfinite)
         self._tracer = Tracer(module, optimizers) if trace_nonfinite else None
-        self._differing: tuple[Key, ...] = ()  # at the last check
-        self._history: findings.History = {}
-        self._stages: dict[bytes, tuple[int, ...]] = {}
-        self._checks, self._failures = 0, 0
-        self._steps = (0, 0)  # the first and the last step checked
-        self._uncompared: Counter[str] = Counter()  # by kind, at the last check
-        self._nothing = False  # whether there was nothing to compare, at the last check
+        self._checks, self._failures, self._first_step = 0, 0, 0
+        self._last: Report | None = None
         self.equal_until: int | None = None  # the last step after which they were equal
         self.first_bad: dict[tuple[str, str], int] = {}  # (kind, name): step, buffers too
         self.first_report: Report | None = None  # the first that has `failed`
@@ -138,47 +156,39 @@ class Verifier:
     def check(self, step: int) -> Report:
         """Verify the replicas after this step; its number must be the same in all ranks."""
         step = _as_step_number(step)
-        options = Options(
-            **self._settings,
-            step=step,
-            equal_until=self.equal_until,
-            known=self._differing,
-            traced=self._tracer is not None,
-            stages=self._stages,
-        )
-        report = gather_report(*self._target, options, tracer=self._tracer, history=self._history)
-        self._differing = tuple((d.kind, d.name, d.values) for d in report.differences)
+        report = self._gather(step)
+        self._first_step = step if self._last is None else self._first_step
+        self._last, self._checks = report, self._checks + 1
         wrong: list[Difference | Mismatch] = [*report.differences, *report.mismatches]
         for tensor in wrong:
             self.first_bad.setdefault((tensor.kind, tensor.name), step)
         if not report.differs:
             self.equal_until = step
-        self._checks += 1
-        self._uncompared = Counter(skipped.kind for skipped in report.not_compared)
-        self._nothing = report.nothing_to_compare
-        self._steps = (self._steps[0] if self._checks > 1 else step, step)
-        self._remember(report, step)
-        return report
-
-    def _remember(self, report: Report, step: int) -> None:
         if report.failed:
             self._failures += 1
             self.first_report = self.first_report or report
         # What is right again is forgotten: if it goes wrong again, the report explains it again.
         code = report.findings[0].code if report.since == step else "replicas-differ"
-        self._history = {key: self._history.get(key, (step, code)) for key in findings.keys(report)}
+        known, keys = self._options.history, report.wrong | {d.key for d in report.differences}
+        history = {key: known.get(key, (step, code)) for key in keys}
+        self._options = replace(self._options, history=history, equal_until=self.equal_until)
+        return report
+
+    def _gather(self, step: int | None) -> Report:
+        options = replace(self._options, step=step)
+        return gather_report(*self._target, options, self._tracer)
 
     def summary(self) -> str:
         """Return the outcome of all checks so far in a few lines, without asking other ranks."""
         checks = f"{self._checks} verification{'' if self._checks == 1 else 's'}"
-        if self._checks:
-            checks += f", of steps {self._steps[0]} to {self._steps[1]}"
-        if self._uncompared:
-            checks += f" (not compared: {listed_kinds(self._uncompared)})"
-        if self._nothing:
-            checks += " (nothing to compare: each element of each parameter is in one rank only)"
-        if not self._checks:
+        if self._last is None:
             return f"{checks}: nothing was compared"
+        checks += f", of steps {self._first_step} to {self._last.step}"
+        if self._last.not_compared:
+            skipped = Counter(each.kind for each in self._last.not_compared)
+            checks += f" (not compared: {listed_kinds(skipped)})"
+        if self._last.nothing_to_compare:
+            checks += " (nothing to compare: each element of each parameter is in one rank only)"
         buffers = [name for kind, name in self.first_bad if kind == "buffer"]
         if self.first_report is None:
             others = f", except {count_kind('buffer', len(buffers))}: {few(buffers)}"
@@ -195,6 +205,7 @@ class Verifier:
         if self._tracer is not None:
             self._tracer.close()
             self._tracer = None
+            self._options = replace(self._options, trace_nonfinite=False)
 
 
 def _check_types(**arguments: object) -> None:
@@ -223,3 +234,95 @@ def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
     if optimizer is None:
         return ()
     return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+
+
+# --- one verification
+
+
+def gather_report(
+    module: torch.nn.Module,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    target: Target,
+    options: Options,
+    tracer: Tracer | None = None,
+) -> Report:
+    """Verify the replicas of a target: every rank calls it."""
+    state = collect(module, optimizers, options.gradients is not False)
+    target, root = choose_target(target, wrapper(module), state.meshes)
+    channel = Channel(target, module)
+    base = channel.make_base(root, target)
+    comparison = Comparison(channel, base, state, options, meshed=root is not None)
+    usage = read_usage(state, options.gradients is not False)
+    untrained = {name: form for name, form in usage.items() if form != TRAINED}
+    skipped = [list(astuple(each)) for each in state.not_compared]
+    digests = [of_bytes(json.dumps(each).encode()) for each in (untrained, skipped)]
+    flags = read_flags(module, optimizers, state)
+    kinds = [kind for kind in KINDS if kind != "gradient" or options.gradients]
+    same, totals = comparison.gather(kinds, [digest_rng(module), *digests], astuple(flags))
+    same_rng, same_usage, same_skipped = same
+    training = gather_training(comparison, usage, Flags(*totals), same_usage)
+    add_frozen_in_some(comparison, training)
+    if options.gradients is None and any(d.kind == "parameter" for d in comparison.differences):
+        comparison.gather(["gradient"])
+    report = comparison.make_report(
+        training.frozen,
+        without_gradient=gather_without_gradient(comparison, training, module),
+        origins=_gather_origins(comparison, tracer),
+        not_compared=_gather_not_compared(comparison, skipped, same_skipped),
+        rng_equal=same_rng,
+    )
+    return _gather_findings(comparison, training, report, options, traced=tracer is not None)
+
+
+def _gather_findings(
+    comparison: Comparison, training: Training, report: Report, options: Options, *, traced: bool
+) -> Report:
+    """Return the report with its findings."""
+    history = {key: when for key, when in options.history.items() if key in report.wrong}
+    facts = None
+    if not history and (report.differences or report.mismatches):
+        facts = gather_facts(comparison, report, training)
+    findings = list_findings(
+        report,
+        facts,
+        history=history,
+        rebroadcasts=not training.flags.keeps_buffers,
+        traced=traced,
+        stages=[comparison.base.grid.names[d] for d in comparison.base.stages],
+    )
+    since = min(history.values())[0] if history else options.step
+    return replace(
+        report,
+        findings=findings,
+        since=since if report.wrong else None,
+        repeated=bool(history) and report.wrong <= history.keys(),
+    )
+
+
+def _gather_not_compared(
+    comparison: Comparison, skipped: list[list[str]], same: bool
+) -> tuple[NotCompared, ...]:
+    tables = [skipped] if same else comparison.channel.gather_objects(skipped)
+    rows = dict.fromkeys(tuple(row) for table in tables for row in table)
+    return tuple(NotCompared(*row) for row in rows if row[0] in comparison.compared)
+
+
+def _gather_origins(comparison: Comparison, tracer: Tracer | None) -> tuple[Origin, ...]:
+    if tracer is None:
+        return ()
+    first = tracer.first() if comparison.nonfinite else None
+    tracer.clear()
+    if not comparison.nonfinite:
+        return ()
+    ranks, firsts = comparison.channel.ranks, comparison.channel.gather_objects(first)
+    origins = [Origin(r, *each) for r, each in zip(ranks, firsts, strict=True) if each is not None]
+    earliest = max((origin.steps_ago for origin in origins), default=0)
+    return tuple(origin for origin in origins if origin.steps_ago == earliest)
+
+
+def digest_rng(module: torch.nn.Module) -> int:
+    """Digest the states of torch's random number generators that this replica can draw from."""
+    used = (p.device for p in unwrap(module).parameters() if not p.is_meta)
+    device = next(used, torch.device("cpu"))
+    states = devices.of(device).random_states(device)
+    return of_bytes(b"".join(state.numpy().tobytes() for state in states))

@@ -30,11 +30,11 @@ from torch.optim import Optimizer
 from ddpbench.launch import placement
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted, spans
-from ddpbench.replicas import Report, sharding
+from ddpbench.replicas import Report, channel, state
 from ddpbench.replicas.compare import Options
-from ddpbench.replicas.gather import gather_report
 from ddpbench.replicas.report import few, listed_kinds
 from ddpbench.replicas.state import shards_state, unwrap, wrapper
+from ddpbench.replicas.verify import gather_report
 from ddpbench.watch.observe.observer import Meetings, Observer
 
 FREE_SECONDS, SHARE = 1.0, 0.005  # of waits in vain, in all: so long, and this share of the job
@@ -239,7 +239,7 @@ class Proof:
         count: Counter[str] = Counter()
         replicas = []
         for _, module, optimizers in found:
-            target, _ = sharding.choose_target(None, wrapper(module), _list_meshes(module))
+            target, _ = channel.choose_target(None, wrapper(module), _list_meshes(module))
             ranks = _list_ranks(target)
             name = _describe(module, ranks)
             count[name] += 1
@@ -321,22 +321,22 @@ def _list_parts(root: nn.Module) -> list[nn.Module]:
 
 def _list_meshes(module: nn.Module) -> list[Any]:
     """Return the meshes that a module's parameters are divided over; [] without any."""
-    held: list[Any] = [each.parameter for each in sharding.list_parameters(unwrap(module))]
-    return [parameter.device_mesh for parameter in held if sharding.is_dtensor(parameter)]
+    held: list[Any] = [each.parameter for each in state.list_parameters(unwrap(module))]
+    return [parameter.device_mesh for parameter in held if state.is_dtensor(parameter)]
 
 
-def _list_ranks(target: sharding.Target) -> list[int]:
+def _list_ranks(target: channel.Target) -> list[int]:
     """Return the ranks that a verification of this target compares."""
     if isinstance(target, DeviceMesh):
-        return sorted(sharding.read_grid(target).ranks)
+        return sorted(channel.read_grid(target).ranks)
     return dist.get_process_group_ranks(target or dist.group.WORLD)
 
 
-def _list_groups(target: sharding.Target) -> Meetings:
+def _list_groups(target: channel.Target) -> Meetings:
     """Return the ranks of each process group of a target: of a mesh, one per dimension."""
     if not isinstance(target, DeviceMesh):
         return frozenset({tuple(_list_ranks(target))})
-    sizes = sharding.read_grid(target).shape
+    sizes = channel.read_grid(target).shape
     sized = [number for number, size in enumerate(sizes) if size > 1] or [0]
     return frozenset(tuple(_list_ranks(target.get_group(number))) for number in sized)
 

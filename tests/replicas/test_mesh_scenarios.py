@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from frozen import Frozen
 from mesh_training import Setting, Training
-from replica_reports import facts_of, report_as_json, without_figures
+from replica_reports import facts_of, without_figures
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
@@ -71,7 +71,7 @@ def watch(
             if report.failed:
                 break
     assert report is not None
-    return report_as_json(report)
+    return report
 
 
 def local(tensor: Any) -> Tensor:
@@ -289,14 +289,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], An
         folder = tmp_path_factory.mktemp(f"mesh-{size}")
         return mesh_training.run_ranks([*warm_python(), __file__], size, folder)
 
-    def find(size: int, name: str) -> Any:
-        alike = [each.get(name, {"error": "did not run"}) for each in run(size)]
-        for report in alike:
-            assert "error" not in report, report["error"]
-        assert all(report == alike[0] for report in alike)
-        return alike[0]
-
-    return find
+    return lambda size, name: mesh_training.agree(run(size), name)
 
 
 HEALTHY = ("partial_parameter", "fsdp_alone", "healthy_hsdp", "healthy_fsdp+tp")

@@ -451,13 +451,8 @@ PLAYS: dict[str, Callable[[], Any]] = {
 def job(folder: Path, rank: int, size: int) -> None:
     """All plays, one after the other; outcomes in a file."""
 
-    def run(play: Callable[[], Any]) -> Any:
-        report = play()
-        return report if isinstance(report, dict) else report_as_json(report)
-
     mesh_training.start_group(folder, rank, size)
-    plays = {name: partial(run, play) for name, play in PLAYS.items()}
-    mesh_training.play_all(folder, rank, plays)
+    mesh_training.play_all(folder, rank, PLAYS)
     dist.destroy_process_group()
 
 
@@ -466,15 +461,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """The report of a play, which all ranks have alike."""
     folder = tmp_path_factory.mktemp("models")
     outcomes = mesh_training.run_ranks([*warm_python(), __file__], SIZE, folder)
-
-    def of(name: str) -> Any:
-        found = [each.get(name, {"error": "did not run"}) for each in outcomes]
-        for report in found:
-            assert "error" not in report, report["error"]
-        assert found[0] == found[1]
-        return found[0]
-
-    return of
+    return partial(mesh_training.agree, outcomes)
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, *OTHERS], ids=lambda fault: fault.__name__)

@@ -27,11 +27,12 @@ from frozen import Frozen
 from replica_reports import facts_of, report_as_json, without_figures
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from two_replicas import make_values
 from warm_python import warm_python
 
 import ddpbench
 from ddpbench.records.schema import Finding
-from ddpbench.replicas import causes, describe, digest, locate, state
+from ddpbench.replicas import causes, digest, findings, locate, state
 from ddpbench.replicas.report import ranks_text
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -53,12 +54,6 @@ FORMULAS = [digest.of_cpu, on_device]
 Formula = Callable[[Tensor], int]
 
 
-def values(dtype: torch.dtype, count: int = 40) -> Tensor:
-    """Elements that are not all alike."""
-    numbers = torch.arange(count) % 7
-    return (numbers % 2 == 0) if dtype == torch.bool else numbers.to(dtype)
-
-
 # --- one tensor
 
 
@@ -67,7 +62,7 @@ def values(dtype: torch.dtype, count: int = 40) -> Tensor:
 def test_a_digest_is_of_bits(formula: Formula, dtype: torch.dtype) -> None:
     """Of every dtype: equal bits give equal digests, each single bit flipped another one, and so
     does swapping two different elements."""
-    tensor = values(dtype, 12)
+    tensor = make_values(dtype, 12)
     whole = formula(tensor)
     assert formula(tensor.clone()) == whole
     raw = tensor.view(torch.uint8)
@@ -146,9 +141,7 @@ def test_each_tensor_is_searched_by_exactly_one_of_equal_ranks(ranks: int) -> No
 
 def test_sets_of_equal_ranks() -> None:
     """Ranks are put together by value, the most first; a tie has no minority."""
-    import numpy as np
-
-    assert locate.by_value(np.array([7, 8, 7, 9])) == [[0, 2], [1], [3]]
+    assert locate.by_value([7, 8, 7, 9]) == [[0, 2], [1], [3]]
     shown = partial(ddpbench.replicas.Difference, "parameter", "w", "float32", (1,))
     assert shown(((0, 2), (1,), (3,))).minority == (1, 3)
     assert shown(((0, 1), (2, 3))).minority == ()
@@ -196,7 +189,8 @@ def test_what_cannot_be_read_is_named() -> None:
 
 @pytest.mark.parametrize("kind", ["Adam", "SGD", "LBFGS"])
 def test_names_of_optimizer_state(kind: str) -> None:
-    """State is named after the parameter, options after the group; asking adds no state."""
+    """State is named after the parameter, options after the group; asking adds no state. A number
+    that may be the rank's own, such as LBFGS's loss, is left out."""
     module = nn.Linear(2, 1)
     optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1)
     before = len(optimizer.state)
@@ -214,6 +208,7 @@ def test_names_of_optimizer_state(kind: str) -> None:
     names = [entry.name for entry in found.entries["optimizer"]]
     assert "param_groups[0].lr" in names
     assert len(names) == len(set(names))
+    assert "0.weight.prev_loss" not in names
     wanted = {"Adam": "0.weight.exp_avg", "LBFGS": "0.weight.prev_flat_grad"}
     assert wanted.get(kind, "param_groups[0].lr") in names
     assert not found.not_compared
@@ -263,7 +258,7 @@ def test_steps_of_other_types() -> None:
 def test_what_a_bit_means(dtype: str, bits: dict[int, str]) -> None:
     """A bit is of the sign, the exponent or the fraction, by the dtype."""
     for bit, word in bits.items():
-        assert describe.name_part(dtype, bit).strip(" ()").endswith(word)
+        assert findings.name_part(dtype, bit).strip(" ()").endswith(word)
 
 
 def test_every_cause_has_its_words(frozen: Frozen) -> None:
@@ -463,7 +458,7 @@ def fault_dtypes(group: Any) -> Any:
     last = dist.get_rank() == dist.get_world_size() - 1
     module = nn.Module()
     for dtype in DTYPES:
-        tensor = values(dtype).reshape(4, 10)
+        tensor = make_values(dtype, 40).reshape(4, 10)
         if last:
             tensor[0, 2] = tensor[0, 3].clone()
         module.register_buffer(f"of_{dtype}".replace("torch.", ""), tensor)
@@ -742,12 +737,8 @@ TRAININGS = {
 def job(folder: Path) -> None:
     """All plays, in every rank of the default group; outcomes in files."""
 
-    def run(play: Callable[[Any], Any]) -> Any:
-        report = play(dist.group.WORLD)
-        return report_as_json(report) if isinstance(report, ddpbench.Report) else report
-
     plays = {**(TRAININGS if dist.get_backend() == "gloo" else {}), **PLAYS}
-    plays = {name: partial(run, play) for name, play in plays.items()}
+    plays = {name: partial(play, dist.group.WORLD) for name, play in plays.items()}
     mesh_training.play_all(folder, dist.get_rank(), plays)
     dist.destroy_process_group()
 
@@ -800,13 +791,7 @@ FOUND: dict[str, dict[str, Any]] = {  # details of the first tensor
 
 def same_everywhere(outcomes: Callable[[str], list[Any]], group: str, name: str) -> Any:
     """The report that all ranks of the group have."""
-    reports = [ranks.get(name, {"error": "did not run"}) for ranks in outcomes(group)]
-    for report in reports:
-        assert report is None or "error" not in report, report["error"]
-    assert all(report == reports[-1] for report in reports[1:])
-    if name != "play_subgroup":
-        assert reports[0] == reports[-1]
-    return reports[-1]
+    return mesh_training.agree(outcomes(group)[name == "play_subgroup" :], name)
 
 
 def names_of(report: Any) -> list[str]:

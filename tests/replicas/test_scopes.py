@@ -8,7 +8,8 @@ from math import prod
 import pytest
 from frozen import Frozen
 
-from ddpbench.replicas.places import Places
+from ddpbench.replicas.findings import Places
+from ddpbench.replicas.report import Report
 from ddpbench.replicas.scopes import (
     PRIME,
     Base,
@@ -16,8 +17,6 @@ from ddpbench.replicas.scopes import (
     Layout,
     find_offsets,
     find_scope,
-    make_line,
-    name_stages,
     weigh_scope,
 )
 
@@ -87,7 +86,8 @@ def test_a_group_of_some_ranks_of_the_mesh() -> None:
     grid = make_grid(dp=2, tp=2)
     layout = Layout(part(grid, "tp", rank=3), (ROW,), (), "")
     assert find_scope(Base((1, 3), grid, 3), layout).ranks == (1, 3)
-    assert find_scope(Base((1, 3), make_line((1, 3)), 3), layout).ranks == (1, 3)
+    line = Grid((2,), ("rank",), (1, 3))
+    assert find_scope(Base((1, 3), line, 3), layout).ranks == (1, 3)
     assert find_scope(Base((2, 3), grid, 3), layout).ranks == (3,)
 
 
@@ -116,7 +116,7 @@ def test_pipeline_stages_are_not_compared() -> None:
     assert find_scope(base, None).ranks == (4, 5, 6, 7)
     layout = Layout(part(grid, "dp_replicate", "dp_shard", rank=5), (None, ROW), (), "")
     assert find_scope(base, layout).ranks == (5, 7)
-    assert name_stages((0, 7), base) == [(0,), (1,)]
+    assert [base.locate_stage(rank) for rank in (0, 7)] == [(0,), (1,)]
 
 
 def test_weights_of_a_scope_add_up_to_nothing() -> None:
@@ -161,7 +161,11 @@ def test_a_strided_shard_without_its_cuts_has_no_place() -> None:
 
 def test_ranks_are_named_by_their_coordinates(frozen: Frozen) -> None:
     """A whole slice of the mesh by the dimensions that narrow it; other sets by their numbers."""
-    places = Places([(rank, CUBE.describe(rank)) for rank in CUBE.ranks])
+
+    def place(coordinates: tuple[tuple[int, str], ...]) -> Places:
+        return Places(Report((), None, {}, 0, coordinates=coordinates))
+
+    places = place(tuple((rank, CUBE.describe(rank)) for rank in CUBE.ranks))
     sets = ([5], [4, 5, 6, 7], [1, 3], [0, 7], range(8))
     frozen.facts(
         [
@@ -169,8 +173,8 @@ def test_ranks_are_named_by_their_coordinates(frozen: Frozen) -> None:
             *(places.name(ranks) for ranks in sets),
             places.contrast([1], [5]),
             places.contrast([0, 7], [1, 2]),
-            Places(()).name([1, 2]),
-            Places([(0, "dim 0=0"), (1, "dim 0=1")]).name([1]),
+            place(()).name([1, 2]),
+            place(((0, "dim 0=0"), (1, "dim 0=1"))).name([1]),
         ]
     )
 
