@@ -45,12 +45,10 @@ class Training:
                 have the same number of batches, of the same sizes
     validation  this rank's batches, each with its number of samples; every sample is in exactly
                 one rank, and ranks may have different numbers of batches, or none
-    settings    everything but the optimizer that the losses depend on
     """
 
     batches: Callable[[int], Iterator[tuple[Any, int]]]
     validation: tuple[tuple[Any, int], ...]
-    settings: Mapping[str, int]
 
 
 @dataclass

@@ -257,12 +257,11 @@ def _regression(settings: Mapping[str, int], setup: RankSetup) -> Task:
     epochs = range(1, tasks.EPOCHS + 1)
     full = [batch for epoch in epochs for batch, size in batches(epoch) if size == setup.batch]
     sizes = [8, *[settings["width"]] * (settings["depth"] - 1), 1]
-    stored = {"batch": setup.batch, "ranks": setup.world_size, "seed": setup.seed}
     return Task(
         build_model(lambda: build_mlp(*sizes), setup),
         lambda step: full[step % len(full)],
         loss,
-        Training(batches, validation, {**settings, **stored}),
+        Training(batches, validation),
     )
 
 
@@ -346,7 +345,7 @@ WORKLOADS: dict[str, Workload] = {
         ),
         Workload(
             name="regression",
-            help="a small net that is also trained to the end, with validation and checkpoints",
+            help="a small net that is also trained to the end, with validation",
             batch=_both(32),
             settings={"width": _both(64), "depth": _both(3)},
             build=_regression,

@@ -1,12 +1,10 @@
-"""Train a task epoch by epoch, with validation, checkpoints and resumption."""
+"""Train a task epoch by epoch, with validation."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,16 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpbench.launch.placement import Refused
 from ddpbench.measure import clock
-from ddpbench.records import store
 from ddpbench.records.load import Load, join_loads
 from ddpbench.records.schema import Epoch
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.load import LoadMeter
 
 if TYPE_CHECKING:
-    from ddpbench.catalog.task import Task, Training
+    from ddpbench.catalog.task import Task
     from ddpbench.runtime.world import World
 
 MOST_LOSSES = 200  # of the training, stored in one run beside those of whole epochs
@@ -35,11 +31,9 @@ Verify = Callable[[nn.Module, torch.optim.Optimizer], Check]
 
 @dataclass
 class _State:
-    """The content of a checkpoint, and what trains."""
+    """What trains, and how far it is."""
 
-    model: nn.Module
     optimizer: torch.optim.Optimizer
-    settings: dict[str, Any]  # a checkpoint with other settings is refused
     epoch: int = 0  # completed
     step: int = 0  # counted over all epochs
     meter: LoadMeter = field(default_factory=LoadMeter)
@@ -52,69 +46,32 @@ def train(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     epochs: int,
     *,
-    checkpoint: Path | None = None,
-    resume: bool = False,
     verify: Verify | None = None,
     report: Callable[[Epoch], None] = lambda epoch: None,
 ) -> tuple[Epoch, ...]:
     """Train to the end of epoch number `epochs`, all ranks together. Return the trained epochs.
 
-    checkpoint: rank 0 replaces this file atomically after each epoch.
-    resume: continue after its epoch, to bit-identical losses. Only rank 0 must see the file.
     verify: called once; the check that it returns follows each optimizer step.
-    report: called in every rank after each epoch, once its checkpoint is stored.
+    report: called in every rank after each epoch.
 
-    If a rank is interrupted, all ranks stop after the epoch. Raises Refused, in all ranks, for a
-    checkpoint that cannot be read, written or continued.
+    If a rank is interrupted, all ranks stop after the epoch.
     """
     if task.training is None:
         raise ValueError("this task has no training: only its steps can be measured")
-    _require_folder(world, checkpoint)
+    world.watchdog.begin_phase("the start of the training")
     device = next(task.model.parameters()).device
     device_ids = devices.of(device).ddp_device_ids(device)
     ddp = DistributedDataParallel(task.model, device_ids, process_group=tested)
-    _build_buckets(ddp, task, task.training)
-    optimizer = make_optimizer(ddp)
-    state = _State(ddp.module, optimizer, _settings(task.training, optimizer))
-    if resume:
-        _resume(world, checkpoint, state, epochs)
-    check = verify(ddp, optimizer) if verify else None
+    state = _State(make_optimizer(ddp))
+    check = verify(ddp, state.optimizer) if verify else None
     trained: list[Epoch] = []
     while state.epoch < epochs:
         parts = max(1, MOST_LOSSES // epochs)
         trained.append(_train_epoch(world, task, ddp, state, parts=parts, check=check))
-        _save(world, checkpoint, state)
         report(trained[-1])
         if control.agree_objection(world, world.interrupted) is not None:
             break
     return tuple(trained)
-
-
-def _require_folder(world: World, checkpoint: Path | None) -> None:
-    world.watchdog.begin_phase("the start of the training")
-    folder = checkpoint.parent if checkpoint and world.rank == 0 else Path()
-    absent = None if folder.is_dir() else f"--checkpoint {checkpoint}: there is no folder {folder}"
-    if (sentence := control.agree_objection(world, absent)) is not None:
-        raise Refused(sentence)
-
-
-def _build_buckets(ddp: DistributedDataParallel, task: Task, training: Training) -> None:
-    """Run one backward without a step, so that DDP rebuilds its buckets.
-
-    With more than two ranks, a gradient's position in its bucket determines the order in which it
-    is summed. Otherwise the first step of each process would sum in a different order, and a
-    resumed training would deviate from an uninterrupted one. Weights, buffers and random state do
-    not change.
-    """
-    batch, _ = next(iter(training.batches(1)))
-    before = [buffer.clone() for buffer in ddp.module.buffers()]
-    device = next(ddp.module.parameters()).device
-    with torch.random.fork_rng(devices.of(device).seeded_devices(device), device_type=device.type):
-        loss: Any = task.loss(ddp, batch)
-        loss.backward()
-    for buffer, saved in zip(ddp.module.buffers(), before, strict=True):
-        buffer.copy_(saved)
-    ddp.zero_grad(set_to_none=True)
 
 
 def _train_epoch(
@@ -141,9 +98,6 @@ def _train_epoch(
     seconds, load = (clock.now_ns() - began) * 1e-9, asdict(state.meter.read())
     own = [seconds, load, torch.stack([chunk.sum(0) for chunk in chunks]).tolist()]
     all_seconds, loads, chunk_sums = zip(*control.gather_values(world, own), strict=True)
-    # These sums are apart from those of the whole epoch: their number depends on that of all
-    # epochs, and so would the order in which an all_reduce adds them up. A resumed training must
-    # not differ.
     losses = tuple(map(_mean_loss, torch.tensor(chunk_sums, dtype=torch.float64).sum(0).tolist()))
     return Epoch(
         number=state.epoch,
@@ -203,96 +157,3 @@ def _validate(world: World, task: Task, module: nn.Module) -> Tensor:
         world.watchdog.rearm()
     module.train()
     return sums
-
-
-# --- checkpoints ----------------------------------------------------------------------------------
-
-
-def _settings(training: Training, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    rate = optimizer.param_groups[0]["lr"]
-    return {**training.settings, "optimizer": type(optimizer).__name__, "learning rate": rate}
-
-
-def _save(world: World, path: Path | None, state: _State) -> None:
-    """Write the checkpoint, if one is wanted, in rank 0. Raises Refused in all ranks on failure."""
-    if path is None:
-        return
-    world.watchdog.begin_phase("the saving of the checkpoint")
-    objection = None
-    if world.rank == 0:
-        content = io.BytesIO()
-        torch.save(_stored(state), content)
-        try:
-            store.replace_file(path, content.getvalue())
-        except OSError as error:
-            objection = (
-                f"the checkpoint {path} cannot be written after epoch {state.epoch} "
-                f"({error.strerror}): choose a writable file"
-            )
-    if (sentence := control.agree_objection(world, objection)) is not None:
-        raise Refused(sentence)
-
-
-def _stored(state: _State) -> dict[str, Any]:
-    """Return the content of a checkpoint: only tensors, numbers and text."""
-    return {
-        "settings": state.settings,
-        "epoch": state.epoch,
-        "step": state.step,
-        "model": state.model.state_dict(),
-        "optimizer": state.optimizer.state_dict(),
-    }
-
-
-def _resume(world: World, path: Path | None, state: _State, epochs: int) -> None:
-    """Load the checkpoint into the state. Raises Refused, in all ranks, if that fails.
-
-    Rank 0 reads the bytes and sends them to all ranks: other hosts may have no such file, or
-    another file with that name.
-    """
-    if path is None:
-        raise ValueError("resume needs a checkpoint")
-    world.watchdog.begin_phase("the reading of the checkpoint")
-    content, objection = b"", None
-    if world.rank == 0:
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            objection = f"the checkpoint {path} cannot be read ({error.strerror}): start without it"
-    if (objection := control.broadcast_value(world, objection)) is None:
-        content = control.broadcast_bytes(world, content)
-        objection = control.agree_objection(world, _load(content, path, state, epochs))
-    if objection is not None:
-        raise Refused(objection)
-
-
-def _load(content: bytes, path: Path, state: _State, epochs: int) -> str | None:
-    """Load the checkpoint into the state. Return one sentence if it does not fit, else None."""
-    try:
-        # Read to the CPU; load_state_dict then copies each tensor to its device. Adam's count of
-        # steps would otherwise be on the GPU, and every step would wait for it.
-        stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes may raise anything
-        return f"the checkpoint {path} is damaged ({control.first_line(error)}): start without it"
-    if not isinstance(stored, dict) or stored.keys() != _stored(state).keys():
-        return f"{path} is not a checkpoint of ddpbench: start without it"
-    settings = stored["settings"]
-    for name in dict.fromkeys([*state.settings, *settings]):
-        here, there = state.settings.get(name), settings.get(name)
-        if here != there:
-            return (
-                f"the checkpoint {path} is from another training: {name} is {there} there and "
-                f"{here} here; use the same options, or start without it"
-            )
-    if stored["epoch"] >= epochs:
-        return (
-            f"the checkpoint {path} was made after epoch {stored['epoch']}, but --epochs is "
-            f"{epochs}: choose more epochs"
-        )
-    try:
-        state.model.load_state_dict(stored["model"])
-        state.optimizer.load_state_dict(stored["optimizer"])
-    except (RuntimeError, ValueError, KeyError) as error:
-        return f"the checkpoint {path} is from another model: {control.first_line(error)}"
-    state.epoch, state.step = stored["epoch"], stored["step"]
-    return None

@@ -55,8 +55,6 @@ class Options(RunOptions):
     on_mismatch: str
     inject: tuple[str, ...]
     epochs: int | None
-    checkpoint: str | None
-    resume: bool
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -186,10 +184,8 @@ class Options(RunOptions):
         if self.batch and own:
             raise Refused(f"--batch does not apply to {own[0]}: its batch(step) sets the size")
         trains = [workload for workload in built_in if workload.trains]
-        if (self.checkpoint or self.resume or self.epochs) and len(trains) != 1:
-            raise Refused("--epochs, --checkpoint and --resume need --workload regression")
-        if self.resume and not self.checkpoint:
-            raise Refused("--resume needs --checkpoint FILE, the file to continue from")
+        if self.epochs and len(trains) != 1:
+            raise Refused("--epochs needs --workload regression")
 
 
 class _Setting(argparse.Action):
@@ -212,8 +208,6 @@ TRAINED = """
 --threads      compute threads per rank (default: OMP_NUM_THREADS, else the host's cores divided by
                its ranks)
 --epochs       epochs of regression's training (default: 20)
---checkpoint   save regression's training in this file after each epoch (default: not saved)
---resume       continue the training from --checkpoint
 """
 PARALLEL = """
 --parallel     way of parallel training (default: ddp). {ways}
@@ -275,8 +269,6 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     add("--amp", choices=("bf16",))
     add("--threads", kind=options.whole(1), metavar="N")
     add("--epochs", kind=options.whole(0), metavar="N")
-    add("--checkpoint", metavar="FILE")
-    add("--resume", action="store_true")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -215,8 +214,6 @@ class Trial:
             workload.build(options.settings_of(workload), self.rank_setup(case.batch)),
             lambda model: OPTIMIZERS[case.optimizer].make(model.parameters(), rate),
             epochs,
-            checkpoint=Path(options.checkpoint) if options.checkpoint else None,
-            resume=options.resume,
             verify=verify if options.verify else None,
             report=lambda epoch: self._report_epoch(case, epoch),
         )

@@ -1,4 +1,4 @@
-"""Training to the end: losses, checkpoints and resumption, in real ranks.
+"""Training to the end: losses and verdicts, in real ranks.
 
 One job plays everything in all its ranks and leaves what it saw in files. A rank runs this very
 file: `python test_training.py FOLDER SIZE PLAY…`.
@@ -7,11 +7,9 @@ file: `python test_training.py FOLDER SIZE PLAY…`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -27,8 +25,6 @@ import mpi_jobs
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
-from frozen import Frozen
 from patience import PATIENCE_SECONDS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,7 +33,7 @@ from warm_python import warm_python
 from ddpbench.catalog import workloads
 from ddpbench.catalog.task import RankSetup, Task, Training
 from ddpbench.catalog.workloads import WORKLOADS
-from ddpbench.launch.placement import Placement, Refused
+from ddpbench.launch.placement import Placement
 from ddpbench.measure import training
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Epoch
@@ -46,9 +42,6 @@ from ddpbench.runtime.world import World, join_world
 
 CPU = torch.device("cpu")
 SMALL = {"width": 16, "depth": 3}
-
-
-FULL = "No space left on device"  # the words of the kernel
 
 
 @dataclass
@@ -74,30 +67,15 @@ class Bench:
         return WORKLOADS["regression"].build(self.settings, self.setup(rank))
 
     def train(
-        self, epochs: int, checkpoint: str | None = None, resume: bool = False,
-        verify: training.Verify | None = None, seen: Callable[[Epoch], Any] = str,
-        task: Task | None = None,
+        self, epochs: int, verify: training.Verify | None = None,
+        seen: Callable[[Epoch], Any] = str, task: Task | None = None,
     ) -> tuple[Epoch, ...]:  # fmt: skip
         """All ranks together."""
-        path = self.folder / checkpoint if checkpoint else None
         return training.train(
             self.world, self.tested, task or self.task(),
             lambda model: torch.optim.Adam(model.parameters(), lr=self.rate),
-            epochs, checkpoint=path, resume=resume, verify=verify, report=seen,
+            epochs, verify=verify, report=seen,
         )  # fmt: skip
-
-    def refusal(self, *arguments: Any, **more: Any) -> str:
-        """The sentence with which this rank's training is refused."""
-        try:
-            self.train(*arguments, **more)
-        except Refused as refused:
-            return str(refused)
-        return "not refused"
-
-
-def losses(epochs: tuple[Epoch, ...]) -> list[Any]:
-    """What must be the same bit for bit."""
-    return [[e.number, e.train_loss.hex(), e.validation_loss.hex()] for e in epochs]
 
 
 def validated(module: nn.Module, shares: list[Training]) -> float:
@@ -109,20 +87,6 @@ def validated(module: nn.Module, shares: list[Training]) -> float:
 
 
 # --- the plays: each runs in every rank, and returns what its test looks at
-
-
-def play_resumed(bench: Bench) -> Any:
-    """Four epochs at once, and in three goes with other random numbers drawn between."""
-    one, other = bench.task(), bench.task()
-    whole = bench.train(4, task=one)
-    torch.rand(3)
-    parts = bench.train(1, "resumed.pt")
-    torch.rand(3)
-    parts += bench.train(2, "resumed.pt", resume=True)
-    parts += bench.train(4, "resumed.pt", resume=True, task=other)
-    weights = [bytes(nn.utils.parameters_to_vector(task.model.parameters()).detach()
-                     .view(torch.uint8).tolist()).hex() for task in (one, other)]  # fmt: skip
-    return {"whole": losses(whole), "parts": losses(parts), "weights": weights}
 
 
 def play_losses(bench: Bench) -> Any:
@@ -157,25 +121,8 @@ def play_diverged(bench: Bench) -> Any:
     return [[e.train_loss, e.validation_loss, e.train_losses[-1]] for e in epochs]
 
 
-def play_start(bench: Bench) -> Any:
-    """What comes before the first epoch leaves weights, buffers and random state as they are."""
-    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
-    model[1].running_mean += bench.world.rank
-    replica = DistributedDataParallel(model, process_group=bench.tested)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    random = torch.get_rng_state()
-    once = Training(lambda _: iter([(torch.ones(4, 2), 4)]), (), {})
-    task = Task(model, lambda step: None, lambda model, batch: model(batch).square().mean(), once)
-    training._build_buckets(replica, task, once)
-    return {
-        "same": all(torch.equal(value, before[name]) for name, value in model.state_dict().items()),
-        "random": torch.equal(random, torch.get_rng_state()),
-        "gradients": [p.grad is None for p in model.parameters()],
-    }
-
-
 def play_verified(bench: Bench) -> Any:
-    """Replicas that are found to differ in one step, over a resumption."""
+    """Replicas that are found to differ in one step."""
     steps: list[int] = []
 
     def verify(model: nn.Module, optimizer: torch.optim.Optimizer) -> training.Check:
@@ -183,65 +130,15 @@ def play_verified(bench: Bench) -> Any:
         assert isinstance(optimizer, torch.optim.Adam)
         return lambda step: steps.append(step) or step != workloads.STEPS + 2
 
-    epochs = bench.train(1, "verified.pt", verify=verify)
-    epochs += bench.train(3, "verified.pt", resume=True, verify=verify)
+    epochs = bench.train(3, verify=verify)
     return {"steps": steps, "equal": [epoch.replicas_equal for epoch in epochs]}
 
 
 def play_seen(bench: Bench) -> Any:
-    """Epochs are told one by one, with the checkpoint there."""
-    path, told = bench.folder / "seen.pt", []
-
-    def seen(epoch: Epoch) -> None:
-        dist.barrier()
-        stored = torch.load(path, weights_only=True)
-        told.append([epoch.number, stored["epoch"], stored["step"]])
-        dist.barrier()
-
-    bench.train(2, "seen.pt", seen=seen)
-    dist.barrier()
-    left = [path.name for path in bench.folder.glob(".*")]
-    return {"told": told, "left": left}
-
-
-def play_refused(bench: Bench) -> Any:
-    """What a checkpoint can have against being gone on from, by name."""
-    if bench.world.rank == 0:
-        (bench.folder / "text.pt").write_text("no checkpoint")
-        (bench.folder / "empty.pt").write_bytes(b"")
-        torch.save({"weights": torch.ones(3)}, bench.folder / "foreign.pt")
-    bench.train(1, "good.pt")
-    if bench.world.rank == 0:
-        content = (bench.folder / "good.pt").read_bytes()
-        (bench.folder / "half.pt").write_bytes(content[: len(content) // 2])
-        stored = torch.load(bench.folder / "good.pt", weights_only=True)
-        stored["model"].popitem()
-        torch.save(stored, bench.folder / "lacking.pt")
-    again = {"resume": True}
-    names = ("missing", "text", "empty", "foreign", "half", "lacking")
-    told = {name: bench.refusal(2, f"{name}.pt", **again) for name in names}
-    told["done"] = bench.refusal(1, "good.pt", **again)
-    told["width"] = replace(bench, settings={**SMALL, "width": 8}).refusal(2, "good.pt", **again)
-    told["seed"] = replace(bench, seed=4).refusal(2, "good.pt", **again)
-    told["rate"] = replace(bench, rate=0.5).refusal(2, "good.pt", **again)
-    told["folder"] = bench.refusal(2, "none/good.pt")
+    """Epochs are reported one by one."""
+    told: list[int] = []
+    bench.train(2, seen=lambda epoch: told.append(epoch.number))
     return told
-
-
-def play_full_disk(bench: Bench) -> Any:
-    """The disk is full after a few bytes, when the second epoch is to be saved."""
-    bench.train(1, "full.pt")
-
-    def write(path: Path, content: bytes) -> int:
-        with path.open("wb") as file:
-            file.write(content[:10])
-        raise OSError(errno.ENOSPC, FULL, str(path))
-
-    with mock.patch.object(Path, "write_bytes", write):
-        told = bench.refusal(2, "full.pt", resume=True)
-    dist.barrier()
-    stored = torch.load(bench.folder / "full.pt", weights_only=True)
-    return {"told": told, "epoch": stored["epoch"], "left": len(list(bench.folder.glob(".full*")))}
 
 
 def play_interrupted(bench: Bench) -> Any:
@@ -251,9 +148,7 @@ def play_interrupted(bench: Bench) -> Any:
         if epoch.number == 2 and bench.world.rank == bench.world.world_size - 1:
             os.kill(os.getpid(), signal.SIGINT)
 
-    epochs = bench.train(4, "interrupted.pt", seen=seen)
-    stored = torch.load(bench.folder / "interrupted.pt", weights_only=True)
-    return {"trained": [epoch.number for epoch in epochs], "stored": stored["epoch"]}
+    return [epoch.number for epoch in bench.train(4, seen=seen)]
 
 
 def play_converged(bench: Bench) -> Any:
@@ -330,19 +225,6 @@ SIZES = pytest.mark.parametrize("size", [1, 3])
 
 
 @SIZES
-def test_resuming_changes_no_bit(played: Played, size: int) -> None:
-    """Losses and final weights of a training that was resumed twice are those of one that was not,
-    in every rank."""
-    seen = played(size, "resumed")
-    first = seen[0]
-    assert [number for number, *_ in first["whole"]] == [1, 2, 3, 4]
-    assert first["parts"] == first["whole"]
-    assert len({loss for _, *both in first["whole"] for loss in both}) == 8
-    assert len({weights for one in seen for weights in one["weights"]}) == 1
-    assert all(one["whole"] == one["parts"] == first["whole"] for one in seen)
-
-
-@SIZES
 def test_losses_are_of_all_samples(played: Played, size: int) -> None:
     """Training and validation loss are what one process computes over the samples of all ranks,
     the same number in every rank, though the ranks have unequal shares of the validation."""
@@ -378,63 +260,24 @@ def test_a_training_that_diverges_goes_on_without_losses(played: Played, size: i
 
 
 @SIZES
-def test_the_start_leaves_no_trace(played: Played, size: int) -> None:
-    """The backward that makes DDP sort its buckets changes neither weights, buffers, gradients nor
-    random state."""
-    for one in played(size, "start"):
-        assert one == {"same": True, "random": True, "gradients": [True] * 4}
-
-
-@SIZES
 def test_steps_are_verified(played: Played, size: int) -> None:
-    """After each step, counted over all epochs, resumed ones too; an epoch in which the replicas
-    once differed says so."""
+    """After each step, counted over all epochs; an epoch in which the replicas once differed says
+    so."""
     for one in played(size, "verified"):
         assert one["steps"] == list(range(1, 3 * workloads.STEPS + 1))
         assert one["equal"] == [True, False, True]
 
 
 @SIZES
-def test_each_epoch_is_told_and_kept(played: Played, size: int) -> None:
-    """In order, in every rank, when its checkpoint is there; nothing else is left in the folder."""
-    for one in played(size, "seen"):
-        assert one == {"told": [[1, 1, 16], [2, 2, 32]], "left": []}
-
-
-REFUSED = ["missing", "foreign", "done", "width", "seed", "rate", "folder"]
-# The reason is in torch's own words.
-DAMAGED = {"text": "damaged", "empty": "damaged", "half": "damaged", "lacking": "another model"}
-
-
-@SIZES
-@pytest.mark.parametrize("case", [*REFUSED, *DAMAGED])
-def test_a_bad_checkpoint_is_one_sentence(
-    played: Played, size: int, case: str, frozen: Frozen
-) -> None:
-    """All ranks together refuse, with the same sentence; none waits for another."""
-    (told,) = {one[case] for one in played(size, "refused")}
-    assert "\n" not in told
-    if case in DAMAGED:
-        assert f"{case}.pt is " in told
-        assert DAMAGED[case] in told
-    else:
-        frozen.text(re.sub(r"/\S+/ranks-\d+/", "", told))
-
-
-@SIZES
-def test_a_full_disk_is_one_sentence(played: Played, size: int) -> None:
-    """In all ranks; the checkpoint before stays, and nothing half-written."""
-    for one in played(size, "full_disk"):
-        assert FULL in one["told"]
-        assert "epoch 2" in one["told"]
-        assert (one["epoch"], one["left"]) == (1, 0)
+def test_each_epoch_is_reported(played: Played, size: int) -> None:
+    """In order, in every rank."""
+    assert played(size, "seen") == [[1, 2]] * size
 
 
 @SIZES
 def test_an_interrupted_rank_ends_all(played: Played, size: int) -> None:
-    """After the epoch, in all ranks, with that epoch's checkpoint."""
-    for one in played(size, "interrupted"):
-        assert one == {"trained": [1, 2], "stored": 2}
+    """After the epoch, in all ranks."""
+    assert played(size, "interrupted") == [[1, 2]] * size
 
 
 @SIZES
