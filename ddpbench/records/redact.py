@@ -1,7 +1,7 @@
 """Remove secrets, user names and home folders from runs, tables and messages.
 
 Everything that is stored, read or printed passes through here. Host names stay, because the reader
-must know which host is at fault.
+needs them to find the faulty host.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def is_secret_name(name: str) -> bool:
 def text(shown: str, whose: Owner | None = None) -> str:
     """Remove secrets, home folders and the user's name from a text.
 
-    whose: the owner to hide; None: of this process.
+    whose: the owner to hide; None: the owner of this process.
     """
     return _text(shown, owner() if whose is None else whose)
 

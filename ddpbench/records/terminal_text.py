@@ -65,7 +65,7 @@ def escape_record(record: T) -> T:
 
 
 def _escaped(value: Any, escape_text: Callable[[str], str], done: dict[int, Any]) -> Any:
-    """Escape all strings in a value. done: results by identity, for a series repeats its runs."""
+    """Escape all strings in a value. done: results by identity, because a series repeats runs."""
     if isinstance(value, str):
         return escape_text(value)
     if isinstance(value, (tuple, list)):
