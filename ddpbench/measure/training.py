@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MOST_LOSSES = 200  # of the training, stored in one run beside those of whole epochs
 
-# Takes the number of the step, from 1 over all epochs. Returns whether the replicas are equal.
+# Called with the number of the step, counted from 1. Returns whether the replicas are equal.
 Check = Callable[[int], bool]
 Verify = Callable[[nn.Module, torch.optim.Optimizer], Check]
 
@@ -68,7 +68,7 @@ def train(
     checkpoint that cannot be read, written or continued.
     """
     if task.training is None:
-        raise ValueError("this task has no training: only its steps can be measured")
+        raise ValueError("this task cannot be trained: only its steps can be measured")
     _require_folder(world, checkpoint)
     device = next(task.model.parameters()).device
     device_ids = devices.of(device).ddp_device_ids(device)
@@ -93,7 +93,7 @@ def train(
 def _require_folder(world: World, checkpoint: Path | None) -> None:
     world.watchdog.begin_phase("the start of the training")
     folder = checkpoint.parent if checkpoint and world.rank == 0 else Path()
-    absent = None if folder.is_dir() else f"--checkpoint {checkpoint}: there is no folder {folder}"
+    absent = None if folder.is_dir() else f"--checkpoint {checkpoint}: create folder {folder} first"
     if (sentence := control.agree_objection(world, absent)) is not None:
         raise Refused(sentence)
 
@@ -101,10 +101,9 @@ def _require_folder(world: World, checkpoint: Path | None) -> None:
 def _build_buckets(ddp: DistributedDataParallel, task: Task, training: Training) -> None:
     """Run one backward without a step, so that DDP rebuilds its buckets.
 
-    With more than two ranks, a gradient's position in its bucket determines the order in which it
-    is summed. Otherwise the first step of each process would sum in a different order, and a
-    resumed training would deviate from an uninterrupted one. Weights, buffers and random state do
-    not change.
+    With more than two ranks, a gradient's position in its bucket determines the order of its sum.
+    Without this, the first step of each process would sum in another order, and a resumed training
+    would deviate from an uninterrupted one. Weights, buffers and random state do not change.
     """
     batch, _ = next(iter(training.batches(1)))
     before = [buffer.clone() for buffer in ddp.module.buffers()]
@@ -128,7 +127,7 @@ def _train_epoch(
 ) -> Epoch:
     """Train and validate once through the data. Return the same record in all ranks.
 
-    parts: of the epoch, with a training loss of their own; fewer if there are fewer steps.
+    parts: number of parts of the epoch, each with its own training loss; at most one per step.
     """
     world.watchdog.begin_phase(f"epoch {state.epoch + 1} of the training")
     state.meter.read()  # the load of the epoch begins here
@@ -141,9 +140,8 @@ def _train_epoch(
     seconds, load = (clock.now_ns() - began) * 1e-9, asdict(state.meter.read())
     own = [seconds, load, torch.stack([chunk.sum(0) for chunk in chunks]).tolist()]
     all_seconds, loads, chunk_sums = zip(*control.gather_values(world, own), strict=True)
-    # These sums are apart from those of the whole epoch: their number depends on that of all
-    # epochs, and so would the order in which an all_reduce adds them up. A resumed training must
-    # not differ.
+    # Do not add these to the all_reduce of the whole epoch: their number depends on the number of
+    # epochs, and would change the order of its sums. A resumed training must not differ.
     losses = tuple(map(_mean_loss, torch.tensor(chunk_sums, dtype=torch.float64).sum(0).tolist()))
     return Epoch(
         number=state.epoch,
@@ -159,7 +157,7 @@ def _train_epoch(
 def _take_steps(
     world: World, ddp: DistributedDataParallel, task: Task, state: _State, check: Check | None
 ) -> tuple[Tensor, bool]:
-    """Take the steps of the next epoch; return float64[step, 2] as `_weigh`, and their verdict."""
+    """Take the steps of the next epoch; return float64[step, 2] of `_weigh`, and their verdict."""
     assert task.training is not None
     equal, steps = True, []
     state.epoch += 1
@@ -214,7 +212,7 @@ def _settings(training: Training, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def _save(world: World, path: Path | None, state: _State) -> None:
-    """Write the checkpoint, if one is wanted, in rank 0. Raises Refused in all ranks on failure."""
+    """Write the checkpoint, if requested, in rank 0. Raises Refused in all ranks on failure."""
     if path is None:
         return
     world.watchdog.begin_phase("the saving of the checkpoint")
@@ -226,7 +224,7 @@ def _save(world: World, path: Path | None, state: _State) -> None:
             store.replace_file(path, content.getvalue())
         except OSError as error:
             objection = (
-                f"the checkpoint {path} cannot be written after epoch {state.epoch} "
+                f"cannot write the checkpoint {path} after epoch {state.epoch} "
                 f"({error.strerror}): choose a writable file"
             )
     if (sentence := control.agree_objection(world, objection)) is not None:
@@ -258,7 +256,7 @@ def _resume(world: World, path: Path | None, state: _State, epochs: int) -> None
         try:
             content = path.read_bytes()
         except OSError as error:
-            objection = f"the checkpoint {path} cannot be read ({error.strerror}): start without it"
+            objection = f"cannot read the checkpoint {path} ({error.strerror}): leave out --resume"
     if (objection := control.broadcast_value(world, objection)) is None:
         content = control.broadcast_bytes(world, content)
         objection = control.agree_objection(world, _load(content, path, state, epochs))
@@ -273,20 +271,20 @@ def _load(content: bytes, path: Path, state: _State, epochs: int) -> str | None:
         # steps would otherwise be on the GPU, and every step would wait for it.
         stored = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes may raise anything
-        return f"the checkpoint {path} is damaged ({control.first_line(error)}): start without it"
+        return f"the checkpoint {path} is damaged ({control.first_line(error)}): leave out --resume"
     if not isinstance(stored, dict) or stored.keys() != _stored(state).keys():
-        return f"{path} is not a checkpoint of ddpbench: start without it"
+        return f"{path} is not a checkpoint of ddpbench: leave out --resume"
     settings = stored["settings"]
     for name in dict.fromkeys([*state.settings, *settings]):
         here, there = state.settings.get(name), settings.get(name)
         if here != there:
             return (
-                f"the checkpoint {path} is from another training: {name} is {there} there and "
-                f"{here} here; use the same options, or start without it"
+                f"the checkpoint {path} is from another training: its {name} is {there}, but this "
+                f"training has {here}; use the same options, or leave out --resume"
             )
     if stored["epoch"] >= epochs:
         return (
-            f"the checkpoint {path} was made after epoch {stored['epoch']}, but --epochs is "
+            f"the checkpoint {path} was stored after epoch {stored['epoch']}, but --epochs is "
             f"{epochs}: choose more epochs"
         )
     try:
