@@ -1,7 +1,7 @@
 """Offsets between the clocks of hosts, and whether their stamps are comparable.
 
 Cristian's method (1989): rank 0 takes a stamp, asks, and takes a stamp of the answer. The other
-clock's stamp is in between, so the round trip bounds its offset, however long each direction took.
+clock's stamp is in between, so the round trip bounds its offset, even if the directions differ.
 The shortest round trip gives the tightest bound. The bound is a hard one.
 """
 

@@ -243,7 +243,7 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
         mark="M",
     ),
     "skew": Flag(
-        f"the ranks entered the call apart, by more than {SKEW_SHARE * 100:g} % of its time",
+        f"the ranks entered at different times: the gap exceeds {SKEW_SHARE * 100:g} % of the time",
         _is_skewed,
         mark="S",
     ),
@@ -321,7 +321,7 @@ def modes(quantiles: Floats, repetitions: int) -> tuple[Mode, ...]:
 
 def _valley(logs: Floats, repetitions: int) -> float | None:
     """Return the value between two peaks where the density of these sorted values is lowest."""
-    low, high = np.percentile(logs, [0.5, 99.5])  # beyond lies no mode
+    low, high = np.percentile(logs, [0.5, 99.5])  # modes are within these
     quarter, three = np.percentile(logs, [25, 75])
     deviation = float(logs.std())
     if not (deviation and high > low):

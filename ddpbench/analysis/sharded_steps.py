@@ -147,7 +147,7 @@ def _collectives(
 
 
 def _late_rank(same: Sequence[_Measured], confidence: float, least: float) -> int | None:
-    """Return the rank for which the others of its group wait; None unless one stands out."""
+    """Return the rank for which the others of its group wait; None if none exceeds the noise."""
     blocked = _sum([each.blocked for each in same])
     for ranks in same[0].groups:
         late = steps.late_rank(blocked[list(ranks)], confidence, least)

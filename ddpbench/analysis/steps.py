@@ -305,7 +305,7 @@ def _buckets(samples: Samples, step: float) -> Iterator[Bucket]:
 
 
 def late_rank(seconds: Floats, confidence: float, least: float) -> int | None:
-    """Return the rank that most often waited least; None unless it stands out of the noise.
+    """Return the rank that most often waited least; None unless it exceeds the noise.
 
     The others must wait longer by more than `least` seconds. seconds: [world, round]. The
     confidence is corrected by the number of ranks and buckets (Bonferroni).

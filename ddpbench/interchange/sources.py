@@ -86,7 +86,7 @@ def read(path: Path, hints: Hints = NO_HINTS) -> Run:
         try:
             test, results = read_part(Part(text[i:j], line, hints, left_out))
             if not results or len({result.case for result in results}) < len(results):
-                raise ValueError("the test has no row of results, or repeats a size (-N)")
+                raise ValueError("the test contains no results, or repeats a size (-N)")
             tests.append((test, results))
         except ValueError as error:
             left_out.append((line, str(error)))

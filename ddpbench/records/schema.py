@@ -158,7 +158,7 @@ class Result:
     case: Case
     launch: int
     bus_factor: float  # busbw / algbw
-    least_nbytes: float  # what a rank must move at least, whatever the algorithm
+    least_nbytes: float  # the least that a rank must move, with any algorithm
     requested_nbytes: int
     reason: str | None = None  # why the case was skipped
     calls: int = 1  # operations in one repetition: in flight, batched, or both ways of a ping-pong

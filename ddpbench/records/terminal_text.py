@@ -137,7 +137,7 @@ def divert_libraries() -> None:
 
 
 def silence_stdout() -> None:
-    """Discard further output if stdout accepts no more: its reader has gone or its disk is full."""
+    """Discard further output if stdout accepts no more: its reader ended or its disk is full."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         return
