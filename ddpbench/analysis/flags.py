@@ -20,7 +20,7 @@ class AnyLine:
     """A line of either kind: a case of collectives or a DDP step, over its launches."""
 
     case: Case | StepCase
-    results: tuple[Result, ...] | tuple[StepResult, ...]  # one per launch with anything to show
+    results: tuple[Result, ...] | tuple[StepResult, ...]  # one per launch with a result
     reason: str | None = None  # why no launch measured it
     seconds: float | None = None  # of one call or step
     interval: Interval | None = None  # of `seconds`

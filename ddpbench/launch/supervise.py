@@ -23,7 +23,7 @@ from ddpbench.launch import siblings
 from ddpbench.launch.family import Family
 from ddpbench.records.terminal_text import tell
 
-# Between looks while ranks start, for how long, and later.
+# Seconds between looks while ranks start, how long that lasts, and seconds between looks later.
 FIND_SECONDS, START_SECONDS, LOOK_SECONDS = 0.05, 10.0, 0.5
 # Beyond the deadline, for the ranks to report by themselves: while they connect, and once their
 # watchdogs run; and for them to end after a signal.
@@ -39,7 +39,7 @@ WHO_KILLS = "Next: check in `dmesg` whether memory ran out, else find what kille
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long ranks may be stopped."""
+    """The longest time that ranks may be stopped, and what happens then."""
 
     seconds: float = 60.0  # --timeout
     ends: bool = True  # even once the ranks are connected (--watchdog)

@@ -77,7 +77,7 @@ class Hook:
         if self.least_seconds and bucket.is_last():
             value = future.wait()
             device = bucket.buffer().device
-            devices.of(device).synchronize_stream(device)  # on a GPU, wait() waits for nothing
+            devices.of(device).synchronize_stream(device)  # on a GPU, wait() does not block
             time.sleep(max(0.0, self.least_seconds - (clock.now_ns() - began) * 1e-9))
             future = torch.futures.Future()
             future.set_result(value)

@@ -43,7 +43,7 @@ def find_shortage(task: Task, case: StepCase, device: torch.device, replicas: in
     try:
         with torch.random.fork_rng(seeded, device_type=device.type):
             _run_alone(task, case, device, replicas)
-    except Exception as error:  # the first step raises all others again, as of a loss for DDP only
+    except Exception as error:  # the first real step raises other errors again
         shortage = describe_shortage(error, case)
     task.model.zero_grad(set_to_none=True)
     for buffer, saved in buffers:

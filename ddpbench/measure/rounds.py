@@ -86,7 +86,7 @@ class Rounds:
     _timers: list[dict[str, float]] = field(default_factory=list)
     _steps: Counter[str] = field(default_factory=Counter)  # taken so far in each arm
     _watches_peak: bool = False
-    _peak_nbytes: int = 0  # of the last step of the warm-up; 0: not known
+    _peak_nbytes: int = 0  # of the last step of the warm-up; 0: unknown
     _timed: list[Any] = field(default_factory=list)  # what the last timed step of a round recorded
 
     def run(self) -> Measured:

@@ -44,7 +44,7 @@ USERINFO = re.compile(
     r"(?<=://)[^/\s\"'@]+(/[^/\s\"'@]+)?@|(?<![^\s=,'\"])[^\s:/@=]+:[^\s:/@]+@(?=\w)"
 )
 HOMES = re.compile(r"((?<![/.~])(/[\w.-]+){1,2})?/(home|Users)/[^/\s:,;'\"()]+")
-# User names that identify no person; some are words that every run contains.
+# User names that do not identify a person; some are words that every run contains.
 NOBODY = re.compile(
     r"root|user|admin|nobody|daemon|test|tests|build|builder|runner|jenkins|docker|ubuntu|debian|"
     r"centos|fedora|ec2-user|azureuser|vagrant|vscode|jovyan|mambauser|python|torch|pytorch|nccl|"

@@ -114,7 +114,7 @@ def core_hertz(cores: Iterable[int]) -> float | None:
 
 
 def thermal_events(cores: Iterable[int]) -> int | None:
-    """How often heat has slowed these cores so far; None if the kernel does not report it."""
+    """Return how often heat has slowed these cores; None if the kernel does not report it."""
     folder = "/sys/devices/system/cpu/cpu{}/thermal_throttle/core_throttle_count"
     counts = [int(text) for core in cores if (text := read(folder.format(core)))]
     return sum(counts) if counts else None

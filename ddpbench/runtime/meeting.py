@@ -35,7 +35,7 @@ REACH_SECONDS = 10.0  # for the other hosts to answer: TCP asks again after 1, 3
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks meet; None: as the launcher defines it."""
+    """The address and deadline of the rendezvous; None: as the launcher defines it."""
 
     init_method: str | None = None
     master_addr: str | None = None

@@ -22,7 +22,7 @@ GLOO = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one rank's gloo listens."""
+    """The addresses on which one rank's gloo listens, and why."""
 
     rank: int
     host: str  # its name

@@ -33,7 +33,7 @@ ORDER = (SLOWER, INVALID, INCOMPARABLE, INCONCLUSIVE, FASTER, SAME, ONLY_BASE, O
 
 @dataclass(frozen=True)
 class Rule:
-    """How verdicts are reached."""
+    """The rules for verdicts."""
 
     margin: float = verdict.MARGIN  # the smallest change that counts
     drift: Drift | None = None  # between two sides that are apart in time
