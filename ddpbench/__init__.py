@@ -1,5 +1,16 @@
-"""ddpbench: what PyTorch's collectives and a DDP step cost, and which rank or link is to blame."""
+"""Benchmark and diagnose PyTorch distributed training. For the manual, run `ddpbench guide`.
 
+ddpbench.watchdog(timeout=300)        name the rank that causes a hang, and end the job
+ddpbench.watch()                      report where the time of each training step goes
+ddpbench.Verifier(model, optimizer)   prove in a training loop that all replicas are equal
+ddpbench.verify_replicas(model)       prove it once; returns a Report
+ddpbench.load("last")                 read a stored run as a pandas.DataFrame
+
+Call the first four in every rank. Importing ddpbench does not import torch. `import ddpbench.mpi`
+registers the backend "mpi4py". Read the arguments of a function with `help(ddpbench.watchdog)`.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.version import VERSION
@@ -20,24 +31,12 @@ __all__ = [
     "watch",
     "watchdog",
 ]
+_MODULES = {"load": "commands.show", "watch": "watch", "watchdog": "hang.guard"}
 
 
 def __getattr__(name: str) -> Any:
-    """What a user's program calls, imported when it is asked for: most of it needs torch."""
+    """Import a public name when it is first used, because most of them need torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "watchdog":
-        from ddpbench.hang import guard
-
-        return guard.watchdog
-    if name == "load":
-        from ddpbench.commands import show
-
-        return show.load
-    if name == "watch":
-        from importlib import import_module
-
-        return import_module("ddpbench.watch")  # a package that can be called
-    from ddpbench import replicas
-
-    return getattr(replicas, name)
+    module = import_module(f"{__name__}.{_MODULES.get(name, 'replicas')}")
+    return module if name == "watch" else getattr(module, name)  # ddpbench.watch can be called

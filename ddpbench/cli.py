@@ -1,8 +1,8 @@
 """The command line: find the command, parse its options, run it, report its errors.
 
-A module of ddpbench/commands/ is a command of its name. It has a docstring (the description in its
-own --help), the string constants GROUP (one of GROUPS) and HELP (its line in the overview), and
-two functions: add_arguments(parser), and run(namespace, words), which returns the exit code.
+Each module of ddpbench/commands/ is a command with the module's name. It has a docstring (the
+description in its --help), the string constants GROUP (one of GROUPS) and HELP (its line in the
+overview), and two functions: add_arguments(parser), and run(namespace, words) → the exit code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROUPS = ("measure", "diagnose", "compare", "results", "manual")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; return its exit code, as listed in the guide, chapter results."""
+    """Run a command line; return its exit code: see `ddpbench guide results`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     prepare_streams()
     if "" not in sys.path:  # python -m searches the current folder, the ddpbench script does not
@@ -55,7 +55,7 @@ def _run(words: list[str]) -> int:
     parser = options.Parser(prog=f"ddpbench {name}", description=command.__doc__)
     command.add_arguments(parser)
     own = rest
-    if getattr(command, "PASSES_ON", False):  # its words are for another program, but for --help
+    if getattr(command, "PASSES_ON", False):  # its words, except --help, are for another program
         own = rest[:1] if rest[:1] in (["-h"], ["--help"]) else []
     return int(command.run(parser.parse_args(own), rest))
 
@@ -68,7 +68,7 @@ def list_names() -> list[str]:
 def read_groups() -> dict[str, dict[str, str]]:
     """Return the name and the one-line help of every command, by group.
 
-    Imports no command: most of them would load what only running them needs.
+    Imports no command, because most commands load modules that only running them needs.
     """
     groups: dict[str, dict[str, str]] = {group: {} for group in GROUPS}
     for name in list_names():
@@ -102,7 +102,7 @@ def _format_overview() -> str:
         for title, entries in read_groups().items()
     )
     return (
-        f"ddpbench {VERSION}: benchmark and diagnose PyTorch's distributed collectives\n\n"
+        f"ddpbench {VERSION}: benchmark and diagnose PyTorch distributed training\n\n"
         f"usage: ddpbench COMMAND [options]\n\n{groups}\n\n"
         "Show the options of a command: ddpbench COMMAND --help\n"
     )

@@ -1,4 +1,4 @@
-"""Measure collectives: the cases of a sweep, and one launch of it in one rank."""
+"""Measure collectives: list the cases of a sweep, and measure them in one rank of a launch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ddpbench.session.recorder import Recorder
 
 
-Links = dict[tuple[str, str], "Limit | None"]  # (partition, operation) → of the GPUs' links
+Links = dict[tuple[str, str], "Limit | None"]  # (partition, operation) → limit of the GPUs' links
 
 
 def run(options: Options, placement: Placement) -> int:
@@ -98,7 +98,7 @@ class Sweep:
         self.context, self.subgroups, self.recorder = context, subgroups, recorder
         hosts, ranks = list(context.world.hosts.values()), recorder.launch.ranks
         self.rates = rates
-        # What the links of the GPUs carry in each partition, for each operation.
+        # Limits of the GPUs' links, by partition and operation.
         self.links: Links = {}
         if context.backend.transport == "links" and not share_gpu(recorder.launch.ranks):
             self.links = {
@@ -163,7 +163,7 @@ class Sweep:
         all_facts = control.gather_values(self.context.world, [*own, samples.unhidden_share])
         spent, shares, faults, handoffs, unhidden = zip(*all_facts, strict=True)
         others_share = launch_facts.compute_others_share(self.context.world, spent)
-        if others_share is not None:  # else the case was too short, and the next one adds to it
+        if others_share is not None:  # else the case was too short: go on measuring in the next one
             self.meter, self.others_share = cpu.CpuMeter(), others_share
         return {
             "others_share": self.others_share,
@@ -235,10 +235,10 @@ def _case(
 
 
 def _time_definition(options: Options, backend: Backend, operation: Operation) -> str:
-    """Return what a time of the operation is.
+    """Return the definition of the operation's time.
 
-    A launch can be hidden only if the call returns before the device has begun. A barrier does not
-    on all versions of torch.
+    A kernel launch can be hidden only if the call returns before the device has begun. In some
+    versions of torch, a barrier does not.
     """
     kind = devices.get(options.device)
     if kind.clock == "host":
@@ -263,7 +263,7 @@ def _objection(case: Case, world: World, device: torch.device) -> str | None:
     if operation.paired and case.backend == "gloo" and kind.memory != "host":
         return "gloo sends and receives CPU tensors only"
     if operation.rooted and (case.root or 0) >= case.world_size:
-        return f"root {case.root} is not one of {case.world_size} ranks"
+        return f"root {case.root} does not exist: ranks are 0 to {case.world_size - 1}"
     kind.release_memory()  # of earlier cases
     needed = loop.needed_nbytes(case, operation, DTYPES[case.dtype].nbytes)
     return memory.explain_too_large(world, device, needed)
@@ -272,9 +272,9 @@ def _objection(case: Case, world: World, device: torch.device) -> str | None:
 def _limits(
     options: Options, backend: Backend, case: Case, rates: Rates, links: Links
 ) -> tuple[Limit | None, Limit | None]:
-    """Return the limit of this case's bus bandwidth, and that of any operation.
+    """Return the limit of this case's bus bandwidth, and the limit of any operation.
 
-    Both are the user's if there is one. Beside cases between hosts it does not hold inside a host.
+    --limit sets both, but does not apply inside a host if cases between hosts are measured, too.
     """
     if options.peak_bandwidth is not None:
         applies = case.group != "host" or options.groups == ("host",)

@@ -1,4 +1,4 @@
-"""Measure training steps: the workloads of a run, and one launch of it in one rank."""
+"""Measure training steps: prepare the workloads of a run, and measure them in one rank."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def prepare(context: LaunchContext[Options]) -> Work[str]:
 
 
 def _agree_meshes(context: LaunchContext[Options]) -> Meshes | None:
-    """Arrange the ranks as the way of parallel training needs; None for DDP.
+    """Arrange the ranks in the mesh of --parallel; None for DDP.
 
-    Raises Refused in all ranks if they do not fit it, or if the backend cannot.
+    Raises Refused in all ranks if they do not fit the mesh, or the backend does not support it.
     """
     world, options = context.world, context.options
     shape = options.lay_out([len(host) for host in world.hosts.values()])

@@ -5,12 +5,12 @@
 
     dist.init_process_group("mpi4py")
 
-    mpirun -n 4 python script.py      or, where MPI and Slurm know each other, srun -n 4 python …
+    mpirun -n 4 python script.py      or, if MPI supports Slurm, srun -n 4 python …
 
-The import registers the backend. In a rank that MPI's launcher started it also starts MPI and sets
+The import registers the backend. In a rank that MPI's launcher started, it also starts MPI and sets
 RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment, as torchrun does. It
-keeps an address or port that is already set. `dist.new_group(backend="mpi4py")` beside another
-default group works too.
+keeps an address or port that is already set. `dist.new_group(backend="mpi4py")` also works with
+another default group. Raises RuntimeError if the launcher and MPI have different numbers of ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _broadcast_environment() -> None:
     rank, size = mpi_library.world()
     if size != placement.world_size:
         raise RuntimeError(
-            f"{placement.launcher} has started {placement.world_size} ranks, and MPI sees a world "
-            f"of {size}: use the mpirun that belongs to {mpi_library.library()}, or srun with the "
-            "--mpi that it knows (pmix for Open MPI, pmi2 for MPICH)"
+            f"{placement.launcher} started {placement.world_size} ranks, but MPI has a world of "
+            f"{size}: use the mpirun of {mpi_library.library()}, or srun --mpi=pmix (Open MPI) or "
+            "srun --mpi=pmi2 (MPICH)"
         )
     os.environ |= {
         "RANK": str(rank),

@@ -1,4 +1,4 @@
-"""Fixtures for pytest that measure real ranks and pass the launches to pytest-benchmark.
+"""pytest fixtures that measure real ranks and pass the launches to pytest-benchmark.
 
 def test_all_reduce(collective_benchmark):
     collective_benchmark("all_reduce", "1M", backend="gloo", ranks=2)
@@ -7,13 +7,13 @@ def test_step(ddp_benchmark):
     ddp_benchmark("mlp", width=256, depth=2, backend="gloo", ranks=2)
 
 pytest --benchmark-autosave                       each test: 6 launches of fresh processes
-pytest --benchmark-autosave --ddpbench-compare    exit code 1 where a test has become slower
-pytest --ddpbench-report-file tests.html               a page with all launches, and the verdicts
+pytest --benchmark-autosave --ddpbench-compare    exit code 1 if a test has become slower
+pytest --ddpbench-report-file tests.html          a page with all launches, and the verdicts
 
-Keywords are the options of `ddpbench collectives` and `ddpbench ddp`; other options go into
+Keywords are the options of `ddpbench collectives` and `ddpbench ddp`; put other options into
 options=("--async", "--import=mine"). If ddpbench is installed, every pytest loads this module, so
 it imports nothing slow, and does nothing until a test uses one of its fixtures.
-A test that was SLOWER is no base for the next run. To accept it, save once without
+A test that was SLOWER does not become the base of the next run. To accept it, save once without
 --ddpbench-compare.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 KEY = "ddpbench"  # in a benchmark's extra_info, and at the top level of a saved file
 NO_BENCHMARK = "ddpbench's fixtures need pytest-benchmark: pip install pytest-benchmark"
-# fixture → command, default options, options that shorten it if only the result matters
+# fixture → command, default options, options for a short run that only checks the result
 COMMANDS = {
     "collective_benchmark": ("collectives", (), ("--case-time=0.05",)),
     "ddp_benchmark": (
@@ -49,7 +49,7 @@ COMMANDS = {
 
 
 class LaunchClock:
-    """The timer of a test: it returns the duration of a launch, not the time of day."""
+    """The timer of a test: it returns the duration of a launch instead of the time of day."""
 
     __name__ = "launch_median"  # pytest-benchmark stores it
 
@@ -70,12 +70,12 @@ class Suite:
     measured: dict[str, Measured] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)  # test that was saved before → the reason
     rows: tuple[Row, ...] = ()
-    shortfall: str = ""  # what was to be compared and was not
-    page: Path | None = None  # the file that was requested
-    page_line: str = ""  # what became of it
+    shortfall: str = ""  # tests that should be compared and were not
+    page: Path | None = None  # the requested file
+    page_line: str = ""  # whether it was written
 
 
-LEARNT_FROM = 20  # newest saved runs, which show how a machine drifts
+LEARNT_FROM = 20  # newest saved runs, from which the drift of a machine is computed
 CLOCK = pytest.StashKey[LaunchClock]()
 SUITE = pytest.StashKey[Suite]()
 
@@ -93,14 +93,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add(
         "--ddpbench-results",
         metavar="FOLDER",
-        help="folder that keeps the runs (default: pytest's temporary folder)",
+        help="folder for the runs (default: pytest's temporary folder)",
     )
     add(
         "--ddpbench-deadline",
         type=_above_zero,
         default=1800.0,
         metavar="SECONDS",
-        help="longest time of one test (default: 1800)",
+        help="time limit of one test (default: 1800)",
     )
     add(
         "--ddpbench-compare",
@@ -136,7 +136,7 @@ def _above_zero(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(text) < float("inf"):
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -160,14 +160,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         raise pytest.UsageError(f"--ddpbench-compare: {error}") from None
     if wanted and not files:
         raise pytest.UsageError(
-            f"--ddpbench-compare={wanted}: {benchmarks.storage} has no such run: give its number "
-            "as =0001, the path of a file, or nothing for the newest"
+            f"--ddpbench-compare={wanted}: {benchmarks.storage} contains no such run: give its "
+            "number as =0001, the path of a file, or no value for the newest"
         )
 
 
 def _find_page(config: pytest.Config) -> Path | None:
-    """Return the file of the page that is requested. Raises UsageError if it cannot be made."""
-    name = config.getoption("--ddpbench-report-file")
+pytest --benchmark-autosave --ddpbench-compare    exit code 1 if a test has become slower
+pytest --ddpbench-report-file tests.html          a page with all launches, and the verdicts
     if name is None or hasattr(config, "workerinput"):  # a worker of xdist
         return None
     from ddpbench.present.writers import page_file
@@ -183,7 +183,7 @@ def _find_page(config: pytest.Config) -> Path | None:
 def _saved(files: Sequence[tuple[Path, Any]], accepted_only: bool) -> dict[str, list[Measured]]:
     """Return the measurements of each test in these files, the newest last.
 
-    accepted_only: without those that were SLOWER when saved, so that no slow run becomes a base.
+    accepted_only: exclude those that were SLOWER when saved, so that no slow run becomes a base.
     """
     saved: dict[str, list[tuple[str, Any]]] = {}
     for path, content in files:
@@ -221,10 +221,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def collective_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
-    """collective_benchmark("all_reduce", "1M", backend="gloo", ranks=2): measure one case.
+    """Measure one case: collective_benchmark("all_reduce", "1M", backend="gloo", ranks=2).
 
     Further keywords are options of `ddpbench collectives`. Returns the run. Fails the test if a
-    result is wrong or a rank dies, skips it if the backend does not support the case.
+    result is wrong or a rank dies; skips it if the backend does not support the case.
     """
 
     def call(operation: str, size: str | int, **settings: Any) -> Run:
@@ -235,10 +235,10 @@ def collective_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
 
 @pytest.fixture
 def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
-    """ddp_benchmark("mlp", width=256, backend="gloo", ranks=2): measure the step of a workload.
+    """Measure a workload's step: ddp_benchmark("mlp", width=256, backend="gloo", ranks=2).
 
-    Further keywords are options of `ddpbench ddp`; the default of case_time is 5 seconds per
-    launch. Returns the run. Fails the test if the replicas differ after a step or a rank dies.
+pytest --benchmark-autosave --ddpbench-compare    exit code 1 if a test has become slower
+pytest --ddpbench-report-file tests.html          a page with all launches, and the verdicts
     """
 
     def call(workload: str, **settings: Any) -> Run:
@@ -266,7 +266,7 @@ def _benchmark(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Run:
             run = one_case.measure(command, arguments, folder, option("--ddpbench-deadline"))
             found = one_case.only_case(run)
             if not (base and found.side and found.side.busy >= BUSY_LAUNCHES):
-                break  # else its verdict may be withheld
+                break  # else measure again, as a busy host withholds the verdict
     except one_case.Unmeasured as problem:
         _give_up(benchmark, problem)
         raise pytest.fail.Exception(str(problem), pytrace=False) from None
@@ -289,7 +289,7 @@ def _pytest_benchmark(request: pytest.FixtureRequest) -> tuple[Any, LaunchClock]
     if clock is None:
         pytest.fail(
             f"{request.fixturename} must be an argument of the test or of one of its fixtures: "
-            "its clock must be known before the test starts",
+            "pytest-benchmark needs its clock before the test starts",
             pytrace=False,
         )
     if clock.taken:
@@ -353,7 +353,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
 
 
 def _write_page(suite: Suite, path: Path) -> str:
-    """Write the page; return a line on it. An error leaves the exit code of the tests."""
+    """Write the page; return a line about it. An error does not change the exit code."""
     if not suite.measured:
         return "no page was written: no test measured anything"
     try:
@@ -363,7 +363,7 @@ def _write_page(suite: Suite, path: Path) -> str:
         section = session.build_section(suite.measured, suite.rows, drawn=True)
         page_file.save(path, (), [section], "Tests of ranks")
     except Exception as error:
-        return f"no page was written, the exit code is that of the tests: {error}"
+        return f"no page was written (the exit code is that of the tests): {error}"
     return f"page written to {path}"
 
 
@@ -381,7 +381,7 @@ def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, A
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> Generator[None, None, None]:
-    """Print the verdicts below pytest-benchmark's tables, whatever these raise."""
+    """Print the verdicts below pytest-benchmark's tables, even if printing those fails."""
     try:
         return (yield)
     finally:

@@ -1,3 +1,3 @@
-"""The version of ddpbench, below all else: what users find in `ddpbench` imports nearly all."""
+"""The version of ddpbench, in the lowest layer: `ddpbench` itself imports nearly all modules."""
 
 VERSION = "0.1.0"

@@ -86,7 +86,7 @@ def test_hsdp_without_a_second_replica_must_be_meant(frozen: Frozen) -> None:
 @pytest.mark.parametrize("text", ["", "x", "2x", "0x2", "-1", "2x2.0", "²"])
 def test_a_mesh_is_whole_numbers(text: str) -> None:
     """Anything else is refused."""
-    with pytest.raises(ValueError, match="is not a mesh"):
+    with pytest.raises(ValueError, match="invalid mesh"):
         parse_mesh(text)
 
 

@@ -1,8 +1,8 @@
 """Offsets between the clocks of hosts, and whether their stamps are comparable.
 
 Cristian's method (1989): rank 0 takes a stamp, asks, and takes a stamp of the answer. The other
-clock's stamp lies in between, so its offset is known to within the round trip, however long either
-way took. The shortest round trip gives the tightest bound, and the bound is a hard one.
+clock's stamp is in between, so the round trip bounds its offset, even if the directions differ.
+The shortest round trip gives the tightest bound. The bound is a hard one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def off_ns(clocks: Sequence[Ahead], corrections_ns: Sequence[int]) -> int:
 
 
 def comparable(off_seconds: float | None, seconds: float) -> bool:
-    """Whether stamps of different ranks are comparable within a repetition of so many seconds.
+    """Whether stamps of different ranks are comparable within a repetition of this length.
 
     off_seconds: their largest error; None if unknown.
     """
@@ -67,7 +67,7 @@ def clocks(facts: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Group the ranks by the clock that they read, in order of the first rank of each group.
 
     facts: of each rank. A clock belongs to a boot and a time namespace. If the boot is unknown, the
-    host's name stands for it.
+    host's name replaces it.
     """
     by_clock: dict[object, list[int]] = {}
     for rank, fact in enumerate(facts):

@@ -12,6 +12,7 @@ from ddpbench.analysis.rank_setup import crowded
 from ddpbench.analysis.spans import EXPOSED_OF, WOULD_SAVE
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.records.schema import SEVERITIES, Finding, Part, Run, StepCase, StepResult
+from ddpbench.records.wording import counted
 
 EXPOSED_SHARE = 0.10  # of the step: exposed communication above it is reported
 FIRST_BUCKET = 2**20  # bytes of DDP's first bucket, at most, by default
@@ -55,7 +56,7 @@ def _wrong_results(run: Run) -> Iterator[Finding]:
                 f"{case.called} on {case.backend}, {case.nbytes} bytes of {case.dtype}: "
                 f"rank {wrong.rank} got {wrong.got} at index {wrong.index} in {when}, "
                 f"expected {wrong.expected}",
-                "do not train on this set-up; measure this case alone: "
+                "do not train on this set-up; measure this case alone: ddpbench collectives "
                 f"--op {case.operation} --backend {case.backend} --sizes {case.nbytes} "
                 f"--dtype {case.dtype}",
                 {"operation": case.operation, "nbytes": case.nbytes, **vars(wrong)},
@@ -71,8 +72,8 @@ def _invalid(run: Run) -> Iterator[Finding]:
                 "error",
                 "impossible-speed",
                 f"{case.called} on {case.backend}, {case.nbytes} bytes, took "
-                f"{seconds * 1e6:.1f} µs: at most {hard.bytes_per_second / 1e9:.1f} "
-                f"GB/s can move here ({hard.source})",
+                f"{seconds * 1e6:.1f} µs, faster than the limit of "
+                f"{hard.bytes_per_second / 1e9:.1f} GB/s allows ({hard.source})",
                 "report to the developers of the backend that the call returns before it is done",
             )
 
@@ -94,8 +95,8 @@ def _replicas(run: Run) -> Iterator[Finding]:
                 "error",
                 "replicas-differ",
                 f"{who}: the replicas were not equal, or not finite, after epoch {epoch}",
-                "do not use the trained model; --verify every measures its steps and names the "
-                "step, the tensors and the ranks",
+                "do not use the trained model; to find the step, the tensors and the ranks: "
+                f"ddpbench ddp --workload {case.workload} --verify every",
                 {**place, "epoch": epoch},
             )
 
@@ -120,8 +121,8 @@ def _late(line: StepLine, rank: int | None, seconds: float, why: str) -> Finding
         "late-rank",
         f"{case.workload} on {case.backend}: rank {rank} is late: the others wait "
         f"{seconds * 1e3:.3g} ms of each {(line.seconds or 0) * 1e3:.3g} ms step {why}",
-        "compare the clock, the neighbours on the host and the data of this rank with the "
-        "others'; to measure the ranks: python -m ddpbench doctor --only stragglers",
+        "compare the clock, the load of the host and the data of this rank with those of the "
+        "other ranks; to measure the ranks: ddpbench doctor --only stragglers",
         {"workload": case.workload, "backend": case.backend, "rank": rank},
     )
 
@@ -220,7 +221,7 @@ def _one_rank(run: Run) -> Iterator[Finding]:
             "one rank: nothing is communicated, and there is no other replica to compare with"
             if run.steps
             else "one rank: nothing crosses a link, so the bus bandwidth is 0 or meaningless",
-            "start two or more ranks: -n 2",
+            "start two or more ranks: add -n 2",
         )
 
 
@@ -230,8 +231,8 @@ def _debug(run: Run) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "debug-detail",
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL is set: torch checks every call first, and small "
-                "calls take many times as long",
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL is set: torch checks every call first, which makes "
+                "small calls many times slower",
                 "unset TORCH_DISTRIBUTED_DEBUG",
             )
             return
@@ -247,12 +248,12 @@ def _oversubscribed(run: Run) -> Iterator[Finding]:
         if host.ranks <= host.cores:
             ways += f", or OMP_NUM_THREADS={host.cores // host.ranks}"
         if host.spare:
-            ways += f"; or bind the ranks to more cores: {host.spare} others are allowed here"
+            ways += f"; or bind the ranks to more cores: {host.spare} more are allowed here"
         yield Finding(
             "warning",
             "oversubscribed",
-            f"{host.host}: {host.ranks} ranks with {host.threads} compute threads in all "
-            f"share {host.cores} cores: times contain waiting for a core",
+            f"{host.host}: {host.threads} compute threads of {counted(host.ranks, 'rank')} share "
+            f"{counted(host.cores, 'core')}: times include scheduling delays",
             ways,
             {"host": host.host},
         )
@@ -282,7 +283,7 @@ def _busy(run: Run) -> Iterator[Finding]:
             "warning",
             "busy-host",
             f"other processes used more than {BUSY_SHARE * 100:g} % of the cores during "
-            f"{len(busy)} of {len(rows)} cases: these times are not the backend's alone",
+            f"{len(busy)} of {len(rows)} cases, so these times do not show the backend alone",
             "stop other programs on this host and measure again",
         )
 

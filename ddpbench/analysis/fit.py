@@ -1,12 +1,12 @@
 """Latency and bandwidth of an operation: Hockney's T(n) = α + βn, in one to three segments.
 
 n is the message size of the tables: S of nccl-tests, the total buffer, in bytes. For send_recv, α
-is the time of an empty message and 1/β the bandwidth of an endless one (Hockney, "The communication
+is the time of an empty message and 1/β the asymptotic bandwidth (Hockney, "The communication
 challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20, 1994). For a collective, α
-sums up the latencies of all messages that follow one another, and 1/β is the algbw of an endless
-message; times the bus factor, it is a busbw, which compares with a link. At n½ = α/β half the time
-is latency, and half of 1/β is reached (Hockney and Jesshope, "Parallel Computers", 1981). Of calls
-in flight (pipelined), α is the time from one call to the next rather than a latency.
+is the sum of the latencies of all messages that follow one another, and 1/β the asymptotic algbw;
+times the bus factor, it is a busbw, which compares with a link. At n½ = α/β half the time is
+latency, and half of 1/β is reached (Hockney and Jesshope, "Parallel Computers", 1981). For calls in
+flight (pipelined), α is the time from one call to the next rather than a latency.
 
 The fit is least squares of log T = log(exp(a) + exp(b) n): relative errors count alike at all
 sizes. For a known n½ the best b is a mean, so a scan over n½ finds the global optimum, for all
@@ -31,7 +31,7 @@ from ddpbench.records.schema import Case
 
 FEWEST_SIZES = 4  # of a segment
 RESAMPLES = 200
-WIDEST = 3.0  # high over low of an interval from which on a figure is not identifiable
+WIDEST = 3.0  # a figure whose interval has a larger ratio of high to low is not identifiable
 OFF = 0.25  # by which the curve may miss a size beyond that size's own interval
 ERROR = 0.03  # no segment is added to explain smaller relative errors
 EDGE, STEP = math.log(1e3), 0.1  # of the scan over log n½: beyond the sizes, and from step to step
@@ -69,8 +69,8 @@ class Fit:
 def fits(lines: Sequence[Line]) -> list[Fit]:
     """Return one fit for each operation, backend and form of the lines, in their order.
 
-    There is none without four sizes, without a launch that measured them all, and for times that
-    follow no line or identify no figure.
+    A fit needs at least four sizes, a launch that measured them all, and times that follow a line
+    and identify a figure.
     """
     series: dict[Case, list[Line]] = {}
     for line in lines:
@@ -166,9 +166,9 @@ def _resample(
 ) -> tuple[Floats, float, str]:
     """Draw log seconds [resample, size] anew; return also the factor from spread to half-width.
 
-    From two launches on, launches are drawn. A bootstrap of few values is too narrow: the factor
-    has Student's t of that many launches, and corrects the variance. The times of a single launch
-    are drawn from their intervals, or from their scatter about the curve if they have none.
+    With two or more launches, launches are drawn. A bootstrap of few values is too narrow: the
+    factor applies Student's t for that many launches and corrects the variance. The times of a
+    single launch are drawn from their intervals, or from their scatter about the curve.
     """
     from scipy.special import stdtrit
 
@@ -194,10 +194,10 @@ def _resample(
 def _longest_segment(
     lines: Sequence[Line], logs: Floats, resampled: Floats, factor: float
 ) -> Segment | None:
-    """Return the longest segment, from the first size on, whose line describes its sizes.
+    """Return the longest segment that begins at the first size and whose line fits its sizes.
 
-    The largest messages often leave the cache, which is no property of the operation. Returns None
-    if there is no such segment, or if it identifies no figure.
+    The largest messages often leave the cache, which is not a property of the operation. Returns
+    None if there is no such segment, or if it does not identify a figure.
     """
     for count in range(len(lines), FEWEST_SIZES - 1, -1):
         sizes = np.array([float(line.case.nbytes) for line in lines[:count]])
@@ -209,7 +209,7 @@ def _longest_segment(
     drawn_a, drawn_b, _, edges = _scan(resampled[:, :count], sizes)
 
     def estimate(value: float, drawn: Floats, sides: tuple[int, ...]) -> Estimate | None:
-        """Return the figure unless n½ lies beyond these edges, or the interval is too wide."""
+        """Return the figure unless n½ is beyond these edges, or the interval is too wide."""
         half = factor * float(drawn.std())
         if edge in sides or np.isin(edges, sides).mean() > 0.025 or 2 * half > math.log(WIDEST):
             return None

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 from ddpbench.records.schema import Case, Interval, Plan, Result, StepCase, StepResult
 
 BUSY_SHARE = 0.05  # of the cores' time that other processes may use
-UNUSABLE = {"WRONG", "INVALID"}  # the time of a row with one of these flags means nothing
-# A row with one of these flags is compared with no other backend. On a busy host, a polling backend
-# loses to any neighbour.
+UNUSABLE = {"WRONG", "INVALID"}  # the time of a row with one of these flags must not be used
+# A row with one of these flags is not compared with another backend: on a busy host, a backend that
+# polls loses to any other process.
 NOT_COMPARABLE = {"WRONG", "INVALID", "DIFFER", "NONFINITE", "busy", "unhidden"}
 
 
@@ -20,12 +20,12 @@ class AnyLine:
     """A line of either kind: a case of collectives or a DDP step, over its launches."""
 
     case: Case | StepCase
-    results: tuple[Result, ...] | tuple[StepResult, ...]  # one per launch with anything to show
+    results: tuple[Result, ...] | tuple[StepResult, ...]  # one per launch with a result
     reason: str | None = None  # why no launch measured it
     seconds: float | None = None  # of one call or step
     interval: Interval | None = None  # of `seconds`
     flags: tuple[str, ...] = ()
-    faster: float | None = None  # times as long the next backend takes, if this is the fastest
+    faster: float | None = None  # time of the next backend / time of this one, if it is the fastest
 
     @property
     def half_width(self) -> float | None:
@@ -64,10 +64,10 @@ def raised_flags(line: LineT, plan: Plan, known: Mapping[str, Flag[LineT]]) -> t
 
 
 def find_fastest(group: Sequence[LineT]) -> LineT | None:
-    """Return the line whose interval lies below all others', of lines that differ in backend only.
+    """Return the line whose interval is below all others, of lines that differ in backend only.
 
-    Returns None if one of them has no interval, or a flag of NOT_COMPARABLE, or if their times are
-    not of the same thing: a time between events holds no launch on a backend that hides it.
+    Returns None if one of them has no interval or a flag of NOT_COMPARABLE, or if their times have
+    different definitions: between events, a backend that hides its kernel launches excludes them.
     """
     measured = [line for line in group if line.seconds is not None]
     intervals = [line.interval for line in measured if line.interval is not None]
@@ -81,7 +81,7 @@ def find_fastest(group: Sequence[LineT]) -> LineT | None:
 
 
 def note_fastest(known: Sequence[LineT], same: Callable[[LineT], Hashable]) -> list[LineT]:
-    """Return these lines; one that is the fastest of its group has how many times it is faster.
+    """Return these lines, with `faster` set in the fastest line of each group.
 
     same: what the lines of a group, which differ in their backend only, have in common.
     """

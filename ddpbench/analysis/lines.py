@@ -27,8 +27,8 @@ from ddpbench.analysis.stats import Floats
 from ddpbench.records.schema import Case, Plan, Result, Run
 
 SKEW_SHARE = 0.10  # of the time, by which the ranks may enter apart
-OVER_LAUNCHES = 0.10  # half-width of an interval over launches from which a row is imprecise
-UNHIDDEN_SHARE = 0.05  # of the calls, whose launch may have been seen
+OVER_LAUNCHES = 0.10  # a row is imprecise above this half-width of an interval over launches
+UNHIDDEN_SHARE = 0.05  # of the calls whose times may include their kernel launch
 DISAGREEING = 1.5  # longest over shortest median of the launches
 
 FEWEST = 100  # repetitions
@@ -64,7 +64,7 @@ class Line(AnyLine):
 
     @cached_property
     def modes(self) -> tuple[Mode, ...]:
-        """Both usual times of the repetitions of all launches; empty unless there are two."""
+        """The two modes of the repetitions of all launches; empty unless there are two."""
         known = [r.summary for r in self.results if r.summary and r.summary.quantiles_seconds]
         quantiles = np.array([summary.quantiles_seconds for summary in known])
         return modes(quantiles, sum(summary.repetitions for summary in known))
@@ -231,31 +231,31 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
     ),
     "cores": Flag(
         "the launches differ, and so does the round trip of a cache line between the ranks' cores "
-        "(--columns handoffs): a hypervisor placed the cores near each other or apart; measure "
-        "more launches, or pin the virtual cores",
+        "(--columns handoffs): a hypervisor moved the virtual CPUs; measure more launches, or pin "
+        "the virtual CPUs",
         _cores_moved,
         mark="C",
     ),
     "modes": Flag(
-        "the calls have two usual times (--columns modes): the median is one of them, or lies "
-        "between",
+        "the times of the calls have two modes (--columns modes): the median is one of them, or "
+        "between them",
         lambda line, plan: bool(line.modes),
         mark="M",
     ),
     "skew": Flag(
-        f"the ranks entered apart by more than {SKEW_SHARE * 100:g} % of the time",
+        f"the ranks entered at different times: the gap exceeds {SKEW_SHARE * 100:g} % of the time",
         _is_skewed,
         mark="S",
     ),
     "unhidden": Flag(
-        f"the launch of more than {UNHIDDEN_SHARE * 100:g} % of the calls was not hidden: their "
-        "time includes a part of it; keep other processes off the cores of the ranks",
+        f"more than {UNHIDDEN_SHARE * 100:g} % of the calls did not hide their kernel launch, so "
+        "their time includes a part of it; keep other processes off the cores of the ranks",
         lambda line, plan: any((r.unhidden_share or 0) > UNHIDDEN_SHARE for r in line.results),
         mark="U",
     ),
     "shared-gpu": Flag(
-        "two ranks share a GPU (--share-gpu): their times contain waiting, and NCCL takes each "
-        "rank for a host of its own and connects them by sockets, without NVLink or PCIe",
+        "two ranks share a GPU (--share-gpu): their times include waiting for it, and NCCL treats "
+        "each rank as a host and connects them by sockets, without NVLink or PCIe",
         lambda line, plan: line.shares_gpu,
         mark="G",
     ),
@@ -267,9 +267,9 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
         mark="P",
     ),
     "faults": Flag(
-        "each call takes page faults (--columns faults) for a quarter of its bytes or more: memory "
-        "is mapped anew each time; MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000 in the "
-        "environment lets glibc keep it",
+        "each call takes page faults (--columns faults) for a quarter of its bytes or more, as it "
+        "maps new memory; to let glibc keep memory, set MALLOC_MMAP_MAX_=0 "
+        "MALLOC_TRIM_THRESHOLD_=4000000000",
         lambda line, plan: any(_takes_faults(r) for r in line.results),
         mark="F",
     ),
@@ -289,14 +289,14 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
 
 @dataclass(frozen=True)
 class Mode:
-    """One of two usual times of a call."""
+    """One of the two modes of a call's times."""
 
     seconds: float  # median of its repetitions
     share: float  # of all repetitions
 
 
 def modes(quantiles: Floats, repetitions: int) -> tuple[Mode, ...]:
-    """Return the two usual times of repetitions, the shorter first; empty unless there are two.
+    """Return the two modes of the repetitions, the shorter first; empty unless there are two.
 
     Launches that differ from each other have no modes. quantiles: float64[launch, quantile],
     seconds, of each launch, evenly spaced by rank. repetitions: of all launches.
@@ -321,7 +321,7 @@ def modes(quantiles: Floats, repetitions: int) -> tuple[Mode, ...]:
 
 def _valley(logs: Floats, repetitions: int) -> float | None:
     """Return the value between two peaks where the density of these sorted values is lowest."""
-    low, high = np.percentile(logs, [0.5, 99.5])  # beyond lies no mode
+    low, high = np.percentile(logs, [0.5, 99.5])  # modes are within these
     quarter, three = np.percentile(logs, [25, 75])
     deviation = float(logs.std())
     if not (deviation and high > low):

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 from ddpbench.records.schema import EVENTS, EXIT_ENTRY, Result
 
-BETWEEN_PAIRS = ("send_recv", "bidirectional")  # of ranks: other benchmarks time something else
+BETWEEN_PAIRS = ("send_recv", "bidirectional")  # other benchmarks time something else
 
 
 def of_osu(result: Result) -> bool:
-    """Whether OSU measures such a case alike: a blocking collective of all ranks."""
+    """Whether OSU measures such a case in the same way: a blocking collective of all ranks."""
     case = result.case
     between = case.issue == "isolated" and case.start == "barrier" and not case.async_op
     one_call = result.calls == 1 and case.time_definition in (EXIT_ENTRY, EVENTS)
@@ -24,7 +24,7 @@ def of_osu(result: Result) -> bool:
 
 
 def of_nccl_tests(result: Result) -> bool:
-    """Whether nccl-tests measures such a case alike: calls in flight."""
+    """Whether nccl-tests measures such a case in the same way: calls in flight."""
     return result.case.issue == "pipelined" and _of_all(result)
 
 
@@ -33,7 +33,7 @@ def _of_all(result: Result) -> bool:
 
 
 def seconds(results: Sequence[Result], measures_alike: Callable[[Result], bool]) -> float | None:
-    """Return the time of one call, median over launches; None if the benchmark measures another."""
+    """Return seconds per call, median over launches; None if the benchmark measures otherwise."""
     means = [
         r.summary.overall_mean_seconds
         for r in results

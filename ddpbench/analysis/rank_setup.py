@@ -16,7 +16,7 @@ OF_HOST = ("free_memory_nbytes", "shm_free_nbytes", "shm_nbytes")  # read once f
 
 @dataclass(frozen=True)
 class Setup:
-    """What the ranks tell of themselves.
+    """The facts that the ranks report about themselves.
 
     Each rank's facts are `rank_facts` and `setup_facts` of runtime/environment.py with what
     doctor/preflight adds; under "host" the first rank of each host has `host_facts`.
@@ -46,7 +46,7 @@ class Setup:
         return str(self.ranks[rank].get("hostname"))
 
     def who(self, ranks: Sequence[int]) -> str:
-        """ "rank 2 (node7)", "ranks 0-7 (node1)"; no more than a few hosts."""
+        """Return "rank 2 (node7)" or "ranks 0-7 (node1)", with FEW hosts at most."""
         names = list(dict.fromkeys(map(self.host, ranks)))
         more = f", and {len(names) - FEW} more" if len(names) > FEW else ""
         return f"{name_ranks(ranks)} ({', '.join(names[:FEW])}{more})"
@@ -78,7 +78,7 @@ def merge_settings(facts: Facts) -> dict[str, str]:
 
 
 def folded(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
-    """Each value with the ranks that have it, in order of the first of them."""
+    """Return each value with the ranks that have it, in order of their first ranks."""
     groups: dict[str, tuple[Any, list[int]]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(json.dumps(value, sort_keys=True), (value, []))[1].append(rank)
@@ -86,13 +86,13 @@ def folded(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
 
 
 def odd(groups: Sequence[tuple[object, list[int]]]) -> list[int]:
-    """The ranks to look at, where values differ: those with the rarest, of equals the last."""
+    """Return the ranks with the rarest value; of equally rare values, those with the last one."""
     _, ranks = min(reversed(groups), key=lambda group: len(group[1]))
     return ranks
 
 
 def cpus(text: object) -> frozenset[int]:
-    """The cores of "0-3,8"; none where there is no text."""
+    """Return the cores of "0-3,8"; none without a text."""
     found: set[int] = set()
     for span in filter(None, str(text or "").split(",")):
         first, _, last = span.partition("-")
@@ -108,11 +108,11 @@ class Crowd:
     ranks: int
     threads: int
     cores: int  # that they may use, by their cpusets and a control group's quota
-    spare: int  # that their control group allows besides, but their cpusets do not
+    spare: int  # that their control group allows, but their cpusets do not
 
 
 def crowded(ranks: Sequence[Facts]) -> Iterator[Crowd]:
-    """The hosts where ranks are crowded; one whose cores are unknown is not accused."""
+    """Yield the hosts where ranks are crowded, except hosts whose cores are unknown."""
     hosts: dict[str, list[Facts]] = {}
     for rank in ranks:
         hosts.setdefault(str(rank.get("hostname")), []).append(rank)

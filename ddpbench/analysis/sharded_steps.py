@@ -1,11 +1,11 @@
 """Figures of a step whose collectives were timed one by one: pure functions of arrays.
 
-The parts of the step come from the arms, as steps.py explains; what of the exposed communication
-belongs to which operation and layer group comes from the spans of the arm "timed".
+The parts of the step come from the arms, as steps.py explains. The spans of the arm "timed" divide
+the exposed communication among operations and layer groups.
 
 A rank's time in a collective is the transfer plus its wait for other ranks. The rank that comes
-last waits least, so the least over the ranks of a process group is the transfer. Of several groups
-that work at once, the slowest counts. This needs no common clock.
+last waits least, so the least over the ranks of a process group is the transfer. If several groups
+work at once, the slowest counts. This does not need a common clock.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _measure(samples: Samples) -> list[_Measured]:
 
 
 def _slowest_group(seconds: Floats, groups: Sequence[Sequence[int]]) -> Floats:
-    """Return the least over the ranks of a group, and of it the most over groups."""
+    """Return the largest, over all groups, of the least over the ranks of each group."""
     of_groups = [seconds[list(ranks)].min(axis=0) for ranks in groups]
     return np.asarray(np.max(of_groups, axis=0), dtype=np.float64)
 
@@ -81,9 +81,9 @@ def _parts(samples: Samples, measured: Sequence[_Measured], step: float) -> Iter
     """Yield the parts of the exposed communication, then what is hidden.
 
     exposed all_gather, …   how long the compute waits for them, without waits for other ranks
-    communication overhead  exposed communication, from the arms, less all of these: by this much
-                            arms and spans disagree; ranks out of step, waking threads, bookkeeping
-    hidden all_gather, …    how long they are on their way while the compute goes on
+    communication overhead  exposed communication, from the arms, less all of these: the difference
+                            of arms and spans, from ranks out of step, waking threads, bookkeeping
+    hidden all_gather, …    how long they are in flight while the compute continues
     """
     if not measured:
         return
@@ -108,7 +108,7 @@ def _sum(values: Sequence[Floats]) -> Floats:
 
 
 def _prefetch(samples: Samples, step: float) -> Iterator[Part]:
-    """Yield what gathering the next layers early saves of the step, or would save."""
+    """Yield the time per step that gathering the next layers early saves, or would save."""
     for name, slower, faster in ((SAVES, "no_prefetch", "ddp"), (WOULD_SAVE, "ddp", "prefetch")):
         seconds = (steps.arm_seconds(samples, arm) for arm in (slower, faster))
         part = difference(name, step, *seconds)
@@ -147,7 +147,7 @@ def _collectives(
 
 
 def _late_rank(same: Sequence[_Measured], confidence: float, least: float) -> int | None:
-    """Return the rank for which the others of its group wait; None unless one stands out."""
+    """Return the rank for which the others of its group wait; None if none exceeds the noise."""
     blocked = _sum([each.blocked for each in same])
     for ranks in same[0].groups:
         late = steps.late_rank(blocked[list(ranks)], confidence, least)

@@ -1,4 +1,4 @@
-"""The collectives of a training step, as they were timed one by one, and the parts they make."""
+"""The collectives of a training step, timed one by one, and the names of the parts they form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Span:
     """
 
     operation: str  # "all_gather", "reduce_scatter", "all_reduce"
-    layers: str  # the group of layers: "blocks.3", or "root" for what no other group has
+    layers: str  # the group of layers: "blocks.3", or "root" for all modules in no other group
     phase: str  # "forward" or "backward"
     nbytes: int  # of the total buffer: all slots of an all_gather, all slices of a reduce_scatter
     begin_ns: int
@@ -37,10 +37,10 @@ class Span:
 class Timed:
     """The collectives of a step, in the order of the calls, and their times in the arm "timed".
 
-    spans   of one step of rank 0; all ranks have the same, but for times and process groups
-    groups  of each collective, the process groups that carry it out at once: their ranks
+    spans   of one step of rank 0; other ranks differ in times and process groups only
+    groups  for each collective, the ranks of the process groups that carry it out at once
     ns      [world, round, collective, 3] of the last step of a round: from the begin of the step
-            until the call, exposed, from the begin of the step until the end
+            until the call; exposed; from the begin of the step until the end of the collective
     """
 
     spans: Sequence[Span]

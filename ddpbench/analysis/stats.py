@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float64]
 Stamps = npt.NDArray[np.int64]
 
 BATCH = 20  # neighbouring repetitions are correlated, medians of batches hardly
-FEWEST = 6  # values below which no 95 % interval of a median exists
+FEWEST = 6  # values that a 95 % interval of a median needs
 QUANTILES = 21  # the 6th is the lower quartile
 # percentile → repetitions that its 95 % interval needs
 PERCENTILES = {"p50": 6, "p90": 36, "p99": 368, "p99.9": 3688}
@@ -34,13 +34,13 @@ class OverRanks:
     first_in: Stamps
     last_in: Stamps
     last_out: Stamps
-    host_mean: Floats  # by the host's clock, as in other benchmarks, whatever clock `mean` uses
+    host_mean: Floats  # by the host's clock, as in other benchmarks, even if `mean` uses another
     host_slowest: Stamps  # by the host's clock
 
     def times(self, calls: int) -> Floats:
         """Return the seconds of one call in each repetition, on its slowest rank.
 
-        This needs no common clock.
+        This does not need a common clock.
         """
         return np.asarray(self.slowest * 1e-9 / calls, dtype=np.float64)
 
@@ -91,8 +91,8 @@ def settled(before: Floats, after: Floats) -> bool:
 def ends_of_median(values: Floats, confidence: float) -> tuple[float, float] | None:
     """Return the exact interval of a median; None if the values are too few for the confidence.
 
-    The ends are the k-th smallest and the k-th largest value. k is the largest number such that a
-    binomial count of n halves lies below k with at most half of the remaining probability.
+    The ends are the k-th smallest and the k-th largest value. k is the largest number for which
+    P(X < k) <= (1 - confidence) / 2, with X binomial of n trials and probability 1/2.
     """
     from scipy.special import bdtr  # scipy.stats has a function for it, but takes 0.9 s to import
 
@@ -105,8 +105,8 @@ def ends_of_median(values: Floats, confidence: float) -> tuple[float, float] | N
 def median_interval(times: Floats, confidence: float = 0.95) -> Interval | None:
     """Return the exact binomial interval of the median of batch medians.
 
-    If the batches of 20 are too few for the confidence, the repetitions themselves are used. Below
-    6 of these there is no interval of 95 %.
+    If the batches of 20 are too few for the confidence, the repetitions themselves are used. An
+    interval of 95 % needs at least 6 repetitions.
     """
     whole = len(times) // BATCH * BATCH
     batches = np.median(times[:whole].reshape(-1, BATCH), axis=1)
@@ -170,7 +170,7 @@ def summary(
 
     common_clock: whether stamps of different ranks are comparable. single: whether a repetition is
     one call of the operation. Several calls give no percentiles: they would be of averages.
-    hidden_launch: whether the host's stamps are of the launch alone, and show nothing of the call.
+    hidden_launch: whether the host's stamps span the kernel launch alone, not the call.
     """
     times = over.times(calls)
     host_mean = float(over.host_mean.mean()) * 1e-9 / calls
@@ -211,10 +211,10 @@ def over_launches(medians: Floats) -> tuple[float, Interval | None]:
     return centre, Interval(*ends, 0.95, f"median of {len(medians)} launches")
 
 
-# Rank 0 keeps all stamps of one case up to KEPT_STAMPS, so that its memory does not grow with the
-# ranks: every repetition of any case below 210 ranks. Of later repetitions it keeps the ranks that
-# show when a repetition began and ended, and who was slow. These stamps give the same `Summary` as
-# all stamps, except the means over ranks.
+# Rank 0 keeps at most KEPT_STAMPS stamps of one case, so that its memory does not grow with the
+# ranks. Below 210 ranks these are all repetitions of any case. Of later repetitions it keeps the
+# ranks that show when a repetition began and ended, and who was slow. These stamps give the same
+# `Summary` as all stamps, except the means over ranks.
 KEPT_STAMPS = 2**20  # ranks × repetitions
 GATHERED_STAMPS = 2**20  # at once: 24 MiB
 # int64[row, 5]: repetition, rank, entry, exit, device time

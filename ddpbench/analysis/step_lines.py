@@ -51,7 +51,7 @@ class StepLine(AnyLine):
         return min(known, key=lambda r: (r.equal, not r.failed, r.ok), default=None)
 
     def part(self, name: str) -> Part | None:
-        """Return a part of the budget by its name, which omits the rank to blame."""
+        """Return a part of the budget by its name without the rank that causes it."""
         parts = self.summary.budget if self.summary else ()
         return next((part for part in parts if part.name in (name, f"{name} {part.rank}")), None)
 
@@ -130,7 +130,7 @@ FLAGS: dict[str, Flag[StepLine]] = {  # in the order in which a row shows them
 
 
 def _over_launches(summaries: list[StepSummary]) -> StepSummary:
-    """Return medians of the launches' medians; intervals over launches exist from six on."""
+    """Return medians of the launches' medians; intervals over launches need six launches."""
     if len(summaries) == 1:
         return summaries[0]
     factors = [s.speed_up for s in summaries if s.speed_up is not None]
@@ -195,9 +195,9 @@ def _parts(budgets: Sequence[tuple[Part, ...]]) -> Iterator[Part]:
 
 
 def _adding_up(budgets: Sequence[tuple[Part, ...]]) -> dict[str, float]:
-    """Return medians over launches of the parts that make up others, so that their sums hold.
+    """Return medians over launches of the parts that make up others, so that they add up.
 
-    A part is the median of where it ends less the median of where it begins.
+    A part is the median of its end less the median of its begin.
     """
     launches = [{part.name: part.figure.value for part in budget} for budget in budgets]
     common = set.intersection(*(set(launch) for launch in launches))

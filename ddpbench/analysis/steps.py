@@ -22,7 +22,7 @@ from ddpbench.records.schema import Bucket, Figure, Interval, Part, Phase, StepS
 
 Ints = npt.NDArray[np.int64]
 
-LATE_SHARE = 0.02  # of the step: a rank is not accused if the others may wait for less
+LATE_SHARE = 0.02  # of the step: a rank is reported as late only if the others wait for longer
 PHASES = {"forward": (0, 1), "backward": (1, 2), "optimizer": (2, 3), "step": (0, 3)}
 # The parts of the budget. The first three, or EITHER and the third, make the step.
 COMPUTE, COPIES, EXPOSED = "compute", "bucket copies", "exposed communication"
@@ -65,7 +65,7 @@ class Samples:
 
     @property
     def rounds(self) -> int:
-        """The number of complete rounds; a run that is stopped ends within one."""
+        """The number of complete rounds; a run can stop in the middle of a round."""
         return int(min(each.shape[1] for each in (*self.walls.values(), *self.stamps.values())))
 
     def arm(self, name: str) -> Ints | None:
@@ -159,9 +159,9 @@ def _most_often(ranks: npt.NDArray[np.intp]) -> tuple[int, float]:
 def _part(
     name: str, values: Floats, step: float, late: tuple[int, float] | None = None
 ) -> Part | None:
-    """Return a part of the step; it is resolved if its interval lies above 0.
+    """Return a part of the step; it is resolved if its interval is above 0.
 
-    late: the rank to blame, and the confidence. The interval must then lie above LATE_SHARE.
+    late: the late rank, and the confidence. The interval must then be above LATE_SHARE.
     """
     rank, confidence = late or (None, 0.95)
     part = figure(values, confidence)
@@ -176,7 +176,7 @@ def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
     """Yield the parts that follow from the measured arms.
 
     exposed communication   ddp - noop: how much longer the step is than without communication
-    communication           the time in which any bucket is on its way, in the rank that waits least
+    communication           the time in which any bucket is in flight, in the rank that waits least
     exposed transfer        its part after the last bucket is handed over, when backward has nothing
                             left to compute
     hidden communication    communication - exposed transfer: never below 0, and 0 for one bucket
@@ -225,9 +225,9 @@ def holding(value: float, interval: Interval | None) -> Figure:
 
 
 def _communication(stamps: Ints) -> tuple[Floats, Floats]:
-    """Return seconds[round] with any bucket on its way: in all, and after the last handover.
+    """Return seconds[round] with any bucket in flight: in all, and after the last handover.
 
-    They are of the rank where this took least. The last rank waits for nobody, while on the other
+    They are of the rank with the least such time. The last rank does not wait, while on the other
     ranks waiting for it looks like hidden communication.
     """
     last = stamps[..., 0].max(axis=2)[:, :, None, None]
@@ -280,8 +280,8 @@ def _buckets(samples: Samples, step: float) -> Iterator[Bucket]:
     """Yield the figures of each bucket.
 
     A rank's time of a bucket, (reduced - handed over), is the wire plus its wait for other ranks.
-    The rank that hands over last waits least, so the least over ranks is the wire. This needs no
-    common clock.
+    The rank that hands over last waits least, so the least over ranks is the wire. This does not
+    need a common clock.
     """
     stamps = _bucket_stamps(samples)
     if stamps is None:
@@ -305,7 +305,7 @@ def _buckets(samples: Samples, step: float) -> Iterator[Bucket]:
 
 
 def late_rank(seconds: Floats, confidence: float, least: float) -> int | None:
-    """Return the rank that most often waited least; None unless it stands out of the noise.
+    """Return the rank that most often waited least; None unless it exceeds the noise.
 
     The others must wait longer by more than `least` seconds. seconds: [world, round]. The
     confidence is corrected by the number of ranks and buckets (Bonferroni).

@@ -1,6 +1,6 @@
 """Backends that carry operations. To add one, add an entry to BACKENDS.
 
-Other names that torch knows work too. Importing this module imports no torch; `unavailable` does.
+Other names registered with torch work too. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ddpbench.runtime import devices, nccl_library
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend of torch.distributed, or one that ddpbench brings.
+    """A backend of torch.distributed, or one that ddpbench provides.
 
     unavailable  device → None, or one sentence: why the backend cannot run, and what to do
     library      () → name and version of the library that carries the data
     provider     device → "native", or the package that implements it and how it accesses GPUs
-    register     () → the backend's name in torch, after torch has been made to know it
+    register     () → the backend's name in torch, after registering it there
     size         () → the number of ranks that the backend's own launcher started; None: unknown
-    transport    what limits it between ranks of one host: "memory", "tcp", "links" (of GPUs), or ""
-                 if unknown
-    in_stream    whether a call returns once it is issued, and runs in the order of what the device
-                 is given by the current stream: then its launch can be hidden
-    message_time  what the time of a send and receive then is
-    interfaces   environment variable that names its network interfaces, in NCCL's syntax; gloo's
+    transport    the limit between ranks of one host: "memory", "tcp", "links" (of GPUs), or "" if
+                 unknown
+    in_stream    whether a call returns once it is enqueued on the current stream; its kernel launch
+                 can then be hidden
+    message_time  the definition of the time of a send and receive in that case
+    interfaces   environment variable with its network interfaces, in NCCL's syntax; gloo's
                  is checked with the control group
     """
 
@@ -164,7 +164,7 @@ BEST = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def get(name: str) -> Backend:
-    """Return a backend by name; for a name that only torch knows (`ucc`, a plug-in) a plain one."""
+    """Return a backend by name; a plain one for a name registered only with torch, as `ucc`."""
     return BACKENDS.get(name) or Backend(
         name=name,
         help="registered with torch.distributed",
@@ -179,7 +179,7 @@ def choose_device(
     """Resolve `auto`: torch's accelerator if it works and the first chosen backend can use it.
 
     Otherwise it is the CPU, with a warning if the host has GPUs that this process does not see.
-    Raises Refused for GPUs that are broken: their owner does not expect figures of the CPU.
+    Raises Refused for broken GPUs: the user does not expect figures of the CPU.
     """
     if device != "auto":
         return device
@@ -230,9 +230,9 @@ def unavailable(name: str, device: str, launcher: str | None) -> str | None:
     backend = get(name)
     if backend.launcher == "mpirun" and launcher == "torchrun":
         return (
-            f"{name} needs ranks that MPI started, and each of torchrun's is an MPI world of its "
-            f"own: type mpirun -n 2 python -m ddpbench.collectives --backend {name}, or, without "
-            f"a launcher, python -m ddpbench collectives -n 2 --backend {name}"
+            f"{name} needs ranks that MPI started, but each rank of torchrun is its own MPI world: "
+            f"type mpirun -n 2 python -m ddpbench.collectives --backend {name}, or, without a "
+            f"launcher, ddpbench collectives -n 2 --backend {name}"
         )
     if backend.launcher == "mpirun" and launcher is None and find_mpirun() is None:
         return f"{name}: {NO_MPIRUN}"

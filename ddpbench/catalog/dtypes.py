@@ -22,7 +22,7 @@ class DType:
     floating: bool = True
 
 
-# Few backends support float8. ddpbench finds out by calling them.
+# Few backends support float8: ddpbench tries the call.
 DTYPES: dict[str, DType] = {
     "float32": DType(4, 2**24, 126),
     "float64": DType(8, 2**53, 1022),

@@ -24,7 +24,7 @@ from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records.wording import explain_unknown
 from ddpbench.runtime import environment, network
 
-# Settings of every fault: the step from which on, or after which, it acts (steps count from 1 and
+# Settings of every fault: the step at which, or after which, it acts (steps count from 1 and
 # include the warm-up), and the rank in which it acts (-1: the last). A fault of all ranks has none.
 STEP, RANK = 5, -1
 IN_STEP, IN_SET_UP = "step", "set-up"
@@ -38,10 +38,10 @@ class Fault:
     act        its name and the first sentence of its docstring are those of the fault;
                in a step: (replica, settings) → None, changes the measure.step.Replica of the chosen
                rank; in a set-up: (placement, settings) → the context in which that rank runs
-    before     True: act before every step from the chosen one on; False: once after the chosen step
+    before     True: act before the chosen step and every later one; False: once after that step
     others     called in the other ranks when the chosen rank acts
-    settings   name → default, besides step and rank
-    needs      replica → None, or one sentence: why the fault cannot be planted there
+    settings   name → default, in addition to step and rank
+    needs      replica → None, or why the fault cannot be planted there, in one sentence
     """
 
     act: Callable[[Any, Mapping[str, float]], Any]
@@ -70,7 +70,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Planted:
-    """A fault with its settings decided."""
+    """A fault with chosen settings."""
 
     fault: Fault
     settings: Mapping[str, float]
@@ -133,7 +133,7 @@ def parse(text: str, kind: str = IN_STEP) -> Planted:
         except ValueError:
             shown = ",".join(f"{k}={v:g}" for k, v in fault.defaults.items())
             raise ValueError(
-                f"{name} has no setting {word!r}: its settings and their defaults are {shown}"
+                f"{name} has no setting {word!r}: choose from these settings (defaults): {shown}"
             ) from None
     return Planted(fault, settings)
 
@@ -148,7 +148,7 @@ def listed(kind: str) -> str:
 # Each function is a context in which the rank runs. It takes the rank's placement and the fault's
 # settings, and undoes its change at the end.
 
-# Ends by itself once the rank that started it has ended, for any reason.
+# This program ends once the rank that started it has ended, for any reason.
 BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 NO_INTERFACE, NO_VERSION = "nonesuch0", "1.0.0"
 Settings = Mapping[str, float]

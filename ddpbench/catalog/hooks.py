@@ -1,7 +1,7 @@
 """DDP's communication hooks for `--comm-hook`. To add one, add an entry to HOOKS.
 
-Importing this module imports no torch. A lossy hook changes what a model learns, not only how long
-a step takes. measure/hook_probe.py finds out whether a hook works on a backend.
+Importing this module does not import torch. A lossy hook changes what a model learns, not only how
+long a step takes. measure/hook_probe.py tests whether a hook works on a backend.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def _default(name: str, group: dist.ProcessGroup) -> tuple[object, HookFunction]
 
 
 def _powersgd(group: dist.ProcessGroup) -> tuple[object, HookFunction]:
-    """Return PowerSGD of rank 1, which compresses from the third step on.
+    """Return PowerSGD of rank 1, which compresses after two steps.
 
-    A matrix of n × m is sent as n + m numbers, a vector as it is. A step applies only the rank-1
-    part of the gradient; each rank keeps the rest and adds it to its next gradient. Torch's default
-    is a plain all_reduce for the first 1000 steps, and ddpbench would measure only that. Torch
-    refuses less than 2 because DDP rebuilds its buckets after the first step.
+    A matrix of n × m is sent as n + m numbers, a vector uncompressed. A step applies only the
+    rank-1 part of the gradient; each rank keeps the rest and adds it to its next gradient. Torch's
+    default is a plain all_reduce for the first 1000 steps, and ddpbench would measure only that.
+    Torch refuses less than 2 because DDP rebuilds its buckets after the first step.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -68,7 +68,7 @@ HOOKS: dict[str, Hook] = {
         ),
         Hook(
             "powersgd",
-            "PowerSGD of rank 1 from the third step on: send n + m numbers for a matrix of n × m, "
+            "PowerSGD of rank 1, after two exact steps: send n + m numbers for a matrix of n × m, "
             "and add the rest of the gradient to the next step",
             _powersgd,
         ),

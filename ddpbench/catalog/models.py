@@ -18,7 +18,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from ddpbench.catalog.task import RankSetup
 
-IMAGE, CLASSES = (3, 32, 32), 10  # of a residual net: channels, height, width; its outputs
+IMAGE, CLASSES = (3, 32, 32), 10  # of a residual net: channels, height, width; number of outputs
 TOWERS = (768, 512)  # input widths
 
 

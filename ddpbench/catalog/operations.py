@@ -48,12 +48,12 @@ def _ring(n: int) -> float:
     return (n - 1) / n
 
 
-# Of an operation whose total buffer has a block for each rank.
+# The factor of an operation whose total buffer has a block per rank.
 BLOCKS: dict[str, Any] = {"bus_factor": _ring, "least": _ring, "blocks": True}
 
 
 def _with_two_ranks(n: int) -> bool:
-    return n == 2  # with more ranks, those in between pass on what they receive
+    return n == 2  # with more ranks, those in between forward the data
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class Operation:
     rooted: bool = False
     blocks: bool = False
     sized: bool = True
-    one_way: Callable[[int], bool] = lambda n: False  # each rank only sends or only receives
+    one_way: Callable[[int], bool] = lambda n: False  # each rank either sends or receives
     messages: int = 1  # sent one after the other in one call; the time is divided by this
-    personal: bool = False  # each rank has other data for each of the others
+    personal: bool = False  # each rank has different data for each other rank
     paired: bool = False  # between ranks 0-1, 2-3, …: no async_op, needs two ranks
 
     def least_nbytes(self, case: Case) -> float:

@@ -1,7 +1,7 @@
 """The ways of parallel training for `--parallel`. To add one, add an entry to WAYS.
 
 A way arranges the ranks in a mesh. Along a dimension of data parallelism the ranks have different
-batches; along `tp` they share one, and each holds a part of every layer. Importing this module
+batches; along `tp` they share one, and each has a part of every layer. Importing this module
 imports no torch.
 """
 
@@ -61,13 +61,13 @@ class Way:
         if REPLICATE in self.dimensions and mesh[0] == 1 < ranks and not given:
             raise ValueError(
                 f"--parallel {self.name} on {ranks} ranks has one replica only: "
-                f"choose an even number of ranks, or type --mesh {format_mesh(mesh)} if you mean it"
+                f"choose an even number of ranks, or confirm with --mesh {format_mesh(mesh)}"
             )
         if len(mesh) != len(self.dimensions):
             names = list_all(self.dimensions)
             count = len(self.dimensions)
             raise ValueError(
-                f"--mesh {format_mesh(mesh)} does not fit --parallel {self.name}: name "
+                f"--mesh {format_mesh(mesh)} does not fit --parallel {self.name}: give "
                 f"{count} size{'s' * (count > 1)}, of {names}, as in --mesh "
                 f"{format_mesh(self.default_mesh(hosts))}"
             )
@@ -80,7 +80,7 @@ class Way:
 
 
 def _halves(hosts: Hosts) -> tuple[int, int]:
-    """Return hosts × ranks of a host, which must be the same; on one host, 2 × half its ranks."""
+    """Return hosts × ranks per host, which must be equal; on one host, 2 × half of its ranks."""
     ranks = sum(hosts)
     if len(hosts) > 1 and len(set(hosts)) == 1:
         return len(hosts), hosts[0]
@@ -100,7 +100,7 @@ def _line(hosts: Hosts) -> tuple[int]:
 WAYS: dict[str, Way] = {
     way.name: way
     for way in (
-        Way("ddp", "every rank holds the whole model", (), lambda _: ()),
+        Way("ddp", "every rank has the whole model", (), lambda _: ()),
         Way("fsdp", "fully_shard divides every parameter among all ranks", (SHARD,), _line),
         Way(
             "hsdp",
@@ -108,7 +108,7 @@ WAYS: dict[str, Way] = {
             "replicas",
             (REPLICATE, SHARD),
             _halves,
-            "hosts x ranks of a host; on one host, 2 x half of its ranks",
+            "hosts x ranks per host; on one host, 2 x half of its ranks",
         ),
         Way(
             "tp",
@@ -131,7 +131,7 @@ def parse_mesh(text: str) -> tuple[int, ...]:
     """Parse "2x4". Raises ValueError with one sentence."""
     words = text.lower().split("x")
     if not all(word.isdecimal() and word.isascii() and int(word) > 0 for word in words):
-        raise ValueError(f"{text!r} is not a mesh: write whole numbers with x between, as in 2x4")
+        raise ValueError(f"invalid mesh {text!r}: write integers separated by x, as in 2x4")
     return tuple(map(int, words))
 
 
@@ -148,8 +148,8 @@ class Plan:
                the rest of the model is one more group
     splits     model → name of a linear layer → "column" (its outputs are divided) or "row" (its
                inputs); all other parameters are the same in every rank
-    objection  (settings of the workload, ranks along tp) → one sentence: why its layers cannot be
-               divided so; None if they can
+    objection  (settings of the workload, ranks along tp) → None, or why its layers cannot be
+               divided among these ranks, in one sentence
     """
 
     layers: Callable[[nn.Module], list[nn.Module]]

@@ -2,8 +2,8 @@
 
 Element i of rank r's buffer in generation g is `table(r, g)[i % PERIOD]`: small integers (products:
 powers of two), chosen so that every partial result is exact in the dtype. PERIOD is a prime, so
-data that land a block too early or too late differ. Each checked repetition has a new generation,
-so a stale output is detected. Outputs are poisoned first, so an untouched output is detected.
+data that is shifted by a block differs. Each checked repetition has a new generation, so a stale
+output is detected. Outputs are poisoned first, so an output without a write is detected.
 """
 
 from __future__ import annotations

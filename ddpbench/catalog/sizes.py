@@ -11,7 +11,7 @@ SYNTAX = "4:64M:x4 (by factor), 4:1K:+256 (by step) or 1K,64K,1M (a list)"
 def parse(text: str) -> tuple[int, ...]:
     """Return the sizes in bytes that `text` lists, ascending and without repetition.
 
-    Raises ValueError with one sentence on what is wrong and what is allowed.
+    Raises ValueError with what is wrong and what is allowed.
     """
     sizes: set[int] = set()
     for part in text.split(","):

@@ -22,12 +22,12 @@ Settings = Mapping[str, float]
 
 
 def read_local(tensor: Any) -> Any:
-    """Return the memory of a tensor; of a DTensor, the shard that this rank holds."""
+    """Return the memory of a tensor; of a DTensor, this rank's shard."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def find_first(replica: Any) -> Any:
-    """Return the memory of the first parameter of which this rank holds a part."""
+    """Return the memory of the first parameter of which this rank has a part."""
     parts = (read_local(parameter.data) for parameter in replica.module.parameters())
     return next(part for part in parts if part.numel())
 
@@ -41,7 +41,7 @@ def flip(flat: Any, index: int, bit: float) -> None:
 
 
 def _require(holds: Callable[[Any], bool], why: str) -> Callable[[Any], str | None]:
-    """Return a check of the replica that returns None if this holds, else the sentence."""
+    """Return a check of the replica that returns None if `holds` is true, else the sentence."""
     return lambda replica: None if holds(replica) else why
 
 
@@ -181,7 +181,7 @@ def out_of_memory(replica: Any, settings: Settings) -> None:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-# --- faults in a collective that the user's step calls besides DDP's ------------------------------
+# --- faults in a collective that the user's step calls in addition to DDP's -----------------------
 
 
 def sum_metric(replica: Any, settings: Settings) -> None:
@@ -248,7 +248,7 @@ def _needs(way: str, dimension: str, why: str) -> Callable[[Any], str | None]:
     return _require(holds, f"{why}: {advice}")
 
 
-require_replicas = _needs("hsdp", REPLICATE, "this fault needs shards that several ranks hold")
+require_replicas = _needs("hsdp", REPLICATE, "this fault needs shards with copies on other ranks")
 require_tensor_parallel = _needs(
     "tp", TENSOR, "this fault needs parameters that tensor parallelism leaves whole"
 )
@@ -272,13 +272,13 @@ def other_seed(replica: Any, settings: Settings) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(settings["seed"]))
         for parameter in replica.module.parameters():
-            if parameter.dim() > 1:  # the others begin as constants
+            if parameter.dim() > 1:  # other parameters begin as constants
                 local = read_local(parameter.data)
                 local.copy_(torch.randn(local.shape) * local.std().item())
 
 
 def missed_sync(replica: Any, settings: Settings) -> None:
-    """Skip the all_reduce of gradients in one step, in all ranks that hold the same shard."""
+    """Skip the all_reduce of gradients in one step, in all ranks with the same shard."""
     import torch.distributed as dist
 
     group, is_chosen = _line(replica, int(settings["rank"]), REPLICATE)
@@ -324,7 +324,7 @@ def require_whole(replica: Any) -> str | None:
     """Return why there is no parameter that tensor parallelism leaves whole; None if there is."""
     objection = require_tensor_parallel(replica)
     if objection is None and _find_whole(replica) is None:
-        return "this fault needs a parameter that tensor parallelism leaves whole: there is none"
+        return "this fault needs a parameter that tensor parallelism leaves whole: none exists here"
     return objection
 
 
@@ -339,5 +339,5 @@ def _is_divided(parameter: Any, dimension: str) -> bool:
 
 
 def flipped_shard(replica: Any, settings: Settings) -> None:
-    """Flip one bit of one shard that another HSDP replica holds, too."""
+    """Flip one bit of one shard that another HSDP replica has, too."""
     bit_flip(replica, settings)

@@ -3,7 +3,7 @@
 A rank's batches are made before the first step, from its share of one data set, as
 DistributedSampler distributes it in each epoch. Weights and data depend on the seed alone. Global
 random state is neither used nor changed. To add an optimizer, add an entry to OPTIMIZERS. Importing
-this module imports no torch.
+this module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Sample = Callable[[torch.Generator], tuple[Tensor, ...]]
 
-EPOCHS, BATCHES = 2, 4  # epochs made before the first step, batches in each; the steps reuse them
+EPOCHS, BATCHES = 2, 4  # epochs generated before the first step, batches in each; steps reuse them
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RankSetup:
     device: torch.device
     seed: int
     group: dist.ProcessGroup | None  # of all ranks, for a loss that communicates
-    whole: bool = True  # the device holds the whole model; False: it is divided, from the CPU
+    whole: bool = True  # build the whole model on the device; False: on the CPU, to be divided
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Task:
 
     model  on the device, with the same weights in every rank; on the CPU if it is to be divided
     batch  step, from 0 → this rank's batch for the step, on the device
-    loss   (the model, bare or in DDP, batch) → the mean loss, a scalar; must call that very model
+    loss   (the model, bare or in DDP, batch) → the mean loss, a scalar; must call this model
     """
 
     model: nn.Module
@@ -73,7 +73,7 @@ class Workload:
     batch     samples of one rank, by kind of device
     build     (values of all settings, rank setup) → the task. Raises Refused with one sentence
               for settings that exclude each other. Does not communicate.
-    settings  name → default by kind of device: a whole number, or one of the words that
+    settings  name → default by kind of device: an integer, or one of the words that
               workloads.CHOICES lists for the name
     trains    whether its tasks have a `training`
     plan      how its model is divided among ranks; None: it can only be in DDP

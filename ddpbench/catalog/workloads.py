@@ -42,7 +42,7 @@ def _wide_layers(model: Any) -> list[nn.Module]:
 
 
 def _wide_splits(model: Any) -> dict[str, str]:
-    """Divide the layers in pairs, so that a rank needs no other rank's part in between."""
+    """Divide the layers in pairs, so that ranks need not communicate within a pair."""
     names = [name for name, layer in model.named_children() if hasattr(layer, "weight")]
     pairs = zip(names[0::2], names[1::2], strict=False)  # an odd last layer stays whole
     return {
@@ -53,7 +53,7 @@ def _wide_splits(model: Any) -> dict[str, str]:
 def _wide_objection(settings: Mapping[str, int], ranks: int) -> str | None:
     width, depth = settings["width"], settings["depth"]
     if depth < 2:
-        return f"mlp has {depth} layer, and tensor parallel divides pairs: choose --depth 2 or more"
+        return f"mlp has {depth} layer, but tensor parallel divides pairs: choose --depth 2 or more"
     if width % ranks:
         return (
             f"mlp: width {width} does not divide among {ranks} ranks of tensor parallel: choose a "
@@ -114,7 +114,7 @@ def _transformer(settings: Mapping[str, int], setup: RankSetup) -> Task:
         return (torch.randint(vocabulary, (sequence + 1,), generator=g),)
 
     def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        (tokens,) = batch  # one more than the model reads: each token's target is the next one
+        (tokens,) = batch  # one more than the model's input: each token's target is the next one
         scores = model(tokens[:, :-1])
         return functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -145,7 +145,7 @@ def _heads_objection(settings: Mapping[str, int], ranks: int) -> str | None:
 
 
 def _embedding(settings: Mapping[str, int], setup: RankSetup) -> Task:
-    """Dense gradients, which DDP reduces fastest: those of all but a few rows are zero."""
+    """Dense gradients, which DDP reduces fastest; most rows of the gradient are zero."""
     import torch
     from torch import nn
     from torch.nn import functional
@@ -177,16 +177,16 @@ def _contrastive(settings: Mapping[str, Any], setup: RankSetup) -> Task:
     grad        gather_with_grad. Each rank computes L. Backward through the gather sums the
                 gradients of n equal losses: f_r gets n · dL/df_r. The average is dL/dw.
     no-grad     Neither flag. Each rank r computes L, in which only f_r carries a gradient. No term
-                is missing, because L of rank r holds all scores of f_r: f_r gets dL/df_r. But it
-                gets it once, not n times. The average is dL/dw / n.
+                is missing, because L of rank r contains all scores of f_r: f_r gets dL/df_r, but
+                once instead of n times. The average is dL/dw / n.
     local-loss  local_loss and gather_with_grad. Rank r computes L_r of its own rows of scores, in
                 both directions. Equal batches make L the mean of all L_r. Backward through the
                 gather sums over the ranks: f_r gets Σ_q dL_q/df_r = n · dL/df_r. The average is
                 dL/dw.
 
-    The scale is applied behind the gather. Each rank has dL/d(scale), or with local-loss
-    dL_r/d(scale); the average is dL/d(scale) in every way. So no-grad alone needs a factor: n for
-    the towers, 1 for the scale. It is not applied here, as it is not in ClipLoss.
+    The scale is applied after the gather. Each rank has dL/d(scale), or with local-loss
+    dL_r/d(scale); the average is dL/d(scale) in every way. Therefore only no-grad needs a factor: n
+    for the towers, 1 for the scale. As in ClipLoss, it is not applied here.
     """
     import torch
     from torch.nn import functional
@@ -229,10 +229,9 @@ def _generate_regression(setup: RankSetup, samples: int, number: int) -> tuple[T
 
 
 def _regression(settings: Mapping[str, int], setup: RankSetup) -> Task:
-    """A smooth function of 8 inputs with a little noise, which the net learns to the end.
+    """A smooth function of 8 inputs with a little noise, which the net learns completely.
 
-    There is one sample less than fills all batches: the sampler repeats one sample or, with one
-    rank, the last batch is short.
+    The last batch lacks one sample: the sampler repeats one, or with one rank the batch is short.
     """
     import torch
     from torch.nn import functional
@@ -279,7 +278,7 @@ SETTINGS = {
     "rows": "rows in the embedding table",
     "gather": "how the loss gathers the features of all ranks",
 }
-# The allowed words of each setting that is no number, with their help.
+# The allowed words of each setting that is not a number, with their help.
 CHOICES = {
     "gather": {
         "grad": "with gradient",
@@ -314,7 +313,7 @@ WORKLOADS: dict[str, Workload] = {
         ),
         Workload(
             name="transformer",
-            help="a language model of GPT-2's shape, by default that of GPT-2 small",
+            help="a language model like GPT-2, by default with the sizes of GPT-2 small",
             batch={"cpu": 4, "cuda": 8},
             settings={
                 "layers": _both(12),
@@ -395,7 +394,7 @@ def count_samples(batch: Any) -> int:
 
 
 def find_other_device(batch: Any, device: torch.device) -> torch.device | None:
-    """Return the device of the first tensor in a batch that is not on this device; None without."""
+    """Return the device of a batch's first tensor on another device than this; None without."""
     import torch
 
     if isinstance(batch, torch.Tensor):
@@ -412,7 +411,7 @@ def import_function(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     try:
         function = getattr(import_module(module), attribute)
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # the user's module may raise any error
         lines = str(error).strip().splitlines() or ["no text"]
         raise ValueError(
             f"workload {name!r} cannot be imported ({type(error).__name__}: {lines[0]}): "
@@ -427,7 +426,7 @@ def import_function(name: str) -> Callable[..., Any]:
 
 
 def build_task(name: str, function: Callable[..., Any], setup: RankSetup) -> Task:
-    """Call the user's function in this rank. Raises Refused if it returns something else."""
+    """Call the user's function in this rank. Raises Refused if it returns another type."""
     from torch import nn
 
     result = function(setup.rank, setup.world_size, setup.device)

@@ -1,1 +1,1 @@
-"""Who is to blame for a hang: what each rank says of itself, and one verdict for all."""
+"""Find the rank that causes a hang: each rank reports its status, and one rank explains all."""

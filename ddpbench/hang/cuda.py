@@ -1,4 +1,4 @@
-"""Ask CUDA from threads of ours without disturbing the job. None of this has run on a GPU."""
+"""Query CUDA from ddpbench's threads without disturbing the job. Never run on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RELAXED = 2  # cudaStreamCaptureModeRelaxed, and HIP's
 
 
 def open_library(name: str) -> ctypes.CDLL:
-    """Open a library of torch, which has been loaded. Raises OSError if there is none."""
+    """Open a library that torch has already loaded. Raises OSError if there is none."""
     import torch
 
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_{name}.so"))
@@ -44,10 +44,10 @@ def relaxed_capture() -> Iterator[None]:
 
 
 def is_gpu_busy() -> bool:
-    """Return whether a GPU of this process has run kernels, of any process, about a second ago.
+    """Return whether a GPU of this process was busy, with kernels of any process, a second ago.
 
-    Neither NVML nor torch's allocator, which are asked, waits for the GPU or takes part in a
-    capture. False if they have no answer.
+    This queries NVML and torch's allocator, which neither wait for the GPU nor take part in a
+    capture. False if they do not answer.
     """
     import torch
 
@@ -56,5 +56,5 @@ def is_gpu_busy() -> bool:
     try:
         used = [i for i in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(i)]
         return any(map(torch.cuda.utilization, used))
-    except Exception:  # NVML is missing, or does not know this of the GPU: it has its own errors
+    except Exception:  # NVML is missing, or raises its own error for this GPU
         return False

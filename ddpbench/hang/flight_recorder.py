@@ -1,12 +1,12 @@
 """Read the calls of this rank from existing records, at no cost to a collective.
 
 The records are torch's Flight Recorder, the counts of the mpi4py group, or a group's sequence
-number. Private names of torch are probed: where one is missing, less is known. A full dump of the
-recorder takes milliseconds and the interpreter lock; its status, for heartbeats, takes
-microseconds. gloo's status says what has ended. On nccl only the entries of a dump do: a heartbeat
-takes the last call for open, and the watchdog dumps before it raises an alarm. The dump is torch's
-own pickle, made and read in this process: unlike the JSON, it has the lines of code that made each
-call.
+number. Private names of torch are probed: if one is missing, the report contains less. A full dump
+of the recorder takes milliseconds and the interpreter lock; its status, for heartbeats, takes
+microseconds. gloo's status shows which calls have ended. On nccl only the entries of a dump do: a
+heartbeat assumes that the last call is open, and the watchdog dumps before it raises an alarm. The
+dump is torch's own pickle, written and read in this process: unlike the JSON, it contains the lines
+of code that made each call.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ddpbench.hang.status import Call, Log
 RECENT = 64  # calls of a group that are reported
 NATIVE = ("gloo", "nccl", "xccl", "mpi4py")  # in the general recorder, without a name
 NCCL = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")  # in the records all are "nccl"
-# Their status counts sends and collectives apart, in the same field: after 900 sends, with
-# all_reduce #6 open, it says that #6 is the last begun, and #900 the last ended.
+# Their status counts sends and collectives apart, but in the same field: after 900 sends, with
+# all_reduce #6 open, it reports #6 as the last begun, and #900 as the last ended.
 MIXED = ("nccl", "xccl")
 UNREAD = -1  # the number of a call that only the entries contain
 BATCH = ":coalesced"
-# Waits that are no collective, or that ranks call unequally often.
+# Waits that are not collectives, or that ranks may call a different number of times.
 OTHER = (
     *("send", "recv", "isend", "irecv", "batch_isend_irecv", "wait", "store."),
     *("new_", "split_group", "init_process_group", "destroy_process_group"),
@@ -69,7 +69,7 @@ class Flight:
     """Reads the records, and remembers the group behind each number of a recorder."""
 
     def __init__(self, fresh: bool = False) -> None:
-        """fresh: ignore what is recorded so far, which is of groups that are gone."""
+        """fresh: ignore all records so far, because their groups have ended."""
         self._keys: dict[tuple[str, int], Key | None] = {}  # None: ignored
         self._groups: list[Group] = []
         self._known: frozenset[tuple[int, str]] = frozenset()
@@ -94,11 +94,11 @@ class Flight:
             with contextlib.suppress(*UNKNOWN):
                 brief = self._brief(name, recorder)
                 read = {key: record for key, record in brief.items() if record.started != UNREAD}
-                # Groups that have ended do not count any more.
+                # Ignore groups that have ended.
                 dumps = whole or (brief != read and not dist.is_initialized())
                 kept |= read | self._full(name, recorder, whole and lines) if dumps else brief
         kept |= _over_mpi()
-        # What the main thread stands in has no record yet, unless another call is open.
+        # The main thread's current call has no record yet, unless another call is open.
         names = {group.name for group in groups}
         is_open = any(r.started > r.finished for (name, _), r in kept.items() if name in names)
         claims = whole and inside and not is_open and not inside.startswith(OTHER)
@@ -106,7 +106,7 @@ class Flight:
         return tuple(log for group in groups for log in _logs(group, kept, called))
 
     def explain_unseen_hangs(self) -> str:
-        """Return a sentence on the hangs that cannot be seen, and what to do; "" if there is none.
+        """Return which hangs cannot be seen, and what to do, in one sentence; "" if none.
 
         Call it once there is a group.
         """
@@ -127,7 +127,7 @@ class Flight:
 
         names = dict(distributed_c10d._world.pg_names)
         known = frozenset((id(group), str(name)) for group, name in names.items())
-        if names and known != self._known:  # without any, keep what the groups did last
+        if names and known != self._known:  # without any, keep the last record of the groups
             self._groups, self._known = list_groups(), known
         return self._groups
 
@@ -168,12 +168,12 @@ class Flight:
 
 
 def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
-    """called: a collective in which the main thread stands, if there is no record of it; it may
-    belong to any group."""
+    """called: the main thread's current collective, if it has no record; it may belong to any
+    group."""
     for backend in group.backends:
         count = group.count(backend)
         record = kept.get((group.name, "nccl" if backend in NCCL else backend))
-        # gloo counts sends and receives, too: without a record, nothing is known of collectives.
+        # gloo counts sends and receives, too: without a record, collectives cannot be counted.
         counted = 0 if backend == "gloo" else max(count, 0)
         known = record or Log("", (), counted, counted, exact=False)
         if known.started == UNREAD:  # without a dump, the last call may be open
@@ -197,7 +197,7 @@ def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
         for name in names
         if hasattr(c10d, f"{name}_json") and hasattr(c10d, name)
     }
-    if torch_settings.find_blocking_wait():  # a dump would ask for events that are gone
+    if torch_settings.find_blocking_wait():  # a dump would query events that no longer exist
         recorders.pop("_dump_nccl_trace", None)
     general = recorders.get("_dump_fr_trace")
     if general is not None and "backend" in (general.status.__doc__ or ""):
@@ -210,7 +210,7 @@ def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
 
 
 def find_missing_setting(backend: str) -> str:
-    """Return the setting with which torch records a backend's calls; "" if it does, or cannot."""
+    """Return the setting that makes torch record a backend's calls; "" if it does, or cannot."""
     recorders = _recorders({backend})
     native = "_dump_nccl_trace" if backend in NCCL else "_dump_fr_trace"
     if any(not name.startswith("_dump") for name in recorders):  # attached by a newer torch
@@ -243,7 +243,7 @@ def _uncompiled() -> Iterator[bool]:
     """Yield whether the lines of code can be read at once.
 
     To find them torch imports torch._inductor, which takes seconds and fails if another thread does
-    the same. Without it there is no compiled code to find.
+    the same. If it is not imported, no code was compiled.
     """
     import torch
 
@@ -267,8 +267,8 @@ def _backend(entry: dict[str, Any]) -> str:
 def _list_collectives(entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the entries of collectives.
 
-    nccl ends a batch of calls with an entry of its own, "coalesced". That of sends and receives
-    looks like a collective and has the number of the previous one, but follows a later send.
+    nccl ends a batch of calls with an extra entry, "coalesced". After sends and receives this entry
+    looks like a collective with the number of the previous one, but follows a later send.
     """
     sent: dict[int, int] = {}  # the number of the last send before each group's last collective
     for entry in entries:
@@ -280,12 +280,11 @@ def _list_collectives(entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]
 
 
 def _read(entries: list[dict[str, Any]], status: dict[str, Any] | None) -> Log:
-    """A group's record from its entries, and from its status unless that is mixed.
+    """Return a group's record from its entries, and from its status unless that mixes sends in.
 
     gloo sets no state but retires entries, and its status is right if it counts no sends. nccl sets
-    both state and retirement. Its communicator ends calls in their order, so the last one that has
-    ended is enough. This matters for a batch that was captured into a CUDA graph: its entries never
-    end.
+    both state and retirement. Its communicator ends calls in their order, so the last ended one is
+    sufficient. This matters for a batch that was captured into a CUDA graph: its entries never end.
     """
     calls = {entry["collective_seq_id"]: entry for entry in entries}
     started = max(calls)
@@ -300,7 +299,7 @@ def _read(entries: list[dict[str, Any]], status: dict[str, Any] | None) -> Log:
 
 
 def name_operation(recorded: str) -> str:
-    """Return the operation of a recorded name: "all_gather" of "nccl:_all_gather_base"."""
+    """Return the operation of a recorded name: "all_gather" for "nccl:_all_gather_base"."""
     name = recorded.partition(":")[2] or recorded
     return name.removeprefix("_").removesuffix("_base")
 

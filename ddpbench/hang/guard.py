@@ -11,9 +11,9 @@ A rank has waited too long when, for the time-out,
 - a collective that it has called, on any group, has not ended; or
 - its main thread is in a function of torch.distributed, in `wait()` of an earlier call, or in the
   store, and no call of any group begins or ends meanwhile.
-Computing never raises that alarm. But a wait may be of an unknown kind: when a rank has called
-nothing of torch.distributed for a quarter longer than that, while its GPU was idle, the ranks print
-once where each of them is, and the job goes on.
+Computing never raises this alarm. Other waits cannot be recognised: if a rank does not call
+torch.distributed for 1.25 times the time-out plus 1 s, while its GPU is idle, the ranks print once
+where each of them is, and the job continues.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 BEAT_SECONDS = 0.5
 # For the statuses of the other ranks; the verdict comes within the time-out and 5 s.
 GRACE_SECONDS = 3.0
-LEAVE_SECONDS = 3.0  # for the other ranks to print the verdict, too, and a watch its table
+LEAVE_SECONDS = 3.0  # for the other ranks to print the verdict, and for a watch to print its table
 SETTLE_SECONDS = 1.0  # for a rank that has destroyed its groups, or lost a peer, to end or fail
 CLOSE_SECONDS = 2.0
 HANG, FAILURE = 5, 1  # exit codes; the second is that of Python after an exception
 END_SECONDS = 10.0  # for a rank that has failed to end as Python does, with its own handlers
-LINGER_SECONDS = 3.0  # how long the rank with the store waits at its end for the others' ends
+LINGER_SECONDS = 3.0  # how long the rank with the store waits at its end for the other ranks
 
 before_end: list[Callable[[End], object]] = []  # called with a verdict that ends this process
 _on: Guard | None = None
@@ -61,23 +61,23 @@ _times = 0  # how often a watchdog was switched on, equal in all ranks
 
 
 def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
-    """Watch this process's ranks from now on; call it in all of them, after init_process_group.
+    """Watch all ranks of this job for hangs. Call it in every rank, after init_process_group.
 
-    timeout: seconds within which every collective, send and receive must end; end: exit with code 5
-    after the verdict, otherwise print it and go on. A "no progress" line never ends the job, and a
-    job that ends with an exception has its own exit code.
-    Returns a guard with `close()`, for use in `with`, too. If one is on already, as under
-    `ddpbench watch --timeout`, returns that one, which stays on until all callers have closed it.
-    Raises ValueError if the time-out is not positive, RuntimeError without a process group.
+    timeout: seconds within which every collective, send and receive must end.
+    end: after a verdict, exit with code 5; False: print the verdict and continue. A "no progress"
+    line never ends the job. A job that ends with an exception keeps its own exit code.
+    Returns a guard: call `close()` to stop, or use it in `with`. If a watchdog is already running,
+    as under `ddpbench watch --timeout`, returns that one; it runs until every caller has closed it.
+    Raises ValueError if timeout is not above 0 and finite, RuntimeError without a process group.
     """
     global _on, _times
     import torch.distributed as dist
 
     if not 0 < timeout < math.inf:
-        raise ValueError(f"ddpbench.watchdog: timeout is {timeout!r}: give seconds above 0")
+        raise ValueError(f"ddpbench.watchdog: timeout={timeout!r}: expected seconds above 0")
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "ddpbench.watchdog: there is no process group yet: call it after "
+            "ddpbench.watchdog: no process group exists yet: call it after "
             "torch.distributed.init_process_group"
         )
     if _on is not None:
@@ -89,7 +89,7 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     prefix = f"ddpbench/guard/{placement.read_restarts()}/{_times}"
     _handle_terminate()
     identities = [None] * dist.get_world_size()
-    # No variable of this frame holds the store: the frame may live until a garbage collection.
+    # Keep no variable with the store: this frame may live until a garbage collection.
     board = Board(distributed_c10d._get_default_store(), prefix, dist.get_rank(), identities)
     flight = Flight()
     if dist.get_rank() == 0 and _times == 1 and (warning := flight.explain_unseen_hangs()):
@@ -115,7 +115,7 @@ def _handle_terminate() -> object:
 
     def handle() -> None:
         if _on is not None:
-            _on._alarm("C++ gives up", leave=False)
+            _on._alarm("C++ calls std::terminate", leave=False)
         if previous:
             kind(previous)()
 
@@ -137,7 +137,7 @@ class Guard:
         self._failure: tuple[str, str] | None = None  # an error that ends this rank, its place
         self._round, self._ending = 0, False
         self._code = 0  # with which this process is about to end
-        self.callers = 1  # who have not closed it
+        self.callers = 1  # number of callers that have not closed it
         self._judging = threading.RLock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ddpbench-watchdog", daemon=True)
@@ -156,15 +156,15 @@ class Guard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # An error that nobody catches comes to sys.excepthook next, and is judged there.
+        # sys.excepthook receives an uncaught error next, and judges it.
         if kind is None or not issubclass(kind, Exception):
             self.close()
 
     def close(self, at_exit: bool = False) -> None:
-        """Stop watching, and let the other ranks know that this one has left.
+        """Stop watching, and report to the other ranks that this one has left.
 
-        at_exit: this process ends. If the store lives here, wait for the other ranks, which need it
-        to learn who has left.
+        at_exit: this process ends. If it has the store, wait for the other ranks, which read there
+        which ranks have left.
         """
         global _on
         if self._closed.is_set() or os.getpid() != self._pid:  # a child by os.fork has no thread
@@ -178,7 +178,7 @@ class Guard:
             sys.excepthook = self._previous_hook
         atexit.unregister(self.close)
         if not self._code:  # else the others leave, too
-            # At exit the main thread has no line any more.
+            # At exit the main thread no longer has a line.
             status = self_report.read_status(self._flight, place=self._heartbeat.place)
             self._board.publish_heartbeat(replace(status, left=True), CLOSE_SECONDS)
             self._board.publish("1", "left", self._rank)
@@ -187,7 +187,7 @@ class Guard:
                 ranks = range(len(self._board.identities))
                 self._board.await_keys([self._board.key("left", r) for r in ranks], LINGER_SECONDS)
         self._board.client.close()
-        self._thread.join(CLOSE_SECONDS)  # for the reason that StoreClient.close gives
+        self._thread.join(CLOSE_SECONDS)  # see StoreClient.close for the reason
         _on = None
 
     def _watch(self) -> None:
@@ -231,8 +231,8 @@ class Guard:
         late = {wait for wait, age in ages.items() if age >= self._timeout}
         if not late:
             return False
-        # gloo's threads may count ends out of order, and so leave a number behind; nccl's are not
-        # known without a dump. The entry of each call is right.
+        # gloo's threads may count ends out of order, so a number may be stale; nccl's ends are
+        # unknown without a dump. The entry of each call is right.
         logs = self._flight.read_logs(heartbeat.inside, whole=True, lines=False)
         open_groups = {log.group for log in logs if log.started > log.finished}
         confirmed = {wait for wait in late if len(wait) > 2 or wait[0] in open_groups}
@@ -240,10 +240,10 @@ class Guard:
         return bool(confirmed)
 
     def _stands_still(self, progress: Hashable) -> bool:
-        """Whether nothing of this rank has moved for even longer, and that is not reported yet.
+        """Whether this rank has not moved for even longer, and this is not reported yet.
 
-        A training that replays CUDA graphs calls nothing, but keeps its GPU busy. A collective that
-        hangs does so, too: where no recorder shows it, report both.
+        A training that replays CUDA graphs makes no calls, but keeps its GPU busy. So does a
+        hanging collective: report both if no recorder shows the call.
         """
         stood = self._clock.monotonic() - self._since[progress]
         if stood < self._patience() / 2 or progress in self._reported:
@@ -260,13 +260,13 @@ class Guard:
         fails = isinstance(error, Exception) and trace is not None
         if fails and self._failure is None:
             self._failure = describe_error(error)
-        if not self._code:  # else a verdict is printed: this error follows from another's end
+        if not self._code:  # else a verdict is printed: another rank's end caused this error
             self._previous_hook(kind, error, trace)
             if fails:
                 self._alarm(leave=not self._end)
         while self._code == HANG:
             self._clock.sleep(1.0)  # until the thread ends this process
-        if self._code:  # end as Python does, with atexit handlers and buffered files
+        if self._code:  # end like Python, with atexit handlers and buffered files
             self._ending = True
             faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=2)
             with self._judging:  # the other ranks may still print
@@ -277,13 +277,13 @@ class Guard:
     ) -> None:
         """Publish the status, let one rank judge, print its verdict; then end the process, or not.
 
-        cause: why this rank raises the alarm, "" if another does or an error is on its way; late,
-        still: as in RankStatus; leave: end this process, which otherwise may end by itself.
+        cause: why this rank raises the alarm, "" if another does or an error follows; late, still:
+        as in RankStatus; leave: end this process, which otherwise may end by itself.
         """
         with self._judging:
             if self._closed.is_set() or self._code or os.getpid() != self._pid:
                 return
-            if self._board.client.store is None:  # a file that has gone with the process group
+            if self._board.client.store is None:  # its file was removed with the process group
                 return
             status = self._read_status(cause, late, still)
             judgement = self._judge(status)
@@ -294,7 +294,7 @@ class Guard:
             (self._reported if judgement.sentence else self._deferred).add(progress)
             self._since[progress] = self._clock.monotonic()
             if judgement.notice:
-                if status.cause and not still:  # the others have not heard it: raise it again
+                if status.cause and not still:  # the others have not received it: raise it again
                     self._alarm(cause, late=late, still=still, leave=leave)
                 return
             self._reported |= set(find_waits(heartbeat))
@@ -305,7 +305,7 @@ class Guard:
                 self._await_prints(judgement)
             self._board.kill_ranks(judgement.stopped if self._end else ())
         if self._end and leave:
-            if self._code == FAILURE:  # the others' ends may free this main thread, which then ends
+            if self._code == FAILURE:  # other ranks' ends may unblock this main thread, which ends
                 self._board.await_ends(judgement.failed, END_SECONDS)
                 self._clock.sleep(SETTLE_SECONDS)
             if not (self._ending or self._closed.is_set()):
@@ -338,10 +338,10 @@ class Guard:
             status_board.print_message(f"ddpbench: {judgement.sentence}\n{stacks}")
 
     def _await_prints(self, judgement: Judgement) -> None:
-        """Let all ranks print before this process ends: a launcher ends all with the first."""
+        """Let all ranks print before this process ends, because a launcher then ends them all."""
         if judgement.store_answers:
             self._board.publish("1", "told", self._round, self._rank)
             keys = [self._board.key("told", self._round, rank) for rank in judgement.heard]
             self._board.await_keys(keys, LEAVE_SECONDS)
-        if self._rank == 0:  # the store mostly lives here
+        if self._rank == 0:  # it usually has the store
             self._clock.sleep(LEAVE_SECONDS / 4)

@@ -1,4 +1,4 @@
-"""The judgement of one rank on all: collect their statuses, see who waits or is silent, explain."""
+"""Judge all ranks from one rank: collect their statuses, find silent and waiting ranks, explain."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Key = tuple[Hashable, ...]  # of a wait: it stays equal as long as nothing happe
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one rank has found out about all.
+    """The result of one rank's examination of all ranks.
 
-    sentence: "" nothing to print yet; heard: the ranks that answered; stacks: of these ranks;
-    failed: of these, with an error, which may follow from another rank's; interrupted: whether no
-    rank has a cause of its own; store_answers: whether the others can read this; notice: ranks only
-    stand still, so the job goes on; waiting: a rank that answered waits in
-    torch.distributed.
+    sentence: "" if there is nothing to print yet; heard: the ranks that answered; stacks: of these
+    ranks; failed: those of them with an error, which another rank may have caused; interrupted:
+    whether no rank has a cause of its own; store_answers: whether the other ranks can read this;
+    notice: ranks only do not move, so the job continues; waiting: whether a rank that answered
+    waits in torch.distributed.
     """
 
     sentence: str
@@ -45,7 +45,7 @@ def judge(
 ) -> Judgement:
     """Collect the statuses of all ranks under a topic, for some seconds, and explain them.
 
-    rank_0_may_end: if the store has gone, its process may have ended rightly.
+    rank_0_may_end: if the store has gone, its process may have ended normally.
     """
     statuses, store_answers = board.collect_statuses(topic, status, seconds)
     silent = board.find_silent(statuses, store_answers)

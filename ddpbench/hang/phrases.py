@@ -9,7 +9,7 @@ from ddpbench.records.wording import spans
 
 
 def format_lines(lines: Iterable[str]) -> str:
-    """Return " at f (x.py:3)", of more than two lines the first."""
+    """Return " at f (x.py:3)"; of more than two lines only the first."""
     known = sorted({line for line in lines if line})
     if not known:
         return ""
@@ -60,7 +60,7 @@ def format_phase(ranks: Sequence[int], statuses: Mapping[int, RankStatus]) -> st
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1", "ranks 0, 2, 3", of more than six "ranks 0–6, 8"."""
+    """Return "rank 1" or "ranks 0, 2, 3"; more than six as "ranks 0–6, 8"."""
     if len(ranks) <= 6:
         return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
     return f"ranks {spans(ranks).replace('-', '–')}"

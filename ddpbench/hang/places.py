@@ -31,7 +31,7 @@ IN_C = (
     "_distributed_broadcast_coalesced",
 )
 
-WAIT = "wait"  # for a call that was begun before, with async_op or isend
+WAIT = "wait"  # for an earlier call, with async_op or isend
 
 Line = tuple[str, str, int]  # function, file, line
 
@@ -61,7 +61,7 @@ def describe_line(frame: FrameType) -> str:
     own = next((f for f in walk_outwards(frame) if _distance(f.f_code.co_filename) == 0), None)
     if own is None:
         return ""
-    line = own.f_lineno  # the thread may go on while its source is read
+    line = own.f_lineno  # the thread may continue while its source is read
     text = " ".join(_calling(own.f_code, own.f_lasti, line).split())
     while text.endswith(")"):  # what is called, without its arguments
         opened = [
@@ -78,13 +78,13 @@ def describe_line(frame: FrameType) -> str:
 def find_error_place(error: BaseException) -> str:
     """Return the line where an error was raised, chosen as in `find_place`."""
     trace = error.__traceback__
-    # A frame's own line moves on after the error, to a `finally` or the end of a `with`.
+    # A frame's current line changes after the error, to a `finally` or the end of a `with`.
     lines = [(f.f_code.co_name, f.f_code.co_filename, line) for f, line in traceback.walk_tb(trace)]
     return choose_place(reversed(lines))
 
 
 def is_of_program(error: BaseException, innermost: bool = True) -> bool:
-    """Whether the program's own code raised an error; or, not innermost, called what raised it."""
+    """Whether the program's own code raised an error; not innermost: or called code that did."""
     paths = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = [Path(path).is_absolute() and _distance(path) == 0 for path in paths]  # else: compiled
     return own[-1] if innermost else any(own)
@@ -104,7 +104,7 @@ def choose_place(lines: Iterable[Line]) -> str:
 
 def describe_handled_error() -> str:
     """Return the error that the main thread handles in an `except` or a `finally`, and where it was
-    raised; "" none."""
+    raised; "": none."""
     current: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
     error = current[1] if isinstance(current, tuple) else current  # as Python has it before 3.12
     if not isinstance(error, Exception) or error.__traceback__ is None:
@@ -115,8 +115,8 @@ def describe_handled_error() -> str:
 def find_distributed_call(frame: FrameType) -> tuple[str, int]:
     """Return the function of torch.distributed in which the program is, "" none, and a number.
 
-    The number stays the same as long as this call lasts, and differs in the next call of the same
-    line. It is -1 if unknown: in a call to C++, which has no frame, and under a debugger.
+    The number stays the same during this call, and differs in the next call of the same line. It is
+    -1 if unknown: in a call to C++, which has no frame, and under a debugger.
     """
     name, call = "", None
     for outer in walk_outwards(frame):
@@ -149,9 +149,9 @@ def _number_call(frame: FrameType | None) -> int:
 
 
 def find_peers(frame: FrameType, inside: str) -> tuple[int, int]:
-    """Return the rank from which a frame receives, and that to which it sends, -1 if unknown.
+    """Return the ranks from which a frame receives and to which it sends; -1: unknown.
 
-    inside: the result of `find_distributed_call`. This reads names of the frames, which keeps
+    inside: the result of `find_distributed_call`. This reads variables of the frames, which keeps
     their values alive for a while: call it only at the end.
     """
     for outer in walk_outwards(frame):
@@ -217,8 +217,8 @@ def walk_outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 @cache
 def _distance(path: str) -> int:
-    """0: the program's own code, 1: a library's or ours, 2: of no file, 3: Python's or torch's, or
-    of a launcher."""
+    """Return 0 for the program's own code, 1 for a library's or ddpbench's, 2 for code without a
+    file, 3 for Python's, torch's or a launcher's."""
     machinery = _folder("torch"), *MACHINERY, "<frozen ", SCRIPTS
     if path.startswith(machinery) or COMPILED in path:
         return 3

@@ -1,4 +1,4 @@
-"""The process groups of this rank: their names, members and backends, and what each counts."""
+"""The process groups of this rank: their names, members, backends and counters."""
 
 from __future__ import annotations
 

@@ -26,20 +26,20 @@ STACK_FRAMES = 30  # the innermost frames of a reported stack
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """The process of a rank: how to name it, and how to look at it from its own host."""
+    """The process of a rank: its name in messages, and how to observe it from its own host."""
 
     rank: int
     host: str
     pid: int
-    boot_id: str  # names the machine
-    network: str = ""  # names the network namespace: each is a host, even on one machine
-    processes: str = ""  # names the namespace to which the pid belongs
+    boot_id: str  # identifies the machine
+    network: str = ""  # identifies the network namespace: each is a host, even on one machine
+    processes: str = ""  # identifies the namespace of the pid
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def sees(self, other: RankIdentity) -> bool:
-        """Return whether this rank's process can look at the other's."""
+        """Return whether this rank's process can observe the other's."""
         return (self.boot_id, self.processes) == (other.boot_id, other.processes)
 
 
@@ -58,7 +58,7 @@ def _namespace(kind: str) -> str:
 
 
 def observe_state(identity: RankIdentity, own: RankIdentity) -> str:
-    """Return the state of another rank's process, to follow "rank 3 (host, pid 7) …"."""
+    """Return the state of another rank's process, as the end of "rank 3 (host, pid 7) …"."""
     if not own.sees(identity):
         return "did not answer (stopped, dead or cut off)"
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 DIED, STOPPED, ALIVE = "has died", "is stopped (SIGSTOP)", "is alive but did not answer"
 LEFT = "has left"  # its script has ended
-# Rank 0, when its store has gone: it has destroyed its process group, or its process has ended.
+# Rank 0 whose store has gone: it has destroyed its process group, or its process has ended.
 ENDED, OVER = "has ended its process group", "has ended or died"
 
 # Ranks may call these with different sizes.
@@ -48,13 +48,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Log:
-    """The record that one rank has of one group.
+    """One rank's record of one group.
 
     group: a phrase, "of group 3", "" for the default group; members: global ranks; started,
-    finished: numbers of the last collectives that the rank called, and that ended, in a heartbeat
-    on nccl at least; calls: the latest, in order, () in a heartbeat; exact: whether all ranks count
-    alike; moves: a number that changes with each request to the group, with sends and receives, -1
-    if unknown.
+    finished: numbers of the last collectives that the rank called, and that ended (in a heartbeat
+    on nccl, a lower bound); calls: the latest, in order, () in a heartbeat; exact: whether all
+    ranks count in the same way; moves: a number that changes with each request to the group,
+    including sends and receives, -1 if unknown.
     """
 
     group: str
@@ -71,13 +71,13 @@ class RankStatus:
     """The state that a rank reports.
 
     place: the innermost line of the program's own code in the main thread, "f (data.py:22)";
-    inside: the function of torch.distributed that this line called, "" none; call: a number of this
-    call, which the rank's next call does not have, -1 if unknown; source, destination: the rank
-    from which it receives, to which it sends, -1 none; phase: the step of a ddpbench
-    command; cause: why this rank raises the alarm, "" it does not; late: it has waited too long;
-    still: nothing has moved for long, which may be right; left: its script has ended; destroyed:
-    it has destroyed its process groups; handles: the error that its main thread handles, as in a
-    `finally`, and its line; stack: of the main thread.
+    inside: the function of torch.distributed that this line called, "": none; call: a number of
+    this call, different in the rank's next call, -1 if unknown; source, destination: the rank from
+    which it receives, to which it sends, -1: none; phase: the step of a ddpbench command; cause:
+    why this rank raises the alarm, "": it does not; late: it has waited too long; still: it has not
+    moved for long, which may be normal; left: its script has ended; destroyed: it has destroyed its
+    process groups; handles: the error that its main thread handles, as in a `finally`, and its
+    line; stack: of the main thread.
     """
 
     place: str
@@ -159,6 +159,6 @@ def group_logs(statuses: Mapping[int, RankStatus]) -> dict[str, dict[int, Log]]:
 
 
 def find_call(number: int, logs: Iterable[Log]) -> Call:
-    """Return the call with this number, as far as the logs have it."""
+    """Return the call with this number, with the details that the logs contain."""
     calls = [call for log in logs for call in log.calls if call.number == number]
     return calls[0] if calls else Call(number, "collective")

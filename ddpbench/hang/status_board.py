@@ -1,7 +1,7 @@
 """The board on which ranks publish their status: a part of the store that they share.
 
-A request never blocks the caller for longer than it allows: the host of the store may be the one
-that is stopped. Each rank keeps the last heartbeat of rank 0, where the store mostly lives.
+A request never blocks the caller for longer than it allows, because the host of the store may be
+stopped itself. Each rank keeps the last heartbeat of rank 0, which usually has the store.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Address(NamedTuple):
 
 
 class StoreClient:
-    """A connection of its own to the ranks' store, used by a thread that may hang with it.
+    """A separate connection to the ranks' store, used by a thread that may hang with it.
 
-    Connects for as long as the job itself would: with many ranks on few cores, the store's host may
-    not come to accept connections. Raises RuntimeError after that.
+    Tries to connect for as long as the job itself would: with many ranks on few cores, the store's
+    host may accept connections late. Raises RuntimeError after that.
     """
 
     def __init__(self, place: Address | weakref.ref[dist.Store]) -> None:
@@ -65,7 +65,7 @@ class StoreClient:
 
     @property
     def store(self) -> dist.Store | None:
-        """The store; None if it was a file and has gone with the process group."""
+        """The store; None if it was a file that was removed with the process group."""
         return self._find_store()
 
     def request(self, seconds: float, function: Callable[[dist.Store], T]) -> T | None:
@@ -92,8 +92,8 @@ class StoreClient:
         """End the thread, even while it waits for the store.
 
         If the interpreter ends while a thread is in C++, that thread cannot return to Python, and
-        the process ends with SIGABRT or SIGSEGV. A store may not answer for long: forked children
-        of its process keep the connection open when that process has ended.
+        the process ends with SIGABRT or SIGSEGV. A store may not answer for a long time: forked
+        children of its process keep the connection open after that process has ended.
         """
         self._requests.put(None)
         self._thread.join(CLOSE_SECONDS)
@@ -163,7 +163,7 @@ def _open_client(
 
 
 def await_server(server: Address, seconds: float) -> None:
-    """Return once a server accepts connections: torch's client would print a C++ stack if not."""
+    """Return once a server accepts connections; otherwise torch's client prints a C++ stack."""
     until, pause = time.monotonic() + seconds, POLL_SECONDS
     while True:
         left = until - time.monotonic()
@@ -200,7 +200,7 @@ def _find_connection(files: Iterable[int], port: int) -> socket.socket | None:
 
 
 class Board:
-    """One rank's view of what all ranks publish.
+    """One rank's view of the published statuses of all ranks.
 
     `identities[r]` is None until rank r has introduced itself.
     """
@@ -230,18 +230,18 @@ class Board:
         return identity
 
     def publish(self, text: str, *parts: object) -> None:
-        """Leave a text under a key."""
+        """Store a text under a key."""
         self.client.request(ANSWER_SECONDS, lambda store: store.set(self.key(*parts), text))
 
     def claim(self, *parts: object) -> bool:
-        """Return whether this rank is the first to ask; also where the store does not answer."""
+        """Return whether this rank is the first to ask, or the store does not answer."""
         key = self.key(*parts)
         return (
             self.client.request(ANSWER_SECONDS, lambda store: store.add(key, 1) == 1) is not False
         )
 
     def await_keys(self, keys: list[str], seconds: float) -> bytes | None:
-        """Return the value of the first key once all are there, None after this time."""
+        """Return the value of the first key once all exist, None after this time."""
         until = self.clock.monotonic() + seconds
 
         def read(store: dist.Store) -> bytes | None:
@@ -264,7 +264,7 @@ class Board:
         return self.client.request(seconds, exchange) is not None
 
     def introduce(self, identity: RankIdentity) -> None:
-        """Publish this rank's identity, and read those of the others as far as they have come."""
+        """Publish this rank's identity, and read those that other ranks have published."""
         self.identities[self.rank] = identity
 
         def exchange(store: dist.Store) -> None:
@@ -281,8 +281,8 @@ class Board:
     ) -> tuple[dict[int, RankStatus], bool]:
         """Publish this rank's status under a topic and read those of the others.
 
-        Returns the statuses by rank, and whether the store answered: its host may be the one that
-        is gone. Ranks that have left, died or are stopped are not waited for.
+        Returns the statuses by rank, and whether the store answered, because its host may have
+        failed. Does not wait for ranks that have left, died or are stopped.
         """
         statuses = {self.rank: status}
         left: set[int] = set()
@@ -310,10 +310,10 @@ class Board:
         return statuses, answers
 
     def find_silent(self, heard: Iterable[int], store_answers: bool) -> list[SilentRank]:
-        """Return the ranks that were not heard, with their state and last heartbeat."""
+        """Return the ranks that did not answer, with their state and last heartbeat."""
         absent = self._missing(heard)
         if store_answers and None in (self.identities[rank] for rank in absent):
-            self.introduce(self.identity)  # one that has left may have come since the last look
+            self.introduce(self.identity)  # a rank may have come and left since the last look
         keys = {rank: self.key("beat", rank) for rank in absent}
         heartbeats: dict[int, RankStatus] = {}
         if absent and store_answers:
@@ -325,13 +325,13 @@ class Board:
         for rank in absent:
             identity, seen = self.identities[rank], heartbeats.get(rank)
             state = LEFT if seen is not None and seen.left else self._observe(rank)
-            if state == DIED and not self.client.has_server:  # it cannot tell that it has left
+            if state == DIED and not self.client.has_server:  # it cannot report that it has left
                 state = OVER
             silent.append(SilentRank(rank, str(identity or f"rank {rank}"), state, seen))
         return silent
 
     def kill_ranks(self, ranks: Iterable[int]) -> None:
-        """End these ranks if they are on this host: a stopped one keeps its launcher waiting."""
+        """Kill these ranks if they are on this host, because a launcher waits for a stopped one."""
         for rank in ranks:
             identity = self.identities[rank]
             if identity is not None and self.identity.sees(identity):
@@ -339,9 +339,9 @@ class Board:
                     os.kill(identity.pid, signal.SIGKILL)
 
     def await_ends(self, ranks: Iterable[int], seconds: float) -> None:
-        """Return when these ranks have ended, as far as can be seen, or after this time.
+        """Return when all visible ones of these ranks have ended, or after this time.
 
-        A launcher ends all ranks with the first.
+        A launcher ends all ranks when the first one ends.
         """
         until = self.clock.monotonic() + seconds
         while ALIVE in map(self._observe, ranks) and self.clock.monotonic() < until:
@@ -366,7 +366,7 @@ def _decode_status(data: bytes) -> RankStatus:
 
 
 def ends_with_rank_0(store: dist.Store | None) -> bool:
-    """Whether the store lives in rank 0's process, rather than in torchrun's."""
+    """Whether the store is in rank 0's process, rather than in torchrun's."""
     import torch.distributed as dist
 
     return (
@@ -376,7 +376,7 @@ def ends_with_rank_0(store: dist.Store | None) -> bool:
 
 
 def print_message(text: str) -> None:
-    """Write to stderr; give up when it does not take the text within a moment."""
+    """Write to stderr; give up if it does not accept the text soon."""
     text = redact.text(text)
 
     def write() -> None:
@@ -390,8 +390,8 @@ def print_message(text: str) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process now, whatever its other threads wait for, and all that it has started: a
-    reader of their output waits for them too."""
+    """End this process now, even if other threads wait, and all processes that it has started, so
+    that a reader of their output does not wait for them."""
     family.kill_descendants()
     with contextlib.suppress(OSError):
         sys.stdout.flush()

@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 
-# Entries of the flight recorder. torch 2.7 knows the second name only, and records nothing without
-# it; later versions warn of it in every rank.
+# Entries of the flight recorder. torch 2.7 accepts the second name only, and records nothing
+# without it; later versions warn about it in every rank.
 BUFFER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-ENTRIES = "2000"  # as later versions of torch have it by default
+ENTRIES = "2000"  # the default of later versions of torch
 # Seconds after which a monitor ends the process if nccl's own watchdog does not move.
 HEARTBEAT, HEARTBEAT_SECONDS = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 480
 BLOCKING_WAITS = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
@@ -21,10 +21,10 @@ BLOCKING_WAITS = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 @contextlib.contextmanager
 def watched_groups(timeout: timedelta) -> Iterator[None]:
-    """Let torch record the calls of groups that are made within, and end no process too early.
+    """Let torch record the calls of groups created inside, and keep it from ending processes early.
 
-    timeout: of the groups. What the user has set stays. The rest is taken back at the end, because
-    the record of a run names the user's settings.
+    timeout: of the groups. Variables that the user has set stay. All others are reset at the end,
+    because the record of a run contains the user's settings.
     """
     added = {} if any(map(os.environ.get, BUFFER_SIZES)) else {find_buffer_size(): ENTRIES}
     if not os.environ.get(HEARTBEAT):
@@ -46,14 +46,14 @@ def find_buffer_size() -> str:
 
 
 def records_by_default() -> bool:
-    """Return whether a torch that records by default does so here: the user may switch it off."""
+    """Return whether torch records by default here, unless the user switches it off."""
     return next(filter(None, map(os.environ.get, BUFFER_SIZES)), ENTRIES) != "0"
 
 
 def find_blocking_wait() -> str:
     """Return the variable that makes nccl wait on the host; "" none.
 
-    nccl then keeps no list of its calls, and the recorder refers to events that are gone.
+    nccl then keeps no list of its calls, and the recorder refers to events that no longer exist.
     """
     on = ("1", "t", "true", "y", "yes")
     return next((v for v in BLOCKING_WAITS if os.environ.get(v, "").lower() in on), "")

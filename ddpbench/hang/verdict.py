@@ -1,7 +1,7 @@
-"""Explain why ranks wait for ever: one sentence from the statuses of all. No torch.
+"""Explain why ranks wait forever, in one sentence from the statuses of all. No torch.
 
-A rank that answers reports the collectives that it has called. A silent rank has left its last
-heartbeat, which has only their numbers.
+A rank that answers reports the collectives that it has called. For a silent rank there is only its
+last heartbeat, with their numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ddpbench.hang.status import (
 )
 
 Statuses = Mapping[int, RankStatus]
-# Errors with which a backend reacts to another rank: that one has gone, or does not come.
+# Errors with which a backend reacts to another rank that has ended or does not come.
 SYMPTOM = re.compile(
     r"(closed|reset) by peer|broken pipe|remote process|socket closed|connection (closed|lost)"
     r"|timed out waiting \d+ ?ms for|timeout caused pair closure|collective operation timeout"
@@ -50,11 +50,11 @@ BY_SIGNAL = "ended by "  # the cause of a rank that a signal asked to end begins
 def explain_hang(
     silent: Sequence[SilentRank], statuses: Statuses, store_answers: bool = True
 ) -> str:
-    """Return one sentence: which rank is to blame, where it is, and who waits for it.
+    """Return which rank causes the hang, where it is, and which ranks wait, in one sentence.
 
-    statuses: of every rank that answered, at least one; store_answers: whether the store by which
-    they did still answers. A silent rank that lives is to blame only after a deadline: it should
-    have answered.
+    statuses: of every rank that answered, at least one; store_answers: whether their store still
+    answers. A silent rank that is alive is a cause only after a deadline, when it should have
+    answered.
     """
     statuses, silent = _qualify_groups(statuses, silent)
     if is_notice(statuses):
@@ -64,7 +64,7 @@ def explain_hang(
         return f"{cause}: {'; '.join(parts)}; the job goes on"
     case = _Case(silent, statuses, store_answers)
     parts = case.mismatches + (
-        case.describe_blamed() or case.describe_missing() or case.describe_failed()
+        case.describe_silent() or case.describe_missing() or case.describe_failed()
     )
     if not parts and store_answers:
         sentence = _describe_deadlock(case.hangs, statuses)
@@ -88,14 +88,14 @@ def is_interrupted(statuses: Statuses) -> bool:
 
 
 def is_notice(statuses: Statuses) -> bool:
-    """Return whether ranks only stand still, which is no reason to end the job."""
+    """Return whether ranks only do not move, which is not a reason to end the job."""
     causes = [status for status in statuses.values() if status.cause]
     return bool(causes) and all(status.still for status in causes)
 
 
 @dataclass(frozen=True)
 class _Case:
-    """The evidence: silent ranks, statuses, and what follows from both."""
+    """The evidence: silent ranks, statuses, and conclusions from both."""
 
     silent: Sequence[SilentRank]
     statuses: Statuses
@@ -113,7 +113,7 @@ class _Case:
 
     @cached_property
     def failed(self) -> dict[int, RankStatus]:
-        """The ranks with errors, without those whose errors are only symptoms of others'."""
+        """The ranks with errors, except errors that are only symptoms of other ranks' errors."""
         failed = {r: s for r, s in self.statuses.items() if s.cause and not s.late}
         return {r: s for r, s in failed.items() if not SYMPTOM.search(s.cause)} or failed
 
@@ -124,32 +124,32 @@ class _Case:
         return bool(self.mismatches) or any(own)
 
     @cached_property
-    def blamed(self) -> list[SilentRank]:
-        blamed = self._select_silent()
-        owing = [r.rank for r in blamed if _owed_call(r.rank, r.seen, self.statuses)]
+    def silent_causes(self) -> list[SilentRank]:
+        causes = self._select_silent()
+        owing = [r.rank for r in causes if _owed_call(r.rank, r.seen, self.statuses)]
         excused = bool(owing) or self.explained
-        return [r for r in blamed if r.state != LEFT or r.rank in owing or not excused]
+        return [r for r in causes if r.state != LEFT or r.rank in owing or not excused]
 
     def _select_silent(self) -> list[SilentRank]:
         if self.store_answers:
             late = any(status.late for status in self.statuses.values())
             return [rank for rank in self.silent if rank.state != ALIVE or late]
-        # Nobody can answer: blame the ranks that are seen to be gone, else rank 0, where the store
-        # mostly lives. If rank 0 has ended the store, all others end soon after.
+        # No rank can answer: name the ranks that are visibly gone, else rank 0, which usually has
+        # the store. If rank 0 has ended the store, all other ranks end soon after.
         ended = [rank for rank in self.silent if rank.state in (ENDED, OVER)]
         gone = [rank for rank in self.silent if rank.state in (DIED, STOPPED, LEFT)]
         return ended or gone or [rank for rank in self.silent if rank.rank == 0]
 
-    def describe_blamed(self) -> list[str]:
-        """A sentence on the silent ranks that are to blame, if there are any."""
-        if not self.blamed:
+    def describe_silent(self) -> list[str]:
+        """Return a sentence on the silent ranks that cause the hang, if there are any."""
+        if not self.silent_causes:
             return []
-        texts = [_silence(rank, self.hangs, self.statuses) for rank in self.blamed]
-        ended = all(rank.state in (LEFT, ENDED, OVER) for rank in self.blamed)
+        texts = [_silence(rank, self.hangs, self.statuses) for rank in self.silent_causes]
+        ended = all(rank.state in (LEFT, ENDED, OVER) for rank in self.silent_causes)
         return ["; ".join(texts) + format_waiting(self.statuses, self.statuses, ended)]
 
     def describe_missing(self) -> list[str]:
-        """A sentence on the living ranks whose part is missing while others fail for it."""
+        """Return a sentence on living ranks that did not take part and made others fail."""
         if self.explained:
             return []
         destroyed = [r for r, s in self.statuses.items() if s.destroyed and not s.cause]
@@ -168,7 +168,7 @@ class _Case:
         return ["; ".join(texts) + format_waiting(rest, self.statuses, True)] if texts else []
 
     def describe_failed(self) -> list[str]:
-        """A sentence on the ranks with errors, if there are any."""
+        """Return a sentence on the ranks with errors, if there are any."""
         if not self.failed:
             return []
         waiting = {rank for hang in self.hangs for rank in hang.waiting}
@@ -182,8 +182,8 @@ class _Case:
 def _qualify_groups(
     statuses: Statuses, silent: Iterable[SilentRank]
 ) -> tuple[dict[int, RankStatus], list[SilentRank]]:
-    """Add the ranks of a group to its name where another group has the same name, as the rows of a
-    mesh have."""
+    """Add the ranks of a group to its name if another group has the same name, as the rows of a
+    mesh do."""
     members: dict[str, set[tuple[int, ...]]] = {}
     for status in [*statuses.values(), *(rank.seen for rank in silent if rank.seen)]:
         for log in status.logs:
@@ -201,10 +201,10 @@ def _qualify_groups(
 
 
 def _owed_call(rank: int, status: RankStatus | None, statuses: Statuses) -> str:
-    """The first call that other ranks of a group have made and this rank has not, "" none."""
+    """Return the first call that other ranks of a group made and this rank did not; "": none."""
     started = {log.group: log.started for log in status.logs} if status else {}
     for group, logs in group_logs(statuses).items():
-        if group not in started:  # it has called nothing there, or its last heartbeat came before
+        if group not in started:  # it made no call there, or its last heartbeat is older
             continue
         number = started[group] + 1
         others = [log for r, log in logs.items() if r != rank and rank in log.members]
@@ -267,7 +267,7 @@ def _stuck(hang: Hang, statuses: Statuses) -> str:
     verb, joined = ("is", "alone") if len(hang.waiting) == 1 else ("are", "all")
     return (
         f"{format_ranks(hang.waiting)} {verb} {joined} in {hang}, which does not end: the backend "
-        f"or the network does not carry it{format_phase(hang.waiting, statuses)}"
+        f"or the network does not complete it{format_phase(hang.waiting, statuses)}"
     )
 
 
@@ -276,7 +276,7 @@ def _stuck(hang: Hang, statuses: Statuses) -> str:
 
 @dataclass(frozen=True)
 class _Wait:
-    """The operation in which a rank waits, and for which ranks; message: a receive or a send."""
+    """The operation in which a rank waits, and the ranks it waits for; message: receive or send."""
 
     what: str
     ranks: tuple[int, ...]
@@ -290,7 +290,7 @@ def _find_waits(hangs: Sequence[Hang], statuses: Mapping[int, RankStatus]) -> di
             waits[rank] = _Wait(status.waits_in.partition(" ")[0], (other,), True)
             continue
         own = [h for h in hangs if rank in h.waiting and h.absent and status.inside]
-        if len(own) > 1:  # others may have been called with async_op: where is it now?
+        if len(own) > 1:  # some may have been called with async_op: use the current one
             calls = {(log.group, c.number): c.place for log in status.logs for c in log.calls}
             own = [h for h in own if calls.get((h.group, h.call.number)) == status.place]
         if own:
@@ -299,7 +299,7 @@ def _find_waits(hangs: Sequence[Hang], statuses: Mapping[int, RankStatus]) -> di
 
 
 def _describe_deadlock(hangs: Sequence[Hang], statuses: Mapping[int, RankStatus]) -> str:
-    """Return a sentence on ranks that wait for each other in a circle, "" none."""
+    """Return a sentence on ranks that wait for each other in a circle; "": none."""
     waits = _find_waits(hangs, statuses)
     circle = next((c for rank in sorted(waits) if (c := _circle(rank, waits))), [])
     if not circle:
@@ -333,7 +333,7 @@ def _circle(start: int, waits: Mapping[int, _Wait]) -> list[int]:
 
 
 def _describe_messages(statuses: Mapping[int, RankStatus]) -> list[str]:
-    """Return where the ranks are whose messages others await, then who waits."""
+    """Return where the ranks are that owe a message, then which ranks wait."""
     waits = _find_waits((), statuses)
     awaited = {rank for wait in waits.values() for rank in wait.ranks}
     first = {rank: statuses[rank] for rank in awaited - set(waits) if rank in statuses}
@@ -413,9 +413,9 @@ def _mismatch(
 
 
 def _shift(mine: Mapping[int, Call], most: Mapping[int, Call], number: int) -> str:
-    """Whether, from this number on, a rank's calls are the others' next ones or previous ones."""
+    """Return how a rank's calls from this number are shifted against those of the other ranks."""
     known = dict(most)
-    if number + 1 not in known and number in known:  # they wait: what followed this call last time?
+    if number + 1 not in known and number in known:  # they wait: use what followed last time
         before = [n for n in known if n < number and known[n].agrees(known[number])]
         if before and max(before) + 1 < number:
             known[number + 1] = known[max(before) + 1]

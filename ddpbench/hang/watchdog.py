@@ -1,9 +1,9 @@
 """The watchdog of ddpbench's commands: end this rank when a deadline passes or a signal comes.
 
 At the end its thread publishes this rank's status, collects those of the others for a moment, and
-the lowest living rank prints one sentence: who is to blame, where, and who waits. The thread sleeps
-between deadlines, so it takes no time from a timed span. Where a deadline is renewed, about once a
-second, the rank publishes a heartbeat.
+the lowest living rank prints one sentence: which rank causes the hang, where, and which ranks wait.
+The thread sleeps between deadlines, so it takes no time from a timed span. When a deadline is
+renewed, about once a second, the rank publishes a heartbeat.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HURRIED_SECONDS = {**SIGNAL_SECONDS, signal.SIGTERM: 0.5}
 
 
 class Watchdog:
-    """The watchdog of one rank. `begin_phase` names what the rank does, and sets its deadline."""
+    """The watchdog of one rank. `begin_phase` names the rank's current work and sets a deadline."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Watchdog:
         signal_seconds: Mapping[signal.Signals, float] = SIGNAL_SECONDS,
         mode: str = "end",
     ) -> None:
-        """leave: ends the process; mode: what to do when a deadline is missed, as --watchdog."""
+        """leave: ends the process; mode: as --watchdog, for a missed deadline."""
         self._signal_seconds = signal_seconds
         self._board, self._rank = Board(store, "ddpbench/watch", rank, identities), rank
         self._timeout, self._leave, self._mode = timeout_seconds, leave, mode
@@ -73,7 +73,7 @@ class Watchdog:
         self._thread.start()
 
     def begin_phase(self, name: str) -> None:
-        """Name what this rank does next; it must end within the time-out."""
+        """Name this rank's next phase, which must end within the time-out."""
         self._phase, self._beat_time = name, -math.inf
         self.rearm()
 
@@ -87,11 +87,11 @@ class Watchdog:
             self._beat_time = time.monotonic()
 
     def expect_signal(self) -> None:
-        """Take it that this rank gets a signal, as another rank did: its own may come late."""
+        """Act as if this rank had received another rank's signal: its own may come late."""
         self._gets_signal = True
 
     def close(self) -> None:
-        """End the thread and give signals back to the program, or ignore them if one has come.
+        """End the thread and restore the program's signal handlers; ignore signals if one has come.
 
         After a signal to any rank this one stores its end, and Slurm may signal again meanwhile.
         """
@@ -153,7 +153,7 @@ class Watchdog:
         code = 5
         try:
             code = self._report("end", self._read_status(cause, late, place), True)
-        finally:  # whatever happens to stderr or the disk: this process ends
+        finally:  # end this process even if stderr or the disk fails
             self._leave(code)
 
     def _read_status(self, cause: str, late: bool, place: str = "") -> RankStatus:
@@ -161,7 +161,7 @@ class Watchdog:
 
     def _report(self, topic: str, status: RankStatus, ending: bool) -> int:
         judgement = judge(self._board, topic, status, GRACE_SECONDS)
-        # The launcher also signals the other ranks of one that has failed.
+        # After a failed rank, the launcher also signals the other ranks.
         alone = judgement.interrupted and not judgement.silent
         interrupted = self.signal is not None and alone
         code = 130 if interrupted else 5
@@ -169,7 +169,7 @@ class Watchdog:
         unheard = any(r.state == ALIVE and r.rank < self._rank for r in judgement.silent)
         prints = min(judgement.heard) == self._rank and (judgement.store_answers or not unheard)
         key = self._board.key(topic, "told")
-        # A rank that answers after the others' grace sees more than they did, but comes too late.
+        # A rank that answers after the others' grace period has more statuses, but is too late.
         if not prints or (judgement.store_answers and not self._board.claim(topic, "speaker")):
             if ending:
                 self._board.await_keys([key], GRACE_SECONDS)

@@ -1,1 +1,1 @@
-"""Other tools' logs as runs: one entry of sources.READERS adds a tool. No torch."""
+"""Read other tools' logs as runs. To add a tool, add an entry to sources.READERS. No torch."""

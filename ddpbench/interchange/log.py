@@ -33,8 +33,8 @@ from ddpbench.records.schema import (
     Wrong,
 )
 
-# The tools' names in lower case, less `_`, `-` and `_perf`. sendrecv passes a buffer round in a
-# ring, which is no operation of ddpbench: it keeps its own name.
+# The tools' names in lower case, without `_`, `-` and `_perf`. sendrecv passes a buffer around a
+# ring. ddpbench has no such operation, so it keeps its own name.
 NAMES = {key.replace("_", ""): key for key in (*OPERATIONS, "sendrecv") if key != "bidirectional"}
 TYPES = {
     "char": "int8",
@@ -96,7 +96,7 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True)
 class Part:
-    """What one start of a tool printed."""
+    """The output of one start of a tool."""
 
     text: str
     line: int  # number of its first line in the log
@@ -106,7 +106,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Test:
-    """What the figures of one start of a tool have in common; as nccl-tests measures by default."""
+    """Facts that all figures of one start of a tool share; defaults are those of nccl-tests."""
 
     tool: str
     version: str
@@ -206,7 +206,7 @@ def read_rows(part: Part, heads: re.Pattern[str], convert: Convert) -> list[Resu
     for i, line in enumerate(lines):
         if heads.match(line):
             if columns:
-                raise ValueError("the test has several tables: give each a file")
+                raise ValueError("the test has several tables: put each into a file of its own")
             columns = COLUMN.findall(line.lstrip("# "))
         elif columns and line[:1].isdigit():
             try:
@@ -234,7 +234,7 @@ def build_run(
             backend=test.backend,
             provider=test.tool,
             library=f"{test.tool} {test.version}",
-            launcher="not told",
+            launcher="unknown",
             world_size=test.world_size,
             facts={"tool": f"{test.tool} {test.version}"},
         )
@@ -268,7 +268,7 @@ def _describe_wrong(result: Result) -> Finding:
         "wrong-result",
         f"{case.operation} on {case.backend}, {case.nbytes} bytes of {case.dtype}, "
         f"{'in' if case.in_place else 'out of'} place: the log reports {result.wrong[0].got}",
-        "do not train on this set-up; run the tool again to see whether it stays",
+        "do not train on this set-up; run the tool again to see whether the error repeats",
         {"operation": case.operation, "nbytes": case.nbytes},
     )
 
@@ -281,7 +281,7 @@ def read_nccl_text(part: Part) -> tuple[Test, list[Result]]:
     operation = find_operation(start["name"]) if start["name"] else hints.operation
     ranks = _count_ranks(part.text) or hints.ranks
     if not operation or not ranks:
-        missing = "number of ranks: state --ranks 8" if operation else "operation: state --op NAME"
+        missing = "number of ranks: add --ranks 8" if operation else "operation: add --op NAME"
         raise ValueError(f"the log does not print the {missing}")
     test = Test(
         start["tool"] or ("rccl-tests" if AMD.search(part.text) else "nccl-tests"),
@@ -298,13 +298,13 @@ def read_nccl_text(part: Part) -> tuple[Test, list[Result]]:
             size, microseconds = int(row["size"]), float(row["time"])
             rate = size / microseconds / 1e3
             if abs(rate - float(row["algbw"])) > 0.006 + rate * (0.001 + 0.006 / microseconds):
-                raise ValueError("the printed bandwidth is not size / time")
+                raise ValueError("the printed bandwidth does not equal size / time")
             if size:  # 0: less than a block for each rank, so nothing was sent
                 yield make_result(test, row, in_place=place == "in-place")
 
     results = read_rows(part, NCCL_HEADS, convert)
     if FAILED.search(part.text) and not any(result.wrong for result in results):
-        raise ValueError("a check failed, but in no row that can be read")
+        raise ValueError("a check failed, but not in a row that ddpbench can read")
     if "# Avg bus bandwidth" not in part.text:
         end = part.line + part.text.count("\n")
         part.left_out.append((end, "the test did not end with the line '# Avg bus bandwidth'"))
@@ -344,21 +344,21 @@ def read_rccl_json(part: Part) -> tuple[Test, list[Result]]:
             row = {"#wrong": record.get("wrong"), **record}
             results.append(make_result(test, row, in_place=bool(record["inPlace"])))
     if part.text.count("{") > part.text.count("}"):
-        part.left_out.append((part.line + part.text.count("\n"), "the last record is not whole"))
+        part.left_out.append((part.line + part.text.count("\n"), "the last record is incomplete"))
     return test, results
 
 
 def _refuse_options(part: Part) -> None:
     if OPTION.search(part.text):
-        raise ValueError("ddpbench reads no test with -a, -G, -u or -z, which change what is timed")
+        raise ValueError("ddpbench cannot read tests with -a, -G, -u or -z: they change the timing")
 
 
 def _count_ranks(text: str) -> int:
-    """Return the number of ranks in the first group; 0 if the list of devices is not whole."""
+    """Return the number of ranks in the first group; 0 if the list of devices is incomplete."""
     devices = DEVICE.findall(text)
     ranks = [int(rank) for rank, _ in devices]
     if len({*ranks}) < len(ranks):
-        raise ValueError("several tests wrote at once (build them with MPI=1): give each a file")
+        raise ValueError("several tests wrote at once: build them with MPI=1, or use a file each")
     whole = ranks == [*range(len(ranks))]
     return sum(group == devices[0][1] for _, group in devices) if whole else 0
 
@@ -369,7 +369,7 @@ def read_osu(part: Part) -> tuple[Test, list[Result]]:
     assert title is not None
     operation = find_operation(title["name"] or title[0])
     if ranks is None:
-        raise ValueError("the log does not print the number of ranks: state --ranks 8")
+        raise ValueError("the log does not print the number of ranks: add --ranks 8")
     test = Test(
         "osu",
         title["version"],

@@ -1,6 +1,6 @@
-"""Read what a user names: a run's folder, a name in results/, `last`, or another tool's log.
+"""Read a run by its folder, its name in results/, or `last`; or read another tool's log.
 
-One entry of READERS adds a tool.
+To add a tool, add an entry to READERS.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ddpbench.records import redact, store
 from ddpbench.records.schema import Result, Run
 from ddpbench.records.store import InvalidRun
 
-SUFFIXES = (".log", ".txt", ".out", ".json")  # of logs in a folder; a file that is named may be any
+SUFFIXES = (".log", ".txt", ".out", ".json")  # of logs in a folder; a named file may have any
 ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # Text that launchers put before each line: `0: ` of srun, `[1,0]<stdout>: ` of mpirun, and
 # `[pod/name/container] `, `pod-name container ` or a time of kubectl and stern.
@@ -72,9 +72,11 @@ def read(path: Path, hints: Hints = NO_HINTS) -> Run:
     except OSError as error:
         raise InvalidRun(f"{path} cannot be read: {error.strerror}") from None
     readers = [reader for reader in READERS.values() if reader[0].search(text)]
-    if len(readers) != 1:
-        problem = "has logs of several tools" if readers else "is neither a run nor a log"
-        raise InvalidRun(f"{path} {problem}: ddpbench reads {', '.join(READERS)}")
+    if len(readers) > 1:
+        raise InvalidRun(f"{path} contains logs of several tools: put each into its own file")
+    if not readers:
+        logs = ", ".join(READERS)
+        raise InvalidRun(f"{path} is neither the folder of a run nor one of these logs: {logs}")
     tests: list[tuple[Test, list[Result]]] = []
     left_out: list[tuple[int, str]] = []
     start, read_part = readers[0]
@@ -84,7 +86,7 @@ def read(path: Path, hints: Hints = NO_HINTS) -> Run:
         try:
             test, results = read_part(Part(text[i:j], line, hints, left_out))
             if not results or len({result.case for result in results}) < len(results):
-                raise ValueError("the test has no row of results, or repeats a size (-N)")
+                raise ValueError("the test contains no results, or repeats a size (-N)")
             tests.append((test, results))
         except ValueError as error:
             left_out.append((line, str(error)))

@@ -1,10 +1,10 @@
-"""The time by which ranks are waited for."""
+"""The clock that waits for ranks use."""
 
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """The part of the module `time` that waits use. A test gives them a clock of its own."""
+    """The part of the module `time` that waits use. Tests replace it."""
 
     def time(self) -> float: ...
     def monotonic(self) -> float: ...

@@ -1,8 +1,8 @@
 """The processes and files of a run: marked, found from outside, and removed at its end.
 
-Each process of a run has the run's private folder in its environment and leaves its temporary files
-there. So nothing of another run is ever removed. If the process that started the run is killed, a
-janitor removes all: a process that waits for nothing else.
+Each process of a run has the run's private folder in its environment and stores its temporary files
+there, so files of other runs are never removed. If the process that started the run is killed, a
+janitor removes everything: a process that only waits for this.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import NoReturn
 
 import psutil
 
-MARK = "DDPBENCH_FAMILY"  # the folders of the runs that a process belongs to, outermost first
+MARK = "DDPBENCH_FAMILY"  # folders of the runs to which a process belongs, outermost first
 SHARED = Path("/dev/shm")
 # Where Open MPI puts the memory that ranks share; its session folder follows TMPDIR.
 BACKING = tuple(f"OMPI_MCA_{name}_backing_directory" for name in ("btl_sm", "osc_sm", "osc_rdma"))
-# They remove what others have left in shared memory, and end when these have ended.
+# They remove files that other processes left in shared memory, and end after these.
 CLEANERS = ("resource_tracker", "torch_shm_manager")
 CLEAN_SECONDS, KILL_SECONDS, REPORT_SECONDS = 1.0, 5.0, 2.0
 VERDICT = "verdict"  # the file with a verdict that has been printed
@@ -41,9 +41,9 @@ class Family:
     _janitor: int  # the end of a pipe, which closes with this process
 
     def environ(self) -> dict[str, str]:
-        """The variables of a member; what the user set for Open MPI is kept."""
+        """Return the variables of a member; settings of the user for Open MPI are kept."""
         outer = [os.environ[MARK]] if MARK in os.environ else []
-        # Compiled code is worth keeping: it stays where torch puts it.
+        # Keep compiled code: later runs reuse it.
         compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
         variables = {
             MARK: ":".join([*outer, str(self.folder)]),
@@ -77,11 +77,11 @@ class Family:
         return read_text(self.folder / VERDICT)
 
     def mark_verdict(self, sentence: str) -> None:
-        """Keep the ranks from printing another verdict."""
+        """Note that a verdict was printed, so that the ranks print no other."""
         (self.folder / VERDICT).write_text(sentence)
 
     def is_reporting(self) -> bool:
-        """Whether a rank began to print its verdict a moment ago, and so is about to end."""
+        """Whether a rank has just begun to print its verdict, and so is about to end."""
         try:
             return time.time() - (self.folder / VERDICT).stat().st_mtime < REPORT_SECONDS
         except OSError:
@@ -169,14 +169,14 @@ def _start_janitor(folder: Path, memory: Path | None) -> tuple[int, int, int]:
 
 
 def _clean_up(waits: int, ending: int, folder: Path, memory: Path | None) -> NoReturn:
-    """Wait until the run's first process ends, then remove what it has left."""
+    """Wait until the run's first process ends, then remove its files and processes."""
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text("ddpbench-clean")
-        # Whoever reads the run's output must not wait for this process.
+        # A reader of the run's output must not wait for this process.
         os.dup2(waits, 0)
         os.dup2(ending, 1)
         os.closerange(2, os.sysconf("SC_OPEN_MAX"))
@@ -220,10 +220,10 @@ def _is_cleaner(process: psutil.Process) -> bool:
 
 
 def kill_descendants() -> None:
-    """Kill what this process has started, also what has lost its parent since.
+    """Kill all processes that this one has started, even those that have lost their parent.
 
     Such an orphan is recognised by its process group: a launcher gives each rank its own. Siblings
-    of this process, as in a pipeline, may share the group and are spared.
+    of this process, as in a pipeline, may share the group and are not killed.
     """
     me = psutil.Process()
     descendants = {process.pid: process for process in me.children(recursive=True)}

@@ -35,7 +35,7 @@ PRELOADED = (
     "pyarrow.parquet",
     "ddpbench.measure.pace",
 )
-LOOK_SECONDS = 0.2  # between looks at ranks that go on
+LOOK_SECONDS = 0.2  # between looks at running ranks
 GRACE_SECONDS = 30.0  # for the other ranks, once one has failed
 RUNNING = -1  # in place of an exit code
 
@@ -91,7 +91,7 @@ def _become_rank(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> N
     code = 5
     try:
         os.setsid()  # Ctrl-C reaches it once, from its parent
-        with contextlib.suppress(OSError):  # so that `ps` and `top` tell the ranks apart
+        with contextlib.suppress(OSError):  # name the ranks in `ps` and `top`
             Path("/proc/self/comm").write_text(f"ddpbench-r{rank}")
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in PASSED_ON[1:]:
@@ -99,7 +99,7 @@ def _become_rank(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> N
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         tempfile.tempdir = None  # look it up again: now a folder of this run
         if not (port := int.from_bytes(os.read(gate, 4), "big")):
-            os._exit(code)  # the parent has gone
+            os._exit(code)  # the parent has ended
         numbers = {"RANK": rank, "WORLD_SIZE": nproc, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nproc}
         os.environ.update({f"DDPBENCH_{name}": str(value) for name, value in numbers.items()})
         os.environ.update(
@@ -152,7 +152,7 @@ def _running(codes: dict[int, int]) -> list[int]:
 def _sleep_until_end(pids: Sequence[int]) -> None:
     """Sleep until one of these processes ends, or for LOOK_SECONDS.
 
-    Looking every few ms instead would take cores from the ranks while they measure.
+    Polling every few ms instead would take cores from the ranks while they measure.
     """
     ends = select.poll()
     with contextlib.ExitStack() as fds:

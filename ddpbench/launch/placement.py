@@ -22,7 +22,7 @@ from ddpbench.records.wording import install_extra
 class Refused(Exception):
     """The request cannot be met: one sentence for the user, exit code 2, nothing measured.
 
-    speaker: the rank that reports it. All ranks raise it together unless they could not meet.
+    speaker: the rank that reports it. All ranks raise it together, unless they could not connect.
     """
 
     def __init__(self, sentence: str, speaker: int = 0) -> None:
@@ -32,17 +32,17 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Placement:
-    """One rank's place in a launch, from its launcher's variables."""
+    """One rank's position in a launch, from its launcher's variables."""
 
     launcher: str  # "fork", "torchrun", "mpirun" or "srun"
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int | None  # None: not known from the launcher
+    local_world_size: int | None  # None: the launcher does not set it
 
 
 # launcher, variables of rank, world size, local rank and local world size. The first entry whose
-# rank is set wins: a launcher started inside another's allocation is the nearer one.
+# rank is set wins, because one launcher may run inside another's allocation.
 _VARIABLES = (
     (
         "fork",  # by ddpbench itself
@@ -88,11 +88,11 @@ def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
                 int(environ[local_world]) if local_world in environ else None,
             )
         except ValueError as error:
-            raise Refused(f"{rank}, {world} and {local} must be whole numbers: {error}") from None
+            raise Refused(f"{rank}, {world} and {local} must be integers: {error}") from None
         if not 0 <= placement.rank < placement.world_size:
             raise Refused(
-                f"{rank}={placement.rank} does not fit {world}={placement.world_size}: ranks go "
-                f"from 0 to {placement.world_size - 1}; start all ranks with one launcher command"
+                f"{rank}={placement.rank} does not fit {world}={placement.world_size}: ranks are "
+                f"0 to {placement.world_size - 1}; start all ranks with one launcher command"
             )
         limit = placement.local_world_size or placement.world_size
         if not 0 <= placement.local_rank < limit:
@@ -106,7 +106,7 @@ def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
 
 
 def name_launcher(environ: Mapping[str, str] = os.environ) -> str:
-    """Return what has started the ranks of a script, whose RANK may be set by anybody."""
+    """Return the launcher of a script's ranks; RANK may have been set by hand."""
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     if run_id is not None:
         return "ddpbench" if run_id.startswith("ddpbench-") else "torchrun"
@@ -134,9 +134,9 @@ def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     try:
         job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     except ValueError as error:
-        raise Refused(f"SLURM_JOB_ID and SLURM_STEP_ID must be whole numbers: {error}") from None
+        raise Refused(f"SLURM_JOB_ID and SLURM_STEP_ID must be integers: {error}") from None
     if environ.get("SLURM_STEP_NUM_NODES") == "1":
-        nodes = "127.0.0.1"  # the step's tasks share a host: others need not reach it
+        nodes = "127.0.0.1"  # the step's tasks share a host
     return first_host(nodes), 20_000 + (job * 31 + step) % 12_000
 
 
@@ -176,7 +176,7 @@ def _resolves(name: str) -> bool:
     return True
 
 
-_reserved: list[socket.socket] = []  # bound, so that the kernel gives their ports to nobody else
+_reserved: list[socket.socket] = []  # bound, so that no other process gets their ports
 
 
 def free_port() -> int:
@@ -189,7 +189,7 @@ def free_port() -> int:
 
 
 def require_free(port: int) -> None:
-    """Raises Refused if the port cannot be bound on this host."""
+    """Raise Refused if the port cannot be bound on this host."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -205,7 +205,7 @@ ADDRESS_SPACE_NBYTES = 2 * 10**9  # torch, scipy and pyarrow; with less, OpenBLA
 
 
 def read_restarts() -> str:
-    """Return how often torchrun has started these ranks again: its store outlives them."""
+    """Return how often torchrun has restarted these ranks; its store outlives them."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -219,8 +219,8 @@ def require_world_size(nproc: int | None, placement: Placement | None) -> None:
 
 
 def require_limits(world_size: int, placement: Placement | None) -> None:
-    """Raises Refused, reported by one rank of each host, if ulimit leaves a rank too little."""
-    files = 24 + 2 * world_size  # a rank has 20, and two connections to each of the others
+    """Raise Refused, reported by one rank per host, if ulimit allows a rank too little."""
+    files = 24 + 2 * world_size  # a rank opens 20, and two connections to each other rank
     speaker = 0 if placement is None else placement.rank - placement.local_rank
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != resource.RLIM_INFINITY and allowed < files:
@@ -238,13 +238,13 @@ def require_limits(world_size: int, placement: Placement | None) -> None:
         )
 
 
-# Users, batch systems and pre-emption ask for an end by these: the ranks store what they have.
+# Users, batch systems and pre-emption end a run by these: the ranks store their results first.
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-PATIENT = "DDPBENCH_PATIENT"  # tells ranks that mpirun does not kill them soon after a signal
+PATIENT = "DDPBENCH_PATIENT"  # set if mpirun does not kill its ranks soon after a signal
 
 
 def find_mpirun() -> str | None:
-    """Path of mpirun: of the wheel in this environment, else the one in PATH."""
+    """Return the path of mpirun: from the wheel in this environment, else from PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     if beside.exists():
         return str(beside)
@@ -257,12 +257,12 @@ def find_mpirun() -> str | None:
 
 
 NO_MPIRUN = (
-    "there is no mpirun beside this Python or in PATH: install one, without system packages, with "
+    "mpirun was not found beside this Python or in PATH: install it, without system packages, with "
     + install_extra("mpi")
 )
 
 
-ORDERLY = (0, 130)  # exit codes after which the other ranks go on
+ORDERLY = (0, 130)  # exit codes after which the other ranks continue
 
 
 @contextlib.contextmanager

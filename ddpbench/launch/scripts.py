@@ -37,8 +37,8 @@ def run_on_host(line: Sequence[str], nproc: int) -> End:
 def start_rank(line: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:
     """Start a rank in a session of its own: Ctrl-C reaches it once, from here.
 
-    Rank 0 keeps the standard input, for a debugger or a question. The environment is that of
-    torchrun, by which scripts and libraries find out where they are.
+    Rank 0 keeps the standard input, for a debugger or a question. Scripts and libraries find the
+    environment variables of torchrun.
     """
     environ = {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
@@ -48,7 +48,7 @@ def start_rank(line: Sequence[str], rank: int, nproc: int, port: int) -> subproc
         "ROLE_NAME": "default",
         "MASTER_ADDR": ADDRESS,
         "MASTER_PORT": str(port),
-        # The store listens already, in this process: it outlives any rank.
+        # The store already listens in this process, so it outlives any rank.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": f"ddpbench-{ADDRESS}-{port}",
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -68,7 +68,7 @@ def start_rank(line: Sequence[str], rank: int, nproc: int, port: int) -> subproc
 def forward_to(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
     """Meanwhile forward signals to these ranks, and note them; at the end, leave no rank behind.
 
-    As under torchrun, a closed terminal ends the ranks, too, unless nohup prevents it.
+    As under torchrun, closing the terminal ends the ranks too, unless nohup prevents it.
     """
     received: list[int] = []
 
@@ -92,9 +92,9 @@ def forward_to(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
 def await_all(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> End:
     """Wait for all ranks; return the highest exit code of those that ended by themselves.
 
-    Once one has failed, the rest must end in time. If each that failed was ended by a signal: 130
-    if by Ctrl-C, else 5. Name the ranks that a signal ended first, unless it was one of `received`
-    or a watchdog has printed its verdict.
+    Once one has failed, the rest must end in time. If signals ended all that failed, return 130 for
+    Ctrl-C, else 5. Name the ranks that a signal ended first, unless it was one of `received` or a
+    watchdog has printed its verdict.
     """
     reasons = []
     for rank in _wait(ranks, received):

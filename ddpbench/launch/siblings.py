@@ -24,18 +24,18 @@ from ddpbench.launch.family import (
 from ddpbench.launch.placement import Refused, read_placement
 from ddpbench.records.terminal_text import tell
 
-WHO_STOPS = "Next: see who stops it (a debugger, a batch system, kill -STOP), and start again"
+WHO_STOPS = "Next: find what stopped it (a debugger, a batch system, kill -STOP), and start again"
 JOINS, MET, LEFT = "joins", "met", "left"  # the stages of a rank
 
 
 def report_stage(stage: str) -> None:
-    """Tell the process that started this rank how far the rank has come."""
+    """Report this rank's stage to the process that started it."""
     if (placement := read_placement()) is not None:
         _write_to_family(f"rank-{placement.rank}", stage)
 
 
 def report_verdict(sentence: str) -> None:
-    """Tell the process that started this rank that the ranks have printed a verdict."""
+    """Report to the process that started this rank that the ranks have printed a verdict."""
     _write_to_family(VERDICT, sentence)
 
 
@@ -71,7 +71,7 @@ def end_if_stopped(rank: int, seconds: float, end: bool = True) -> bool:
             report_verdict(sentence)
             tell(sentence)
     elif end:
-        time.sleep(CLEAN_SECONDS)  # a launcher ends all ranks with the first that ends
+        time.sleep(CLEAN_SECONDS)  # a launcher ends all ranks when the first one ends
     if end:
         # Open MPI's launcher continues a stopped rank to end it; other launchers would wait.
         for pid in () if "PMIX_NAMESPACE" in os.environ else stopped.values():
@@ -96,7 +96,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def find_siblings() -> dict[int, int]:
-    """Rank → pid of the ranks on this host, as far as they can be seen."""
+    """Return rank → pid of the ranks on this host that this process can see."""
     if MARK in os.environ:
         text = read_text(_family_folder() / "pids")
         if text:
@@ -111,7 +111,7 @@ def find_siblings() -> dict[int, int]:
 
 
 def find_ranks(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:
-    """Rank → process, for those that a launcher has made ranks; the first of each rank."""
+    """Return rank → process of those that a launcher started; the first one of each rank."""
     ranks: dict[int, psutil.Process] = {}
     for process in processes:
         with contextlib.suppress(Refused):

@@ -1,7 +1,7 @@
 """Connections and addresses of this process and host, and the store through which ranks meet.
 
-torch's TCPStore listens on every interface, and anybody who connects can read and write it. Here
-it listens on the one address that the ranks use: loopback if they share a host.
+torch's TCPStore listens on every interface, and any client that connects can read and write it.
+Here it listens only on the address that the ranks use: loopback if they share a host.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def try_connections(
 def wrap_file(number: int) -> socket.socket:
     """Return a socket of an open file, whose flags stay as they are. Not for calls that block.
 
-    Without SOCK_NONBLOCK, Python makes the file non-blocking for all who share it, such as the
-    library that opened it, where the program has called socket.setdefaulttimeout. With it, Python
-    takes the file to be so already. Raises OSError if it is no socket.
+    Without SOCK_NONBLOCK, and after socket.setdefaulttimeout, Python makes the file non-blocking
+    for all that share it, such as the library that opened it. With SOCK_NONBLOCK, Python assumes
+    that the file is non-blocking already. Raises OSError if the file is not a socket.
     """
     return socket.socket(-1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, -1, fileno=number)
 
@@ -114,8 +114,8 @@ def plain_address(address: str) -> str:
 def serve(address: str, port: int, timeout: timedelta, one_host: bool = True) -> dist.TCPStore:
     """Start a store that clients find at this address; port 0 takes a free one.
 
-    one_host: whether all clients are known to be on this host. Raises OSError if the address is
-    unknown or the port is taken.
+    one_host: whether all clients run on this host. Raises OSError if the address is unknown or the
+    port is in use.
     """
     return serve_on(listen(address, port, one_host), address, timeout)
 
@@ -130,17 +130,17 @@ def serve_on(server: socket.socket, address: str, timeout: timedelta) -> dist.TC
         int(server.getsockname()[1]),
         is_master=True,
         timeout=timeout,
-        wait_for_workers=False,  # to find out and name the absent ranks
+        wait_for_workers=False,  # ddpbench itself waits, and names missing ranks
         master_listen_fd=server.detach(),
         use_libuv=torch.__version__ >= (2, 8),  # type: ignore[operator]  # before it takes no socket
     )
 
 
 def listen(address: str, port: int, one_host: bool = True) -> socket.socket:
-    """A socket that listens where clients of this address connect, and nowhere else.
+    """Return a socket that listens only where clients of this address connect.
 
-    It listens on all interfaces only if this host does not know the address: one that is forwarded
-    to this host, or a name that means loopback here but not on other hosts.
+    It listens on all interfaces only if no interface has the address: if the address is forwarded
+    to this host, or a name means loopback here but not on other hosts.
     """
     own, everywhere = _find_own_address(address), address == "localhost"
     with contextlib.suppress(ValueError):

@@ -51,16 +51,16 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
         version = _read_version(command, environ, max(deadline.seconds, VERSION_SECONDS))
         if version is None:
             deadline.report(
-                "`mpirun --version` has not ended in time, and no rank was started: see whether "
-                "somebody stops it"
+                "`mpirun --version` did not end in time, so no rank was started. Next: run it in a "
+                "shell, and check that no debugger or batch system stops it"
             )
             return 5
         extra = []
         if "Open MPI" in version or "prte" in version.lower():
             extra = ["--oversubscribe"] + (["--allow-run-as-root"] if os.geteuid() == 0 else [])
             environ[PATIENT] = "1"
-        # In a session of its own: Ctrl-C reaches it once, from here, and this process stays to read
-        # what was measured.
+        # In its own session: Ctrl-C reaches it once, from here, and this process remains to read
+        # the results.
         process = subprocess.Popen(
             [command, *extra, "-n", str(nproc), sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
@@ -80,16 +80,16 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
         with forward_signals(forward):
             with supervise.watch_ranks(watch):
                 code = process.wait()
-            # After a signal mpirun's own code depends on which rank left first; the ranks have
-            # marked what else went wrong.
+            # After a signal, mpirun's own code depends on which rank ended first; the ranks have
+            # marked other errors.
             return 130 if received and code else watch.final_code(code)
 
 
 def _mpi_environ(command: str) -> dict[str, str]:
     return {
-        # Open MPI's search for libfabric's networks takes a second; no rank here is beyond one.
+        # Open MPI's search for libfabric's networks takes a second; ranks of one host need none.
         "OMPI_MCA_btl": "^ofi",
-        # Open MPI kills its ranks a second after Ctrl-C: too soon to store what they have.
+        # Open MPI kills its ranks a second after Ctrl-C: too soon to store results.
         "PRTE_MCA_odls_base_sigkill_timeout": "15",
         **os.environ,
         # Intel's mpirun is a script that takes the first mpiexec.hydra in PATH, of any MPI.

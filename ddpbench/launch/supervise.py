@@ -1,7 +1,7 @@
 """The watch over the ranks of a launch, in the process that started them; without torch.
 
-The ranks have watchdogs, which know more, but only from when they have met until they leave. The
-watch names and ends what is stopped before, after, or in spite of them, and what does not end when
+The ranks have watchdogs with more information, but only while they are connected. The watch names
+and ends ranks that are stopped before, after, or in spite of that, and ranks that do not end when
 asked to. It names a rank that was killed if no other rank has done so.
 """
 
@@ -23,45 +23,45 @@ from ddpbench.launch import siblings
 from ddpbench.launch.family import Family
 from ddpbench.records.terminal_text import tell
 
-# Between looks, as long as ranks start, and later.
+# Seconds between looks while ranks start, how long that lasts, and seconds between looks later.
 FIND_SECONDS, START_SECONDS, LOOK_SECONDS = 0.05, 10.0, 0.5
-# For the ranks to find out by themselves, beyond the deadline: while they meet, and once their
+# Beyond the deadline, for the ranks to report by themselves: while they connect, and once their
 # watchdogs run; and for them to end after a signal.
 JOIN_SECONDS, LATER_SECONDS, END_SECONDS = 1.0, 4.0, 20.0
 WHEN = {
-    "": "before it had joined the others",
-    siblings.JOINS: "while it joined the others",
+    "": "before it joined the other ranks",
+    siblings.JOINS: "while it joined the other ranks",
     siblings.MET: "while the ranks worked",
     siblings.LEFT: "at its end",
 }
-WHO_KILLS = "Next: look in `dmesg` whether memory ran out, or see who ends it"
+WHO_KILLS = "Next: check in `dmesg` whether memory ran out, else find what killed it"
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long ranks may be stopped."""
+    """The longest time that ranks may be stopped, and what happens then."""
 
     seconds: float = 60.0  # --timeout
-    ends: bool = True  # also once the ranks have met (--watchdog)
+    ends: bool = True  # even once the ranks are connected (--watchdog)
     report: Callable[[str], None] = tell  # takes the sentence that names the stopped ranks
 
 
 @dataclass
 class Watch:
-    """The ranks of one launch, as their starter sees them."""
+    """The ranks of one launch, as the process that started them sees them."""
 
     kin: Family
     nproc: int
     deadline: Deadline
-    mpirun: psutil.Process | None = None  # which has started the ranks
+    mpirun: psutil.Process | None = None  # if it started the ranks
     ranks: dict[int, psutil.Process] = field(default_factory=dict)
     sentence: str = ""  # the verdict of this watch
     end_requested: float | None = None  # when all ranks were asked to end
-    _since: dict[int, float] = field(default_factory=dict)  # pid → since when it is stopped
+    _since: dict[int, float] = field(default_factory=dict)  # pid → when it was first seen stopped
     _gone: list[list[int]] = field(default_factory=list)  # ranks that ended, by look
 
     def name(self, rank: int) -> str:
-        """ "rank 1 (host, pid 7)"."""
+        """Return "rank 1 (host, pid 7)"."""
         return siblings.describe_process(f"rank {rank}", self.ranks[rank].pid)
 
     def request_end(self) -> None:
@@ -73,9 +73,9 @@ class Watch:
                     process.kill()
 
     def final_code(self, code: int) -> int:
-        """The exit code of the launch: 5 if a process was killed or stopped.
+        """Return the exit code of the launch: 5 if a process was killed or stopped.
 
-        Names that process unless a rank has. code: of the starter; below 0 if it was killed, above
+        Name that process unless a rank has. code: of the starter; below 0 if it was killed, above
         128 if a rank was.
         """
         if not self.sentence and not self.kin.verdict:
@@ -183,7 +183,7 @@ class Watch:
     def _list_unnamed(
         self, starter: psutil.Process, known: Mapping[int, object]
     ) -> dict[int, tuple[str, int]]:
-        """Children of the starter that are to become ranks; only a last one has a known rank."""
+        """Return children of the starter that will become ranks; only the last has a known rank."""
         missing = [rank for rank in range(self.nproc) if rank not in self.ranks]
         name = f"rank {missing[0]}" if len(missing) == 1 else "a rank that is starting"
         with contextlib.suppress(psutil.Error):
@@ -213,8 +213,8 @@ def describe_death(name: str, number: int, when: str = "") -> str:
 
 @contextlib.contextmanager
 def watch_ranks(watch: Watch) -> Iterator[Watch]:
-    """Run the watch in a thread meanwhile."""
-    if watch.ranks:  # started from here: let each know the pids of the others
+    """Run the watch in a thread while the context lasts."""
+    if watch.ranks:  # started from here: store all pids for all ranks
         pids = {rank: process.pid for rank, process in watch.ranks.items()}
         (watch.kin.folder / "pids").write_text(json.dumps(pids))
     end, ending = os.pipe()

@@ -1,6 +1,6 @@
 """Two launches that are measured in turns within seconds: while one measures, the other sleeps.
 
-Each has a named pipe in which it waits for its turn. What drifts on the machine then reaches both.
+Each waits for its turn in a named pipe. A drift of the machine then affects both alike.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ YOURS, ENDED = b"y", b"e"
 
 
 class Turn:
-    """One side's place in the order: it measures while it holds the turn.
+    """One side's turns: it measures while it has the turn.
 
-    own, other: the pipes of both sides; `ab` makes them and keeps them open. patience: seconds
-    after which a turn that does not come counts as the end of the other side.
+    own, other: the pipes of both sides; `ab` creates them and keeps them open. patience: if the
+    turn does not come within these seconds, the other side counts as ended.
     """
 
     def __init__(self, own: str, other: str, patience: float) -> None:
@@ -38,7 +38,7 @@ class Turn:
         os.write(self._other, ENDED)
 
     def waits(self) -> bool:
-        """Whether the other side measures now; passes the turn on where it is over."""
+        """Return whether the other side measures now; pass on the turn when it is over."""
         if not self._held:
             self._poll()
         elif not self._alone and time.monotonic() - self._since > SECONDS:

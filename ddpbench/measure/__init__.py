@@ -1,1 +1,1 @@
-"""THE measurement, in every rank."""
+"""Measure operations and training steps in every rank."""

@@ -1,4 +1,4 @@
-"""Measure how fast these ranks can move bytes at all, in the same launch as the cases.
+"""Measure how fast these ranks can move bytes, in the same launch as the cases.
 
 These rates are upper limits for the operations: concurrent copies in memory for shared memory,
 streams in both directions around a ring of ranks for TCP.
@@ -36,7 +36,7 @@ CHUNK, END = 1 << 22, b"\1"  # smaller chunks are slower: 3 GB/s at 256 KiB, 5.5
 SIZES_NBYTES = (1 << 24, 1 << 26)  # one fits into the cache of a GPU, one does not
 COPIES, SPANS = 4, 5
 LEAST_NS = 100_000_000  # an idle GPU takes some time to raise its clocks
-LAUNCH_SECONDS = 5e-4  # the device waits for so long while the host launches the copies
+LAUNCH_SECONDS = 5e-4  # how long the device waits while the host enqueues the copies
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Rates:
     """Measured rates, in bytes per second of one rank."""
 
     copies: dict[int, float] = field(default_factory=dict)  # size → slowest rank, all ranks at once
-    copies_alone: dict[int, float] = field(default_factory=dict)  # likewise, one rank per host
+    copies_alone: dict[int, float] = field(default_factory=dict)  # the same, one rank per host
     fastest_copy: float | None = None  # of any size and rank
-    both_ways: float | None = None  # slowest rank's receiving rate while it sends, too
-    one_way: float | None = None  # likewise, every second rank sends and the others receive
+    both_ways: float | None = None  # slowest rank's receiving rate while it also sends
+    one_way: float | None = None  # the same, if every second rank sends and the others receive
     # (both_ways, one_way) of each partition into several subgroups, with all subgroups at once.
     # This name is stored with the run.
     teams: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
@@ -68,9 +68,9 @@ class Rates:
         return Limit(rate, f"{kind} TCP streams {'on this host' if one_host else 'across hosts'}")
 
     def hard_limit(self, one_host: bool) -> Limit | None:
-        """Return the limit of any case: the fastest copy of any size, in cache too.
+        """Return the limit of any case: the fastest copy of any size, even in cache.
 
-        On the CPU it holds for cases on one host.
+        On the CPU it applies to cases on one host.
         """
         if self.device_copy is not None:
             return Limit(self.device_copy, "the fastest copy in a GPU's memory, read and written")
@@ -82,7 +82,7 @@ class Rates:
 def measure_rates(
     world: World, device: torch.device, sizes: Iterable[int], partitions: Iterable[Partition]
 ) -> Rates:
-    """Measure on all ranks together: a device's own memory, or the host's and TCP.
+    """Measure on all ranks together: a device's memory, or the host's memory and TCP.
 
     On the CPU this takes about 30 ms per size, and for the streams of each partition half a
     second, or 2 seconds between hosts.
@@ -126,12 +126,12 @@ def _measure_copy(
 
 
 def _measure_ring(world: World, partition: Partition) -> tuple[float | None, float | None]:
-    """Return the slowest rank's receiving rate: while every rank sends, and every second rank.
+    """Return the slowest rank's receiving rates: if every rank sends, and if every second does.
 
     Each rank sends to the next rank of its subgroup and receives from the previous one, in all
     subgroups at once. None if the ranks cannot open sockets to each other.
     """
-    subgroup = partition.subgroup_of(world.rank) or (world.rank,)  # in none: only takes decisions
+    subgroup = partition.subgroup_of(world.rank) or (world.rank,)  # in none: only gets decisions
     index = subgroup.index(world.rank)
     with contextlib.ExitStack() as sockets:
         next_rank = subgroup[(index + 1) % len(subgroup)]
@@ -161,7 +161,7 @@ def _measure_ring(world: World, partition: Partition) -> tuple[float | None, flo
 def _send(outward: socket.socket, stream_ns: int) -> None:
     data = memoryview(bytes(CHUNK))
     until = clock.now_ns() + stream_ns
-    with contextlib.suppress(OSError):  # the receiver has left; another part reports that
+    with contextlib.suppress(OSError):  # the receiver has ended; other code reports that
         while clock.now_ns() < until:
             outward.sendall(data)
         outward.sendall(END)
@@ -172,8 +172,8 @@ def _stream(
 ) -> float:
     """Send to `outward`, receive from `inward`. Return the slowest receiver's bytes per second.
 
-    A rank that does not send, or receive, has None. Every sender ends its stream with one more
-    byte, END, by which its receiver recognises the end.
+    A rank that does not send, or receive, passes None. Every sender ends its stream with one more
+    byte, END.
     """
     world.watchdog.rearm()
     control.broadcast_decision(world, 0)
@@ -186,7 +186,7 @@ def _stream(
         count = inward.recv_into(buffer)
         if began:
             total += count
-        else:  # time before the first bytes is the sender's start, not the stream
+        else:  # exclude the time before the first bytes, in which the sender starts
             began = clock.now_ns()
         if count == 0 or buffer[count - 1 : count] == END:
             ended = clock.now_ns()
@@ -203,7 +203,7 @@ def measure_device_copy(world: World, device: torch.device) -> float | None:
     """
     world.watchdog.rearm()
     rates = [_measure_rate(device, nbytes) for nbytes in SIZES_NBYTES]
-    # Ranks that share a GPU measure at once: together they move at most so many bytes.
+    # Ranks that share a GPU measure at once: the sum is the rate of the GPU.
     sharers = max(1, len(world.gpu_mates))
     best = max((rate for rate in rates if rate is not None), default=None)
     everyone = control.gather_values(world, best and best * sharers)
@@ -237,9 +237,10 @@ def _measure_rate(device: torch.device, nbytes: int) -> float | None:
 
 # --- the round trip of a cache line between the cores of two neighbouring ranks -------------------
 
-# On virtual machines it has two values, near and apart: every few seconds the hypervisor moves
-# virtual cores between host cores that share a cache and host cores that do not. An all_reduce of
-# 1 MiB over shared memory took 115 µs near and 350 µs apart, in one process and on the same pages.
+# On virtual machines it has two values: every few seconds the hypervisor moves the virtual CPUs
+# between host cores that share a cache and host cores that do not. An all_reduce of 1 MiB over
+# shared memory took 115 µs with and 350 µs without a shared cache, in one process and on the same
+# pages.
 TRIPS, DEADLINE_NS = 100, 2_000_000
 SPINS = 256  # between two readings of the clock
 PING, PONG = 0, 16  # indices of 8-byte words, each in its own cache lines
@@ -249,7 +250,7 @@ class Handoff:
     """Pairs of neighbouring ranks of a host. Both ranks of a pair can write to one page."""
 
     def __init__(self, world: World) -> None:
-        """Map the page; all ranks together. A pair that cannot share memory measures nothing."""
+        """Map the page; all ranks together. A pair that cannot share memory does not measure."""
         self._words: memoryview[int] | None = None
         self._turn = 0
         index = world.neighbours.index(world.rank)

@@ -1,4 +1,4 @@
-"""The clock of all time stamps, and what reading it costs.
+"""The clock of all time stamps, and the cost of reading it.
 
 `time.perf_counter_ns` reads CLOCK_MONOTONIC. All processes of a host (same boot id and time
 namespace) share this clock, so their stamps are comparable.
@@ -11,7 +11,7 @@ from itertools import pairwise
 
 now_ns = time.perf_counter_ns
 
-# A repetition that is shorter than this many read costs, or clock steps, is timed in batches.
+# A repetition shorter than this many read costs, or clock steps, is timed in batches.
 COSTS, STEPS = 20, 10
 
 

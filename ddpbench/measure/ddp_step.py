@@ -33,7 +33,7 @@ ARMS = ("ddp", "noop", "no_sync", "timed")
 class Hook:
     """A communication hook for DDP that can be switched.
 
-    mode  "noop": communicate nothing; "timed": reduce as the case does, and stamp each bucket;
+    mode  "noop": communicate nothing; "timed": reduce as the case defines, and stamp each bucket;
           "plain": reduce only
     """
 
@@ -43,7 +43,7 @@ class Hook:
         self._state, self._reduce = reduction
         self._names = {tensor: parameter for parameter, tensor in module.named_parameters()}
         self.mode = "plain"
-        self.least_seconds = 0.0  # from hand-over to reduction of the last bucket
+        self.least_seconds = 0.0  # least time from hand-over to reduction of the last bucket
         self.infos: dict[int, BucketInfo] = {}
         self.handed: dict[int, Event] = {}
         self.reduced: dict[int, Event] = {}
@@ -64,7 +64,7 @@ class Hook:
         self.handed[index] = stamp(device)
 
         def reduced(done: torch.futures.Future[Any]) -> Any:
-            # On a GPU, torch calls this while a stream is current that waits for the reduction.
+            # On a GPU, torch calls this on a stream that waits for the reduction.
             self.reduced[index] = stamp(device)
             return done.value()
 
@@ -77,7 +77,7 @@ class Hook:
         if self.least_seconds and bucket.is_last():
             value = future.wait()
             device = bucket.buffer().device
-            devices.of(device).synchronize_stream(device)  # on a GPU, wait() waits for nothing
+            devices.of(device).synchronize_stream(device)  # on a GPU, wait() does not block
             time.sleep(max(0.0, self.least_seconds - (clock.now_ns() - began) * 1e-9))
             future = torch.futures.Future()
             future.set_result(value)
@@ -110,7 +110,7 @@ class DdpReplica(Replica):
         if case.static_graph:
             self.arms = tuple(arm for arm in ARMS if arm != "no_sync")
             self.notes = (
-                "bucket copying and compute are not told apart: torch's reducer fails under "
+                "bucket copies and compute are measured together: torch's reducer fails under "
                 "no_sync with a static graph",
             )
 
@@ -201,12 +201,12 @@ NEVER = 2**31 - 1  # steps between two that DDP's own timers measure
 
 
 class OwnTimers:
-    """DDP's own timers, of chosen steps. They are undocumented, and a torch may lack them.
+    """DDP's own timers, in chosen steps. They are undocumented, and some versions lack them.
 
     They record five events in a step. Reading them waits for these events. DDP does both in its
     first ten steps and in one of a hundred later ones, and reads at the begin of the next forward:
-    on a GPU, the host then waits there for the backward before. Instead, `start` has the next step
-    record, and `read` reads when it is called.
+    on a GPU, the host then waits there for the previous backward. Instead, `start` lets the next
+    step record, and `read` reads when it is called.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:

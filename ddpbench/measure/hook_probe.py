@@ -1,8 +1,8 @@
-"""Find out whether a communication hook of DDP works on a backend, by using it for a few steps.
+"""Test whether a communication hook of DDP works on a backend, by using it for a few steps.
 
 The steps run in throwaway processes: a hook that does not work may abort its process or hang.
 
-A hook that waits inside a callback, as PowerSGD's does, holds one of the backend's threads per
+A hook that waits inside a callback, as PowerSGD's does, blocks one of the backend's threads per
 bucket in flight. gloo has two such threads and processes calls from several buckets in a different
 order in each rank: with one bucket PowerSGD works there, with more it hangs or aborts. Therefore
 the probe's model has several buckets.
@@ -55,15 +55,15 @@ def find_refusal(
     buckets: int = 4,
     clock: Clock = time,
 ) -> str | None:
-    """Return None if the hook works on this backend and device, else one sentence: why not.
+    """Return None if the hook works on this backend and device, else why not, in one sentence.
 
     Two ranks of this host (nccl: one per GPU) train a small model for a few steps. Its gradients
-    must be finite and its replicas equal. This takes a few seconds, and hardly more than
+    must be finite and its replicas equal. This takes a few seconds, and little more than
     `timeout_seconds`. Rank 0 of a running job may call it while the other ranks wait.
 
     options: arguments of DistributedDataParallel that JSON can represent; bucket_cap_mb is ignored.
     modules: imported by the ranks first. buckets: number of buckets of the model, at most 8.
-    clock: judges whether the trial takes too long.
+    clock: for the deadline of the trial.
     """
     request = Request(
         backend=backend,
@@ -83,7 +83,7 @@ def find_refusal(
 
 
 def _await(trial: Trial, seconds: float, clock: Clock) -> str | None:
-    """Wait for the end of the process. Return a reason if one step, or all, take too long."""
+    """Wait until the process ends. Return a reason if one step, or all together, take too long."""
     deadline = clock.monotonic() + seconds
     while trial.process.poll() is None:
         busy = [state for state in trial.states() if state.kind == "doing"]

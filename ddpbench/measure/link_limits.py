@@ -1,9 +1,8 @@
-"""The most that ranks can move over their GPUs' links, as driver and kernel report these links.
+"""Limits of rates over the links of GPUs, as the driver and the kernel report these links.
 
-The facts are those of runtime/gpu_facts.py. Rates are of
-one direction, so an operation that only sends has the same limit. Headers of packets are not
-deducted. A network that reduces may exceed a limit; so may a tree between few hosts, which sends
-less than the ring for which busbw is defined.
+The facts come from runtime/gpu_facts.py. Rates are of one direction, so an operation that only
+sends has the same limit. Headers of packets are not deducted. A network that reduces may exceed a
+limit, and so may a tree between few hosts, which sends less than the ring that defines busbw.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ KERNEL = "as /sys reports"
 def derive_limit(
     ranks: Sequence[Facts], hosts: Hosts, partition: Partition, operation: Operation
 ) -> Limit | None:
-    """Return the lowest limit of an operation's busbw in this partition; None if it is not known.
+    """Return the lowest limit of an operation's busbw in this partition; None if it is unknown.
 
-    Ranks that share a GPU use no link, so for them it is not known.
+    It is unknown for ranks that share a GPU, because they use no link.
     """
     buses = [(host[0], ranks[rank].get("gpu_bus")) for host in hosts for rank in host]
     if len(set(buses)) < len(buses):
@@ -57,19 +56,19 @@ def _pairs(subgroups: Members) -> Members:
 
 
 def _leaving(operation: Operation, ranks: int, local: int) -> float:
-    """Return the bytes that leave a host over those that busbw counts.
+    """Return the bytes that leave a host / the bytes that busbw counts.
 
-    It is 1 in a ring. Where each rank has other data for each of the others, all ranks of a host
-    send to all ranks elsewhere.
+    It is 1 in a ring. If each rank has different data for each other rank, all ranks of a host
+    send to all ranks of other hosts.
     """
     return local * (ranks - local) / (ranks - 1) if operation.personal else 1.0
 
 
 def _divide(limit: Limit, share: float) -> Limit:
-    """Return the limit of busbw where so many of its bytes leave a host."""
+    """Return the limit of busbw if this share of its bytes leaves a host."""
     if share == 1:
         return limit
-    source = f"{limit.source}; {share:.2g} bytes leave a host for each that busbw counts"
+    source = f"{limit.source}; {share:.2g} bytes leave a host per byte that busbw counts"
     return Limit(limit.bytes_per_second / share, source)
 
 

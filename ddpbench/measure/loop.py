@@ -1,14 +1,14 @@
 """The timing loop for operations, and the set-up of a case for it.
 
-A repetition is: start together, stamp, call, stamp. Only the call lies between the stamps. On a
-device with a clock of its own, events in the order of its work are added. pace.py decides how many
+A repetition is: start together, stamp, call, stamp. Only the call is between the stamps. On a
+device with its own clock, events in the order of its work are added. pace.py decides how many
 repetitions there are.
 
-An isolated call of a few µs takes longer to launch than to run, so events around it show the launch
-of the host. `HiddenLaunch` keeps the device busy while the host launches: a sleep on the device, a
-start of all ranks on the device, the first event, the call, and the second event are all issued
-before the sleep ends. Only the call then lies between the events. If the first event is
-taken before the second one is issued, the launch was not hidden, and the next sleeps are longer.
+For an isolated call of a few µs, the kernel launch takes longer than the kernel, so events around
+it measure the host. `HiddenLaunch` keeps the device busy during the kernel launch: a sleep on the
+device, a start of all ranks on the device, the first event, the call, and the second event are all
+enqueued before the sleep ends. Only the call is then between the events. If the first event is
+taken before the second one is enqueued, the launch was not hidden, and the next sleeps are longer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ddpbench.catalog.operations import Call
 
 FIRST_SECONDS, MOST_SECONDS = 100e-6, 5e-3  # of a sleep
-LONGER = 1.5  # how much longer than the usual launch a sleep must be
+LONGER = 1.5  # how much longer than the usual kernel launch a sleep must be
 
 
 def stamped(
@@ -74,7 +74,7 @@ class Bench:
         self._tables: dict[tuple[int | None, int], npt.NDArray[np.float64]] = {}
         self.calls = case.depth * operation.messages
         self.start = start.bind_start(case.start, subgroup, device)
-        # Called before a burst. With --sync none, the first repetition still starts together:
+        # Called before a burst. Even with --sync none, the first repetition starts together:
         # otherwise it would wait for a rank that is still deciding or checking.
         self.begin: Callable[[], object] = idle
         if case.start == "none":
@@ -147,7 +147,7 @@ class Bench:
         if key not in self._tables:
             self._tables = {k: v for k, v in self._tables.items() if k[1] == self.generation}
             case, n = self.case, self.case.world_size
-            # Each subgroup has different data: data from another subgroup are detected as wrong.
+            # Each subgroup has different data, so data from another subgroup are detected as wrong.
             own = self.generation * case.groups + self.subgroup.number
             self._tables[key] = (
                 payload.reduced(own, case.dtype, case.reduce_op or "sum", n)
@@ -159,7 +159,7 @@ class Bench:
     def _call(self, batch: int) -> Callable[[], object]:
         """Return the call between the stamps.
 
-        It returns once the result has arrived, or will arrive before what the device does next.
+        It returns once the result has arrived, or will arrive before the device's next work.
         """
         first, *others = self._issues
         call: Callable[[], object] = first
@@ -186,7 +186,7 @@ class Bench:
 
     @property
     def unhidden(self) -> int | None:
-        """Repetitions so far whose launch was not hidden; None if launches are not to be hidden."""
+        """Repetitions so far whose kernel launch was not hidden; None if it need not be hidden."""
         return self._hidden.unhidden if self._hidden else None
 
 
@@ -205,7 +205,7 @@ def needed_nbytes(case: Case, operation: Operation, element_nbytes: int) -> int:
 
 
 def _allocate(case: Case, operation: Operation, rank: int, device: torch.device) -> Buffers:
-    """Allocate flat tensors. In place, one lies in the other, as in torch and nccl-tests."""
+    """Allocate flat tensors. In place, one is a view of the other, as in torch and nccl-tests."""
     import torch
 
     inputs, outputs = operation.elements(case, rank)
@@ -244,7 +244,7 @@ class Spans:
         self._pairs: list[tuple[Event, Event]] = []
 
     def pairs(self, count: int) -> Iterator[tuple[Event, Event]]:
-        """Return the events of so many spans, which may have been used before."""
+        """Return the events of this many spans, which may have been used before."""
         while len(self._pairs) < count:
             pair = self.kind.event(self.device), self.kind.event(self.device)
             for event in pair:
@@ -271,13 +271,13 @@ class Spans:
 
 
 class HiddenLaunch:
-    """Spans of calls that are launched while the device sleeps."""
+    """Spans of calls that are enqueued while the device sleeps."""
 
     def __init__(self, spans: Spans, together: Callable[[], object]) -> None:
         """`together` starts the ranks on their devices, without waiting for it."""
         self._spans, self._together = spans, together
         self.seconds = FIRST_SECONDS  # of the sleep for one call
-        self.unhidden = 0  # repetitions whose launch was not hidden
+        self.unhidden = 0  # repetitions whose kernel launch was not hidden
         spans.kind.sleep(spans.device, 0.0)  # the first sleep measures the speed of the clock
 
     def stamped(
@@ -285,8 +285,8 @@ class HiddenLaunch:
     ) -> tuple[list[int], list[int]]:
         """Run `start` and `call` `count` times; `call` makes this number of `calls`.
 
-        Return the host's stamps before and after `call`, in ns. They show the launch alone, because
-        `call` returns before the device begins.
+        Return the host's stamps before and after `call`, in ns. They span the kernel launch alone,
+        because `call` returns before the device begins.
         """
         now, kind, device = clock.now_ns, self._spans.kind, self._spans.device
         together, seconds = self._together, min(self.seconds * calls, MOST_SECONDS)

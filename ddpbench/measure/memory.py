@@ -1,4 +1,4 @@
-"""Allocate the tensors of a case, and measure how much of them lies in huge pages."""
+"""Allocate the tensors of a case, and measure their share in huge pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IN_PAGE = 64
 def zeros(count: int, dtype: torch.dtype, device: torch.device, kind: str) -> torch.Tensor:
     """Return a flat tensor in torch's own memory or, if `huge`, in memory advised as huge pages.
 
-    Raises what torch raises if memory is short, and OSError if the kernel has no huge pages.
+    Raises torch's error if memory is short, and OSError if the kernel has no huge pages.
     """
     import torch
 
@@ -45,7 +45,7 @@ def zeros(count: int, dtype: torch.dtype, device: torch.device, kind: str) -> to
 
 
 def describe_shortage(error: BaseException, device: torch.device) -> str | None:
-    """Describe an error for want of memory, and what helps; None for any other error."""
+    """Describe an out-of-memory error, and what to do; None for any other error."""
     lines = str(error).splitlines()
     line = next(filter(OUT_OF_MEMORY.search, lines), None)
     if line is None and not isinstance(error, MemoryError):
@@ -61,19 +61,19 @@ def describe_shortage(error: BaseException, device: torch.device) -> str | None:
 def explain_too_large(
     world: World, device: torch.device, nbytes: float, purpose: str = ""
 ) -> str | None:
-    """Return why the ranks that share the device's memory have no room for so many bytes each."""
+    """Return why this many bytes per rank do not fit in the memory that ranks share; else None."""
     kind, sharers = devices.of(device), len(world.memory_mates(device))
     free, needed = kind.free_nbytes(device), nbytes * sharers
     if free is None or needed <= 0.9 * free:
         return None
     return (
         f"the {counted(sharers, 'rank')} on this {kind.memory} would need {needed / 1e9:.1f} GB of "
-        f"memory{purpose}, but {free / 1e9:.1f} GB is free"
+        f"memory{purpose}, but only {free / 1e9:.1f} GB is free"
     )
 
 
 def huge_share(tensors: Iterable[torch.Tensor], kind: str) -> float | None:
-    """Return the share, 0 to 1, of the written tensors' bytes that lie in huge pages.
+    """Return the share, 0 to 1, of the written tensors' bytes that are in huge pages.
 
     The kernel counts per mapping: a tensor gets the share of its mapping's resident memory. None
     for GPU memory, for no bytes, and if the kernel does not report it.

@@ -1,7 +1,7 @@
 """Measure how far the clocks of other hosts are ahead of rank 0's, by ping-pongs over sockets.
 
 Rank 0 exchanges messages with the first rank of every other clock, before the first case and after
-each case, so that each case lies between two comparisons. Ranks that share one clock do nothing.
+each case, so that each case is between two comparisons. Ranks that share one clock do nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ddpbench.records.launched import Offset
 from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 
-# In total, so that many hosts take no longer than few; and the least with each clock.
+# In total, so that many hosts do not take longer than few; and the least with each clock.
 EXCHANGES, FEWEST = 200, 20
 CONNECT_SECONDS = 5.0
 EXTRA_SECONDS = 30.0  # beyond the watchdog's deadline: the watchdog can name the late rank
@@ -32,7 +32,7 @@ REQUEST, STAMP, RANK = b"?", struct.Struct("!q"), struct.Struct("!i")
 
 @dataclass
 class Clocks:
-    """The clocks of all ranks and their latest comparison. All ranks hold the same."""
+    """The clocks of all ranks and their latest comparison, equal in all ranks."""
 
     world: World
     ranks: list[list[int]]  # the ranks that read each clock; rank 0's clock first
@@ -183,7 +183,7 @@ def _answer(peer: socket.socket, count: int) -> None:
 
 
 def _receive(peer: socket.socket, nbytes: int) -> bytes:
-    """Receive exactly `nbytes`. Raises ConnectionError at the end, TimeoutError for silence."""
+    """Receive exactly `nbytes`. Raises ConnectionError at the end, TimeoutError without data."""
     data = b""
     while len(data) < nbytes:
         chunk = peer.recv(nbytes - len(data))

@@ -1,4 +1,4 @@
-"""Decide how often a case is repeated: warm-up, precision reached, end of the time slice.
+"""Decide how often a case is repeated: warm-up, precision reached, or end of the time slice.
 
 Rank 0 decides how many repetitions come next and sends the number to the other ranks. Decisions,
 checks and gathering happen between bursts, never inside a timed span.
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 WARM_UP, WINDOW, WARM_UP_MOST = 10, 20, 500
 WARM_UP_SHARE = 0.25  # of the time slice, so that a long operation is not warmed up for seconds
-FEWEST = 6  # timed repetitions, however long they take: fewer give no interval of the median
+FEWEST = 6  # timed repetitions, even if they take long: an interval of the median needs them
 FIRST_LOOK = 120  # repetitions before the precision is first checked; then at every doubling
-# A case ends by precision only after this share of its slice: 120 calls of 5 µs take less than a
+# Precision ends a case only after this share of its slice: 120 calls of 5 µs take less than a
 # millisecond, and one quiet or noisy moment would represent the case. The p99 needs 368 calls.
 LEAST_SHARE = 0.1
 BURST_SECONDS = 0.5  # longest time without a decision, in which Ctrl-C has no effect
@@ -82,8 +82,8 @@ def measure(
 
     The operation runs in this rank's subgroup. Repetitions shorter than `shortest_seconds` are
     timed in batches. `objection` is this rank's reason to skip the case. `ahead_ns` is how far this
-    rank's clock is ahead of rank 0's, to which all stamps are converted. `turns`: with another
-    launch; the time slice counts only this one's. Other ranks than 0 get only `objection`, `checks`
+    rank's clock is ahead of rank 0's; all stamps are converted to rank 0's clock. `turns`: with
+    another launch, whose time does not count. Ranks other than 0 get only `objection`, `checks`
     and `stop_reason`.
     """
     subgroups = subgroup.partition.subgroups if subgroup.partition.size < world.world_size else ()
@@ -93,7 +93,7 @@ def measure(
         try:
             bench = Bench(case, plan, world, subgroup, device)
         except (OSError, MemoryError, RuntimeError, TypeError, AttributeError) as error:
-            objection = _explain(error, device, "cannot make the buffers")
+            objection = _explain(error, device, "cannot allocate the buffers")
     samples.objection = control.agree_objection(world, objection)
     if samples.objection is not None or bench is None:
         return samples
@@ -150,7 +150,7 @@ def _call_first(bench: Bench, samples: Samples) -> npt.NDArray[np.int64] | None:
 
 
 def _explain(error: Exception, device: torch.device, what: str) -> str:
-    """Return why this machine or backend cannot do a case; raise an error of the user's again."""
+    """Return why this machine or backend cannot run a case; raise other errors again."""
     shortage = memory.describe_shortage(error, device)
     if shortage is None and is_of_program(error) and not isinstance(error, NotImplementedError):
         raise error
@@ -159,9 +159,9 @@ def _explain(error: Exception, device: torch.device, what: str) -> str:
 
 @contextlib.contextmanager
 def _end_if_alone(bench: Bench, cause: str, error: BaseException) -> Iterator[None]:
-    """End the run with this cause if the other ranks do not come in half of the time-out.
+    """End the run with this cause if the other ranks do not come within half of the time-out.
 
-    They may wait for this rank in the call that has failed here, and nothing else would end that.
+    They may wait for this rank in the call that failed here, and nothing else would end that.
     """
     place = find_error_place(error)
     end = threading.Timer(
@@ -186,10 +186,10 @@ class Pace:
     done: int = 0  # repetitions since the warm-up
     ahead_ns: int = 0
     turns: Turns | None = None
-    paused: float = 0.0  # while the other side had its turns
+    paused: float = 0.0  # during the other side's turns
 
     def now(self) -> float:
-        """Return the time, without that of the other side's turns."""
+        """Return the time, excluding the other side's turns."""
         return time.monotonic() - self.paused
 
     def gather_stamps(self, stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
@@ -210,7 +210,7 @@ class Pace:
         return max(1, least, min(count, int(left / self.seconds)))
 
     def burst(self, count: int, batch: int, check: bool, into: Kept) -> bool:
-        """Repeat as often as rank 0's `count` says and gather there; False if rank 0 stops."""
+        """Repeat rank 0's `count` times and gather stamps there; False if rank 0 stops."""
         bench, world = self.bench, self.bench.world
         if self.turns:
             self.paused += self.turns.wait()
@@ -233,7 +233,7 @@ class Pace:
         bench, stamps, position = self.bench, [], 0
         stretches = []
         if check:
-            # Every rank draws the same: seed, case and burst are the same.
+            # All ranks draw the same number: seed, case and burst are the same.
             draw = random.Random(f"{bench.plan.seed}/{bench.case.key}/{bench.generation}")
             for at in sorted({draw.randrange(count), count - 1}):
                 stretches += [(at - position, False), (1, True)]

@@ -1,9 +1,9 @@
 """Check whether a step fits in a rank's memory: run a forward and a backward without DDP.
 
 In a step with DDP, a rank that runs out of memory leaves the other ranks waiting in a collective.
-So each rank tries alone first, beside empty tensors in place of what comes later: gradient buckets
-and the optimizer's state. The ranks can then agree on what to do. Only devices that refuse an
-allocation need this. A host whose memory is full ends a process instead.
+Therefore each rank first tries alone, with empty tensors in place of gradient buckets and the
+optimizer's state. The ranks can then agree on what to do. Only devices that refuse an allocation
+need this. A host whose memory is full kills a process instead.
 
 The memory of the backend, of a communication hook and of the optimizer's temporary tensors is not
 checked. If a loss communicates and one rank runs out of memory, the other ranks wait here, too.
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 def find_shortage(task: Task, case: StepCase, device: torch.device, replicas: int) -> str | None:
-    """Return None if a step fits in this rank's memory, else one sentence: why not, and what helps.
+    """Return None if a step fits in this rank's memory, else why not, and what to do.
 
-    task: not yet in DDP. replicas: how many this rank will hold; all but this one are in DDP
-    already and have not stepped. Parameters, buffers and random state do not change.
+    task: not yet in DDP. replicas: how many this rank will have; all others are in DDP already and
+    have not stepped. Parameters, buffers and random state do not change.
     """
     buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
     shortage = None
@@ -43,7 +43,7 @@ def find_shortage(task: Task, case: StepCase, device: torch.device, replicas: in
     try:
         with torch.random.fork_rng(seeded, device_type=device.type):
             _run_alone(task, case, device, replicas)
-    except Exception as error:  # the first step raises all others again, as of a loss for DDP only
+    except Exception as error:  # the first real step raises other errors again
         shortage = describe_shortage(error, case)
     task.model.zero_grad(set_to_none=True)
     for buffer, saved in buffers:
@@ -53,10 +53,10 @@ def find_shortage(task: Task, case: StepCase, device: torch.device, replicas: in
 
 
 def _run_alone(task: Task, case: StepCase, device: torch.device, replicas: int) -> None:
-    """Run a forward and a backward next to all that a later step has in memory.
+    """Run a forward and a backward, with all tensors of a later step in memory.
 
     These are the optimizer's states, the buckets of this replica, and the gradients of the other
-    replicas, unless they lie in their buckets.
+    replicas, unless they are views of their buckets.
     """
     views = case.gradient_as_bucket_view
     copies = OPTIMIZERS[case.optimizer].copies * replicas + (1 if views else replicas)
@@ -77,7 +77,7 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 
 def describe_shortage(error: Exception, case: StepCase) -> str | None:
-    """Describe what does not fit in memory, and what helps; None for any other error."""
+    """Describe an out-of-memory error, and what to do; None for any other error."""
     line = next(filter(memory.OUT_OF_MEMORY.search, str(error).splitlines()), None)
     if line is None and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return None
@@ -90,7 +90,7 @@ def describe_shortage(error: Exception, case: StepCase) -> str | None:
 
 
 def advise(case: StepCase) -> str:
-    """Return what to do about a case that does not fit in memory."""
+    """Return which options make a case fit in memory."""
     if ":" in case.workload:
         return "use a smaller batch or a smaller model"
     settings = (setting.partition("=") for setting in case.settings)
@@ -99,7 +99,7 @@ def advise(case: StepCase) -> str:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back the memory of what is no longer used, if the device can refuse some."""
+    """Release unused memory if the device refuses allocations beyond its memory."""
     if devices.of(device).refuses:
         gc.collect()
         devices.of(device).release_memory()

@@ -4,10 +4,9 @@ An arm is the step as it is ("ddp"), or a variant without or with timed communic
 decides after each round whether another follows.
 
 Arms can be compared only if they wait for the device at the same places: a GPU idles after a wait,
-until the host has launched something again. Therefore every arm pauses after the steps after which
-"ddp" is verified, with its clock stopped, and only "ddp" is verified there. DDP's own timers, which
-wait for the device when they are read, record in the last step of a stretch of "ddp" and are read
-behind it.
+until the host has enqueued work again. Therefore every arm pauses after the same steps, with its
+clock stopped, and only "ddp" is verified there. Reading DDP's own timers waits for the device, so
+they record in the last step of a stretch of "ddp" and are read after it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ddpbench.runtime.devices import Cpu
 from ddpbench.runtime.world import Turns, World
 
 WARM_UP = 4  # steps: DDP's buckets are final after one, powersgd compresses after two
-FEWEST, MOST = 10, 1000  # rounds: enough for intervals, also corrected for 16 ranks
+FEWEST, MOST = 10, 1000  # rounds: enough for intervals, even corrected for 16 ranks
 IN_A_ROW, STRETCH_SECONDS = 5, 1.0  # steps in a row, unless they take longer
 STOPS = ("", "time slice", "rounds", "replicas differ", "interrupted")
 
@@ -56,7 +55,7 @@ class Measured:
     samples: Samples | None = None
 
 
-# Called with the number of a step after it. Returns whether to continue.
+# Called after each step with its number. Returns whether to continue.
 Verify = Callable[[int], bool]
 
 
@@ -87,7 +86,7 @@ class Rounds:
     _timers: list[dict[str, float]] = field(default_factory=list)
     _steps: Counter[str] = field(default_factory=Counter)  # taken so far in each arm
     _watches_peak: bool = False
-    _peak_nbytes: int = 0  # of the last step of the warm-up; 0: not known
+    _peak_nbytes: int = 0  # of the last step of the warm-up; 0: unknown
     _timed: list[Any] = field(default_factory=list)  # what the last timed step of a round recorded
 
     def run(self) -> Measured:
@@ -178,7 +177,7 @@ class Rounds:
     def _stretch(self, arm: str, count: int) -> tuple[list[list[int]], int]:
         """Take `count` steps of an arm after a common start. Return their stamps, and total ns.
 
-        The total lies between synchronisations and excludes the pauses for verifications.
+        The total is between synchronisations and excludes the pauses for verifications.
         """
         replica = self.main if arm == "ddp" else self.probe
         assert replica is not None
@@ -196,7 +195,7 @@ class Rounds:
             if number == count or self._pauses(arm, replica):
                 self._kind.synchronize(self.main.device)
                 wall += clock.now_ns() - began
-                if self._watches_peak:  # before a verification, which needs memory of its own
+                if self._watches_peak:  # before a verification, which needs more memory
                     self._peak_nbytes = self._kind.peak_nbytes(self.main.device)
                     self._watches_peak = False
                 self._pause(arm, replica)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """Return the backend's own barrier, which holds the host on every kind of device.
+    """Return the backend's own barrier, which blocks the host on every kind of device.
 
-    From torch 2.15 on, nccl's barrier returns once it is issued.
+    Since torch 2.15, nccl's barrier returns once it is enqueued.
     """
     import torch.distributed as dist
 
@@ -67,8 +67,8 @@ def bind_start(name: str, subgroup: Subgroup, device: torch.device) -> Callable[
     """Return this start of STARTS for all ranks, so that all subgroups work at the same time.
 
     A subgroup inside a host then also starts on its own, so that its ranks enter as close together
-    as they would alone. A subgroup across hosts does not: its messages would wait behind the data
-    of subgroups that have already begun, and the last subgroup would have the link to itself.
+    as they would alone. A subgroup across hosts does not: its messages would queue behind the data
+    of subgroups that have already begun, and the last subgroup would not share the link.
     """
     together = STARTS[name](subgroup.world_group, device)
     inside = len(subgroup.partition.ranks_per_host) == 1
@@ -84,9 +84,9 @@ def bind_start(name: str, subgroup: Subgroup, device: torch.device) -> Callable[
 
 
 def bind_device_start(subgroup: Subgroup, device: torch.device) -> Callable[[], object]:
-    """Return a start of this subgroup in the order of the device's work; it holds no host.
+    """Return a start of this subgroup in the order of the device's work; it does not block hosts.
 
-    A reduction of one element: no rank gets its sum before the last rank's device comes to it.
+    It reduces one element: no rank gets the sum before the last rank's device reaches it.
     """
     import torch
     import torch.distributed as dist

@@ -1,7 +1,7 @@
 """The training step in one rank: a replica that trains, and the stamps of its steps.
 
-A step is: zero_grad, forward and backward of each micro-batch, optimizer. Stamps lie between these
-phases and nowhere else. rounds.py decides how often each arm steps.
+A step is: zero_grad, forward and backward of each micro-batch, optimizer. Stamps are taken between
+these phases only. rounds.py decides how often each arm steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Marks:
         self._marks: list[Event] = []
 
     def mark(self) -> Event:
-        """Stamp now, on the stream that is current. Return the mark."""
+        """Stamp now, on the current stream. Return the mark."""
         mark = self._kind.event(self._device)
         mark.record()
         self._marks.append(mark)
@@ -46,9 +46,9 @@ class Marks:
 
 
 def stamp(device: torch.device) -> Event:
-    """Record an event on the device's stream that is current now, in any thread.
+    """Record an event on the device's current stream, in any thread.
 
-    Some backends end a reduction in a thread of their own, where another device may be current.
+    Some backends end a reduction in their own thread, where another device may be current.
     """
     kind = devices.of(device)
     event = kind.event(device)
@@ -60,14 +60,14 @@ def stamp(device: torch.device) -> Event:
 class Replica:
     """A task's model with its optimizer, in one way of parallel training.
 
-    Faults may change the attributes. A subclass knows how the ranks communicate.
+    Faults may change the attributes. A subclass defines how the ranks communicate.
 
     wrapped  what a forward calls
     group    of all ranks, on the measured backend
     """
 
-    arms: tuple[str, ...] = ("ddp",)  # that can be measured: the step as it is, and variants
-    notes: tuple[str, ...] = ()  # why others cannot
+    arms: tuple[str, ...] = ("ddp",)  # that can be measured: the real step, and variants
+    notes: tuple[str, ...] = ()  # why other arms cannot be measured
     mesh: DeviceMesh | None = None
     link_seconds: float = 0.0  # least time of the last bucket: a planted slow link
 
@@ -97,7 +97,7 @@ class Replica:
         return self.wrapped
 
     def choose_arm(self, arm: str) -> None:
-        """Let the next steps be of this arm."""
+        """Take the next steps in this arm."""
         raise NotImplementedError
 
     def without_sync(self) -> AbstractContextManager[Any]:
@@ -109,18 +109,18 @@ class Replica:
         return contextlib.nullcontext()
 
     def start_timers(self) -> None:
-        """Let the next step record own timers, if this way of training has some."""
+        """Let the next step record its own timers, if this way of training has any."""
 
     def read_timers(self) -> dict[str, float]:
         """Return the seconds of the step that recorded, by name."""
         return {}
 
     def read_timed_step(self) -> Any:
-        """Return what the latest step of the arm "timed" recorded; the device is synchronised."""
+        """Return the record of the latest step of the arm "timed"; synchronise the device first."""
         raise NotImplementedError
 
     def gather_timed_steps(self, world: World, steps: Sequence[Any]) -> dict[str, Any]:
-        """Gather what the timed steps recorded, as fields of Samples in rank 0; else {}."""
+        """Gather the records of the timed steps, as fields of Samples in rank 0; else {}."""
         raise NotImplementedError
 
     def batches(self, ahead: int = 0) -> list[Any]:
@@ -160,7 +160,7 @@ def autocast(case: StepCase, device: torch.device) -> contextlib.AbstractContext
 def phases(ns: list[int], steps: int) -> list[list[int]]:
     """Convert the marks of some steps to [begin, ends of forward, backward and optimizer] each.
 
-    With several micro-batches, their forwards are added up, and their backwards, too.
+    With several micro-batches, the forwards are added up, and so are the backwards.
     """
     marks_per_step = len(ns) // steps
     ends = []

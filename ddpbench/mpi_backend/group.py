@@ -40,9 +40,9 @@ class ProcessGroupMPI4PY(Collectives):
     """A process group over an MPI communicator; the methods are those that torch calls.
 
     Tensors may have any shape and strides. Every dtype can be moved. SUM, AVG, PRODUCT, MIN, MAX
-    take float16/32/64, bfloat16 and all integers (AVG truncates), BAND, BOR, BXOR the integers;
-    SUM, AVG, PRODUCT complex64/128; on bool, SUM and MAX are "or", PRODUCT and MIN "and", and AVG
-    is missing. An impossible call raises ValueError before anything is sent; an error of MPI is a
+    support float16/32/64, bfloat16 and all integers (AVG truncates); BAND, BOR, BXOR the integers;
+    SUM, AVG, PRODUCT complex64/128. On bool, SUM and MAX are "or", PRODUCT and MIN "and"; AVG is
+    not supported. An impossible call raises ValueError before sending; an error of MPI raises a
     DistBackendError with the operation and the rank.
     """
 
@@ -63,7 +63,7 @@ class ProcessGroupMPI4PY(Collectives):
             if name == "recv":
                 received = status.Get_count(mpi().BYTE)
                 if received != flat.nbytes:
-                    raise ValueError(f"{received} bytes came, the tensor holds {flat.nbytes}")
+                    raise ValueError(f"received {received} bytes, but the tensor has {flat.nbytes}")
                 with_idle_stream(lambda: finish((tensor,), (flat,), 0), tensor)
 
         work = Request(
@@ -78,7 +78,7 @@ class ProcessGroupMPI4PY(Collectives):
         return self._post("send", tensors, self._comm.Isend, peer, tag)
 
     def recv(self, tensors: TensorList, peer: int, tag: int = 0) -> Request:
-        """Receive into tensors[0], from a rank of this group, as many bytes as it holds."""
+        """Receive into tensors[0], from a rank of this group, exactly its number of bytes."""
         return self._post("recv", tensors, self._comm.Irecv, peer, tag)
 
     def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Request:
@@ -88,7 +88,7 @@ class ProcessGroupMPI4PY(Collectives):
     # --- several calls as one
 
     def _join(self, name: str, works: list[Any]) -> Any:
-        require(name, bool(works), "there must be a tensor")
+        require(name, bool(works), "at least one tensor is required")
         return JoinedWork(name, self._rank, works) if isinstance(works[0], Work) else SYNCED
 
     def allreduce_coalesced(self, tensors: TensorList, opts: Any = None) -> Any:
@@ -138,15 +138,15 @@ class ProcessGroupMPI4PY(Collectives):
 def _create(request: Any, _: Any) -> dist.ProcessGroup:
     """Create a group; torch calls this on every member of a new group, and only there."""
     size = request.group_size
-    # torch's ranks need not be MPI's: the store holds which is which. All ranks read it, so if
-    # mpirun did not start them, all notice and none is left waiting.
+    # torch's ranks need not be MPI's: the store maps them. All ranks read it, so if mpirun did not
+    # start them, all notice and none keeps waiting.
     request.store.set(f"mpi{request.group_rank}", str(world()[0]))
     keys = [f"mpi{rank}" for rank in range(size)]
     try:
         ranks = [int(text) for text in request.store.multi_get(keys)]
     except RuntimeError as error:
         absent = [rank for rank in range(size) if not request.store.check([keys[rank]])]
-        text = f"these of its {size} ranks did not come: {', '.join(map(str, absent))}"
+        text = f"of its {size} ranks, these did not join: {', '.join(map(str, absent))}"
         raise dist.DistBackendError(f"a group over mpi4py: {text}") from error
     if len(set(ranks)) != size:
         script = Path(sys.argv[0]).name or "script.py"
@@ -156,13 +156,12 @@ def _create(request: Any, _: Any) -> dist.ProcessGroup:
         )
     if thread_level() in ("SINGLE", "FUNNELED"):
         raise ValueError(
-            f"a group over mpi4py: MPI grants no more than THREAD_{thread_level()}, and the "
-            "threads of autograd will call it: leave mpi4py.rc.thread_level at its default, or "
-            "use another MPI"
+            f"a group over mpi4py: MPI provides only THREAD_{thread_level()}, but threads of "
+            "autograd call it, too: leave mpi4py.rc.thread_level at its default, or use another MPI"
         )
-    # Below THREAD_MULTIPLE only one thread at a time may call MPI. With a lock around calls that
-    # block, one thread's wait could hold up the call that a peer waits for. So asynchronous calls
-    # then run at once, on the caller's thread.
+    # Below THREAD_MULTIPLE only one thread at a time may call MPI. With a lock around blocking
+    # calls, one thread's wait could delay the call that a peer waits for. Therefore asynchronous
+    # calls then run at once, on the caller's thread.
     threaded = thread_level() == "MULTIPLE"
     lane = Lane(request.group_rank, request.timeout, str(request.group_id), threaded)
     lane.inside = (0, "new_group", None, 0)
@@ -175,7 +174,7 @@ def _create(request: Any, _: Any) -> dist.ProcessGroup:
 
 
 def _agree_communicator(ranks: list[int], name: str) -> Any:
-    """A new communicator of these ranks of MPI's world, in this order."""
+    """Create a communicator of these ranks of MPI's world, in this order."""
     comm = mpi().COMM_WORLD
     if ranks == list(range(comm.Get_size())):
         return comm.Dup()

@@ -1,4 +1,4 @@
-"""The MPI library: how it starts, what it offers, how it ends. No torch in here.
+"""The MPI library: its start, its features, its end. No torch in here.
 
 MPI starts with the first call of a function below, not with the import of this module.
 """
@@ -24,12 +24,12 @@ from ddpbench.launch.placement import free_port, read_placement
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import install_extra
 
-# Called before MPI is finalised. A sentence that one returns says why that would only hang.
+# Called before MPI is finalised. A returned sentence is the reason why finalising would hang.
 BEFORE_END: list[Callable[[], str | None]] = []
 _YIELD_LOCK = threading.Lock()
 _yielding, _before = 0, False
 HUNG = 5  # the exit code of a job that hung
-# Until a script's ranks report who is stopped; for ddpbench's own ranks, beyond their deadline.
+# Until a script's ranks name a stopped rank; for ddpbench's own ranks, beyond their deadline.
 REPORT_SECONDS, LATE_SECONDS = 60.0, 30.0
 _deadline: float | None = None  # of ddpbench's own ranks
 
@@ -47,13 +47,13 @@ def mpi() -> Any:
     try:
         import mpi4py
 
-        # mpi4py starts MPI with the interpreter's lock held: no thread could name a missing rank.
+        # mpi4py starts MPI with the interpreter's lock: no thread could name a missing rank.
         ours = "mpi4py.MPI" not in sys.modules and mpi4py.rc.initialize is True
         if ours:
             mpi4py.rc.initialize, mpi4py.rc.finalize = False, mpi4py.rc.finalize is not False
         from mpi4py import MPI
     except ImportError as error:  # the package, or a library for it
-        text = f"mpi4py cannot start MPI ({error}): {install_extra('mpi')} brings both"
+        text = f"mpi4py cannot start MPI ({error}): {install_extra('mpi')} installs both"
         raise ImportError(text) from error
 
     if ours and not MPI.Is_initialized():
@@ -63,7 +63,7 @@ def mpi() -> Any:
 
 
 def _initialise(module: Any) -> None:
-    """Start MPI as mpi4py does, but let other threads run meanwhile."""
+    """Start MPI like mpi4py, but let other threads run meanwhile."""
     from mpi4py import rc
 
     level = getattr(module, f"THREAD_{rc.thread_level.upper()}" if rc.threads else "THREAD_SINGLE")
@@ -82,7 +82,7 @@ def _initialise(module: Any) -> None:
 def _watch_wait(call: str) -> Iterator[None]:
     """Name a rank that is stopped while all ranks wait for each other in this MPI call.
 
-    In ddpbench's own ranks this also ends the process, and so does a call that never returns.
+    In ddpbench's own ranks, a stopped rank or a call that never returns also ends the process.
     """
     placement, over = read_placement(), threading.Event()
 
@@ -94,7 +94,7 @@ def _watch_wait(call: str) -> Iterator[None]:
                 return
             if _deadline is not None and time.monotonic() > began + seconds + LATE_SECONDS:
                 end = f"{call} has not ended within {seconds + LATE_SECONDS:g} s in rank {rank}"
-                tell(f"{end}: see whether all ranks started")
+                tell(f"{end}: check that all ranks started")
                 os._exit(HUNG)
 
     with contextlib.suppress(RuntimeError):  # no thread is started at an interpreter's very end
@@ -107,13 +107,13 @@ def _watch_wait(call: str) -> Iterator[None]:
 
 
 def library() -> str:
-    """Name and version of the MPI library, such as "Open MPI 5.0.11"."""
+    """Return name and version of the MPI library, such as "Open MPI 5.0.11"."""
     first = mpi().Get_library_version().strip("\0 \n").splitlines()[0].split(",")[0]
     return " ".join(re.sub(r"\bv(?=\d)|\bVersion:|\bfor .*", "", first).split())
 
 
 def thread_level() -> str:
-    """Thread support that MPI granted: SINGLE, FUNNELED, SERIALIZED or MULTIPLE."""
+    """Return the thread support that MPI provides: SINGLE, FUNNELED, SERIALIZED or MULTIPLE."""
     names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     return {getattr(mpi(), f"THREAD_{name}"): name for name in names}[mpi().Query_thread()]
 
@@ -145,9 +145,9 @@ def _set_yield() -> Any:
 
 @contextlib.contextmanager
 def yield_core() -> Iterator[None]:
-    """Let MPI calls yield their core while they wait, for threads beside one that computes.
+    """Let MPI calls yield their core while they wait, so that another thread can compute.
 
-    It costs a small call a microsecond. A DDP step is faster with it where each rank has one core.
+    It adds a microsecond to a small call. A DDP step is faster with it if each rank has one core.
     """
     global _yielding, _before
     if (switch := _set_yield()) is None:
@@ -193,18 +193,18 @@ def abort(code: int, reason: str = "") -> None:
         print(f"mpi4py: {reason}: aborting the job", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(0.2)  # MPICH's launcher passes on output only while the job lives
+    time.sleep(0.2)  # MPICH's launcher forwards output only while the job runs
     mpi().COMM_WORLD.Abort(code)
 
 
 def _leave(pid: int, finalise: bool) -> None:
-    """Stop the workers and finalise MPI; abort where finalising would only hang."""
+    """Stop the workers and finalise MPI; abort if finalising would hang."""
     if os.getpid() != pid:
-        return  # a child by os.fork: the job goes on without it
+        return  # a child by os.fork: the job continues without it
     for stop in BEFORE_END:
         if reason := stop():
             abort(HUNG, reason)
-    # The others may wait in a collective for a rank that dies of an exception, and MPI_Finalize
+    # Other ranks may wait in a collective for a rank that dies of an exception, and MPI_Finalize
     # would wait for them.
     if getattr(sys, "last_type", None) is not None and world()[1] > 1:
         abort(1)

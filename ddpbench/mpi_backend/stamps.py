@@ -1,8 +1,8 @@
 """Stamps of the calls over MPI: when each was issued, began and ended.
 
-A group's calls carry no stamps by themselves. While a watch is on, the class of each lane is
-another, in which the slots for the running call are properties. So without a watch a call runs the
-same instructions as if there were no stamps.
+By default a group's calls have no stamps. While a watch runs, each lane gets another class, in
+which the slots for the running call are properties. Without a watch, a call therefore runs the
+same instructions as if stamps did not exist.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Stamp(NamedTuple):
     ended_ns: int
 
 
-# The two slots are properties of plain functions, and a stamp is a tuple until it is taken: a call
-# that its caller waits for may take 5 µs.
+# The two slots are properties of plain functions, and a stamp is a tuple until `take`, because a
+# synchronous call may take only 5 µs.
 def _read(name: str) -> Callable[[StampedLane], Noted | None]:
     return lambda lane: lane.__dict__[name]
 
@@ -71,20 +71,20 @@ class StampedLane(Lane):
         super().submit(call)
 
     def stamp(self, noted: Noted | None) -> None:
-        """Note that the queued call before has ended and another one, if any, has begun."""
+        """Note that the previous queued call has ended and another one, if any, has begun."""
         now_ns = time_ns()
         if self._begun is not None:
             self.keep((*self._begun, now_ns))
             self._begun = None
-        if noted is not None and noted[0] > self._newest:  # not one resumed after a callback
+        if noted is not None and noted[0] > self._newest:  # ignore one resumed after a callback
             self._newest = noted[0]
             self._begun = noted, getattr(self._running, "issued_ns", now_ns), now_ns
 
 
 def take() -> list[tuple[str, list[Stamp]]]:
-    """For each group, its name and the calls that ended since the last time.
+    """Return for each group its name and the calls that ended since the last call of this function.
 
-    The first time for a group, its calls begin to be stamped.
+    The first time for a group, stamping its calls begins.
     """
     taken = []
     for lane in live_lanes():

@@ -1,6 +1,6 @@
-"""MPI's counterparts of torch's dtypes and reduce operations, and tensors in a form that MPI takes.
+"""MPI's counterparts of torch's dtypes and reduce operations, and tensors in a form for MPI.
 
-That form is contiguous memory, on the CPU unless MPI knows GPUs.
+That form is contiguous memory, on the CPU unless MPI is CUDA-aware.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ddpbench.mpi_backend.library import cuda_aware, mpi
 
-DEVICES = ["cpu", "cuda"]  # whose tensors the backend takes
-# The largest count of MPI before version 4: an int in C. Moves count bytes, whatever the dtype, and
+DEVICES = ["cpu", "cuda"]  # devices of supported tensors
+# The largest count of MPI before version 4: an int in C. Moves count bytes for every dtype, and
 # reductions count elements.
 most = 2**31 - 1
 
@@ -57,7 +57,7 @@ def reductions() -> dict[torch.dtype, dict[int, Reduction]]:
 
 
 def _combine(function: Any, dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
-    """A function for MPI to call, which reduces a dtype that MPI cannot."""
+    """Return a function for MPI that reduces a dtype which MPI itself cannot reduce."""
 
     def combine(source: Any, target: Any, _: Any) -> None:
         if len(target):
@@ -70,7 +70,7 @@ def _combine(function: Any, dtype: torch.dtype) -> Callable[[Any, Any, Any], Non
 def mean(flat: Tensor, size: int) -> None:
     """Divide sums in place by the number of ranks; integers towards zero."""
     flat = flat.detach()
-    if flat.is_complex():  # its own division rounds unlike that of its parts
+    if flat.is_complex():  # complex division rounds differently from the division of its parts
         flat = torch.view_as_real(flat)
     if flat.is_floating_point():
         flat.div_(size)
@@ -87,13 +87,13 @@ def memory(flat: Tensor) -> Any:
 
 
 def require(name: str, holds: bool, rule: str) -> None:
-    """Raises ValueError with the rule unless it holds."""
+    """Raise ValueError with the rule unless `holds` is true."""
     if not holds:
         raise ValueError(f"{name} over mpi4py: {rule}")
 
 
 def require_dense(name: str, tensor: Tensor) -> Tensor:
-    """The tensor itself. Raises ValueError unless it is dense and on the CPU or a GPU."""
+    """Return the tensor. Raises ValueError unless it is dense and on the CPU or a GPU."""
     if tensor.layout == torch.strided and tensor.device.type in DEVICES:
         return tensor
     where = f"{tensor.layout} on {tensor.device}"
@@ -103,9 +103,9 @@ def require_dense(name: str, tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether MPI can take the tensor's memory as it is."""
+    """Whether MPI can use the tensor's memory directly."""
     try:
-        # A negated view can be contiguous: its memory is still to be negated.
+        # A negated view can be contiguous, although its memory is not negated yet.
         lazy = tensor.is_neg() or tensor.is_conj()
         return tensor.is_cpu and tensor.is_contiguous() and not lazy
     except RuntimeError:
@@ -125,8 +125,8 @@ def new_space(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def is_direct(tensor: Tensor) -> bool:
-    """Whether MPI can take the tensor's memory as it is, in host or GPU memory."""
-    lazy = tensor.is_conj() or tensor.is_neg()  # the memory is still to be conjugated or negated
+    """Whether MPI can use the tensor's memory directly, in host or GPU memory."""
+    lazy = tensor.is_conj() or tensor.is_neg()  # the memory is not conjugated or negated yet
     return tensor.is_contiguous() and not lazy and not is_staged(tensor)
 
 
@@ -144,7 +144,7 @@ def flatten(name: str, tensor: Tensor) -> Tensor:
 
 
 def row_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One flat tensor over the memory of these, if they are adjacent; else None."""
+    """Return one flat tensor over the memory of these tensors if they are adjacent; else None."""
     first = tensors[0]
     if not all(map(is_direct, tensors)):
         return None
@@ -176,7 +176,7 @@ def rooms_for(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Te
 
 
 def keep_apart(source: Tensor, target: Tensor) -> Tensor:
-    """The source, or a copy if it shares memory with the target, which MPI forbids."""
+    """Return the source, or a copy if it shares memory with the target, which MPI forbids."""
     start, other = source.data_ptr(), target.data_ptr()
     shared = start < other + target.nbytes and other < start + source.nbytes
     return source.detach().clone() if shared else source
@@ -192,9 +192,9 @@ def finish(outputs: Sequence[Tensor], flats: Sequence[Tensor], divisor: int) -> 
 
 
 def with_idle_stream(call: Callable[[], Any], like: Tensor) -> Any:
-    """Make a call with the tensor's device current, and nothing on its stream before and after.
+    """Make a call with the tensor's device current, and its stream empty before and after.
 
-    MPI knows no streams, and takes a GPU's memory only where that GPU is current.
+    MPI does not support streams, and can use a GPU's memory only if that GPU is current.
     """
     if like.is_cpu:
         return call()
@@ -208,9 +208,9 @@ def with_idle_stream(call: Callable[[], Any], like: Tensor) -> Any:
 
 
 def after_stream(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """The call, delayed until the GPU has done what the caller's stream holds now.
+    """Return the call, delayed until the GPU has done the current work of the caller's stream.
 
-    The call ends when what it has started on the stream of its own thread has ended, too.
+    The call ends when its work on the stream of its own thread has also ended.
     """
     module: Any = torch.get_device_module(device)
     ready = module.current_stream(device).record_event()
@@ -227,7 +227,7 @@ def after_stream(call: Callable[[], None], device: torch.device) -> Callable[[],
 def complete(future: torch.futures.Future[Any], outputs: Sequence[Tensor]) -> None:
     """End a future while the outputs' GPU is current.
 
-    In a new thread GPU 0 is, which torch, and what follows the future, would begin to use.
+    In a new thread GPU 0 is current, so torch and the future's callbacks would begin to use it.
     """
     device = next((tensor.device for tensor in outputs if not tensor.is_cpu), None)
     module: Any = None if device is None else torch.get_device_module(device)

@@ -1,7 +1,7 @@
 """The result of a call over MPI, the order in which queued calls run, and their deadline.
 
-A group's queued calls run one after the other, in the thread that holds its lane's turn: the lane's
-worker, or a thread that waits for one of them and finds the turn free.
+A group's queued calls run one after the other, in the thread that has its lane's turn: the lane's
+worker, or a thread that waits for one of them while the turn is free.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.mpi_backend.library import mpi
 from ddpbench.mpi_backend.tensors import complete
 
-LOOK_SECONDS = 2e-4  # between an awake worker's looks at the queue
+LOOK_SECONDS = 2e-4  # between two polls of the queue by an awake worker
 AWAKE_SECONDS = 5e-3  # after the last call that was queued
 
-# A call as a lane records it: its number from 1 on, its name, dtype and bytes.
+# A call as a lane records it: its number, counted from 1, its name, dtype and bytes.
 Noted = tuple[int, str, torch.dtype | None, int]
 KEPT = 64  # of the latest
 
 _LANES: weakref.WeakKeyDictionary[Lane, None] = weakref.WeakKeyDictionary()
 _DROPPED: list[Request] = []
-_ENDING = threading.Lock()  # held to end a call, so briefly that one lock suffices for all
+_ENDING = threading.Lock()  # to end a call; so brief that one lock suffices for all
 
 
 def failure(name: str, rank: int, error: BaseException) -> Exception:
-    """A DistBackendError with operation, rank and text, for an error of MPI or of the call."""
+    """Return a DistBackendError with operation, rank and text, for an error of MPI or the call."""
     own = str(error) or repr(error)
     text = error.Get_error_string() if isinstance(error, mpi().Exception) else own
     text = "; ".join(text.splitlines())
@@ -78,7 +78,7 @@ class Work(dist.Work):
         raise NotImplementedError
 
     def outcome(self, timeout: timedelta | None) -> bool:
-        """True if it has succeeded. Raises its error, or one if it has not ended in time."""
+        """Return True on success. Raises the call's error, or one if it has not ended in time."""
         if not self.ended:
             text = f"{self.name} on rank {self.rank} has not ended within {timeout}"
             raise dist.DistBackendError(text)
@@ -101,14 +101,14 @@ class Call(Work):
     ) -> None:
         super().__init__(noted[1], rank, outputs)
         self.noted = noted
-        self._run: Callable[[], Any] | None = run  # keeps alive what MPI knows by address only
+        self._run: Callable[[], Any] | None = run  # keeps alive memory known to MPI only
         self._lane = lane
         self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
-        self._gate = threading.Lock()  # taken until the end: far cheaper than an Event
+        self._gate = threading.Lock()  # locked until the end: far cheaper than an Event
         self._gate.acquire()
 
     def run(self) -> None:
-        """Make the call; for the thread that holds the lane's turn."""
+        """Make the call, in the thread that has the lane's turn."""
         error = None
         try:
             if self._run is not None:
@@ -134,8 +134,8 @@ class Call(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout else -1  # zero is C++'s kNoTimeout
-        # A thread that waits without a time-out makes the call itself. This saves the waking of
-        # two threads by each other, half the time of a small call.
+        # A thread that waits without a time-out makes the call itself. Otherwise two threads wake
+        # each other, which takes half the time of a small call.
         if not self.ended and not (seconds < 0 and self._lane.advance(self)):
             self._lane.hurry(self)
             if self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
@@ -145,7 +145,7 @@ class Call(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         if not self.ended:
             self._lane.hurry(self)  # a thread that waits in C++ cannot make the call
-        # Future.set_exception works in Python only: DDP would take the exception for a list of
+        # Future.set_exception works in Python only: DDP would read the exception as a list of
         # tensors and crash. An exception raised in a chained callback is a failure in C++ too.
         with _ENDING:
             due = self.ended and self._futures is None
@@ -223,7 +223,7 @@ class Request(Work):
             waited = time.monotonic() - began
             if waited > timeout.total_seconds():
                 break
-            if waited > 0.01:  # MPI polls; after a long wait, latency matters less than the core
+            if waited > 0.01:  # MPI polls; after a long wait, save the core rather than latency
                 time.sleep(5e-5)
         return self.outcome(timeout)
 
@@ -257,7 +257,7 @@ class Lane:
     """A group's queued calls, the turn to run them, and their time-out.
 
     Callers add to the queue. The thread that has the turn takes calls from it, and sets _holder,
-    _running and _doing. The deadline thread only looks; it breaks the lane if a call is late.
+    _running and _doing. The deadline thread only reads, and breaks the lane if a call is late.
 
     inside: the record of a synchronous call while it runs on its caller's thread, a new tuple for
     each call. The most frequent calls use count() and past.append() directly.
@@ -278,7 +278,7 @@ class Lane:
         self._holder: int | None = None  # ident of the thread that has the turn
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._awake = False  # the worker looks at the queue unasked
+        self._awake = False  # the worker polls the queue
         self._submitted = 0
         self._broken: Exception | None = None
         self._seen: Noted | None = None
@@ -295,8 +295,8 @@ class Lane:
         return noted
 
     def recorded(self) -> tuple[int, int, list[Noted], int]:
-        """Number of the last call made, number of the last that ended, the latest calls, and the
-        number of all calls with sends and receives."""
+        """Return the number of the last call made, the number of the last that ended, the latest
+        calls, and the number of all calls with sends and receives."""
         past = list(self.past)
         started = past[-1][0] if past else 0
         queued = next(iter(tuple(self.calls)), None)
@@ -314,7 +314,7 @@ class Lane:
                 self.inside = None
             return
         if self._holder == threading.get_ident() and self._broken is None:
-            call.run()  # in the queue it would wait for its own issuer
+            call.run()  # in the queue it would wait for the thread that issued it
             return
         self.calls.append(call)
         self._submitted += 1
@@ -359,8 +359,8 @@ class Lane:
             self._holder, self._running, self._doing = before
 
     def _serve(self) -> None:
-        # To wake an idle thread costs a small call three times its own time. So the worker, once
-        # woken, polls for a while; a thread that waits at once for its call makes it before that.
+        # Waking an idle thread takes three times as long as a small call. Therefore the worker,
+        # once awake, polls for a while; a thread that waits at once makes its call before that.
         seen, last, is_open = 0, 0.0, True
         while is_open and self._broken is None:
             if seen != self._submitted:
@@ -376,7 +376,7 @@ class Lane:
                     self._drain(None)
 
     def close(self) -> str | None:
-        """Run the queued calls and end the thread; returns a sentence if that takes too long."""
+        """Run the queued calls and end the thread; return a sentence if that takes too long."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             self._wake.put(False)
@@ -394,8 +394,8 @@ class Lane:
         elif now - self._since > self.timeout.total_seconds():
             text = f"{_name(doing)} on rank {self._rank} has not ended within {self.timeout}"
             if self.inside or self._thread is None or self._holder != self._thread.ident:
-                # A thread of the user is inside MPI, and no exception can end that call.
-                with contextlib.suppress(Exception):  # a notebook's stderr is no file
+                # A thread of the user is inside MPI, and an exception cannot end that call.
+                with contextlib.suppress(Exception):  # a notebook's stderr is not a file
                     faulthandler.dump_traceback(all_threads=True)
                 mpi_library.abort(mpi_library.HUNG, text)
             if (running := self._running) is None:
@@ -403,7 +403,7 @@ class Lane:
             self._broken = dist.DistBackendError(text)
             for call in (running, *self.calls):
                 call.end(self._broken)
-            if not self.calls:  # never empty again: no synchronous call may go past it
+            if not self.calls:  # never empty again: synchronous calls must queue behind it
                 self.calls.append(running)
 
 
@@ -412,7 +412,7 @@ def _name(doing: Noted | None) -> str:
 
 
 def recorded() -> list[tuple[str, int, int, list[Noted], int]]:
-    """For each group, its name and the record of its lane."""
+    """Return for each group its name and the record of its lane."""
     return [(lane.group, *lane.recorded()) for lane in live_lanes()]
 
 
@@ -436,7 +436,7 @@ def _check_lanes() -> None:
 
 
 def close_all() -> str | None:
-    """End the workers of all groups; returns a sentence if one cannot be ended."""
+    """End the workers of all groups; return a sentence if one cannot be ended."""
     sentences = [lane.close() for lane in live_lanes()]
     return next((sentence for sentence in sentences if sentence), None)
 

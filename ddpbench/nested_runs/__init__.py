@@ -1,1 +1,1 @@
-"""ddpbench command lines that ddpbench runs itself: checked, measured alone, measured in turns."""
+"""Run ddpbench command lines from ddpbench: check them, measure one, or measure two in turns."""

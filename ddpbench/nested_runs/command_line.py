@@ -1,4 +1,4 @@
-"""Command lines of the commands that run in ranks: checked, or run for another command."""
+"""Check or run command lines of the commands that run in ranks, for another command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def check(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line, as `parse`, before anything is started with it.
+    """Return the options of a command line, as `parse`, before it is run.
 
     Raises Refused, as `parse`, and for options that exclude each other.
     """
@@ -44,14 +44,14 @@ def check(words: Sequence[str]) -> argparse.Namespace:
 def run(words: Sequence[str]) -> int:
     """Run a command line that begins with one of IN_RANKS in this process; return its exit code.
 
-    Raises Refused, as `parse`, and whatever the command raises.
+    Raises Refused, as `parse`, and the errors of the command.
     """
     namespace, module = parse(words), IN_RANKS[words[0]]
     return start_ranks.run_or_start(module.Options, module.run, namespace, words[1:])
 
 
 def last_message(stderr: str) -> str:
-    """Return the last message on a ddpbench's stderr, except where it stored the run."""
+    """Return the last message on ddpbench's stderr, except the one on where it stored the run."""
     lines = [line for line in stderr.splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("ddpbench: ") and ": stored in " not in line]
     errors = [line for line in lines if "rror" in line]

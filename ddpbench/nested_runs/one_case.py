@@ -1,4 +1,4 @@
-"""Measure one case for another program, as the pytest fixtures do, and turn it into JSON."""
+"""Measure one case for another program, as the pytest fixtures do, and convert it to JSON."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ddpbench.verdicts.matching import AnyCase, SideCase
 from ddpbench.verdicts.regression import Measured
 
 PATIENCE_SECONDS = 15.0  # between asking to end and killing
-TOLD = (0, 1, 4)  # exit codes of a run that says itself what is wrong with it
+TOLD = (0, 1, 4)  # exit codes of a run whose findings explain what is wrong
 
 
 class Unmeasured(Exception):
-    """No figure can be trusted; the sentence has the reason."""
+    """The case could not be measured; the message is the reason, in one sentence."""
 
 
 def words(settings: Mapping[str, Any]) -> list[str]:
@@ -48,10 +48,10 @@ def words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def measure(command: str, asked: Sequence[str], folder: Path, deadline_seconds: float) -> Run:
-    """The run that `python -m ddpbench COMMAND ASKED` stores in `folder`; its ranks import from
-    where this program does.
+    """Run `ddpbench COMMAND ASKED` and return the run that it stores in `folder`; its ranks use the
+    import path of this program.
 
-    Raises Unmeasured where it was refused, a rank died, a result was wrong, or time was up.
+    Raises Unmeasured if it was refused, a rank died, a result was wrong, or it took too long.
     """
     line = [sys.executable, "-m", "ddpbench", command, *asked]
     process = subprocess.Popen(
@@ -67,7 +67,7 @@ def measure(command: str, asked: Sequence[str], folder: Path, deadline_seconds: 
         _, said = process.communicate(timeout=deadline_seconds)
     except subprocess.TimeoutExpired:
         raise Unmeasured(
-            f"`ddpbench {command} {' '.join(asked)}` was not done after {deadline_seconds:g} s"
+            f"`ddpbench {command} {' '.join(asked)}` did not end within {deadline_seconds:g} s"
         ) from None
     finally:
         _end(process)
@@ -85,7 +85,7 @@ def measure(command: str, asked: Sequence[str], folder: Path, deadline_seconds: 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the process and its ranks; first ask them to store what they have."""
+    """End the process and its ranks; first let them store their results."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -94,18 +94,18 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def only_case(run: Run) -> SideCase:
-    """The one case of a run. Raises Unmeasured where there are several, or it is not valid."""
+    """Return the only case of a run. Raises Unmeasured if there are several, or it is invalid."""
     found = [*matching.find_cases(matching.Source(run.id, (run,))).values()]
     if len(found) != 1:
         names = ", ".join(each.case.key for each in found) or "none"
-        raise Unmeasured(f"one case is measured at a time, not {len(found)} ({names})")
+        raise Unmeasured(f"expected one case, not {len(found)} ({names}): choose a single one")
     if found[0].fault is not None:
         raise Unmeasured(found[0].fault)
     return found[0]
 
 
 def to_json(run: Run, found: SideCase, folder: Path) -> dict[str, Any]:
-    """What a reader must know of the figures of a run's only case; base units."""
+    """Return the figures of a run's only case for JSON, in base units (seconds, bytes)."""
     side, case, launch = found.side, found.case, run.launches[0]
     assert side is not None
     stored = {
@@ -131,9 +131,9 @@ def to_json(run: Run, found: SideCase, folder: Path) -> dict[str, Any]:
 
 
 def from_json(stored: Mapping[str, Any], source: str = "") -> Measured:
-    """What `to_json` made, read again. source: the file it is from.
+    """Read the result of `to_json`. source: the file that contains it.
 
-    Raises ValueError where it is not that.
+    Raises ValueError for anything else.
     """
     try:
         kind: type[AnyCase] = StepCase if "workload" in stored["case"] else Case
@@ -146,4 +146,4 @@ def from_json(stored: Mapping[str, Any], source: str = "") -> Measured:
         case, warnings = codec.decode(kind, stored["case"]), tuple(stored["warnings"])
         return Measured(case, side, warnings, source, str(stored["versions"]["torch"] or ""))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{source} holds no figures of ddpbench: {error!r}") from None
+        raise ValueError(f"{source} contains no figures of ddpbench: {error!r}") from None

@@ -1,9 +1,9 @@
-"""Measure two variants in turns, in blocks of one launch each, both alive and one of them asleep.
+"""Measure two variants in turns, in blocks of one launch each; one sleeps while the other measures.
 
-If all launches of one came before those of the other, a drift of the machine would read as a change
-(40 % false verdicts in a simulation; 2 % in turns). Each variant is a command of its own with its
-own Python, environment and options, which waits for its turn (`--paced`, launch/turn.py): for its
-launch to begin, and on CPUs between its repetitions as well.
+If all launches of one came before those of the other, a drift of the machine would look like a
+change (40 % false verdicts in a simulation; 2 % in turns). Each variant is a separate command with
+its own Python, environment and options. It waits for its turn (`--paced`, launch/turn.py) before
+each launch, and on CPUs between its repetitions as well.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from ddpbench.session import options, run_folder
 USUAL = "collectives"  # the command to measure if none is given
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
-CHECK_SECONDS = 120.0  # until another Python has imported torch and ddpbench
-# The packages that ddpbench needs, by the names that import and install them.
+CHECK_SECONDS = 120.0  # for another Python to import torch and ddpbench
+# The packages that ddpbench needs: name for import → name for pip.
 NEEDED = (
     *("torch", "numpy", "pandas", "pyarrow", "tabulate"),
     *("scipy", "psutil", "rich", "xxhash", "msgspec"),
 )
-# Run by another Python; prints what it lacks, else which Python and torch it is.
+# Another Python runs this; it prints the missing packages, or the paths of Python and torch.
 CHECK = f"""
 import importlib.util, json, sys
 missing = [name for name in {NEEDED} if importlib.util.find_spec(name) is None]
@@ -71,7 +71,7 @@ class Variant:
         return self.describe(self)
 
     def describe(self, other: Variant) -> str:
-        """Return the variant as one types it; of a secret only whether the other one has it too."""
+        """Return the variant as typed; of a secret only whether the other variant has the same."""
         python = [] if self.python == sys.executable else ["--python", self.python]
         variables = []
         for name, value in self.environ.items():
@@ -87,12 +87,12 @@ class Failed(Exception):
     """A side could not be measured; the sentence names the side, the reason and the command."""
 
     def __init__(self, side: Side, reason: str, code: int) -> None:
-        super().__init__(f"side {side.variant.name}: {reason}. Its command: {side.command}")
+        super().__init__(f"side {side.variant.name}: {reason}. Next: run {side.command}")
         self.code = code if code in PASSED_ON else 5
 
 
 def add_measured(parser: argparse.ArgumentParser) -> None:
-    """Add the command that is measured, the seed and the output folder."""
+    """Add the options for the command to measure, the seed and the output folder."""
     parser.add_argument(
         "words",
         nargs=argparse.REMAINDER,
@@ -118,7 +118,7 @@ def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
     namespace.words = words[words[:1] == ["--"] :] or [USUAL]
     if namespace.words[0] not in MEASURING:
         raise Refused(
-            f"{namespace.words[0]!r} is not a command to measure: choose {list_choices(MEASURING)}"
+            f"cannot measure the command {namespace.words[0]!r}: choose {list_choices(MEASURING)}"
         )
     for variant in variants:
         words = [*namespace.words, *variant.words]
@@ -149,8 +149,8 @@ def measure(
 ) -> End | None:
     """Start a process for each variant and measure blocks; return how it ended, if early.
 
-    launches: the most that a variant may have. measure_blocks: called with a function that measures
-    one block.
+    launches: the maximum per variant. measure_blocks: called with a function that measures one
+    block.
     """
     order = random.Random(namespace.seed)
     try:
@@ -170,9 +170,9 @@ def measure(
 
 
 def conclude(folder: Path, end: End | None, show: Callable[[], int]) -> int:
-    """Show what was measured, then why it ended early; return the exit code.
+    """Show the results, then why the measurement ended early; return the exit code.
 
-    Raises InvalidRun and Refused, as `show`, unless a side failed: then nothing may be there.
+    Raises InvalidRun and Refused, as `show`, unless a side failed: then results may be missing.
     """
     code = 0
     try:
@@ -236,12 +236,12 @@ class Side:
 
     @property
     def command(self) -> str:
-        """The command that measures this side alone, as one types it."""
+        """The command that measures this side alone, as typed."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variant.environ.items()]
         return " ".join([*variables, shlex.join(self._line)])
 
     def begin(self) -> None:
-        """Have it measure one launch once it gets the turn."""
+        """Let the process measure one launch once it gets the turn."""
         assert self._process.stdin is not None
         self._said = self._errors.seek(0, os.SEEK_END)
         with contextlib.suppress(BrokenPipeError):
@@ -249,22 +249,22 @@ class Side:
             self._process.stdin.flush()
 
     def tell(self, word: bytes) -> None:
-        """Say in its pipe that the turn is its own, or that the other side has ended."""
+        """Write to its pipe that it has the turn, or that the other side has ended."""
         os.write(self._pipe, word)
 
     def empty_pipe(self) -> None:
-        """Forget what the launches before have left there."""
+        """Remove what earlier launches left in the pipe."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._pipe, 4096)
 
     def finish(self) -> None:
-        """Wait for the end of the launch. Raises Failed, with its own message, if it fails."""
+        """Wait for the end of the launch. Raises Failed with the process's message if it fails."""
         assert self._process.stdout is not None
         # A module of the user may print to stdout too.
         code = next((int(line) for line in self._process.stdout if line.strip().isdigit()), None)
         if code == 0:
             return
-        if code is None:  # it has ended, perhaps before its turn
+        if code is None:  # the process has ended, perhaps before its turn
             code, self._said = self._process.wait(60), 0
         self._errors.seek(self._said)
         raise Failed(self, last_message(self._errors.read()), code)
@@ -273,7 +273,7 @@ class Side:
         self._process.send_signal(signal.SIGINT)
 
     def close(self) -> None:
-        """Let it finish its run and wait for it; kill it if it does not end."""
+        """Let the process finish its run; kill it if it does not end."""
         with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
             self._process.communicate(timeout=120)
         self._process.kill()
@@ -291,7 +291,7 @@ class Side:
 def _opened(
     variants: Sequence[Variant], namespace: argparse.Namespace, folder: Path, launches: int
 ) -> Iterator[list[Side]]:
-    """Start the variants' processes, for at most so many launches each; end them together."""
+    """Start the variants' processes, for at most this many launches each; end them together."""
     sides: list[Side] = []
     settings = ["--launches", str(launches), "--seed", str(namespace.seed)]
     folders = [folder / variant.name for variant in variants]
@@ -301,7 +301,7 @@ def _opened(
         for variant, own, other in zip(variants, folders, reversed(folders), strict=True):
             pipes = ["--paced", *(str(_pipe(each)) for each in (own, other))]
             side = Side(variant, namespace.words, own, [*settings, *pipes])
-            sides.append(side)  # at once: it must be closed even if the next one cannot start
+            sides.append(side)  # now: it must be closed even if the next one cannot start
         yield sides
     except KeyboardInterrupt:
         for side in sides:
@@ -317,7 +317,7 @@ def _opened(
 def measure_block(sides: Sequence[Side], order: random.Random) -> None:
     """Measure one launch of each side, in turns; a random one begins. Raises Failed."""
     for side in sides:
-        side.empty_pipe()  # of both, before one can pass on its turn
+        side.empty_pipe()  # for both sides, before one can pass on its turn
     order.choice(sides).tell(YOURS)
     for side in sides:
         side.begin()
@@ -326,7 +326,7 @@ def measure_block(sides: Sequence[Side], order: random.Random) -> None:
             side.finish()
     except Failed:
         for side in sides:
-            side.tell(ENDED)  # the other one waits for nobody
+            side.tell(ENDED)  # the other side need not wait any more
         raise
 
 
@@ -337,7 +337,7 @@ def _pipe(folder: Path) -> Path:
 
 @functools.cache
 def _package_folder() -> tempfile.TemporaryDirectory[str]:
-    """Create a folder with nothing but a link to ddpbench, which pip installs beside torch."""
+    """Create a folder that contains only a link to ddpbench, because pip puts it beside torch."""
     folder = tempfile.TemporaryDirectory(prefix="ddpbench-package-")
     (Path(folder.name) / "ddpbench").symlink_to(Path(ddpbench.__file__).resolve().parent)
     return folder
@@ -367,7 +367,7 @@ def _check_python(variant: Variant) -> None:
         facts = json.loads(done.stdout.splitlines()[-1])
         reason = _find_objection(variant.python, facts)
     except (IndexError, ValueError):  # it failed, or is something else
-        reason = (done.stderr.strip().splitlines() or ["it is no Python interpreter"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["it is not a Python interpreter"])[-1]
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     if reason:
@@ -377,12 +377,12 @@ def _check_python(variant: Variant) -> None:
 
 
 def _find_objection(python: str, facts: Mapping[str, Any]) -> str:
-    """Return why the Python with these facts cannot be the one of a variant, "" if it can."""
+    """Return why the Python with these facts cannot measure a variant, "" if it can."""
     if facts["missing"]:
         names = " ".join(facts["missing"])
-        return f"it lacks {names}. Next: {shlex.join([python, '-m', 'pip', 'install'])} {names}"
+        return f"missing {names}. Next: {shlex.join([python, '-m', 'pip', 'install'])} {names}"
     if os.path.abspath(facts["python"]) != os.path.abspath(python):  # noqa: PTH100 - keeps links
-        return f"it starts another Python: name {facts['python']}"
+        return f"it starts another Python: use --python {facts['python']}"
     own = getattr(importlib.util.find_spec("torch"), "origin", None)
     if own and facts["prefix"] != sys.prefix and Path(own).samefile(facts["torch"]):
         return (

@@ -1,1 +1,1 @@
-"""What is stored: the schema and the results folder. No torch."""
+"""The schema of stored runs, and the results folder. No torch."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 T = TypeVar("T")
-MOST_INT, MOST_FLOAT = 2**64, 1e100  # larger numbers are damage, and arithmetic would overflow
+MOST_INT, MOST_FLOAT = 2**64, 1e100  # larger numbers are damaged, and arithmetic would overflow
 DEEPEST = 50  # levels of nested values
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, from a file name that is not UTF-8
 
@@ -30,7 +30,7 @@ def parse(data: bytes) -> Any:
     try:
         whole = json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_refuse)
     except RecursionError:
-        raise ValueError("its values are nested too deeply") from None
+        raise ValueError("values are nested too deeply") from None
     _require_sound(whole, "$", 0)
     return whole
 
@@ -48,14 +48,14 @@ def _float(digits: str) -> float:
 
 
 def _refuse(digits: str) -> NoReturn:
-    shown = digits if len(digits) <= 20 else f"a number of {len(digits)} characters"
-    raise ValueError(f"{shown} is no number that can have been measured")
+    shown = digits if len(digits) <= 20 else f"of {len(digits)} characters"
+    raise ValueError(f"invalid number {shown}: expected an integer up to 2^64 or a float to 1e100")
 
 
 def decode(kind: type[T], data: Any) -> T:
     """Build a record of `kind` from parsed JSON. Skips unknown fields.
 
-    Raises ValueError with the place, the type there and the type expected.
+    Raises ValueError with the path of the value, its type and the expected type.
     """
     return msgspec.convert(data, kind)
 
@@ -63,9 +63,9 @@ def decode(kind: type[T], data: Any) -> T:
 def _require_sound(data: Any, where: str, depth: int) -> None:
     """Raise ValueError for a string with half a character, and for values nested too deeply."""
     if depth > DEEPEST:
-        raise ValueError("its values are nested too deeply")
+        raise ValueError("values are nested too deeply")
     if isinstance(data, str) and not data.isascii() and SURROGATE.search(data):
-        raise ValueError(f"{where} holds half a character (a lone surrogate)")
+        raise ValueError(f"{where} contains half a character (a lone surrogate)")
     if isinstance(data, dict):
         for key, item in data.items():
             _require_sound(key, where, depth)

@@ -1,4 +1,4 @@
-"""What a run stores of each launch: frozen dataclasses, like those of schema.py."""
+"""The stored record of a launch: frozen dataclasses, like those of schema.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Offset:
-    """What a clock that is not rank 0's was ahead of it in this launch, within ± the bound."""
+    """How far another clock was ahead of rank 0's in this launch, within ± the bound."""
 
     host: str
     ranks: tuple[int, ...]  # that read it
@@ -29,7 +29,7 @@ class Launch:
     facts: dict[str, Any] = field(default_factory=dict)
     ranks: tuple[dict[str, Any], ...] = ()
     clock: dict[str, float] = field(default_factory=dict)
-    offsets: tuple[Offset, ...] = ()  # one a clock; empty: one clock, or not compared
+    offsets: tuple[Offset, ...] = ()  # one per clock; empty: one clock, or not compared
     started: str = ""
     ended: str | None = None
     cases: int = 0  # that it was to measure

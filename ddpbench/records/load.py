@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Load:
-    """CPU, memory and GPU use of one rank, or of several, over a span. None: not known."""
+    """CPU, memory and GPU use of one rank, or of several, over a span. None: unknown."""
 
     cpu_cores: float  # CPU seconds of all threads per second, median over ranks; 1.0: one core
     most_cpu_cores: float  # of the rank that used most
-    memory_nbytes: int  # resident, of the rank that has most
+    memory_nbytes: int  # resident, of the rank that uses most
     # Of the time a rank's GPU was busy, for any process; median over ranks.
     gpu_share: float | None = None
-    # Held by torch on its GPU, the cache included; of the rank that has most.
+    # Allocated by torch on its GPU, including its cache; of the rank that uses most.
     gpu_memory_nbytes: int | None = None
 
 

@@ -1,7 +1,7 @@
 """Remove secrets, user names and home folders from runs, tables and messages.
 
 Everything that is stored, read or printed passes through here. Host names stay, because the reader
-must know which host is at fault.
+needs them to find the faulty host.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ USERINFO = re.compile(
     r"(?<=://)[^/\s\"'@]+(/[^/\s\"'@]+)?@|(?<![^\s=,'\"])[^\s:/@=]+:[^\s:/@]+@(?=\w)"
 )
 HOMES = re.compile(r"((?<![/.~])(/[\w.-]+){1,2})?/(home|Users)/[^/\s:,;'\"()]+")
-# User names that identify no person; some are words that every run contains.
+# User names that do not identify a person; some are words that every run contains.
 NOBODY = re.compile(
     r"root|user|admin|nobody|daemon|test|tests|build|builder|runner|jenkins|docker|ubuntu|debian|"
     r"centos|fedora|ec2-user|azureuser|vagrant|vscode|jovyan|mambauser|python|torch|pytorch|nccl|"
@@ -118,7 +118,7 @@ def is_secret_name(name: str) -> bool:
 def text(shown: str, whose: Owner | None = None) -> str:
     """Remove secrets, home folders and the user's name from a text.
 
-    whose: the owner to hide; None: of this process.
+    whose: the owner to hide; None: the owner of this process.
     """
     return _text(shown, owner() if whose is None else whose)
 

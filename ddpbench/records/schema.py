@@ -1,6 +1,6 @@
-"""What a run stores: frozen dataclasses, base units, the unit in the name, one version number.
+"""The stored record of a run: frozen dataclasses, base units, one version number.
 
-Raw samples lie beside these records as Parquet. A `Summary` can be derived from them again.
+Raw samples are stored beside these records as Parquet; a `Summary` can be derived from them again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ddpbench.records.watched import Watched
 
 SCHEMA = 1
 SEVERITIES = ("error", "warning", "note")  # of findings, the worst first
-# What a time is: of the host; between events on the device; without the launch; with stream waits
+# Time definitions: of the host; between device events; without the kernel launch; with stream waits
 EXIT_ENTRY, EVENTS, HIDDEN_LAUNCH = "exit-entry", "events", "hidden-launch"
 TWO_STREAMS = "hidden-launch-two-streams"
 LAUNCH_HIDDEN = (HIDDEN_LAUNCH, TWO_STREAMS)
@@ -26,9 +26,9 @@ class Case:
     """The identity of one measured thing. Numbers whose cases differ are incomparable."""
 
     operation: str
-    form: str  # "tensor": one tensor a side; "list": a list of tensors, one a rank
+    form: str  # "tensor": one tensor per side; "list": a list of tensors, one per rank
     backend: str
-    provider: str  # who implements the backend: "native", "mpi4py", …
+    provider: str  # implementation of the backend: "native", "mpi4py", …
     device: str
     dtype: str
     reduce_op: str | None
@@ -39,23 +39,23 @@ class Case:
     async_op: bool
     issue: str  # "isolated" or "pipelined"
     start: str  # "barrier", "p2p_barrier" or "none"
-    depth: int  # operations in flight; 0: not told
+    depth: int  # operations in flight; 0: unknown
     world_size: int
-    ranks_per_host: tuple[int, ...]  # empty: not told
+    ranks_per_host: tuple[int, ...]  # empty: unknown
     buffers: str = "torch"  # whose memory: torch's own, or "huge", which asks for huge pages
     size_convention: str = "total"
     time_definition: str = EXIT_ENTRY
     clock: str = "host"
     rank_reduction: str = "max"
     statistic: str = "median"
-    # Who works together: "host", the ranks of each host; "cross", one of each host; "world", all.
-    # What is said above of ranks is of one such group.
+    # Ranks that work together: "host", the ranks of each host; "cross", one of each host; "world",
+    # all. The fields above describe one such group.
     group: str = "world"
     groups: int = 1  # that work at once
 
     @property
     def called(self) -> str:
-        """The operation, and of whom where it is not of all ranks: "all_reduce (host groups)"."""
+        """The operation, with its groups unless all ranks are one: "all_reduce (host groups)"."""
         return self.operation + ("" if self.group == "world" else f" ({self.group} groups)")
 
     @property
@@ -82,9 +82,9 @@ class Plan:
     slice_seconds: float = 2.0  # of warm-up and timed repetitions, for one case
     max_repetitions: int = 5000
     check: bool = True
-    verify: int = 1  # DDP steps from one verification of the replicas to the next; 0: none
+    verify: int = 1  # verify the replicas every N DDP steps; 0: never
     timeout_seconds: float = 60.0  # of one wait
-    fail_on: str = "error"  # the least severity of a finding for which the exit code is 1
+    fail_on: str = "error"  # findings of this severity or worse make the exit code 1
     seed: int = 0
 
 
@@ -95,25 +95,25 @@ class Interval:
     low: float
     high: float
     confidence: float
-    of: str  # what the interval is of, and over what: "median of 6 batch medians", …
+    of: str  # the statistic, and the values that it summarises: "median of 6 batch medians", …
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What the timed repetitions of one case say; seconds of ONE operation.
+    """Statistics of the timed repetitions of one case; seconds of ONE operation.
 
     `median_seconds` and the percentiles are of t_max, the largest (exit - entry) of a repetition.
-    Of another tool's log `median_seconds` is what `statistic` and `rank_reduction` of its case say,
-    and what that tool does not tell is None.
+    In another tool's log, `statistic` and `rank_reduction` of the case define `median_seconds`, and
+    figures that the tool does not print are None.
     """
 
-    repetitions: int  # 0: not told
+    repetitions: int  # 0: unknown
     median_seconds: float
     interval: Interval | None
     mean_seconds: float
     min_seconds: float | None
     max_seconds: float | None
-    percentiles_seconds: dict[str, float]  # those that have a 95 % interval over some launches
+    percentiles_seconds: dict[str, float]  # those that enough repetitions support
     rank_mean_seconds: float | None  # median of the mean over ranks
     rank_min_seconds: float | None  # median of the fastest rank
     skew_seconds: float | None  # median of (last entry - first entry); None where clocks differ
@@ -122,13 +122,13 @@ class Summary:
     outliers: int | None  # beyond 1.5 interquartile ranges; counted, never dropped
     far_outliers: int | None  # beyond 3
     lag1: float | None  # autocorrelation of neighbouring repetitions
-    # Of t_max, the least to the largest in steps of 5 %: what tells two usual times, and the lower
-    # quartile; empty in runs stored before, and where a repetition is several calls.
+    # Quantiles of t_max in steps of 5 %, which show two modes and the lower quartile; empty in runs
+    # stored before, and if a repetition is several calls.
     quantiles_seconds: tuple[float, ...] = ()
-    # Mean over repetitions and ranks of (exit - entry) by the host's clock: the figure of OSU, and
-    # of nccl-tests. None: not told, or stored before there was this field.
+    # Mean over repetitions and ranks of (exit - entry) by the host's clock: the figure of OSU and
+    # of nccl-tests. None: unknown, or stored before this field existed.
     overall_mean_seconds: float | None = None
-    # Until the call returns to the host, on the slowest rank: median. None: not a time of its own.
+    # Until the call returns to the host, on the slowest rank: median. None: not measured apart.
     launch_seconds: float | None = None
 
 
@@ -136,7 +136,7 @@ class Summary:
 class Wrong:
     """One rank's first wrong element."""
 
-    rank: int  # -1: not told
+    rank: int  # -1: unknown
     repetition: int  # of the timed repetitions; -1: a repetition made for the check alone
     index: int
     expected: str
@@ -158,11 +158,11 @@ class Result:
     case: Case
     launch: int
     bus_factor: float  # busbw / algbw
-    least_nbytes: float  # what a rank must move at least, whatever the algorithm
+    least_nbytes: float  # the least that a rank must move, with any algorithm
     requested_nbytes: int
-    reason: str | None = None  # why there is nothing: skipped
+    reason: str | None = None  # why the case was skipped
     calls: int = 1  # operations in one repetition: in flight, batched, or both ways of a ping-pong
-    batch: int = 1  # of these, how often the call was repeated because it is too short to stamp
+    batch: int = 1  # calls per stamp, because a single call is too short for the clock
     cold_seconds: float | None = None  # the first call, never mixed in
     warm_up: int = 0
     stop_reason: str | None = None
@@ -171,26 +171,26 @@ class Result:
     wrong: tuple[Wrong, ...] = ()
     limit: Limit | None = None
     hard_limit: Limit | None = None
-    # Of the cores' time that other processes used; over the cases before too, where this one was
-    # too short to tell.
+    # Share of the cores' time that other processes used; if this case was too short to measure it,
+    # over this case and those before.
     others_share: float | None = None
     measuring_seconds: float = 0.0  # in warm-up and timed repetitions
     wall_seconds: float = 0.0  # of the whole case
-    # What stamps of different ranks, in rank 0's clock, may be off against each other at most; 0.0:
-    # all read one clock; None: not known. Above 5 % of a repetition there is no skew.
+    # Largest error between stamps of different ranks, converted to rank 0's clock; 0.0: all ranks
+    # read one clock; None: unknown. Above 5 % of a repetition, skew is not computed.
     clock_off_seconds: float | None = None
-    # Of the buffers' bytes the share in huge pages, in the rank that has least; None: not known.
+    # Share of the buffers' bytes in huge pages, in the rank with the least; None: unknown.
     huge_share: float | None = None
-    # Page faults in one timed repetition, the mean of the rank that has most; None: not known.
+    # Page faults per timed repetition, in the rank with the most; None: unknown.
     page_faults: float | None = None
-    # A cache line from one rank's core to its neighbour's and back, after the case; of the slowest
-    # pair of ranks. None: not known.
+    # Round trip of a cache line between the cores of two neighbouring ranks, after the case; of the
+    # slowest pair. None: unknown.
     handoff_seconds: float | None = None
-    # Share of the timed repetitions whose launch was not hidden, in the rank that has most.
+    # Share of timed repetitions whose kernel launch was not hidden, in the rank with the most.
     unhidden_share: float | None = None
 
 
-LEFT_OUT = "left-out"  # the code of a finding: what of a log is missing or not read
+LEFT_OUT = "left-out"  # code of the finding on parts of a log that are missing or not read
 
 
 @dataclass(frozen=True)
@@ -208,12 +208,12 @@ class Finding:
 class StepCase:
     """The identity of one measured DDP step. Numbers whose cases differ are incomparable.
 
-    Of a job that `watch` explained only the script, its arguments and its ranks are known: 0, False
-    or "" of the model, its data and its optimizer: not told.
+    For a job that `watch` observed, only the script, its arguments and its ranks are known: the
+    fields of the model, its data and its optimizer are 0, False or "".
     """
 
     workload: str  # its name, the user's "package.module:function", or the watched script
-    settings: tuple[str, ...]  # "width=1024", …: all that shape the model and its data
+    settings: tuple[str, ...]  # "width=1024", …: they define the model and its data
     parameters: int
     parameter_nbytes: int
     backend: str
@@ -254,7 +254,7 @@ class StepCase:
 
 @dataclass(frozen=True)
 class Figure:
-    """A median over rounds, in seconds unless said otherwise, and its interval."""
+    """A median over rounds, in seconds unless another unit is given, and its interval."""
 
     value: float
     interval: Interval | None
@@ -267,25 +267,25 @@ class Phase:
     name: str  # "forward", "backward", "optimizer", "step"
     slowest: Figure  # of the slowest rank of each step
     fastest_seconds: float  # median of the fastest rank of each step
-    slowest_rank: int  # the rank that was it most often
-    slowest_share: float  # in this share of the steps; 0: not told
+    slowest_rank: int  # the rank that was the slowest most often
+    slowest_share: float  # share of the steps in which it was; 0: unknown
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the step that is known from a difference of arms, paired round by round."""
+    """A part of the step, derived from a difference of arms, paired round by round."""
 
     name: str
     figure: Figure
     share: float | None  # of the step
-    resolved: bool  # its interval is clear of 0: it is more than noise
-    rank: int | None = None  # that is to blame
-    source: str = ""  # "arms": a difference of arms; "spans": timed collectives; "": not told
+    resolved: bool  # its interval does not include 0, so it is more than noise
+    rank: int | None = None  # the rank that causes it
+    source: str = ""  # "arms": a difference of arms; "spans": timed collectives; "": unknown
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One bucket of DDP's, as a timing hook saw it."""
+    """One of DDP's buckets, as a timing hook observed it."""
 
     index: int  # in the order of reduction
     nbytes: int
@@ -294,92 +294,92 @@ class Bucket:
     last: str
     handed_seconds: float  # from the start of backward until the last rank hands it over, median
     wire: Figure  # the least over ranks of (reduced - handed over)
-    wait: Figure  # the most over ranks of it, less the wire
-    late_rank: int | None  # for which the others wait; None: none stands out of the noise
+    wait: Figure  # the most over ranks of (reduced - handed over), less the wire
+    late_rank: int | None  # the rank for which the others wait; None: none exceeds the noise
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What a layer group communicates by one operation in one phase of a step."""
+    """The communication of a layer group by one operation in one phase of a step."""
 
-    layers: str  # "blocks.3", or "root" for what no other group has
+    layers: str  # "blocks.3", or "root" for all modules in no other group
     phase: str  # "forward", "backward"
     operation: str
     calls: int  # in a step
     nbytes: int  # of these calls together: of the total buffers
     exposed: Figure  # how long the compute waits for it, on the rank that waits least
-    hidden: Figure  # while it is on its way and the compute goes on
+    hidden: Figure  # how long it is in flight while the compute continues
     wait: Figure  # the most over ranks of the exposed time, less the least
-    late_rank: int | None  # for which the others wait; None: none stands out of the noise
+    late_rank: int | None  # the rank for which the others wait; None: none exceeds the noise
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """What the verifications of one case found."""
+    """The results of all verifications of one case."""
 
     verified: int  # steps
     last_step: int  # the number of the last of them; steps count from 1, warm-up first
-    equal: bool  # what was compared
-    ok: bool  # and all is finite, and all was compared
+    equal: bool  # everything that was compared was equal
+    ok: bool  # equal, all finite, and everything was compared
     compared: dict[str, int]  # kind → how many tensors and numbers
     nbytes: int  # of them, in one rank
-    cost: Figure | None  # of one verification, the slowest rank's
-    share: float | None  # of a step
+    cost: Figure | None  # of one verification, on the slowest rank
+    share: float | None  # cost / step
     differing: int = 0  # verifications in which they were not equal, or not finite
-    buffers: int = 0  # that differed in the last one, as those do that DDP sends anew
+    buffers: int = 0  # that differed in the last one, like buffers that DDP resends
     equal_until: int | None = None  # the last step after which they were found equal
-    first_bad: int | None = None  # the first after which they were not
-    tensors: tuple[str, ...] = ()  # "parameter 0.weight": those that differed there
-    ranks: tuple[int, ...] = ()  # the minority; empty where no side is the larger
+    first_bad: int | None = None  # the first step after which they were not
+    tensors: tuple[str, ...] = ()  # "parameter 0.weight": those that differed after that step
+    ranks: tuple[int, ...] = ()  # the minority; empty if neither side is larger
     findings: tuple[Finding, ...] = ()
-    text: str = ""  # of that report; of the last where all was equal
+    text: str = ""  # of the report on that step, or of the last report if all was equal
     not_compared: tuple[str, ...] = ()  # "parameter 0.weight": those that could not be compared
-    held_once: dict[str, int] = field(default_factory=dict)  # kind → tensors not held twice
+    held_once: dict[str, int] = field(default_factory=dict)  # kind → tensors on one rank only
 
     @property
     def unproved(self) -> str:
-        """What keeps this from being a proof, in capitals; "" if nothing does."""
+        """Return why this does not prove the replicas equal, in capitals; "" if it does."""
         once = self.held_once.get("parameter") and not self.compared.get("parameter")
         return "NOT ALL COMPARED" if self.not_compared else "NOTHING TO COMPARE" if once else ""
 
     @property
     def failed(self) -> bool:
-        """Whether something that was compared differs or is not finite."""
+        """Whether a compared tensor or number differs or is not finite."""
         wrong = any(finding.severity == "error" for finding in self.findings)
         return not self.equal or wrong or not (self.ok or self.unproved)
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch of a training that goes to its end."""
+    """One epoch of a training that runs to its end."""
 
     number: int  # from 1
     train_loss: float | None  # mean over the samples of all ranks; None: NaN or infinite
     validation_loss: float | None  # the same, each sample counted once
     seconds: float
     replicas_equal: bool | None = None  # None: not verified
-    # Of equal parts of the epoch's steps, in order; empty: one part, or stored before there was it.
+    # Of equal parts of the epoch's steps, in order; empty: one part, or an older run.
     train_losses: tuple[float | None, ...] = ()
-    load: Load | None = None  # during the epoch; None: stored before there was this field
+    load: Load | None = None  # during the epoch; None: an older run
 
 
 @dataclass(frozen=True)
 class StepSummary:
-    """What the rounds of one case say."""
+    """Statistics of the rounds of one case."""
 
     rounds: int  # each arm was measured once in each
     in_a_row: int  # steps of an arm in one round
-    warm_up: int  # steps before
-    step: Figure  # steps in a row / their number, synchronised at both ends; the slowest rank's
-    samples_per_second: float  # of all ranks; 0: not told
+    warm_up: int  # steps before the first round
+    step: Figure  # time of steps in a row / their number, synchronised at both ends; slowest rank
+    samples_per_second: float  # of all ranks; 0: unknown
     phases: tuple[Phase, ...]
     budget: tuple[Part, ...] = ()
     speed_up: Figure | None = None  # a factor: the step without any communication
     timers: dict[str, float] = field(default_factory=dict)  # DDP's own: name → seconds, median
     buckets: tuple[Bucket, ...] = ()
-    observer: Part | None = None  # what timing the buckets or collectives adds to a step
+    observer: Part | None = None  # time that stamping buckets or collectives adds to a step
     collectives: tuple[Collective, ...] = ()  # of a sharded step, in the order of the first calls
-    peak_nbytes: int = 0  # memory at the peak of a step, of the rank that needs most; 0: not known
+    peak_nbytes: int = 0  # memory at the peak of a step, of the rank that needs most; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -395,10 +395,10 @@ class StepResult:
     replicas: Replicas | None = None
     losses: tuple[float, ...] = ()  # of each rank's own last batch
     epochs: tuple[Epoch, ...] = ()
-    notes: tuple[str, ...] = ()  # what could not be measured, and why
+    notes: tuple[str, ...] = ()  # parts that could not be measured, and why
     others_share: float | None = None
     wall_seconds: float = 0.0
-    watched: Watched | None = None  # of a job that `watch` explained
+    watched: Watched | None = None  # of a job that `watch` observed
 
 
 @dataclass(frozen=True)
@@ -409,8 +409,8 @@ class Examination:
     launch: int
     backend: str
     seconds: float
-    told: tuple[str, ...] = ()  # results in a line each
-    unchecked: tuple[str, ...] = ()  # questions without an answer, and the reason, a sentence each
+    told: tuple[str, ...] = ()  # results, one line each
+    unchecked: tuple[str, ...] = ()  # questions without an answer, each with the reason
     findings: tuple[Finding, ...] = ()
     figures: dict[str, Any] = field(default_factory=dict)  # JSON; documented in doctor/NAME/
     tables: tuple[Table, ...] = ()
@@ -418,7 +418,7 @@ class Examination:
 
 @dataclass(frozen=True)
 class Run:
-    """What one command stored."""
+    """The record that one command stored."""
 
     id: str
     command: str
@@ -430,9 +430,9 @@ class Run:
     state_reason: str | None = None
     exit_code: int | None = None
     ended: str | None = None
-    operations: tuple[str, ...] = ()  # or workloads, in the order asked for
+    operations: tuple[str, ...] = ()  # or workloads, in the requested order
     backends: tuple[str, ...] = ()
-    label: str = ""  # the user's own, of --label
+    label: str = ""  # of --label
     launches: tuple[Launch, ...] = ()
     results: tuple[Result, ...] = ()
     steps: tuple[StepResult, ...] = ()
@@ -446,5 +446,5 @@ class Run:
 
     @property
     def everything(self) -> tuple[Result | StepResult | Examination, ...]:
-        """All that was measured, skipped or examined."""
+        """All cases that were measured or skipped, and all examinations."""
         return (*self.outcomes, *self.examinations)

@@ -59,7 +59,7 @@ class InvalidRun(ValueError):
 
 
 class End(NamedTuple):
-    """The state in which a run ended ("complete", "interrupted" or "failed"), why, exit code."""
+    """How a run ended: "complete", "interrupted" or "failed"; the reason; the exit code."""
 
     state: str
     reason: str | None
@@ -75,14 +75,14 @@ def create(folder: Path | None, run: Run, label: str) -> Path:
     """Create the folder of a new run and store its first record.
 
     folder: the folder of `--output`; None creates one in results/.
-    Raises OSError if it cannot be written, FileExistsError if it already holds a run.
+    Raises OSError if it cannot be written, FileExistsError if it already contains a run.
     """
     if folder is None:
         folder = new_folder(label)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "run.json").exists():
-            raise FileExistsError(f"{folder} already holds a run; name another --output")
+            raise FileExistsError(f"{folder} already contains a run: choose another --output")
         (folder / GROWING).unlink(missing_ok=True)
     write(folder, replace(run, id=folder.name))
     return folder
@@ -103,11 +103,11 @@ def new_folder(label: str, results: Path = Path("results")) -> Path:
         except FileExistsError:
             continue
         return folder
-    raise FileExistsError(f"{results / name} and 998 more exist; name a folder with --output")
+    raise FileExistsError(f"{results / name} and 998 more exist: choose a folder with --output")
 
 
 def write(folder: Path, run: Run) -> None:
-    """Replace run.json in one step and without secrets. A reader never sees half a file."""
+    """Replace run.json atomically and without secrets. A reader never sees half a file."""
     replace_file(folder / "run.json", codec.encode(redact.record(asdict(run))))
 
 
@@ -116,19 +116,19 @@ def append(folder: Path, line: dict[str, Any]) -> None:
 
     line: a launch ({"launches": …}; the last one of an index counts), or an outcome with its number
     among all outcomes ({"number": 7, "results": …}). Rewriting run.json instead would take a second
-    per case once it holds a few hundred.
+    per case after a few hundred cases.
     """
     with (folder / GROWING).open("ab") as file:
         file.write(codec.encode(line, indent=None) + b"\n")
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file in one step. Raises OSError with the name of this file."""
+    """Replace a file atomically. Raises OSError with the name of this file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         temporary.write_bytes(data)
         temporary.replace(path)
-    except OSError as error:  # which names the temporary file, or none
+    except OSError as error:  # it names the temporary file, or none
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)
@@ -150,16 +150,16 @@ def read(folder: Path) -> Run:
     try:
         data = read_file(path)
     except OSError as error:
-        raise InvalidRun(f"{folder} holds no run: {error.strerror} ({path.name})") from None
+        raise InvalidRun(f"{folder} contains no run: {error.strerror} ({path.name})") from None
     try:
         raw = codec.parse(data)
         schema = raw.get("schema") if isinstance(raw, dict) else None
         if type(schema) is not int:
-            raise InvalidRun(f"{path} is not a ddpbench run: it has no schema number")
+            raise InvalidRun(f"{path} is not a ddpbench run: the schema number is missing")
         if schema > SCHEMA:
             raise InvalidRun(
-                f"{path} has schema {schema}, this ddpbench reads up to {SCHEMA}: "
-                "read it with the ddpbench that wrote it, or a newer one"
+                f"{path} has schema {schema}, but this ddpbench reads schemas up to {SCHEMA}: "
+                "use the ddpbench that wrote it, or a newer one"
             )
         raw = redact.record(raw)  # the first releases stored secrets too
         if (folder / GROWING).exists():
@@ -189,11 +189,11 @@ def _grow(raw: dict[str, Any], data: bytes) -> None:
                 index = line["launches"]["index"]
                 others = [launch for launch in raw["launches"] if launch["index"] != index]
                 raw["launches"] = [*others, line["launches"]]
-            elif line["number"] >= known:  # otherwise run.json already holds it
+            elif line["number"] >= known:  # otherwise run.json already contains it
                 part = (set(parts) & set(line)).pop()
                 raw.setdefault(part, []).append(line[part])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"a line holds no launch or outcome ({error!r})") from None
+        raise ValueError(f"a line contains no launch or outcome ({error!r})") from None
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def refuse_impossible_values(name: str) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise InvalidRun(
-            f"{name} holds values that cannot be shown ({type(error).__name__}: {error}, at "
+            f"{name} contains values that cannot be shown ({type(error).__name__}: {error}, at "
             f"{Path(last.filename).name}:{last.lineno}): measure it again"
         ) from error
 
@@ -240,9 +240,10 @@ def find(name: str) -> Path:
     folders = list_runs()
     if name == "last" and folders:
         return folders[-1]
-    known = ", ".join(folder.name for folder in folders[-3:]) or "there is none in results/ yet"
+    known = ", ".join(folder.name for folder in folders[-3:]) or "results/ contains no run yet"
     raise InvalidRun(
-        f"no run {name!r}: give a folder with a run.json, a log, or a name from `list` ({known})"
+        f"no run {name!r}: give a folder with a run.json, a log, or a name from `ddpbench list` "
+        f"({known})"
     )
 
 
@@ -255,7 +256,7 @@ def find_runs(name: str) -> list[Path]:
 
 
 def list_runs(results: Path = Path("results")) -> list[Path]:
-    """List the folders in results/ that hold a run, oldest first."""
+    """List the folders in results/ that contain a run, oldest first."""
     folders = (path.parent for path in results.glob("*/run.json"))
     return sorted(folders, key=lambda folder: (_started(folder), folder.name))
 
@@ -300,7 +301,7 @@ def read_samples(folder: Path) -> pd.DataFrame:
 def iterate_samples(folder: Path) -> Iterator[pd.DataFrame]:
     """Read raw samples as `read_samples` does, a row group at a time: at most 1,048,576 rows.
 
-    The rows of one case in one launch lie in one row group, or in successive ones. Raises
+    The rows of one case in one launch are in one row group, or in successive ones. Raises
     InvalidRun for a damaged file.
     """
     import pyarrow as pa
@@ -314,7 +315,7 @@ def iterate_samples(folder: Path) -> Iterator[pd.DataFrame]:
                 for number in range(parquet.num_row_groups):
                     yield parquet.read_row_group(number, use_threads=False).to_pandas()
     except (OSError, ValueError, pa.ArrowException) as error:
-        first = (str(error).splitlines() or ["no reason given"])[0]
+        first = (str(error).splitlines() or ["unknown error"])[0]
         raise InvalidRun(f"the samples in {folder} cannot be read: {first}") from None
 
 

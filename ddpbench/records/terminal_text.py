@@ -65,7 +65,7 @@ def escape_record(record: T) -> T:
 
 
 def _escaped(value: Any, escape_text: Callable[[str], str], done: dict[int, Any]) -> Any:
-    """Escape all strings in a value. done: results by identity, for a series repeats its runs."""
+    """Escape all strings in a value. done: results by identity, because a series repeats runs."""
     if isinstance(value, str):
         return escape_text(value)
     if isinstance(value, (tuple, list)):
@@ -137,7 +137,7 @@ def divert_libraries() -> None:
 
 
 def silence_stdout() -> None:
-    """Discard further output if stdout accepts no more: its reader has gone or its disk is full."""
+    """Discard further output if stdout accepts no more: its reader ended or its disk is full."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         return

@@ -1,4 +1,4 @@
-"""What a watch learned of a job: bounded, however long the job runs and however many ranks it has.
+"""The record of a watched job. Its size is bounded for any length of job and number of ranks.
 
 Seconds are of one step. A rank's own time is divided into phases; `blocked` is the time that it was
 blocked in collectives: waiting for other ranks, and for the transfer itself.
@@ -29,7 +29,7 @@ class Moment:
     step_seconds: float
     seconds: tuple[float, ...]  # of the median rank, by COLUMNS
     exposed_seconds: float  # the least that any rank was blocked
-    # The means of what was read in this part of the run, which may be nothing.
+    # Means of the values recorded in this part of the run; there may be none.
     load: Load | None = None
     loss: float | None = None  # the tensor passed to backward; median over ranks
     values: dict[str, float] = field(default_factory=dict)  # that the script records, by name
@@ -43,8 +43,8 @@ class WatchedPhase:
     seconds: float  # of the median rank
     slowest_seconds: float  # of the slowest rank of each step
     fastest_seconds: float
-    slowest_rank: int  # the rank that was it most often
-    slowest_share: float  # in this share of the steps
+    slowest_rank: int  # the rank that was the slowest most often
+    slowest_share: float  # share of the steps in which it was
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class WatchedRank:
     rank: int
     host: str
     seconds: tuple[float, ...]  # by COLUMNS
-    steps: int  # that this median is over
+    steps: int  # number of steps in this median
     # Own time beyond that of the other ranks, in each moment, the mean of its steps; None: unknown.
     # Empty for all but the MOST_LATE ranks that are latest.
     late_seconds: tuple[float | None, ...] = ()
     # Means over all steps, which add up to the mean step; and how much longer each phase takes
-    # than those of the other ranks. Empty in old runs.
+    # than on the other ranks. Empty in old runs.
     mean_seconds: tuple[float, ...] = ()  # by COLUMNS
     extra_seconds: tuple[float, ...] = ()  # by PHASES
 
@@ -72,22 +72,22 @@ class WatchedCollective:
     ranks: int  # of the group
     operation: str
     nbytes: int  # of one call
-    calls: float  # in one step; without steps, in all
-    wait_seconds: float  # the first rank's for the last, median over calls
-    last_rank: int | None  # that came last most often; None: none stands out
-    last_share: float  # of the calls
+    calls: float  # in one step; without steps, in the whole job
+    wait_seconds: float  # how long the earliest rank waited for the latest, median over calls
+    last_rank: int | None  # the rank that came last most often; None: none exceeds the noise
+    last_share: float  # share of the calls in which it did
     wire_seconds: float | None = None  # of the transfer alone, median; None: unknown
 
 
 @dataclass(frozen=True)
 class WatchedLink:
-    """What the job's connections from one host to another carried."""
+    """The traffic of the job's connections from one host to another."""
 
     host: str
     peer: str
     interface: str
     nbytes: int  # acknowledged by the peer
-    bytes_per_second: float | None  # while data was on its way; None: too little
+    bytes_per_second: float | None  # while data was in flight; None: too little data
     rtt_seconds: float | None
     retransmitted: int  # segments
 
@@ -96,12 +96,12 @@ class WatchedLink:
 class WatchedPause:
     """Steps that took much longer than usual, all for the same reason."""
 
-    rank: int | None  # that takes longer, of its own; None: all ranks do
-    phase: str  # of COLUMNS, in which it does
-    line: str  # of the program: "train.py:31 torch.save"; "" unknown
-    waits_at: str  # the line at which other ranks wait; "" unknown, or none does
+    rank: int | None  # the rank that causes it; None: all ranks take longer
+    phase: str  # of COLUMNS, in which it takes longer
+    line: str  # of the program: "train.py:31 torch.save"; "": unknown
+    waits_at: str  # the line at which other ranks wait; "": unknown, or no rank waits
     count: int
-    every: int  # steps from one to the next; 0: that varies
+    every: int  # steps from one to the next; 0: it varies
     first_step: int
     first_ended: float  # in seconds since 1970
     last_step: int
@@ -112,16 +112,16 @@ class WatchedPause:
 
 @dataclass(frozen=True)
 class WatchedBalance:
-    """Where all the time of rank 0 went while it was watched: the parts add up to the wall time.
+    """The wall time of rank 0 while it was watched, divided into parts that add up to it.
 
     A long step takes at least 1.5 times as long as usual; its extra time is a part of its own.
     """
 
     before_seconds: float  # until the first step ends
     steps: int  # after it
-    usual_seconds: float  # of all steps, each of the long ones as a usual one
+    usual_seconds: float  # of all steps, counting each long one as a usual one
     long_steps: int
-    longer_seconds: float  # that the long steps took longer than usual
+    longer_seconds: float  # extra time of the long steps, beyond a usual step
     after_seconds: float  # since the last step
 
     def parts(self) -> dict[str, float]:
@@ -135,7 +135,7 @@ class WatchedBalance:
 
     @property
     def stepping_seconds(self) -> float:
-        """From the end of the first step to that of the last."""
+        """Return the time from the end of the first step to the end of the last."""
         return self.usual_seconds + self.longer_seconds
 
     @property
@@ -151,7 +151,7 @@ class WatchedBalance:
 
 @dataclass(frozen=True)
 class Watched:
-    """What a watch stores of a job."""
+    """The stored record of a watched job."""
 
     steps: int  # that all ranks reported
     last_step: int  # its number, counted from the start of the job

@@ -42,7 +42,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Format a rate with three digits, in GB/s from 1 GB/s on."""
+    """Format a rate with three digits, in MB/s below 1 GB/s, else in GB/s."""
     if bytes_per_second >= 1e9:
         return f"{bytes_per_second / 1e9:.3g} GB/s"
     return f"{bytes_per_second / 1e6:.3g} MB/s"

@@ -1,1 +1,1 @@
-"""How ranks start, meet, agree and fail."""
+"""How ranks connect, agree and fail."""

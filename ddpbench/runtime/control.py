@@ -1,4 +1,4 @@
-"""Collectives of the control group (gloo): never over the backend that is measured."""
+"""Collectives of the control group, which always uses gloo, never the measured backend."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def receive_number(peer: int) -> int:
 
 
 def barrier_all() -> None:
-    """Hold every rank until all have arrived.
+    """Wait until all ranks have called this.
 
-    A broadcast does not do so: a rank receives it from one other rank and waits for nobody else.
+    A broadcast does not wait for all: a rank receives it from one other rank.
     """
     import torch.distributed as dist
 
@@ -125,7 +125,7 @@ def gather_to_rank_0(
 
 
 def agree_objection(world: Membership, objection: str | None) -> str | None:
-    """The objection of the lowest rank that has one, with the ranks that object; None if none."""
+    """Return the lowest rank's objection, with all ranks that object; None if no rank does."""
     if not agree_any(objection is not None):
         return None
     objections = {
@@ -149,7 +149,7 @@ def find_differing_option(options_of_ranks: list[dict[str, Any]]) -> str | None:
         if options.get("device") != first:
             return (
                 f"rank {rank} has --device {options.get('device')}, rank 0 has {first}: start all "
-                "ranks with the same --device; with auto, a rank that sees no GPU takes the CPU"
+                "ranks with the same --device; with auto, a rank that sees no GPU uses the CPU"
             )
         for name, value in options_of_ranks[0].items():
             if options.get(name) != value:

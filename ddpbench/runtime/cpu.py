@@ -1,4 +1,4 @@
-"""Use of the cores, by this process and others, and free memory; from /proc and cgroups."""
+"""Use of the cores by this process and by others, and free memory, from /proc and cgroups."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CpuMeter:
         return CpuUse(*used)
 
     def _counters(self) -> list[Any]:
-        """CpuUse's fields as counters; only differences have a meaning."""
+        """Return CpuUse's fields as counters: use their differences only."""
         read = zip(_read_counters(), _left_out, strict=True)
         counted = [None if value is None else value - out for value, out in read]
         return [*counted, _throttled(self._quotas)]
@@ -67,7 +67,7 @@ _left_out = [0.0] * 7  # of what _read_counters returns
 
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """Leave what is used meanwhile out of all meters of this process."""
+    """Exclude CPU use inside this context from all meters of this process."""
     before = _read_counters()
     yield
     for index, (began, ended) in enumerate(zip(before, _read_counters(), strict=True)):
@@ -81,12 +81,12 @@ def others_share(
     cores: int,
     tick_seconds: float = 0.01,
 ) -> float | None:
-    """The share of the host's online cores used by processes other than its ranks, 0 to 1.
+    """Return the share of the host's online cores used by other processes than its ranks, 0 to 1.
 
     /proc/stat counts in ticks, so a difference of two reads may be off by two ticks per core. If
-    that is over 5 % of the wall time (below 0.4 s at 100 ticks a second), returns the share that
-    others used at least, None for nothing: such a host may be quiet or busy. Returns None also if
-    the host's time is unknown.
+    that is over 5 % of the wall time (below 0.4 s at 100 ticks per second), returns the lower bound
+    of the share, or None if it is 0: such a host may be quiet or busy. Returns None if the host's
+    time is unknown.
     """
     if host_busy_seconds is None or wall_seconds <= 0:
         return None
@@ -98,9 +98,9 @@ def others_share(
 
 
 def queued_seconds() -> float | None:
-    """Seconds that this process's main thread has waited for a core so far.
+    """Return the seconds that this process's main thread has waited for a core so far.
 
-    Only differences have a meaning. None if the kernel does not report it.
+    Use differences only. None if the kernel does not report it.
     """
     fields = (read("/proc/self/schedstat") or "").split()
     return int(fields[1]) / 1e9 if len(fields) > 1 else None
@@ -114,7 +114,7 @@ def core_hertz(cores: Iterable[int]) -> float | None:
 
 
 def thermal_events(cores: Iterable[int]) -> int | None:
-    """How often heat has slowed these cores so far; None if the kernel does not report it."""
+    """Return how often heat has slowed these cores; None if the kernel does not report it."""
     folder = "/sys/devices/system/cpu/cpu{}/thermal_throttle/core_throttle_count"
     counts = [int(text) for core in cores if (text := read(folder.format(core)))]
     return sum(counts) if counts else None
@@ -138,8 +138,8 @@ def _host(wall: float) -> tuple[float | None, float | None, float | None]:
 
     Busy is all time that was not idle, rather than user + system + …. The kernel samples the latter
     at its tick and misses ranks that sleep and wake between ticks. With two gloo ranks on two cores
-    the sum fell short by 3–6 % of the cores, which hid a busy host; idle time is stamped exactly
-    (1–3 % over, the cost of waking). Interrupts that the kernel counts are not time of processes.
+    the sum was 3–6 % of the cores too low, which hid a busy host. Idle time is stamped exactly
+    (1–3 % too high, the cost of waking). Interrupts that the kernel counts are not process time.
     """
     ticks = [int(count) for count in (read("/proc/stat") or "").partition("\n")[0].split()[4:9]]
     if len(ticks) < 5 or not ticks[0]:
@@ -184,7 +184,7 @@ def search_line(pattern: str, text: str | None) -> str | None:
 
 
 def or_none(query: Callable[[], T]) -> T | None:
-    """The result, or None on any error: no fact about the machine is worth a failed benchmark."""
+    """Return the result, or None on any error: a missing fact must not end a benchmark."""
     try:
         return query()
     except Exception:
@@ -192,14 +192,14 @@ def or_none(query: Callable[[], T]) -> T | None:
 
 
 def free_memory_nbytes() -> int | None:
-    """Memory that can still be allocated: the host's or the control group's, whichever is less."""
+    """Return the memory that can still be allocated, of the host or the control group."""
     available = or_none(lambda: int(psutil.virtual_memory().available))
     free = (available, cgroup_limits()["cgroup_free_nbytes"])
     return min((int(nbytes) for nbytes in free if nbytes is not None), default=None)
 
 
 def reset_peak() -> bool:
-    """Let the kernel's peak of resident memory begin anew; return whether it could."""
+    """Reset the kernel's peak of resident memory; return whether that worked."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # see proc_pid_clear_refs(5)
     except OSError:
@@ -208,7 +208,7 @@ def reset_peak() -> bool:
 
 
 def peak_nbytes() -> int:
-    """Return the peak of this process's resident memory since `reset_peak`; 0: not known."""
+    """Return the peak of this process's resident memory since `reset_peak`; 0: unknown."""
     kilobytes = search_line(r"^VmHWM:\s+(\d+)", read(Path("/proc/self/status")))
     return int(kilobytes or 0) * 1024
 

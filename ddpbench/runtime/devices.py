@@ -1,11 +1,11 @@
-"""Kinds of devices that hold tensors. What depends on the kind of a device is here, in one table.
+"""Kinds of devices for tensors. All code that depends on the kind of a device is here.
 
 To add a kind, add an entry to KINDS. A kind without an entry (xpu, hpu, …) gets `Accelerator`,
-which uses what all of torch's device modules have; it was never run on such a device.
+which uses the functions common to torch's device modules; it has never run on such a device.
 
 The methods take a torch.device of their kind. Until `select`, none of them creates a context on a
-device. An event of the CPU reads the host's clock, so code that times with events runs without a
-GPU, too. Importing this module imports no torch.
+device. An event of the CPU reads the host's clock, so code that times with events also runs without
+a GPU. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Event(Protocol):
     """A stamp in the order of a device's work."""
 
     def record(self) -> None:
-        """Stamp when the device has done what it was given so far."""
+        """Stamp when the device has done all work enqueued so far."""
 
     def synchronize(self) -> None:
         """Wait until the stamp is taken."""
@@ -90,11 +90,11 @@ class Cpu:
     """The host's processors and memory, the same for all ranks of a host."""
 
     name = "cpu"
-    memory = "host"  # whose memory its tensors use, as messages name it
-    clock = "host"  # of the times of operations and steps; "device": events
+    memory = "host"  # name of the memory of its tensors, for messages
+    clock = "host"  # that times operations and steps; "device": events
     sleeps = True  # whether `sleep` works
-    event_step_seconds = 0.0  # smallest time between two events that differ; 0: the clock's
-    forks = True  # whether processes that use such devices can be forked from one
+    event_step_seconds = 0.0  # resolution of events; 0: the clock's resolution
+    forks = True  # whether processes that use such devices can be forked
     refuses = False  # whether an allocation beyond its memory raises torch.OutOfMemoryError
     defaults = "cpu"  # key of the default sizes and batches in the catalog's tables
 
@@ -103,13 +103,13 @@ class Cpu:
         return None
 
     def broken(self) -> bool:
-        """Return whether devices exist but do not work, which must not look like having none."""
+        """Return whether devices exist but do not work. Do not treat this as having none."""
         return False
 
     def installed(self) -> int:
         """Return how many devices the host's driver lists, except those that the user hides.
 
-        The process may see fewer. 0 if the host does not reveal it.
+        The process may see fewer. 0 if the host does not report it.
         """
         return 0
 
@@ -118,11 +118,11 @@ class Cpu:
         return 1
 
     def usual_ranks(self) -> int:
-        """Return how many ranks to start on this host if the user names no number."""
+        """Return how many ranks to start on this host by default."""
         return 2
 
     def identity(self, index: int) -> str | None:
-        """Return a name that no other device has, on any host; None if all ranks may share it."""
+        """Return a name that is unique over all hosts; None if all ranks may share the device."""
         return None
 
     def in_use(self) -> int | None:
@@ -140,11 +140,11 @@ class Cpu:
         return torch.device("cpu")
 
     def current(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return a context in which a device is this thread's current one. Threads begin with 0."""
+        """Return a context in which a device is this thread's current one. The default is 0."""
         return nullcontext()
 
     def current_stream(self, device: torch.device) -> Any:
-        """Return the stream that this thread gives work to; None if there are no streams."""
+        """Return the stream on which this thread enqueues work; None if there are no streams."""
         return None
 
     def event(self, device: torch.device) -> Event:
@@ -152,17 +152,17 @@ class Cpu:
         return HostEvent()
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until the device has done everything that it was given."""
+        """Wait until the device has done all enqueued work."""
 
     def synchronize_stream(self, device: torch.device) -> None:
-        """Wait until the current stream has done everything that it was given."""
+        """Wait until the current stream has done all enqueued work."""
 
     def capturing(self) -> bool:
-        """Return whether what is given to the current stream is recorded into a graph, not done."""
+        """Return whether the current stream records work into a graph instead of running it."""
         return False
 
     def sleep(self, device: torch.device, seconds: float) -> None:
-        """Keep the current stream busy for about so long."""
+        """Keep the current stream busy for about this time."""
         time.sleep(seconds)
 
     def free_nbytes(self, device: torch.device) -> int | None:
@@ -170,26 +170,26 @@ class Cpu:
         return cpu.free_memory_nbytes()
 
     def total_nbytes(self, device: torch.device) -> int:
-        """Return the memory of the device that one process can fill; 0: not bounded by it."""
+        """Return the memory of the device that one process can allocate; 0: not limited by it."""
         return 0
 
     def held_nbytes(self, device: torch.device) -> int | None:
-        """Return the device's memory that this process's torch holds, its cache included."""
+        """Return the device memory that torch has allocated here, including its cache."""
         return None
 
     def reset_peak(self, device: torch.device) -> bool:
-        """Let `peak_nbytes` begin anew; return whether it can."""
+        """Reset `peak_nbytes`; return whether that worked."""
         return cpu.reset_peak()
 
     def peak_nbytes(self, device: torch.device) -> int:
-        """Return the peak of this process's memory since `reset_peak`; 0: not known.
+        """Return the peak of this process's memory since `reset_peak`; 0: unknown.
 
         The CPU's is resident memory, with Python and its libraries; a GPU's is that of tensors.
         """
         return cpu.peak_nbytes()
 
     def release_memory(self) -> None:
-        """Give back the memory that torch keeps of freed tensors."""
+        """Release torch's cache of memory from freed tensors."""
 
     def group_options(self, device: torch.device, backend: str) -> dict[str, Any]:
         """Return the arguments with which dist.new_group binds a group to this device."""
@@ -310,7 +310,7 @@ class Accelerator(Cpu):
 
 
 class Cuda(Accelerator):
-    """NVIDIA's GPUs, and AMD's, which torch calls cuda as well."""
+    """NVIDIA's GPUs, and AMD's, which torch also calls cuda."""
 
     sleeps = True
     _cycles_per_second = 0.0
@@ -319,11 +319,11 @@ class Cuda(Accelerator):
         super().__init__("cuda")
 
     def unusable(self) -> str | None:
-        """Quote CUDA's error: a driver that is too old must not look like a missing GPU.
+        """Return CUDA's error, so that an old driver is not reported as a missing GPU.
 
-        Unlike torch.cuda.is_available, which hides the error, and which may count devices through
-        NVML that CUDA cannot use (PYTORCH_NVML_BASED_CUDA_CHECK), this starts CUDA. It creates no
-        context. A process that forks ranks must not call it, unless there is no device.
+        torch.cuda.is_available hides the error, and may count devices through NVML that CUDA cannot
+        use (PYTORCH_NVML_BASED_CUDA_CHECK). This starts CUDA but creates no context. A process that
+        forks ranks must not call it, unless there is no device.
         """
         import torch
 
@@ -338,7 +338,7 @@ class Cuda(Accelerator):
         ]
         place = f" with {' '.join(hidden)}" if hidden and NO_DEVICE.search(error) else ""
         # GPUs behind an NVSwitch wait for this service.
-        hint = " (does nvidia-fabricmanager run?)" if "Error 802" in error else ""
+        hint = " (check that nvidia-fabricmanager runs)" if "Error 802" in error else ""
         return f'{version} reports "{_shorten(error)}"{place}{hint}'
 
     def broken(self) -> bool:
@@ -391,9 +391,9 @@ class Cuda(Accelerator):
     def group_options(self, device: torch.device, backend: str) -> dict[str, Any]:
         """Bind nccl to the device where it would otherwise bind itself to a guessed one.
 
-        From torch 2.15 on, nccl connects while the group is made, on a GPU that it guesses from
+        Since torch 2.15, nccl connects while the group is created, on a GPU that it guesses from
         LOCAL_RANK or the rank. Earlier versions connect at the first operation, on the GPU of its
-        tensor, or the one that `barrier_options` names. They are left to do so: torch 2.7.0 makes
+        tensor, or the one that `barrier_options` names. They are not changed: torch 2.7.0 makes
         a bound group's calls non-blocking, which may hang in NCCL 2.26.
         """
         import torch
@@ -406,17 +406,17 @@ class Cuda(Accelerator):
         """Name the device to nccl. Otherwise nccl may guess one from the rank's number."""
         import torch.distributed as dist
 
-        # Other backends have no choice to make, and up to torch 2.7 refuse the argument.
+        # Other backends ignore the argument, or refuse it up to torch 2.7.
         return {"device_ids": [device.index]} if _is_nccl(dist.get_backend(group)) else {}
 
 
 def _is_nccl(backend: str) -> bool:
-    """Return whether a backend is NCCL: "nccl", or a variant of it that torch has beside."""
+    """Return whether a backend is NCCL: "nccl", or a variant in torch."""
     return backend.startswith("nccl")
 
 
 def _start_cuda() -> str | None:
-    """Return None, or torch's error, as often as it is called."""
+    """Return None, or torch's error, even if called again."""
     import torch
 
     try:
@@ -427,7 +427,7 @@ def _start_cuda() -> str | None:
 
 
 def _shorten(error: str) -> str:
-    """Return what matters in torch's error: CUDA's own number and text, else the first sentence."""
+    """Shorten torch's error to CUDA's own number and text, else to the first sentence."""
     line = error.strip().splitlines()[0]
     own = re.search(r"Error \d+: .*", line)
     return own[0] if own else re.split(r"\. (?=[A-Z])", line)[0].rstrip(".")
@@ -437,7 +437,7 @@ KINDS: dict[str, Cpu] = {kind.name: kind for kind in (Cpu(), Cuda())}
 
 
 def get(name: str) -> Cpu:
-    """Return the kind of devices that torch calls by this name. Raises ValueError for no kind."""
+    """Return the kind of devices with this name in torch. Raises ValueError if there is none."""
     if name not in KINDS and name not in list_names():
         raise ValueError(explain_unknown("device", name, list_names()))
     return KINDS.get(name) or KINDS.setdefault(name, Accelerator(name))

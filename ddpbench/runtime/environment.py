@@ -1,6 +1,6 @@
 """Facts about the environment of a run, ready for JSON.
 
-A fact that the machine does not reveal is None, never an exception; so is a missing limit.
+A fact that the machine does not report is None, never an exception. A missing limit is None, too.
 """
 
 import os
@@ -36,7 +36,7 @@ from ddpbench.runtime.cpu import (
 from ddpbench.version import VERSION
 
 CPUS = Path("/sys/devices/system/cpu")
-# Named because git would otherwise take any folder around it. `ab` imports this through a link.
+# Set explicitly, because git would search parent folders. `ab` imports this through a link.
 CHECKOUT = Path(__file__).resolve().parents[2]
 GIT = ("git", f"--git-dir={CHECKOUT}/.git", f"--work-tree={CHECKOUT}", "--no-optional-locks")
 ALLOWED = re.compile(
@@ -63,7 +63,7 @@ def run_facts() -> dict[str, object]:
         **_versions(),
         "git_revision": _output(*GIT, "rev-parse", "HEAD"),
         "git_dirty": None if changes is None else changes != "",
-        # Of the user's repository, which is the one around the current folder.
+        # Of the user's repository, which contains the current folder.
         "commit": _output(
             "git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"
         ),
@@ -107,7 +107,7 @@ def rank_facts() -> dict[str, object]:
 
     Two ranks share a clock if boot_id and time_namespace are known and equal. NUMA nodes are those
     of the cpuset, which may be a part of the cores that the control group allows. The ulimits are
-    the soft ones; -1 is no limit.
+    the soft ones; -1: unlimited.
     """
     cpus = os.sched_getaffinity(0)
     nodes = (int(path.name[4:]) for cpu in cpus for path in CPUS.glob(f"cpu{cpu}/node[0-9]*"))
@@ -143,7 +143,7 @@ def rank_facts() -> dict[str, object]:
 def setup_facts() -> dict[str, object]:
     """Facts about this rank that only the doctor needs, once the rank has chosen its GPU.
 
-    `resolved` is the address of the host's own name; `variables` are without secrets.
+    `resolved` is the address of the host's own name; `variables` exclude secrets.
     """
     torch = _module("torch")
     capabilities = search_line(r"^CapEff:\s*(\w+)", read("/proc/self/status"))
@@ -177,7 +177,7 @@ def compact(numbers: Iterable[int]) -> str:
 
 
 def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[str, str]:
-    """Variables that affect collectives, without secrets and without those of the launcher."""
+    """Return variables that affect collectives, except secrets and those of the launcher."""
     return {
         name: redact.text(value)[:length]
         for name, value in sorted(variables.items())
@@ -214,7 +214,7 @@ def _versions() -> dict[str, object]:
 
 
 def _output(*command: str) -> str | None:
-    """The output of a command; None if it fails, is missing or is late."""
+    """Return the output of a command; None if it fails, is missing or takes too long."""
     options: dict[str, Any] = {"stderr": subprocess.DEVNULL, "timeout": COMMAND_DEADLINE_SECONDS}
     return or_none(lambda: subprocess.check_output(command, text=True, **options).strip())
 

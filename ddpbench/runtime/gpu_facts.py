@@ -1,7 +1,7 @@
-"""Facts about the GPU that this rank uses, ready for JSON; asking creates no context on a GPU.
+"""Facts about the GPU that this rank uses, ready for JSON. No query creates a context on a GPU.
 
-NVML (the module pynvml) knows NVIDIA's GPUs. A part of a GPU (MIG) has a UUID of its own there, but
-no clocks and no links: they are those of the whole GPU. What is not known is None.
+NVML (the module pynvml) reports NVIDIA's GPUs. A part of a GPU (MIG) has its own UUID there, but
+its clocks and links are those of the whole GPU. Unknown facts are None.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0  # of memory errors: kind, counter
 
 @dataclass(frozen=True)
 class Nvml:
-    """NVML's answers about one GPU; None to a query that it refuses."""
+    """NVML's answers about one GPU; None for a query that it refuses."""
 
     module: Any
     gpu: Any
@@ -44,7 +44,7 @@ class Nvml:
         return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else None
 
     def busy_share(self, since: float) -> float | None:
-        """Return the share of the time in which this GPU ran a kernel since this time, 0 to 1.
+        """Return the share of time, 0 to 1, in which this GPU ran a kernel since a point in time.
 
         since: in seconds since 1970. NVML keeps samples of the last 10 to 20 s; without new ones
         the share is of its last sample period, at most 1 s. None for a part of a GPU.
@@ -137,9 +137,9 @@ def gpu_health() -> dict[str, object]:
 
 
 def most_used() -> tuple[str, int] | None:
-    """Return the UUID of the GPU on which torch holds most memory here, and these bytes.
+    """Return the UUID of the GPU on which torch has most memory allocated here, and these bytes.
 
-    None without any. All threads get the same answer, while each has a current GPU of its own.
+    None without any. All threads get the same answer, although each has its own current GPU.
     """
     import torch
 
@@ -206,17 +206,17 @@ def open_nvml(uuid: str) -> Nvml | None:
 def explain_unknown_gpu() -> str:
     """Return why NVML reports nothing about a GPU."""
     missing = find_spec("pynvml") is None
-    return "pip install nvidia-ml-py" if missing else "NVML does not know these GPUs"
+    return "pip install nvidia-ml-py" if missing else "NVML does not list these GPUs"
 
 
 def _throttle_reasons(nvml: Nvml) -> list[str] | None:
-    """Return why the clocks are lowered: NVML's names without what they all begin with."""
+    """Return why the clocks are lowered: NVML's names without their common prefix."""
     answers = (nvml.query(function) for function in REASONS)
     bits = next((answer for answer in answers if answer is not None), None)
     names: dict[int, str] = {}
     for name, bit in vars(nvml.module).items():
         if match := REASON.fullmatch(name):
-            names.setdefault(bit, match[2])  # of two names for a bit the older is deprecated
+            names.setdefault(bit, match[2])  # if a bit has two names, the older is deprecated
     set_bits = (n for n in range(64) if (bits or 0) >> n & 1)
     return None if bits is None else [names.get(1 << n, f"bit {n}") for n in set_bits]
 
@@ -239,7 +239,7 @@ def _nvlinks(nvml: Nvml) -> list[dict[str, Any]]:
 def _other_end(nvml: Nvml, link: int) -> str:
     """Return "switch", the place of the GPU at the other end of an NVLink, or "other".
 
-    What a virtual machine does not see counts as a switch, as for NCCL.
+    An end that a virtual machine does not see counts as a switch, as for NCCL.
     """
     end = nvml.query("nvmlDeviceGetNvLinkRemoteDeviceType", link)
     if end not in (GPU, SWITCH, None):
@@ -259,11 +259,11 @@ def _fabric(nvml: Nvml) -> str | None:
 
 # --- links as the kernel reports them in /sys -----------------------------------------------------
 
-# Rates are bytes per second in one direction. They are what a link signals, less its encoding;
-# packets' headers take a part of that, too.
+# Rates are bytes per second in one direction: the signalling rate less the encoding. Headers of
+# packets are not deducted.
 # Transfers per second of a lane → the share that is data, by the PCI Express Base Specification:
 # 8b/10b encoding up to 5 GT/s (revision 2.0), 128b/130b up to 32 GT/s (3.0 to 5.0, section 4.2.2),
-# flits of 256 bytes, 14 of them for error correction, from 64 GT/s on (6.0, section 4.2.3).
+# flits of 256 bytes, 14 of them for error correction, at 64 GT/s and above (6.0, section 4.2.3).
 # A link of 16 lanes at 16 GT/s carries 31.5 GB/s.
 ENCODINGS = ((5e9, 8 / 10), (32e9, 128 / 130), (float("inf"), 242 / 256))
 
@@ -271,8 +271,8 @@ ENCODINGS = ((5e9, 8 / 10), (32e9, 128 / 130), (float("inf"), 242 / 256))
 def pcie_link(bus: str, root: Path = ROOT) -> dict[str, float] | None:
     """Return width, width that both ends allow, and rate of the PCIe link of a device.
 
-    An idle GPU lowers its speed, so the speed is the highest that both ends allow. A virtual
-    machine may show an end that does not exist, so nothing is known there.
+    An idle GPU lowers its speed, so the speed is the highest that both ends allow. None in a
+    virtual machine, which may show an end that does not exist.
     """
     if search_line(r"^flags\s*:.*\b(hypervisor)\b", read(root / "proc/cpuinfo")):
         return None

@@ -1,6 +1,6 @@
 """Load of this process and its GPU; reading takes less than 1 ms and imports no torch.
 
-A meter can be read in any thread, but by one at a time.
+A meter can be read in any thread, but only by one thread at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ddpbench.runtime.cpu import or_none
 
 
 class LoadMeter:
-    """A meter that starts when constructed; each `read()` returns the load since the last one."""
+    """A meter that starts when created; each `read()` returns the load since the last one."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()

@@ -1,4 +1,4 @@
-"""How the ranks of a launch meet: the store they share, and who and where they are."""
+"""The rendezvous of a launch's ranks: their store, and the identity and address of each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REACH_SECONDS = 10.0  # for the other hosts to answer: TCP asks again after 1, 3
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How ranks are to meet; None where the user leaves it to the launcher."""
+    """The address and deadline of the rendezvous; None: as the launcher defines it."""
 
     init_method: str | None = None
     master_addr: str | None = None
@@ -65,7 +65,7 @@ def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
         host, port = url.removeprefix("tcp://").rsplit(":", 1)
         host = host.strip("[]")
         if (objection := network.check_name(host)) is not None:
-            # c10d would ask again and again. One rank of each host that cannot resolve it reports.
+            # c10d would retry until its time-out. One rank of each such host reports.
             raise Refused(objection, speaker=placement.rank - placement.local_rank)
         if placement.rank == 0:
             require_free(int(port))
@@ -76,7 +76,7 @@ def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
         reason = control.first_line(error)
         siblings.end_if_stopped(placement.rank, rendezvous.timeout_seconds)
         raise Refused(
-            f"rank {placement.rank} could not meet the others at {url} within "
+            f"rank {placement.rank} could not connect to the other ranks at {url} within "
             f"{timeout.total_seconds():g} s: {reason}",
             speaker=placement.rank,
         ) from None
@@ -93,7 +93,7 @@ def _choose_url(placement: Placement, rendezvous: Rendezvous) -> str:
             return "env://"
         if rendezvous.master_port is None:  # MASTER_PORT is the port of the launcher's own store
             raise Refused(
-                f"--master-addr {rendezvous.master_addr} needs a port that is free there: add "
+                f"--master-addr {rendezvous.master_addr} needs a free port on that host: add "
                 "--master-port, or leave out --master-addr"
             )
     if address and port:
@@ -112,8 +112,8 @@ def _broadcast_address_over_mpi(
     """Rank 0's "address:port", on every rank."""
     if find_spec("mpi4py") is None:
         raise Refused(
-            "under mpirun the ranks meet over mpi4py, which is not installed: "
-            f"{install_extra('mpi')}, or give --master-addr and --master-port"
+            "mpi4py is not installed, but ranks under mpirun need it to connect: "
+            f"{install_extra('mpi')}, or add --master-addr and --master-port"
         )
     from ddpbench.mpi_backend import library as mpi_library
 
@@ -121,9 +121,9 @@ def _broadcast_address_over_mpi(
     rank, size = mpi_library.world()
     if size != placement.world_size or rank != placement.rank:
         raise Refused(
-            f"mpirun calls this rank {placement.rank} of {placement.world_size}, mpi4py calls it "
-            f"{rank} of {size}: mpi4py uses another MPI than this mpirun; use the mpirun that "
-            "belongs to it"
+            f"this is rank {placement.rank} of {placement.world_size} for mpirun, but rank {rank} "
+            f"of {size} for mpi4py, because mpi4py uses another MPI: use the mpirun of "
+            f"{mpi_library.library()}"
         )
     one_host = placement.local_world_size == placement.world_size
     return mpi_library.broadcast_meeting_point(one_host, address, port)
@@ -132,9 +132,9 @@ def _broadcast_address_over_mpi(
 def gather_introductions(
     store: dist.Store, placement: Placement, seconds: float
 ) -> tuple[tuple[RankIdentity, ...], tuple[Endpoint, ...]]:
-    """RankIdentity and where all ranks are, once gloo can connect them.
+    """Return the RankIdentity and Endpoint of all ranks, once gloo can connect them.
 
-    Raises Refused on all ranks if gloo cannot, and also names ranks that do not come in time.
+    Raises Refused on all ranks if gloo cannot, or if ranks do not come in time, with their numbers.
     """
     me, rank = identify(placement.rank), placement.rank
     requested = os.environ.get(network.GLOO)
@@ -158,7 +158,7 @@ def gather_introductions(
 def _gather_over_store(
     store: dist.Store, placement: Placement, seconds: float, topic: str, value: Any
 ) -> Any:
-    """Every rank's JSON-able value, over the store. Raises Refused, naming who did not come."""
+    """Return all ranks' JSON-able values. Raises Refused with the ranks that did not come."""
     store.set(f"ddpbench/{topic}/{placement.rank}", json.dumps(value))
     deadline = time.monotonic() + seconds
     absent = list(range(placement.world_size))
@@ -171,7 +171,7 @@ def _gather_over_store(
         siblings.end_if_stopped(placement.rank, seconds)
         others = range(1, placement.world_size)
         speaker = next((rank for rank in others if rank not in absent), placement.rank)
-        raise Refused("rank 0, where the ranks meet, has left", speaker) from None
+        raise Refused("rank 0 exited during rendezvous: see its error above", speaker) from None
     if absent:
         siblings.end_if_stopped(placement.rank, seconds)
         present = [r for r in range(placement.world_size) if r not in absent]
@@ -187,7 +187,7 @@ def _gather_over_store(
 
 
 def _leave_together(store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
-    """Rank 0, where the store lives, stays for at most 5 s until all these ranks leave too."""
+    """Keep rank 0, which has the store, for at most 5 s until all these ranks leave too."""
     store.set(f"ddpbench/refused/{rank}", "1")
     deadline = time.monotonic() + 5.0
     with contextlib.suppress(RuntimeError):

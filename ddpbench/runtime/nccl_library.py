@@ -1,4 +1,4 @@
-"""The version of NCCL, or of RCCL on AMD, that this process uses. Importing this loads no torch."""
+"""The version of NCCL, or of RCCL on AMD, that this process uses. Importing it loads no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def version() -> tuple[int, ...] | None:
     built: Any = torch.cuda.nccl
     try:
         return tuple(built.version()[:3])
-    except AttributeError:  # a torch without NCCL
+    except AttributeError:  # torch was built without NCCL
         return None
 
 
@@ -58,7 +58,7 @@ def describe() -> str:
 
 
 def plugins() -> str | None:
-    """Return the names of the plug-ins that this process has loaded; None if it has no NCCL."""
+    """Return the names of the plug-ins that this process has loaded; None without NCCL."""
     mapped = read("/proc/self/maps") or ""
     if not re.search(r"/lib[nr]ccl\.so", mapped):
         return None
@@ -68,7 +68,7 @@ def plugins() -> str | None:
 def read_conf_files() -> dict[str, dict[str, str]]:
     """Return the settings in the files that NCCL reads, by file; an earlier file wins.
 
-    NCCL reads NCCL_CONF_FILE, else ~/.nccl.conf, then /etc/nccl.conf. They may hold secrets.
+    NCCL reads NCCL_CONF_FILE, else ~/.nccl.conf, then /etc/nccl.conf. They may contain secrets.
     """
     home = or_none(lambda: pwd.getpwuid(os.getuid()).pw_dir)  # as NCCL does, without HOME
     chosen = os.environ.get("NCCL_CONF_FILE") or (home and f"{home}/.nccl.conf")
@@ -79,7 +79,7 @@ def read_conf_files() -> dict[str, dict[str, str]]:
             for line in text.splitlines():
                 name, equals, value = line.partition("=")
                 if equals and not line.startswith("#"):
-                    settings.setdefault(name, value)  # of two for one name the first counts
+                    settings.setdefault(name, value)  # the first setting of a name counts
     return files
 
 

@@ -1,8 +1,8 @@
-"""Where gloo would listen in every rank, and why ranks could not connect there.
+"""Find where gloo would listen in every rank, and why ranks could not connect there.
 
-The ranks find this out over the store, before gloo would wait in vain. gloo listens on the
-interfaces of GLOO_SOCKET_IFNAME, else on the address that the host's own name resolves to, else on
-loopback. Of two ranks, the one with the higher address connects.
+The ranks check this over the store, before gloo would wait forever. gloo listens on the interfaces
+of GLOO_SOCKET_IFNAME, else on the address to which the host's own name resolves, else on loopback.
+Of two ranks, the one with the higher address connects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GLOO = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one rank's gloo listens."""
+    """The addresses on which one rank's gloo listens, and why."""
 
     rank: int
     host: str  # its name
@@ -75,9 +75,9 @@ def open_endpoint(rank: int, network: str, requested: str | None) -> Iterator[En
 
 @contextlib.contextmanager
 def keep_gloo_on_loopback(endpoints: Sequence[Endpoint]) -> Iterator[None]:
-    """Let a gloo group made meanwhile listen on loopback.
+    """Let a gloo group that is created in this context listen on loopback.
 
-    Only where these ranks share a host and nobody has chosen an interface.
+    Only if these ranks share a host and the user has not chosen an interface.
     """
     interfaces = endpoints[0].interfaces
     loopback = next((n for n, address in interfaces.items() if sockets.is_loopback(address)), None)
@@ -92,12 +92,12 @@ def keep_gloo_on_loopback(endpoints: Sequence[Endpoint]) -> Iterator[None]:
 
 
 def find_objection(endpoints: Sequence[Endpoint]) -> str | None:
-    """Why gloo cannot connect these ranks, without trying; None if it may."""
+    """Return why gloo cannot connect these ranks, without trying; None if it may."""
     for endpoint in endpoints:
         if endpoint.missing is not None:
             return (
-                f"{endpoint.name} {endpoint.reason}, and there is no interface {endpoint.missing} "
-                f"with an address: it has {endpoint.interface_list}; correct {GLOO} there"
+                f"{endpoint.name} {endpoint.reason}, but {endpoint.missing} is missing or has no "
+                f"address there: set {GLOO} to one of {endpoint.interface_list}"
             )
     users: dict[str, Endpoint] = {}
     for endpoint in endpoints:
@@ -120,7 +120,7 @@ def find_objection(endpoints: Sequence[Endpoint]) -> str | None:
 
 
 def find_unreachable(rank: int, endpoints: Sequence[Endpoint], seconds: float) -> str | None:
-    """Why this rank cannot connect to another host's gloo, after trying; None if it can.
+    """Return why this rank cannot connect to another host's gloo, after trying; None if it can.
 
     One rank tries for its host, in the direction in which gloo connects. seconds: for an answer.
     """
@@ -145,7 +145,7 @@ def find_unreachable(rank: int, endpoints: Sequence[Endpoint], seconds: float) -
 
 
 def matches_names(value: str, name: str) -> bool:
-    """Whether a variable of NCCL admits this interface or adapter.
+    """Whether a variable of NCCL allows this interface or adapter.
 
     NCCL takes "eth0,ib" as beginnings of names, "=eth0" as a whole name, "^docker" as an exclusion.
     """
@@ -158,7 +158,7 @@ def matches_names(value: str, name: str) -> bool:
 def check_nccl_interface(
     variable: str, several_hosts: bool, environ: Mapping[str, str] = os.environ
 ) -> str | None:
-    """Why no interface of this host fits a variable of NCCL; None if one does."""
+    """Return why no interface of this host matches a variable of NCCL; None if one does."""
     value, interfaces = environ.get(variable, ""), sockets.list_interfaces()
     fitting = [
         name
@@ -170,25 +170,25 @@ def check_nccl_interface(
     existing = ", ".join(f"{name} {address}" for name, address in interfaces.items())
     reached = "that other hosts can reach " if several_hosts else ""
     return (
-        f"{variable}={value} fits no interface {reached}on {socket.gethostname()}, which has "
+        f"{variable}={value} matches no interface {reached}on {socket.gethostname()}, which has "
         f"{existing}"
     )
 
 
 def check_name(name: str) -> str | None:
-    """Why ranks cannot meet at a host of this name; None if it resolves here."""
+    """Return why ranks cannot connect to a host of this name; None if it resolves here."""
     try:
         socket.getaddrinfo(name, None)
     except OSError as error:
         return (
-            f"{socket.gethostname()} cannot resolve {name}, where the ranks are to meet "
+            f"{socket.gethostname()} cannot resolve {name}, the address of rank 0 "
             f"({error.strerror}): give --master-addr an address, or add the name to /etc/hosts"
         )
     return None
 
 
 def _resolve_own_name(host: str) -> tuple[str, str]:
-    """The address that gloo takes if no interface is requested, and the reason."""
+    """Return the address that gloo uses if no interface is requested, and the reason."""
     addresses = []
     with contextlib.suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
@@ -198,12 +198,12 @@ def _resolve_own_name(host: str) -> tuple[str, str]:
                 plain = sockets.plain_address(addresses[-1])
                 return plain, f"resolves its own name to {addresses[-1]}"
     if addresses:
-        return "127.0.0.1", f"resolves its own name to {addresses[0]}, which is not its own"
+        return "127.0.0.1", f"resolves its own name to {addresses[0]}, an address it does not have"
     return "127.0.0.1", "cannot resolve its own name"
 
 
 def _advise(endpoint: Endpoint, other: Endpoint) -> str:
-    """What to set on a host so that the other reaches it: an interface on a subnet of both."""
+    """Return what to set on a host so that the other reaches it: an interface on their subnet."""
     usable = {
         name: ip_interface(address)
         for name, address in endpoint.interfaces.items()

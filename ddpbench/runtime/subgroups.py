@@ -19,19 +19,19 @@ Members = tuple[tuple[int, ...], ...]  # the ranks of each subgroup
 
 @dataclass(frozen=True)
 class Partition:
-    """The ranks divided into subgroups of one size that work at once; a rank may be in none."""
+    """The ranks divided into subgroups of equal size that work at once; a rank may be in none."""
 
     name: str
     subgroups: Members  # in the order of their ranks
     ranks_per_host: tuple[int, ...]  # of one subgroup
-    objection: str | None = None  # why the ranks cannot be divided so; then all are one subgroup
+    objection: str | None = None  # why the ranks cannot be divided; then all are one subgroup
 
     @property
     def size(self) -> int:
         return len(self.subgroups[0])
 
     def subgroup_of(self, rank: int) -> tuple[int, ...]:
-        """The subgroup that holds a rank; empty if none does."""
+        """Return the subgroup that contains a rank; empty if none does."""
         return next((members for members in self.subgroups if rank in members), ())
 
 
@@ -59,19 +59,19 @@ def _inside_objection(hosts: Hosts) -> str | None:
     sizes = [len(host) for host in hosts]
     if min(sizes) < max(sizes):
         return (
-            f"the hosts have {min(sizes)} to {max(sizes)} ranks, and only groups of one size are "
-            "measured at once"
+            f"the hosts have {min(sizes)} to {max(sizes)} ranks, but groups must have equal sizes: "
+            "start the same number of ranks on each host"
         )
-    return "each host has one rank: there is nothing inside it" if sizes[0] == 1 else None
+    return "each host has one rank, and a host group needs two" if sizes[0] == 1 else None
 
 
-# name → (how to divide the ranks, why they cannot be divided so)
+# name → (how to divide the ranks, why they cannot be divided)
 GROUPS: dict[str, tuple[Callable[[Hosts], Members], Callable[[Hosts], str | None]]] = {
     "host": (lambda hosts: tuple(map(tuple, hosts)), _inside_objection),
     "cross": (
         _between,
         lambda hosts: (
-            "all ranks are on one host: there is nothing between hosts" if len(hosts) == 1 else None
+            "all ranks are on one host, and a cross group needs two" if len(hosts) == 1 else None
         ),
     ),
     "world": (_all, lambda hosts: None),

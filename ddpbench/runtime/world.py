@@ -1,7 +1,7 @@
-"""The ranks of a launch, once they have met: the only place that makes and ends process groups.
+"""The connected ranks of a launch. Only this module creates and ends process groups.
 
-The default group is gloo and carries control only. What is measured runs in a group of its own, so
-that a faulty or hanging backend cannot spoil the agreement about it.
+The default group is gloo and carries control only. Measured calls run in a group of their own, so
+that a faulty or hanging backend cannot disturb the control.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class World:
     def addresses(self) -> list[str]:
         """Local addresses from which the tested backend reaches other hosts, most used first.
 
-        Read from this process's sockets once the backend has connected; a backend without sockets
-        has none.
+        Read from this process's sockets once the backend has connected; empty for a backend
+        without sockets.
         """
         own = self.endpoints[self.rank]
         remote = (other.addresses for other in self.endpoints if other.network != own.network)
@@ -114,9 +114,9 @@ class World:
         return sockets.local_addresses(connections, frozenset().union(*remote))
 
     def agree_device(self, name: str) -> torch.device:
-        """This rank's device: one of its own, in order of the ranks that see the same devices.
+        """Return this rank's device: its own one, in order of the ranks that see the same devices.
 
-        With --share-gpu, two ranks may share one. Raises Refused, naming the ranks, if more would.
+        With --share-gpu, two ranks may share one. Raises Refused with the ranks if more would.
         """
         kind = devices.get(name)
         visible = [kind.identity(index) for index in range(kind.count())]
@@ -128,7 +128,7 @@ class World:
         if (sentence := explain_sharing(used, self.share_gpu)) is not None:
             raise Refused(sentence)
         if len(set(used)) < len(used) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-            # NCCL refuses two ranks of one host on one GPU. It takes these for hosts of their own.
+            # NCCL refuses two ranks of one host on one GPU, so make each rank its own host.
             os.environ.setdefault("NCCL_HOSTID", f"ddpbench-rank-{self.rank}")
             os.environ.setdefault("NCCL_NET", "Socket")
         self.gpu_mates[:] = [rank for rank, device in enumerate(used) if device == used[self.rank]]
@@ -141,11 +141,11 @@ class World:
         members: Sequence[int] | None = None,
         device: torch.device | None = None,
     ) -> Iterator[dist.ProcessGroup]:
-        """A process group of these ranks (None: all) on a backend, by its name in torch.
+        """Create a process group of these ranks (None: all) on a backend, by its name in torch.
 
-        Every rank of the world calls it; one that is no member gets nothing of use. device: this
-        rank's, for a backend that binds its groups to one. Such a group connects at once: raises
-        Refused in all ranks together if it cannot.
+        Every rank of the world calls it, even ranks that are not members. device: of this rank, for
+        a backend that binds its groups to one. Such a group connects at once: raises Refused in all
+        ranks together if it cannot.
         """
         import torch.distributed as dist
 
@@ -177,7 +177,7 @@ class World:
         names: Sequence[str],
         device: torch.device,
     ) -> Iterator[dict[str, Subgroup]]:
-        """This rank's subgroup in each of these partitions, by name.
+        """Return this rank's subgroup in each of these partitions, by name.
 
         world_group: all ranks, on the same backend. device: this rank's.
         """
@@ -204,8 +204,8 @@ def join_world(
 ) -> Iterator[World]:
     """Meet the other ranks, make the control group, and end it.
 
-    Raises Refused, naming the ranks, if some do not come in time. Ends this process if they are
-    seen to be stopped.
+    Raises Refused with the ranks that do not come in time. Ends this process if those ranks are
+    stopped (SIGSTOP).
     """
     import torch.distributed as dist
 
@@ -238,7 +238,7 @@ def join_world(
             placement, members, endpoints, watchdog, timeout, share_gpu, control_connections=own
         )
         yield world
-        # The ranks leave together: the store lives in one of them.
+        # The ranks leave together, because one of them has the store.
         watchdog.begin_phase("the end of the run")
         control.broadcast_decision(world, 0)
     except Refused:
@@ -247,7 +247,7 @@ def join_world(
         if not isinstance(error, (RuntimeError, OSError, MemoryError)) or is_of_program(
             error, False
         ):
-            # Neither a backend nor the machine raises these: it is a defect, shown whole.
+            # Backends and machines do not raise these: show a defect's whole traceback.
             sys.stderr.write(redact.text("".join(traceback.format_exception(error))))
         cause, place = describe_error(error)
         watchdog.end(cause, place=place)
@@ -265,7 +265,7 @@ def describe_failed_connection(name: str, error: Exception) -> str:
 
 
 def _destroy_group(group: dist.ProcessGroup | None) -> None:
-    """End a group (None: all). A plug-in's group may lack a method that torch then calls."""
+    """End a group (None: all). A plug-in's group may lack a method that torch calls here."""
     import torch
     import torch.distributed as dist
 
@@ -280,10 +280,10 @@ def _destroy_group(group: dist.ProcessGroup | None) -> None:
 def choose_indices(visible: Sequence[Sequence[str]]) -> list[int]:
     """Return each rank's index among the devices that it sees.
 
-    visible: by rank, the identities of these devices, as no other device has them. So it does not
-    matter where a rank runs: a container may see a part of its machine's devices, and a task of
-    Slurm only its own. Each rank takes the device that the fewest ranks have, ranks with the least
-    choice first. Ranks that see the same devices take them in order of rank.
+    visible: by rank, the unique identities of these devices. A container may see a part of its
+    machine's devices, and a task of Slurm only its own. Each rank takes the device that the fewest
+    ranks have, ranks with the least choice first. Ranks that see the same devices take them in
+    order of rank.
     """
     users = Counter[str]()
     chosen = [0] * len(visible)
@@ -295,7 +295,7 @@ def choose_indices(visible: Sequence[Sequence[str]]) -> list[int]:
 
 
 def explain_sharing(used: Sequence[str], allowed: bool) -> str | None:
-    """Return a sentence if too many ranks use one device.
+    """Return a sentence if too many ranks would use one device.
 
     used: identities, by rank. allowed: whether two ranks may share one.
     """
@@ -308,10 +308,10 @@ def explain_sharing(used: Sequence[str], allowed: bool) -> str | None:
 
 
 class Turns:
-    """The turns of a launch, as all its ranks see them: whether they wait for another launch."""
+    """The turns of a launch: its ranks wait together while another launch measures."""
 
     def __init__(self, world: World, turn: Turn | None, shared: bool) -> None:
-        """turn: in rank 0. shared: the launch is measured in turns, in all ranks."""
+        """turn: in rank 0 only. shared: whether the launch is measured in turns; in all ranks."""
         self._world, self._turn, self._shared = world, turn, shared
 
     def wait(self) -> float:

@@ -1,1 +1,1 @@
-"""Comparing runs: what is slower, faster or the same. No torch."""
+"""Compare runs: which cases are slower, faster or the same. No torch."""

@@ -33,14 +33,14 @@ ORDER = (SLOWER, INVALID, INCOMPARABLE, INCONCLUSIVE, FASTER, SAME, ONLY_BASE, O
 
 @dataclass(frozen=True)
 class Rule:
-    """How verdicts are reached."""
+    """The rules for verdicts."""
 
     margin: float = verdict.MARGIN  # the smallest change that counts
     drift: Drift | None = None  # between two sides that are apart in time
-    paired: bool = False  # launches of the same number are neighbours in time, judged in pairs
+    paired: bool = False  # launches of the same number ran one after the other: judge them in pairs
     confidence: float = verdict.CONFIDENCE  # of paired intervals
     varied: tuple[str, ...] = ()  # identity fields that the user varies on purpose
-    allow_missing: bool = False  # a case that only one side measured is no failure
+    allow_missing: bool = False  # accept cases that only one side measured
     one_machine: bool = False  # sides from two machines are not compared
 
 
@@ -67,7 +67,7 @@ class Row:
     shift: Shift | None = None
     needed: int | None = None  # launches per side, about, to settle INCONCLUSIVE
     why: str = ""
-    drift: float = 0.0  # no smaller change is claimed: the sides are apart in time
+    drift: float = 0.0  # smaller changes are not claimed, because the sides are apart in time
     withheld: str = ""  # why SLOWER or FASTER is not claimed: many_pairs.DRIFT or BUSY
     noticeable: float | None = None  # the change that such a comparison notices; None: none
     parts: tuple[PartRow, ...] = ()  # of a step; they do not count for the exit code
@@ -96,7 +96,7 @@ def compare(
 ) -> Comparison:
     """Compare the wanted cases of two sides.
 
-    Raises ValueError if the runs of a side measured different cases: they are no replicates.
+    Raises ValueError if the runs of a side measured different cases and so are not replicates.
     """
     sides = matching.find_cases(base, wanted), matching.find_cases(new, wanted)
     rows = _judged([row for pair in matching.pairs(*sides) for row in _row(*pair, rule)], rule)
@@ -125,7 +125,7 @@ def exit_code(comparison: Comparison, strict: bool) -> int:
 
 
 def explain_shortfall(comparison: Comparison) -> str:
-    """State what was to be compared and was not; "" if all was, or if the user allows it."""
+    """Return which requested cases were not compared; "" if none, or if the user allows it."""
     if other := explain_other_machine(comparison):
         return other
     counts = comparison.counts
@@ -136,12 +136,12 @@ def explain_shortfall(comparison: Comparison) -> str:
     if not left:
         return ""
     accept = any(name in counts for name in missing) and counts.keys() & set(COMPARED)
-    advice = "; --allow-missing accepts cases that only one side has" if accept else ""
+    advice = "; --allow-missing accepts cases that only one side measured" if accept else ""
     return f"not compared: {', '.join(left)} of {counted(len(comparison.rows), 'case')}{advice}"
 
 
 def explain_other_machine(comparison: Comparison) -> str:
-    """State how the sides' machines differ if they must be one; "" if they do not."""
+    """Return how the machines differ if both sides must be of one; "" if they do not differ."""
     differing = comparison.differences if comparison.rule.one_machine else ()
     changed = [
         f"{each.name} {' and '.join(each.base)} → {' and '.join(each.new)}"
@@ -151,8 +151,8 @@ def explain_other_machine(comparison: Comparison) -> str:
     if not changed:
         return ""
     return (
-        f"{comparison.base.name} is of another machine ({', '.join(changed)}) and says nothing "
-        "about this one: save one here, or accept it with --other-machine"
+        f"{comparison.base.name} was measured on another machine ({', '.join(changed)}), so it is "
+        "not comparable: save a baseline on this machine, or add --other-machine"
     )
 
 
@@ -224,7 +224,7 @@ def _judge_parts(row: Row, rule: Rule) -> Iterator[PartRow]:
 
 
 def _without_moved_cores(row: Row) -> Row:
-    """Withdraw a claim that the placement of the ranks' cores explains, and a promise to notice."""
+    """Withdraw the claim and `noticeable` if the placement of the ranks' cores explains it."""
     if row.base is None or row.new is None:
         return row
     longer, why = differences.find_moved_cores(row.base, row.new)
@@ -268,12 +268,12 @@ def _notes(base: Source, new: Source, rule: Rule, rows: list[Row]) -> Iterator[s
         if fewest < FEWEST_RUNS:
             known = (
                 f"{ASSUMED * 100:g} % is assumed for cases with fewer than {FEWEST_RUNS} "
-                f"earlier runs in BASE's environment: {FEWEST_RUNS - fewest} more are missing"
+                f"earlier runs in BASE's environment: measure {FEWEST_RUNS - fewest} more"
             )
         yield (
             f"the two sides are {_span(rule.drift.seconds)} apart, and a machine changes over "
-            "time: a change counts only if its whole range lies beyond the column drift "
-            f"({known}); `ab` measures in turns, without drift"
+            "time: a change counts only if its whole range is beyond the column drift "
+            f"({known}); `ddpbench ab` measures in turns, without drift"
         )
 
 

@@ -1,7 +1,7 @@
-"""What may explain a change besides the code: the environments of two sets of runs, and drift.
+"""Find explanations of a change other than the code: differing environments, and drift.
 
 The drift of a machine is how much runs of identical code differ if they are apart in time. The
-intervals of one run do not show it. Pure.
+intervals of one run do not show it. Pure functions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Difference:
 def differences(base: Sequence[Run], new: Sequence[Run]) -> tuple[Difference, ...]:
     """Compare the launches of backends that both sides have.
 
-    A fact that one side did not record is no difference.
+    A fact that only one side recorded does not count as a difference.
     """
     backends = {launch.backend for run in base for launch in run.launches}
     backends &= {launch.backend for run in new for launch in run.launches}
@@ -114,17 +114,17 @@ def _format_value(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-ASSUMED = 0.35  # change between two runs of identical code, while too few runs show it
-FEWEST_RUNS = 5  # earlier runs that show it
-# Differences that leave a run among those that show the drift. All others may change times.
+ASSUMED = 0.35  # drift, while there are too few runs to measure it
+FEWEST_RUNS = 5  # earlier runs that measure it
+# A run that differs only in these counts for the drift. All other differences may change times.
 HARMLESS = ("git", "commit", "plan: ")
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Two sides that are apart in time, and log times of earlier runs like them."""
+    """How far apart in time two sides are, and log times of earlier runs like them."""
 
-    seconds: float  # from the end of the one to the beginning of the other
+    seconds: float  # from the end of the earlier side to the beginning of the later one
     # case → log times of stored runs in BASE's environment, one per run
     known: Mapping[AnyCase, tuple[float, ...]] = field(default_factory=dict)
 
@@ -147,19 +147,19 @@ def drift_margin(logs: Sequence[float], cases: int) -> float:
 
 
 def explain_drift(change: float, earlier: int) -> str:
-    """Explain why a change is not claimed, and which earlier runs are missing."""
+    """Return why a change is not claimed, and how many earlier runs are stored if too few."""
     known = f"two runs of identical code may differ by ±{change * 100:.1f} %"
     if earlier >= FEWEST_RUNS:
         return known
-    return f"{known} (assumed: {earlier} of the {FEWEST_RUNS} earlier runs that show it are stored)"
+    return f"{known} (assumed: {earlier} of the {FEWEST_RUNS} earlier runs needed are stored)"
 
 
 def find_moved_cores(base: Side, new: Side) -> tuple[float, str]:
-    """Return how many times longer NEW's handoffs take, and how that explains a change.
+    """Return how many times longer NEW's handoffs take, and a sentence on the ranks' cores.
 
-    Returns 1 and "" if the hypervisor and the kernel placed the ranks' cores alike, or that is
-    unknown. A handoff takes 0.4 µs between two cores, and 6.5 or 18 µs between others, for minutes.
-    Small messages over shared memory follow: such runs of identical code differ by half or more.
+    Returns 1 and "" if the hypervisor and the kernel placed the cores alike, or if that is unknown.
+    A handoff takes 0.4 µs between two cores, and 6.5 or 18 µs between others, for minutes. Small
+    messages over shared memory follow: such runs of identical code differ by half or more.
     """
     if not base.handoffs or not new.handoffs:
         return 1.0, ""
@@ -167,8 +167,8 @@ def find_moved_cores(base: Side, new: Side) -> tuple[float, str]:
     if abs(math.log(after / before)) < math.log(DISAGREEING):
         return 1.0, ""
     return after / before, (
-        f"the ranks' cores are not placed alike: the round trip of a cache line takes "
-        f"{before * 1e6:.2g} µs in BASE, {after * 1e6:.2g} in NEW"
+        f"the ranks ran on other cores: the round trip of a cache line between them takes "
+        f"{before * 1e6:.2g} µs in BASE, {after * 1e6:.2g} µs in NEW"
     )
 
 

@@ -11,8 +11,8 @@ from ddpbench.analysis.stats import Floats
 from ddpbench.verdicts import differences, verdict
 from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, MOST, SLOWER, Chance, Shift
 
-DRIFT, BUSY = "drift", "busy"  # why SLOWER or FASTER is withheld, which launches cannot settle
-BUSY_LAUNCHES = 0.5  # of a side, from which its times are not the code's alone
+DRIFT, BUSY = "drift", "busy"  # reasons to withhold SLOWER or FASTER; more launches do not help
+BUSY_LAUNCHES = 0.5  # share of a side's launches at which a busy host may explain its times
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def judge_pairs(
 ) -> list[Judgement]:
     """Judge each pair; one of several must also pass the test corrected for their number.
 
-    paired: launches at the same index are neighbours in time. They are judged as pairs with
-    intervals of this confidence, and both sides have equally many.
+    paired: launches at the same index ran one after the other. They are judged as pairs with
+    intervals of this confidence, and both sides have the same number.
     """
     shift, chance, false_share = verdict.shift, verdict.chance, verdict.FALSE_SHARE
     if paired:
@@ -81,7 +81,7 @@ def judge_pairs(
 def _find_busy_side(decided: str, pair: Pair, paired: bool) -> str:
     """Return the side that other processes slowed down, if that may explain the verdict.
 
-    They slow down both sides of a pair alike if they were there in both.
+    If both sides of a pair ran on a busy host, both were slowed down alike.
     """
     base, new = (share >= BUSY_LAUNCHES for share in pair.busy)
     if paired and base and new:

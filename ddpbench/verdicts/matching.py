@@ -1,4 +1,4 @@
-"""The cases of two sides, and which case of one side belongs to which of the other.
+"""Collect the cases of two sides, and match each case with that of the other side.
 
 A case is the identity of a measurement: only equal cases are compared. Cases that differ but were
 requested as the same row (operation and size, or workload) belong together too: the comparison
@@ -34,26 +34,26 @@ class Source:
 
 @dataclass(frozen=True)
 class Side:
-    """One case on one side: the median over launches, and its interval from six launches on."""
+    """One case on one side: the median over launches, with an interval if there are six or more."""
 
     seconds: float
     interval: Interval | None
     times: tuple[float, ...]  # seconds, one per launch
     launches: tuple[int, ...]  # their numbers
-    # Lower quartiles in seconds, one per launch; empty if a launch has none: a DDP step, the log
-    # of another tool, an older run.
+    # Lower quartiles in seconds, one per launch; empty if a launch has none, as a DDP step, the
+    # log of another tool, or an older run.
     quartiles: tuple[float, ...] = ()
     statistic: str = "median"  # of a launch: what `times` are
     handoffs: tuple[float, ...] = ()  # between the ranks' cores, in seconds, where known
-    # Parts of a step: name → seconds, one per launch. Only what every launch has above 0.
+    # Parts of a step that are above 0 in every launch: name → seconds, one per launch.
     parts: dict[str, tuple[float, ...]] = field(default_factory=dict)
     busy: float = 0.0  # share of the launches in which other processes kept the cores busy
 
     def of_quartiles(self) -> Side | None:
         """Return this side by the lower quartiles of its launches; None if a launch has none.
 
-        If calls have two usual times, the median jumps between them. The lower quartile stays with
-        one, and needs a tenth of the launches (tests/perf/modes.py).
+        If the times of calls have two modes, the median jumps between them. The lower quartile
+        stays with one, and needs a tenth of the launches (tests/perf/modes.py).
         """
         if not self.quartiles:
             return None
@@ -132,7 +132,7 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> SideCase:
 
 
 def row_of(case: AnyCase) -> tuple[str, int]:
-    """Return what names the row of a case: operation and bytes, or workload."""
+    """Return the name of a case's row: operation and bytes, or workload."""
     return (case.workload, 0) if isinstance(case, StepCase) else (case.operation, case.nbytes)
 
 
@@ -183,7 +183,7 @@ def _fault(outcome: Outcome) -> str | None:
     elif seconds is not None and lines.impossible(outcome, seconds):
         return "faster than the data can move"
     elif (outcome.unhidden_share or 0.0) >= 0.5:
-        return "the launch of most calls was not hidden, so the time includes it"
+        return "the kernel launch of most calls was not hidden, so the time includes it"
     if seconds is not None and not 0 < seconds < math.inf:
         return f"a median of {seconds} s"
     return None

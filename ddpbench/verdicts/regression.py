@@ -1,4 +1,4 @@
-"""Verdicts on tests, each against what it measured before; launches are the replicates. Pure."""
+"""Verdicts on tests, each against its earlier measurement; launches are the replicates."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Measured:
     case: AnyCase
     side: Side
     warnings: tuple[str, ...] = ()  # that affect the figures, such as a busy host
-    source: str = ""  # the saved file that holds it
-    torch: str = ""  # its version
+    source: str = ""  # the file in which it is saved
+    torch: str = ""  # version of torch
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def counts(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def explain_shortfall(rows: Sequence[Row], skipped: Mapping[str, str], allow: bool) -> str:
-    """State which tests were to be compared and were not; "" if all were.
+    """Return which tests were not compared, although they should be; "" if all were.
 
-    skipped: why each of the tests that were saved before measured nothing. allow: whether a test
-    that only one session measured is no failure.
+    skipped: tests that were saved before and measured nothing now → reason. allow: whether to
+    accept tests that only one session measured.
     """
     failed = (INCOMPARABLE,) if allow else (INCOMPARABLE, ONLY_NEW)
     left = [f"{count} {name}" for name, count in counts(rows).items() if name in failed]

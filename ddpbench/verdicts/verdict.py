@@ -1,8 +1,8 @@
 """The verdict on two sets of launches: pure functions of launch medians, in seconds.
 
-The launch is the replicate: repetitions of one launch share its luck, and a test on them would call
-identical code different. All computations use logarithms, so twice and half are equally far from no
-change.
+The launch is the replicate. Repetitions of one launch share the placement of its processes and
+pages, so a test on them would find differences in identical code. All computations use logarithms,
+so that twice and half are equally far from no change.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def judge(
 
 
 def beyond(found: Shift, margin: float) -> bool:
-    """Whether the interval lies beyond the margin, on either side."""
+    """Whether the interval is beyond the margin, on either side."""
     return found.low > math.log1p(margin) or found.high < -math.log1p(margin)
 
 
@@ -165,10 +165,10 @@ def noticeable(
     """Return the change, a fraction, that such a comparison notices.
 
     If the true change is 1.5 times as large, it is decided in 19 of 20 comparisons: its interval
-    lies beyond margin and drift although its middle and its width, and the drift, vary. strict: the
+    is beyond margin and drift although its middle and its width, and the drift, vary. strict: the
     interval that the correction for the number of cases requires (`found` if there is one case).
-    learned: whether few runs show the drift, so that it is uncertain itself. The factors are those
-    with which simulated comparisons keep the promise (`tests/perf/verdicts.py noticed`).
+    learned: whether the drift is measured by few runs and so is uncertain. The factors come from
+    simulated comparisons (`tests/perf/verdicts.py noticed`).
     """
     drifts = (2 / 3 if learned else 1 / 3) * math.log1p(drift)
     varies = math.hypot(2 * found.half_width, drifts)

@@ -253,7 +253,7 @@ def test_a_side_that_fails_says_why(
     assert side in sentence
     assert token in sentence
     variables = r"(RAISED=1 |PYTHONHOME=\S+ )?"
-    assert re.search(rf"command: {variables}\S+ -m ddpbench {' '.join(ONE)}$", sentence)
+    assert re.search(rf"Next: run {variables}\S+ -m ddpbench {' '.join(ONE)}$", sentence)
 
 
 @pytest.mark.parametrize(("code", "own"), [(2, 2), (4, 4), (130, 130), (1, 5), (5, 5), (-9, 5)])

@@ -204,11 +204,11 @@ def check_refusals(group: Group, rank: int, size: int) -> None:
     refused(lambda: dist.reduce(f8, 0, group=group, async_op=True), "SUM")
     refused(lambda: dist.all_reduce(ones.to_sparse(), group=group), "must be dense")
     refused(lambda: dist.broadcast(torch.ones(2, device="meta"), 0, group), "meta")
-    refused(lambda: dist.all_gather(many[1:], ones, group), f"must hold {size}")
+    refused(lambda: dist.all_gather(many[1:], ones, group), f"must contain {size}")
     refused(lambda: all_gather_single(torch.ones(3), ones, group), f"must be {size} x 2")
     refused(lambda: reduce_scatter_single(ones, ones.double(), group=group), f"must be {size} x 2")
     refused(lambda: dist.reduce_scatter(torch.ones(3), many, group=group), "sizes differ")
-    refused(lambda: dist.all_to_all(many, many[1:], group), f"must hold {size}")
+    refused(lambda: dist.all_to_all(many, many[1:], group), f"must contain {size}")
     lost = [1] * size
     refused(
         lambda: dist.all_to_all_single(torch.ones(9), torch.ones(9), lost, lost, group), "splits"
@@ -476,7 +476,7 @@ def job_default(folder: Path) -> None:
         store.set_timeout(SOON)
         another = {"store": store, "rank": 0, "world_size": 2}
         kind = dist.DistBackendError
-        refused(lambda: dist.init_process_group(mpi.NAME, **another), "not come: 1", kind)
+        refused(lambda: dist.init_process_group(mpi.NAME, **another), "not join: 1", kind)
     (folder / f"ended{rank}").touch()
 
 

@@ -311,7 +311,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "results" / name).mkdir()
         make_it(tmp_path / "results" / name / "run.json")
     for name in folders:
-        with pytest.raises(store.InvalidRun, match=f"^results/{name} holds no run: "):
+        with pytest.raises(store.InvalidRun, match=f"^results/{name} contains no run: "):
             store.read(store.find(name))
     assert store.find("last").name == "sound"
 

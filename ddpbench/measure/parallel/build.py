@@ -99,21 +99,21 @@ def build_sharded(
 ) -> ShardedReplica:
     """Divide the task's model over the mesh, as the case and the workload's plan define.
 
-    All ranks call it together, with the same weights. The model may still be on the CPU; it is then
-    moved to the device layer by layer. Raises what torch raises.
+    All ranks call it together, with the same weights. A model on the CPU is moved to the device
+    layer by layer. Raises torch's errors.
     """
     way, model = WAYS[case.parallel], task.model
     layers = plan.layers(model)
     if way.splits:
         styles = {name: STYLES[style]() for name, style in plan.splits(model).items()}
-        # Without a source, each rank takes its part of its own weights, and nothing is sent.
+        # Without a source, each rank takes a part of its own weights, and no data is sent.
         parallelize_module(model, mesh[TENSOR], styles, src_data_rank=None)
     if way.shards:
         names = tuple(name for name in way.dimensions if name != TENSOR)
         over = mesh if names == way.dimensions else mesh[names]
         for layer in layers:
             fully_shard(layer, mesh=over, reshard_after_forward=case.reshard_after_forward)
-        fully_shard(model, mesh=over)  # torch's default for the root: it stays gathered
+        fully_shard(model, mesh=over)  # torch's default: the root stays gathered
         set_prefetch(model, bool(case.prefetch))
     model.to(device)
     # One group per mesh: on a GPU, an optimizer handles all tensors of a group at once.
@@ -129,7 +129,7 @@ def build_sharded(
 
 
 def count_own_nbytes(model: nn.Module, plan: Plan, case: StepCase) -> int:
-    """Return the bytes of parameters that one rank will hold of a model that is still whole."""
+    """Return the bytes of parameters that one rank will store after a whole model is divided."""
     sizes = dict(zip(WAYS[case.parallel].dimensions, case.mesh, strict=True))
     split = sum(
         parameter.nbytes
@@ -144,13 +144,13 @@ def count_own_nbytes(model: nn.Module, plan: Plan, case: StepCase) -> int:
 def set_prefetch(model: nn.Module, on: bool) -> None:
     """Let each layer group start the all_gather of the next one, or none; before the first step.
 
-    on: the next in forward and the one before in backward, by fully_shard's explicit prefetch, and
-    with asynchronous calls. Without these, an all_gather on the CPU blocks in the call, and
+    on: the next group in forward and the previous one in backward, by fully_shard's explicit
+    prefetch and asynchronous calls. Without these, an all_gather on the CPU blocks in the call, and
     prefetch hides nothing.
-    off: a layer group's all_gather starts when its compute needs it. An empty list would leave
-    fully_shard's own prefetch in backward on; a module that prefetches itself, when it is gathered
-    already, switches it off. Asynchronous calls then keep the all_gather on the stream of the
-    compute, as fully_shard's own streams would start it early on a GPU.
+    off: a layer group's all_gather starts when its compute needs it. An empty list would keep
+    fully_shard's own prefetch in backward; a module that prefetches itself, when it is already
+    gathered, switches it off. Asynchronous calls then keep the all_gather on the stream of the
+    compute: fully_shard's own streams would start it early on a GPU.
 
     The reduce_scatter of fully_shard is synchronous in both cases: on the CPU it is always exposed.
     The modules run in the order in which they are registered. Does nothing without fully_shard.
@@ -168,7 +168,7 @@ def set_prefetch(model: nn.Module, on: bool) -> None:
 def gather_timed(world: World, rounds: Sequence[Sequence[Span]]) -> Timed | None:
     """Gather the spans of the steps that were timed, one step per round, in rank 0.
 
-    None on other ranks, and if the steps or the ranks differ in what they communicate.
+    None on other ranks, and if steps or ranks have different collectives.
     """
     first = rounds[0]
     kinds = [_kind(span) for span in first]

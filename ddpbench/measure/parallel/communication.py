@@ -1,12 +1,12 @@
 """The collectives of a sharded training step: left as they are, switched off, or timed.
 
 fully_shard calls functions of torch.distributed, DTensor calls the operators of
-torch.ops._c10d_functional. Both look them up by name at each call, in whatever thread they run, so
-replacing the names during a step reaches every call and costs nothing in other steps.
+torch.ops._c10d_functional. Both look them up by name at each call, in every thread, so replacing
+the names during a step reaches every call and costs nothing in other steps.
 
 fully_shard's hooks name the layer group of a collective. A collective of DTensor belongs to the
-module whose forward is running; in backward, to the module whose forward made the autograd node
-that runs, which its sequence number tells.
+module whose forward is running; in backward, to the module whose forward created the running
+autograd node, identified by its sequence number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ddpbench.runtime import devices
 from ddpbench.runtime.devices import Event, elapsed_ns
 
 ROOT = "root"
-# The names by which torch calls the operations; those from torch 2.13 on, and those before.
+# The names by which torch calls the operations: since torch 2.13, and before.
 GATHERS = ("all_gather_single", "all_gather_into_tensor")
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
@@ -74,13 +74,13 @@ class Communication:
     model: after fully_shard or parallelize_module. layers: more modules that are groups of layers,
     for what DTensor communicates; those of fully_shard need not be named.
 
-    Covered are all_gather, reduce_scatter and all_reduce; any other collective is carried out in
+    This covers all_gather, reduce_scatter and all_reduce. Any other collective is carried out in
     every mode, and has no span. The end of a collective of DTensor is the end of its wait, so its
     hidden time is an upper bound.
 
-    On a GPU, stamps are events on the stream that is current. A collective on a stream of
-    fully_shard's own is exposed for as long as the stream of the step waits for an event that was
-    recorded there after it. This was tried with stand-ins for streams, never on a GPU.
+    On a GPU, stamps are events on the current stream. A collective on one of fully_shard's own
+    streams is exposed while the stream of the step waits for an event recorded there after it. This
+    was tested with simulated streams, never on a GPU.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class Communication:
 
 
 class _TimedWork(dist.Work):
-    """A running collective that notes when it ends, and how long it is waited for."""
+    """A running collective that records when it ends, and how long the compute waits for it."""
 
     def __init__(self, work: Any, record: _Record, stamp: Callable[[], Event]) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class _TimedWork(dist.Work):
 
 
 class _Operator:
-    """An operator of torch that calls something else, and has all other attributes as before."""
+    """An operator of torch that calls another function and keeps all other attributes."""
 
     def __init__(self, packet: Any, call: Any) -> None:
         self._packet, self._call = packet, call
@@ -348,7 +348,7 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     return list(groups)
 
 
-# --- collectives that move no byte: what the mode "noop" calls in place of torch's own ----------
+# --- collectives that move no byte: the mode "noop" calls them in place of torch's own ----------
 
 
 def _resolve_group(group: Any) -> Any:
@@ -391,7 +391,7 @@ def _leave_reduce(tensor: Tensor, op: Any = None, group: Any = None, async_op: b
     return _Done() if async_op else None
 
 
-# torch's operator → the operation, and what is called in the operator's place
+# torch's operator → the operation, and the function that replaces it
 OPERATORS: dict[str, tuple[str, Any]] = {
     "all_reduce": ("all_reduce", lambda tensor, op, group: tensor.clone()),
     "all_gather_into_tensor": (

@@ -20,8 +20,8 @@ from ddpbench.runtime.world import World
 class Meshes:
     """All ranks in the shape of a way's mesh.
 
-    tested   what trains: its groups are on the measured backend
-    control  the same ranks over gloo: the measured backend cannot spoil the proof of its replicas
+    tested   trains: its groups are on the measured backend
+    control  the same ranks over gloo, so that the proof of replicas is independent of the backend
     """
 
     way: Way
@@ -47,7 +47,7 @@ def agree_meshes(
 ) -> Meshes:
     """Make both meshes; all ranks together.
 
-    torch_name: the measured backend's. whole: all ranks on it. closing: ends the groups.
+    torch_name: of the measured backend. whole: its group of all ranks. closing: ends the groups.
     """
     meshes = []
     grid = torch.arange(world.world_size).view(shape)
@@ -74,8 +74,8 @@ def agree_meshes(
 def find_refusal(world: World, meshes: Meshes, backend: str) -> str | None:
     """Return one sentence, in all ranks, if the backend cannot average as fully_shard does.
 
-    It tries one small collective of each kind along the dimensions of data parallelism. Its result
-    counts, too: gloo of torch 2.7 sums in reduce_scatter, whatever it is asked for.
+    It tries one small collective of each kind along the dimensions of data parallelism, and checks
+    the result: gloo of torch 2.7 always sums in reduce_scatter.
     """
     objection = None
     device = torch.device(meshes.tested.device_type)
@@ -89,9 +89,9 @@ def find_refusal(world: World, meshes: Meshes, backend: str) -> str | None:
         try:
             got = call(group, torch.tensor([group.rank() + 1.0], device=device))
             right = math.isclose(got, expected, rel_tol=1e-3)  # 1 / size is rounded
-            failure = None if right else f"returns {got:g} where {expected:g} is right"
+            failure = None if right else f"returns {got:g} instead of {expected:g}"
         except (RuntimeError, NotImplementedError) as error:
-            failure = f"cannot: {control.first_line(error, 200)}"
+            failure = f"fails: {control.first_line(error, 200)}"
         if failure is not None:
             objection = (
                 f"--parallel {meshes.way.name} on mesh {format_mesh(meshes.shape)} averages "
