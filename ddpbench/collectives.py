@@ -274,7 +274,7 @@ def _limits(
 ) -> tuple[Limit | None, Limit | None]:
     """Return the limit of this case's bus bandwidth, and the limit of any operation.
 
-    --limit sets both, but does not apply inside a host if cases between hosts are measured, too.
+    --peak-bandwidth sets both, but not inside a host if cases between hosts are measured, too.
     """
     if options.peak_bandwidth is not None:
         applies = case.group != "host" or options.groups == ("host",)

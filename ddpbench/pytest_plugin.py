@@ -166,16 +166,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _find_page(config: pytest.Config) -> Path | None:
-pytest --benchmark-autosave --ddpbench-compare    exit code 1 if a test has become slower
-pytest --ddpbench-report-file tests.html          a page with all launches, and the verdicts
+    """Return the file of the requested page. Raises UsageError if it cannot be written."""
+    name = config.getoption("--ddpbench-report-file")
     if name is None or hasattr(config, "workerinput"):  # a worker of xdist
         return None
     from ddpbench.present.writers import page_file
 
     path: Path = config.invocation_params.dir / name
-    if wrong := page_file.explain_missing("--ddpbench-report-file") or page_file.explain_unusable(
-        path
-    ):
+    missing = page_file.explain_missing("--ddpbench-report-file")
+    if wrong := missing or page_file.explain_unusable(path):
         raise pytest.UsageError(wrong)
     return path
 
@@ -237,8 +236,8 @@ def collective_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
 def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
     """Measure a workload's step: ddp_benchmark("mlp", width=256, backend="gloo", ranks=2).
 
-pytest --benchmark-autosave --ddpbench-compare    exit code 1 if a test has become slower
-pytest --ddpbench-report-file tests.html          a page with all launches, and the verdicts
+    pytest --benchmark-autosave --ddpbench-compare    exit code 1 if a test has become slower
+    pytest --ddpbench-report-file tests.html          a page with all launches, and the verdicts
     """
 
     def call(workload: str, **settings: Any) -> Run:

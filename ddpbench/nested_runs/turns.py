@@ -153,6 +153,8 @@ def measure(
     block.
     """
     order = random.Random(namespace.seed)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: what was measured is shown
+        signal.signal(number, signal.default_int_handler)
     try:
         with _opened(variants, namespace, folder, launches) as sides:
             measure_blocks(lambda: measure_block(sides, order))

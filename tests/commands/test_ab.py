@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import venv
@@ -36,6 +39,7 @@ from ddpbench.nested_runs import turns
 from ddpbench.nested_runs.turns import Failed, Variant, parse_variant
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
+from ddpbench.records.store import End
 
 Times = dict[str, Callable[[int], float]]  # side → launch → seconds
 
@@ -254,6 +258,22 @@ def test_a_side_that_fails_says_why(
     assert token in sentence
     variables = r"(RAISED=1 |PYTHONHOME=\S+ )?"
     assert re.search(rf"Next: run {variables}\S+ -m ddpbench {' '.join(ONE)}$", sentence)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_both_sides(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch system's signals do what Ctrl-C does: the caller learns that it ended early."""
+    monkeypatch.setattr(turns, "_opened", lambda *arguments: contextlib.nullcontext([]))
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        asked = argparse.Namespace(seed=0)
+        end = turns.measure(asked, [], tmp_path, 1, lambda block: signal.raise_signal(number))
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert end == End("interrupted", None, 130)
 
 
 @pytest.mark.parametrize(("code", "own"), [(2, 2), (4, 4), (130, 130), (1, 5), (5, 5), (-9, 5)])
