@@ -115,7 +115,7 @@ class Chart:
             table = replace(table, title=f"{table.title} ({self.most} of {count})")
         if self.grouped:
             above = [None, *(row[0] for row in rows[:-1])]
-            cells = zip(rows, above, strict=True)
+            cells = zip(rows, above, strict=False)  # without rows there is one above
             rows = [["" if row[0] == before else row[0], *row[1:]] for row, before in cells]
         return replace(table, rows=tuple(map(tuple, rows)))
 

@@ -135,7 +135,7 @@ def _place(
 ) -> dict[str, object]:
     """Return the place of a finding on some tensors, with the coordinates of the ranks `at`."""
     first, names = fold[0], list(dict.fromkeys([tensor.name for tensor in fold]))
-    place: dict[str, object] = {"kind": first.kind, "tensor": first.name, "tensors": names}
+    place: dict[str, object] = {"kind": first.kind, "tensor": first.name, "tensors": names, **rest}
     where = dict(report.coordinates)
     if at and where:
         place["coordinates"] = [where[rank] for rank in at]
@@ -143,7 +143,7 @@ def _place(
         place["shard"] = first.shard
     if report.step is not None:
         place["step"] = report.step
-    return {**place, **rest}
+    return place
 
 
 def _list_ranks(fold: Sequence[Difference] | Sequence[Mismatch]) -> tuple[list[int], list[int]]:

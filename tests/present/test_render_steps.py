@@ -149,6 +149,15 @@ def test_of_many_buckets_twelve_are_shown(count: int) -> None:
 # --- replicas and training ------------------------------------------------------------------------
 
 
+def test_too_few_rounds_have_a_note_instead_of_a_budget() -> None:
+    """A table without rows is its notes."""
+    summary = a_step_summary(rounds=4)
+    few = tuple(replace(part, resolved=False) for part in summary.budget)
+    few = tuple(replace(p, figure=replace(p.figure, interval=None)) for p in few)
+    text = show(a_step_result(summary=replace(summary, budget=few)))
+    assert "no budget on gloo: it needs six rounds" in text
+
+
 def replicas_block(text: str) -> str:
     """Return what a text table says about replicas."""
     return text.split("\n\nreplicas\n")[1].split("\n\n")[0]
