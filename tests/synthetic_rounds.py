@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,7 @@ from scipy.signal import lfilter
 
 from ddpbench.records.watched import PHASES
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.window import BLOCKED, COLUMNS, STEPS, Round
+from ddpbench.watch.window import BLOCKED, COLUMNS, STEPS, Window
 
 ROUND_SECONDS = 5.0
 BEGAN_NS = 1_790_000_000_000_000_000
@@ -36,7 +36,7 @@ class Job:
     """A job to watch. noise: of each phase, relative; modes: all ranks change between two speeds;
     spikes: share of a rank's steps that something else delays by up to 100 ms and more."""
 
-    hosts: Mapping[str, Sequence[int]] = field(default_factory=lambda: {"a": range(4)})
+    hosts: dict[str, list[int]] = field(default_factory=lambda: {"a": [*range(4)]})
     faults: Sequence[Fault] = ()
     seed: int = 0
     noise: float = 0.05
@@ -72,7 +72,7 @@ class Job:
         blocked = alone.max(axis=0) - alone + transfer.min(axis=0)
         return np.concatenate([own, blocked[:, :, None]], axis=2, dtype=np.float32)
 
-    def rounds(self, steps: int) -> list[Round]:
+    def rounds(self, steps: int) -> list[Window]:
         """What rank 0 gets of so many steps."""
         rows = self.rows(steps)
         ends = BEGAN_NS + (np.cumsum(np.median(rows.sum(axis=2), axis=0)) * 1e9).astype(np.int64)
@@ -85,7 +85,7 @@ class Job:
             first = last
         return found
 
-    def _round(self, rows: npt.NDArray[np.float32], first: int, ended_ns: int) -> Round:
+    def _round(self, rows: npt.NDArray[np.float32], first: int, ended_ns: int) -> Window:
         known: dict[int, npt.NDArray[np.float32]] = {}
         medians = {}
         for host, ranks in self.hosts.items():
@@ -94,7 +94,7 @@ class Job:
             known.update({ranks[i]: rows[ranks[i]] for i in np.argsort(-own)[:8]})
         assert rows.shape[2] == COLUMNS
         least = rows[:, :, BLOCKED].min(axis=0)
-        return Round(first, ended_ns, known, self.hosts, medians, least)
+        return Window(self.hosts, ended_ns, first, known, medians, least)
 
     def watch(self, steps: int) -> History:
         """What is remembered of so many steps."""

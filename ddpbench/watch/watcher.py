@@ -16,7 +16,6 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from ddpbench.runtime.load import LoadMeter
 from ddpbench.session import page
 from ddpbench.session.run_end import interrupted
 from ddpbench.watch.gather.joining import join_hosts
+from ddpbench.watch.gather.matching import list_calls
 from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.judging.bandwidth import Reference, find_reference, judge_transfers
 from ddpbench.watch.judging.history import History
@@ -52,7 +52,7 @@ from ddpbench.watch.output.report import Outputs
 from ddpbench.watch.output.stored import store_end
 from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.settings import Settings
-from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pack_rows
+from ddpbench.watch.window import CALLS, COLUMNS, STEPS, Call, JoinedCall, Window, make_window
 
 POLL_SECONDS = 0.2  # between two looks for a process group
 LOAD_SECONDS = 1.0  # a load over less may be that of the job's end
@@ -195,7 +195,7 @@ class _Rank:
         self._long, self._stacks = LongSteps(number), Stacks(marks, observer)
         self._began_ns = began_ns
 
-    def read_window(self, last: bool = False) -> RankWindow:
+    def read_window(self, last: bool = False) -> Window:
         """Return the latest steps and calls, up to the end of the round.
 
         So all ranks report the same ones.
@@ -212,10 +212,10 @@ class _Rank:
         # Of groups that are made again, numbers start again: the newest call counts.
         calls = list({(call.group, call.number): call for call in self._calls}.values())
         facts, load = self._facts.read(), self._load.read()
-        return RankWindow(
-            rank=self._number,
+        return make_window(
+            self._number,
             first_step=steps[0].number if steps else 0,
-            rows=pack_rows(np.array([step.row for step in steps], dtype=np.float32)),
+            rows=np.array([step.row for step in steps], np.float32).reshape(-1, COLUMNS),
             ended_ns=steps[-1].ended_ns + ahead_ns if steps else now_ns,
             calls=calls,
             facts=facts,
@@ -293,14 +293,14 @@ class _Reports:
         """Return the time until all ranks send the next window."""
         return self._transport.seconds_to_round()
 
-    def send(self, window: RankWindow, rank: _Rank) -> None:
+    def send(self, window: Window, rank: _Rank) -> None:
         """Send this rank's window; in rank 0, judge what all ranks sent."""
         hosts = self._transport.exchange(window)
         for host in hosts:
             self._sent |= host.findings
         if self._outputs is None or (joined := join_hosts(hosts)) is None:
             return
-        self._history.add(replace(joined, calls=self._only_new(joined.calls)))
+        self._history.add(joined, self._only_new(list_calls(joined)))
         self._history.balance = rank.make_balance()
         if window.last:
             self._history.long_steps.finish()

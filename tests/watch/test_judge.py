@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from frozen import Frozen
+from msgspec import structs
 from synthetic_rounds import Fault, Job
 
 from ddpbench.records.schema import Finding
@@ -15,12 +16,13 @@ from ddpbench.watch.judging.history import SILENT, History
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.judging.slow_links import find_slow_links
 from ddpbench.watch.judging.summary import summarize
-from ddpbench.watch.window import COLUMNS, JoinedCall, Link, Round
+from ddpbench.watch.window import COLUMNS, JoinedCall, Link, Window
 
 PHASES = ("input", "forward", "backward", "optimizer")
 STEP_SECONDS = 0.125
 NOISES = ({}, {"modes": True}, {"noise": 0.1, "spikes": 0.05})
-TWO_HOSTS = {"a": range(4), "b": range(4, 8)}
+FOUR = {"a": [*range(4)]}
+TWO_HOSTS = {"a": [*range(4)], "b": [*range(4, 8)]}
 WHERE = ("rank", "ranks", "host", "hosts", "phase", "every", "cause")
 
 
@@ -49,7 +51,7 @@ def watch(job: Job, steps: int, **changed: object) -> History:
     """Watch a job whose rounds have these values instead of their own."""
     history = History()
     for round_ in job.rounds(steps):
-        history.add(Round(**vars(round_) | changed))
+        history.add(structs.replace(round_, **changed))
     return history
 
 
@@ -259,7 +261,7 @@ def test_pauses_of_all_ranks_are_reported(frozen: Frozen, rounds: int, seconds: 
     facts |= {"compile_seconds": 0.5, "host_busy_seconds": 20.0}
     history = History()
     for round_ in Job().rounds(40 * rounds)[:rounds]:
-        history.add(Round(**vars(round_) | {"host_facts": {"a": facts}}))
+        history.add(structs.replace(round_, host_facts={"a": facts}))
     freeze(frozen, *judge(history, history.world_size))
 
 
@@ -307,7 +309,7 @@ def test_memory_and_time_do_not_grow_with_the_job() -> None:
         rows = {rank: block[rank] for rank in range(4)}
         median, least = np.median(block, axis=0), block[:, :, -1].min(axis=0)
         ended_ns = 10**18 + first * 10**8
-        history.add(Round(first, ended_ns, rows, {"a": range(4)}, {"a": median}, least))
+        history.add(Window(FOUR, ended_ns, first, rows, {"a": median}, least))
         if (first + 1000) % 10_000 == 0:
             kept.append(sum(s.values.nbytes for s in (history.job, *history.ranks.values())))
     assert max(kept) < 900_000
@@ -340,8 +342,7 @@ def test_rounds_that_overlap_count_once() -> None:
         history.add(round_)
     assert history.steps == 95
     assert np.all(np.diff(history.job.number) == 1)
-    none = np.zeros(0, np.float32)
-    history.add(Round(100, 10**18, {}, {"a": range(4)}, {}, none))
+    history.add(Window(FOUR, 10**18, 100))
     assert history.steps == 95
 
 
@@ -351,7 +352,8 @@ def test_a_host_that_sends_nothing_does_not_disturb(frozen: Frozen) -> None:
     history = History()
     for round_ in job.rounds(200):
         rows = {rank: rows for rank, rows in round_.rows.items() if rank < 4}
-        history.add(Round(**vars(round_) | {"rows": rows, "medians": {"a": round_.medians["a"]}}))
+        medians = {"a": round_.medians["a"]}
+        history.add(structs.replace(round_, rows=rows, medians=medians))
     frozen.facts(where(warnings(history)))
 
 
@@ -360,11 +362,10 @@ def test_a_host_that_misses_a_round_is_remembered() -> None:
     count; a host that is named anew with the same ranks replaces the former one."""
     facts = {"seconds": 5.0, "cores": 8.0, "host_busy_seconds": 36.0}
     history = watch(Job(hosts=TWO_HOSTS), 200, host_facts=dict.fromkeys(TWO_HOSTS, facts))
-    none = np.zeros(0, np.float32)
-    history.add(Round(200, 10**18, {}, {"b": TWO_HOSTS["b"]}, {}, none))
+    history.add(Window({"b": TWO_HOSTS["b"]}, 10**18, 200))
     busy = [f.place["hosts"] for f in judge(history, history.world_size) if f.code == "busy-host"]
     assert (busy, list(history.hosts), history.world_size) == ([["a", "b"]], ["a", "b"], 8)
-    history.add(Round(200, 10**18, {}, {"c": TWO_HOSTS["a"]}, {}, none))
+    history.add(Window({"c": TWO_HOSTS["a"]}, 10**18, 200))
     assert dict(history.hosts) == {"c": TWO_HOSTS["a"], "b": TWO_HOSTS["b"]}
     assert [
         f.place["host"] for f in judge(history, history.world_size) if f.code == "busy-host"
@@ -375,11 +376,11 @@ def test_a_rank_that_ends_without_steps_is_missing() -> None:
     """Ranks that have ended are listed with their host; the findings rest on those with steps. A
     rank whose reports end is missing after some rounds."""
     history = History()
-    rounds = Job(hosts={"a": range(3)}).rounds(1500)
+    rounds = Job(hosts={"a": [0, 1, 2]}).rounds(1500)
     for number, round_ in enumerate(rounds):
         ranks = (0, 1) if number < 5 else (0,)
         rows = {rank: round_.rows[rank] for rank in ranks}
-        history.add(Round(**vars(round_) | {"rows": rows}))
+        history.add(structs.replace(round_, rows=rows))
         missing = [f.place["ranks"] for f in judge(history, 3) if f.code == "missing-ranks"]
         if number:  # the first round has no step that is judged
             assert missing == [[2] if number < 5 + SILENT - 1 else [1, 2]], number
@@ -399,7 +400,7 @@ def test_the_summary_has_phases_ranks_calls_and_a_timeline() -> None:
             JoinedCall("world", n, "all_reduce", 4096, n // 2, 0, 10**6, 3 * 10**6, 2, 4, 2000)
             for n in range(2 * round_.first_step, 2 * round_.first_step + 20)
         ]
-        history.add(Round(**vars(round_) | {"calls": calls}))
+        history.add(round_, calls)
     summary = summarize(history)
     assert summary is not None
     phases = {phase.name: phase for phase in summary.watched.phases}
@@ -456,8 +457,7 @@ def test_a_late_rank_of_a_job_without_steps_is_found_by_its_arrivals(
                 "0 (0-3)", index, "all_reduce", 4096, -1, first, second, last, int(order[-1]), 4
             )
             calls.append(call)
-        none = np.zeros(0, np.float32)
-        history.add(Round(0, number, {}, {"a": [0, 1, 2, 3]}, {}, none, calls))
+        history.add(Window(FOUR, number), calls)
     findings = judge(history, history.world_size)
     assert len(findings) == found
     freeze(frozen, *findings)

@@ -20,7 +20,7 @@ from ddpbench.records.watched import MOST_VALUES, WatchedBalance, WatchedPause
 from ddpbench.watch.judging import samples
 from ddpbench.watch.judging.pauses import PauseHistory
 from ddpbench.watch.judging.samples import Samples
-from ddpbench.watch.window import BLOCKED, COLUMNS, RANKS, WARM_UP, JoinedCall, Link, Round
+from ddpbench.watch.window import BLOCKED, COLUMNS, RANKS, WARM_UP, JoinedCall, Link, Window
 
 Floats = npt.NDArray[np.float64]
 FloatsOrLess = npt.NDArray[np.floating[Any]]
@@ -104,7 +104,7 @@ class History:
         self.link_seconds = 0.0  # in which they did, fading alike
         self._ended_ns = 0
         self.long_steps = PauseHistory()
-        self.lines: Mapping[int, Mapping[str, float]] = {}  # as in a Round, the newest
+        self.lines: Mapping[int, Mapping[str, float]] = {}  # as in a Window, the newest
         self.balance: WatchedBalance | None = None  # of rank 0
 
     @property
@@ -134,8 +134,8 @@ class History:
         """Return the tracked ranks of which some recent round has this fact, and not as 0."""
         return sorted({rank for ranks in self.facts for rank in ranks if ranks[rank].get(fact)})
 
-    def add(self, round_: Round) -> None:
-        """Add a round: in rank 0, every few seconds."""
+    def add(self, round_: Window, calls: Sequence[JoinedCall] = ()) -> None:
+        """Add the window of all ranks, every few seconds, and the calls that are new in it."""
         self._add_hosts(round_.hosts)
         self._hear(round_)
         skipped = max(self.last_step, WARM_UP - 1) + 1 - round_.first_step
@@ -143,7 +143,7 @@ class History:
         if new > 0 and round_.rows:
             self._add_steps(round_, new)
         self._add_links(round_)
-        self._add_calls(round_.calls)
+        self._add_calls(calls)
         kept = {rank: round_.facts[rank] for rank in self.ranks if rank in round_.facts}
         self.facts.append(kept)
         self.host_facts.append(round_.host_facts)
@@ -160,7 +160,7 @@ class History:
             hosts = dict(sorted((kept | dict(hosts)).items(), key=lambda host: min(host[1])))
         self.hosts = hosts
 
-    def _hear(self, round_: Round) -> None:
+    def _hear(self, round_: Window) -> None:
         """Note whose steps this round has; in a job without steps, who has reported."""
         if round_.rows and not len(self.job):
             self._heard.clear()
@@ -169,7 +169,7 @@ class History:
             known = round_.rows if round_.rows and _knows_all(round_) else everyone
             self._heard |= dict.fromkeys(known, self.rounds)
 
-    def _add_steps(self, round_: Round, new: int) -> None:
+    def _add_steps(self, round_: Window, new: int) -> None:
         known = np.array(sorted(round_.rows))
         rows = np.stack([round_.rows[rank][-new:] for rank in known]).astype(np.float32)
         medians = np.stack([median[-new:] for median in round_.medians.values()])
@@ -189,7 +189,7 @@ class History:
         self.steps += new
         self.last_step = int(number[-1])
 
-    def _add_readings(self, round_: Round) -> None:
+    def _add_readings(self, round_: Window) -> None:
         number = np.array([self.rounds])
         if round_.load is not None:
             row = np.array([[round_.ended_ns * 1e-9, *astuple(round_.load)]], dtype=np.float64)
@@ -203,7 +203,7 @@ class History:
         while len(self.ranks) > 2 * TRACKED:
             del self.ranks[min(self.ranks, key=lambda rank: self.ranks[rank].number[-1])]
 
-    def _add_links(self, round_: Round) -> None:
+    def _add_links(self, round_: Window) -> None:
         for pair, link in self.links.items():
             self.links[pair] = _fade(link)
         for link in round_.links:
@@ -225,7 +225,7 @@ class History:
                 self.calls.setdefault(key, Calls()).add(of_kind)
 
 
-def _knows_all(round_: Round) -> bool:
+def _knows_all(round_: Window) -> bool:
     sizes = [len(round_.hosts[host]) for host in round_.medians]
     return max(sizes) <= RANKS and sum(sizes) <= TRACKED
 
@@ -302,7 +302,7 @@ def _leave_one_out(rows: FloatsOrLess) -> FloatsOrLess:
     return np.asarray((other((count - 2) // 2) + other((count - 1) // 2)) / 2)
 
 
-def _other_hosts(round_: Round, known: npt.NDArray[np.int64], new: int) -> FloatsOrLess:
+def _other_hosts(round_: Window, known: npt.NDArray[np.int64], new: int) -> FloatsOrLess:
     """Return the median over hosts of their medians; of two hosts, for each rank the other one's.
 
     [ranks or 1, new steps, columns], the last one of own time. A host alone is its own base.
@@ -320,7 +320,7 @@ def _most_late(excess: FloatsOrLess) -> Sequence[int]:
 
 
 def _job_columns(
-    round_: Round, known: npt.NDArray[np.int64], rows: FloatsOrLess, everyone: FloatsOrLess
+    round_: Window, known: npt.NDArray[np.int64], rows: FloatsOrLess, everyone: FloatsOrLess
 ) -> Floats:
     """Return the job's samples of these steps: float64[steps, JOB_COLUMNS].
 

@@ -13,7 +13,7 @@ from ddpbench.records.watched import COLUMNS, WatchedPause
 from ddpbench.watch.judging import speed
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.stragglers import Late
-from ddpbench.watch.window import BLOCKED
+from ddpbench.watch.window import ALL, BLOCKED
 
 MOST = 8  # findings on ranks
 LASTING = 0.2  # of the steps: a rank that was late for less is worth a note
@@ -28,7 +28,6 @@ NEXT_STEPS = {
     "other": "look for what only rank {rank} does between its steps: making batches without a "
     "DataLoader, logging, checkpoints, evaluation",
 }
-EVERYONE = -1  # in place of a rank, in lines
 LINE_SHARE = 0.25  # of the lateness, that a line must explain
 MOST_PAUSES = 4  # findings
 NOTABLE_PAUSE, CLEAR_PAUSE, LARGE_PAUSE = 0.01, 0.03, 0.05  # of the job's time
@@ -202,7 +201,7 @@ def find_line(history: History, late: Late) -> str:
 
     Lines are those of now, so that of a rank that is no longer late is unknown.
     """
-    own, usual = history.lines.get(late.rank, {}), history.lines.get(EVERYONE, {})
+    own, usual = history.lines.get(late.rank, {}), history.lines.get(ALL, {})
     if late.until is not None:
         return ""
     longer = {line: seconds - usual.get(line, 0.0) for line, seconds in own.items()}
@@ -226,7 +225,7 @@ def describe_pauses(history: History, missing: Sequence[int]) -> Iterator[Findin
 def _is_clear(history: History, pause: WatchedPause) -> bool:
     """Whether a pause is the script's: it comes regularly, or at a line where steps usually are not
     found, or it is very long. Others are more likely the host's."""
-    at_line = history.lines.get(EVERYONE, {}).get(pause.line, 0.0)
+    at_line = history.lines.get(ALL, {}).get(pause.line, 0.0)
     unusual = bool(pause.line) and at_line < UNUSUAL * history.mean_seconds
     if pause.phase == COLUMNS[BLOCKED]:  # a busy host delays transfers, too
         return False
