@@ -47,9 +47,8 @@ from ddpbench.watch.observe.stacks import Stacks
 from ddpbench.watch.observe.steps import Step, StepBuilder
 from ddpbench.watch.observe.values import ScriptValues
 from ddpbench.watch.observe.wire import Reducers
-from ddpbench.watch.output.job import identify_job
 from ddpbench.watch.output.report import Outputs
-from ddpbench.watch.output.stored import store_end
+from ddpbench.watch.output.stored import identify_job, store_end
 from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.settings import Settings
 from ddpbench.watch.window import CALLS, COLUMNS, STEPS, Call, JoinedCall, Window, make_window

@@ -28,9 +28,9 @@ from ddpbench.records.watched import COLUMNS
 from ddpbench.session.run_end import interrupted
 from ddpbench.verdicts import comparison, matching
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.output import job as jobs
-from ddpbench.watch.output.job import Job
+from ddpbench.watch.output import stored as jobs
 from ddpbench.watch.output.report import Outputs
+from ddpbench.watch.output.stored import Job
 from ddpbench.watch.settings import Settings
 from ddpbench.watch.window import JoinedCall, Link, Window
 

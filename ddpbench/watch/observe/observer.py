@@ -42,9 +42,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter as Batches
 
 from ddpbench.watch.observe import calls, roots
-from ddpbench.watch.observe.losses import Losses
 from ddpbench.watch.observe.marks import END, Marks
 from ddpbench.watch.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER
+from ddpbench.watch.observe.values import Losses
 from ddpbench.watch.window import BLOCKED
 
 PATIENCE = 32  # steps of one other optimizer after which it becomes the anchor

@@ -21,9 +21,8 @@ from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.watched import COLUMNS, Moment
 from ddpbench.watch.judging.summary import Summary, summarize
-from ddpbench.watch.output.job import Job
 from ddpbench.watch.output.metrics import Metrics
-from ddpbench.watch.output.stored import StoredRun, build_run
+from ddpbench.watch.output.stored import Job, StoredRun, build_run
 
 if TYPE_CHECKING:
     from ddpbench.watch.judging.history import History
