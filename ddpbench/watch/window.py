@@ -87,6 +87,38 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
     retransmitted: int
     transfer_seconds: float = 0.0
 
+    def add(self, other: Link) -> Link:
+        """Return this link with what another one carried as well, and the RTT of this one."""
+        return structs.replace(
+            self,
+            nbytes=self.nbytes + other.nbytes,
+            busy_seconds=self.busy_seconds + other.busy_seconds,
+            transfer_seconds=self.transfer_seconds + other.transfer_seconds,
+            retransmitted=self.retransmitted + other.retransmitted,
+        )
+
+    def scale(self, share: float) -> Link:
+        """Return this link with a share of what it carried."""
+        return structs.replace(
+            self,
+            nbytes=round(self.nbytes * share),
+            busy_seconds=self.busy_seconds * share,
+            transfer_seconds=self.transfer_seconds * share,
+            retransmitted=round(self.retransmitted * share),
+        )
+
+
+def add_links(links: Iterable[Link]) -> list[Link]:
+    """Return one link for several of a host with the same peer and interface, at most LINKS.
+
+    Those that carried most come first. Each has the RTT of the connection that was used most.
+    """
+    sums: dict[tuple[str, str], Link] = {}
+    for link in sorted(links, key=lambda link: -link.nbytes):
+        key = link.peer, link.interface
+        sums[key] = sums[key].add(link) if key in sums else link
+    return sorted(sums.values(), key=lambda link: -link.nbytes)[:LINKS]
+
 
 class LongStep(msgspec.Struct, frozen=True, array_like=True):
     """A step that took much longer than usual, in one rank or as several ranks report it.

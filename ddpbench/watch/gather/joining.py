@@ -15,7 +15,6 @@ from ddpbench.records.load import join_loads
 from ddpbench.records.watched import MOST_VALUES
 from ddpbench.watch.gather.matching import join_calls
 from ddpbench.watch.gather.offsets import SAME, Line
-from ddpbench.watch.observe.links import add_links
 from ddpbench.watch.window import (
     ALL,
     BLOCKED,
@@ -29,6 +28,7 @@ from ddpbench.watch.window import (
     Rows,
     Values,
     Window,
+    add_links,
     join_long_steps,
 )
 
@@ -48,7 +48,7 @@ def join_ranks(
     return structs.replace(
         joined,
         ended_ns=int(clock.correct(np.array([joined.ended_ns]))[0]),
-        links=_add_links(joined.links),
+        links=add_links(joined.links),
         addresses=list(addresses)[:LINKS],
         bound_ns=round(clock.bound_ns),
     )
@@ -211,14 +211,6 @@ def _find_means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each value; a part without it counts as 0."""
     names = {name for part in parts for name in part}
     return {name: sum(part.get(name, 0.0) for part in parts) / len(parts) for name in names}
-
-
-def _add_links(links: Sequence[Link]) -> list[Link]:
-    """Return the connections of all ranks to each peer as one link; those that carried most."""
-    grouped: dict[tuple[str, str], list[Link]] = {}
-    for link in links:
-        grouped.setdefault((link.peer, link.interface), []).append(link)
-    return sorted(map(add_links, grouped.values()), key=lambda link: -link.nbytes)[:LINKS]
 
 
 def _name_peers(links: Sequence[Link], hosts: Sequence[Window]) -> list[Link]:

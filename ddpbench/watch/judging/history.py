@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import structs
 
 from ddpbench.records.load import Load
 from ddpbench.records.watched import MOST_VALUES, WatchedBalance, WatchedPause
@@ -59,27 +58,27 @@ READ = slice(1, None)
 
 @dataclass
 class Calls:
-    """The newest calls of one operation and size on one group."""
+    """The newest calls of one operation and size on one group. count: of all calls seen."""
 
     ranks: int = 0
-    count: int = 0  # of all calls seen
-    waits: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # first to last rank
-    late: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # last but one to last
-    last_ranks: deque[int] = field(default_factory=lambda: deque(maxlen=CALLS))
-    ended_ns: deque[int] = field(default_factory=lambda: deque(maxlen=CALLS))  # the last arrivals
-    wires: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # seconds
+    count: int = 0
+    newest: deque[JoinedCall] = field(default_factory=lambda: deque(maxlen=CALLS))
 
-    def add(self, calls: Sequence[JoinedCall]) -> None:
-        """Add the calls of one round."""
-        self.count += len(calls)
-        self.ranks = max(self.ranks, *(call.ranks for call in calls))
-        for call in calls:
-            self.waits.append((call.last_ns - call.first_ns) * 1e-9)
-            self.late.append((call.last_ns - call.second_ns) * 1e-9)
-            self.last_ranks.append(call.last_rank)
-            self.ended_ns.append(call.last_ns)
-            if call.wire_ns >= 0:
-                self.wires.append(call.wire_ns * 1e-9)
+    def add(self, call: JoinedCall) -> None:
+        """Add a call that is newer than all before."""
+        self.ranks = max(self.ranks, call.ranks)
+        self.count += 1
+        self.newest.append(call)
+
+    @property
+    def last_ranks(self) -> list[int]:
+        """The rank that came last to each call."""
+        return [call.last_rank for call in self.newest]
+
+    @property
+    def wires(self) -> list[float]:
+        """The seconds of the transfers that are known."""
+        return [call.wire_ns * 1e-9 for call in self.newest if call.wire_ns >= 0]
 
 
 class History:
@@ -204,50 +203,28 @@ class History:
             del self.ranks[min(self.ranks, key=lambda rank: self.ranks[rank].number[-1])]
 
     def _add_links(self, round_: Window) -> None:
-        for pair, link in self.links.items():
-            self.links[pair] = _fade(link)
+        self.links = {pair: link.scale(FADE) for pair, link in self.links.items()}
         for link in round_.links:
             pair = link.host, link.peer
             if pair in self.links or len(self.links) < LINKS:
-                self.links[pair] = _add(self.links[pair], link) if pair in self.links else link
+                known = self.links.get(pair)
+                self.links[pair] = link.add(known) if known is not None else link
         if self._ended_ns:
             passed = max(0, round_.ended_ns - self._ended_ns) * 1e-9
             self.link_seconds = self.link_seconds * FADE + passed
         self._ended_ns = round_.ended_ns
 
     def _add_calls(self, calls: Sequence[JoinedCall]) -> None:
-        kinds: dict[tuple[str, str, int], list[JoinedCall]] = {}
-        for call in calls:
-            kinds.setdefault((call.group, call.operation, call.nbytes), []).append(call)
         self.call_steps += len({call.step for call in calls if call.step >= 0})
-        for key, of_kind in kinds.items():
+        for call in calls:
+            key = call.group, call.operation, call.nbytes
             if key in self.calls or len(self.calls) < KINDS:
-                self.calls.setdefault(key, Calls()).add(of_kind)
+                self.calls.setdefault(key, Calls()).add(call)
 
 
 def _knows_all(round_: Window) -> bool:
     sizes = [len(round_.hosts[host]) for host in round_.medians]
     return max(sizes) <= RANKS and sum(sizes) <= TRACKED
-
-
-def _fade(link: Link) -> Link:
-    return structs.replace(
-        link,
-        nbytes=round(link.nbytes * FADE),
-        busy_seconds=link.busy_seconds * FADE,
-        transfer_seconds=link.transfer_seconds * FADE,
-        retransmitted=round(link.retransmitted * FADE),
-    )
-
-
-def _add(before: Link, now: Link) -> Link:
-    return structs.replace(
-        now,
-        nbytes=before.nbytes + now.nbytes,
-        busy_seconds=before.busy_seconds + now.busy_seconds,
-        transfer_seconds=before.transfer_seconds + now.transfer_seconds,
-        retransmitted=before.retransmitted + now.retransmitted,
-    )
 
 
 def own_seconds(rows: FloatsOrLess) -> FloatsOrLess:

@@ -73,11 +73,11 @@ def _judge_arrivals(history: History) -> Iterator[Finding]:
     """
     host_of = {rank: host for host, ranks in history.hosts.items() for rank in ranks}
     for (group, operation, nbytes), calls in history.calls.items():
-        if calls.ranks < 2 or len(calls.late) < FEWEST_CALLS:
+        if calls.ranks < 2 or len(calls.newest) < FEWEST_CALLS:
             continue
-        rank, often = who_most_often(list(calls.last_ranks))
+        rank, often = who_most_often(calls.last_ranks)
         seconds, low, high = _measure(calls, rank)
-        between = float(np.median(np.diff(np.sort(calls.ended_ns)))) * 1e-9
+        between = float(np.median(np.diff(sorted(call.last_ns for call in calls.newest)))) * 1e-9
         if often < MOST_OFTEN or low < LEAST_SHARE * between:
             continue
         name = f"{operation} of {nbytes / 1e3:.4g} kB on group {group}"
@@ -106,7 +106,8 @@ def _measure(calls: Calls, rank: int) -> tuple[float, float, float]:
 
     Where another rank was last, they did not.
     """
-    waited = np.array(calls.late) * (np.array(calls.last_ranks) == rank)
+    waited_ns = [(c.last_ns - c.second_ns) * (c.last_rank == rank) for c in calls.newest]
+    waited = np.array(waited_ns) * 1e-9
     interval = stats.median_interval(waited)
     seconds = float(np.median(waited))
     return (seconds, interval.low, interval.high) if interval else (seconds, 0.0, seconds)

@@ -57,12 +57,24 @@ class Summary:
 
 def summarize(history: History) -> Summary | None:
     """Summarize a job; None before its first step or call."""
-    if not len(history.job):
-        return _summarize_calls(history) if history.calls else None
+    if not history.job and not history.calls:
+        return None
+    known = Watched(
+        steps=0,
+        last_step=-1,
+        step_seconds=0.0,
+        phases=(),
+        exposed_seconds=0.0,
+        hosts={host: len(ranks) for host, ranks in history.hosts.items()},
+        collectives=tuple(_collectives(history)),
+        links=tuple(_links(history)),
+    )
+    if not history.job:  # as of a job without an optimizer
+        return Summary(step=None, phases=(), watched=known, latest=None)
     job = history.job.values[history.job.evenly()]
     step = figure(job[:, columns.SECONDS])
     moments = _moments(history)
-    phases = tuple(_phase(name, job, column) for column, name in enumerate(watched.COLUMNS))
+    phases = [_phase(name, job, column) for column, name in enumerate(watched.COLUMNS)]
     return Summary(
         step=step,
         phases=tuple(
@@ -75,37 +87,20 @@ def summarize(history: History) -> Summary | None:
             )
             for column, phase in enumerate(phases)
         ),
-        watched=Watched(
+        watched=replace(
+            known,
             steps=history.steps,
             last_step=history.last_step,
             step_seconds=step.value,
-            phases=phases,
+            phases=tuple(phases),
             exposed_seconds=float(np.median(job[:, columns.EXPOSED])),
-            hosts={host: len(ranks) for host, ranks in history.hosts.items()},
             moments=tuple(moments),
             ranks=tuple(_ranks(history, moments)),
-            collectives=tuple(_collectives(history)),
-            links=tuple(_links(history)),
             balance=history.balance,
             pauses=history.pauses,
         ),
         latest=next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:])),
     )
-
-
-def _summarize_calls(history: History) -> Summary:
-    """Summarize a job of which no step is known, as of one without an optimizer."""
-    known = Watched(
-        steps=0,
-        last_step=-1,
-        step_seconds=0.0,
-        phases=(),
-        exposed_seconds=0.0,
-        hosts={host: len(ranks) for host, ranks in history.hosts.items()},
-        collectives=tuple(_collectives(history)),
-        links=tuple(_links(history)),
-    )
-    return Summary(step=None, phases=(), watched=known, latest=None)
 
 
 def figure(seconds: Floats) -> Figure:
@@ -182,7 +177,8 @@ def _collectives(history: History) -> list[WatchedCollective]:
 def _collective(
     group: str, operation: str, nbytes: int, calls: Calls, steps: int
 ) -> WatchedCollective:
-    last_rank, share = who_most_often(list(calls.last_ranks))
+    last_rank, share = who_most_often(calls.last_ranks)
+    wires = calls.wires
     stands_out = share >= min(STANDS_OUT / calls.ranks, (1 + 1 / calls.ranks) / 2)
     return WatchedCollective(
         group=group,
@@ -190,10 +186,10 @@ def _collective(
         operation=operation,
         nbytes=nbytes,
         calls=calls.count / (steps or 1),
-        wait_seconds=float(np.median(calls.waits)),
+        wait_seconds=float(np.median([(c.last_ns - c.first_ns) * 1e-9 for c in calls.newest])),
         last_rank=last_rank if stands_out and calls.ranks > 1 else None,
         last_share=share,
-        wire_seconds=float(np.median(calls.wires)) if calls.wires else None,
+        wire_seconds=float(np.median(wires)) if wires else None,
     )
 
 

@@ -17,13 +17,11 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from msgspec import structs
-
 from ddpbench.launch import sockets
-from ddpbench.watch.window import LINKS, Link
+from ddpbench.watch.window import Link, add_links
 
 BULK_NBYTES = 1 << 16  # of one connection in one read, at least,
 SEGMENT_NBYTES = 1000  # and of its segments on average
@@ -93,14 +91,10 @@ class Links:
     def read(self) -> list[Link]:
         """Return at most LINKS links that carried bulk data, those first that carried most."""
         before, self._counters = self._counters, dict(read_connections())
-        grouped: dict[tuple[str, str], list[Link]] = {}
-        for ends, now in self._counters.items():
-            since = now.subtract(before.get(ends, Counters()))
-            if since.is_bulk:
-                link = self._link(ends, since)
-                grouped.setdefault((link.peer, link.interface), []).append(link)
-        links = map(add_links, grouped.values())
-        return sorted(links, key=_nbytes, reverse=True)[:LINKS]
+        since = {
+            ends: now.subtract(before.get(ends, Counters())) for ends, now in self._counters.items()
+        }
+        return add_links(self._link(ends, each) for ends, each in since.items() if each.is_bulk)
 
     def _link(self, ends: Ends, since: Counters) -> Link:
         return Link(
@@ -175,23 +169,7 @@ def parse(info: bytes) -> Counters | None:
     )
 
 
-def add_links(links: Sequence[Link]) -> Link:
-    """Return one link for several between the same hosts, with the RTT of the one used most."""
-    most = max(links, key=_nbytes)
-    return structs.replace(
-        most,
-        nbytes=sum(link.nbytes for link in links),
-        busy_seconds=sum(link.busy_seconds for link in links),
-        transfer_seconds=sum(link.transfer_seconds for link in links),
-        retransmitted=sum(link.retransmitted for link in links),
-    )
-
-
 def _unpack(field: Field, info: bytes) -> int:
     kind, offset = field
     (value,) = kind.unpack_from(info, offset)
     return int(value)
-
-
-def _nbytes(link: Link) -> int:
-    return link.nbytes
