@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,7 +36,7 @@ class Job:
     """A job to watch. noise: of each phase, relative; modes: all ranks change between two speeds;
     spikes: share of a rank's steps that something else delays by up to 100 ms and more."""
 
-    hosts: dict[str, list[int]] = field(default_factory=lambda: {"a": [*range(4)]})
+    hosts: Mapping[str, Sequence[int]] = field(default_factory=lambda: {"a": range(4)})
     faults: Sequence[Fault] = ()
     seed: int = 0
     noise: float = 0.05
@@ -94,7 +94,8 @@ class Job:
             known.update({ranks[i]: rows[ranks[i]] for i in np.argsort(-own)[:8]})
         assert rows.shape[2] == COLUMNS
         least = rows[:, :, BLOCKED].min(axis=0)
-        return Window(self.hosts, ended_ns, first, known, medians, least)
+        hosts = {host: [*ranks] for host, ranks in self.hosts.items()}
+        return Window(hosts, ended_ns, first, known, medians, least)
 
     def watch(self, steps: int) -> History:
         """What is remembered of so many steps."""

@@ -406,8 +406,9 @@ def test_the_summary_has_phases_ranks_calls_and_a_timeline() -> None:
     phases = {phase.name: phase for phase in summary.watched.phases}
     assert phases["backward"].slowest_rank == 2
     assert phases["backward"].slowest_share > 0.9
-    assert summary.step.value == pytest.approx(0.155, rel=0.1)
-    assert summary.step.interval is not None
+    assert summary.steps is not None
+    assert summary.steps.step.value == pytest.approx(0.155, rel=0.1)
+    assert summary.steps.step.interval is not None
     (collective,) = summary.watched.collectives
     assert (collective.calls, collective.last_rank, collective.last_share) == (2, 2, 1)
     assert (collective.wait_seconds, collective.wire_seconds) == pytest.approx((0.003, 2e-6))
@@ -465,5 +466,5 @@ def test_a_late_rank_of_a_job_without_steps_is_found_by_its_arrivals(
         assert finding.place["seconds"] == pytest.approx(late_by, rel=0.1)
     summary = summarize(history)
     assert summary is not None
-    assert summary.step is None
+    assert summary.steps is None
     assert [row.calls for row in summary.watched.collectives] == [60]

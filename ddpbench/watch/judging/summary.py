@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpbench.analysis import stats
+from ddpbench.analysis.steps import EXPOSED
 from ddpbench.records import watched
 from ddpbench.records.load import Load
-from ddpbench.records.schema import Figure, Phase
+from ddpbench.records.schema import Figure, Part, Phase, StepSummary
 from ddpbench.records.watched import (
     LOSS,
     Moment,
@@ -47,10 +48,9 @@ RESOLUTION = 6  # decimals of a lateness in seconds
 
 @dataclass(frozen=True)
 class Summary:
-    """What a watch knows of a job. `step` and `latest` are None in a job without steps."""
+    """What a watch knows of a job. `steps` and `latest` are None in a job without steps."""
 
-    step: Figure | None
-    phases: tuple[Phase, ...]  # as in `watched`, with the interval of the slowest rank
+    steps: StepSummary | None
     watched: Watched
     latest: Moment | None  # the newest steps, for who follows the job
 
@@ -70,13 +70,37 @@ def summarize(history: History) -> Summary | None:
         links=tuple(_links(history)),
     )
     if not history.job:  # as of a job without an optimizer
-        return Summary(step=None, phases=(), watched=known, latest=None)
+        return Summary(steps=None, watched=known, latest=None)
     job = history.job.values[history.job.evenly()]
-    step = figure(job[:, columns.SECONDS])
     moments = _moments(history)
     phases = [_phase(name, job, column) for column, name in enumerate(watched.COLUMNS)]
+    steps = _summarize_steps(history, job, phases)
     return Summary(
+        steps=steps,
+        watched=replace(
+            known,
+            steps=history.steps,
+            last_step=history.last_step,
+            step_seconds=steps.step.value,
+            phases=tuple(phases),
+            exposed_seconds=steps.budget[0].figure.value,
+            moments=tuple(moments),
+            ranks=tuple(_ranks(history, moments)),
+            balance=history.balance,
+            pauses=history.pauses,
+        ),
+        latest=next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:])),
+    )
+
+
+def _summarize_steps(history: History, job: Floats, phases: Sequence[WatchedPhase]) -> StepSummary:
+    step, exposed = figure(job[:, columns.SECONDS]), float(np.median(job[:, columns.EXPOSED]))
+    return StepSummary(
+        rounds=history.steps,
+        in_a_row=1,
+        warm_up=max(0, history.last_step + 1 - history.steps),
         step=step,
+        samples_per_second=0.0,
         phases=tuple(
             Phase(
                 name=phase.name,
@@ -87,19 +111,7 @@ def summarize(history: History) -> Summary | None:
             )
             for column, phase in enumerate(phases)
         ),
-        watched=replace(
-            known,
-            steps=history.steps,
-            last_step=history.last_step,
-            step_seconds=step.value,
-            phases=tuple(phases),
-            exposed_seconds=float(np.median(job[:, columns.EXPOSED])),
-            moments=tuple(moments),
-            ranks=tuple(_ranks(history, moments)),
-            balance=history.balance,
-            pauses=history.pauses,
-        ),
-        latest=next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:])),
+        budget=(Part(EXPOSED, Figure(exposed, None), exposed / step.value, resolved=True),),
     )
 
 

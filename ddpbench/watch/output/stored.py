@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from ddpbench.analysis import steps
 from ddpbench.catalog import backends
 from ddpbench.launch import placement
 from ddpbench.mpi_backend.base import NAME
@@ -23,14 +22,11 @@ from ddpbench.present.formats import FORMATS
 from ddpbench.records import codec, redact, store
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import (
-    Figure,
     Finding,
-    Part,
     Plan,
     Run,
     StepCase,
     StepResult,
-    StepSummary,
 )
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
@@ -106,9 +102,12 @@ def build_run(
     job: Job, summary: Summary | None, findings: tuple[Finding, ...], end: End | None
 ) -> Run:
     """Return the run of a job, without a folder. end: None while the job goes on."""
+    reason, steps, watched = "no optimizer step was seen on all ranks", None, None
     if summary is not None:
-        job = job.placed(summary.watched.hosts)
+        steps, watched = summary.steps, summary.watched
+        job = job.placed(watched.hosts)
     case = job.case
+    result = StepResult(case, 0, None if steps else reason, summary=steps, watched=watched)
     return Run(
         id="",
         command="watch",
@@ -118,37 +117,12 @@ def build_run(
         operations=(case.workload,),
         backends=(case.backend,),
         launches=(job.launch,),
-        steps=(_result(job, summary),),
+        steps=(result,),
         findings=findings,
         state=end.state if end else "running",
         state_reason=end.reason if end else None,
         exit_code=(end.code or None) if end else None,  # Python does not tell of a 0
         ended=store.format_now() if end else None,
-    )
-
-
-def _result(job: Job, summary: Summary | None) -> StepResult:
-    if summary is None or summary.step is None:
-        watched = summary.watched if summary is not None else None
-        return StepResult(
-            job.case, 0, reason="no optimizer step was seen on all ranks", watched=watched
-        )
-    watched = summary.watched
-    share = watched.exposed_seconds / summary.step.value
-    exposed = Part(steps.EXPOSED, Figure(watched.exposed_seconds, None), share, resolved=True)
-    return StepResult(
-        job.case,
-        0,
-        summary=StepSummary(
-            rounds=watched.steps,
-            in_a_row=1,
-            warm_up=max(0, watched.last_step + 1 - watched.steps),
-            step=summary.step,
-            samples_per_second=0.0,
-            phases=summary.phases,
-            budget=(exposed,),
-        ),
-        watched=watched,
     )
 
 
