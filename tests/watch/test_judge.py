@@ -322,16 +322,16 @@ def test_memory_and_time_do_not_grow_with_the_job() -> None:
 
 def test_older_steps_are_thinned_without_regard_to_periods() -> None:
     """Of every residue of every period about as many old steps are kept."""
-    kept = samples.empty(1)
+    kept = samples.empty("f8")
     for first in range(0, 50_000, 50):
         number = np.arange(first, first + 50)
-        kept.add(number, number[:, None])
+        kept.add(number, number)
     old = kept.number[: -samples.NEWEST]
     for period in (2, 4, 5, 8, 10):
         counts = np.bincount(old % period, minlength=period)
         assert counts.min() > 0.8 * len(old) / period
     assert kept.steps == 50_000
-    assert np.array_equal(kept.values[:, 0], kept.number)
+    assert np.array_equal(kept.values, kept.number)
 
 
 def test_rounds_that_overlap_count_once() -> None:

@@ -32,28 +32,25 @@ CALLS = 256  # of one kind, the newest
 LINKS = 16384
 FADE = 0.95  # of what a link carried, from one of its rounds to the next
 
-# Columns of a tracked rank's samples: its own row, then how much larger each of its values, and its
-# own time in all phases, is than the base.
-ROW = slice(0, COLUMNS)
-EXCESS = slice(COLUMNS, 2 * COLUMNS)
-EXCESS_BLOCKED = COLUMNS + BLOCKED
-EXCESS_OWN = 2 * COLUMNS
-RANK_COLUMNS = 2 * COLUMNS + 1
-
-# Columns of the job's samples: wall time in ns, seconds, the median rank's row, the least that any
-# rank was blocked, and for each column of a row the slowest rank's, the fastest rank's, and who.
-ENDED, SECONDS = 0, 1
-MEDIAN = slice(2, 2 + COLUMNS)
-EXPOSED = 2 + COLUMNS
-SLOWEST = slice(3 + COLUMNS, 3 + 2 * COLUMNS)
-FASTEST = slice(3 + 2 * COLUMNS, 3 + 3 * COLUMNS)
-SLOWEST_RANK = slice(3 + 3 * COLUMNS, 3 + 4 * COLUMNS)
-JOB_COLUMNS = 3 + 4 * COLUMNS
-
-# Columns of what is read once a round: when (of a load the wall time in seconds, of a value the
-# step), then the fields of a Load, or the value.
-WHEN = 0
-READ = slice(1, None)
+# The samples of the job. slowest, fastest: of the ranks, by COLUMNS, and who is slowest; exposed:
+# the least that any rank was blocked.
+JOB = np.dtype(
+    [
+        ("ended_ns", "f8"),
+        ("seconds", "f8"),
+        ("median", "f8", (COLUMNS,)),
+        ("exposed", "f8"),
+        ("slowest", "f8", (COLUMNS,)),
+        ("fastest", "f8", (COLUMNS,)),
+        ("slowest_rank", "f8", (COLUMNS,)),
+    ]
+)
+# The samples of a tracked rank: its row, and how much larger than the base each of its values, and
+# its own time in all phases, is.
+RANK = np.dtype([("row", "f4", (COLUMNS,)), ("excess", "f4", (COLUMNS,)), ("own", "f4")])
+# What is read once a round, and when: of a load the wall time in seconds, of a value the step.
+LOAD = np.dtype([("when", "f8"), ("read", "f8", (len(fields(Load)),))])
+VALUE = np.dtype([("when", "f8"), ("read", "f8", (1,))])
 
 
 @dataclass
@@ -85,7 +82,7 @@ class History:
     """The rounds of a job, summarized as they come."""
 
     def __init__(self) -> None:
-        self.job = samples.empty(JOB_COLUMNS)
+        self.job = samples.empty(JOB)
         self.ranks: dict[int, Samples] = {}
         self.hosts: Mapping[str, Sequence[int]] = {}
         self._heard: dict[int, int] = {}  # rank → the latest round with its steps, if there are any
@@ -95,7 +92,7 @@ class History:
         self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.rounds = 0
-        self.loads = samples.empty(1 + len(fields(Load)))
+        self.loads = samples.empty(LOAD)
         self.values: dict[str, Samples] = {}  # by name
         self.calls: dict[tuple[str, str, int], Calls] = {}
         self.call_steps = 0  # in which any of these calls was made
@@ -117,7 +114,7 @@ class History:
         """The mean time of a step; there is at least one."""
         if self.balance is not None:
             return self.balance.mean_seconds
-        return float(self.job.values[self.job.evenly(), SECONDS].mean())
+        return float(self.job.values["seconds"][self.job.evenly()].mean())
 
     @property
     def world_size(self) -> int:
@@ -174,7 +171,8 @@ class History:
         medians = np.stack([median[-new:] for median in round_.medians.values()])
         number = np.arange(len(round_.least_blocked))[-new:] + round_.first_step
         complete = _knows_all(round_)  # then ranks are compared with ranks
-        self.job.add(number, _job_columns(round_, known, rows, rows if complete else medians))
+        everyone = rows if complete else medians
+        self.job.add(number, _summarize_steps(round_, known, rows, everyone))
         excess = _with_own(rows)
         if not complete:
             levels = np.median(own_seconds(medians), axis=1)
@@ -182,8 +180,9 @@ class History:
             self.spreads.append(find_spread(levels) * max(1.0, most**0.5 / 1.2533))
         excess -= _median_of_others(excess) if complete else _other_hosts(round_, known, new)
         for i in _most_late(excess[:, :, -1]):
-            kept = self.ranks.setdefault(int(known[i]), samples.empty(RANK_COLUMNS, np.float32))
-            kept.add(number, np.concatenate([rows[i], excess[i]], axis=1))
+            kept = np.empty(new, RANK)
+            kept["row"], kept["excess"], kept["own"] = rows[i], excess[i, :, :-1], excess[i, :, -1]
+            self.ranks.setdefault(int(known[i]), samples.empty(RANK)).add(number, kept)
         self._forget_ranks()
         self.steps += new
         self.last_step = int(number[-1])
@@ -191,12 +190,12 @@ class History:
     def _add_readings(self, round_: Window) -> None:
         number = np.array([self.rounds])
         if round_.load is not None:
-            row = np.array([[round_.ended_ns * 1e-9, *astuple(round_.load)]], dtype=np.float64)
-            self.loads.add(number, row)
+            load = round_.ended_ns * 1e-9, astuple(round_.load)
+            self.loads.add(number, np.array([load], LOAD))
         for name, step_and_value in round_.values.items():
             if name in self.values or len(self.values) <= MOST_VALUES:
-                kept = self.values.setdefault(name, samples.empty(2))
-                kept.add(number, np.array([step_and_value], dtype=np.float64))
+                kept = self.values.setdefault(name, samples.empty(VALUE))
+                kept.add(number, np.array([step_and_value], VALUE))
 
     def _forget_ranks(self) -> None:
         while len(self.ranks) > 2 * TRACKED:
@@ -296,24 +295,21 @@ def _most_late(excess: FloatsOrLess) -> Sequence[int]:
     return [int(i) for i in np.argsort(-excess.mean(axis=1))[:TRACKED]]
 
 
-def _job_columns(
+def _summarize_steps(
     round_: Window, known: npt.NDArray[np.int64], rows: FloatsOrLess, everyone: FloatsOrLess
-) -> Floats:
-    """Return the job's samples of these steps: float64[steps, JOB_COLUMNS].
+) -> npt.NDArray[np.void]:
+    """Return the job's samples of these steps: JOB[steps].
 
     rows: of the known ranks; everyone: the same, or hosts' medians where not all ranks are known.
     """
     new = rows.shape[1]
-    seconds = np.median(everyone.sum(axis=-1, dtype=np.float64), axis=0)
-    later = np.cumsum(seconds[::-1])[::-1] - seconds
-    slowest = rows.argmax(axis=0)
-    columns = [
-        round_.ended_ns - later[:, None] * 1e9,
-        seconds[:, None],
-        np.median(everyone, axis=0),
-        round_.least_blocked[-new:, None],
-        np.take_along_axis(rows, slowest[None], axis=0)[0],
-        np.minimum(rows.min(axis=0), everyone.min(axis=0)),
-        known[slowest],
-    ]
-    return np.concatenate(columns, axis=1, dtype=np.float64)
+    job, slowest = np.empty(new, JOB), rows.argmax(axis=0)
+    job["seconds"] = np.median(everyone.sum(axis=-1, dtype=np.float64), axis=0)
+    later = np.cumsum(job["seconds"][::-1])[::-1] - job["seconds"]
+    job["ended_ns"] = round_.ended_ns - later * 1e9
+    job["median"] = np.median(everyone, axis=0)
+    job["exposed"] = round_.least_blocked[-new:]
+    job["slowest"] = np.take_along_axis(rows, slowest[None], axis=0)[0]
+    job["fastest"] = np.minimum(rows.min(axis=0), everyone.min(axis=0))
+    job["slowest_rank"] = known[slowest]
+    return job

@@ -9,7 +9,6 @@ import numpy as np
 from ddpbench.analysis import stats
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.records.wording import name_ranks
-from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging import (
     sentences,
     shares,
@@ -39,7 +38,7 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
     pauses = list(sentences.describe_pauses(history, missing))
     findings += pauses
     if len(history.job) >= FEWEST:
-        step_seconds = float(np.median(history.job.values[-stragglers.RECENT :, columns.SECONDS]))
+        step_seconds = float(np.median(history.job.values["seconds"][-stragglers.RECENT :]))
         late = stragglers.find_late(history, step_seconds)
         pausing = {finding.place.get("rank") for finding in pauses}
         late = [one for one in late if one.every == 1 or one.rank not in pausing]

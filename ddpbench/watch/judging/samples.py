@@ -20,7 +20,7 @@ class Samples:
     """Values of steps, oldest first.
 
     Of older steps one in 2**thinned is kept, whatever period the job has. number: int64[kept], of
-    the step; values: [kept, columns]; steps: all that were added.
+    the step; values: [kept], of any dtype; steps: all that were added.
     """
 
     values: npt.NDArray[Any]
@@ -56,6 +56,6 @@ class Samples:
         return slice(int(gaps[-1]) + 1 if len(gaps) else 0, None)
 
 
-def empty(columns: int, dtype: npt.DTypeLike = np.float64) -> Samples:
+def empty(dtype: npt.DTypeLike) -> Samples:
     """Return samples without a step."""
-    return Samples(np.empty((0, columns), dtype=dtype))
+    return Samples(np.empty(0, dtype))

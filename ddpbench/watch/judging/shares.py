@@ -11,7 +11,6 @@ from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Finding
 from ddpbench.records.watched import PHASES
 from ddpbench.records.wording import list_all
-from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.stragglers import RECENT
 
@@ -31,8 +30,8 @@ def judge_shares(history: History) -> Iterator[Finding]:
 
 def _judge_input(history: History) -> Iterator[Finding]:
     job = history.job.values[-RECENT:]
-    fastest = float(np.median(job[:, columns.FASTEST][:, PHASES.index("input")]))
-    step = float(np.median(job[:, columns.SECONDS]))
+    fastest = float(np.median(job["fastest"][:, PHASES.index("input")]))
+    step = float(np.median(job["seconds"]))
     if fastest >= NOTABLE * step:
         yield Finding(
             "warning" if fastest >= LARGE * step else "note",
@@ -46,7 +45,7 @@ def _judge_input(history: History) -> Iterator[Finding]:
 
 def _judge_communication(history: History) -> Iterator[Finding]:
     job = history.job.values[-RECENT:]
-    exposed, step = float(np.median(job[:, columns.EXPOSED])), history.mean_seconds
+    exposed, step = float(np.median(job["exposed"])), history.mean_seconds
     # A wait for a message is no transfer: what comes before it may take that long.
     known = history.world_size > 1 and not history.find_ranks("messages")
     if known and exposed >= NOTABLE * step:

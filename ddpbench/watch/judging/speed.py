@@ -9,7 +9,6 @@ import numpy as np
 
 from ddpbench.records.schema import Finding
 from ddpbench.watch.judging import changes
-from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging.history import History
 
 LEAST, LARGE = 0.1, 0.25  # of the step
@@ -20,14 +19,14 @@ BESIDE = 32  # steps between a change of the job and that of a rank that explain
 def judge_speed(history: History, explained: Sequence[int]) -> Iterator[Finding]:
     """Report the latest lasting change of the step time; `explained`: steps of ranks' changes."""
     job, number = history.job.values, history.job.number
-    series = job[:, columns.SECONDS]
+    series = job["seconds"]
     parts = changes.find_parts(series, LEAST * float(np.median(series)))
     if len(parts) < 2:
         return
     before, now = np.concatenate([series[part] for part in parts[:-1]]), series[parts[-1]]
     old, new = float(np.median(series[parts[-2]])), float(np.median(now))
     first = parts[-1].start
-    lasts = (job[-1, columns.ENDED] - job[first, columns.ENDED]) * 1e-9 >= SHORTEST_SECONDS
+    lasts = (job["ended_ns"][-1] - job["ended_ns"][first]) * 1e-9 >= SHORTEST_SECONDS
     # Two speeds that take turns are no change.
     known = np.percentile(before, 5) < new < np.percentile(before, 95)
     if len(now) < FEWEST or not lasts or known:
@@ -52,7 +51,7 @@ def judge_speed(history: History, explained: Sequence[int]) -> Iterator[Finding]
 
 def ended(history: History, step: int) -> float:
     """Return when a step ended, in seconds since 1970."""
-    times = history.job.values[:, columns.ENDED]
+    times = history.job.values["ended_ns"]
     return float(np.interp(step, history.job.number, times)) * 1e-9
 
 

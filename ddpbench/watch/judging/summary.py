@@ -24,13 +24,10 @@ from ddpbench.records.watched import (
     WatchedPhase,
     WatchedRank,
 )
-from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging.history import (
-    EXCESS_OWN,
-    READ,
-    WHEN,
     Calls,
     Floats,
+    FloatsOrLess,
     History,
     who_most_often,
 )
@@ -93,8 +90,8 @@ def summarize(history: History) -> Summary | None:
     )
 
 
-def _summarize_steps(history: History, job: Floats, phases: Sequence[WatchedPhase]) -> StepSummary:
-    step, exposed = figure(job[:, columns.SECONDS]), float(np.median(job[:, columns.EXPOSED]))
+def _summarize_steps(history: History, job: Array, phases: Sequence[WatchedPhase]) -> StepSummary:
+    step, exposed = figure(job["seconds"]), float(np.median(job["exposed"]))
     return StepSummary(
         rounds=history.steps,
         in_a_row=1,
@@ -104,7 +101,7 @@ def _summarize_steps(history: History, job: Floats, phases: Sequence[WatchedPhas
         phases=tuple(
             Phase(
                 name=phase.name,
-                slowest=figure(job[:, columns.SLOWEST][:, column]),
+                slowest=figure(job["slowest"][:, column]),
                 fastest_seconds=phase.fastest_seconds,
                 slowest_rank=phase.slowest_rank,
                 slowest_share=phase.slowest_share,
@@ -120,20 +117,19 @@ def figure(seconds: Floats) -> Figure:
     return Figure(float(np.median(seconds)), stats.median_interval(seconds))
 
 
-def _medians(values: columns.FloatsOrLess) -> tuple[float, ...]:
+def _medians(values: FloatsOrLess) -> tuple[float, ...]:
     return tuple(np.median(values, axis=0).astype(float).tolist())
 
 
-def _means(values: columns.FloatsOrLess) -> tuple[float, ...]:
+def _means(values: FloatsOrLess) -> tuple[float, ...]:
     return tuple(values.astype(float).mean(axis=0).round(MEAN_DECIMALS).tolist())
 
 
-def _phase(name: str, job: Floats, column: int) -> WatchedPhase:
+def _phase(name: str, job: Array, column: int) -> WatchedPhase:
     median, slowest, fastest = (
-        float(np.median(job[:, part][:, column]))
-        for part in (columns.MEDIAN, columns.SLOWEST, columns.FASTEST)
+        float(np.median(job[part][:, column])) for part in ("median", "slowest", "fastest")
     )
-    rank, share = who_most_often(job[:, columns.SLOWEST_RANK][:, column])
+    rank, share = who_most_often(job["slowest_rank"][:, column])
     return WatchedPhase(name, median, slowest, fastest, rank, share)
 
 
@@ -148,18 +144,20 @@ def _moments(history: History) -> list[Moment]:
 def _take_medians(history: History, steps: npt.NDArray[np.int64]) -> Iterator[Moment]:
     """Yield the medians of some steps. steps: [moments, steps], their indices in the samples."""
     values = history.job.values[steps]
-    numbers = history.job.number[steps[:, -1]].tolist()
-    ended = (values[:, -1, columns.ENDED] * 1e-9).tolist()
-    for end, number, row in zip(ended, numbers, np.median(values, axis=1).tolist(), strict=True):
-        seconds = tuple(row[columns.MEDIAN])
-        yield Moment(end, number, row[columns.SECONDS], seconds, row[columns.EXPOSED])
+    seconds, rows, exposed = (
+        np.median(values[name], axis=1).tolist() for name in ("seconds", "median", "exposed")
+    )
+    for i, end in enumerate(steps[:, -1].tolist()):
+        ended = float(history.job.values["ended_ns"][end]) * 1e-9
+        number = int(history.job.number[end])
+        yield Moment(ended, number, seconds[i], tuple(rows[i]), exposed[i])
 
 
 def _ranks(history: History, moments: Sequence[Moment]) -> Iterator[WatchedRank]:
     """Yield the ranks with the most own time, in order of their numbers."""
     host_of = {rank: host for host, ranks in history.hosts.items() for rank in ranks}
     excess = {
-        rank: float(kept.values[:, columns.EXCESS_OWN].mean())
+        rank: float(kept.values["own"].mean())
         for rank, kept in history.ranks.items()
         if rank in host_of
     }
@@ -171,11 +169,11 @@ def _ranks(history: History, moments: Sequence[Moment]) -> Iterator[WatchedRank]
         yield WatchedRank(
             rank=rank,
             host=host_of[rank],
-            seconds=_medians(even[:, columns.ROW]),
+            seconds=_medians(even["row"]),
             steps=kept.steps,
             late_seconds=find_lateness(kept, moments) if is_late else (),
-            mean_seconds=_means(even[:, columns.ROW]),
-            extra_seconds=_means(even[:, columns.EXCESS])[:BLOCKED],
+            mean_seconds=_means(even["row"]),
+            extra_seconds=_means(even["excess"])[:BLOCKED],
         )
 
 
@@ -242,7 +240,7 @@ def find_lateness(kept: Samples, moments: Sequence[Moment]) -> tuple[float | Non
     """Return a rank's own time beyond that of the others, the mean in each moment, in seconds."""
     even = kept.evenly()
     steps = np.array([moment.step for moment in moments])
-    excess = kept.values[even][:, EXCESS_OWN, None]
+    excess = kept.values["own"][even][:, None]
     late = _find_means(kept.number[even], excess, steps)[:, 0].tolist()
     return tuple(round(each, RESOLUTION) if math.isfinite(each) else None for each in late)
 
@@ -263,7 +261,7 @@ def _make_load(row: Sequence[float]) -> Load | None:
 def _take_means(kept: Samples, ends: Array) -> Floats:
     """Return the means of what was read, for each moment."""
     read = kept.values[kept.evenly()]
-    return _find_means(read[:, WHEN], read[:, READ], ends)
+    return _find_means(read["when"], read["read"], ends)
 
 
 def _find_means(when: Array, values: Array, ends: Array) -> Floats:
