@@ -75,8 +75,7 @@ class Arrivals:
         self._since_ns = time.time_ns()  # earlier calls may be of groups that have gone
         self._due_ns = 0  # before this, the recorder is left alone: a read of it may take long
         self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
-        self._later: deque[Call] = deque(maxlen=CALLS)  # in a step that has not ended
-        self._over_mpi: deque[Call] = deque(maxlen=2 * CALLS)
+        self._later: deque[Call] = deque(maxlen=2 * CALLS)  # of a later read
         self._reductions: deque[Reduction] = deque(maxlen=2 * CALLS)
 
     def read(self, steps: Sequence[Step], final: bool = False) -> list[Call]:
@@ -91,7 +90,7 @@ class Arrivals:
         ahead_ns = now_ns - time.perf_counter_ns()
         until_ns = now_ns if final else find_round_ns(now_ns)
         self._groups |= {group.name: group for group in list_groups()}
-        found = self._read_mpi(until_ns)
+        found = [*self._later, *self._read_mpi()]
         is_due = final or until_ns >= self._due_ns
         if is_due:
             found += self._read_recorder(until_ns)
@@ -99,18 +98,19 @@ class Arrivals:
             period_ns = next((each for each in PERIODS if each >= wanted), PERIODS[-1]) * NS
             self._due_ns = until_ns - until_ns % period_ns + period_ns
         time.sleep(PAUSE_SECONDS)
-        found = sorted([*self._later, *found], key=lambda call: call.entered_ns)
-        known = len(found)
+        found.sort(key=lambda call: call.entered_ns)
+        end_ns = until_ns
         if self._steps and not final:  # where later calls belong is known when their step ends
-            end_ns = self._steps[-1].ended_ns + ahead_ns
-            known = bisect_right([call.entered_ns for call in found], end_ns)
-        self._later = deque(found[known:], maxlen=CALLS)
+            end_ns = min(until_ns, self._steps[-1].ended_ns + ahead_ns)
+        known = bisect_right([call.entered_ns for call in found], end_ns)
+        self._later = deque(found[known:], maxlen=2 * CALLS)
         calls = [
             structs.replace(call, step=self._find_step(call.entered_ns - ahead_ns))
             for call in found[:known]
         ]
-        if is_due:
-            self._forget_steps(until_ns - ahead_ns - MPI_SECONDS * NS)
+        read_ns = until_ns - ahead_ns - MPI_SECONDS * NS  # all earlier calls were read
+        while is_due and len(self._steps) > 1 and self._steps[0].ended_ns < read_ns:
+            self._steps.popleft()
         return list({(call.group, call.number): call for call in calls}.values())[-CALLS:]
 
     def close(self) -> None:
@@ -125,23 +125,17 @@ class Arrivals:
         at = bisect_right(self._steps, ns, key=lambda step: step.began_ns) - 1
         return self._steps[at].number if at >= 0 and ns < self._steps[at].ended_ns else -1
 
-    def _forget_steps(self, before_ns: int) -> None:
-        """Forget steps that ended before this, except the last: all their calls were read."""
-        while len(self._steps) > 1 and self._steps[0].ended_ns < before_ns:
-            self._steps.popleft()
-
-    def _read_mpi(self, until_ns: int) -> list[Call]:
+    def _read_mpi(self) -> list[Call]:
         if "ddpbench.mpi_backend.work" not in sys.modules:
             return []
         from ddpbench.mpi_backend import stamps
 
-        for name, ended in stamps.take():
-            group = self._groups.get(name)
-            self._over_mpi.extend(_read_stamp(stamp, group) for stamp in ended if group)
-        found = [one for one in self._over_mpi if one.entered_ns <= until_ns]
-        later = [one for one in self._over_mpi if one.entered_ns > until_ns]
-        self._over_mpi = deque(later, self._over_mpi.maxlen)
-        return found
+        return [
+            _read_stamp(stamp, group)
+            for name, ended in stamps.take()
+            if (group := self._groups.get(name)) is not None
+            for stamp in ended
+        ]
 
     def _read_recorder(self, until_ns: int) -> list[Call]:
         self._reductions.extend(self._reducers.take() if self._reducers else ())
