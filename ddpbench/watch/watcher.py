@@ -36,17 +36,15 @@ from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.judging.bandwidth import Reference, find_reference, judge_transfers
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
-from ddpbench.watch.observe.arrivals import Arrivals, find_round_ns
+from ddpbench.watch.observe.arrivals import Arrivals, Reducers, find_round_ns
 from ddpbench.watch.observe.calls import ExitStatus
 from ddpbench.watch.observe.facts import Facts
 from ddpbench.watch.observe.links import Links
-from ddpbench.watch.observe.long_steps import LongSteps
+from ddpbench.watch.observe.long_steps import LongSteps, Stacks
 from ddpbench.watch.observe.marks import Marks
 from ddpbench.watch.observe.observer import Observer
-from ddpbench.watch.observe.stacks import Stacks
 from ddpbench.watch.observe.steps import Step, StepBuilder
 from ddpbench.watch.observe.values import ScriptValues
-from ddpbench.watch.observe.wire import Reducers
 from ddpbench.watch.output.report import Outputs
 from ddpbench.watch.output.stored import identify_job, store_end
 from ddpbench.watch.proof import NOT_COMPARED, Proof

@@ -17,8 +17,7 @@ from ddpbench.records.watched import WatchedBalance
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.judging.pauses import KINDS, PauseHistory
-from ddpbench.watch.observe.long_steps import LongSteps
-from ddpbench.watch.observe.stacks import Look, Stacks
+from ddpbench.watch.observe.long_steps import LongSteps, Look, Stacks
 from ddpbench.watch.observe.steps import Step
 from ddpbench.watch.window import (
     ALL,

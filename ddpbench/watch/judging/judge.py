@@ -13,7 +13,6 @@ from ddpbench.watch.judging import (
     sentences,
     shares,
     slow_links,
-    speed,
     stragglers,
 )
 from ddpbench.watch.judging.history import Calls, History, who_most_often
@@ -45,7 +44,7 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
         findings.extend(sentences.describe_late(history, late))
         if not missing:
             since = [one.since for one in late if one.since is not None]
-            findings.extend(speed.judge_speed(history, since))
+            findings.extend(shares.judge_speed(history, since))
             findings.extend(shares.judge_shares(history))
         findings.extend(shares.judge_hosts(history))
     elif not history.call_steps:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ddpbench.records.schema import Finding
 from ddpbench.records.watched import COLUMNS, WatchedPause
-from ddpbench.watch.judging import speed
+from ddpbench.watch.judging import shares
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.stragglers import Late
 from ddpbench.watch.window import ALL, BLOCKED
@@ -168,7 +168,7 @@ def _growth(late: Late) -> str:
 
 def _when(history: History, late: Late) -> str:
     parts = [
-        f" {word} step {step} ({speed.clock_time(history, step)})"
+        f" {word} step {step} ({shares.clock_time(history, step)})"
         for word, step in (("since", late.since), ("until", late.until))
         if step is not None
     ]
@@ -192,7 +192,7 @@ def _place(history: History, late: Late, host: str, share: float) -> dict[str, A
         place["first_seconds"] = late.grew_from
     for name, step in (("since", late.since), ("until", late.until)):
         if step is not None:
-            place |= {f"{name}_step": step, name: speed.ended(history, step)}
+            place |= {f"{name}_step": step, name: shares.ended(history, step)}
     return place
 
 
@@ -236,7 +236,7 @@ def _is_clear(history: History, pause: WatchedPause) -> bool:
 
 
 def _describe_pause(history: History, pause: WatchedPause, severity: str, share: float) -> Finding:
-    first, every, when = pause.first_step, pause.every, speed.format_time(pause.first_ended)
+    first, every, when = pause.first_step, pause.every, shares.format_time(pause.first_ended)
     host = next((host for host, ranks in history.hosts.items() if pause.rank in ranks), "")
     who = "all ranks pause" if pause.rank is None else f"rank {pause.rank} on {host} pauses"
     where = f" at {pause.line}" if pause.line else f" in {pause.phase}"
@@ -335,7 +335,7 @@ SWAP = Cause(
 def find_cause(history: History, late: Late) -> Cause | None:
     """Return what explains most of a rank's lateness; None if no fact does."""
     host = next((host for host, ranks in history.hosts.items() if late.rank in ranks), "")
-    shares: dict[str, list[float]] = {}
+    more: dict[str, list[float]] = {}
     for ranks, hosts in zip(history.facts, history.host_facts, strict=True):
         facts, usual = ranks.get(late.rank, {}), hosts.get(host, {})
         if not facts.get("seconds"):
@@ -344,10 +344,10 @@ def find_cause(history: History, late: Late) -> Cause | None:
             if name in facts:
                 rate = facts[name] / facts["seconds"]
                 common = usual.get(name, 0.0) / (usual.get("seconds") or 1.0)
-                shares.setdefault(name, []).append(rate - common)
+                more.setdefault(name, []).append(rate - common)
     explained = {
         name: float(np.mean(values)) * late.step_seconds / late.cost
-        for name, values in shares.items()
+        for name, values in more.items()
         if name in SECONDS
     }
     most = max(explained, key=explained.__getitem__, default="")
@@ -359,7 +359,7 @@ def find_cause(history: History, late: Late) -> Cause | None:
             f"its GPU lowers its clock ({reasons})",
             "run on rank {rank}'s host: nvidia-smi -q -d PERFORMANCE",
         )
-    if np.mean(shares.get("major_faults", [0.0])) >= PAGES:
+    if np.mean(more.get("major_faults", [0.0])) >= PAGES:
         return SWAP
     return None
 
@@ -373,5 +373,5 @@ def _why_slowed(history: History, rank: int) -> list[str]:
     def share(reads: Sequence[Mapping[str, float]], name: str) -> float:
         return sum(name in facts for facts in reads) / max(1, len(reads))
 
-    more = [name for name in names if share(own, name) - share(others, name) >= MORE_OFTEN]
-    return sorted(name.removeprefix(GPU) for name in more)
+    slowed = [name for name in names if share(own, name) - share(others, name) >= MORE_OFTEN]
+    return sorted(name.removeprefix(GPU) for name in slowed)

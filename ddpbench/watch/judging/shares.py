@@ -1,8 +1,9 @@
-"""What costs all ranks a share of every step. No torch."""
+"""What costs all ranks a share of every step, and since when the job is slower. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import TypeVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Finding
 from ddpbench.records.watched import PHASES
 from ddpbench.records.wording import list_all
+from ddpbench.watch.judging import changes
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.stragglers import RECENT
 
@@ -20,6 +22,10 @@ NOTABLE_PAUSES, LARGE_PAUSES = 0.01, 0.03  # of the time, in garbage collections
 LASTING_SECONDS = 60.0  # after the first round: shorter jobs, and starts, have pauses of their own
 NOTABLE_COMPILING = 0.03  # of the time, in torch.compile
 ROUNDS = 3  # recent ones that a verdict on pauses needs, after the first, which has the start
+
+LEAST_CHANGE, LARGE_CHANGE = 0.1, 0.25  # of the step
+FEWEST, SHORTEST_SECONDS = 64, 60.0  # of the new level: a shorter one may be the host's
+BESIDE = 32  # steps between a change of the job and that of a rank that explains it
 
 
 def judge_shares(history: History) -> Iterator[Finding]:
@@ -150,3 +156,52 @@ def _share(history: History, name: str) -> float:
 def _ranks(history: History) -> Iterator[dict[str, float]]:
     for ranks in _after_start(history, history.facts):
         yield from map(dict, ranks.values())
+
+
+def judge_speed(history: History, explained: Sequence[int]) -> Iterator[Finding]:
+    """Report the latest lasting change of the step time; `explained`: steps of ranks' changes."""
+    job, number = history.job.values, history.job.number
+    series = job["seconds"]
+    parts = changes.find_parts(series, LEAST_CHANGE * float(np.median(series)))
+    if len(parts) < 2:
+        return
+    before, now = np.concatenate([series[part] for part in parts[:-1]]), series[parts[-1]]
+    old, new = float(np.median(series[parts[-2]])), float(np.median(now))
+    first = parts[-1].start
+    lasts = (job["ended_ns"][-1] - job["ended_ns"][first]) * 1e-9 >= SHORTEST_SECONDS
+    # Two speeds that take turns are no change.
+    known = np.percentile(before, 5) < new < np.percentile(before, 95)
+    if len(now) < FEWEST or not lasts or known:
+        return
+    if any(abs(step - number[first]) <= BESIDE for step in explained):
+        return
+    change = new / old - 1
+    yield Finding(
+        "warning" if change >= LARGE_CHANGE else "note",
+        "slower-since" if change > 0 else "faster-since",
+        f"since step {number[first]} ({clock_time(history, int(number[first]))}) steps take "
+        f"{abs(change):.0%} {'longer' if change > 0 else 'less'}: {new * 1e3:.4g} ms instead "
+        f"of {old * 1e3:.4g} ms",
+        "find what changed at that time: shapes of batches, other jobs on the hosts, clocks; to "
+        "see the timeline: python -m ddpbench show last"
+        if change > 0
+        else "",
+        {"since_step": int(number[first]), "since": ended(history, int(number[first]))}
+        | {"seconds": new, "before_seconds": old},
+    )
+
+
+def ended(history: History, step: int) -> float:
+    """Return when a step ended, in seconds since 1970."""
+    times = history.job.values["ended_ns"]
+    return float(np.interp(step, history.job.number, times)) * 1e-9
+
+
+def clock_time(history: History, step: int) -> str:
+    """Return when a step ended, as `format_time` does."""
+    return format_time(ended(history, step))
+
+
+def format_time(seconds: float) -> str:
+    """Return a time since 1970 in UTC as in the table's timeline: "14:32:10 UTC"."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%H:%M:%S UTC")
