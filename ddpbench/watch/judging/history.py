@@ -117,6 +117,11 @@ class History:
         return float(self.job.values["seconds"][self.job.evenly()].mean())
 
     @property
+    def host_of(self) -> dict[int, str]:
+        """The host of each rank."""
+        return {rank: host for host, ranks in self.hosts.items() for rank in ranks}
+
+    @property
     def world_size(self) -> int:
         """The number of ranks that report."""
         return sum(map(len, self.hosts.values()))

@@ -69,7 +69,7 @@ def _judge_arrivals(history: History) -> Iterator[Finding]:
 
     For a job without steps.
     """
-    host_of = {rank: host for host, ranks in history.hosts.items() for rank in ranks}
+    host_of = history.host_of
     for (group, operation, nbytes), calls in history.calls.items():
         if calls.ranks < 2 or len(calls.newest) < FEWEST_CALLS:
             continue

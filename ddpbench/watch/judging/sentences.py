@@ -49,7 +49,7 @@ MORE_OFTEN = 0.5  # of the reads: by which a late rank's GPU is slowed more ofte
 
 def describe_late(history: History, late: Sequence[Late]) -> Iterator[Finding]:
     """Yield a finding for each host whose ranks are all late, and for each other late rank."""
-    host_of = {rank: host for host, ranks in history.hosts.items() for rank in ranks}
+    host_of = history.host_of
     hosts = _slow_hosts(history, late)
     for host, ranks in hosts.items():
         yield _describe_host(host, ranks, history.mean_seconds)
@@ -176,24 +176,28 @@ def _when(history: History, late: Late) -> str:
 
 
 def _place(history: History, late: Late, host: str, share: float) -> dict[str, Any]:
-    place: dict[str, Any] = {
+    interval, since, until = late.interval, late.since, late.until
+    place = {
         "rank": late.rank,
         "host": host,
         "phase": next(iter(late.phases)),
         "seconds": late.seconds,
         "share": share,
         "every": late.every,
+        "low_seconds": None if interval is None else interval.low,
+        "high_seconds": None if interval is None else interval.high,
+        "first_step": late.first if late.every > 1 else None,
+        "first_seconds": late.grew_from,
+        "since_step": since,
+        "since": None if since is None else shares.ended(history, since),
+        "until_step": until,
+        "until": None if until is None else shares.ended(history, until),
     }
-    if late.interval is not None:
-        place |= {"low_seconds": late.interval.low, "high_seconds": late.interval.high}
-    if late.every > 1:
-        place["first_step"] = late.first
-    if late.grew_from is not None:
-        place["first_seconds"] = late.grew_from
-    for name, step in (("since", late.since), ("until", late.until)):
-        if step is not None:
-            place |= {f"{name}_step": step, name: shares.ended(history, step)}
-    return place
+    return _without_unknown(place)
+
+
+def _without_unknown(place: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in place.items() if value is not None}
 
 
 def find_line(history: History, late: Late) -> str:
@@ -237,8 +241,9 @@ def _is_clear(history: History, pause: WatchedPause) -> bool:
 
 def _describe_pause(history: History, pause: WatchedPause, severity: str, share: float) -> Finding:
     first, every, when = pause.first_step, pause.every, shares.format_time(pause.first_ended)
-    host = next((host for host, ranks in history.hosts.items() if pause.rank in ranks), "")
-    who = "all ranks pause" if pause.rank is None else f"rank {pause.rank} on {host} pauses"
+    who = "all ranks pause"
+    if pause.rank is not None:
+        who = f"rank {pause.rank} on {history.host_of.get(pause.rank, '')} pauses"
     where = f" at {pause.line}" if pause.line else f" in {pause.phase}"
     if pause.phase == COLUMNS[BLOCKED]:
         who = "all ranks are blocked for longer than usual"
@@ -269,7 +274,7 @@ def _describe_pause(history: History, pause: WatchedPause, severity: str, share:
         f"{who}{where}: {size} {often}{waits}; "
         f"{describe_cost(pause.mean_seconds, history.mean_seconds)}",
         _find_next_step(pause, severity),
-        {name: value for name, value in place.items() if value is not None},
+        _without_unknown(place),
     )
 
 
@@ -334,7 +339,7 @@ SWAP = Cause(
 
 def find_cause(history: History, late: Late) -> Cause | None:
     """Return what explains most of a rank's lateness; None if no fact does."""
-    host = next((host for host, ranks in history.hosts.items() if late.rank in ranks), "")
+    host = history.host_of.get(late.rank, "")
     more: dict[str, list[float]] = {}
     for ranks, hosts in zip(history.facts, history.host_facts, strict=True):
         facts, usual = ranks.get(late.rank, {}), hosts.get(host, {})

@@ -155,7 +155,7 @@ def _take_medians(history: History, steps: npt.NDArray[np.int64]) -> Iterator[Mo
 
 def _ranks(history: History, moments: Sequence[Moment]) -> Iterator[WatchedRank]:
     """Yield the ranks with the most own time, in order of their numbers."""
-    host_of = {rank: host for host, ranks in history.hosts.items() for rank in ranks}
+    host_of = history.host_of
     excess = {
         rank: float(kept.values["own"].mean())
         for rank, kept in history.ranks.items()

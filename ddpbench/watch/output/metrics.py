@@ -44,7 +44,7 @@ class Metrics:
             )
 
     def update(self, report: dict[str, Any]) -> None:
-        """Show the metrics of a report (`Report.as_dict`). After the last one, serve no more."""
+        """Show the metrics of a report (`describe_report`). After the last one, serve no more."""
         self._report = report
         if self._file:
             from prometheus_client import write_to_textfile
