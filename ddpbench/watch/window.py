@@ -6,7 +6,8 @@ does not grow with the steps of a job, and a host's message does not grow with i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -210,20 +211,22 @@ class Window(msgspec.Struct, frozen=True):
 
 
 def make_window(
-    rank: int, first_step: int, rows: Rows, ended_ns: int, calls: Sequence[Call] = (), **known: Any
+    rank: int,
+    first_step: int,
+    rows: Rows,
+    ended_ns: int,
+    calls: Sequence[Call] = (),
+    *,
+    facts: Mapping[str, float] = MappingProxyType({}),
+    lines: Mapping[str, float] = MappingProxyType({}),
+    findings: Sequence[Finding] = (),
+    **known: Any,
 ) -> Window:
     """Return the window of one rank, whose host gets its name when it is joined.
 
-    rows: float32[steps, COLUMNS], from first_step on; known: facts and lines by name, findings as
-    a list, and other fields of a Window.
+    rows: float32[steps, COLUMNS], from first_step on; facts, lines, findings: of this rank; known:
+    other fields of a Window.
     """
-    for name in ("facts", "lines", "findings"):
-        if name in known:
-            known[name] = {rank: known[name]}
-    if "facts" in known:
-        known["host_facts"] = {"": known["facts"][rank]}
-    if "lines" in known:
-        known["lines"][ALL] = known["lines"][rank]
     groups: dict[str, int] = {}
     operations: dict[str, int] = {}
     table = [
@@ -245,6 +248,10 @@ def make_window(
         calls=np.array(table, CALL),
         groups=list(groups),
         operations=list(operations),
+        facts={rank: dict(facts)},
+        host_facts={"": dict(facts)},
+        lines={rank: dict(lines), ALL: dict(lines)},
+        findings={rank: list(findings)} if findings else {},
         **known,
     )
 

@@ -50,11 +50,6 @@ class Samples:
         """Return the indices of kept steps that lie evenly over all steps."""
         return self._thin(self.number)
 
-    def unbroken(self) -> slice:
-        """Return where the newest steps lie that were all kept and follow one another."""
-        gaps = np.flatnonzero(np.diff(self.number) != 1)
-        return slice(int(gaps[-1]) + 1 if len(gaps) else 0, None)
-
 
 def empty(dtype: npt.DTypeLike) -> Samples:
     """Return samples without a step."""

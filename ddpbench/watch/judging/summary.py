@@ -117,10 +117,6 @@ def figure(seconds: Floats) -> Figure:
     return Figure(float(np.median(seconds)), stats.median_interval(seconds))
 
 
-def _medians(values: FloatsOrLess) -> tuple[float, ...]:
-    return tuple(np.median(values, axis=0).astype(float).tolist())
-
-
 def _means(values: FloatsOrLess) -> tuple[float, ...]:
     return tuple(values.astype(float).mean(axis=0).round(MEAN_DECIMALS).tolist())
 
@@ -169,7 +165,7 @@ def _ranks(history: History, moments: Sequence[Moment]) -> Iterator[WatchedRank]
         yield WatchedRank(
             rank=rank,
             host=host_of[rank],
-            seconds=_medians(even["row"]),
+            seconds=tuple(np.median(even["row"], axis=0).astype(float).tolist()),
             steps=kept.steps,
             late_seconds=find_lateness(kept, moments) if is_late else (),
             mean_seconds=_means(even["row"]),
