@@ -188,26 +188,20 @@ class Transport:
         if window.last:
             others = self._world_size - len(mailbox.ranks)
             self._reports.await_ended(others, LAST_SECONDS)
-        elif not self._await_reports(number, began):
-            return hosts if self._reports.hosts == 0 else []
+        elif self._reports.count_hosts() == 0:
+            return hosts
+        elif number % self._reports.rounds:
+            return []
+        else:
+            if self._clock_server is None and self._job is not None:
+                self._clock_server = ClockServer(self._job.token)
+                self._republish(port=self._clock_server.port)
+            self._clock.sleep(max(0.0, began + REPORT_SECONDS - self._clock.monotonic()))
         return hosts + self._reports.read(number, READ_SECONDS)
 
     def _join(self, windows: list[Window], line: Line) -> list[Window]:
         joined = join_ranks(windows, self._identity.host, self._addresses, line)
         return [joined] if joined is not None else []
-
-    def _await_reports(self, number: int, began: float) -> bool:
-        """Give other hosts the time to report, if there are any and if they do in this round."""
-        if self._reports.count_hosts() == 0 or number % self._reports.rounds:
-            return False
-        self._serve_clock()
-        self._clock.sleep(max(0.0, began + REPORT_SECONDS - self._clock.monotonic()))
-        return True
-
-    def _serve_clock(self) -> None:
-        if self._clock_server is None and self._job is not None:
-            self._clock_server = ClockServer(self._job.token)
-            self._republish(port=self._clock_server.port)
 
     def _republish(self, **known: Any) -> None:
         if self._job is not None:
