@@ -7,21 +7,19 @@ import importlib.util
 import io
 import os
 import runpy
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
+from zlib import crc32
 
 from ddpbench.launch.placement import (
     Placement,
     Refused,
-    free_port,
     node_address,
     read_placement,
     slurm_address,
@@ -30,7 +28,6 @@ from ddpbench.session.errors import speak
 from ddpbench.watch import api, command
 from ddpbench.watch.command import Program
 
-FIND_SECONDS = 10.0  # for rank 0 to start
 OWN = f"{Path(__file__).parent}{os.sep}"  # where the frames of the watch are
 
 
@@ -134,42 +131,8 @@ def _find(placement: Placement) -> list[str]:
         return []
     if placement.local_world_size != placement.world_size:
         return []
-    port_of_rank_0 = _share_port(placement)
-    return ["127.0.0.1", str(port_of_rank_0)] if port_of_rank_0 else []
-
-
-def _share_port(placement: Placement) -> int:
-    """Return a port that rank 0 of this job on this host has reserved, in every rank; 0 if none."""
-    job = os.environ.get("PMIX_NAMESPACE") or os.getppid()
-    name = f"\0ddpbench-port-{os.getuid()}-{job}"
-    if placement.rank == 0:
-        port = free_port()
-        server = socket.socket(socket.AF_UNIX)
-        try:
-            server.bind(name)
-        except OSError:  # another program of this job has it
-            return 0
-        server.listen(placement.world_size)
-        arguments = server, placement.world_size - 1, port
-        threading.Thread(target=_answer, args=arguments, daemon=True).start()
-        return port
-    until = time.monotonic() + FIND_SECONDS
-    while time.monotonic() < until:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
-            client.connect(name)
-            client.settimeout(FIND_SECONDS)
-            return int.from_bytes(client.recv(4), "big")
-        time.sleep(0.02)
-    return 0
-
-
-def _answer(server: socket.socket, ranks: int, port: int) -> None:
-    """Send the port to the other ranks."""
-    with server:
-        server.settimeout(2 * FIND_SECONDS)
-        for _ in range(ranks):
-            with contextlib.suppress(OSError):
-                server.accept()[0].sendall(port.to_bytes(4, "big"))
+    job = os.environ.get("PMIX_NAMESPACE") or f"{os.getppid()}"  # alike in all ranks of mpirun
+    return ["127.0.0.1", str(20_000 + crc32(job.encode()) % 12_000)]  # as under Slurm
 
 
 def prepare(program: Program) -> None:
