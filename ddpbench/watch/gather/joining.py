@@ -87,7 +87,7 @@ def _join(windows: Sequence[Window], most_ranks: int, most_calls: int) -> Window
     rows = _choose_slowest(members, most_ranks)
     listed = [w for i, w in enumerate(windows) if w.last or i in chosen or not chosen]
     with_facts = rows or dict.fromkeys(chain(*(window.facts for window in windows)))
-    shown = [*with_facts][:most_ranks]
+    shown = {*[*with_facts][:most_ranks]}
     calls, groups, operations = join_calls(windows, most_calls)
     least = [window.least_blocked for window in members]
     return Window(
@@ -159,7 +159,8 @@ def _choose_slowest(windows: Sequence[Window], most: int) -> dict[int, Rows]:
         rows[:, :, BLOCKED].mean(axis=1),
     )
     ranked = np.stack([np.argsort(order) for order in orders], axis=1).ravel()
-    slowest = {[*rows_of][i] for i in [*dict.fromkeys(ranked.tolist())][:most]}
+    ranks = [*rows_of]
+    slowest = {ranks[i] for i in [*dict.fromkeys(ranked.tolist())][:most]}
     return {rank: rows for rank, rows in rows_of.items() if rank in slowest}
 
 
@@ -202,7 +203,7 @@ def _join_facts(windows: Sequence[Window]) -> dict[str, dict[str, float]]:
             for name, value in facts.items():
                 values.setdefault(host, {}).setdefault(name, []).append(value)
     return {
-        host: {name: float(np.median(each)) for name, each in facts.items()}
+        host: {name: float(statistics.median(each)) for name, each in facts.items()}
         for host, facts in values.items()
     }
 

@@ -75,8 +75,5 @@ def list_calls(window: Window) -> list[JoinedCall]:
     columns = {name: window.calls[name].tolist() for name in CALL.names or ()}
     columns["group"] = [window.groups[number] for number in columns["group"]]
     columns["operation"] = [window.operations[number] for number in columns["operation"]]
-    names = [*columns]
-    return [
-        JoinedCall(**dict(zip(names, values, strict=True)))
-        for values in zip(*columns.values(), strict=True)
-    ]
+    fields = [columns[name] for name in JoinedCall.__struct_fields__]
+    return [JoinedCall(*values) for values in zip(*fields, strict=True)]
