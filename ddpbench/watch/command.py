@@ -62,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _file_or_port(text: str) -> str:
-    """Parse the value of `--prometheus`."""
     if wrong := explain_wrong_port(text):
         raise argparse.ArgumentTypeError(wrong)
     return text if text.isdecimal() else str(Path(text).absolute())

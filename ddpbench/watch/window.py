@@ -227,17 +227,7 @@ def make_window(
     rows: float32[steps, COLUMNS], from first_step on; facts, lines, findings: of this rank; known:
     other fields of a Window.
     """
-    groups: dict[str, int] = {}
-    operations: dict[str, int] = {}
-    table = [
-        (
-            groups.setdefault(call.group, len(groups)),
-            operations.setdefault(call.operation, len(operations)),
-            *(1, rank, call.step, call.number, call.nbytes),
-            *(call.entered_ns, call.entered_ns, call.entered_ns, call.wire_ns),
-        )
-        for call in calls
-    ]
+    table, groups, operations = _tabulate(rank, calls)
     return Window(
         hosts={"": [rank]},
         ended_ns=ended_ns,
@@ -245,9 +235,9 @@ def make_window(
         rows={rank: rows},
         medians={"": rows},
         least_blocked=rows[:, BLOCKED],
-        calls=np.array(table, CALL),
-        groups=list(groups),
-        operations=list(operations),
+        calls=table,
+        groups=groups,
+        operations=operations,
         facts={rank: dict(facts)},
         host_facts={"": dict(facts)},
         lines={rank: dict(lines), ALL: dict(lines)},
@@ -274,6 +264,22 @@ def _join(same: Sequence[LongStep]) -> LongStep:
         ranks=sum(step.ranks for step in same),
         weight=max(step.weight for step in same),
     )
+
+
+def _tabulate(rank: int, calls: Sequence[Call]) -> tuple[Table, list[str], list[str]]:
+    """Return a rank's calls as a table of CALL, the names of groups and those of operations."""
+    groups: dict[str, int] = {}
+    operations: dict[str, int] = {}
+    rows = [
+        (
+            groups.setdefault(call.group, len(groups)),
+            operations.setdefault(call.operation, len(operations)),
+            *(1, rank, call.step, call.number, call.nbytes),
+            *(call.entered_ns, call.entered_ns, call.entered_ns, call.wire_ns),
+        )
+        for call in calls
+    ]
+    return np.array(rows, CALL), list(groups), list(operations)
 
 
 def encode(window: Window) -> bytes:

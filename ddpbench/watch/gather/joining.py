@@ -134,7 +134,6 @@ def _find_common(windows: Sequence[Window]) -> tuple[list[int], int, int]:
 
 
 def _cut(window: Window, first: int, end: int) -> Window:
-    """Return the window with these steps only."""
     steps = slice(first - window.first_step, end - window.first_step)
     return structs.replace(
         window,
@@ -187,7 +186,6 @@ def _find_end(windows: Sequence[Window], end: int) -> int:
 
 
 def _list_hosts(windows: Sequence[Window]) -> dict[str, list[int]]:
-    """Return the ranks of each host."""
     hosts: dict[str, list[int]] = {}
     for window in windows:
         for host, ranks in window.hosts.items():

@@ -118,8 +118,7 @@ class Mailbox:
                 if complete or left <= 0:
                     break
                 continue
-            frame = _unpack(data, self.token)
-            if frame is None:
+            if (frame := _unpack(data, self.token)) is None:
                 continue
             sent, window = frame
             (rank,) = window.ranks

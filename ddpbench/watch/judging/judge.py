@@ -53,7 +53,6 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
 
 
 def _describe_missing(missing: list[int], world_size: int) -> Finding:
-    """Return the note on what the other findings rest on."""
     return Finding(
         "note",
         "missing-ranks",

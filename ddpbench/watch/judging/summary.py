@@ -200,7 +200,6 @@ def _collective(
 
 
 def _links(history: History) -> Iterator[WatchedLink]:
-    """Yield the links that carried most."""
     most = sorted(history.links.items(), key=lambda item: -item[1].nbytes)
     for (host, peer), link in most[: watched.MOST_LINKS]:
         yield WatchedLink(
@@ -255,7 +254,6 @@ def _make_load(row: Sequence[float]) -> Load | None:
 
 
 def _take_means(kept: Samples, ends: Array) -> Floats:
-    """Return the means of what was read, for each moment."""
     read = kept.values[kept.evenly()]
     return _find_means(read["when"], read["read"], ends)
 

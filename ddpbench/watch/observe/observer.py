@@ -264,7 +264,6 @@ class Observer:
         self._wrap_calls(new)
 
     def _list_owned(self) -> set[int]:
-        """Return the ids of the parameters of the root modules."""
         return {id(parameter) for module in self.modules for parameter in module.parameters()}
 
     def _wrap_calls(self, modules: list[nn.Module]) -> None:
