@@ -11,9 +11,10 @@ from msgspec import structs
 from synthetic_rounds import Fault, Job
 
 from ddpbench.records.schema import Finding
-from ddpbench.watch.judging import changes, periods, samples
+from ddpbench.watch.judging import samples
 from ddpbench.watch.judging.history import SILENT, History
 from ddpbench.watch.judging.judge import judge
+from ddpbench.watch.judging.series import find_parts, find_period
 from ddpbench.watch.judging.slow_links import find_slow_links
 from ddpbench.watch.judging.summary import summarize
 from ddpbench.watch.window import COLUMNS, JoinedCall, Link, Window
@@ -424,9 +425,9 @@ def test_changes_of_a_level_are_found_and_noise_is_none() -> None:
     """Two changes are found within two steps; tails and a correlated series have none."""
     draw = np.random.default_rng(1)
     series = draw.standard_t(2, 600)
-    assert changes.find_parts(series, 2.0) == [slice(0, 600)]
+    assert find_parts(series, 2.0) == [slice(0, 600)]
     series[200:320] += 6
-    starts = [part.start for part in changes.find_parts(series, 2.0)]
+    starts = [part.start for part in find_parts(series, 2.0)]
     assert starts == pytest.approx([0, 200, 320], abs=2)
 
 
@@ -435,9 +436,9 @@ def test_periods_are_found_and_noise_has_none() -> None:
     draw = np.random.default_rng(2)
     for every in (2, 5, 60):
         series = draw.normal(0, 1, 512)
-        assert periods.find_period(series).every == 0
+        assert find_period(series).every == 0
         series[3 % every :: every] += 4
-        found = periods.find_period(series)
+        found = find_period(series)
         assert (found.every, found.first) == (every, 3 % every)
 
 

@@ -12,8 +12,8 @@ from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Finding
 from ddpbench.records.watched import PHASES
 from ddpbench.records.wording import list_all
-from ddpbench.watch.judging import changes
 from ddpbench.watch.judging.history import History
+from ddpbench.watch.judging.series import find_parts
 from ddpbench.watch.judging.stragglers import RECENT
 
 T = TypeVar("T")
@@ -162,7 +162,7 @@ def judge_speed(history: History, explained: Sequence[int]) -> Iterator[Finding]
     """Report the latest lasting change of the step time; `explained`: steps of ranks' changes."""
     job, number = history.job.values, history.job.number
     series = job["seconds"]
-    parts = changes.find_parts(series, LEAST_CHANGE * float(np.median(series)))
+    parts = find_parts(series, LEAST_CHANGE * float(np.median(series)))
     if len(parts) < 2:
         return
     before, now = np.concatenate([series[part] for part in parts[:-1]]), series[parts[-1]]

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from ddpbench.analysis import stats
 from ddpbench.records.schema import Interval
 from ddpbench.records.watched import PHASES
-from ddpbench.watch.judging import changes, periods
 from ddpbench.watch.judging.history import Floats, History, find_spread
+from ddpbench.watch.judging.series import SHORTEST, Period, find_parts, find_period, standard_error
 from ddpbench.watch.window import BLOCKED, COLUMNS
 
 LEAST_SHARE = 0.03  # of a step, from which a rank is a straggler
@@ -170,10 +170,10 @@ def _divide(rank: Part) -> list[Part]:
     for series in (*rank.excess.T, rank.own):
         if not _varies(series, rank.least):
             continue
-        parts = changes.find_parts(series, rank.least)
+        parts = find_parts(series, rank.least)
         levels = [float(np.median(series[part])) for part in parts]
         rest = series - np.repeat(levels, [part.stop - part.start for part in parts])
-        clear = max(np.abs(np.diff(levels)), default=0.0) / (changes.standard_error(rest) or 1e-9)
+        clear = max(np.abs(np.diff(levels)), default=0.0) / (standard_error(rest) or 1e-9)
         if clear > best:
             best, slices = clear, parts
     return [rank[part] for part in slices]
@@ -181,8 +181,8 @@ def _divide(rank: Part) -> list[Part]:
 
 def _varies(series: Floats, least: float) -> bool:
     """Whether short parts of a series differ by so much: the cheap question."""
-    whole = series[: len(series) // changes.SHORTEST * changes.SHORTEST]
-    levels = np.median(whole.reshape(-1, changes.SHORTEST), axis=1)
+    whole = series[: len(series) // SHORTEST * SHORTEST]
+    levels = np.median(whole.reshape(-1, SHORTEST), axis=1)
     return bool(len(levels) > 1 and np.ptp(levels) >= least)
 
 
@@ -209,16 +209,16 @@ def _always(part: Part, clear: float) -> Late | None:
 
 def _clear_level(series: Floats, least: float, clear: float) -> float:
     """Return the median of a series if it is at least this and more than noise, else 0."""
-    level, error = float(np.median(series)), changes.standard_error(series)
+    level, error = float(np.median(series)), standard_error(series)
     return level if level >= max(least + 2 * error, clear * error) else 0.0
 
 
 def _periodically(part: Part) -> Late | None:
     """Judge a rank that is late in every so many steps. part: steps that follow one another."""
-    best = periods.Period(0, 0, 0.0)
+    best = Period(0, 0, 0.0)
     for series in part.excess.T:
         if series.mean() > ALLOWED * part.step_seconds:
-            best = max(best, periods.find_period(series), key=lambda period: period.clear)
+            best = max(best, find_period(series), key=lambda period: period.clear)
     if not best.every:
         return None
     is_late = np.arange(len(part)) % best.every == best.first
@@ -253,6 +253,6 @@ def _name_phases(excess: Floats) -> dict[str, float]:
     """Return the phases to name, the one that is longer by most first. excess: [steps, phase]."""
     longer = np.median(excess, axis=0)
     most = int(longer.argmax())
-    clear = [CLEAR * changes.standard_error(series) for series in excess.T]
+    clear = [CLEAR * standard_error(series) for series in excess.T]
     named = [i for i in np.argsort(-longer) if longer[i] >= max(ALSO * longer[most], clear[i])]
     return {PHASES[i]: float(longer[i]) for i in named or [most]}
