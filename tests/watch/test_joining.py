@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from ddpbench.records.watched import PHASES
 from ddpbench.watch.gather.joining import join_hosts, join_ranks
 from ddpbench.watch.gather.matching import list_calls
 from ddpbench.watch.gather.offsets import UNKNOWN, Line
@@ -32,7 +31,6 @@ from ddpbench.watch.window import (
 
 EPOCH = 1_700_000_000 * 10**9
 MS = 10**6
-BACKWARD = PHASES.index("backward")
 STEP = np.array([1, 10, 20, 3, 1, 5]) * 1e-3  # seconds: what every healthy rank needs
 STEP_NS = 100 * MS
 NONE = np.empty((0, COLUMNS), np.float32)
@@ -186,22 +184,13 @@ def test_the_slowest_ranks_are_passed_on(phase: int) -> None:
     assert host.ranks == [*range(64)]
 
 
-def test_a_round_passes_on_the_slowest_ranks_of_all_hosts() -> None:
-    """Of 48 hosts with eight ranks each, the rows of ROUND_RANKS ranks are in a round, among them
-    those of the one late rank; the medians are those of all hosts."""
-    noise = np.random.default_rng(1)
-    hosts = []
-    for number in range(48):
-        windows = []
-        for rank in range(8 * number, 8 * number + 8):
-            rows = STEP * noise.normal(1, 0.02, (STEPS, COLUMNS))
-            rows[:, BACKWARD] += 0.002 * (rank == 77)
-            windows.append(make_window(rank, 0, rows.astype(np.float32), EPOCH))
-        hosts.append(join_ranks(windows, "same") or pytest.fail("nothing"))
+def test_hosts_with_one_name_are_told_apart() -> None:
+    """By their first rank. Of more ranks than fit, the rows of ROUND_RANKS are passed on."""
+    job = Simulated()
+    hosts = [job.host(range(8 * n, 8 * n + 8), "same") for n in range(48)]
     round_ = join_hosts(hosts)
     assert round_ is not None
     assert len(round_.rows) == ROUND_RANKS
-    assert 77 in round_.rows
     assert len(round_.medians) == len(round_.hosts) == 48
     assert round_.hosts["same (rank 8)"] == list(range(8, 16))
 
