@@ -67,6 +67,27 @@ def _file_or_port(text: str) -> str:
     return text if text.isdecimal() else str(Path(text).absolute())
 
 
+WITHOUT_VALUE = ("--wire", "--report", "-h", "--help")
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a watch's own options, and the program with all that follows it."""
+    index = 0
+    while index < len(words):
+        word = words[index]
+        if word == "--":
+            return [*words[:index]], [*words[index + 1 :]]
+        if word.startswith("-m") or not word.startswith("-"):
+            break
+        index += 1 if word in WITHOUT_VALUE or "=" in word or _has_value(word) else 2
+    return [*words[:index]], [*words[index:]]
+
+
+def _has_value(word: str) -> bool:
+    """Whether a short option is joined with its value, as in -n4."""
+    return not word.startswith("--") and len(word) > 2
+
+
 @dataclass(frozen=True)
 class Program:
     """A script (a file, or a folder or zip file with a __main__.py) or a module, and its words."""
@@ -115,27 +136,6 @@ class Program:
             raise Refused(f"{self.name} is a folder without a __main__.py: name a script in it")
         if not os.access(path, os.R_OK):
             raise Refused(f"script {self.name} cannot be read: check its permissions")
-
-
-WITHOUT_VALUE = ("--wire", "--report", "-h", "--help")
-
-
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a watch's own options, and the program with all that follows it."""
-    index = 0
-    while index < len(words):
-        word = words[index]
-        if word == "--":
-            return [*words[:index]], [*words[index + 1 :]]
-        if word.startswith("-m") or not word.startswith("-"):
-            break
-        index += 1 if word in WITHOUT_VALUE or "=" in word or _has_value(word) else 2
-    return [*words[:index]], [*words[index:]]
-
-
-def _has_value(word: str) -> bool:
-    """Whether a short option is joined with its value, as in -n4."""
-    return not word.startswith("--") and len(word) > 2
 
 
 def parse(
