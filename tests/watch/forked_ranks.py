@@ -112,7 +112,7 @@ def open_store(where: str) -> dist.Store:
 def _follow_orders(where: str, rank: int, world_size: int, pipe: Connection) -> None:
     """Make one exchange per order, which is (first step, whether it is the last)."""
     store = open_store(where)  # a transport does not keep it
-    transport = Transport(store, "watch/1", rank, world_size, PERIOD)
+    transport = Transport(store, "watch/1", rank, world_size, period=PERIOD)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         first, last = order

@@ -108,14 +108,13 @@ class Mailbox:
         windows = {own.ranks[0]: own}
         until = self._clock.monotonic() + (LAST_SECONDS if own.last else JOIN_SECONDS)
         while True:
-            complete = self._is_complete(number, windows)
-            left = until - self._clock.monotonic()
             # What has come already is read in any case, or the queue would fill.
-            seconds = 0.0 if complete else max(left, 0.0)
+            complete = self._is_complete(number, windows)
+            left = 0.0 if complete else until - self._clock.monotonic()
             try:
-                data, sender = self._clock.receive(self._socket, seconds)
+                data, sender = self._clock.receive(self._socket, max(left, 0.0))
             except OSError:
-                if complete or left <= 0:
+                if left <= 0:
                     break
                 continue
             if (frame := _unpack(data, self.token)) is None:

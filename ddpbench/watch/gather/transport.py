@@ -50,6 +50,7 @@ class Transport:
         prefix: str,
         rank: int,
         world_size: int,
+        *,
         period: float = PERIOD,
         clock: Clock = CLOCK,
     ) -> None:

@@ -72,7 +72,11 @@ def identify_job(script: str, verify: int, name: str, world_size: int) -> Job:
         started=store.format_now(),
         cases=1,
     )
-    case = StepCase(
+    return Job(_make_case(script, launch, device), launch, verify)
+
+
+def _make_case(script: str, launch: Launch, device: str) -> StepCase:
+    return StepCase(
         workload=Path(script or sys.argv[0]).name,
         settings=tuple(redact.arguments(sys.argv[1:])),
         parameters=0,
@@ -95,7 +99,6 @@ def identify_job(script: str, verify: int, name: str, world_size: int) -> Job:
         time_definition=TIME,
         rank_reduction="median",
     )
-    return Job(case, launch, verify)
 
 
 def build_run(
