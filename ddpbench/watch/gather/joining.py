@@ -64,8 +64,10 @@ def join_hosts(hosts: Sequence[Window]) -> Window | None:
         _rename(host, f"{name} (rank {min(host.ranks)})") if counts[name] > 1 else host
         for name, host in zip(names, hosts, strict=True)
     ]
+    named.sort(key=lambda host: host.ranks)
     joined = _join(named, ROUND_RANKS, CALLS)
-    return structs.replace(joined, links=_name_peers(joined.links, named))
+    links = _name_peers(joined.links, named)
+    return structs.replace(joined, hosts=_list_hosts(named), links=links)  # also without steps
 
 
 def _rename(window: Window, host: str) -> Window:
