@@ -70,7 +70,8 @@ def _judge_communication(history: History) -> Iterator[Finding]:
 
 def _judge_pauses(history: History) -> Iterator[Finding]:
     share = _share(history, "gc_seconds")
-    longest = max((facts.get("gc_longest_seconds", 0.0) for facts in _ranks(history)), default=0.0)
+    reads = [facts for ranks in _after_start(history, history.facts) for facts in ranks.values()]
+    longest = max((facts.get("gc_longest_seconds", 0.0) for facts in reads), default=0.0)
     if share >= NOTABLE_PAUSES:
         yield Finding(
             "warning" if share >= LARGE_PAUSES and _lasts(history) else "note",
@@ -151,11 +152,6 @@ def _share(history: History, name: str) -> float:
         if known:
             shares.append(float(np.mean([facts[name] / facts["seconds"] for facts in known])))
     return float(np.median(shares)) if len(shares) >= ROUNDS else 0.0
-
-
-def _ranks(history: History) -> Iterator[dict[str, float]]:
-    for ranks in _after_start(history, history.facts):
-        yield from map(dict, ranks.values())
 
 
 def judge_speed(history: History, explained: Sequence[int]) -> Iterator[Finding]:
