@@ -175,7 +175,7 @@ def answer_stamp(peer: socket.socket, question: bytes, now_ns: Callable[[], int]
 
 
 def receive(peer: socket.socket, nbytes: int) -> bytes:
-    """Receive exactly `nbytes`. Raises ConnectionError at the end, TimeoutError for silence."""
+    """Receive exactly `nbytes`. Raises ConnectionError at the end, TimeoutError without data."""
     data = b""
     while len(data) < nbytes:
         chunk = peer.recv(nbytes - len(data))
