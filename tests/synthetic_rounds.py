@@ -11,7 +11,7 @@ from scipy.signal import lfilter
 
 from ddpbench.records.watched import PHASES
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.window import BLOCKED, COLUMNS, STEPS, Round
+from ddpbench.watch.window import BLOCKED, COLUMNS, STEPS, Window
 
 ROUND_SECONDS = 5.0
 BEGAN_NS = 1_790_000_000_000_000_000
@@ -72,7 +72,7 @@ class Job:
         blocked = alone.max(axis=0) - alone + transfer.min(axis=0)
         return np.concatenate([own, blocked[:, :, None]], axis=2, dtype=np.float32)
 
-    def rounds(self, steps: int) -> list[Round]:
+    def rounds(self, steps: int) -> list[Window]:
         """What rank 0 gets of so many steps."""
         rows = self.rows(steps)
         ends = BEGAN_NS + (np.cumsum(np.median(rows.sum(axis=2), axis=0)) * 1e9).astype(np.int64)
@@ -85,7 +85,7 @@ class Job:
             first = last
         return found
 
-    def _round(self, rows: npt.NDArray[np.float32], first: int, ended_ns: int) -> Round:
+    def _round(self, rows: npt.NDArray[np.float32], first: int, ended_ns: int) -> Window:
         known: dict[int, npt.NDArray[np.float32]] = {}
         medians = {}
         for host, ranks in self.hosts.items():
@@ -94,7 +94,8 @@ class Job:
             known.update({ranks[i]: rows[ranks[i]] for i in np.argsort(-own)[:8]})
         assert rows.shape[2] == COLUMNS
         least = rows[:, :, BLOCKED].min(axis=0)
-        return Round(first, ended_ns, known, self.hosts, medians, least)
+        hosts = {host: [*ranks] for host, ranks in self.hosts.items()}
+        return Window(hosts, ended_ns, first, known, medians, least)
 
     def watch(self, steps: int) -> History:
         """What is remembered of so many steps."""

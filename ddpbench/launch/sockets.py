@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 BACKLOG = 2048  # all ranks connect at once
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
+STAMP = struct.Struct("!q")
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,37 @@ def listen(address: str, port: int, one_host: bool = True) -> socket.socket:
         family = socket.AF_INET6 if dual else socket.AF_INET
         return socket.create_server(("", port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
     return socket.create_server((own, port), family=address_family(own), backlog=BACKLOG)
+
+
+def exchange_stamps(
+    peer: socket.socket, question: bytes, now_ns: Callable[[], int]
+) -> tuple[int, int, int]:
+    """Ask a peer for its time. Return the stamps of the question, of the peer and of the answer.
+
+    Raises OSError as `receive` does.
+    """
+    asked = now_ns()
+    peer.sendall(question)
+    answer = receive(peer, STAMP.size)
+    return asked, STAMP.unpack(answer)[0], now_ns()
+
+
+def answer_stamp(peer: socket.socket, question: bytes, now_ns: Callable[[], int]) -> None:
+    """Receive a question and answer with the time. Raises ConnectionError for another question."""
+    if receive(peer, len(question)) != question:
+        raise ConnectionError("it sent something other than the question")
+    peer.sendall(STAMP.pack(now_ns()))
+
+
+def receive(peer: socket.socket, nbytes: int) -> bytes:
+    """Receive exactly `nbytes`. Raises ConnectionError at the end, TimeoutError without data."""
+    data = b""
+    while len(data) < nbytes:
+        chunk = peer.recv(nbytes - len(data))
+        if not chunk:
+            raise ConnectionError("it closed the connection")
+        data += chunk
+    return data
 
 
 def _find_own_address(address: str) -> str | None:

@@ -27,7 +27,7 @@ from ddpbench.runtime.world import World
 EXCHANGES, FEWEST = 200, 20
 CONNECT_SECONDS = 5.0
 EXTRA_SECONDS = 30.0  # beyond the watchdog's deadline: the watchdog can name the late rank
-REQUEST, STAMP, RANK = b"?", struct.Struct("!q"), struct.Struct("!i")
+REQUEST, RANK = b"?", struct.Struct("!i")
 
 
 @dataclass
@@ -139,7 +139,7 @@ def agree_connections(
         for _ in range(count):
             peer = stack.enter_context(server.accept()[0])
             peer.settimeout(patience_seconds)
-            inward[RANK.unpack(_receive(peer, RANK.size))[0]] = peer
+            inward[RANK.unpack(sockets.receive(peer, RANK.size))[0]] = peer
     for each in filter(None, (outward, *inward.values())):
         each.settimeout(patience_seconds)
         each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -156,9 +156,13 @@ def _gather_ahead(
     for rank, peer in sorted(peers.items()):
         try:
             if world.rank:
-                _answer(peer, count)
+                for _ in range(count):
+                    sockets.answer_stamp(peer, REQUEST, clock.now_ns)
             else:
-                all_ahead.append(clocks.ahead(np.array([_exchange(peer) for _ in range(count)])))
+                stamps = [
+                    sockets.exchange_stamps(peer, REQUEST, clock.now_ns) for _ in range(count)
+                ]
+                all_ahead.append(clocks.ahead(np.array(stamps)))
         except OSError as error:
             other = world.members[rank]
             raise RuntimeError(
@@ -166,28 +170,3 @@ def _gather_ahead(
             ) from None
     bounds = [[ahead.least_ns, ahead.most_ns] for ahead in all_ahead]
     return [Ahead(*bound) for bound in control.broadcast_value(world, bounds)]
-
-
-def _exchange(peer: socket.socket) -> tuple[int, int, int]:
-    """Send a request. Return the stamps of the request, of the peer and of the answer."""
-    sent = clock.now_ns()
-    peer.sendall(REQUEST)
-    answer = _receive(peer, STAMP.size)
-    return sent, STAMP.unpack(answer)[0], clock.now_ns()
-
-
-def _answer(peer: socket.socket, count: int) -> None:
-    for _ in range(count):
-        _receive(peer, len(REQUEST))
-        peer.sendall(STAMP.pack(clock.now_ns()))
-
-
-def _receive(peer: socket.socket, nbytes: int) -> bytes:
-    """Receive exactly `nbytes`. Raises ConnectionError at the end, TimeoutError without data."""
-    data = b""
-    while len(data) < nbytes:
-        chunk = peer.recv(nbytes - len(data))
-        if not chunk:
-            raise ConnectionError("it closed the connection")
-        data += chunk
-    return data

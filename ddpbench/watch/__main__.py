@@ -3,6 +3,6 @@
 import sys
 
 if __name__ == "__main__":
-    from ddpbench.watch.program import entry
+    from ddpbench.watch import entry
 
     entry.main(sys.argv[1:])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pkgutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddpbench.catalog import backends
@@ -11,7 +14,6 @@ from ddpbench.launch.placement import Refused, read_placement, require_world_siz
 from ddpbench.present.formats import FORMATS
 from ddpbench.runtime import devices
 from ddpbench.session import options, page
-from ddpbench.watch.program.script import Program
 from ddpbench.watch.settings import Settings, explain_wrong_port
 
 USAGE = """%(prog)s [options] SCRIPT [the script's own options]
@@ -60,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _file_or_port(text: str) -> str:
-    """Parse the value of `--prometheus`."""
     if wrong := explain_wrong_port(text):
         raise argparse.ArgumentTypeError(wrong)
     return text if text.isdecimal() else str(Path(text).absolute())
@@ -85,6 +86,56 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _has_value(word: str) -> bool:
     """Whether a short option is joined with its value, as in -n4."""
     return not word.startswith("--") and len(word) > 2
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script (a file, or a folder or zip file with a __main__.py) or a module, and its words."""
+
+    name: str
+    arguments: tuple[str, ...]
+    is_module: bool = False
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Program:
+        """Return the program that these words start. Raises Refused if there is none."""
+        if not words:
+            raise Refused("no script: write train.py, or -m and the name of a module")
+        first, *rest = words
+        if not first.startswith("-m"):
+            return cls(first, tuple(rest))
+        name, rest = (first[2:], rest) if len(first) > 2 else ("".join(rest[:1]), rest[1:])
+        if not name:
+            raise Refused("no module after -m: write -m and the name of a module")
+        return cls(name, tuple(rest), is_module=True)
+
+    def words(self) -> list[str]:
+        """Return the words that follow `python` to start this program."""
+        return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
+
+    def is_archive(self) -> bool:
+        """Whether this is a folder or a zip file, which Python runs as a module."""
+        return not self.is_module and pkgutil.get_importer(self.name) is not None
+
+    def path(self) -> str:
+        """Return what Python puts first in sys.path for this program."""
+        if self.is_module:
+            return str(Path.cwd())
+        return str(
+            Path(self.name).absolute() if self.is_archive() else Path(self.name).resolve().parent
+        )
+
+    def require(self) -> None:
+        """Raise Refused if there is no such script."""
+        if self.is_module:
+            return
+        path = Path(self.name)
+        if not path.exists():
+            raise Refused(f"script {self.name} does not exist: write its path, or -m MODULE")
+        if path.is_dir() and not any(path.glob("__main__.py*")):
+            raise Refused(f"{self.name} is a folder without a __main__.py: name a script in it")
+        if not os.access(path, os.R_OK):
+            raise Refused(f"script {self.name} cannot be read: check its permissions")
 
 
 def parse(

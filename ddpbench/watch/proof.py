@@ -75,6 +75,8 @@ class Record:
     equal_until: int | None = None
     contents: dict[str, int] = field(default_factory=dict)  # of the last comparison, by kind
     reason: str = ""  # why it is not compared
+    point: str = ""  # of its last comparison
+    noted: bool = False  # whether what is not compared is reported
 
 
 class Proof:
@@ -90,10 +92,8 @@ class Proof:
         self._every, self._observer, self._asked = every, observer, bool(every)
         self._records: dict[str, Record] = {}
         self._stages: dict[bytes, tuple[int, ...]] = {}  # as in Options
-        self._uncompared: set[str] = set()  # replicas of which that is reported
         self._backwards: Counter[tuple[int, ...]] = Counter()  # synchronised ones of each group
         self._steps = 0  # optimizer steps
-        self._last: dict[str, str] = {}  # the point of each replica's last comparison
         self._began, self._lost = time.monotonic(), 0.0
         self._prefix = f"ddpbench/proof/{placement.read_restarts()}/{next(_times)}"
         if every:
@@ -137,7 +137,7 @@ class Proof:
         is_stopped = record.differs or record.reason == JOIN
         if is_stopped or (record.averaged and point.startswith("step")):
             return
-        met_at = self._meet(point, number, one)
+        met_at = self._meet(point, number, one, record)
         if met_at is not None:
             self._compare_now(met_at, one, record)
         elif ddp is not None and ddp._join_config.enable:
@@ -178,8 +178,8 @@ class Proof:
             record.equal += 1
             record.equal_until = number
         is_partial = report.not_compared or report.nothing_to_compare
-        if is_partial and one.name not in self._uncompared:
-            self._uncompared.add(one.name)
+        if is_partial and not record.noted:
+            record.noted = True
             self._add(one.ranks, _describe_uncompared(one.module, report))
 
     def _add(self, ranks: tuple[int, ...], *findings: Finding) -> None:
@@ -247,18 +247,18 @@ class Proof:
             replicas.append(Replica(f"{name} {count[name]}", module, optimizers, *place))
         return replicas
 
-    def _meet(self, point: str, step: int, one: Replica) -> int | None:
+    def _meet(self, point: str, step: int, one: Replica, record: Record) -> int | None:
         """Wait for the ranks of a replica; return the first one's step, None if not all came."""
         store = self._open_store(point, one)
         if dist.get_rank() == one.ranks[0]:
             store.set("step", str(step))
         is_last = store.add("arrived", 1) == len(one.ranks)
         # Once all are here, all have left the point before.
-        if is_last and (last := self._last.get(one.name)) is not None:
+        if is_last and record.point:
             with contextlib.suppress(RuntimeError):  # where the store cannot
                 for key in ("step", "arrived", "decided", "decision"):
-                    self._open_store(last, one).delete_key(key)
-        self._last[one.name] = point
+                    self._open_store(record.point, one).delete_key(key)
+        record.point = point
         began = time.monotonic()
         until = began + FREE_SECONDS + SHARE * (began - self._began) - self._lost
         pause, is_met = 0.0005, _decide(store, MET) if is_last else None

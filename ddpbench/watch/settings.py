@@ -12,14 +12,10 @@ NOTE = "DDPBENCH_WATCH_NOTE"  # names a file in which rank 0 notes the folder of
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `ddpbench.watch`, which are also the options of the command.
+    """The arguments of `ddpbench.watch`, which explains them; they are also options of the command.
 
-    verify: steps from one verification of the replicas to the next, 0 none; timeout:
-    seconds after which a hang is reported, 0 never; every: seconds between two lines on the
-    terminal; output: folder of the stored runs, absolute because the script may change its folder,
-    None stores nothing; on_report: called in rank 0 with each report as a dict; wire: time gloo's
-    transfers with a communication hook on DDP; prometheus: a file, or a port, for its metrics;
-    format: of the final table; report: write a page into the folder of the run at the end.
+    output: absolute, because the script may change its folder; report: write a page into the folder
+    of the run at the end; script: for titles.
     """
 
     verify: int = 0
@@ -31,7 +27,7 @@ class Settings:
     prometheus: str | None = None
     format: str = "table"
     report: bool = False
-    script: str = ""  # for titles
+    script: str = ""
 
 
 def explain_wrong_port(prometheus: str) -> str:

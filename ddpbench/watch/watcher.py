@@ -16,7 +16,6 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -32,27 +31,25 @@ from ddpbench.runtime.load import LoadMeter
 from ddpbench.session import page
 from ddpbench.session.run_end import interrupted
 from ddpbench.watch.gather.joining import join_hosts
+from ddpbench.watch.gather.matching import list_calls
 from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.judging.bandwidth import Reference, find_reference, judge_transfers
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
-from ddpbench.watch.observe.arrivals import Arrivals, find_round_ns
+from ddpbench.watch.observe.arrivals import Arrivals, Reducers, find_round_ns
 from ddpbench.watch.observe.calls import ExitStatus
 from ddpbench.watch.observe.facts import Facts
 from ddpbench.watch.observe.links import Links
-from ddpbench.watch.observe.long_steps import LongSteps
+from ddpbench.watch.observe.long_steps import LongSteps, Stacks
 from ddpbench.watch.observe.marks import Marks
 from ddpbench.watch.observe.observer import Observer
-from ddpbench.watch.observe.stacks import Stacks
 from ddpbench.watch.observe.steps import Step, StepBuilder
 from ddpbench.watch.observe.values import ScriptValues
-from ddpbench.watch.observe.wire import Reducers
-from ddpbench.watch.output.job import identify_job
 from ddpbench.watch.output.report import Outputs
-from ddpbench.watch.output.stored import store_end
+from ddpbench.watch.output.stored import identify_job, store_end
 from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.settings import Settings
-from ddpbench.watch.window import CALLS, STEPS, Call, JoinedCall, RankWindow, pack_rows
+from ddpbench.watch.window import CALLS, COLUMNS, STEPS, Call, JoinedCall, Window, make_window
 
 POLL_SECONDS = 0.2  # between two looks for a process group
 LOAD_SECONDS = 1.0  # a load over less may be that of the job's end
@@ -136,12 +133,11 @@ class Watcher:
 
             self._rank = dist.get_rank()
             self._watch_for_hangs()
-            parts = self._marks, self._reducers, self.values, self.observer, self._proof
             with (
-                contextlib.closing(_Rank(self._rank, self._began_ns, *parts)) as rank,
+                contextlib.closing(_Rank(self)) as rank,
                 contextlib.closing(_Reports(self._settings, self._prefix, self._proof)) as reports,
             ):
-                while not self._closing.wait(reports.seconds_to_round()):
+                while not self._closing.wait(reports.transport.seconds_to_round()):
                     reports.send(rank.read_window(), rank)
                 reports.end(self._end)
                 reports.send(rank.read_window(last=True), rank)
@@ -176,26 +172,18 @@ class Watcher:
 class _Rank:
     """What this rank knows of itself."""
 
-    def __init__(
-        self,
-        number: int,
-        began_ns: int,
-        marks: Marks,
-        reducers: Reducers | None,
-        values: ScriptValues,
-        observer: Observer,
-        proof: Proof,
-    ) -> None:
-        self._number, self._marks, self._values = number, marks, values
-        self._observer, self._proof = observer, proof
+    def __init__(self, watcher: Watcher) -> None:
+        self._number, self._began_ns = watcher._rank, watcher._began_ns
+        self._marks, self._observer = watcher._marks, watcher.observer
+        self._values, self._proof = watcher.values, watcher._proof
         self._builder = StepBuilder()
         self._steps, self._calls = deque[Step](maxlen=2 * STEPS), deque[Call](maxlen=CALLS)
-        self._arrivals, self._facts = Arrivals(reducers), Facts(observer.counts)
+        self._arrivals, self._facts = Arrivals(watcher._reducers), Facts(self._observer.counts)
         self._links, self._load = Links(), LoadMeter()
-        self._long, self._stacks = LongSteps(number), Stacks(marks, observer)
-        self._began_ns = began_ns
+        self._long = LongSteps(self._number)
+        self._stacks = Stacks(self._marks, self._observer)
 
-    def read_window(self, last: bool = False) -> RankWindow:
+    def read_window(self, last: bool = False) -> Window:
         """Return the latest steps and calls, up to the end of the round.
 
         So all ranks report the same ones.
@@ -212,10 +200,10 @@ class _Rank:
         # Of groups that are made again, numbers start again: the newest call counts.
         calls = list({(call.group, call.number): call for call in self._calls}.values())
         facts, load = self._facts.read(), self._load.read()
-        return RankWindow(
-            rank=self._number,
+        return make_window(
+            self._number,
             first_step=steps[0].number if steps else 0,
-            rows=pack_rows(np.array([step.row for step in steps], dtype=np.float32)),
+            rows=np.array([step.row for step in steps], np.float32).reshape(-1, COLUMNS),
             ended_ns=steps[-1].ended_ns + ahead_ns if steps else now_ns,
             calls=calls,
             facts=facts,
@@ -270,7 +258,7 @@ class _Reports:
         rank, self._world_size = dist.get_rank(), dist.get_world_size()
         name = str(dist.get_backend())
         # First of all: a short script may end its group while the other parts are made.
-        self._transport = Transport(_get_default_store(), prefix, rank, self._world_size)
+        self.transport = Transport(_get_default_store(), prefix, rank, self._world_size)
         self._history, self._findings = History(), tuple[Finding, ...]()
         self._newest_ns, self._group_sizes = Counter[str](), Counter[str]()  # by group
         self._results = settings.output or Path("results").absolute()
@@ -286,21 +274,17 @@ class _Reports:
 
             job = identify_job(settings.script, settings.verify, name, self._world_size)
             self._backend, self._outputs = job.case.backend, Outputs(settings, job)
-            self._transport.publish_folder(f"{self.folder or ''}")
+            self.transport.publish_folder(f"{self.folder or ''}")
         self._end = End("complete", None, 0)
 
-    def seconds_to_round(self) -> float:
-        """Return the time until all ranks send the next window."""
-        return self._transport.seconds_to_round()
-
-    def send(self, window: RankWindow, rank: _Rank) -> None:
+    def send(self, window: Window, rank: _Rank) -> None:
         """Send this rank's window; in rank 0, judge what all ranks sent."""
-        hosts = self._transport.exchange(window)
+        hosts = self.transport.exchange(window)
         for host in hosts:
             self._sent |= host.findings
         if self._outputs is None or (joined := join_hosts(hosts)) is None:
             return
-        self._history.add(replace(joined, calls=self._only_new(joined.calls)))
+        self._history.add(joined, self._only_new(list_calls(joined)))
         self._history.balance = rank.make_balance()
         if window.last:
             self._history.long_steps.finish()
@@ -352,7 +336,7 @@ class _Reports:
     def end(self, end: End) -> None:
         """Store how this rank ends if it failed before any other: its peers fail because of it."""
         self._end = end
-        if end.state == "complete" or not (folder := self.folder or self._transport.find_folder()):
+        if end.state == "complete" or not (folder := self.folder or self.transport.find_folder()):
             return
         with contextlib.suppress(OSError, store.InvalidRun):  # as on another host
             if store.read(Path(folder)).state in ("running", "complete"):
@@ -365,7 +349,7 @@ class _Reports:
                 end = self._end._replace(code=self._end.code or self.exit_code)
                 self._outputs.finish(self._history, self._findings, end)
         finally:
-            self._transport.close()
+            self.transport.close()
 
 
 def _has_group() -> bool:

@@ -1,4 +1,4 @@
-"""The messages of a watch: from a rank to its host's leader, from there to rank 0. No torch.
+"""The message of a watch: what one rank, the ranks of a host, or all ranks learned. No torch.
 
 A window covers the latest steps and collective calls, up to a fixed number of each. So a message
 does not grow with the steps of a job, and a host's message does not grow with its ranks.
@@ -7,7 +7,8 @@ does not grow with the steps of a job, and a host's message does not grow with i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,13 +31,30 @@ LINES = 8  # of the program
 RANKS = 8  # whose rows a host passes on: those that look slowest
 HOST_CALLS = 256  # that a host passes on
 LINKS = 16
-ROUND_RANKS = 256  # whose rows are in a round: again those that look slowest
+ROUND_RANKS = 256  # whose rows are in the window of all ranks: again those that look slowest
+ALL = -1  # in place of a rank: all of them
 
-Rows = npt.NDArray[np.float32]  # [steps, COLUMNS]
+Rows = npt.NDArray[np.float32]  # [steps, COLUMNS], or [steps]
+Table = npt.NDArray[np.void]  # of CALL
 Values = dict[str, tuple[int, float]]  # what a script computes: name → step, value
+CALL = np.dtype(  # as JoinedCall
+    [
+        ("group", "u4"),
+        ("operation", "u4"),
+        ("ranks", "u4"),
+        ("last_rank", "u4"),
+        ("step", "i8"),
+        ("number", "i8"),
+        ("nbytes", "i8"),
+        ("first_ns", "i8"),
+        ("second_ns", "i8"),
+        ("last_ns", "i8"),
+        ("wire_ns", "i8"),
+    ]
+)
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class Call(msgspec.Struct, frozen=True):
     """A rank's arrival at a collective.
 
     group: name and members of the group, equal in all its ranks; number: of the call in its group;
@@ -70,6 +88,38 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
     retransmitted: int
     transfer_seconds: float = 0.0
 
+    def add(self, other: Link) -> Link:
+        """Return this link with what another one carried as well, and the RTT of this one."""
+        return structs.replace(
+            self,
+            nbytes=self.nbytes + other.nbytes,
+            busy_seconds=self.busy_seconds + other.busy_seconds,
+            transfer_seconds=self.transfer_seconds + other.transfer_seconds,
+            retransmitted=self.retransmitted + other.retransmitted,
+        )
+
+    def scale(self, share: float) -> Link:
+        """Return this link with a share of what it carried."""
+        return structs.replace(
+            self,
+            nbytes=round(self.nbytes * share),
+            busy_seconds=self.busy_seconds * share,
+            transfer_seconds=self.transfer_seconds * share,
+            retransmitted=round(self.retransmitted * share),
+        )
+
+
+def add_links(links: Iterable[Link]) -> list[Link]:
+    """Return one link for several of a host with the same peer and interface, at most LINKS.
+
+    Those that carried most come first. Each has the RTT of the connection that was used most.
+    """
+    sums: dict[tuple[str, str], Link] = {}
+    for link in sorted(links, key=lambda link: -link.nbytes):
+        key = link.peer, link.interface
+        sums[key] = sums[key].add(link) if key in sums else link
+    return sorted(sums.values(), key=lambda link: -link.nbytes)[:LINKS]
+
 
 class LongStep(msgspec.Struct, frozen=True, array_like=True):
     """A step that took much longer than usual, in one rank or as several ranks report it.
@@ -97,32 +147,8 @@ class LongStep(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.extra[:BLOCKED])
 
 
-class RankWindow(msgspec.Struct, frozen=True):
-    """What a rank learned since its last window.
-
-    rows: float32 [steps, COLUMNS], the steps from first_step on; ended_ns: end of the last step, by
-    the system clock; facts: name → value, such as "gc_seconds"; values: the newest of each name;
-    long_steps: the longest, at most LONG_STEPS; lines: seconds of a usual step by line of the
-    program, the LINES with the most; last: the rank's script has ended.
-    """
-
-    rank: int
-    first_step: int
-    rows: bytes
-    ended_ns: int
-    calls: list[Call] = []
-    facts: dict[str, float] = {}
-    links: list[Link] = []
-    load: Load | None = None
-    values: Values = {}
-    findings: list[Finding] = []
-    long_steps: list[LongStep] = []
-    lines: dict[str, float] = {}
-    last: bool = False
-
-
-class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A collective as the ranks of one host, or all ranks, arrived at it, by rank 0's clock.
+class JoinedCall(msgspec.Struct, frozen=True):
+    """A collective as several ranks arrived at it.
 
     second_ns: the last arrival but one; last_rank: who came last; ranks: how many are known.
     """
@@ -140,62 +166,84 @@ class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
     wire_ns: int = -1
 
 
-class HostWindow(msgspec.Struct, frozen=True):
-    """The windows of one host's ranks, joined over the steps that all of them have.
+class Window(msgspec.Struct, frozen=True):
+    """What some ranks learned since their last window, over the steps that all of them have.
 
-    ranks: those that have these steps or have ended, as runs of numbers, each its first and last;
-    median: float32 [steps, COLUMNS], over those with steps; least_blocked: float32 [steps]; rows:
-    of at most RANKS ranks; calls: a table of `matching.CALL` by rank 0's clock, in which groups and
-    operations are positions in the two lists; facts: of these ranks and, under -1, the median over
-    all ranks of the host; values: medians over its ranks.
+    hosts: host → those of its ranks that have these steps or have ended; ended_ns: end of the last
+    step, by the clock of the rank's host, and by rank 0's in the window of a host; rows: of the
+    ranks that look slowest; medians: host → [steps, COLUMNS]; least_blocked: [steps], over all
+    ranks; calls: a table of CALL, in which groups and operations are positions in the two lists;
+    facts: of the ranks in rows, name → value, such as "gc_seconds"; host_facts: host → the medians
+    over its ranks; values: the newest of each name, medians over ranks; lines: seconds of a usual
+    step by line of the program, by rank and under ALL; last: the ranks' script has ended. There may
+    be no steps but calls: a job without an optimizer.
     """
 
-    host: str
-    ranks: list[tuple[int, int]]
-    first_step: int
-    median: bytes
-    least_blocked: bytes
-    rows: dict[int, bytes]
+    hosts: dict[str, list[int]]
     ended_ns: int
-    calls: bytes = b""
+    first_step: int = 0
+    rows: dict[int, Rows] = {}
+    medians: dict[str, Rows] = {}
+    least_blocked: Rows = msgspec.field(default_factory=lambda: np.empty(0, np.float32))
+    calls: Table = msgspec.field(default_factory=lambda: np.empty(0, CALL))
     groups: list[str] = []
     operations: list[str] = []
     facts: dict[int, dict[str, float]] = {}
+    host_facts: dict[str, dict[str, float]] = {}
     links: list[Link] = []
     addresses: list[str] = []  # of the host, to name the peers of other hosts' links
-    ahead_ns: int = 0  # the host's clock against rank 0's; its times are corrected by it
-    bound_ns: int = 0  # how far they may still be off
-    load: Load | None = None
+    bound_ns: int = 0  # how far the times may be from rank 0's clock
+    load: Load | None = None  # medians over ranks, then over hosts
     values: Values = {}
     findings: dict[int, list[Finding]] = {}  # by rank
     long_steps: list[LongStep] = []
-    lines: dict[int, dict[str, float]] = {}  # by rank; under -1 the means over all ranks
+    lines: dict[int, dict[str, float]] = {}
     last: bool = False
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of all hosts."""
+        return [rank for ranks in self.hosts.values() for rank in ranks]
 
-@dataclass(frozen=True)
-class Round:
-    """What all hosts reported at one time, over the steps that all of them have.
+    def without_news(self) -> Window:
+        """Return only that these ranks have ended: nothing else must count twice."""
+        return Window(self.hosts, self.ended_ns, addresses=self.addresses, last=True)
 
-    rows: of at most ROUND_RANKS ranks, those that look slowest; hosts: host → its ranks; medians:
-    host → [steps, COLUMNS]; least_blocked: [steps], over all ranks; ended_ns: end of the last step,
-    by rank 0's clock. There may be no steps but calls: a job without an optimizer.
+
+def make_window(
+    rank: int,
+    first_step: int,
+    rows: Rows,
+    ended_ns: int,
+    calls: Sequence[Call] = (),
+    *,
+    facts: Mapping[str, float] = MappingProxyType({}),
+    lines: Mapping[str, float] = MappingProxyType({}),
+    findings: Sequence[Finding] = (),
+    **known: Any,
+) -> Window:
+    """Return the window of one rank, whose host gets its name when it is joined.
+
+    rows: float32[steps, COLUMNS], from first_step on; facts, lines, findings: of this rank; known:
+    other fields of a Window.
     """
-
-    first_step: int
-    ended_ns: int
-    rows: Mapping[int, Rows]
-    hosts: Mapping[str, Sequence[int]]
-    medians: Mapping[str, Rows]
-    least_blocked: npt.NDArray[np.float32]
-    calls: Sequence[JoinedCall] = ()
-    facts: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    host_facts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    links: Sequence[Link] = ()  # their peers are hosts by name where known
-    load: Load | None = None  # its medians are over hosts, of the medians over their ranks
-    values: Values = field(default_factory=dict)
-    long_steps: Sequence[LongStep] = ()
-    lines: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # as of a host
+    table, groups, operations = _tabulate(rank, calls)
+    return Window(
+        hosts={"": [rank]},
+        ended_ns=ended_ns,
+        first_step=first_step,
+        rows={rank: rows},
+        medians={"": rows},
+        least_blocked=rows[:, BLOCKED],
+        calls=table,
+        groups=groups,
+        operations=operations,
+        facts={rank: dict(facts)},
+        host_facts={"": dict(facts)},
+        lines={rank: dict(lines), ALL: dict(lines)},
+        findings={rank: list(findings)} if findings else {},
+        **known,
+    )
 
 
 def join_long_steps(steps: Iterable[LongStep]) -> list[LongStep]:
@@ -218,11 +266,40 @@ def _join(same: Sequence[LongStep]) -> LongStep:
     )
 
 
-def pack_rows(rows: npt.NDArray[np.float32]) -> bytes:
-    """Return an array as bytes."""
-    return np.ascontiguousarray(rows, dtype=np.float32).tobytes()
+def _tabulate(rank: int, calls: Sequence[Call]) -> tuple[Table, list[str], list[str]]:
+    """Return a rank's calls as a table of CALL, the names of groups and those of operations."""
+    groups: dict[str, int] = {}
+    operations: dict[str, int] = {}
+    rows = [
+        (
+            groups.setdefault(call.group, len(groups)),
+            operations.setdefault(call.operation, len(operations)),
+            *(1, rank, call.step, call.number, call.nbytes),
+            *(call.entered_ns, call.entered_ns, call.entered_ns, call.wire_ns),
+        )
+        for call in calls
+    ]
+    return np.array(rows, CALL), list(groups), list(operations)
 
 
-def unpack_rows(data: bytes) -> Rows:
-    """Return the rows in a message: [steps, COLUMNS]."""
-    return np.frombuffer(data, dtype=np.float32).reshape(-1, COLUMNS)
+def encode(window: Window) -> bytes:
+    """Return a window as a message."""
+    return _ENCODER.encode(window)
+
+
+def decode(message: bytes) -> Window:
+    """Return the window in a message. Raises msgspec.MsgspecError if it has none."""
+    return _DECODER.decode(message)
+
+
+def _pack(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], bytes]:
+    return array.shape, array.tobytes()
+
+
+def _unpack(kind: Any, packed: tuple[list[int], bytes]) -> npt.NDArray[Any]:
+    shape, data = packed
+    return np.frombuffer(data, CALL if kind == Table else np.float32).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_pack)
+_DECODER = msgspec.msgpack.Decoder(Window, dec_hook=_unpack)

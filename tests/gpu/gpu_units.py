@@ -35,7 +35,7 @@ from ddpbench.measure import calibrate
 from ddpbench.replicas import digest
 from ddpbench.runtime import devices, gpu_facts
 from ddpbench.runtime.devices import elapsed_ns
-from ddpbench.watch.observe.losses import Losses
+from ddpbench.watch.observe.values import Losses
 
 EXACT = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,

@@ -148,7 +148,7 @@ def test_a_store_is_served_and_lets_go_of_its_port() -> None:
 # torch's flight recorder has lines of code in its pickle only, made and read in one process.
 ALLOWED = {
     "ddpbench/hang/flight_recorder.py": "pickle",
-    "ddpbench/watch/program/script.py": "exec",  # the script that the user has named
+    "ddpbench/watch/entry.py": "exec",  # the script that the user has named
 }
 PICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 

@@ -34,9 +34,10 @@ import psutil
 import torch.distributed as dist
 from tabulate import tabulate
 
-from ddpbench.watch.gather import host_reports, joining, matching
+from ddpbench.watch.gather import host_reports, joining
 from ddpbench.watch.gather.host_reports import HostReports, Job
-from ddpbench.watch.gather.mailbox import Mailbox, pack_window
+from ddpbench.watch.gather.mailbox import Mailbox
+from ddpbench.watch.gather.matching import list_calls
 from ddpbench.watch.gather.offsets import Line
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.window import (
@@ -44,10 +45,11 @@ from ddpbench.watch.window import (
     COLUMNS,
     STEPS,
     Call,
-    HostWindow,
     Link,
-    RankWindow,
-    pack_rows,
+    Window,
+    decode,
+    encode,
+    make_window,
 )
 
 WORLDS = (8, 1024, 16384)
@@ -56,7 +58,7 @@ FACTS = [f"fact_{number}_seconds" for number in range(16)]
 ROW = np.array([1, 10, 20, 3, 1, 5]) * 1e-3
 
 
-def a_window(rank: int, first: int, noise: np.random.Generator) -> RankWindow:
+def a_window(rank: int, first: int, noise: np.random.Generator) -> Window:
     """What a rank sends; it makes four calls in each step."""
     rows = (ROW * noise.normal(1, 0.02, (STEPS, COLUMNS))).astype(np.float32)
     numbers = range(4 * (first + STEPS) - CALLS, 4 * (first + STEPS))
@@ -68,21 +70,23 @@ def a_window(rank: int, first: int, noise: np.random.Generator) -> RankWindow:
     ]  # fmt: skip
     facts = dict.fromkeys(FACTS, 0.125)
     links = [Link("host", f"10.0.0.{n}", "eth0", 10**8, 1.5, 1e-4, 0) for n in range(2)]
-    return RankWindow(rank, first, pack_rows(rows), EPOCH + first * 40 * MS, calls, facts, links)
+    ended_ns = EPOCH + first * 40 * MS
+    return make_window(rank, first, rows, ended_ns, calls, facts=facts, links=links)
 
 
-def as_other(host: HostWindow, number: int) -> HostWindow:
+def as_other(host: Window, number: int) -> Window:
     """The same window as another host would send it."""
-    calls = np.frombuffer(host.calls, matching.CALL).copy()
+    calls, name = host.calls.copy(), f"host{number}"
     calls["last_rank"] += A_HOST * number
     calls["last_ns"] += number
     return msgspec.structs.replace(
         host,
-        host=f"host{number}",
-        ranks=[(A_HOST * number, A_HOST * number + A_HOST - 1)],
+        hosts={name: [rank + A_HOST * number for rank in host.ranks]},
+        medians={name: host.medians["host0"]},
+        host_facts={name: host.host_facts["host0"]},
         rows={rank + A_HOST * number: row for rank, row in host.rows.items()},
-        facts={rank + A_HOST * number * (rank >= 0): fact for rank, fact in host.facts.items()},
-        calls=calls.tobytes(),
+        facts={rank + A_HOST * number: fact for rank, fact in host.facts.items()},
+        calls=calls,
         addresses=[f"10.{number >> 8}.{number & 255}.1"],
     )
 
@@ -163,11 +167,11 @@ def measure(world: int) -> dict[str, float]:
     """One round of a world, as rank 0 sees it."""
     noise = np.random.default_rng(1)
     windows = [a_window(rank, 1_000_000, noise) for rank in range(A_HOST)]
-    messages = [pack_window(window) for window in windows]
-    decoded = [msgspec.msgpack.decode(message, type=RankWindow) for message in messages]
+    messages = [encode(window) for window in windows]
+    decoded = [decode(message) for message in messages]
     clock = Line(0.0, 50_000.0)
     host, host_seconds = timed(lambda: joining.join_ranks(decoded, "host0", ["10.0.0.1"], clock))
-    message = msgspec.msgpack.encode(host)
+    message = encode(host)
     hosts = world // A_HOST
     with a_store() as (store, server):
         reports = HostReports(store, "watch")
@@ -191,9 +195,9 @@ def measure(world: int) -> dict[str, float]:
             round_, join_seconds = timed(lambda: joining.join_hosts([host, *others]))
         with Holds() as adding:
             history = History()
-            _, add_seconds = timed(lambda: history.add(round_))
+            _, add_seconds = timed(lambda: history.add(round_, list_calls(round_)))
         assert sum(map(len, round_.hosts.values())) == world
-        assert round_.calls[-1].ranks == world
+        assert round_.calls["ranks"][-1] == world
         reports.close()
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {

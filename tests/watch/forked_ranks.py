@@ -21,7 +21,7 @@ import torch.distributed as dist
 from patience import PATIENCE_SECONDS
 
 from ddpbench.watch.gather.transport import Transport
-from ddpbench.watch.window import COLUMNS, Call, RankWindow, pack_rows
+from ddpbench.watch.window import COLUMNS, Call, Window, make_window
 
 PERIOD = 0.5
 FORK = multiprocessing.get_context("fork")
@@ -50,12 +50,12 @@ class Place:
 HERE = Place()
 
 
-def make_window(rank: int, first: int, last: bool = False) -> RankWindow:
+def a_window(rank: int, first: int, last: bool = False, **known: Any) -> Window:
     """A window of eight steps whose rows tell the rank."""
     rows = np.full((8, COLUMNS), rank + 1, np.float32)
     now = time.time_ns()
     calls = [Call("world", first + n, "all_reduce", 8, now) for n in range(8)]
-    return RankWindow(rank, first, pack_rows(rows), now, calls, last=last)
+    return make_window(rank, first, rows, now, calls, last=last, **known)
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,16 @@ def open_store(where: str) -> dist.Store:
 def _follow_orders(where: str, rank: int, world_size: int, pipe: Connection) -> None:
     """Make one exchange per order, which is (first step, whether it is the last)."""
     store = open_store(where)  # a transport does not keep it
-    transport = Transport(store, "watch/1", rank, world_size, PERIOD)
+    transport = Transport(store, "watch/1", rank, world_size, period=PERIOD)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         first, last = order
         if not last:
             time.sleep(transport.seconds_to_round())
-        hosts = transport.exchange(make_window(rank, first, last))
+        hosts = transport.exchange(a_window(rank, first, last))
         pipe.send(
             Reported(
-                {host.host: [r for a, b in host.ranks for r in range(a, b + 1)] for host in hosts},
+                {name: ranks for host in hosts for name, ranks in host.hosts.items()},
                 {host.first_step for host in hosts},
                 bool(hosts) and all(host.last for host in hosts),
             )

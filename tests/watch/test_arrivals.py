@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.watch.observe import arrivals, recorder_dump
-from ddpbench.watch.observe.arrivals import Arrivals
+from ddpbench.watch.observe.arrivals import Arrivals, Reducers
 from ddpbench.watch.observe.marks import Marks
 from ddpbench.watch.observe.observer import Observer
 from ddpbench.watch.observe.recorder_dump import RecorderDump
 from ddpbench.watch.observe.steps import Step, StepBuilder
-from ddpbench.watch.observe.wire import Reducers
 from ddpbench.watch.window import CALLS, Call
 
 DUMP = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)

@@ -11,6 +11,7 @@ from stored_runs import a_case, a_result, a_run, a_summary
 from ddpbench.records import store
 from ddpbench.watch.judging.bandwidth import find_reference, judge_transfers, read_reference
 from ddpbench.watch.judging.history import Calls, History
+from ddpbench.watch.window import JoinedCall
 
 RUN = a_run(
     a_result(a_case(nbytes=1000), summary=a_summary(1e-3)),
@@ -34,7 +35,8 @@ def test_transfers_are_compared_with_the_stored_run(frozen: Frozen) -> None:
         ("0 (0-1)", "reduce", 10_000): Calls(ranks=2),
     }
     for calls in kinds.values():
-        calls.wires.extend([0.020, 0.001, 0.030, 0.001, 0.030, 0.020, 0.020])
+        for ms in (20, 1, 30, 1, 30, 20, 20):
+            calls.newest.append(JoinedCall("", 0, "", 0, 0, 0, 0, 0, 0, 2, ms * 10**6))
     history.calls.update(kinds)
     (finding,) = judge_transfers(history, reference)
     frozen.findings([finding])

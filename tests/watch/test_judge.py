@@ -7,20 +7,23 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from frozen import Frozen
+from msgspec import structs
 from synthetic_rounds import Fault, Job
 
 from ddpbench.records.schema import Finding
-from ddpbench.watch.judging import changes, periods, samples
+from ddpbench.watch.judging import samples
 from ddpbench.watch.judging.history import SILENT, History
 from ddpbench.watch.judging.judge import judge
+from ddpbench.watch.judging.series import find_parts, find_period
 from ddpbench.watch.judging.slow_links import find_slow_links
 from ddpbench.watch.judging.summary import summarize
-from ddpbench.watch.window import COLUMNS, JoinedCall, Link, Round
+from ddpbench.watch.window import COLUMNS, JoinedCall, Link, Window
 
 PHASES = ("input", "forward", "backward", "optimizer")
 STEP_SECONDS = 0.125
 NOISES = ({}, {"modes": True}, {"noise": 0.1, "spikes": 0.05})
-TWO_HOSTS = {"a": range(4), "b": range(4, 8)}
+FOUR = {"a": [*range(4)]}
+TWO_HOSTS = {"a": [*range(4)], "b": [*range(4, 8)]}
 WHERE = ("rank", "ranks", "host", "hosts", "phase", "every", "cause")
 
 
@@ -49,7 +52,7 @@ def watch(job: Job, steps: int, **changed: object) -> History:
     """Watch a job whose rounds have these values instead of their own."""
     history = History()
     for round_ in job.rounds(steps):
-        history.add(Round(**vars(round_) | changed))
+        history.add(structs.replace(round_, **changed))
     return history
 
 
@@ -259,7 +262,7 @@ def test_pauses_of_all_ranks_are_reported(frozen: Frozen, rounds: int, seconds: 
     facts |= {"compile_seconds": 0.5, "host_busy_seconds": 20.0}
     history = History()
     for round_ in Job().rounds(40 * rounds)[:rounds]:
-        history.add(Round(**vars(round_) | {"host_facts": {"a": facts}}))
+        history.add(structs.replace(round_, host_facts={"a": facts}))
     freeze(frozen, *judge(history, history.world_size))
 
 
@@ -307,29 +310,29 @@ def test_memory_and_time_do_not_grow_with_the_job() -> None:
         rows = {rank: block[rank] for rank in range(4)}
         median, least = np.median(block, axis=0), block[:, :, -1].min(axis=0)
         ended_ns = 10**18 + first * 10**8
-        history.add(Round(first, ended_ns, rows, {"a": range(4)}, {"a": median}, least))
+        history.add(Window(FOUR, ended_ns, first, rows, {"a": median}, least))
         if (first + 1000) % 10_000 == 0:
             kept.append(sum(s.values.nbytes for s in (history.job, *history.ranks.values())))
     assert max(kept) < 900_000
     numbers = history.job.number
     assert numbers[0] < 1000
     assert np.diff(numbers[history.job.evenly()]).max() < 100_000 / 200
-    assert np.array_equal(numbers[history.job.unbroken()], np.arange(100_000)[-1024:])
+    assert np.array_equal(numbers[-1024:], np.arange(100_000)[-1024:])
     assert history.steps == 99_995
 
 
 def test_older_steps_are_thinned_without_regard_to_periods() -> None:
     """Of every residue of every period about as many old steps are kept."""
-    kept = samples.empty(1)
+    kept = samples.empty("f8")
     for first in range(0, 50_000, 50):
         number = np.arange(first, first + 50)
-        kept.add(number, number[:, None])
+        kept.add(number, number)
     old = kept.number[: -samples.NEWEST]
     for period in (2, 4, 5, 8, 10):
         counts = np.bincount(old % period, minlength=period)
         assert counts.min() > 0.8 * len(old) / period
     assert kept.steps == 50_000
-    assert np.array_equal(kept.values[:, 0], kept.number)
+    assert np.array_equal(kept.values, kept.number)
 
 
 def test_rounds_that_overlap_count_once() -> None:
@@ -340,8 +343,7 @@ def test_rounds_that_overlap_count_once() -> None:
         history.add(round_)
     assert history.steps == 95
     assert np.all(np.diff(history.job.number) == 1)
-    none = np.zeros(0, np.float32)
-    history.add(Round(100, 10**18, {}, {"a": range(4)}, {}, none))
+    history.add(Window(FOUR, 10**18, 100))
     assert history.steps == 95
 
 
@@ -351,7 +353,8 @@ def test_a_host_that_sends_nothing_does_not_disturb(frozen: Frozen) -> None:
     history = History()
     for round_ in job.rounds(200):
         rows = {rank: rows for rank, rows in round_.rows.items() if rank < 4}
-        history.add(Round(**vars(round_) | {"rows": rows, "medians": {"a": round_.medians["a"]}}))
+        medians = {"a": round_.medians["a"]}
+        history.add(structs.replace(round_, rows=rows, medians=medians))
     frozen.facts(where(warnings(history)))
 
 
@@ -360,11 +363,10 @@ def test_a_host_that_misses_a_round_is_remembered() -> None:
     count; a host that is named anew with the same ranks replaces the former one."""
     facts = {"seconds": 5.0, "cores": 8.0, "host_busy_seconds": 36.0}
     history = watch(Job(hosts=TWO_HOSTS), 200, host_facts=dict.fromkeys(TWO_HOSTS, facts))
-    none = np.zeros(0, np.float32)
-    history.add(Round(200, 10**18, {}, {"b": TWO_HOSTS["b"]}, {}, none))
+    history.add(Window({"b": TWO_HOSTS["b"]}, 10**18, 200))
     busy = [f.place["hosts"] for f in judge(history, history.world_size) if f.code == "busy-host"]
     assert (busy, list(history.hosts), history.world_size) == ([["a", "b"]], ["a", "b"], 8)
-    history.add(Round(200, 10**18, {}, {"c": TWO_HOSTS["a"]}, {}, none))
+    history.add(Window({"c": TWO_HOSTS["a"]}, 10**18, 200))
     assert dict(history.hosts) == {"c": TWO_HOSTS["a"], "b": TWO_HOSTS["b"]}
     assert [
         f.place["host"] for f in judge(history, history.world_size) if f.code == "busy-host"
@@ -375,11 +377,11 @@ def test_a_rank_that_ends_without_steps_is_missing() -> None:
     """Ranks that have ended are listed with their host; the findings rest on those with steps. A
     rank whose reports end is missing after some rounds."""
     history = History()
-    rounds = Job(hosts={"a": range(3)}).rounds(1500)
+    rounds = Job(hosts={"a": [0, 1, 2]}).rounds(1500)
     for number, round_ in enumerate(rounds):
         ranks = (0, 1) if number < 5 else (0,)
         rows = {rank: round_.rows[rank] for rank in ranks}
-        history.add(Round(**vars(round_) | {"rows": rows}))
+        history.add(structs.replace(round_, rows=rows))
         missing = [f.place["ranks"] for f in judge(history, 3) if f.code == "missing-ranks"]
         if number:  # the first round has no step that is judged
             assert missing == [[2] if number < 5 + SILENT - 1 else [1, 2]], number
@@ -399,14 +401,15 @@ def test_the_summary_has_phases_ranks_calls_and_a_timeline() -> None:
             JoinedCall("world", n, "all_reduce", 4096, n // 2, 0, 10**6, 3 * 10**6, 2, 4, 2000)
             for n in range(2 * round_.first_step, 2 * round_.first_step + 20)
         ]
-        history.add(Round(**vars(round_) | {"calls": calls}))
+        history.add(round_, calls)
     summary = summarize(history)
     assert summary is not None
     phases = {phase.name: phase for phase in summary.watched.phases}
     assert phases["backward"].slowest_rank == 2
     assert phases["backward"].slowest_share > 0.9
-    assert summary.step.value == pytest.approx(0.155, rel=0.1)
-    assert summary.step.interval is not None
+    assert summary.steps is not None
+    assert summary.steps.step.value == pytest.approx(0.155, rel=0.1)
+    assert summary.steps.step.interval is not None
     (collective,) = summary.watched.collectives
     assert (collective.calls, collective.last_rank, collective.last_share) == (2, 2, 1)
     assert (collective.wait_seconds, collective.wire_seconds) == pytest.approx((0.003, 2e-6))
@@ -422,9 +425,9 @@ def test_changes_of_a_level_are_found_and_noise_is_none() -> None:
     """Two changes are found within two steps; tails and a correlated series have none."""
     draw = np.random.default_rng(1)
     series = draw.standard_t(2, 600)
-    assert changes.find_parts(series, 2.0) == [slice(0, 600)]
+    assert find_parts(series, 2.0) == [slice(0, 600)]
     series[200:320] += 6
-    starts = [part.start for part in changes.find_parts(series, 2.0)]
+    starts = [part.start for part in find_parts(series, 2.0)]
     assert starts == pytest.approx([0, 200, 320], abs=2)
 
 
@@ -433,9 +436,9 @@ def test_periods_are_found_and_noise_has_none() -> None:
     draw = np.random.default_rng(2)
     for every in (2, 5, 60):
         series = draw.normal(0, 1, 512)
-        assert periods.find_period(series).every == 0
+        assert find_period(series).every == 0
         series[3 % every :: every] += 4
-        found = periods.find_period(series)
+        found = find_period(series)
         assert (found.every, found.first) == (every, 3 % every)
 
 
@@ -456,8 +459,7 @@ def test_a_late_rank_of_a_job_without_steps_is_found_by_its_arrivals(
                 "0 (0-3)", index, "all_reduce", 4096, -1, first, second, last, int(order[-1]), 4
             )
             calls.append(call)
-        none = np.zeros(0, np.float32)
-        history.add(Round(0, number, {}, {"a": [0, 1, 2, 3]}, {}, none, calls))
+        history.add(Window(FOUR, number), calls)
     findings = judge(history, history.world_size)
     assert len(findings) == found
     freeze(frozen, *findings)
@@ -465,5 +467,5 @@ def test_a_late_rank_of_a_job_without_steps_is_found_by_its_arrivals(
         assert finding.place["seconds"] == pytest.approx(late_by, rel=0.1)
     summary = summarize(history)
     assert summary is not None
-    assert summary.step is None
+    assert summary.steps is None
     assert [row.calls for row in summary.watched.collectives] == [60]

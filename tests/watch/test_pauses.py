@@ -17,10 +17,17 @@ from ddpbench.records.watched import WatchedBalance
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.judging.pauses import KINDS, PauseHistory
-from ddpbench.watch.observe.long_steps import LongSteps
-from ddpbench.watch.observe.stacks import Look, Stacks
+from ddpbench.watch.observe.long_steps import LongSteps, Look, Stacks
 from ddpbench.watch.observe.steps import Step
-from ddpbench.watch.window import BLOCKED, COLUMNS, LONG_STEPS, LongStep, Round, join_long_steps
+from ddpbench.watch.window import (
+    ALL,
+    BLOCKED,
+    COLUMNS,
+    LONG_STEPS,
+    LongStep,
+    Window,
+    join_long_steps,
+)
 
 USUAL = (0.001, 0.003, 0.004, 0.001, 0.0005, 0.0005)  # seconds of a step
 OTHER = 4
@@ -205,9 +212,7 @@ def test_kinds_of_pauses_are_bounded() -> None:
 def judge_pauses(steps: Sequence[LongStep], lines: dict[str, float], count: int = 1000) -> Any:
     """The findings on a job with steps of 10 ms and these pauses; lines: of a usual step."""
     history = History()
-    none = np.zeros((0, COLUMNS), np.float32)
-    rounds = {"hosts": {"a": range(2)}, "medians": {}, "rows": {}, "least_blocked": none[:, 0]}
-    history.add(Round(0, 10**9, long_steps=steps, lines={-1: lines}, **rounds))
+    history.add(Window({"a": [0, 1]}, 10**9, long_steps=[*steps], lines={ALL: lines}))
     history.long_steps.finish()
     together = sum(kind.seconds for kind in history.long_steps.kinds)
     history.balance = WatchedBalance(1.0, count, 0.01 * count, len(steps), together, 1.0)

@@ -28,11 +28,11 @@ from ddpbench.records.watched import COLUMNS
 from ddpbench.session.run_end import interrupted
 from ddpbench.verdicts import comparison, matching
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.output import job as jobs
-from ddpbench.watch.output.job import Job
+from ddpbench.watch.output import stored as jobs
 from ddpbench.watch.output.report import Outputs
+from ddpbench.watch.output.stored import Job
 from ddpbench.watch.settings import Settings
-from ddpbench.watch.window import JoinedCall, Link, Round
+from ddpbench.watch.window import JoinedCall, Link, Window
 
 COMPLETE = End("complete", None, 0)
 SLOW = Finding(
@@ -52,7 +52,7 @@ def a_job(script: str = "train.py", arguments: tuple[str, ...] = ("--epochs", "3
     return Job(case, Launch(0, case.backend, "native", "gloo", "torchrun", 4, started="2026"))
 
 
-def a_round(number: int = 0, steps: int = 60) -> Round:
+def a_round(number: int = 0, steps: int = 60) -> Window:
     """Steps of 100 ms of two ranks on each of two hosts: backward of rank 2 takes 20 ms longer."""
     draw = np.random.default_rng(number)
     own = np.tile(np.array([1, 20, 50, 3, 1, 0]) * 1e-3, (4, steps, 1))
@@ -61,28 +61,33 @@ def a_round(number: int = 0, steps: int = 60) -> Round:
     own[:, :, 5] = own.sum(axis=2).max(axis=0) + 5e-3 - own.sum(axis=2)
     rows = own.astype(np.float32)
     first = number * steps
-    return Round(
+    return Window(
         first_step=first,
         ended_ns=int((1.8e9 + 6 * number) * 1e9),
         rows=dict(enumerate(rows)),
         hosts={"a": [0, 1], "b": [2, 3]},
         medians={"a": np.median(rows[:2], axis=0), "b": np.median(rows[2:], axis=0)},
         least_blocked=rows[:, :, 5].min(axis=0),
-        calls=[
-            JoinedCall("world", i, "allreduce", 2**20, i, 0, 10**6, 20 * 10**6, 2, 4)
-            for i in range(first, first + steps)
-        ],
         links=[Link("a", "b", "eth0", 10**8, 0.9, 2e-4, 3)],
         load=Load(1.234567, 1.5, 3 * 2**30, 0.51, 2**33),
         values=dict.fromkeys(("loss", "validation loss"), (first + steps - 1, 1 / (number + 3))),
     )
 
 
+def add_round(history: History, number: int, steps: int = 60) -> None:
+    """Add a round in which rank 2 is the last in each call."""
+    calls = [
+        JoinedCall("world", i, "allreduce", 2**20, i, 0, 10**6, 20 * 10**6, 2, 4)
+        for i in range(number * steps, (number + 1) * steps)
+    ]
+    history.add(a_round(number, steps), calls)
+
+
 def a_history(rounds: int = 1) -> History:
     """A history of so many rounds."""
     history = History()
     for number in range(rounds):
-        history.add(a_round(number))
+        add_round(history, number)
     return history
 
 
@@ -106,7 +111,7 @@ def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
     first; at the end it holds how the job ended, and its table."""
     outputs, history = Outputs(Settings(output=tmp_path), a_job()), History()
     for number in range(3):
-        history.add(a_round(number))
+        add_round(history, number)
         outputs.update(history, [NOTE, SLOW])
         run = the_run(tmp_path)
         assert (run.command, run.state, run.exit_code) == ("watch", "running", None)
@@ -150,7 +155,7 @@ def test_the_record_does_not_grow(tmp_path: Path) -> None:
     outputs, history = Outputs(Settings(output=tmp_path), a_job()), History()
     sizes = []
     for number in range(120):
-        history.add(a_round(number))
+        add_round(history, number)
         if number in (39, 79, 119):
             outputs.update(history, [SLOW])
             sizes.append((tmp_path / the_run(tmp_path).id / "run.json").stat().st_size)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from fake_clock import EPOCH_NS, SECOND, FakeClock
-from forked_ranks import make_window
+from forked_ranks import a_window
 
 from ddpbench.watch.gather import mailbox, offsets, transport
 from ddpbench.watch.gather.host_reports import HostReports, Job
@@ -52,8 +52,8 @@ def collect(
 ) -> tuple[set[int], float]:
     """Return the ranks in a round, and how long the leader waited for them."""
     began = clock.monotonic()
-    windows = leader.collect(number, make_window(0, number, last), 0)
-    return {window.rank for window in windows}, clock.monotonic() - began
+    windows = leader.collect(number, a_window(0, number, last), 0)
+    return {window.ranks[0] for window in windows}, clock.monotonic() - began
 
 
 # --- on a host ------------------------------------------------------------------------------------
@@ -63,16 +63,16 @@ def test_a_leader_waits_for_its_ranks_as_long_as_it_may(stack: ExitStack, clock:
     """Until all have sent, else JOIN_SECONDS, and LAST_SECONDS at the end. What comes later counts
     in no round."""
     leader, one, two = open_mailboxes(stack, clock, 3)
-    clock.after(0.1, lambda: one.send(7, make_window(1, 7)))
-    clock.after(0.3, lambda: two.send(7, make_window(2, 7)))
+    clock.after(0.1, lambda: one.send(7, a_window(1, 7)))
+    clock.after(0.3, lambda: two.send(7, a_window(2, 7)))
     assert collect(leader, clock, 7) == ({0, 1, 2}, pytest.approx(0.3))
-    one.send(8, make_window(1, 8))
-    clock.after(JOIN_SECONDS + 0.1, lambda: two.send(8, make_window(2, 8)))
+    one.send(8, a_window(1, 8))
+    clock.after(JOIN_SECONDS + 0.1, lambda: two.send(8, a_window(2, 8)))
     assert collect(leader, clock, 8) == ({0, 1}, pytest.approx(JOIN_SECONDS))
     clock.sleep(1)
-    one.send(9, make_window(1, 9))
+    one.send(9, a_window(1, 9))
     assert collect(leader, clock, 9) == ({0, 1}, pytest.approx(JOIN_SECONDS))
-    clock.after(mailbox.LAST_SECONDS - 0.1, lambda: one.send(10, make_window(1, 10, last=True)))
+    clock.after(mailbox.LAST_SECONDS - 0.1, lambda: one.send(10, a_window(1, 10, last=True)))
     ranks, seconds = collect(leader, clock, 10, last=True)
     assert (ranks, seconds) == ({0, 1}, pytest.approx(mailbox.LAST_SECONDS))
 
@@ -85,14 +85,14 @@ def test_a_rank_that_has_missed_some_rounds_is_not_waited_for(
     leader, one = open_mailboxes(stack, clock, 2)
     assert collect(leader, clock, 1) == ({0}, pytest.approx(JOIN_SECONDS))
     assert collect(leader, clock, 2) == ({0}, 0)
-    one.send(3, make_window(1, 3))
+    one.send(3, a_window(1, 3))
     assert collect(leader, clock, 3) == ({0, 1}, 0)
     waits = [collect(leader, clock, number)[1] for number in range(4, 4 + MISSED)]
     assert waits == [pytest.approx(JOIN_SECONDS)] * (MISSED - 1) + [0]
     number = 4 + MISSED
-    one.send(number, make_window(1, number))
+    one.send(number, a_window(1, number))
     assert collect(leader, clock, number) == ({0, 1}, 0)
-    clock.after(0.1, lambda: one.send(number + 1, make_window(1, number + 1, last=True)))
+    clock.after(0.1, lambda: one.send(number + 1, a_window(1, number + 1, last=True)))
     assert collect(leader, clock, number + 1) == ({0, 1}, pytest.approx(0.1))
     assert collect(leader, clock, number + 2, last=True) == ({0, 1}, 0)
 
@@ -107,10 +107,10 @@ def test_a_rank_gives_up_a_window_that_its_leader_does_not_take(
     with suppress(BlockingIOError):
         while True:
             one._socket.sendto(b"x", leader._name)
-    assert one.send(7, make_window(1, 7))
+    assert one.send(7, a_window(1, 7))
     assert one._socket.gettimeout() == SEND_SECONDS
     assert collect(leader, clock, 7) == ({0}, pytest.approx(JOIN_SECONDS))
-    assert one.send(8, make_window(1, 8))
+    assert one.send(8, a_window(1, 8))
     assert collect(leader, clock, 8) == ({0, 1}, 0)
 
 
@@ -138,9 +138,9 @@ def test_rounds_begin_at_multiples_of_the_period(stack: ExitStack, clock: FakeCl
     for number in (1, 2):
         clock.sleep(alone.seconds_to_round())
         assert clock.now_ns() == EPOCH_NS + number * PERIOD_NS + AFTER_NS
-        (host,) = alone.exchange(make_window(0, number))
-        assert (host.ranks, host.first_step) == ([(0, 0)], number)
-        assert host.host == socket.gethostname()
+        (host,) = alone.exchange(a_window(0, number))
+        assert (host.ranks, host.first_step) == ([0], number)
+        assert [*host.hosts] == [socket.gethostname()]
     clock.ahead_ns -= SECOND
     assert alone.seconds_to_round() == pytest.approx(PERIOD + 1, abs=2 * AFTER_SECONDS)
 
@@ -149,7 +149,7 @@ def test_rounds_begin_by_the_clock_of_rank_0(stack: ExitStack, clock: FakeClock)
     """A host whose clock is ahead begins when rank 0 does; one whose clock is behind sends later by
     as much, up to 0.1 s, as its ranks cut their windows by their own clock."""
     rank_1, _ = open_transport(stack, clock, 1)
-    assert rank_1.exchange(make_window(1, 0)) == []  # it leads a host of its own
+    assert rank_1.exchange(a_window(1, 0)) == []  # it leads a host of its own
     box = rank_1._mailbox
     assert box is not None
     for ahead, later in ((2.0, 0.0), (-0.04, 0.04), (-2.0, 0.1)):
@@ -165,14 +165,14 @@ def test_rank_0_gives_other_hosts_a_time_to_report(stack: ExitStack, clock: Fake
     rank_0, reports = open_transport(stack, clock, 0)
 
     def report(number: int, last: bool = False) -> None:
-        joined = join_ranks([make_window(1, number, last)], "two")
+        joined = join_ranks([a_window(1, number, last)], "two")
         assert joined is not None
         reports.publish("boot/two", number, joined, 1)
 
     def exchange(number: int, last: bool = False) -> tuple[int, float]:
         clock.sleep(rank_0.seconds_to_round())
         began = clock.monotonic()
-        hosts = rank_0.exchange(make_window(0, number, last))
+        hosts = rank_0.exchange(a_window(0, number, last))
         return len(hosts), clock.monotonic() - began
 
     first = EPOCH_NS // PERIOD_NS
@@ -203,7 +203,7 @@ def test_a_host_asks_again_for_the_time_a_minute_after_it_could_not(
     rank_1, _ = open_transport(stack, clock, 1)
     for number in range(14):
         clock.sleep(rank_1.seconds_to_round())
-        rank_1.exchange(make_window(1, number))
+        rank_1.exchange(a_window(1, number))
     assert asked == [0, 60, 65]
 
 
@@ -215,5 +215,5 @@ def test_a_job_that_rank_0_never_publishes_costs_a_short_wait(
     lost = stack.enter_context(closing(Transport(store, "watch/1", 1, 2, clock=clock)))
     for last, seconds in ((False, 0.0), (True, transport.MEET_SECONDS)):
         began = clock.monotonic()
-        assert lost.exchange(make_window(1, 0, last)) == []
+        assert lost.exchange(a_window(1, 0, last)) == []
         assert clock.monotonic() - began == pytest.approx(seconds)

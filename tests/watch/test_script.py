@@ -13,7 +13,7 @@ from command_lines import ONE_SENTENCE, assert_refused, clean_environment, run_c
 from frozen import Frozen
 from patience import PATIENCE_SECONDS
 
-from ddpbench.watch.program import entry
+from ddpbench.watch import entry
 
 FACTS = """
 import pickle, sys, threading, atexit, typing, inspect, dataclasses

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from synthetic_rounds import Job
 from torch import nn
 
@@ -20,7 +21,7 @@ from ddpbench.watch.judging.summary import summarize
 from ddpbench.watch.observe.marks import Marks
 from ddpbench.watch.observe.observer import Observer
 from ddpbench.watch.observe.values import ScriptValues
-from ddpbench.watch.window import COLUMNS, RankWindow, Values, pack_rows
+from ddpbench.watch.window import COLUMNS, Values, Window, make_window
 
 
 class Training:
@@ -117,10 +118,10 @@ def test_a_script_records_the_newest_value_of_a_name(training: Training) -> None
     assert len(training.values.take()) == MOST_VALUES + 1
 
 
-def a_window(rank: int, load: Load | None, values: Values) -> RankWindow:
+def a_window(rank: int, load: Load | None, values: Values) -> Window:
     """A window of two steps."""
     rows = np.ones((2, COLUMNS), np.float32)
-    return RankWindow(rank, 10, pack_rows(rows), 10**18, load=load, values=values)
+    return make_window(rank, 10, rows, 10**18, load=load, values=values)
 
 
 def test_load_and_values_are_joined_over_ranks_and_hosts() -> None:
@@ -147,12 +148,12 @@ def test_load_and_values_are_joined_over_ranks_and_hosts() -> None:
 def watch_values(rounds: int) -> History:
     """A job of two ranks, of which each round brings a load, a loss and ten values."""
     history = History()
-    for number, round_ in enumerate(Job({"a": range(2)}).rounds(40 * rounds)):
+    for number, round_ in enumerate(Job({"a": [0, 1]}).rounds(40 * rounds)):
         last = round_.first_step + len(round_.least_blocked) - 1
-        round_.values.update({"loss": (last, 100.0 - number)})  # type: ignore[attr-defined]
-        round_.values.update({f"v{i}": (last, i + 1 / 3) for i in range(10)})  # type: ignore[attr-defined]
-        object.__setattr__(round_, "load", Load(0.5 + number % 2, 2.0, 2**30))
-        history.add(round_)
+        values = {"loss": (last, 100.0 - number)}
+        values |= {f"v{i}": (last, i + 1 / 3) for i in range(10)}
+        load = Load(0.5 + number % 2, 2.0, 2**30)
+        history.add(structs.replace(round_, load=load, values=values))
     return history
 
 

@@ -17,7 +17,7 @@ from ddpbench.hang.status_board import (
     find_store,
     unwrap,
 )
-from ddpbench.watch.window import HostWindow
+from ddpbench.watch.window import Window, decode, encode
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -84,12 +84,12 @@ class HostReports:
         self._folder = f"{self._prefix}/{job.token.hex()}"
         return job
 
-    def publish(self, host: str, number: int, window: HostWindow, ranks: int) -> None:
+    def publish(self, host: str, number: int, window: Window, ranks: int) -> None:
         """Replace this host's report.
 
         host: a name of it that no other host has; ranks: how many it has had, dead ones included.
         """
-        data = REPORT.pack(number, window.last) + msgspec.msgpack.encode(window)
+        data = REPORT.pack(number, window.last) + encode(window)
 
         def put(store: Any) -> tuple[int, int]:
             slot = self.slot if self.slot >= 0 else self._find_slot(store, host)
@@ -102,14 +102,14 @@ class HostReports:
         if answer is not None:
             self.slot, self.hosts = answer
 
-    def read(self, number: int, seconds: float) -> list[HostWindow]:
+    def read(self, number: int, seconds: float) -> list[Window]:
         """Return the reports of this round, and those of hosts that have ended.
 
         The latter are empty when they are read again.
         """
         until = time.monotonic() + seconds
         self._request(self._find_keys)
-        windows: list[HostWindow] = []
+        windows: list[Window] = []
         all_keys = list(self._keys.values())
         for first in range(0, len(all_keys), CHUNK):
             keys = all_keys[first : first + CHUNK]
@@ -117,8 +117,9 @@ class HostReports:
             for key, data in zip(keys, values or (), strict=False):
                 sent, last = REPORT.unpack_from(data)
                 if sent == number or last:
-                    window = msgspec.msgpack.decode(data[REPORT.size :], type=HostWindow)
-                    windows.append(_empty(window) if self._ended.get(key) == sent else window)
+                    window = decode(data[REPORT.size :])
+                    known = self._ended.get(key) == sent
+                    windows.append(window.without_news() if known else window)
                 if last:
                     self._ended[key] = sent
             if time.monotonic() > until:
@@ -176,16 +177,6 @@ class HostReports:
             key = f"{self._folder}/report/{slot}"
             if slot not in self._keys and store.check([key]):
                 self._keys[slot] = key
-
-
-def _empty(window: HostWindow) -> HostWindow:
-    """Only that this host has ended: its steps, facts and links must not count twice."""
-    return HostWindow(
-        *(window.host, window.ranks, 0, b"", b"", {}, window.ended_ns),
-        facts={-1: {}},
-        addresses=window.addresses,
-        last=True,
-    )
 
 
 def _read(store: dist.Store, key: str) -> bytes | None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from ddpbench.watch.gather import offsets
-from ddpbench.watch.window import RankWindow
+from ddpbench.watch.window import Window, decode, encode
 
 SEND_SECONDS = 0.3  # for a leader that has not read the others' datagrams yet
 JOIN_SECONDS = 0.4  # for the host's other ranks, in each round
@@ -65,7 +65,7 @@ class Mailbox:
         self._expected = expected
         self.ranks: set[int] = set()  # of this host that the leader has ever heard
         self._heard: dict[int, int] = {}  # rank → round of its latest window
-        self._ended: dict[int, RankWindow] = {}  # ranks that have ended → what to pass on
+        self._ended: dict[int, Window] = {}  # ranks that have ended → what to pass on
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind("")  # the kernel chooses a name, for the leader's answers
 
@@ -85,48 +85,47 @@ class Mailbox:
         """Close the socket: another rank may lead now."""
         self._socket.close()
 
-    def send(self, number: int, window: RankWindow) -> bool:
+    def send(self, number: int, window: Window) -> bool:
         """Send this rank's window of a round; return whether there is a leader.
 
         It is lost if the leader reads nothing in time.
         """
         self._socket.settimeout(SEND_SECONDS)
         try:
-            self._socket.sendto(HEADER.pack(self.token, number) + pack_window(window), self._name)
+            self._socket.sendto(HEADER.pack(self.token, number) + encode(window), self._name)
         except ConnectionRefusedError:
             return False
         except OSError:
             return True
         return True
 
-    def collect(self, number: int, own: RankWindow, ahead_ns: int) -> list[RankWindow]:
+    def collect(self, number: int, own: Window, ahead_ns: int) -> list[Window]:
         """Return the windows of this host's ranks in a round.
 
         Those of ranks that have ended are their last ones, and empty from the next round on.
         ahead_ns: for the ranks' answers: they take it for the time of the next round.
         """
-        windows = {own.rank: own}
+        windows = {own.ranks[0]: own}
         until = self._clock.monotonic() + (LAST_SECONDS if own.last else JOIN_SECONDS)
         while True:
-            complete = self._is_complete(number, windows)
-            left = until - self._clock.monotonic()
             # What has come already is read in any case, or the queue would fill.
-            seconds = 0.0 if complete else max(left, 0.0)
+            complete = self._is_complete(number, windows)
+            left = 0.0 if complete else until - self._clock.monotonic()
             try:
-                data, sender = self._clock.receive(self._socket, seconds)
+                data, sender = self._clock.receive(self._socket, max(left, 0.0))
             except OSError:
-                if complete or left <= 0:
+                if left <= 0:
                     break
                 continue
-            frame = _unpack(data, self.token)
-            if frame is None:
+            if (frame := _unpack(data, self.token)) is None:
                 continue
             sent, window = frame
-            self._heard[window.rank] = sent
+            (rank,) = window.ranks
+            self._heard[rank] = sent
             if window.last:
-                self._ended[window.rank] = window
+                self._ended[rank] = window
             elif sent == number:
-                windows[window.rank] = window
+                windows[rank] = window
             with contextlib.suppress(OSError, TypeError):  # a sender without a name
                 answer = ANSWER.pack(self.token, ahead_ns)
                 self._socket.sendto(answer, socket.MSG_DONTWAIT, sender)
@@ -135,7 +134,8 @@ class Mailbox:
         self.ranks |= windows.keys() | self._heard.keys()
         ended = self._ended
         self._ended = {
-            rank: window if rank in windows else _empty(window) for rank, window in ended.items()
+            rank: window if rank in windows else window.without_news()
+            for rank, window in ended.items()
         }
         return [*(ended | windows).values()]
 
@@ -150,33 +150,18 @@ class Mailbox:
                 if len(data) == ANSWER.size and data.startswith(self.token):
                     self.ahead_ns = ANSWER.unpack(data)[1]
 
-    def _is_complete(self, number: int, windows: dict[int, RankWindow]) -> bool:
+    def _is_complete(self, number: int, windows: dict[int, Window]) -> bool:
         present = windows.keys() | self._ended.keys()
         active = {rank for rank, latest in self._heard.items() if latest > number - MISSED}
         return len(present) >= self._expected and active <= present
 
 
-def pack_window(window: RankWindow) -> bytes:
-    """Return a window as a message, without its oldest calls if it would be too large."""
-    data = msgspec.msgpack.encode(window)
-    while len(data) > MOST_NBYTES and (window.calls or window.links):
-        calls = window.calls[len(window.calls) // 2 + 1 :]
-        window = msgspec.structs.replace(window, calls=calls, links=[])
-        data = msgspec.msgpack.encode(window)
-    return data
-
-
-def _empty(window: RankWindow) -> RankWindow:
-    """Only that this rank has ended: its steps, facts and links must not count twice."""
-    return RankWindow(window.rank, 0, b"", window.ended_ns, last=True)
-
-
-def _unpack(data: bytes, token: bytes) -> tuple[int, RankWindow] | None:
+def _unpack(data: bytes, token: bytes) -> tuple[int, Window] | None:
     """The round and window of a datagram; None if it is not from a rank of this job."""
     if len(data) < HEADER.size or not data.startswith(token):
         return None
     try:
-        window = msgspec.msgpack.decode(data[HEADER.size :], type=RankWindow)
+        window = decode(data[HEADER.size :])
     except msgspec.MsgspecError:
         return None
     return HEADER.unpack_from(data)[1], window

@@ -6,152 +6,74 @@ Calls are matched by their group and their number in it. No torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ddpbench.watch.gather.offsets import UNKNOWN_NS
-from ddpbench.watch.window import CALLS, HostWindow, JoinedCall, RankWindow
+from ddpbench.watch.window import CALL, JoinedCall, Table, Window
 
-Table = npt.NDArray[Any]  # of a structured dtype
-Columns = dict[str, npt.NDArray[np.int64]]  # such a table by columns
-Indices = npt.NDArray[np.intp]
-
-_COLUMNS = "group number operation nbytes step entered_ns wire_ns rank"
-ARRIVAL = np.dtype([(name, "i8") for name in _COLUMNS.split()])
-CALL = np.dtype(  # as JoinedCall
-    [
-        ("group", "u2"),
-        ("operation", "u2"),
-        ("ranks", "u4"),
-        ("last_rank", "u4"),
-        ("step", "i8"),
-        ("number", "i8"),
-        ("nbytes", "i8"),
-        ("first_ns", "i8"),
-        ("second_ns", "i8"),
-        ("last_ns", "i8"),
-        ("wire_ns", "i8"),
-    ]
-)
+Integers = npt.NDArray[np.int64]
 
 
-def tabulate(windows: Sequence[RankWindow]) -> tuple[Table, list[str], list[str]]:
-    """All arrivals as a table of ARRIVAL, the names of groups and those of operations."""
+def join_calls(windows: Sequence[Window], most: int) -> tuple[Table, list[str], list[str]]:
+    """Return the newest calls of all windows, the names of groups and those of operations.
+
+    Groups with ranks of a host whose clock is unknown are left out.
+    """
     groups: dict[str, int] = {}
     operations: dict[str, int] = {}
-    rows = [
-        (
-            groups.setdefault(call.group, len(groups)),
-            call.number,
-            operations.setdefault(call.operation, len(operations)),
-            call.nbytes,
-            call.step,
-            call.entered_ns,
-            call.wire_ns,
-            window.rank,
-        )
-        for window in windows
-        for call in window.calls
-    ]
-    return np.array(rows, dtype=ARRIVAL), list(groups), list(operations)
-
-
-def _find_starts(groups: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> Indices:
-    """Where another call begins among arrivals that are sorted by group and number."""
-    changed = np.ones(len(groups), dtype=bool)
-    changed[1:] = (np.diff(groups) != 0) | (np.diff(numbers) != 0)
-    return np.flatnonzero(changed)
-
-
-def match_ranks(arrivals: Table) -> Table:
-    """The calls of a host, in no order."""
-    order = np.lexsort((arrivals["entered_ns"], arrivals["number"], arrivals["group"]))
-    table = arrivals[order]
-    starts = _find_starts(table["group"], table["number"])
-    sizes = np.diff([*starts, len(table)])
-    lasts = starts + sizes - 1
-    calls = np.zeros(len(starts), CALL)
-    if len(starts):
-        for name in ("group", "operation", "number", "nbytes"):
-            calls[name] = table[name][lasts]
-        calls["step"] = np.maximum.reduceat(table["step"], starts)
-        calls["first_ns"] = table["entered_ns"][starts]
-        calls["second_ns"] = table["entered_ns"][np.maximum(lasts - 1, starts)]
-        calls["last_ns"] = table["entered_ns"][lasts]
-        calls["last_rank"], calls["ranks"] = table["rank"][lasts], sizes
-        calls["wire_ns"] = _reduce_wire(table["wire_ns"], starts)
-    return calls
-
-
-def _reduce_wire(wire_ns: npt.NDArray[np.int64], starts: Indices) -> npt.NDArray[np.int64]:
-    """The shortest known transfer of each call: only the last rank to arrive waits for nobody."""
-    unknown = np.iinfo(np.int64).max
-    least = np.minimum.reduceat(np.where(wire_ns < 0, unknown, wire_ns), starts)
-    return np.where(least == unknown, -1, least)
-
-
-def match_hosts(hosts: Sequence[HostWindow]) -> list[JoinedCall]:
-    """The newest calls of all hosts, without those of groups of a host whose clock is unknown."""
-    all_groups: dict[str, int] = {}
-    all_operations: dict[str, int] = {}
-    tables, groups, operations = [], [], []
-    for host in hosts:
-        table = np.frombuffer(host.calls if host.bound_ns < UNKNOWN_NS else b"", CALL)
-        tables.append(table)
-        groups.append(_renumber(all_groups, host.groups)[table["group"]])
-        operations.append(_renumber(all_operations, host.operations)[table["operation"]])
+    tables = [window.calls for window in windows]
     # One column at a time: a single copy of all would hold the interpreter for long.
     columns = {name: np.concatenate([table[name] for table in tables]) for name in CALL.names or ()}
-    columns |= {"group": np.concatenate(groups), "operation": np.concatenate(operations)}
-    last_ns = columns["last_ns"]
-    order = np.lexsort((last_ns, columns["number"], columns["group"]))
-    starts = _find_starts(columns["group"][order], columns["number"][order])
-    if not len(starts):
-        return []
-    final = last_ns[order][np.append(starts[1:], len(order)) - 1]
-    unknown = [g for host in hosts if host.bound_ns >= UNKNOWN_NS for g in host.groups]
-    newest = np.argsort(final, kind="stable")
-    known = ~np.isin(columns["group"][order[starts]], _renumber(all_groups, unknown))
-    chosen = newest[known[newest]][-CALLS:]
-    return _join_calls(columns, order, starts, chosen, (list(all_groups), list(all_operations)))
+    for name, names in (("group", groups), ("operation", operations)):
+        parts = [_renumber(names, getattr(w, f"{name}s"))[w.calls[name]] for w in windows]
+        columns[name] = np.concatenate(parts)
+    order = np.lexsort((columns["last_ns"], columns["number"], columns["group"]))
+    joined = _join({name: column[order] for name, column in columns.items()})
+    unknown = [name for w in windows if w.bound_ns >= UNKNOWN_NS for name in w.groups]
+    joined = joined[~np.isin(joined["group"], _renumber(groups, unknown))]
+    newest = np.argsort(joined["last_ns"], kind="stable")[-most:]
+    return joined[newest], list(groups), list(operations)
 
 
-def _renumber(known: dict[str, int], names: Sequence[str]) -> npt.NDArray[np.int64]:
-    """The number of each name among all that are known, to which it is added."""
+def _renumber(known: dict[str, int], names: Sequence[str]) -> Integers:
+    """Return the number of each name among all that are known, to which it is added."""
     return np.array([known.setdefault(name, len(known)) for name in names], np.int64)
 
 
-def _join_calls(
-    columns: Columns,
-    order: Indices,
-    starts: Indices,
-    chosen: Indices,
-    names: tuple[Sequence[str], Sequence[str]],
-) -> list[JoinedCall]:
-    """The chosen calls as all hosts saw them.
+def _join(columns: dict[str, Integers]) -> Table:
+    """Join what several ranks or hosts report. columns: sorted by call, then by last arrival."""
+    groups, numbers, last_ns = columns["group"], columns["number"], columns["last_ns"]
+    changed = np.ones(len(groups), dtype=bool)
+    changed[1:] = (np.diff(groups) != 0) | (np.diff(numbers) != 0)
+    starts = np.flatnonzero(changed)
+    lasts = np.append(starts[1:], len(groups)) - 1
+    joined = np.zeros(len(starts), CALL)
+    if not len(starts):
+        return joined
+    for name in ("group", "operation", "number", "nbytes", "last_ns", "last_rank"):
+        joined[name] = columns[name][lasts]
+    joined["ranks"] = np.add.reduceat(columns["ranks"], starts)
+    joined["step"] = np.maximum.reduceat(columns["step"], starts)
+    joined["first_ns"] = np.minimum.reduceat(columns["first_ns"], starts)
+    # The last arrival but one is of the same host as the last, or the last of another host.
+    second, ranks = columns["second_ns"][lasts], columns["ranks"][lasts]
+    before = last_ns[np.maximum(lasts - 1, starts)]
+    several = np.where(ranks > 1, np.maximum(before, second), before)
+    joined["second_ns"] = np.where(lasts > starts, several, second)
+    # The shortest known transfer: only the last rank to arrive waits for nobody.
+    unknown = np.iinfo(np.int64).max
+    wire_ns = np.where(columns["wire_ns"] < 0, unknown, columns["wire_ns"])
+    least = np.minimum.reduceat(wire_ns, starts)
+    joined["wire_ns"] = np.where(least == unknown, -1, least)
+    return joined
 
-    order: of all hosts' calls, by call and last arrival; starts: where in it another call begins;
-    names: of groups, and of operations.
-    """
-    lasts = np.append(starts[1:], len(order)) - 1
-    last = {name: column[order[lasts]] for name, column in columns.items()}
-    before = columns["last_ns"][order[np.maximum(lasts - 1, starts)]]  # of the last host but one
-    second = np.where(last["ranks"] > 1, np.maximum(before, last["second_ns"]), before)
-    joined = [
-        *(last["group"], last["number"], last["operation"], last["nbytes"]),
-        np.maximum.reduceat(columns["step"][order], starts),
-        np.minimum.reduceat(columns["first_ns"][order], starts),
-        np.where(lasts > starts, second, last["second_ns"]),
-        *(last["last_ns"], last["last_rank"]),
-        np.add.reduceat(columns["ranks"][order], starts),
-        _reduce_wire(columns["wire_ns"][order], starts),
-    ]
-    groups, operations = names
-    return [
-        JoinedCall(groups[group], number, operations[operation], *rest)
-        for group, number, operation, *rest in zip(
-            *(column[chosen].tolist() for column in joined), strict=True
-        )
-    ]
+
+def list_calls(window: Window) -> list[JoinedCall]:
+    """Return the calls of a window, the newest last."""
+    columns = {name: window.calls[name].tolist() for name in CALL.names or ()}
+    columns["group"] = [window.groups[number] for number in columns["group"]]
+    columns["operation"] = [window.operations[number] for number in columns["operation"]]
+    fields = [columns[name] for name in JoinedCall.__struct_fields__]
+    return [JoinedCall(*values) for values in zip(*fields, strict=True)]

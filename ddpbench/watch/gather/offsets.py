@@ -8,9 +8,7 @@ follows the drift. The clock is the system clock, which torch uses for the times
 from __future__ import annotations
 
 import contextlib
-import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -26,11 +24,10 @@ from ddpbench.launch import sockets
 PINGS = 8  # in a round
 ROUNDS = 12  # that the line follows: a minute
 CONNECT_SECONDS, ANSWER_SECONDS = 0.2, 0.1
-IDLE_SECONDS = 2.0  # after which rank 0 closes a connection
+IDLE_SECONDS = 2.0  # after which rank 0 closes a connection that is silent
 MOST_DRIFT = 500e-6  # that clocks are known to have
 SURE_DRIFT = 50e-6  # largest error of a drift that is worth following
 UNKNOWN_NS = 10**15
-STAMP = struct.Struct("!q")
 TOKEN_NBYTES = 16
 
 Stamps = npt.NDArray[np.int64]
@@ -120,24 +117,15 @@ def ping(addresses: Sequence[str], port: int, token: bytes) -> Stamps | None:
 
 
 def _exchange(target: tuple[str, int], token: bytes) -> Stamps:
-    """Raises OSError if something other than rank 0 answers, or nothing."""
-    exchanges = []
     with socket.create_connection(target, CONNECT_SECONDS) as connection:
         connection.settimeout(ANSWER_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(PINGS):
-            asked = now_ns()
-            connection.sendall(token)
-            answer = connection.recv(STAMP.size)
-            answered = now_ns()
-            if len(answer) != STAMP.size:
-                raise ConnectionError("not an answer")
-            exchanges.append((asked, STAMP.unpack(answer)[0], answered))
+        exchanges = [sockets.exchange_stamps(connection, token, now_ns) for _ in range(PINGS)]
     return np.array(exchanges, dtype=np.int64)
 
 
 class ClockServer:
-    """Rank 0's part: a thread that answers each token with the time."""
+    """Rank 0's part: a thread for each connection, which answers each token with the time."""
 
     def __init__(self, token: bytes) -> None:
         dual = socket.has_dualstack_ipv6()
@@ -146,55 +134,29 @@ class ClockServer:
         self._server = socket.create_server(
             ("", 0), family=family, dualstack_ipv6=dual, backlog=1024
         )
-        self._server.setblocking(False)
-        self._stop, self._stopped = socket.socketpair()
+        self._server.settimeout(IDLE_SECONDS)
+        self.port = int(self._server.getsockname()[1])
+        self._closing = False
         self._thread = threading.Thread(target=self._serve, name="ddpbench-clock", daemon=True)
         self._thread.start()
 
-    @property
-    def port(self) -> int:
-        """Return the port on which rank 0 answers."""
-        return int(self._server.getsockname()[1])
-
     def close(self) -> None:
-        """End the thread and all connections."""
-        self._stop.close()
-        self._thread.join(IDLE_SECONDS)
+        """Answer no more."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # which ends a wait for a connection
+        self._thread.join(2 * IDLE_SECONDS)
 
     def _serve(self) -> None:
-        latest: dict[socket.socket, float] = {}  # when each connection was last heard
-        with selectors.DefaultSelector() as waiting, self._server, self._stopped:
-            waiting.register(self._server, selectors.EVENT_READ)
-            waiting.register(self._stopped, selectors.EVENT_READ)
-            while True:
-                ready = [key.fileobj for key, _ in waiting.select(IDLE_SECONDS)]
-                if self._stopped in ready:
-                    break
-                for each in ready:
-                    assert isinstance(each, socket.socket)
-                    if each is self._server:
-                        with contextlib.suppress(OSError):
-                            connection, _ = each.accept()
-                            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                            connection.setblocking(False)
-                            waiting.register(connection, selectors.EVENT_READ)
-                            latest[connection] = time.monotonic()
-                    elif self._answer(each):
-                        latest[each] = time.monotonic()
-                    else:
-                        latest[each] = 0.0
-                silent = time.monotonic() - IDLE_SECONDS
-                for each in [each for each, at in latest.items() if at < silent]:
-                    waiting.unregister(each)
-                    each.close()
-                    del latest[each]
-            for each in latest:
-                each.close()
+        with self._server:
+            while not self._closing:
+                with contextlib.suppress(OSError):
+                    connection, _ = self._server.accept()
+                    threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
-    def _answer(self, connection: socket.socket) -> bool:
-        """Answer one question; return whether it came from a rank of this job."""
-        with contextlib.suppress(OSError):
-            if connection.recv(TOKEN_NBYTES) == self._token:
-                connection.send(STAMP.pack(now_ns()))
-                return True
-        return False
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(IDLE_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while not self._closing:
+                sockets.answer_stamp(connection, self._token, now_ns)

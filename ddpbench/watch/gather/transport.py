@@ -20,7 +20,7 @@ from ddpbench.watch.gather.host_reports import POLL_SECONDS, HostReports, Job
 from ddpbench.watch.gather.joining import join_ranks
 from ddpbench.watch.gather.mailbox import CLOCK, Clock, Mailbox
 from ddpbench.watch.gather.offsets import SAME, TOKEN_NBYTES, ClockServer, Line, Offset
-from ddpbench.watch.window import LINKS, HostWindow, RankWindow
+from ddpbench.watch.window import LINKS, Window
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -50,6 +50,7 @@ class Transport:
         prefix: str,
         rank: int,
         world_size: int,
+        *,
         period: float = PERIOD,
         clock: Clock = CLOCK,
     ) -> None:
@@ -83,7 +84,7 @@ class Transport:
         behind = max(0, -self._mailbox.ahead_ns) if self._mailbox is not None else 0
         return (number * self._period_ns - now + min(behind, MOST_BEHIND_NS)) * 1e-9 + AFTER_SECONDS
 
-    def exchange(self, window: RankWindow) -> list[HostWindow]:
+    def exchange(self, window: Window) -> list[Window]:
         """Hand over this rank's window; return all hosts' windows in rank 0, none in other ranks.
 
         Blocks up to about 1 s; for a last window 1.5 s in a host's leader and 5 s in rank 0, if
@@ -154,7 +155,7 @@ class Transport:
         local = placed.local_world_size if placed is not None else None
         return min(local or self._world_size, self._world_size)
 
-    def _take_lead(self, number: int, window: RankWindow) -> Mailbox | None:
+    def _take_lead(self, number: int, window: Window) -> Mailbox | None:
         """Become the leader, unless another rank was faster, which then gets the window."""
         known, self._mailbox = self._mailbox, None
         mailbox = self._meet(0.0)  # the token of an earlier job may have been in the store
@@ -169,7 +170,7 @@ class Transport:
         mailbox.send(number, window)
         return None
 
-    def _lead(self, mailbox: Mailbox, number: int, window: RankWindow) -> list[HostWindow]:
+    def _lead(self, mailbox: Mailbox, number: int, window: Window) -> list[Window]:
         """Join this host's windows; report them to rank 0, or return all hosts' there."""
         began = self._clock.monotonic()
         if self._rank and not window.last:
@@ -188,26 +189,20 @@ class Transport:
         if window.last:
             others = self._world_size - len(mailbox.ranks)
             self._reports.await_ended(others, LAST_SECONDS)
-        elif not self._await_reports(number, began):
-            return hosts if self._reports.hosts == 0 else []
+        elif self._reports.count_hosts() == 0:
+            return hosts
+        elif number % self._reports.rounds:
+            return []
+        else:
+            if self._clock_server is None and self._job is not None:
+                self._clock_server = ClockServer(self._job.token)
+                self._republish(port=self._clock_server.port)
+            self._clock.sleep(max(0.0, began + REPORT_SECONDS - self._clock.monotonic()))
         return hosts + self._reports.read(number, READ_SECONDS)
 
-    def _join(self, windows: list[RankWindow], line: Line) -> list[HostWindow]:
+    def _join(self, windows: list[Window], line: Line) -> list[Window]:
         joined = join_ranks(windows, self._identity.host, self._addresses, line)
         return [joined] if joined is not None else []
-
-    def _await_reports(self, number: int, began: float) -> bool:
-        """Give other hosts the time to report, if there are any and if they do in this round."""
-        if self._reports.count_hosts() == 0 or number % self._reports.rounds:
-            return False
-        self._serve_clock()
-        self._clock.sleep(max(0.0, began + REPORT_SECONDS - self._clock.monotonic()))
-        return True
-
-    def _serve_clock(self) -> None:
-        if self._clock_server is None and self._job is not None:
-            self._clock_server = ClockServer(self._job.token)
-            self._republish(port=self._clock_server.port)
 
     def _republish(self, **known: Any) -> None:
         if self._job is not None:

@@ -86,9 +86,11 @@ def judge_transfers(history: History, reference: Reference) -> Iterator[Finding]
     """Yield a note for each kind of call whose transfers are known here and in the stored run."""
     for (group, operation, nbytes), calls in history.calls.items():
         expected = reference.estimate_seconds(operation, nbytes)
-        if expected is None or len(calls.wires) < FEWEST or calls.ranks != reference.ranks:
+        if expected is None or calls.ranks != reference.ranks:
             continue
-        seconds = median(calls.wires)
+        if len(wires := calls.wires) < FEWEST:
+            continue
+        seconds = median(wires)
         share = expected / seconds
         yield Finding(
             "note",

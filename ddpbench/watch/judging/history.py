@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import structs
 
 from ddpbench.records.load import Load
 from ddpbench.records.watched import MOST_VALUES, WatchedBalance, WatchedPause
 from ddpbench.watch.judging import samples
 from ddpbench.watch.judging.pauses import PauseHistory
 from ddpbench.watch.judging.samples import Samples
-from ddpbench.watch.window import BLOCKED, COLUMNS, RANKS, WARM_UP, JoinedCall, Link, Round
+from ddpbench.watch.window import BLOCKED, COLUMNS, RANKS, WARM_UP, JoinedCall, Link, Window
 
 Floats = npt.NDArray[np.float64]
 FloatsOrLess = npt.NDArray[np.floating[Any]]
@@ -33,60 +32,57 @@ CALLS = 256  # of one kind, the newest
 LINKS = 16384
 FADE = 0.95  # of what a link carried, from one of its rounds to the next
 
-# Columns of a tracked rank's samples: its own row, then how much larger each of its values, and its
-# own time in all phases, is than the base.
-ROW = slice(0, COLUMNS)
-EXCESS = slice(COLUMNS, 2 * COLUMNS)
-EXCESS_BLOCKED = COLUMNS + BLOCKED
-EXCESS_OWN = 2 * COLUMNS
-RANK_COLUMNS = 2 * COLUMNS + 1
-
-# Columns of the job's samples: wall time in ns, seconds, the median rank's row, the least that any
-# rank was blocked, and for each column of a row the slowest rank's, the fastest rank's, and who.
-ENDED, SECONDS = 0, 1
-MEDIAN = slice(2, 2 + COLUMNS)
-EXPOSED = 2 + COLUMNS
-SLOWEST = slice(3 + COLUMNS, 3 + 2 * COLUMNS)
-FASTEST = slice(3 + 2 * COLUMNS, 3 + 3 * COLUMNS)
-SLOWEST_RANK = slice(3 + 3 * COLUMNS, 3 + 4 * COLUMNS)
-JOB_COLUMNS = 3 + 4 * COLUMNS
-
-# Columns of what is read once a round: when (of a load the wall time in seconds, of a value the
-# step), then the fields of a Load, or the value.
-WHEN = 0
-READ = slice(1, None)
+# The samples of the job. slowest, fastest: of the ranks, by COLUMNS, and who is slowest; exposed:
+# the least that any rank was blocked.
+JOB = np.dtype(
+    [
+        ("ended_ns", "f8"),
+        ("seconds", "f8"),
+        ("median", "f8", (COLUMNS,)),
+        ("exposed", "f8"),
+        ("slowest", "f8", (COLUMNS,)),
+        ("fastest", "f8", (COLUMNS,)),
+        ("slowest_rank", "f8", (COLUMNS,)),
+    ]
+)
+# The samples of a tracked rank: its row, and how much larger than the base each of its values, and
+# its own time in all phases, is.
+RANK = np.dtype([("row", "f4", (COLUMNS,)), ("excess", "f4", (COLUMNS,)), ("own", "f4")])
+# What is read once a round, and when: of a load the wall time in seconds, of a value the step.
+LOAD = np.dtype([("when", "f8"), ("read", "f8", (len(fields(Load)),))])
+VALUE = np.dtype([("when", "f8"), ("read", "f8", (1,))])
 
 
 @dataclass
 class Calls:
-    """The newest calls of one operation and size on one group."""
+    """The newest calls of one operation and size on one group. count: of all calls seen."""
 
     ranks: int = 0
-    count: int = 0  # of all calls seen
-    waits: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # first to last rank
-    late: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # last but one to last
-    last_ranks: deque[int] = field(default_factory=lambda: deque(maxlen=CALLS))
-    ended_ns: deque[int] = field(default_factory=lambda: deque(maxlen=CALLS))  # the last arrivals
-    wires: deque[float] = field(default_factory=lambda: deque(maxlen=CALLS))  # seconds
+    count: int = 0
+    newest: deque[JoinedCall] = field(default_factory=lambda: deque(maxlen=CALLS))
 
-    def add(self, calls: Sequence[JoinedCall]) -> None:
-        """Add the calls of one round."""
-        self.count += len(calls)
-        self.ranks = max(self.ranks, *(call.ranks for call in calls))
-        for call in calls:
-            self.waits.append((call.last_ns - call.first_ns) * 1e-9)
-            self.late.append((call.last_ns - call.second_ns) * 1e-9)
-            self.last_ranks.append(call.last_rank)
-            self.ended_ns.append(call.last_ns)
-            if call.wire_ns >= 0:
-                self.wires.append(call.wire_ns * 1e-9)
+    def add(self, call: JoinedCall) -> None:
+        """Add a call that is newer than all before."""
+        self.ranks = max(self.ranks, call.ranks)
+        self.count += 1
+        self.newest.append(call)
+
+    @property
+    def last_ranks(self) -> list[int]:
+        """The rank that came last to each call."""
+        return [call.last_rank for call in self.newest]
+
+    @property
+    def wires(self) -> list[float]:
+        """The seconds of the transfers that are known."""
+        return [call.wire_ns * 1e-9 for call in self.newest if call.wire_ns >= 0]
 
 
 class History:
     """The rounds of a job, summarized as they come."""
 
     def __init__(self) -> None:
-        self.job = samples.empty(JOB_COLUMNS)
+        self.job = samples.empty(JOB)
         self.ranks: dict[int, Samples] = {}
         self.hosts: Mapping[str, Sequence[int]] = {}
         self._heard: dict[int, int] = {}  # rank → the latest round with its steps, if there are any
@@ -96,7 +92,7 @@ class History:
         self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.rounds = 0
-        self.loads = samples.empty(1 + len(fields(Load)))
+        self.loads = samples.empty(LOAD)
         self.values: dict[str, Samples] = {}  # by name
         self.calls: dict[tuple[str, str, int], Calls] = {}
         self.call_steps = 0  # in which any of these calls was made
@@ -104,7 +100,7 @@ class History:
         self.link_seconds = 0.0  # in which they did, fading alike
         self._ended_ns = 0
         self.long_steps = PauseHistory()
-        self.lines: Mapping[int, Mapping[str, float]] = {}  # as in a Round, the newest
+        self.lines: Mapping[int, Mapping[str, float]] = {}  # as in a Window, the newest
         self.balance: WatchedBalance | None = None  # of rank 0
 
     @property
@@ -118,7 +114,12 @@ class History:
         """The mean time of a step; there is at least one."""
         if self.balance is not None:
             return self.balance.mean_seconds
-        return float(self.job.values[self.job.evenly(), SECONDS].mean())
+        return float(self.job.values["seconds"][self.job.evenly()].mean())
+
+    @property
+    def host_of(self) -> dict[int, str]:
+        """The host of each rank."""
+        return {rank: host for host, ranks in self.hosts.items() for rank in ranks}
 
     @property
     def world_size(self) -> int:
@@ -134,8 +135,8 @@ class History:
         """Return the tracked ranks of which some recent round has this fact, and not as 0."""
         return sorted({rank for ranks in self.facts for rank in ranks if ranks[rank].get(fact)})
 
-    def add(self, round_: Round) -> None:
-        """Add a round: in rank 0, every few seconds."""
+    def add(self, round_: Window, calls: Sequence[JoinedCall] = ()) -> None:
+        """Add the window of all ranks, every few seconds, and the calls that are new in it."""
         self._add_hosts(round_.hosts)
         self._hear(round_)
         skipped = max(self.last_step, WARM_UP - 1) + 1 - round_.first_step
@@ -143,7 +144,7 @@ class History:
         if new > 0 and round_.rows:
             self._add_steps(round_, new)
         self._add_links(round_)
-        self._add_calls(round_.calls)
+        self._add_calls(calls)
         kept = {rank: round_.facts[rank] for rank in self.ranks if rank in round_.facts}
         self.facts.append(kept)
         self.host_facts.append(round_.host_facts)
@@ -160,7 +161,7 @@ class History:
             hosts = dict(sorted((kept | dict(hosts)).items(), key=lambda host: min(host[1])))
         self.hosts = hosts
 
-    def _hear(self, round_: Round) -> None:
+    def _hear(self, round_: Window) -> None:
         """Note whose steps this round has; in a job without steps, who has reported."""
         if round_.rows and not len(self.job):
             self._heard.clear()
@@ -169,13 +170,14 @@ class History:
             known = round_.rows if round_.rows and _knows_all(round_) else everyone
             self._heard |= dict.fromkeys(known, self.rounds)
 
-    def _add_steps(self, round_: Round, new: int) -> None:
+    def _add_steps(self, round_: Window, new: int) -> None:
         known = np.array(sorted(round_.rows))
         rows = np.stack([round_.rows[rank][-new:] for rank in known]).astype(np.float32)
         medians = np.stack([median[-new:] for median in round_.medians.values()])
         number = np.arange(len(round_.least_blocked))[-new:] + round_.first_step
         complete = _knows_all(round_)  # then ranks are compared with ranks
-        self.job.add(number, _job_columns(round_, known, rows, rows if complete else medians))
+        everyone = rows if complete else medians
+        self.job.add(number, _summarize_steps(round_, known, rows, everyone))
         excess = _with_own(rows)
         if not complete:
             levels = np.median(own_seconds(medians), axis=1)
@@ -183,71 +185,50 @@ class History:
             self.spreads.append(find_spread(levels) * max(1.0, most**0.5 / 1.2533))
         excess -= _median_of_others(excess) if complete else _other_hosts(round_, known, new)
         for i in _most_late(excess[:, :, -1]):
-            kept = self.ranks.setdefault(int(known[i]), samples.empty(RANK_COLUMNS, np.float32))
-            kept.add(number, np.concatenate([rows[i], excess[i]], axis=1))
+            kept = np.empty(new, RANK)
+            kept["row"], kept["excess"], kept["own"] = rows[i], excess[i, :, :-1], excess[i, :, -1]
+            self.ranks.setdefault(int(known[i]), samples.empty(RANK)).add(number, kept)
         self._forget_ranks()
         self.steps += new
         self.last_step = int(number[-1])
 
-    def _add_readings(self, round_: Round) -> None:
+    def _add_readings(self, round_: Window) -> None:
         number = np.array([self.rounds])
         if round_.load is not None:
-            row = np.array([[round_.ended_ns * 1e-9, *astuple(round_.load)]], dtype=np.float64)
-            self.loads.add(number, row)
+            load = round_.ended_ns * 1e-9, astuple(round_.load)
+            self.loads.add(number, np.array([load], LOAD))
         for name, step_and_value in round_.values.items():
             if name in self.values or len(self.values) <= MOST_VALUES:
-                kept = self.values.setdefault(name, samples.empty(2))
-                kept.add(number, np.array([step_and_value], dtype=np.float64))
+                kept = self.values.setdefault(name, samples.empty(VALUE))
+                kept.add(number, np.array([step_and_value], VALUE))
 
     def _forget_ranks(self) -> None:
         while len(self.ranks) > 2 * TRACKED:
             del self.ranks[min(self.ranks, key=lambda rank: self.ranks[rank].number[-1])]
 
-    def _add_links(self, round_: Round) -> None:
-        for pair, link in self.links.items():
-            self.links[pair] = _fade(link)
+    def _add_links(self, round_: Window) -> None:
+        self.links = {pair: link.scale(FADE) for pair, link in self.links.items()}
         for link in round_.links:
             pair = link.host, link.peer
             if pair in self.links or len(self.links) < LINKS:
-                self.links[pair] = _add(self.links[pair], link) if pair in self.links else link
+                known = self.links.get(pair)
+                self.links[pair] = link.add(known) if known is not None else link
         if self._ended_ns:
             passed = max(0, round_.ended_ns - self._ended_ns) * 1e-9
             self.link_seconds = self.link_seconds * FADE + passed
         self._ended_ns = round_.ended_ns
 
     def _add_calls(self, calls: Sequence[JoinedCall]) -> None:
-        kinds: dict[tuple[str, str, int], list[JoinedCall]] = {}
-        for call in calls:
-            kinds.setdefault((call.group, call.operation, call.nbytes), []).append(call)
         self.call_steps += len({call.step for call in calls if call.step >= 0})
-        for key, of_kind in kinds.items():
+        for call in calls:
+            key = call.group, call.operation, call.nbytes
             if key in self.calls or len(self.calls) < KINDS:
-                self.calls.setdefault(key, Calls()).add(of_kind)
+                self.calls.setdefault(key, Calls()).add(call)
 
 
-def _knows_all(round_: Round) -> bool:
+def _knows_all(round_: Window) -> bool:
     sizes = [len(round_.hosts[host]) for host in round_.medians]
     return max(sizes) <= RANKS and sum(sizes) <= TRACKED
-
-
-def _fade(link: Link) -> Link:
-    return structs.replace(
-        link,
-        nbytes=round(link.nbytes * FADE),
-        busy_seconds=link.busy_seconds * FADE,
-        transfer_seconds=link.transfer_seconds * FADE,
-        retransmitted=round(link.retransmitted * FADE),
-    )
-
-
-def _add(before: Link, now: Link) -> Link:
-    return structs.replace(
-        now,
-        nbytes=before.nbytes + now.nbytes,
-        busy_seconds=before.busy_seconds + now.busy_seconds,
-        transfer_seconds=before.transfer_seconds + now.transfer_seconds,
-        retransmitted=before.retransmitted + now.retransmitted,
-    )
 
 
 def own_seconds(rows: FloatsOrLess) -> FloatsOrLess:
@@ -302,7 +283,7 @@ def _leave_one_out(rows: FloatsOrLess) -> FloatsOrLess:
     return np.asarray((other((count - 2) // 2) + other((count - 1) // 2)) / 2)
 
 
-def _other_hosts(round_: Round, known: npt.NDArray[np.int64], new: int) -> FloatsOrLess:
+def _other_hosts(round_: Window, known: npt.NDArray[np.int64], new: int) -> FloatsOrLess:
     """Return the median over hosts of their medians; of two hosts, for each rank the other one's.
 
     [ranks or 1, new steps, columns], the last one of own time. A host alone is its own base.
@@ -319,24 +300,21 @@ def _most_late(excess: FloatsOrLess) -> Sequence[int]:
     return [int(i) for i in np.argsort(-excess.mean(axis=1))[:TRACKED]]
 
 
-def _job_columns(
-    round_: Round, known: npt.NDArray[np.int64], rows: FloatsOrLess, everyone: FloatsOrLess
-) -> Floats:
-    """Return the job's samples of these steps: float64[steps, JOB_COLUMNS].
+def _summarize_steps(
+    round_: Window, known: npt.NDArray[np.int64], rows: FloatsOrLess, everyone: FloatsOrLess
+) -> npt.NDArray[np.void]:
+    """Return the job's samples of these steps: JOB[steps].
 
     rows: of the known ranks; everyone: the same, or hosts' medians where not all ranks are known.
     """
     new = rows.shape[1]
-    seconds = np.median(everyone.sum(axis=-1, dtype=np.float64), axis=0)
-    later = np.cumsum(seconds[::-1])[::-1] - seconds
-    slowest = rows.argmax(axis=0)
-    columns = [
-        round_.ended_ns - later[:, None] * 1e9,
-        seconds[:, None],
-        np.median(everyone, axis=0),
-        round_.least_blocked[-new:, None],
-        np.take_along_axis(rows, slowest[None], axis=0)[0],
-        np.minimum(rows.min(axis=0), everyone.min(axis=0)),
-        known[slowest],
-    ]
-    return np.concatenate(columns, axis=1, dtype=np.float64)
+    job, slowest = np.empty(new, JOB), rows.argmax(axis=0)
+    job["seconds"] = np.median(everyone.sum(axis=-1, dtype=np.float64), axis=0)
+    later = np.cumsum(job["seconds"][::-1])[::-1] - job["seconds"]
+    job["ended_ns"] = round_.ended_ns - later * 1e9
+    job["median"] = np.median(everyone, axis=0)
+    job["exposed"] = round_.least_blocked[-new:]
+    job["slowest"] = np.take_along_axis(rows, slowest[None], axis=0)[0]
+    job["fastest"] = np.minimum(rows.min(axis=0), everyone.min(axis=0))
+    job["slowest_rank"] = known[slowest]
+    return job

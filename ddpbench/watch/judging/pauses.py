@@ -14,9 +14,8 @@ import numpy as np
 from msgspec import structs
 
 from ddpbench.records.watched import COLUMNS, MOST_PAUSES, WatchedPause
-from ddpbench.watch.window import BLOCKED, LongStep, join_long_steps
+from ddpbench.watch.window import ALL, BLOCKED, LongStep, join_long_steps
 
-ALL = -1  # in place of a rank
 KINDS = 64  # of pauses
 NEWEST = 1024  # pauses of a kind, whose steps and sizes are kept
 OLDEST = 8  # of these

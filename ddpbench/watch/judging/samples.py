@@ -20,7 +20,7 @@ class Samples:
     """Values of steps, oldest first.
 
     Of older steps one in 2**thinned is kept, whatever period the job has. number: int64[kept], of
-    the step; values: [kept, columns]; steps: all that were added.
+    the step; values: [kept], of any dtype; steps: all that were added.
     """
 
     values: npt.NDArray[Any]
@@ -50,12 +50,7 @@ class Samples:
         """Return the indices of kept steps that lie evenly over all steps."""
         return self._thin(self.number)
 
-    def unbroken(self) -> slice:
-        """Return where the newest steps lie that were all kept and follow one another."""
-        gaps = np.flatnonzero(np.diff(self.number) != 1)
-        return slice(int(gaps[-1]) + 1 if len(gaps) else 0, None)
 
-
-def empty(columns: int, dtype: npt.DTypeLike = np.float64) -> Samples:
+def empty(dtype: npt.DTypeLike) -> Samples:
     """Return samples without a step."""
-    return Samples(np.empty((0, columns), dtype=dtype))
+    return Samples(np.empty(0, dtype))

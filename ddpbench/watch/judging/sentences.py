@@ -10,10 +10,10 @@ import numpy as np
 
 from ddpbench.records.schema import Finding
 from ddpbench.records.watched import COLUMNS, WatchedPause
-from ddpbench.watch.judging import speed
+from ddpbench.watch.judging import shares
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.stragglers import Late
-from ddpbench.watch.window import BLOCKED
+from ddpbench.watch.window import ALL, BLOCKED
 
 MOST = 8  # findings on ranks
 LASTING = 0.2  # of the steps: a rank that was late for less is worth a note
@@ -28,7 +28,6 @@ NEXT_STEPS = {
     "other": "look for what only rank {rank} does between its steps: making batches without a "
     "DataLoader, logging, checkpoints, evaluation",
 }
-EVERYONE = -1  # in place of a rank, in lines
 LINE_SHARE = 0.25  # of the lateness, that a line must explain
 MOST_PAUSES = 4  # findings
 NOTABLE_PAUSE, CLEAR_PAUSE, LARGE_PAUSE = 0.01, 0.03, 0.05  # of the job's time
@@ -50,7 +49,7 @@ MORE_OFTEN = 0.5  # of the reads: by which a late rank's GPU is slowed more ofte
 
 def describe_late(history: History, late: Sequence[Late]) -> Iterator[Finding]:
     """Yield a finding for each host whose ranks are all late, and for each other late rank."""
-    host_of = {rank: host for host, ranks in history.hosts.items() for rank in ranks}
+    host_of = history.host_of
     hosts = _slow_hosts(history, late)
     for host, ranks in hosts.items():
         yield _describe_host(host, ranks, history.mean_seconds)
@@ -169,7 +168,7 @@ def _growth(late: Late) -> str:
 
 def _when(history: History, late: Late) -> str:
     parts = [
-        f" {word} step {step} ({speed.clock_time(history, step)})"
+        f" {word} step {step} ({shares.clock_time(history, step)})"
         for word, step in (("since", late.since), ("until", late.until))
         if step is not None
     ]
@@ -177,24 +176,28 @@ def _when(history: History, late: Late) -> str:
 
 
 def _place(history: History, late: Late, host: str, share: float) -> dict[str, Any]:
-    place: dict[str, Any] = {
+    interval, since, until = late.interval, late.since, late.until
+    place = {
         "rank": late.rank,
         "host": host,
         "phase": next(iter(late.phases)),
         "seconds": late.seconds,
         "share": share,
         "every": late.every,
+        "low_seconds": None if interval is None else interval.low,
+        "high_seconds": None if interval is None else interval.high,
+        "first_step": late.first if late.every > 1 else None,
+        "first_seconds": late.grew_from,
+        "since_step": since,
+        "since": None if since is None else shares.ended(history, since),
+        "until_step": until,
+        "until": None if until is None else shares.ended(history, until),
     }
-    if late.interval is not None:
-        place |= {"low_seconds": late.interval.low, "high_seconds": late.interval.high}
-    if late.every > 1:
-        place["first_step"] = late.first
-    if late.grew_from is not None:
-        place["first_seconds"] = late.grew_from
-    for name, step in (("since", late.since), ("until", late.until)):
-        if step is not None:
-            place |= {f"{name}_step": step, name: speed.ended(history, step)}
-    return place
+    return _without_unknown(place)
+
+
+def _without_unknown(place: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in place.items() if value is not None}
 
 
 def find_line(history: History, late: Late) -> str:
@@ -202,7 +205,7 @@ def find_line(history: History, late: Late) -> str:
 
     Lines are those of now, so that of a rank that is no longer late is unknown.
     """
-    own, usual = history.lines.get(late.rank, {}), history.lines.get(EVERYONE, {})
+    own, usual = history.lines.get(late.rank, {}), history.lines.get(ALL, {})
     if late.until is not None:
         return ""
     longer = {line: seconds - usual.get(line, 0.0) for line, seconds in own.items()}
@@ -226,7 +229,7 @@ def describe_pauses(history: History, missing: Sequence[int]) -> Iterator[Findin
 def _is_clear(history: History, pause: WatchedPause) -> bool:
     """Whether a pause is the script's: it comes regularly, or at a line where steps usually are not
     found, or it is very long. Others are more likely the host's."""
-    at_line = history.lines.get(EVERYONE, {}).get(pause.line, 0.0)
+    at_line = history.lines.get(ALL, {}).get(pause.line, 0.0)
     unusual = bool(pause.line) and at_line < UNUSUAL * history.mean_seconds
     if pause.phase == COLUMNS[BLOCKED]:  # a busy host delays transfers, too
         return False
@@ -237,9 +240,10 @@ def _is_clear(history: History, pause: WatchedPause) -> bool:
 
 
 def _describe_pause(history: History, pause: WatchedPause, severity: str, share: float) -> Finding:
-    first, every, when = pause.first_step, pause.every, speed.format_time(pause.first_ended)
-    host = next((host for host, ranks in history.hosts.items() if pause.rank in ranks), "")
-    who = "all ranks pause" if pause.rank is None else f"rank {pause.rank} on {host} pauses"
+    first, every, when = pause.first_step, pause.every, shares.format_time(pause.first_ended)
+    who = "all ranks pause"
+    if pause.rank is not None:
+        who = f"rank {pause.rank} on {history.host_of.get(pause.rank, '')} pauses"
     where = f" at {pause.line}" if pause.line else f" in {pause.phase}"
     if pause.phase == COLUMNS[BLOCKED]:
         who = "all ranks are blocked for longer than usual"
@@ -270,7 +274,7 @@ def _describe_pause(history: History, pause: WatchedPause, severity: str, share:
         f"{who}{where}: {size} {often}{waits}; "
         f"{describe_cost(pause.mean_seconds, history.mean_seconds)}",
         _find_next_step(pause, severity),
-        {name: value for name, value in place.items() if value is not None},
+        _without_unknown(place),
     )
 
 
@@ -335,8 +339,8 @@ SWAP = Cause(
 
 def find_cause(history: History, late: Late) -> Cause | None:
     """Return what explains most of a rank's lateness; None if no fact does."""
-    host = next((host for host, ranks in history.hosts.items() if late.rank in ranks), "")
-    shares: dict[str, list[float]] = {}
+    host = history.host_of.get(late.rank, "")
+    more: dict[str, list[float]] = {}
     for ranks, hosts in zip(history.facts, history.host_facts, strict=True):
         facts, usual = ranks.get(late.rank, {}), hosts.get(host, {})
         if not facts.get("seconds"):
@@ -345,10 +349,10 @@ def find_cause(history: History, late: Late) -> Cause | None:
             if name in facts:
                 rate = facts[name] / facts["seconds"]
                 common = usual.get(name, 0.0) / (usual.get("seconds") or 1.0)
-                shares.setdefault(name, []).append(rate - common)
+                more.setdefault(name, []).append(rate - common)
     explained = {
         name: float(np.mean(values)) * late.step_seconds / late.cost
-        for name, values in shares.items()
+        for name, values in more.items()
         if name in SECONDS
     }
     most = max(explained, key=explained.__getitem__, default="")
@@ -360,7 +364,7 @@ def find_cause(history: History, late: Late) -> Cause | None:
             f"its GPU lowers its clock ({reasons})",
             "run on rank {rank}'s host: nvidia-smi -q -d PERFORMANCE",
         )
-    if np.mean(shares.get("major_faults", [0.0])) >= PAGES:
+    if np.mean(more.get("major_faults", [0.0])) >= PAGES:
         return SWAP
     return None
 
@@ -374,5 +378,5 @@ def _why_slowed(history: History, rank: int) -> list[str]:
     def share(reads: Sequence[Mapping[str, float]], name: str) -> float:
         return sum(name in facts for facts in reads) / max(1, len(reads))
 
-    more = [name for name in names if share(own, name) - share(others, name) >= MORE_OFTEN]
-    return sorted(name.removeprefix(GPU) for name in more)
+    slowed = [name for name in names if share(own, name) - share(others, name) >= MORE_OFTEN]
+    return sorted(name.removeprefix(GPU) for name in slowed)

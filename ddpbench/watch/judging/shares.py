@@ -1,8 +1,9 @@
-"""What costs all ranks a share of every step. No torch."""
+"""What costs all ranks a share of every step, and since when the job is slower. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import TypeVar
 
 import numpy as np
@@ -11,8 +12,8 @@ from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Finding
 from ddpbench.records.watched import PHASES
 from ddpbench.records.wording import list_all
-from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging.history import History
+from ddpbench.watch.judging.series import find_parts
 from ddpbench.watch.judging.stragglers import RECENT
 
 T = TypeVar("T")
@@ -21,6 +22,10 @@ NOTABLE_PAUSES, LARGE_PAUSES = 0.01, 0.03  # of the time, in garbage collections
 LASTING_SECONDS = 60.0  # after the first round: shorter jobs, and starts, have pauses of their own
 NOTABLE_COMPILING = 0.03  # of the time, in torch.compile
 ROUNDS = 3  # recent ones that a verdict on pauses needs, after the first, which has the start
+
+LEAST_CHANGE, LARGE_CHANGE = 0.1, 0.25  # of the step
+FEWEST, SHORTEST_SECONDS = 64, 60.0  # of the new level: a shorter one may be the host's
+BESIDE = 32  # steps between a change of the job and that of a rank that explains it
 
 
 def judge_shares(history: History) -> Iterator[Finding]:
@@ -31,8 +36,8 @@ def judge_shares(history: History) -> Iterator[Finding]:
 
 def _judge_input(history: History) -> Iterator[Finding]:
     job = history.job.values[-RECENT:]
-    fastest = float(np.median(job[:, columns.FASTEST][:, PHASES.index("input")]))
-    step = float(np.median(job[:, columns.SECONDS]))
+    fastest = float(np.median(job["fastest"][:, PHASES.index("input")]))
+    step = float(np.median(job["seconds"]))
     if fastest >= NOTABLE * step:
         yield Finding(
             "warning" if fastest >= LARGE * step else "note",
@@ -46,7 +51,7 @@ def _judge_input(history: History) -> Iterator[Finding]:
 
 def _judge_communication(history: History) -> Iterator[Finding]:
     job = history.job.values[-RECENT:]
-    exposed, step = float(np.median(job[:, columns.EXPOSED])), history.mean_seconds
+    exposed, step = float(np.median(job["exposed"])), history.mean_seconds
     # A wait for a message is no transfer: what comes before it may take that long.
     known = history.world_size > 1 and not history.find_ranks("messages")
     if known and exposed >= NOTABLE * step:
@@ -65,7 +70,8 @@ def _judge_communication(history: History) -> Iterator[Finding]:
 
 def _judge_pauses(history: History) -> Iterator[Finding]:
     share = _share(history, "gc_seconds")
-    longest = max((facts.get("gc_longest_seconds", 0.0) for facts in _ranks(history)), default=0.0)
+    reads = [facts for ranks in _after_start(history, history.facts) for facts in ranks.values()]
+    longest = max((facts.get("gc_longest_seconds", 0.0) for facts in reads), default=0.0)
     if share >= NOTABLE_PAUSES:
         yield Finding(
             "warning" if share >= LARGE_PAUSES and _lasts(history) else "note",
@@ -148,6 +154,50 @@ def _share(history: History, name: str) -> float:
     return float(np.median(shares)) if len(shares) >= ROUNDS else 0.0
 
 
-def _ranks(history: History) -> Iterator[dict[str, float]]:
-    for ranks in _after_start(history, history.facts):
-        yield from map(dict, ranks.values())
+def judge_speed(history: History, explained: Sequence[int]) -> Iterator[Finding]:
+    """Report the latest lasting change of the step time; `explained`: steps of ranks' changes."""
+    job, number = history.job.values, history.job.number
+    series = job["seconds"]
+    parts = find_parts(series, LEAST_CHANGE * float(np.median(series)))
+    if len(parts) < 2:
+        return
+    before, now = np.concatenate([series[part] for part in parts[:-1]]), series[parts[-1]]
+    old, new = float(np.median(series[parts[-2]])), float(np.median(now))
+    first = parts[-1].start
+    lasts = (job["ended_ns"][-1] - job["ended_ns"][first]) * 1e-9 >= SHORTEST_SECONDS
+    # Two speeds that take turns are no change.
+    known = np.percentile(before, 5) < new < np.percentile(before, 95)
+    if len(now) < FEWEST or not lasts or known:
+        return
+    if any(abs(step - number[first]) <= BESIDE for step in explained):
+        return
+    change = new / old - 1
+    yield Finding(
+        "warning" if change >= LARGE_CHANGE else "note",
+        "slower-since" if change > 0 else "faster-since",
+        f"since step {number[first]} ({clock_time(history, int(number[first]))}) steps take "
+        f"{abs(change):.0%} {'longer' if change > 0 else 'less'}: {new * 1e3:.4g} ms instead "
+        f"of {old * 1e3:.4g} ms",
+        "find what changed at that time: shapes of batches, other jobs on the hosts, clocks; to "
+        "see the timeline: python -m ddpbench show last"
+        if change > 0
+        else "",
+        {"since_step": int(number[first]), "since": ended(history, int(number[first]))}
+        | {"seconds": new, "before_seconds": old},
+    )
+
+
+def ended(history: History, step: int) -> float:
+    """Return when a step ended, in seconds since 1970."""
+    times = history.job.values["ended_ns"]
+    return float(np.interp(step, history.job.number, times)) * 1e-9
+
+
+def clock_time(history: History, step: int) -> str:
+    """Return when a step ended, as `format_time` does."""
+    return format_time(ended(history, step))
+
+
+def format_time(seconds: float) -> str:
+    """Return a time since 1970 in UTC as in the table's timeline: "14:32:10 UTC"."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%H:%M:%S UTC")

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from ddpbench.analysis import stats
 from ddpbench.records.schema import Interval
 from ddpbench.records.watched import PHASES
-from ddpbench.watch.judging import changes, periods
-from ddpbench.watch.judging import history as columns
-from ddpbench.watch.judging.history import Floats, History
+from ddpbench.watch.judging.history import Floats, History, find_spread
+from ddpbench.watch.judging.series import SHORTEST, Period, find_parts, find_period, standard_error
+from ddpbench.watch.window import BLOCKED, COLUMNS
 
 LEAST_SHARE = 0.03  # of a step, from which a rank is a straggler
 FEWEST = 16  # steps that a verdict needs
@@ -31,15 +31,17 @@ TRACKED_SHARE = 0.8  # of the latest steps
 PERIODIC_COST = 0.008  # of a step, the average over all steps
 GROWTH = 1.5  # times as late, or as little, as at first
 ALLOWED = 0.75 * PERIODIC_COST  # with noise
+# Of a tracked rank's samples, as RANK but with more digits for sums.
+EXACT = np.dtype([("row", "f8", (COLUMNS,)), ("excess", "f8", (COLUMNS,)), ("own", "f8")])
 
 
 @dataclass(frozen=True)
 class Part:
-    """Steps of one rank. number: int64[steps]; values: [steps, RANK_COLUMNS] of its samples."""
+    """Steps of one rank. number: int64[steps]; values: its samples, EXACT[steps]."""
 
     rank: int
     number: npt.NDArray[np.int64]
-    values: Floats
+    values: npt.NDArray[np.void]
     step_seconds: float  # of the job
     apart: float  # by how much ranks differ that are not late
 
@@ -52,17 +54,17 @@ class Part:
     @property
     def own(self) -> Floats:
         """How much more own time than the other ranks it has."""
-        return np.asarray(self.values[:, columns.EXCESS_OWN])
+        return np.asarray(self.values["own"])
 
     @property
     def excess(self) -> Floats:
         """How much longer than in the other ranks each phase is: [steps, phase]."""
-        return np.asarray(self.values[:, columns.EXCESS][:, : len(PHASES)])
+        return np.asarray(self.values["excess"][:, :BLOCKED])
 
     @property
     def blocked(self) -> float:
         """How much longer than the other ranks it is blocked, median."""
-        return float(np.median(self.values[:, columns.EXCESS_BLOCKED]))
+        return float(np.median(self.values["excess"][:, BLOCKED]))
 
     @property
     def least(self) -> float:
@@ -107,7 +109,7 @@ def find_late(history: History, step_seconds: float) -> list[Late]:
     apart = _usual_largest(history)
     late: list[Late] = []
     for rank, kept in history.ranks.items():
-        part = Part(rank, kept.number, kept.values.astype(np.float64), step_seconds, apart)
+        part = Part(rank, kept.number, kept.values.astype(EXACT), step_seconds, apart)
         if _is_tracked(history, part) and _may_be_late(part):
             late.extend(_judge_rank(part))
     late = [replace(one, step_seconds=step_seconds) for one in late]
@@ -119,8 +121,8 @@ def _usual_largest(history: History) -> float:
     if history.spreads:
         spread = float(np.median(history.spreads))
     else:
-        own = [kept.values[-RECENT:, columns.EXCESS_OWN] for kept in history.ranks.values()]
-        spread = columns.find_spread(np.array([np.median(series) for series in own]))
+        own = [kept.values["own"][-RECENT:] for kept in history.ranks.values()]
+        spread = find_spread(np.array([np.median(series) for series in own]))
     return spread * (1 + math.sqrt(2 * math.log(max(1, history.world_size))))
 
 
@@ -168,10 +170,10 @@ def _divide(rank: Part) -> list[Part]:
     for series in (*rank.excess.T, rank.own):
         if not _varies(series, rank.least):
             continue
-        parts = changes.find_parts(series, rank.least)
+        parts = find_parts(series, rank.least)
         levels = [float(np.median(series[part])) for part in parts]
         rest = series - np.repeat(levels, [part.stop - part.start for part in parts])
-        clear = max(np.abs(np.diff(levels)), default=0.0) / (changes.standard_error(rest) or 1e-9)
+        clear = max(np.abs(np.diff(levels)), default=0.0) / (standard_error(rest) or 1e-9)
         if clear > best:
             best, slices = clear, parts
     return [rank[part] for part in slices]
@@ -179,8 +181,8 @@ def _divide(rank: Part) -> list[Part]:
 
 def _varies(series: Floats, least: float) -> bool:
     """Whether short parts of a series differ by so much: the cheap question."""
-    whole = series[: len(series) // changes.SHORTEST * changes.SHORTEST]
-    levels = np.median(whole.reshape(-1, changes.SHORTEST), axis=1)
+    whole = series[: len(series) // SHORTEST * SHORTEST]
+    levels = np.median(whole.reshape(-1, SHORTEST), axis=1)
     return bool(len(levels) > 1 and np.ptp(levels) >= least)
 
 
@@ -207,16 +209,16 @@ def _always(part: Part, clear: float) -> Late | None:
 
 def _clear_level(series: Floats, least: float, clear: float) -> float:
     """Return the median of a series if it is at least this and more than noise, else 0."""
-    level, error = float(np.median(series)), changes.standard_error(series)
+    level, error = float(np.median(series)), standard_error(series)
     return level if level >= max(least + 2 * error, clear * error) else 0.0
 
 
 def _periodically(part: Part) -> Late | None:
     """Judge a rank that is late in every so many steps. part: steps that follow one another."""
-    best = periods.Period(0, 0, 0.0)
+    best = Period(0, 0, 0.0)
     for series in part.excess.T:
         if series.mean() > ALLOWED * part.step_seconds:
-            best = max(best, periods.find_period(series), key=lambda period: period.clear)
+            best = max(best, find_period(series), key=lambda period: period.clear)
     if not best.every:
         return None
     is_late = np.arange(len(part)) % best.every == best.first
@@ -251,6 +253,6 @@ def _name_phases(excess: Floats) -> dict[str, float]:
     """Return the phases to name, the one that is longer by most first. excess: [steps, phase]."""
     longer = np.median(excess, axis=0)
     most = int(longer.argmax())
-    clear = [CLEAR * changes.standard_error(series) for series in excess.T]
+    clear = [CLEAR * standard_error(series) for series in excess.T]
     named = [i for i in np.argsort(-longer) if longer[i] >= max(ALSO * longer[most], clear[i])]
     return {PHASES[i]: float(longer[i]) for i in named or [most]}

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpbench.analysis import stats
+from ddpbench.analysis.steps import EXPOSED
 from ddpbench.records import watched
 from ddpbench.records.load import Load
-from ddpbench.records.schema import Figure, Phase
+from ddpbench.records.schema import Figure, Part, Phase, StepSummary
 from ddpbench.records.watched import (
     LOSS,
     Moment,
@@ -23,13 +24,10 @@ from ddpbench.records.watched import (
     WatchedPhase,
     WatchedRank,
 )
-from ddpbench.watch.judging import history as columns
 from ddpbench.watch.judging.history import (
-    EXCESS_OWN,
-    READ,
-    WHEN,
     Calls,
     Floats,
+    FloatsOrLess,
     History,
     who_most_often,
 )
@@ -47,54 +45,17 @@ RESOLUTION = 6  # decimals of a lateness in seconds
 
 @dataclass(frozen=True)
 class Summary:
-    """What a watch knows of a job. `step` and `latest` are None in a job without steps."""
+    """What a watch knows of a job. `steps` and `latest` are None in a job without steps."""
 
-    step: Figure | None
-    phases: tuple[Phase, ...]  # as in `watched`, with the interval of the slowest rank
+    steps: StepSummary | None
     watched: Watched
     latest: Moment | None  # the newest steps, for who follows the job
 
 
 def summarize(history: History) -> Summary | None:
     """Summarize a job; None before its first step or call."""
-    if not len(history.job):
-        return _summarize_calls(history) if history.calls else None
-    job = history.job.values[history.job.evenly()]
-    step = figure(job[:, columns.SECONDS])
-    moments = _moments(history)
-    phases = tuple(_phase(name, job, column) for column, name in enumerate(watched.COLUMNS))
-    return Summary(
-        step=step,
-        phases=tuple(
-            Phase(
-                name=phase.name,
-                slowest=figure(job[:, columns.SLOWEST][:, column]),
-                fastest_seconds=phase.fastest_seconds,
-                slowest_rank=phase.slowest_rank,
-                slowest_share=phase.slowest_share,
-            )
-            for column, phase in enumerate(phases)
-        ),
-        watched=Watched(
-            steps=history.steps,
-            last_step=history.last_step,
-            step_seconds=step.value,
-            phases=phases,
-            exposed_seconds=float(np.median(job[:, columns.EXPOSED])),
-            hosts={host: len(ranks) for host, ranks in history.hosts.items()},
-            moments=tuple(moments),
-            ranks=tuple(_ranks(history, moments)),
-            collectives=tuple(_collectives(history)),
-            links=tuple(_links(history)),
-            balance=history.balance,
-            pauses=history.pauses,
-        ),
-        latest=next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:])),
-    )
-
-
-def _summarize_calls(history: History) -> Summary:
-    """Summarize a job of which no step is known, as of one without an optimizer."""
+    if not history.job and not history.calls:
+        return None
     known = Watched(
         steps=0,
         last_step=-1,
@@ -105,7 +66,50 @@ def _summarize_calls(history: History) -> Summary:
         collectives=tuple(_collectives(history)),
         links=tuple(_links(history)),
     )
-    return Summary(step=None, phases=(), watched=known, latest=None)
+    if not history.job:  # as of a job without an optimizer
+        return Summary(steps=None, watched=known, latest=None)
+    job = history.job.values[history.job.evenly()]
+    moments = _moments(history)
+    phases = [_phase(name, job, column) for column, name in enumerate(watched.COLUMNS)]
+    steps = _summarize_steps(history, job, phases)
+    return Summary(
+        steps=steps,
+        watched=replace(
+            known,
+            steps=history.steps,
+            last_step=history.last_step,
+            step_seconds=steps.step.value,
+            phases=tuple(phases),
+            exposed_seconds=steps.budget[0].figure.value,
+            moments=tuple(moments),
+            ranks=tuple(_ranks(history, moments)),
+            balance=history.balance,
+            pauses=history.pauses,
+        ),
+        latest=next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:])),
+    )
+
+
+def _summarize_steps(history: History, job: Array, phases: Sequence[WatchedPhase]) -> StepSummary:
+    step, exposed = figure(job["seconds"]), float(np.median(job["exposed"]))
+    return StepSummary(
+        rounds=history.steps,
+        in_a_row=1,
+        warm_up=max(0, history.last_step + 1 - history.steps),
+        step=step,
+        samples_per_second=0.0,
+        phases=tuple(
+            Phase(
+                name=phase.name,
+                slowest=figure(job["slowest"][:, column]),
+                fastest_seconds=phase.fastest_seconds,
+                slowest_rank=phase.slowest_rank,
+                slowest_share=phase.slowest_share,
+            )
+            for column, phase in enumerate(phases)
+        ),
+        budget=(Part(EXPOSED, Figure(exposed, None), exposed / step.value, resolved=True),),
+    )
 
 
 def figure(seconds: Floats) -> Figure:
@@ -113,20 +117,15 @@ def figure(seconds: Floats) -> Figure:
     return Figure(float(np.median(seconds)), stats.median_interval(seconds))
 
 
-def _medians(values: columns.FloatsOrLess) -> tuple[float, ...]:
-    return tuple(np.median(values, axis=0).astype(float).tolist())
-
-
-def _means(values: columns.FloatsOrLess) -> tuple[float, ...]:
+def _means(values: FloatsOrLess) -> tuple[float, ...]:
     return tuple(values.astype(float).mean(axis=0).round(MEAN_DECIMALS).tolist())
 
 
-def _phase(name: str, job: Floats, column: int) -> WatchedPhase:
+def _phase(name: str, job: Array, column: int) -> WatchedPhase:
     median, slowest, fastest = (
-        float(np.median(job[:, part][:, column]))
-        for part in (columns.MEDIAN, columns.SLOWEST, columns.FASTEST)
+        float(np.median(job[part][:, column])) for part in ("median", "slowest", "fastest")
     )
-    rank, share = who_most_often(job[:, columns.SLOWEST_RANK][:, column])
+    rank, share = who_most_often(job["slowest_rank"][:, column])
     return WatchedPhase(name, median, slowest, fastest, rank, share)
 
 
@@ -141,18 +140,20 @@ def _moments(history: History) -> list[Moment]:
 def _take_medians(history: History, steps: npt.NDArray[np.int64]) -> Iterator[Moment]:
     """Yield the medians of some steps. steps: [moments, steps], their indices in the samples."""
     values = history.job.values[steps]
-    numbers = history.job.number[steps[:, -1]].tolist()
-    ended = (values[:, -1, columns.ENDED] * 1e-9).tolist()
-    for end, number, row in zip(ended, numbers, np.median(values, axis=1).tolist(), strict=True):
-        seconds = tuple(row[columns.MEDIAN])
-        yield Moment(end, number, row[columns.SECONDS], seconds, row[columns.EXPOSED])
+    seconds, rows, exposed = (
+        np.median(values[name], axis=1).tolist() for name in ("seconds", "median", "exposed")
+    )
+    for i, end in enumerate(steps[:, -1].tolist()):
+        ended = float(history.job.values["ended_ns"][end]) * 1e-9
+        number = int(history.job.number[end])
+        yield Moment(ended, number, seconds[i], tuple(rows[i]), exposed[i])
 
 
 def _ranks(history: History, moments: Sequence[Moment]) -> Iterator[WatchedRank]:
     """Yield the ranks with the most own time, in order of their numbers."""
-    host_of = {rank: host for host, ranks in history.hosts.items() for rank in ranks}
+    host_of = history.host_of
     excess = {
-        rank: float(kept.values[:, columns.EXCESS_OWN].mean())
+        rank: float(kept.values["own"].mean())
         for rank, kept in history.ranks.items()
         if rank in host_of
     }
@@ -164,11 +165,11 @@ def _ranks(history: History, moments: Sequence[Moment]) -> Iterator[WatchedRank]
         yield WatchedRank(
             rank=rank,
             host=host_of[rank],
-            seconds=_medians(even[:, columns.ROW]),
+            seconds=tuple(np.median(even["row"], axis=0).astype(float).tolist()),
             steps=kept.steps,
             late_seconds=find_lateness(kept, moments) if is_late else (),
-            mean_seconds=_means(even[:, columns.ROW]),
-            extra_seconds=_means(even[:, columns.EXCESS])[:BLOCKED],
+            mean_seconds=_means(even["row"]),
+            extra_seconds=_means(even["excess"])[:BLOCKED],
         )
 
 
@@ -182,7 +183,8 @@ def _collectives(history: History) -> list[WatchedCollective]:
 def _collective(
     group: str, operation: str, nbytes: int, calls: Calls, steps: int
 ) -> WatchedCollective:
-    last_rank, share = who_most_often(list(calls.last_ranks))
+    last_rank, share = who_most_often(calls.last_ranks)
+    wires = calls.wires
     stands_out = share >= min(STANDS_OUT / calls.ranks, (1 + 1 / calls.ranks) / 2)
     return WatchedCollective(
         group=group,
@@ -190,15 +192,14 @@ def _collective(
         operation=operation,
         nbytes=nbytes,
         calls=calls.count / (steps or 1),
-        wait_seconds=float(np.median(calls.waits)),
+        wait_seconds=float(np.median([(c.last_ns - c.first_ns) * 1e-9 for c in calls.newest])),
         last_rank=last_rank if stands_out and calls.ranks > 1 else None,
         last_share=share,
-        wire_seconds=float(np.median(calls.wires)) if calls.wires else None,
+        wire_seconds=float(np.median(wires)) if wires else None,
     )
 
 
 def _links(history: History) -> Iterator[WatchedLink]:
-    """Yield the links that carried most."""
     most = sorted(history.links.items(), key=lambda item: -item[1].nbytes)
     for (host, peer), link in most[: watched.MOST_LINKS]:
         yield WatchedLink(
@@ -234,7 +235,7 @@ def find_lateness(kept: Samples, moments: Sequence[Moment]) -> tuple[float | Non
     """Return a rank's own time beyond that of the others, the mean in each moment, in seconds."""
     even = kept.evenly()
     steps = np.array([moment.step for moment in moments])
-    excess = kept.values[even][:, EXCESS_OWN, None]
+    excess = kept.values["own"][even][:, None]
     late = _find_means(kept.number[even], excess, steps)[:, 0].tolist()
     return tuple(round(each, RESOLUTION) if math.isfinite(each) else None for each in late)
 
@@ -253,9 +254,8 @@ def _make_load(row: Sequence[float]) -> Load | None:
 
 
 def _take_means(kept: Samples, ends: Array) -> Floats:
-    """Return the means of what was read, for each moment."""
     read = kept.values[kept.evenly()]
-    return _find_means(read[:, WHEN], read[:, READ], ends)
+    return _find_means(read["when"], read["read"], ends)
 
 
 def _find_means(when: Array, values: Array, ends: Array) -> Floats:

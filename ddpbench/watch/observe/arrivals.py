@@ -5,19 +5,25 @@ to a call. gloo's record has no ends. Where ends are known (mpi4py, nccl with
 TORCH_NCCL_ENABLE_TIMING=1, DDP's reductions on gloo with wire=True), `wire_ns` of a rank is its
 whole time in the call, with its wait for the others. The transfer is the least over the ranks,
 because the last rank to arrive waits for nobody. Sends and receives are left out.
+
+gloo reports to nobody when a call ends. With wire=True a communication hook stamps it, on every DDP
+module on gloo without a hook of the user's. It reduces as DDP does without one: it multiplies the
+bucket by 1/n and adds it up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
+import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 from msgspec import structs
@@ -27,10 +33,12 @@ from ddpbench.hang.process_groups import Group, list_groups
 from ddpbench.records.wording import spans
 from ddpbench.watch.observe.recorder_dump import Entry, RecorderDump
 from ddpbench.watch.observe.steps import Step
-from ddpbench.watch.observe.wire import Reducers, Reduction
 from ddpbench.watch.window import CALLS, Call
 
 if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
     from ddpbench.mpi_backend.stamps import Stamp
 
 # Seconds between reads of the recorder: multiples of the shortest by the system clock, so that all
@@ -42,6 +50,7 @@ ENTRY_SECONDS = 15e-6
 CHUNK = 64  # calls that are handled before other threads get a turn
 PAUSE_SECONDS = 1e-4
 KEPT_STEPS = 8192
+REDUCTIONS = 2000  # stamps that wait to be taken
 MPI_SECONDS = 5  # that a call over MPI takes at most, to be placed: it is read once it has ended
 NS = 10**9
 UNNAMED = (
@@ -57,6 +66,76 @@ def find_round_ns(now_ns: int) -> int:
     """
     soon_ns = now_ns + NS
     return soon_ns - soon_ns % (PERIODS[0] * NS)
+
+
+class Reduction(NamedTuple):
+    """When a hook called all_reduce, when that returned and when it ended, by the system clock."""
+
+    called_ns: int
+    returned_ns: int
+    ended_ns: int
+
+
+class Reducers:
+    """Stamps the reductions of DDP over gloo. find_roots: returns the root modules of the job."""
+
+    def __init__(self, find_roots: Callable[[], Iterable[torch.nn.Module]]) -> None:
+        self._find_roots = find_roots
+        self._modules: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stamps: deque[Reduction] = deque(maxlen=REDUCTIONS)
+
+    def after_step(self, _number: int) -> None:
+        """Look for new modules; for the training thread between steps.
+
+        A hook cannot be set in a backward, nor before the user's own, which comes before training.
+        """
+        from torch.nn.parallel import DistributedDataParallel
+
+        for root in self._find_roots():
+            for module in root.modules():
+                if isinstance(module, DistributedDataParallel) and module not in self._modules:
+                    self._modules.add(module)
+                    _stamp_reductions(module, self._stamps)
+
+    def take(self) -> list[Reduction]:
+        """Return the reductions that have ended since the last time."""
+        return [self._stamps.popleft() for _ in range(len(self._stamps))]
+
+
+def _stamp_reductions(ddp: Any, stamps: deque[Reduction]) -> None:
+    """Set the hook, unless there is one or it would not reduce alike."""
+    import torch.distributed as dist
+
+    from ddpbench.runtime import devices
+
+    group, device = ddp.process_group, next(ddp.parameters()).device
+    size = group.size()
+    # DDP divides gradients that lie in the bucket already. For powers of two that is the product.
+    is_equal = not ddp.gradient_as_bucket_view or size & (size - 1) == 0
+    if ddp._comm_hooks or not is_equal or devices.of(device).clock == "device":
+        return
+    # A hook in C++ makes torch refuse a second one.
+    with contextlib.suppress(RuntimeError, AttributeError):
+        if group._get_backend(device).name() == "gloo":
+            dist._register_comm_hook(ddp.reducer, stamps, partial(_reduce, group, 1 / size))
+
+
+def _reduce(
+    group: dist.ProcessGroup, factor: float, stamps: deque[Reduction], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    import torch.distributed as dist
+
+    buffer = bucket.buffer().mul_(factor)
+    called_ns = time.time_ns()
+    work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+    returned_ns = time.time_ns()
+
+    def end(future: Any) -> Any:
+        stamps.append(Reduction(called_ns, returned_ns, time.time_ns()))
+        return future.value()[0]
+
+    reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(end)
+    return reduced
 
 
 class Arrivals:
@@ -75,8 +154,7 @@ class Arrivals:
         self._since_ns = time.time_ns()  # earlier calls may be of groups that have gone
         self._due_ns = 0  # before this, the recorder is left alone: a read of it may take long
         self._steps: deque[Step] = deque(maxlen=KEPT_STEPS)
-        self._later: deque[Call] = deque(maxlen=CALLS)  # in a step that has not ended
-        self._over_mpi: deque[Call] = deque(maxlen=2 * CALLS)
+        self._later: deque[Call] = deque(maxlen=2 * CALLS)  # of a later read
         self._reductions: deque[Reduction] = deque(maxlen=2 * CALLS)
 
     def read(self, steps: Sequence[Step], final: bool = False) -> list[Call]:
@@ -91,7 +169,7 @@ class Arrivals:
         ahead_ns = now_ns - time.perf_counter_ns()
         until_ns = now_ns if final else find_round_ns(now_ns)
         self._groups |= {group.name: group for group in list_groups()}
-        found = self._read_mpi(until_ns)
+        found = [*self._later, *self._read_mpi()]
         is_due = final or until_ns >= self._due_ns
         if is_due:
             found += self._read_recorder(until_ns)
@@ -99,18 +177,19 @@ class Arrivals:
             period_ns = next((each for each in PERIODS if each >= wanted), PERIODS[-1]) * NS
             self._due_ns = until_ns - until_ns % period_ns + period_ns
         time.sleep(PAUSE_SECONDS)
-        found = sorted([*self._later, *found], key=lambda call: call.entered_ns)
-        known = len(found)
+        found.sort(key=lambda call: call.entered_ns)
+        end_ns = until_ns
         if self._steps and not final:  # where later calls belong is known when their step ends
-            end_ns = self._steps[-1].ended_ns + ahead_ns
-            known = bisect_right([call.entered_ns for call in found], end_ns)
-        self._later = deque(found[known:], maxlen=CALLS)
+            end_ns = min(until_ns, self._steps[-1].ended_ns + ahead_ns)
+        known = bisect_right([call.entered_ns for call in found], end_ns)
+        self._later = deque(found[known:], maxlen=2 * CALLS)
         calls = [
             structs.replace(call, step=self._find_step(call.entered_ns - ahead_ns))
             for call in found[:known]
         ]
-        if is_due:
-            self._forget_steps(until_ns - ahead_ns - MPI_SECONDS * NS)
+        read_ns = until_ns - ahead_ns - MPI_SECONDS * NS  # all earlier calls were read
+        while is_due and len(self._steps) > 1 and self._steps[0].ended_ns < read_ns:
+            self._steps.popleft()
         return list({(call.group, call.number): call for call in calls}.values())[-CALLS:]
 
     def close(self) -> None:
@@ -125,23 +204,17 @@ class Arrivals:
         at = bisect_right(self._steps, ns, key=lambda step: step.began_ns) - 1
         return self._steps[at].number if at >= 0 and ns < self._steps[at].ended_ns else -1
 
-    def _forget_steps(self, before_ns: int) -> None:
-        """Forget steps that ended before this, except the last: all their calls were read."""
-        while len(self._steps) > 1 and self._steps[0].ended_ns < before_ns:
-            self._steps.popleft()
-
-    def _read_mpi(self, until_ns: int) -> list[Call]:
+    def _read_mpi(self) -> list[Call]:
         if "ddpbench.mpi_backend.work" not in sys.modules:
             return []
         from ddpbench.mpi_backend import stamps
 
-        for name, ended in stamps.take():
-            group = self._groups.get(name)
-            self._over_mpi.extend(_read_stamp(stamp, group) for stamp in ended if group)
-        found = [one for one in self._over_mpi if one.entered_ns <= until_ns]
-        later = [one for one in self._over_mpi if one.entered_ns > until_ns]
-        self._over_mpi = deque(later, self._over_mpi.maxlen)
-        return found
+        return [
+            _read_stamp(stamp, group)
+            for name, ended in stamps.take()
+            if (group := self._groups.get(name)) is not None
+            for stamp in ended
+        ]
 
     def _read_recorder(self, until_ns: int) -> list[Call]:
         self._reductions.extend(self._reducers.take() if self._reducers else ())

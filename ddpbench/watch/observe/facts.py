@@ -91,7 +91,6 @@ class Facts:
             pauses.longest_ns = max(pauses.longest_ns, now - pauses.began_ns)
 
     def _read_counters(self) -> dict[str, float]:
-        """Return what only grows, by name."""
         use = self._meter.stop()
         counters = {
             "seconds": use.wall_seconds,

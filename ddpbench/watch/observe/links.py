@@ -17,13 +17,11 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from msgspec import structs
-
 from ddpbench.launch import sockets
-from ddpbench.watch.window import LINKS, Link
+from ddpbench.watch.window import Link, add_links
 
 BULK_NBYTES = 1 << 16  # of one connection in one read, at least,
 SEGMENT_NBYTES = 1000  # and of its segments on average
@@ -31,16 +29,12 @@ SLICE = 64  # connections after which other threads get their turn
 PAUSE_SECONDS = 0.0002
 TCP_INFO_NBYTES = 256
 
-# struct tcp_info of Linux, which only grows at its end; a kernel returns as much as it knows.
-RTT_MICROSECONDS = struct.Struct("@I"), 68
-RETRANSMITTED = struct.Struct("@I"), 100  # segments
-SEGMENTS = struct.Struct("@I"), 156  # with data, Linux 4.6
-ACKED_NBYTES = struct.Struct("@Q"), 120  # Linux 4.1
-BYTES_PER_SECOND = struct.Struct("@Q"), 160  # Linux 4.9
-BUSY_AND_BLOCKED_MICROSECONDS = struct.Struct("@QQ"), 168  # Linux 4.10; blocked: by the peer
+# Of Linux's struct tcp_info, which only grows at its end: RTT in µs, segments sent again, bytes
+# acknowledged, segments with data, bytes per second, and, since Linux 4.10, µs in which the
+# connection was busy, and blocked by the peer. A kernel returns as much as it knows.
+TCP_INFO = struct.Struct("=68xI28xI16xQ28xIQQQ")
 WRAP = 1 << 32  # of the kernel's counters of segments: 6 TB
 
-Field = tuple[struct.Struct, int]  # and its offset
 Ends = tuple[str, int, str, int]  # address and port of this end, of the peer's
 
 
@@ -93,14 +87,10 @@ class Links:
     def read(self) -> list[Link]:
         """Return at most LINKS links that carried bulk data, those first that carried most."""
         before, self._counters = self._counters, dict(read_connections())
-        grouped: dict[tuple[str, str], list[Link]] = {}
-        for ends, now in self._counters.items():
-            since = now.subtract(before.get(ends, Counters()))
-            if since.is_bulk:
-                link = self._link(ends, since)
-                grouped.setdefault((link.peer, link.interface), []).append(link)
-        links = map(add_links, grouped.values())
-        return sorted(links, key=_nbytes, reverse=True)[:LINKS]
+        since = {
+            ends: now.subtract(before.get(ends, Counters())) for ends, now in self._counters.items()
+        }
+        return add_links(self._link(ends, each) for ends, each in since.items() if each.is_bulk)
 
     def _link(self, ends: Ends, since: Counters) -> Link:
         return Link(
@@ -161,37 +151,7 @@ def _read_connection(connection: socket.socket) -> tuple[Ends, Counters] | None:
 
 def parse(info: bytes) -> Counters | None:
     """Return the counters in a struct tcp_info; None if the kernel does not count busy time."""
-    kind, offset = BUSY_AND_BLOCKED_MICROSECONDS
-    if len(info) < offset + kind.size:
+    if len(info) < TCP_INFO.size:
         return None
-    busy, blocked = kind.unpack_from(info, offset)
-    return Counters(
-        _unpack(ACKED_NBYTES, info),
-        _unpack(SEGMENTS, info),
-        busy - blocked,
-        _unpack(RETRANSMITTED, info),
-        _unpack(RTT_MICROSECONDS, info),
-        _unpack(BYTES_PER_SECOND, info),
-    )
-
-
-def add_links(links: Sequence[Link]) -> Link:
-    """Return one link for several between the same hosts, with the RTT of the one used most."""
-    most = max(links, key=_nbytes)
-    return structs.replace(
-        most,
-        nbytes=sum(link.nbytes for link in links),
-        busy_seconds=sum(link.busy_seconds for link in links),
-        transfer_seconds=sum(link.transfer_seconds for link in links),
-        retransmitted=sum(link.retransmitted for link in links),
-    )
-
-
-def _unpack(field: Field, info: bytes) -> int:
-    kind, offset = field
-    (value,) = kind.unpack_from(info, offset)
-    return int(value)
-
-
-def _nbytes(link: Link) -> int:
-    return link.nbytes
+    rtt, retransmitted, nbytes, segments, rate, busy, blocked = TCP_INFO.unpack_from(info)
+    return Counters(nbytes, segments, busy - blocked, retransmitted, rtt, rate)

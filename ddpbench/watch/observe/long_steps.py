@@ -1,5 +1,7 @@
 """Steps of this rank that take much longer than usual, and the line that they spend the time at.
 
+A thread of its own looks up many times a second at which line the training thread is.
+
 What is usual is known from the steps around a step, so a job whose steps change their length for
 good has no long steps.
 """
@@ -7,16 +9,22 @@ good has no long steps.
 from __future__ import annotations
 
 import math
+import sys
+import threading
+import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from ddpbench.watch.observe.stacks import Look
+from ddpbench.hang.places import describe_line
+from ddpbench.watch.observe.marks import Marks
+from ddpbench.watch.observe.observer import Observer
 from ddpbench.watch.observe.steps import Step
 from ddpbench.watch.window import BLOCKED, LINES, LONG_STEPS, WARM_UP, LongStep
 
@@ -27,8 +35,63 @@ FAR = 6.0  # spreads of usual steps, by which it is longer, too
 IN_A_ROW = 4  # long steps; more are a new level
 LINE_SHARE = 0.2  # of the additional time, which makes a line one of a long step's
 REMEMBERED_SECONDS = 20.0  # of usual steps, whose lines count
+LOOK_SECONDS = 0.05  # between two looks
+OVERDUE_SECONDS = 0.01  # the same, while a step takes longer than usual
+MOST_LOOKS = 4096  # looks that wait to be taken; of more, the oldest are lost
 
 Floats = npt.NDArray[np.float64]
+
+
+class Look(NamedTuple):
+    """Where the training thread is: ns, by perf_counter; seconds, since the look before; line."""
+
+    ns: int
+    seconds: float
+    line: str
+
+
+class Stacks:
+    """Looks at the training thread from its first mark until `close`.
+
+    overdue_seconds: the time of a step from which looks are more frequent.
+    """
+
+    def __init__(self, marks: Marks, observer: Observer) -> None:
+        self._marks, self._observer = marks, observer
+        self.overdue_seconds = float("inf")
+        self._looks = deque[Look](maxlen=MOST_LOOKS)
+        self._closing = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="ddpbench-stacks", daemon=True)
+        self._thread.start()
+
+    def take(self) -> list[Look]:
+        """Return the looks since the last time, and forget them."""
+        if self._error is not None:
+            raise self._error
+        return [self._looks.popleft() for _ in range(len(self._looks))]
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closing.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        try:
+            self._look()
+        except Exception as error:
+            self._error = error
+
+    def _look(self) -> None:
+        before, seconds = time.perf_counter_ns(), LOOK_SECONDS
+        while not self._closing.wait(seconds):
+            frame = sys._current_frames().get(self._observer.thread or 0)
+            now = time.perf_counter_ns()
+            if frame is not None and self._marks.stepped_ns:
+                self._looks.append(Look(now, (now - before) * 1e-9, describe_line(frame)))
+            del frame  # it would keep the values of the training thread alive
+            overdue = (now - self._marks.stepped_ns) * 1e-9 > self.overdue_seconds
+            before, seconds = now, OVERDUE_SECONDS if overdue else LOOK_SECONDS
 
 
 class LongSteps:

@@ -42,9 +42,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter as Batches
 
 from ddpbench.watch.observe import calls, roots
-from ddpbench.watch.observe.losses import Losses
 from ddpbench.watch.observe.marks import END, Marks
 from ddpbench.watch.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER
+from ddpbench.watch.observe.values import Losses
 from ddpbench.watch.window import BLOCKED
 
 PATIENCE = 32  # steps of one other optimizer after which it becomes the anchor
@@ -158,6 +158,14 @@ class Observer:
             for call in self._calls:
                 call.remove()
 
+    def __enter__(self) -> None:
+        """Begin a part of the observer's own, an error of which ends the observation."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            self._fail(error)
+        return isinstance(error, Exception)
+
     def _fail(self, error: Exception) -> None:
         if self.thread != NOBODY:
             self.stop()
@@ -175,13 +183,11 @@ class Observer:
             self._follow_thread()
         elif get_ident() != self.thread:
             return
-        try:
+        with self:
             known = self._optimizers.get(id(optimizer))
             if known is None or known() is not optimizer:
                 self._meet(optimizer)
             self._marks.add(OPTIMIZER)
-        except Exception as error:
-            self._fail(error)
 
     def _follow_thread(self) -> None:
         self.thread = self._owner = get_ident()
@@ -190,14 +196,12 @@ class Observer:
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or get_ident() != self.thread:
             return
-        try:
+        with self:
             if self._is_anchor(optimizer) or self._takes_over(optimizer):
                 self._backwards = 0
                 self._end_step()
             else:
                 self._marks.add(OPTIMIZER + END)
-        except Exception as error:
-            self._fail(error)
 
     def _is_anchor(self, optimizer: Optimizer) -> bool:
         return self._anchor is not None and self._anchor() is optimizer
@@ -260,7 +264,6 @@ class Observer:
         self._wrap_calls(new)
 
     def _list_owned(self) -> set[int]:
-        """Return the ids of the parameters of the root modules."""
         return {id(parameter) for module in self.modules for parameter in module.parameters()}
 
     def _wrap_calls(self, modules: list[nn.Module]) -> None:
@@ -278,8 +281,9 @@ class Observer:
         for call in unused:
             call.remove()
             if (module := call.module()) is not None:
-                children = roots.list_children(module, owned)
-                self._wrap_calls([one for one in children if id(one) not in within])
+                children = [one for one in module.children() if id(one) not in within]
+                owners = [c for c in children if any(id(p) in owned for p in c.parameters())]
+                self._wrap_calls(owners)
 
     def _begin_forward(self) -> int:
         if get_ident() != self.thread:
@@ -307,7 +311,8 @@ class Observer:
                     self._add(BACKWARD)
                     self._watch_begin(tensors)
                     if (step := self._marks.step + 1) >= self.losses.due:
-                        self._keep_loss(tensors, step)
+                        with self:
+                            self.losses.keep(tensors, step)
                 original(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
@@ -325,7 +330,7 @@ class Observer:
         """
         if self.thread == NOBODY:
             return
-        try:
+        with self:
             after = calls.count_collectives()
             met = frozenset(ranks for ranks, count in after.items() if count > before[ranks])
             if not met:
@@ -342,8 +347,6 @@ class Observer:
             self._backwards += 1
             if self.steps_by_backward:
                 self._end_step()
-        except Exception as error:
-            self._fail(error)
 
     def _watch_begin(self, tensors: Any) -> None:
         """Have the engine call `_queue_stamp` where this backward begins.
@@ -352,23 +355,15 @@ class Observer:
         saves 7 µs. The tensor gets its own back; the node of its graph keeps both.
         """
         begins = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
-        try:
-            with torch._C.DisableTorchFunction():  # of subclasses, which may count what they see
-                for tensor in begins:
-                    node = tensor.grad_fn if isinstance(tensor, Tensor) else None
-                    if node is not None:
-                        own_hooks = tensor._backward_hooks
-                        tensor._backward_hooks = self._begin_hooks
-                        node._register_hook_dict(tensor)
-                        tensor._backward_hooks = own_hooks
-        except Exception as error:
-            self._fail(error)
-
-    def _keep_loss(self, tensors: Any, step: int) -> None:
-        try:
-            self.losses.keep(tensors, step)
-        except Exception as error:
-            self._fail(error)
+        # Subclasses may count what they see.
+        with self, torch._C.DisableTorchFunction():
+            for tensor in begins:
+                node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+                if node is not None:
+                    own_hooks = tensor._backward_hooks
+                    tensor._backward_hooks = self._begin_hooks
+                    node._register_hook_dict(tensor)
+                    tensor._backward_hooks = own_hooks
 
     def _queue_stamp(self, gradient: Tensor) -> None:
         """Have the engine mark the own end before it calls anybody else.
@@ -378,11 +373,9 @@ class Observer:
         """
         if self._in_backward and not self._own_ended and not torch.compiler.is_compiling():
             self._own_ended = True
-            try:
+            with self:
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._add, BLOCKED))
-            except Exception as error:
-                self._fail(error)
 
     def _mark_calls(self, phase: int, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -422,19 +415,15 @@ class Observer:
             original(*args, **kwargs)
             if get_ident() == self.thread:
                 self._averages += 1
-                try:
+                with self:
                     self._call(self.after_average, self._averages)
-                except Exception as error:
-                    self._fail(error)
 
         return average
 
     def _add(self, kind: int) -> None:
-        try:
+        with self:
             if self.thread != NOBODY:
                 self._marks.add(kind)
-        except Exception as error:
-            self._fail(error)
 
 
 class _ThreadEnd:

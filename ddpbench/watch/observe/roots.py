@@ -102,8 +102,3 @@ class Call:
         module = self.module()
         if module is not None and module.__dict__.get(CALL) is self._call:
             del module.__dict__[CALL]
-
-
-def list_children(module: nn.Module, owned: set[int]) -> list[nn.Module]:
-    """Return the children in which a parameter with one of these ids is."""
-    return [child for child in module.children() if any(id(p) in owned for p in child.parameters())]

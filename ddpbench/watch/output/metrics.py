@@ -12,13 +12,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
 MISSING = f"prometheus_client is not installed: {install_extra('watch')}"
-GAUGES = {  # metric → its help, and its key in the seconds of a report
-    "ddpbench_watch_step_seconds": ("Time of one step, median of the newest.", "step"),
-    "ddpbench_watch_exposed_communication_seconds": (
-        "The least that any rank was blocked in collectives, in one step.",
-        "exposed",
-    ),
-}
 
 
 class Metrics:
@@ -44,7 +37,7 @@ class Metrics:
             )
 
     def update(self, report: dict[str, Any]) -> None:
-        """Show the metrics of a report (`Report.as_dict`). After the last one, serve no more."""
+        """Show the metrics of a report (`describe_report`). After the last one, serve no more."""
         self._report = report
         if self._file:
             from prometheus_client import write_to_textfile
@@ -67,15 +60,22 @@ def _metrics(report: dict[str, Any]) -> Iterator[GaugeMetricFamily]:
     info = {name: str(report[name]) for name in ("run", "script", "backend")}
     about = GaugeMetricFamily("ddpbench_watch_info", "The job that is watched.", labels=[*info])
     about.add_metric([*info.values()], 1)
-    running = float(report["state"] == "running")
     yield about
-    yield GaugeMetricFamily("ddpbench_watch_running", "1: the job goes on.", running)
-    yield GaugeMetricFamily("ddpbench_watch_ranks", "Ranks of the job.", report["world_size"])
-    if seconds := report["seconds"]:
-        text = "Number of the last step that all ranks reported."
-        yield GaugeMetricFamily("ddpbench_watch_last_step", text, report["step"])
-        for name, (text, key) in GAUGES.items():
-            yield GaugeMetricFamily(name, text, seconds[key])
+    seconds = report["seconds"]
+    figures = [
+        ("running", "1: the job goes on.", float(report["state"] == "running")),
+        ("ranks", "Ranks of the job.", report["world_size"]),
+    ]
+    if seconds:
+        exposed = "The least that any rank was blocked in collectives, in one step."
+        figures += [
+            ("last_step", "Number of the last step that all ranks reported.", report["step"]),
+            ("step_seconds", "Time of one step, median of the newest.", seconds["step"]),
+            ("exposed_communication_seconds", exposed, seconds["exposed"]),
+        ]
+    for name, text, value in figures:
+        yield GaugeMetricFamily(f"ddpbench_watch_{name}", text, value)
+    if seconds:
         parts = GaugeMetricFamily(
             "ddpbench_watch_part_seconds",
             "Parts of a step, of the median rank: its own phases, and blocked in collectives.",

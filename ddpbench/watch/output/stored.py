@@ -1,4 +1,4 @@
-"""The stored run of a watch: complete after every round, so that it survives the end of the job.
+"""The job that is watched, and its stored run, which is complete after every round.
 
 Any process of the job may store how it ended: rank 0 may be killed, or see only what followed.
 """
@@ -8,29 +8,109 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import torch
 
-from ddpbench.analysis import steps
+from ddpbench.catalog import backends
+from ddpbench.launch import placement
+from ddpbench.mpi_backend.base import NAME
 from ddpbench.present.formats import FORMATS
 from ddpbench.records import codec, redact, store
-from ddpbench.records.schema import Figure, Finding, Part, Plan, Run, StepResult, StepSummary
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import (
+    Finding,
+    Plan,
+    Run,
+    StepCase,
+    StepResult,
+)
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
+from ddpbench.runtime import devices, environment
 from ddpbench.watch.judging.summary import Summary
-from ddpbench.watch.output.job import Job
 from ddpbench.watch.settings import NOTE
+
+TIME = "from the end of an optimizer step to the end of the next"  # other than that of `ddp`
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known of a job before its first report."""
+
+    case: StepCase
+    launch: Launch
+    verify: int = 0
+
+    def placed(self, hosts: Mapping[str, int]) -> Job:
+        """Return the job with its hosts: name → number of ranks there."""
+        case = replace(self.case, ranks_per_host=tuple(hosts.values()))
+        ranks = [{"hostname": host} for host, count in hosts.items() for _ in range(count)]
+        return replace(self, case=case, launch=replace(self.launch, ranks=tuple(ranks)))
+
+
+def identify_job(script: str, verify: int, name: str, world_size: int) -> Job:
+    """Return the job of this process. Runs in rank 0.
+
+    script: its name for titles, or "" for that of the running program. name: of its default
+    process group's backend, in torch; world_size: the number of its ranks.
+    """
+    kind = devices.preferred()
+    device = "cpu" if kind.in_use() is None else kind.name
+    backend = backends.get("mpi" if name == NAME else name)
+    launch = Launch(
+        index=0,
+        backend=backend.name,
+        provider=backend.provider(device),
+        library=backend.library(),
+        launcher=placement.name_launcher(),
+        world_size=world_size,
+        facts=environment.run_facts(),
+        started=store.format_now(),
+        cases=1,
+    )
+    return Job(_make_case(script, launch, device), launch, verify)
+
+
+def _make_case(script: str, launch: Launch, device: str) -> StepCase:
+    return StepCase(
+        workload=Path(script or sys.argv[0]).name,
+        settings=tuple(redact.arguments(sys.argv[1:])),
+        parameters=0,
+        parameter_nbytes=0,
+        backend=launch.backend,
+        provider=launch.provider,
+        device=device,
+        batch=0,
+        accumulate=0,
+        optimizer="",
+        amp=None,
+        bucket_cap_mb=None,
+        gradient_as_bucket_view=False,
+        static_graph=False,
+        find_unused_parameters=False,
+        comm_hook="",
+        threads=torch.get_num_threads(),
+        world_size=launch.world_size,
+        ranks_per_host=(),
+        time_definition=TIME,
+        rank_reduction="median",
+    )
 
 
 def build_run(
     job: Job, summary: Summary | None, findings: tuple[Finding, ...], end: End | None
 ) -> Run:
     """Return the run of a job, without a folder. end: None while the job goes on."""
+    reason, steps, watched = "no optimizer step was seen on all ranks", None, None
     if summary is not None:
-        job = job.placed(summary.watched.hosts)
+        steps, watched = summary.steps, summary.watched
+        job = job.placed(watched.hosts)
     case = job.case
+    result = StepResult(case, 0, None if steps else reason, summary=steps, watched=watched)
     return Run(
         id="",
         command="watch",
@@ -40,37 +120,12 @@ def build_run(
         operations=(case.workload,),
         backends=(case.backend,),
         launches=(job.launch,),
-        steps=(_result(job, summary),),
+        steps=(result,),
         findings=findings,
         state=end.state if end else "running",
         state_reason=end.reason if end else None,
         exit_code=(end.code or None) if end else None,  # Python does not tell of a 0
         ended=store.format_now() if end else None,
-    )
-
-
-def _result(job: Job, summary: Summary | None) -> StepResult:
-    if summary is None or summary.step is None:
-        watched = summary.watched if summary is not None else None
-        return StepResult(
-            job.case, 0, reason="no optimizer step was seen on all ranks", watched=watched
-        )
-    watched = summary.watched
-    share = watched.exposed_seconds / summary.step.value
-    exposed = Part(steps.EXPOSED, Figure(watched.exposed_seconds, None), share, resolved=True)
-    return StepResult(
-        job.case,
-        0,
-        summary=StepSummary(
-            rounds=watched.steps,
-            in_a_row=1,
-            warm_up=max(0, watched.last_step + 1 - watched.steps),
-            step=summary.step,
-            samples_per_second=0.0,
-            phases=summary.phases,
-            budget=(exposed,),
-        ),
-        watched=watched,
     )
 
 

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import io
 import os
-import socket
+import runpy
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
+from zlib import crc32
 
 from ddpbench.launch.placement import (
     Placement,
     Refused,
-    free_port,
     node_address,
     read_placement,
     slurm_address,
 )
 from ddpbench.session.errors import speak
 from ddpbench.watch import api, command
-from ddpbench.watch.program import script
+from ddpbench.watch.command import Program
 
-FIND_SECONDS = 10.0  # for rank 0 to start
+OWN = f"{Path(__file__).parent}{os.sep}"  # where the frames of the watch are
 
 
 def main(words: Sequence[str]) -> None:
@@ -39,14 +41,14 @@ def main(words: Sequence[str]) -> None:
         if namespace.ranks is not None and read_placement() is None:
             raise Refused(f"-n does not start ranks here: type ddpbench watch {' '.join(words)}")
         settings = command.read_settings(namespace, program)
-        script.prepare(program)
+        prepare(program)
         complete_environment()
     except Refused as error:
         speak(str(error), error.speaker)
         sys.exit(2)
     call_after_import("torch", lambda: api.start(settings))
     try:
-        script.run(program)
+        run(program)
     except SystemExit as error:
         if error.code:
             sys.last_value = SystemExit(error.code)  # for the watch; it keeps no frame alive
@@ -129,39 +131,109 @@ def _find(placement: Placement) -> list[str]:
         return []
     if placement.local_world_size != placement.world_size:
         return []
-    port_of_rank_0 = _share_port(placement)
-    return ["127.0.0.1", str(port_of_rank_0)] if port_of_rank_0 else []
+    job = os.environ.get("PMIX_NAMESPACE") or f"{os.getppid()}"  # alike in all ranks of mpirun
+    return ["127.0.0.1", str(20_000 + crc32(job.encode()) % 12_000)]  # as under Slurm
 
 
-def _share_port(placement: Placement) -> int:
-    """Return a port that rank 0 of this job on this host has reserved, in every rank; 0 if none."""
-    job = os.environ.get("PMIX_NAMESPACE") or os.getppid()
-    name = f"\0ddpbench-port-{os.getuid()}-{job}"
-    if placement.rank == 0:
-        port = free_port()
-        server = socket.socket(socket.AF_UNIX)
-        try:
-            server.bind(name)
-        except OSError:  # another program of this job has it
-            return 0
-        server.listen(placement.world_size)
-        arguments = server, placement.world_size - 1, port
-        threading.Thread(target=_answer, args=arguments, daemon=True).start()
-        return port
-    until = time.monotonic() + FIND_SECONDS
-    while time.monotonic() < until:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
-            client.connect(name)
-            client.settimeout(FIND_SECONDS)
-            return int.from_bytes(client.recv(4), "big")
-        time.sleep(0.02)
-    return 0
+def prepare(program: Program) -> None:
+    """Make this process that of the program: sys.argv, sys.path[0] and a new `__main__`.
+
+    Raises Refused if there is no such script or module.
+    """
+    program.require()
+    sys.argv = ["-m" if program.is_module else program.name, *program.arguments]
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 and later
+        del sys.path[0]
+        sys.path.insert(0, program.path())
+    elif program.is_archive():  # even then, Python adds this
+        sys.path.insert(0, program.path())
+    if program.is_module:
+        _require_module(program.name)
+    main = ModuleType("__main__")
+    main.__dict__.update(__builtins__=sys.modules["builtins"], __annotations__={})
+    sys.modules["__main__"] = main
 
 
-def _answer(server: socket.socket, ranks: int, port: int) -> None:
-    """Send the port to the other ranks."""
-    with server:
-        server.settimeout(2 * FIND_SECONDS)
-        for _ in range(ranks):
-            with contextlib.suppress(OSError):
-                server.accept()[0].sendall(port.to_bytes(4, "big"))
+def _require_module(name: str) -> None:
+    """Raise Refused if a module cannot be run; this imports its package, as `python -m` does."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise Refused(f"-m {name}: {type(error).__name__}: {error}") from None
+    if spec is None:
+        raise Refused(
+            f"-m {name}: there is no such module, or it is a package without __main__: "
+            "check the name, and PYTHONPATH"
+        )
+
+
+def run(program: Program) -> None:
+    """Run a prepared program to its end, and raise what it raises.
+
+    A traceback that is printed afterwards begins with the program's own frames.
+    """
+    try:
+        _execute(program)
+    except BaseException:
+        shown = sys.excepthook
+
+        def show(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
+            sys.last_traceback = own = _strip(_below_execute(trace))
+            _strip_causes(error)
+            shown(kind, error.with_traceback(own), own)
+
+        sys.excepthook = show
+        raise
+
+
+def _execute(program: Program) -> None:
+    if program.is_module or program.is_archive():
+        # What `python -m` and `python FOLDER` call, too.
+        run_module = vars(runpy)["_run_module_as_main"]
+        run_module(program.name if program.is_module else "__main__", program.is_module)
+        return
+    path = str(Path(program.name).absolute())
+    names = sys.modules["__main__"].__dict__
+    names.update(__file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None)
+    exec(_compile(path), names)
+
+
+def _compile(path: str) -> CodeType:
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def _below_execute(trace: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback that is the program's."""
+    part = trace
+    while part is not None and part.tb_frame.f_code is not _execute.__code__:
+        part = part.tb_next
+    return trace if part is None else part.tb_next
+
+
+def _strip(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without frames of the watch, as of its wrappers of torch's functions."""
+    kept = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(OWN):
+            kept.append(trace)
+        trace = trace.tb_next
+    rest = None
+    for part in reversed(kept):
+        rest = TracebackType(rest, part.tb_frame, part.tb_lasti, part.tb_lineno)
+    return rest
+
+
+def _strip_causes(error: BaseException) -> None:
+    """Remove the frames of the watch from the errors that led to this one."""
+    errors, seen = [error.__cause__, error.__context__], set[int]()
+    while errors:
+        cause = errors.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            cause.__traceback__ = _strip(cause.__traceback__)
+            errors += [cause.__cause__, cause.__context__]

@@ -1,1 +1,0 @@
-"""Run a user's script or module as if nothing watched it."""
