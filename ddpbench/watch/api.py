@@ -92,7 +92,7 @@ def watch(
     every: float = 30.0,
     output: str | Path | None = "results",
     on_report: Callable[[dict[str, Any]], object] | None = None,
-    wire: bool = False,
+    time_transfers: bool = False,
     prometheus: str | int | None = None,
     format: str = "table",  # noqa: A002
 ) -> Watch:
@@ -103,7 +103,7 @@ def watch(
     every: seconds between two lines on the terminal. output: folder for the stored run; None stores
         nothing. format: of the table at the end.
     on_report: rank 0 calls it with each report, a dict. prometheus: a file, or a port, for metrics.
-    wire: time gloo's transfers with a communication hook on DistributedDataParallel.
+    time_transfers: time gloo's transfers with a communication hook on DistributedDataParallel.
 
     Returns the watch, for use in `with`. If one is on already, as under `python -m ddpbench.watch`,
     returns that one, with its settings. Raises ValueError for an argument that is not allowed.
@@ -115,7 +115,7 @@ def watch(
             every=every,
             output=None if output is None else Path(output).absolute(),
             on_report=on_report,
-            wire=wire,
+            time_transfers=time_transfers,
             prometheus=None if prometheus is None else str(prometheus),
             format=format,
             script=sys.argv[0] if sys.argv else "",

@@ -167,7 +167,7 @@ def read_settings(namespace: argparse.Namespace, program: Program) -> Settings:
         timeout=namespace.timeout or 0.0,
         every=namespace.every,
         output=None if namespace.output == "none" else Path(namespace.output).absolute(),
-        wire=namespace.time_transfers,
+        time_transfers=namespace.time_transfers,
         prometheus=namespace.prometheus,
         format=namespace.format,
         report=namespace.report,

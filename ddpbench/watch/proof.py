@@ -183,7 +183,7 @@ class Proof:
             self._add(one.ranks, _describe_uncompared(one.module, report))
 
     def _add(self, ranks: tuple[int, ...], *findings: Finding) -> None:
-        guide = "python -m ddpbench guide replicas"
+        guide = "ddpbench guide replicas"
         new = tuple(f if f.next_step else replace(f, next_step=guide) for f in findings)
         self.findings += new
         if dist.get_rank() == ranks[0]:  # all of these ranks have found the same
@@ -308,7 +308,7 @@ def _describe_record(name: str, record: Record) -> Finding:
 
 def _explain_never_compared(reason: str) -> Finding:
     """Return the error of a job whose replicas were never compared although that was asked for."""
-    step = "a smaller N in --verify N, or ddpbench.Verifier: python -m ddpbench guide replicas"
+    step = "a smaller N in --verify N, or ddpbench.Verifier: ddpbench guide replicas"
     return Finding("error", NOT_COMPARED, f"the replicas were never compared: {reason}", step)
 
 

@@ -23,7 +23,7 @@ class Settings:
     every: float = 30.0
     output: Path | None = Path("results")
     on_report: Callable[[dict[str, Any]], object] | None = None
-    wire: bool = False
+    time_transfers: bool = False
     prometheus: str | None = None
     format: str = "table"
     report: bool = False

@@ -74,7 +74,7 @@ class Watcher:
         self._exit_status = ExitStatus()
         self.values = ScriptValues(self._marks, self.observer.losses)
         self._reducers = None
-        if settings.wire:
+        if settings.time_transfers:
             self._reducers = Reducers(lambda: self.observer.modules)
             self.observer.after_doubling.append(self._reducers.after_step)
         self._proof = Proof(settings.verify, self.observer)

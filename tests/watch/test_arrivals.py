@@ -341,8 +341,8 @@ def job_wire(rank: int) -> Any:
 
 
 def test_the_hook_changes_no_bit(tmp_path: Path) -> None:
-    """With wire=True, in three ranks, all parameters are bit for bit those without, each reduction
-    has a time, and a module with a hook of the user's is left alone."""
+    """With time_transfers=True, in three ranks, all parameters are bit for bit those without, each
+    reduction has a time, and a module with a hook of the user's is left alone."""
     for equal, plain, timed, user in run_ranks(job_wire, tmp_path, 3):
         assert equal
         assert plain

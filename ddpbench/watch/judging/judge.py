@@ -86,7 +86,7 @@ def _judge_arrivals(history: History) -> Iterator[Finding]:
             f"{high * 1e3:.3g}] after the other ranks, {seconds / between:.1%} of the time from "
             "one call to the next",
             f"find what rank {rank} does longer than the others before this call; to compare the "
-            "ranks' devices: python -m ddpbench doctor --only stragglers",
+            "ranks' devices: ddpbench doctor --only stragglers",
             {
                 "rank": rank,
                 "group": group,

@@ -20,11 +20,11 @@ LASTING = 0.2  # of the steps: a rank that was late for less is worth a note
 NEXT_STEPS = {
     "input": "give rank {rank}'s DataLoader more workers, or check the disk that holds its files",
     "forward": "compare the shapes of rank {rank}'s batches with those of other ranks; to "
-    "compare the ranks' devices: python -m ddpbench doctor --only stragglers",
+    "compare the ranks' devices: ddpbench doctor --only stragglers",
     "backward": "compare the shapes of rank {rank}'s batches with those of other ranks; to "
-    "compare the ranks' devices: python -m ddpbench doctor --only stragglers",
+    "compare the ranks' devices: ddpbench doctor --only stragglers",
     "optimizer": "check whether rank {rank} holds more parameters or optimizer state than the "
-    "others; to compare the ranks' devices: python -m ddpbench doctor --only stragglers",
+    "others; to compare the ranks' devices: ddpbench doctor --only stragglers",
     "other": "look for what only rank {rank} does between its steps: making batches without a "
     "DataLoader, logging, checkpoints, evaluation",
 }

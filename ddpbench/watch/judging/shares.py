@@ -63,7 +63,7 @@ def _judge_communication(history: History) -> Iterator[Finding]:
             f"{step / max(step - exposed, 1e-9):.3g} times as fast",
             "communicate less often (no_sync with more micro-batches, a larger batch) or send "
             "fewer bytes (a compressing communication hook); to see what a hook gains: "
-            'python -m ddpbench ab --a "--comm-hook none" --b "--comm-hook fp16" ddp',
+            'ddpbench ab --a "--comm-hook none" --b "--comm-hook fp16" ddp',
             {"seconds": exposed, "share": exposed / step},
         )
 
@@ -179,7 +179,7 @@ def judge_speed(history: History, explained: Sequence[int]) -> Iterator[Finding]
         f"{abs(change):.0%} {'longer' if change > 0 else 'less'}: {new * 1e3:.4g} ms instead "
         f"of {old * 1e3:.4g} ms",
         "find what changed at that time: shapes of batches, other jobs on the hosts, clocks; to "
-        "see the timeline: python -m ddpbench show last"
+        "see the timeline: ddpbench show last"
         if change > 0
         else "",
         {"since_step": int(number[first]), "since": ended(history, int(number[first]))}
