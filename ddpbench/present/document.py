@@ -82,18 +82,13 @@ class Chart:
     title: str
     caption: str  # the statistic, the unit, how to read it: one or two sentences
     table: Table
-    draw: Callable[[], Drawing] | None = None  # loads pandas; None: the table is all there is
+    drawing: Drawing | None = None  # None: the table is all there is
     operation: str = ""  # readers can hide the charts of an operation; "": always shown
     grouped: bool = False  # whether a terminal omits what the first column repeats
     most: int | None = None  # rows that a terminal shows; None: all
     spread: bool = False  # whether these are spread evenly, up to the last row
     # First rows that Markdown shows, folding the others; None: all of a short table.
     remarkable: int | None = None
-
-    @cached_property
-    def drawing(self) -> Drawing | None:
-        """Return what is drawn."""
-        return self.draw and self.draw()
 
     @cached_property
     def spec(self) -> dict[str, Any] | None:
@@ -125,12 +120,10 @@ Rows = tuple[tuple[Chart, ...], ...]
 
 def draw_chart(name: str, title: str, caption: str, drawing: Drawing) -> Chart:
     """Return a chart whose table has what its data shows."""
-    from ddpbench.present.charts.kinds import list_columns
-
-    columns = list_columns(drawing.shown)
+    columns = drawing.shown
     left = [n for n, cells in columns.items() if any(str(cell)[:1].isalpha() for cell in cells)]
     table = make_table(title, columns, zip(*columns.values(), strict=True), left)
-    return Chart(name, title, caption, table, lambda: drawing)
+    return Chart(name, title, caption, table, drawing)
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pandas as pd
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ddpbench.present.charts.kinds import Matrix
 
 
-def draw_matrix(cells: pd.DataFrame, ends: Sequence[str], kind: str, unit: str) -> Matrix:
+def draw_matrix(
+    cells: Sequence[Mapping[str, Any]], ends: Sequence[str], kind: str, unit: str
+) -> Matrix:
     """Return a heat map with a row for each sender and a column for each receiver.
 
-    cells: columns "from" and "to", which are names in `ends`, _value, _marked ("slow": outlined),
-    and others, which the tooltip shows. kind: what the ends are, "rank" or "host".
+    cells: "from" and "to", which are names in `ends`, _value, _marked ("slow": outlined), and
+    columns that the tooltip shows. kind: what the ends are, "rank" or "host".
     """
-    texts = cells["_value"].map("{:g}".format)
+    texts = [f"{cell['_value']:g}" for cell in cells]
     return Matrix(
-        data=cells.assign(**{"_text": texts, unit: texts}),
+        data=[{**cell, "_text": text, unit: text} for cell, text in zip(cells, texts, strict=True)],
         column="to",
         row="from",
         titles=(f"to {kind}", f"from {kind}"),

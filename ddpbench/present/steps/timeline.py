@@ -170,19 +170,20 @@ def _lanes_of_ranks(
 
 
 def _draw(lanes: Sequence[Lane], late: set[int], line: StepLine, infos: Sequence[Bucket]) -> Spans:
+    marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
     rows = [
         {"_pale": False, "_above": 0, "of": lane.name, **span}
         for lane in lanes
         for span in lane.spans(infos, line.case.accumulate)
         if span["_end"] > span["_begin"]
     ]
-    data = pd.DataFrame(rows)
-    begin, end = data["_begin"], data["_end"]
-    times = {"begin ms": begin, "end ms": end, "ms": end - begin}
-    shown = {name: [ms(each, line.seconds) for each in values] for name, values in times.items()}
-    marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
+    for row in rows:
+        begin, end = row["_begin"], row["_end"]
+        times = {"begin ms": begin, "end ms": end, "ms": end - begin}
+        row |= {name: ms(seconds, line.seconds) for name, seconds in times.items()}
+        row["_lane"] = marked.get(row["of"], row["of"])
     return Spans(
-        data=data.assign(**shown, _lane=data["of"].replace(marked)),
+        data=rows,
         x=Axis("time since the step began", theme.TIME_LABELS),
         lane="_lane",
         above=max(len(lane.buckets) for lane in lanes),

@@ -2,90 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import pandas as pd
+from collections.abc import Iterator, Sequence
 
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars, Matrix
 from ddpbench.present.columns import digits
 from ddpbench.present.document import Chart, draw_chart
 from ddpbench.present.matrix import draw_matrix
-from ddpbench.present.watch.over_time import milliseconds
-from ddpbench.present.watch.timeline import LATE_CODES, find_named
 from ddpbench.records.schema import Finding, Run
-from ddpbench.records.watched import (
-    COLUMNS,
-    Watched,
-    WatchedBalance,
-    WatchedCollective,
-    WatchedLink,
-    WatchedPause,
-    WatchedRank,
-)
+from ddpbench.records.table import Table
+from ddpbench.records.watched import COLUMNS, PHASES, Watched, WatchedLink, WatchedRank
 
-OWN = COLUMNS[:-1]
+LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
 
 
-def draw_balance(balance: WatchedBalance) -> Bars:
-    parts = [
-        {
-            "time": name,
-            "_end": seconds,
-            "seconds": digits(seconds),
-            "_text": f"{seconds / balance.wall_seconds:.1%}",
-        }
-        for name, seconds in balance.parts().items()
+def milliseconds(seconds: float) -> str:
+    return f"{digits(seconds * 1e3)} ms"
+
+
+def find_named(run: Run) -> dict[int, str]:
+    """Return the ranks that findings on late ranks name, directly or by their host, with a code."""
+    named: dict[int, str] = {}
+    for finding in run.findings:
+        if finding.code in LATE_CODES:
+            ranks = finding.place.get("ranks", [finding.place.get("rank")])
+            for rank in ranks if isinstance(ranks, list) else []:
+                if isinstance(rank, int):
+                    named.setdefault(rank, finding.code)
+    return named
+
+
+def draw_table(
+    table: Table, names: Sequence[str], seconds: Sequence[float], texts: Sequence[str]
+) -> Bars:
+    """Return a bar for each row of a table, whose columns are the tooltip.
+
+    names, seconds, texts: of each bar, before, in and behind it.
+    """
+    headings = [column.heading for column in table.columns]
+    data = [
+        {**dict(zip(headings, row, strict=True)), "_row": name, "_end": end, "_text": text}
+        for row, name, end, text in zip(table.rows, names, seconds, texts, strict=True)
     ]
-    return _draw_bars(parts, "time", "time")
-
-
-def draw_pauses(pauses: Sequence[WatchedPause]) -> Bars:
-    rows = [
-        {
-            "_row": f"{'all' if pause.rank is None else pause.rank}: {pause.line or pause.phase}",
-            "_end": pause.mean_seconds,
-            "_text": f"{pause.count} of {pause.seconds * 1e3:.3g} ms",
-            "phase": pause.phase,
-            "line": pause.line,
-            "waits at": pause.waits_at,
-            "every": pause.every or None,
-            "first": pause.first_step,
-            "last": pause.last_step,
-            "longest": milliseconds(pause.longest_seconds),
-            "per step": milliseconds(pause.mean_seconds),
-        }
-        for pause in pauses
-    ]
-    return _draw_bars(rows, "_row", "time")
-
-
-def _draw_bars(rows: Sequence[Mapping[str, Any]], row: str, title: str, color: str = "") -> Bars:
-    """Return bars of seconds; row, color: columns of their names and colours."""
-    x = Axis(title, theme.TIME_LABELS)
-    return Bars(data=pd.DataFrame(rows), x=x, row=row, color=color, order=theme.PHASES)
-
-
-def draw_collectives(watched: Watched) -> Bars:
-    several = len({row.group for row in watched.collectives}) > 1
-    rows: list[dict[str, Any]] = [
-        {
-            "group": row.group,
-            "ranks": row.ranks,
-            "calls per step" if watched.steps else "calls": f"{row.calls:.3g}",
-            "wait per call": milliseconds(row.wait_seconds),
-            "transfer": milliseconds(row.wire_seconds),
-            "_end": row.wait_seconds * (row.calls if watched.steps else 1),
-            "_row": _describe(row) + (f", {row.group}" if several else ""),
-            "_text": _last(row),
-            "_part": "blocked",
-        }
-        for row in watched.collectives
-    ]
-    longest = sorted(rows, key=lambda row: -row["_end"])
-    title = f"wait for the last rank per {'step' if watched.steps else 'call'}"
-    return _draw_bars(longest, "_row", title, "_part")
+    return Bars(data=data, x=Axis("time", theme.TIME_LABELS), row="_row", color="")
 
 
 def draw_links(run: Run, watched: Watched) -> Matrix | None:
@@ -106,7 +65,7 @@ def draw_links(run: Run, watched: Watched) -> Matrix | None:
     ]
     if len(hosts) < 2 or not known:
         return None
-    return draw_matrix(pd.DataFrame(known), hosts, "host", "MB/s")
+    return draw_matrix(known, hosts, "host", "MB/s")
 
 
 def _is_named(link: WatchedLink, finding: Finding) -> bool:
@@ -118,15 +77,6 @@ def _is_named(link: WatchedLink, finding: Finding) -> bool:
     return finding.place.get("hosts") in named
 
 
-def _describe(row: WatchedCollective) -> str:
-    size = f"{row.nbytes / 1e3:.4g} kB" if row.nbytes < 1e6 else f"{row.nbytes / 1e6:.4g} MB"
-    return f"{row.operation} {size}"
-
-
-def _last(row: WatchedCollective) -> str:
-    return "" if row.last_rank is None else f"rank {row.last_rank} ({row.last_share:.0%})"
-
-
 def draw_ranks(run: Run, watched: Watched) -> Bars:
     """Return where each rank's step goes, the most own time first."""
     ranks, marked = _sort(watched), find_named(run)
@@ -136,15 +86,14 @@ def draw_ranks(run: Run, watched: Watched) -> Bars:
             "rank": names[rank.rank],
             "part": part,
             "mean": milliseconds(seconds),
-            "own time": milliseconds(_own(rank)),
-            "steps": rank.steps,
             "_end": seconds,
             "_text": marked.get(rank.rank, "") if part == COLUMNS[-1] else "",
         }
         for rank in ranks
         for part, seconds in zip(COLUMNS, rank.mean_seconds, strict=True)
     ]
-    return _draw_bars(bars, "rank", "time of a step", "part")
+    x = Axis("time of a step", theme.TIME_LABELS)
+    return Bars(data=bars, x=x, row="rank", color="part", order=theme.PHASES)
 
 
 def draw_extra(run: Run, watched: Watched) -> Iterator[Chart]:
@@ -163,26 +112,22 @@ def draw_extra(run: Run, watched: Watched) -> Iterator[Chart]:
         {
             "rank": names[rank],
             "part": part,
-            "beyond the others": f"{_signed(value)} ms",
             "_value": max(value, 0.0) * 1e3,
             "_text": _signed(value),
+            "ms": _signed(value),
             "_marked": "late" if (rank, part) in marked else "",
         }
         for rank, values in extra.items()
-        for part, value in zip(OWN, values, strict=True)
+        for part, value in zip(PHASES, values, strict=True)
     ]
+    drawing = Matrix(data=cells, column="part", row="rank", unit="ms")
     caption = "How many ms longer each phase takes than in the other ranks, mean over the steps."
     caption += " Outlined: named by a finding." if marked else ""
-    drawing = Matrix(data=pd.DataFrame(cells), column="part", row="rank", unit="ms")
     yield draw_chart("watch-extra", "Extra time of each rank", caption, drawing)
 
 
 def _sort(watched: Watched) -> list[WatchedRank]:
-    return sorted(watched.ranks, key=lambda rank: -_own(rank))
-
-
-def _own(rank: WatchedRank) -> float:
-    return sum(rank.mean_seconds[:-1])
+    return sorted(watched.ranks, key=lambda rank: -sum(rank.mean_seconds[:-1]))
 
 
 def _name(watched: Watched, ranks: Sequence[WatchedRank]) -> dict[int, str]:

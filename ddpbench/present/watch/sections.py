@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
-from types import ModuleType
 
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
@@ -12,6 +11,7 @@ from ddpbench.present.columns import Value, digits, format_half_width, format_ra
 from ddpbench.present.document import Chart, ReportRun, Section, make_table
 from ddpbench.present.header import of_watch
 from ddpbench.present.steps.columns import ms, percent
+from ddpbench.present.watch import drawings, over_time
 from ddpbench.records.schema import Run
 from ddpbench.records.table import Table
 from ddpbench.records.watched import COLUMNS, Moment, Watched
@@ -56,21 +56,13 @@ def build_sections(run: ReportRun, *, drawn: bool = False) -> Iterator[Section]:
 def _rows(run: Run, watched: Watched, backend: str, *, drawn: bool) -> Iterator[tuple[Chart, ...]]:
     yield (*_balance(watched), *_pauses(watched))
     if drawn and len(watched.moments) > 1:
-        from ddpbench.present.watch import over_time
-
         for chart in over_time.draw(run, watched, backend):
             yield (chart,)
-    yield (*_ranks(run, watched), *(_drawings().draw_extra(run, watched) if drawn else ()))
+    yield (*_ranks(run, watched), *(drawings.draw_extra(run, watched) if drawn else ()))
     yield tuple(_collectives(watched))
     yield tuple(_links(run, watched))
     if not drawn:
         yield tuple(_timeline(watched))
-
-
-def _drawings() -> ModuleType:
-    from ddpbench.present.watch import drawings  # loads pandas
-
-    return drawings
 
 
 def _parts(line: StepLine, title: str, whole: bool) -> Table:
@@ -120,12 +112,13 @@ def _balance(watched: Watched) -> Iterator[Chart]:
         for name, seconds in parts.items()
     ]
     table = make_table("total time of rank 0", ("time", "s", "% of time"), cells, ("time",))
+    texts = [f"{row[2]} %" for row in cells]
+    bars = drawings.draw_table(table, list(parts), list(parts.values()), texts)
     caption = (
         "Where the time of rank 0 went while it was watched. A long step takes at least 1.5 times "
         "as long as usual; its extra time is a part of its own."
     )
-    draw = lambda: _drawings().draw_balance(balance)  # noqa: E731
-    yield Chart("watch-balance", "Total time", caption, table, draw)
+    yield Chart("watch-balance", "Total time", caption, table, bars)
 
 
 def _pauses(watched: Watched) -> Iterator[Chart]:
@@ -151,8 +144,11 @@ def _pauses(watched: Watched) -> Iterator[Chart]:
         "What the extra time of long steps costs per step, the average over all steps, by rank "
         "and line; beside each bar, number and median size of the pauses."
     )
-    draw = lambda: _drawings().draw_pauses(watched.pauses)  # noqa: E731
-    yield Chart("watch-pauses", "Pauses", caption, table, draw, most=PAUSES)
+    names = [f"{row[0]}: {row[2] if row[2] != '-' else row[1]}" for row in cells]
+    texts = [f"{pause.count} of {pause.seconds * 1e3:.3g} ms" for pause in watched.pauses]
+    costs = [pause.mean_seconds for pause in watched.pauses]
+    bars = drawings.draw_table(table, names, costs, texts)
+    yield Chart("watch-pauses", "Pauses", caption, table, bars, most=PAUSES)
 
 
 def _ranks(run: Run, watched: Watched) -> Iterator[Chart]:
@@ -172,8 +168,8 @@ def _ranks(run: Run, watched: Watched) -> Iterator[Chart]:
         "Mean of each part of a step, the rank with the most own time first. The straggler has "
         "the most own time and is blocked least."
     )
-    draw = lambda: _drawings().draw_ranks(run, watched)  # noqa: E731
-    yield Chart("watch-ranks", "Ranks", caption, table, draw, most=RANKS)
+    bars = drawings.draw_ranks(run, watched)
+    yield Chart("watch-ranks", "Ranks", caption, table, bars, most=RANKS)
 
 
 def _collectives(watched: Watched) -> Iterator[Chart]:
@@ -201,10 +197,13 @@ def _collectives(watched: Watched) -> Iterator[Chart]:
         f"{'step' if watched.steps else 'call'}; beside each bar the rank that is last most often, "
         "in which share of the calls."
     )
-    draw = lambda: _drawings().draw_collectives(watched)  # noqa: E731
     table = make_table(title, headings, cells, left)
+    names = [f"{operation} {size} kB, {group}" for group, _, operation, size, *_ in cells]
+    waits = [x.wait_seconds * (x.calls if watched.steps else 1) for x in watched.collectives]
+    texts = ["" if row[-1] == "-" else f"rank {row[-1]}" for row in cells]
+    bars = drawings.draw_table(table, names, waits, texts)
     words = "watch-collectives", "Waits in collectives", caption
-    yield Chart(*words, table, draw, most=COLLECTIVES)
+    yield Chart(*words, table, bars, most=COLLECTIVES)
 
 
 def _links(run: Run, watched: Watched) -> Iterator[Chart]:
@@ -228,8 +227,8 @@ def _links(run: Run, watched: Watched) -> Iterator[Chart]:
         "Rate of the job's connections from host to host while data is on its way, in MB/s; more "
         "is better. Outlined: slow."
     )
-    draw = lambda: _drawings().draw_links(run, watched)  # noqa: E731
-    yield Chart("watch-links", "Links of the job", caption, table, draw, most=LINKS)
+    heat = drawings.draw_links(run, watched)
+    yield Chart("watch-links", "Links of the job", caption, table, heat, most=LINKS)
 
 
 def _timeline(watched: Watched) -> Iterator[Chart]:
