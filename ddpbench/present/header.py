@@ -256,22 +256,15 @@ def choose_findings(run: Run) -> tuple[tuple[Finding, ...], list[str]]:
     """
     chosen, counts = [], Counter[str]()
     for finding in run.findings:
-        case = _case_of_tensor(finding)
-        if case is not None:
-            counts[case] += 1
-        if case is None or counts[case] <= TENSORS:
+        place = finding.place
+        of_tensor = "workload" in place and "kind" in place
+        case = f"{place['workload']} on {place.get('backend')}" if of_tensor else ""
+        counts[case] += 1
+        if not case or counts[case] <= TENSORS:
             chosen.append(finding)
     more = [
         f"{count - TENSORS} more differing tensors of {case}: see replicas"
         for case, count in counts.items()
-        if count > TENSORS
+        if case and count > TENSORS
     ]
     return tuple(chosen), more
-
-
-def _case_of_tensor(finding: Finding) -> str | None:
-    """Return the case whose differing tensors a finding lists; None for any other finding."""
-    place = finding.place
-    if "workload" in place and "kind" in place:
-        return f"{place['workload']} on {place.get('backend')}"
-    return None

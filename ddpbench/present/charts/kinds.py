@@ -47,10 +47,9 @@ class Drawing:
     order: tuple[str, ...] = ()
 
     @property
-    def shown(self) -> dict[str, Sequence[Any]]:
-        """Return the columns of the table."""
-        columns = list_columns(self.data)
-        return {name: cells for name, cells in columns.items() if not name.startswith("_")}
+    def shown(self) -> Rows:
+        """Return the rows of the table."""
+        return [{n: v for n, v in row.items() if not n.startswith("_")} for row in self.data]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -122,19 +121,14 @@ class Matrix(Drawing):
     domain: tuple[float, float] | None = None
 
     @property
-    def shown(self) -> dict[str, Sequence[Any]]:
+    def shown(self) -> Rows:
         """Return the texts with a column for each name; what is marked says so."""
-        texts = {
-            (cell[self.row], cell[self.column]): f"{cell['_text']} {cell['_marked']}".strip()
-            for cell in self.data
-        }
-        rows, columns = (tuple(dict.fromkeys(names)) for names in zip(*texts, strict=True))
-        rows = self.ends if set(rows) <= set(self.ends) else rows
-        cells = {name: [texts.get((row, name)) for row in rows] for name in self.ends or columns}
-        return {self.titles[1] or self.row: rows, **cells}
-
-
-def list_columns(rows: Rows) -> dict[str, list[Any]]:
-    """Return a list of values for each name; None for missing ones."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
+        heading, rows = self.titles[1] or self.row, dict[Any, dict[str, Any]]()
+        names = self.ends or tuple(dict.fromkeys(cell[self.column] for cell in self.data))
+        for cell in self.data:
+            text = f"{cell['_text']} {cell['_marked']}".strip()
+            rows.setdefault(cell[self.row], {})[cell[self.column]] = text
+        order = self.ends if set(rows) <= set(self.ends) else rows
+        return [
+            {heading: row, **{name: rows.get(row, {}).get(name) for name in names}} for row in order
+        ]

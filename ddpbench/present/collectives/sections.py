@@ -6,6 +6,7 @@ The charts show the texts of the table's columns, so that both say the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from ddpbench.analysis import fit, lines
 from ddpbench.analysis.fit import Estimate, Fit
@@ -18,7 +19,6 @@ from ddpbench.present.columns import (
     choose_columns,
     digits,
     explain,
-    text_column,
     title_parts,
 )
 from ddpbench.present.document import (
@@ -27,14 +27,12 @@ from ddpbench.present.document import (
     Kind,
     ReportRun,
     Section,
-    describe,
     plain_name,
-    tabulate,
+    show_rows,
     titles,
 )
-from ddpbench.records.table import Table
+from ddpbench.records.table import Table, TableColumn
 
-RUN = text_column("run", str)
 ALSO = ("p99", "skew")  # columns of a page
 BANDWIDTH = (
     "busbw = size / time × bus factor of nccl-tests, in GB/s (10⁹ bytes). Dotted, or an upright "
@@ -82,12 +80,12 @@ def _tabulate(
     """Return a row for each line; its title states what they have in common."""
     operation, form, *others = kind
     title = "  ".join(filter(None, (operation, f"({form})" if form else "", *others)))
+    table = show_rows(title, columns, [line for _, line in group], fits)
     if len({run.label for run, _ in group}) < 2:
-        return tabulate(
-            title, columns, [[c.show(line) for c in columns] for _, line in group], fits
-        )
-    cells = [[run.label, *(c.show(line) for c in columns)] for run, line in group]
-    return tabulate(title, [RUN, *columns], cells, fits)
+        return table
+    labelled = zip(group, table.rows, strict=True)
+    rows = tuple((run.label, *row) for (run, _), row in labelled)
+    return replace(table, columns=(TableColumn("run", "left"), *table.columns), rows=rows)
 
 
 def _list(table: Table) -> Chart:
@@ -98,7 +96,7 @@ def _draw(kind: Kind, title: str, group: Sequence[Point], table: Table) -> tuple
     """Return the charts of time, which has the table, and of bandwidth, if there is any."""
     name = plain_name(title)
     timed = [point for point in group if point[1].seconds]  # 0: too short for a device's clock
-    caption = f"{_statistic(timed)} {describe(kind)}."
+    caption = f"{_statistic(timed)} {', '.join(filter(None, kind[1:]))}."
     words, drawing = (f"{name}-time", f"{title}: time", caption), draw_sizes(timed, "seconds")
     time = Chart(*words, table, drawing, operation=kind[0])
     if not any(line.busbw for _, line in timed):

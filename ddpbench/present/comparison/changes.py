@@ -11,7 +11,7 @@ from ddpbench.analysis.stats import half_width
 from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.columns import Column, text_column
 from ddpbench.present.comparison.labels import format_time
-from ddpbench.present.document import Chart, build_table
+from ddpbench.present.document import Chart, show_known
 from ddpbench.verdicts import comparison, regression
 from ddpbench.verdicts.comparison import ONLY_BASE, ONLY_NEW
 from ddpbench.verdicts.matching import AnyCase, Side
@@ -81,7 +81,7 @@ def list_changes(name: str, head: str, changes: Sequence[Change], *others: Colum
         text_column("verdict", lambda change: change.row.verdict),
         text_column("why", lambda change: change.row.why),
     )
-    table = build_table("", columns, changes)
+    table = show_known("", columns, changes)
     remarkable = sum(change.row.verdict != SAME for change in changes)
     return Chart(name, f"Change of each {head}", "", table, remarkable=remarkable)
 

@@ -8,7 +8,7 @@ from itertools import compress
 
 from ddpbench.present.doctor.links import draw_links
 from ddpbench.present.doctor.numbers import draw_numbers
-from ddpbench.present.document import Chart, ReportRun, Section, make_table, pair, plain_name
+from ddpbench.present.document import Chart, ReportRun, Section, make_table, plain_name
 from ddpbench.records.schema import Examination
 
 # An examination, and what tells it from the others of its name: "mpi, launch 1" or "".
@@ -40,7 +40,8 @@ def _build_section(name: str, run: ReportRun, *, drawn: bool) -> Section:
         for line in _lines(one):
             origins.setdefault(line, []).append(where)
     charts = [*(_draw(name, examined) if drawn else ()), *_list_tables(name, examined)]
-    section = Section(plain_name(name), _capitalize(name), rows=pair(charts))
+    rows = tuple(tuple(charts[n : n + 2]) for n in range(0, len(charts), 2))
+    section = Section(plain_name(name), _capitalize(name), rows=rows)
     if len(examined) == 1:
         return replace(section, lines=tuple(origins))
     cells = [("; ".join(wheres), line) for line, wheres in origins.items()]
