@@ -69,7 +69,7 @@ class ReportRun:
         from ddpbench.records import store
 
         try:
-            return tuple(reduce_samples(self.run, self.folder)) if self.folder else (), None
+            return tuple(reduce_samples(self.folder)) if self.folder else (), None
         except store.InvalidRun as error:
             return (), str(error)
 
@@ -164,13 +164,18 @@ def make_table(
     return Table(title, columns, tuple(map(tuple, rows)), tuple(legend))
 
 
-def tabulate_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of these rows, without columns in which nothing is known."""
-    names = dict.fromkeys(name for row in rows for name in row)
+def tabulate_rows(
+    title: str, rows: Sequence[Mapping[str, Any]], left: tuple[str, ...] = ()
+) -> Table:
+    """Return a table of these rows, without columns in which nothing is known or that are drawn.
+
+    The latter begin with "_". Words are aligned left, and the columns in `left`.
+    """
+    names = dict.fromkeys(name for row in rows for name in row if not name.startswith("_"))
     cells = {name: [row.get(name) for row in rows] for name in names}
     known = {name: cells[name] for name in names if set(cells[name]) - {None, ""}}
-    left = [name for name, texts in known.items() if any(str(t)[:1].isalpha() for t in texts if t)]
-    return make_table(title, known, zip(*known.values(), strict=True), left)
+    words = [n for n, texts in known.items() if any(str(t)[:1].isalpha() for t in texts if t)]
+    return make_table(title, known, zip(*known.values(), strict=True), (*words, *left))
 
 
 def show_rows(

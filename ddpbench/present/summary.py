@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime
 from itertools import groupby
 
 from ddpbench.analysis import step_lines, steps
@@ -85,15 +84,6 @@ def summarise(reported: ReportRun) -> str:
     return " ".join(sentences)
 
 
-def date(stamp: str) -> str:
-    """Format the day of a time stamp: "22 November 2026"; as it is if it cannot be read."""
-    try:
-        day = datetime.fromisoformat(stamp.replace("Z", "+00:00"))
-    except ValueError:
-        return stamp
-    return f"{day.day} {day:%B %Y}"
-
-
 def _what(reported: ReportRun) -> str:
     run = reported.run
     if header.of_doctor(run):
@@ -110,7 +100,7 @@ def _what(reported: ReportRun) -> str:
             done += f" from {readable(min(sizes))} to {readable(max(sizes))}"
     backends = run.backends or dict.fromkeys(launch.backend for launch in run.launches)
     with_backends = f" with {list_all(backends)}" if any(backends) else ""
-    when = f", {date(run.started)}" if run.started else ""
+    when = f", {run.started[:10]}" if run.started else ""
     return f"{done}{with_backends}: {_where(run)}{when}."
 
 

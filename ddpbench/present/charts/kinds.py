@@ -48,8 +48,8 @@ class Drawing:
 
     @property
     def shown(self) -> Rows:
-        """Return the rows of the table."""
-        return [{n: v for n, v in row.items() if not n.startswith("_")} for row in self.data]
+        """Return the rows of the table, and what of them is drawn."""
+        return self.data
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -132,3 +132,24 @@ class Matrix(Drawing):
         return [
             {heading: row, **{name: rows.get(row, {}).get(name) for name in names}} for row in order
         ]
+
+
+def draw_heat(cells: Rows, unit: str, **look: Any) -> Matrix:
+    """Return a heat map of numbers, which are written into the cells.
+
+    cells: _value, _marked, columns of the names, and others, which the tooltip shows. look: of
+    Matrix.
+    """
+    texts = [f"{cell['_value']:g}" for cell in cells]
+    data = [{**cell, "_text": text, unit: text} for cell, text in zip(cells, texts, strict=True)]
+    return Matrix(data=data, unit=unit, **look)
+
+
+def draw_pairs(cells: Rows, ends: Sequence[str], kind: str, unit: str) -> Matrix:
+    """Return a heat map with a row for each sender and a column for each receiver.
+
+    cells: "from" and "to", which are names in `ends`, and as in `draw_heat`. kind: what the ends
+    are, "rank" or "host".
+    """
+    titles = (f"to {kind}", f"from {kind}")
+    return draw_heat(cells, unit, column="to", row="from", titles=titles, ends=tuple(ends))

@@ -15,7 +15,7 @@ from ddpbench.analysis.stats import PERCENTILES, Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines
-from ddpbench.present.columns import digits, title_parts
+from ddpbench.present.columns import digits, scaled, title_parts
 from ddpbench.present.document import (
     NO_VALUES,
     Chart,
@@ -43,8 +43,6 @@ CAPTION = (
     "longest; seconds of one call on the slowest rank."
 )
 SHARES = "Share of the repetitions at each time; every launch counts alike."
-KINDS = ("", "warm-up", "first call")
-REPETITION, WARM_UP, FIRST = KINDS
 
 
 @dataclass(frozen=True)
@@ -62,22 +60,12 @@ class Shown:
         return next((result for result in results if result.launch == launch), None)
 
     def times(self) -> list[Floats]:
-        """Return the seconds of a call in each repetition, launch by launch."""
+        """Return the seconds of a call in each timed repetition, launch by launch."""
         results = [self.result(part.launch) for part in self.parts]
         return [
             np.maximum(part.seconds / (result.calls if result else 1), SHORTEST)
             for part, result in zip(self.parts, results, strict=True)
         ]
-
-    def timed(self) -> list[Floats]:
-        """Return the same without warm-up."""
-        every = zip(self.parts, self.times(), strict=True)
-        return [times[part.numbers >= 0] for part, times in every]
-
-    def cold(self, part: Repetitions) -> float | None:
-        """Return the time of a launch's first call; None if its samples do not hold it."""
-        result = self.result(part.launch)
-        return result.cold_seconds if result and part.numbers[0] < 0 else None
 
 
 def build_sections(run: ReportRun) -> Iterator[Section]:
@@ -99,8 +87,7 @@ def _cases(run: ReportRun) -> Iterator[Shown]:
     """Yield the cases that have samples, in the order of the tables."""
     parts: dict[str, list[Repetitions]] = {}
     for part in run.repetitions:
-        if (part.numbers >= 0).any():
-            parts.setdefault(part.case, []).append(part)
+        parts.setdefault(part.case, []).append(part)
     known = run.lines
     short = titles(title_parts(line.case) for line in known)
     for line in known:
@@ -128,7 +115,7 @@ def _spread(case: Shown) -> float:
     if case.line and case.line.modes:
         low, high = case.line.modes
         return 1e3 * high.seconds / low.seconds * min(low.share, high.share)
-    times = np.concatenate(case.timed())
+    times = np.concatenate(case.times())
     if len(times) < FEWEST:
         return 0.0
     low, high = np.percentile(times, [5, 95])
@@ -137,15 +124,13 @@ def _spread(case: Shown) -> float:
 
 def _draw_order(case: Shown) -> Lines:
     """Return the repetitions in order, launch by launch."""
-    begins = accumulate((len(part.numbers) for part in case.parts[:-1]), initial=0)
+    begins = accumulate((len(part.seconds) for part in case.parts[:-1]), initial=0)
     return Lines(
         data=list(_list_points(case)),
         x=Axis("repetitions in order; above: their launch", theme.NUMBER_LABELS),
         y=Axis("time", theme.TIME_LABELS, log=True),
         color="",
         connected=False,
-        shape="what",
-        shapes=KINDS,
         rules=[
             {"_x": begin, "_label": str(part.launch), "_row": 8}
             for begin, part in zip(begins, case.parts, strict=True)
@@ -154,33 +139,26 @@ def _draw_order(case: Shown) -> Lines:
 
 
 def _list_points(case: Shown) -> Iterator[dict[str, Any]]:
-    """Yield the shortest, median and longest of neighbouring repetitions of one kind."""
-    begin, size = 0, -(-sum(len(part.numbers) for part in case.parts) // MOST_POINTS)
+    """Yield the shortest, median and longest of neighbouring repetitions of one launch."""
+    begin, size = 0, -(-sum(len(part.seconds) for part in case.parts) // MOST_POINTS)
     for part, times in zip(case.parts, case.times(), strict=True):
-        seconds = times.tolist()
-        first, timed = 0, int((part.numbers < 0).sum())
-        if cold := case.cold(part):
-            seconds[0], first = cold, 1
-        ends = ((FIRST, 0, first), (WARM_UP, first, timed), (REPETITION, timed, len(seconds)))
-        for what, start, end in ends:
-            for at in range(start, end, size):
-                near = sorted(seconds[at : min(at + size, end)])
-                middle, x = statistics.median(near), begin + at + len(near) // 2
-                yield {
-                    "launch": part.launch,
-                    "what": what,
-                    "median": f"{digits(middle * 1e6)} µs",
-                    "_x": x,
-                    "_low": near[0],
-                    "_y": middle,
-                    "_high": near[-1],
-                }
-        begin += len(seconds)
+        for at in range(0, len(times), size):
+            near = sorted(times[at : at + size].tolist())
+            middle = statistics.median(near)
+            yield {
+                "launch": part.launch,
+                "median": f"{digits(middle * 1e6)} µs",
+                "_x": begin + at + len(near) // 2,
+                "_low": near[0],
+                "_y": middle,
+                "_high": near[-1],
+            }
+        begin += len(times)
 
 
 def _draw_shares(case: Shown) -> Lines:
     """Return the share of the repetitions at each time, each launch counted alike."""
-    times = case.timed()
+    times = case.times()
     every = np.concatenate(times)
     weights = np.concatenate([np.full(len(each), 1 / len(each) / len(times)) for each in times])
     low, high = every.min(), every.max()
@@ -199,13 +177,13 @@ def _draw_shares(case: Shown) -> Lines:
 def _table(case: Shown) -> Table:
     """Return QUANTILES of each launch in µs."""
     rows = []
-    for part, times in zip(case.parts, case.timed(), strict=True):
-        cold, enough = case.cold(part), len(times) >= PERCENTILES["p99"]
+    for part, times in zip(case.parts, case.times(), strict=True):
+        result, enough = case.result(part.launch), len(times) >= PERCENTILES["p99"]
         quantiles = [
             float(np.percentile(times, percent)) * 1e6 if name != "p99" or enough else None
             for name, percent in QUANTILES.items()
         ]
-        first = None if cold is None else cold * 1e6
+        first = scaled(result.cold_seconds, 1e6) if result else None
         rows.append((part.launch, len(times), *quantiles, first))
     headings = ("launch", "repetitions", *(f"{name} µs" for name in QUANTILES), "first µs")
     return make_table(case.label, headings, rows)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ddpbench.analysis.stats import Floats
-from ddpbench.present.charts.kinds import Matrix
+from ddpbench.present.charts.kinds import draw_heat
 from ddpbench.present.columns import title_parts
 from ddpbench.present.document import Chart, ReportRun, Section, draw_chart, titles
 from ddpbench.present.repetitions import Repetitions
@@ -48,7 +48,8 @@ def build_sections(run: ReportRun) -> Iterator[Section]:
 def _measure(run: ReportRun, backend: str) -> tuple[Shares, Shares]:
     """Return how late each rank enters, and how long it stays, in percent of the call.
 
-    The first is empty where the clocks of the ranks are not comparable.
+    The first is without cases of subgroups, and empty where the clocks of the ranks are not
+    comparable.
     """
     parts: dict[str, list[Repetitions]] = {}
     for part in run.repetitions:
@@ -63,10 +64,10 @@ def _measure(run: ReportRun, backend: str) -> tuple[Shares, Shares]:
             r.launch for r in line.results if r.summary and r.summary.skew_seconds is not None
         ]
         for part in parts[line.case.key]:
-            seconds = float(np.median(part.seconds[part.numbers >= 0]))
+            seconds = float(np.median(part.seconds))
             if seconds:
                 _add(stay, name, part, 100 * part.stay / seconds)
-                if part.launch in skewed:
+                if part.launch in skewed and line.case.group == "world":
                     _add(late, name, part, 100 * part.late / seconds)
     return late, stay
 
@@ -90,16 +91,10 @@ def _draw(
     cells: list[dict[str, Any]] = []
     for (operation, rank), values in sorted(shares.items(), key=lambda each: each[0][1]):
         share = float(f"{statistics.median(values):.3g}")
-        texts = {UNIT: f"{share:g}", "_text": f"{share:g}", "_marked": ""}
-        cells.append({"operation": operation, "rank": rank, "_value": share, **texts})
+        cells.append({"operation": operation, "rank": rank, "_value": share, "_marked": ""})
         darkness[rank] = max(darkness.get(rank, 0.0), (share - pale) / (dark - pale))
     darkest = sorted(darkness, key=lambda rank: -darkness[rank])[:MOST_RANKS]
-    drawing = Matrix(
-        data=[cell for cell in cells if cell["rank"] in darkest],
-        column="operation",
-        row="rank",
-        titles=(None, "rank"),
-        unit=UNIT,
-        domain=domain,
-    )
+    shown = [cell for cell in cells if cell["rank"] in darkest]
+    look: dict[str, Any] = {"titles": (None, "rank"), "domain": domain}
+    drawing = draw_heat(shown, UNIT, column="operation", row="rank", **look)
     return draw_chart(name, title, caption, drawing)

@@ -17,7 +17,7 @@ from ddpbench.present.comparison.changes import (
     shift_interval,
 )
 from ddpbench.present.comparison.labels import label, label_parts
-from ddpbench.present.document import Chart, Document, Section, make_table
+from ddpbench.present.document import Chart, Document, Section, make_table, tabulate_rows
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.verdicts.comparison import (
@@ -179,21 +179,19 @@ def _list_changes(
 def _list_parts(name: str, rows: Sequence[Row], names: Names) -> Chart | None:
     """Return the table of the parts of all steps; None if there are no steps."""
     cells = [
-        (
-            names[row.case],
-            part.name,
-            f"{part.base_seconds * 1e3:.4g} ms",
-            f"{part.new_seconds * 1e3:.4g} ms",
-            shift_estimate(part.shift),
-            shift_interval(part.shift),
-            part.verdict,
-        )
+        {
+            "case": names[row.case],
+            "part of a step": part.name,
+            "base": f"{part.base_seconds * 1e3:.4g} ms",
+            "new": f"{part.new_seconds * 1e3:.4g} ms",
+            "change": shift_estimate(part.shift),
+            "range of change": shift_interval(part.shift),
+            "verdict": part.verdict,
+        }
         for row in rows
         for part in row.parts
     ]
-    headings = ("case", "part of a step", "base", "new", "change", "range of change", "verdict")
-    table = make_table("", headings, cells, left=("case", "part of a step", "verdict"))
-    return Chart(name, "Parts of each step", "", table) if cells else None
+    return Chart(name, "Parts of each step", "", tabulate_rows("", cells)) if cells else None
 
 
 def _list_differences(name: str, comparison: Comparison) -> Chart | None:

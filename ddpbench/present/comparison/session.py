@@ -14,7 +14,7 @@ from ddpbench.present.comparison.changes import (
     list_changes,
 )
 from ddpbench.present.comparison.labels import format_time, label
-from ddpbench.present.document import Chart, Section, make_table
+from ddpbench.present.document import Chart, Section, tabulate_rows
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.verdicts.comparison import ONLY_NEW
@@ -74,11 +74,10 @@ def _list_launches(sides: Mapping[str, Measured], judged: Mapping[str, Row]) -> 
             if one is not None:
                 times = [format_time(one.case, seconds) for seconds in one.side.times]
                 median = format_time(one.case, one.side.seconds)
-                rows.append((test, name, label(one.case), median, ", ".join(times)))
-    headings = ("test", "side", "case", "median", "launches")
-    table = make_table("", headings, rows, ("test", "side", "case", "launches"))
+                cells = {"test": test, "side": name, "case": label(one.case), "median": median}
+                rows.append({**cells, "launches": ", ".join(times)})
     caption = "The time that each launch measured."
-    return Chart("tests-launches", "Launches of each test", caption, table)
+    return Chart("tests-launches", "Launches of each test", caption, tabulate_rows("", rows))
 
 
 def _shorten(tests: Mapping[str, Measured]) -> dict[str, str]:

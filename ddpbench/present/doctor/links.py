@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ddpbench.present.charts.kinds import ROOMY
+from ddpbench.present.charts.kinds import ROOMY, draw_pairs
 from ddpbench.present.document import Chart, draw_chart
-from ddpbench.present.matrix import draw_matrix
 
 
 def draw_links(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Chart]:
@@ -34,10 +33,10 @@ def draw_links(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Ch
         f"{'one pair at a time' if alone else 'all pairs at once'}; more is better."
         f"{' Outlined: slow each time it was measured.' if slow else ''}"
     )
-    drawing = draw_matrix(bandwidth, list(labels.values()), kind, unit)
+    drawing = draw_pairs(bandwidth, list(labels.values()), kind, unit)
     yield draw_chart(f"links-bandwidth{name}", f"Bandwidth, {where}", caption, drawing)
     caption = "Half a round trip of a small message, median, in µs; less is better."
-    drawing = draw_matrix(latency, list(labels.values()), kind, "µs")
+    drawing = draw_pairs(latency, list(labels.values()), kind, "µs")
     yield draw_chart(f"links-latency{name}", f"Latency, {where}", caption, drawing)
 
 

@@ -21,9 +21,8 @@ COMPONENTS = (steps.TRANSFER, *EXPOSED_OF.values(), steps.OVERHEAD)  # of the ex
 BEFORE = (steps.HIDDEN, *HIDDEN_OF.values())  # drawn so that they end where it begins
 HEADINGS = ("backend", "part of a step", "ms", "95 %", "% of step", "from")
 CAPTION = (
-    "Median, and share of the step. Each part begins where the one before ends; transfer or "
-    "operations, and overhead, make up the exposed communication, hidden communication lies before "
-    "it. Pale and in parentheses: not clearly above 0. Rules: 95 % interval."
+    "Median, and share of the step. Each part begins where the one before ends; hidden "
+    "communication lies before what is exposed. Pale: not clearly above 0. Rules: 95 % interval."
 )
 
 

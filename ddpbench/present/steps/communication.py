@@ -8,23 +8,17 @@ from typing import Any
 from ddpbench.analysis.spans import OPERATIONS
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Bars, Lines
+from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.document import Chart, make_table
 from ddpbench.present.steps.budget import is_known
 from ddpbench.present.steps.columns import bounded, ms, percent
 from ddpbench.records.schema import Bucket, Collective
 
 BUCKETS = 12  # rows of a text
-UNEQUAL = 1.5  # ratio of sizes of buckets from which their chart tells something
 NAME = 24  # characters of a parameter's name
 BUCKET_HEADINGS = (
     *("backend", "#", "MB", "n", "parameters", "ready after ms", "wire ms", "wait ms"),
     "late rank",
-)
-BUCKET_CAPTION = (
-    "Wire: from the handover of the last rank until the bucket is reduced, including earlier "
-    "buckets in the queue; median over rounds, of the rank that waits least. Rules: 95 % "
-    "interval. Circled: the others wait for one rank."
 )
 LAYERS = 12  # rows; with more, equal layer groups share one
 LAYER_HEADINGS = (
@@ -46,20 +40,8 @@ def build_buckets(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
     rows = [_format_bucket(line, bucket) for line, bucket in known]
     cost = _timing_cost(group, "buckets")
     table = make_table("buckets", BUCKET_HEADINGS, rows, ("backend", "parameters"), cost)
-    sizes = [bucket.nbytes for _, bucket in known]
-    drawing = Lines(
-        data=[
-            {**dict(zip(BUCKET_HEADINGS, row, strict=True)), **_point(bucket)}
-            for row, (_, bucket) in zip(rows, known, strict=True)
-        ],
-        x=Axis("size of the bucket", theme.MEGABYTE_LABELS, zero=True),
-        y=Axis("wire time", theme.TIME_LABELS, zero=True),
-        connected=False,
-        height=220,
-    )
-    drawn = drawing if max(sizes) > UNEQUAL * min(sizes) else None
     more: dict[str, Any] = {"grouped": True, "most": BUCKETS, "spread": True}
-    yield Chart(name, "Buckets", BUCKET_CAPTION, table, drawn, **more)
+    yield Chart(name, "Buckets", "", table, **more)
 
 
 def _format_bucket(line: StepLine, bucket: Bucket) -> list[str]:
@@ -74,17 +56,6 @@ def _format_bucket(line: StepLine, bucket: Bucket) -> list[str]:
         *(ms(seconds, line.seconds) for seconds in times),
         "-" if bucket.late_rank is None else str(bucket.late_rank),
     ]
-
-
-def _point(bucket: Bucket) -> dict[str, Any]:
-    interval = bucket.wire.interval
-    return {
-        "_x": bucket.nbytes,
-        "_y": bucket.wire.value,
-        "_low": interval.low if interval else None,
-        "_high": interval.high if interval else None,
-        "_marked": "" if bucket.late_rank is None else f"rank {bucket.late_rank}",
-    }
 
 
 def _shorten(name: str) -> str:

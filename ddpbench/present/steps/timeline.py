@@ -61,7 +61,7 @@ class Lane:
 def draw_timeline(name: str, title: str, run: ReportRun, line: StepLine) -> Iterator[Chart]:
     """Yield the timeline of a case, in the launch whose step is the median of all.
 
-    Without samples there is one lane: the slowest rank of each phase.
+    It needs the samples.
     """
     measured = [(r.launch, r.summary) for r in line.results if r.summary is not None]
     if not measured:
@@ -69,11 +69,12 @@ def draw_timeline(name: str, title: str, run: ReportRun, line: StepLine) -> Iter
     measured.sort(key=lambda each: each[1].step.value)
     launch, summary = measured[(len(measured) - 1) // 2]
     late = _late_ranks(line)
-    lanes = _lanes(run, line, launch, summary, late)
-    caption = _caption(line, lanes)
-    if len(measured) > 1:
-        caption = f"The launch with the median step. {caption}"
-    yield draw_chart(name, title, caption, _draw(lanes, late, line, summary.buckets))
+    lanes = _choose_lanes(_list_lanes(run.samples, line.case.key, launch, summary), late)
+    if lanes:
+        caption = _caption(line, lanes)
+        if len(measured) > 1:
+            caption = f"The launch with the median step. {caption}"
+        yield draw_chart(name, title, caption, _draw(lanes, late, line, summary.buckets))
 
 
 def _late_ranks(line: StepLine) -> set[int]:
@@ -88,11 +89,9 @@ def _late_ranks(line: StepLine) -> set[int]:
 
 def _caption(line: StepLine, lanes: Sequence[Lane]) -> str:
     texts = ["Median of each span over the steps."]
-    if len(lanes) == 1 and line.case.world_size > 1:
-        texts = ["Median of each phase over the steps, of the slowest rank of each step."]
-    elif len(lanes) > 1:
+    if len(lanes) > 1:
         texts.append("The stamps of the ranks are aligned where their steps begin.")
-    if len(lanes) > 1 and len(lanes) < line.case.world_size:
+    if len(lanes) < line.case.world_size:
         shown = f"{len(lanes)} of {line.case.world_size} ranks"
         texts.append(f"{shown}: those that compute longest and shortest.")
     if lanes[0].buckets:
@@ -108,21 +107,8 @@ def _caption(line: StepLine, lanes: Sequence[Lane]) -> str:
     return " ".join(texts)
 
 
-def _lanes(
-    run: ReportRun, line: StepLine, launch: int, summary: StepSummary, late: set[int]
-) -> list[Lane]:
-    """Return the lanes of one launch: at most MOST_LANES."""
-    lanes = _lanes_of_ranks(run.samples, line.case.key, launch, summary)
-    if not lanes:
-        phases = {phase.name: phase.slowest.value for phase in summary.phases}
-        buckets = [(b.handed_seconds, b.handed_seconds + b.wire.value) for b in summary.buckets]
-        return [
-            Lane(
-                "slowest rank" if line.case.world_size > 1 else "rank 0",
-                tuple(phases.get(name, 0.0) for name in PHASES),
-                tuple((begin, end, end - begin) for begin, end in buckets),
-            )
-        ]
+def _choose_lanes(lanes: dict[int, Lane], late: set[int]) -> list[Lane]:
+    """Return at most MOST_LANES: those that compute longest and shortest."""
     if len(lanes) <= MOST_LANES:
         return list(lanes.values())
     order = sorted(lanes, key=lambda rank: (rank not in late, -lanes[rank].own_seconds))
@@ -130,7 +116,7 @@ def _lanes(
     return [lanes[rank] for rank in sorted({*order[:half], *order[-half:]})]
 
 
-def _lanes_of_ranks(
+def _list_lanes(
     samples: pd.DataFrame | None, key: str, launch: int, summary: StepSummary
 ) -> dict[int, Lane]:
     """Return the median step of each rank; empty without samples.

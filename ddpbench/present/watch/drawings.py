@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Bars, Matrix
+from ddpbench.present.charts.kinds import Axis, Bars, Matrix, draw_pairs
 from ddpbench.present.columns import digits
 from ddpbench.present.document import Chart, draw_chart
-from ddpbench.present.matrix import draw_matrix
 from ddpbench.records.schema import Finding, Run
-from ddpbench.records.table import Table
 from ddpbench.records.watched import COLUMNS, PHASES, Watched, WatchedLink, WatchedRank
 
 LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
@@ -32,21 +30,6 @@ def find_named(run: Run) -> dict[int, str]:
     return named
 
 
-def draw_table(
-    table: Table, names: Sequence[str], seconds: Sequence[float], texts: Sequence[str]
-) -> Bars:
-    """Return a bar for each row of a table, whose columns are the tooltip.
-
-    names, seconds, texts: of each bar, before, in and behind it.
-    """
-    headings = [column.heading for column in table.columns]
-    data = [
-        {**dict(zip(headings, row, strict=True)), "_row": name, "_end": end, "_text": text}
-        for row, name, end, text in zip(table.rows, names, seconds, texts, strict=True)
-    ]
-    return Bars(data=data, x=Axis("time", theme.TIME_LABELS), row="_row", color="")
-
-
 def draw_links(run: Run, watched: Watched) -> Matrix | None:
     """Return the rates of the links between hosts; None if they are unknown."""
     hosts = [host for host in watched.hosts if any(host in (x.host, x.peer) for x in watched.links)]
@@ -65,7 +48,7 @@ def draw_links(run: Run, watched: Watched) -> Matrix | None:
     ]
     if len(hosts) < 2 or not known:
         return None
-    return draw_matrix(known, hosts, "host", "MB/s")
+    return draw_pairs(known, hosts, "host", "MB/s")
 
 
 def _is_named(link: WatchedLink, finding: Finding) -> bool:
