@@ -14,10 +14,10 @@ from ddpbench.present.charts.kinds import Axis, Lines, Rows
 from ddpbench.present.columns import digits
 from ddpbench.present.document import Chart, make_table
 from ddpbench.present.load import load_charts
-from ddpbench.present.watch.drawings import find_named, milliseconds
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import COLUMNS, LOSS, Watched
 
+LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
 WIDE = 50.0  # ratio of the largest value to the least, from which an axis is logarithmic
 RARE, CUT = 0.98, 3.0  # values beyond this quantile are cut if they exceed it so many times
 LABEL_ROW, LABEL_ROWS = 14, 8  # pixels of a label, labels one below the other
@@ -78,7 +78,6 @@ def draw(run: Run, watched: Watched, backend: str) -> Iterator[Chart]:
     timeline = build_timeline(run, watched)
     yield _draw_parts(timeline, watched)
     yield from _draw_lateness(timeline, run, watched)
-    yield _draw_exposed(timeline, watched)
     yield from _draw_values(timeline, watched)
     moments = zip(timeline.facts, watched.moments, strict=True)
     loads = [({**facts, "backend": backend}, moment.load) for facts, moment in moments]
@@ -133,6 +132,22 @@ def _find_top(values: Sequence[float]) -> float | None:
     return 1.5 * usual if most > CUT * usual > 0 else None
 
 
+def milliseconds(seconds: float) -> str:
+    return f"{digits(seconds * 1e3)} ms"
+
+
+def find_named(run: Run) -> dict[int, str]:
+    """Return the ranks that findings on late ranks name, directly or by their host, with a code."""
+    named: dict[int, str] = {}
+    for finding in run.findings:
+        if finding.code in LATE_CODES:
+            ranks = finding.place.get("ranks", [finding.place.get("rank")])
+            for rank in ranks if isinstance(ranks, list) else []:
+                if isinstance(rank, int):
+                    named.setdefault(rank, finding.code)
+    return named
+
+
 def _draw_parts(timeline: Timeline, watched: Watched) -> Chart:
     moments = watched.moments
     parts = {name: [m.seconds[i] for m in moments] for i, name in enumerate(COLUMNS)}
@@ -145,17 +160,6 @@ def _draw_parts(timeline: Timeline, watched: Watched) -> Chart:
     words = "watch-parts", "Parts of a step", caption
     look: dict[str, Any] = {"order": theme.PHASES, "stacked": True, "height": 260}
     return timeline.draw(words, parts, y, milliseconds, rules=timeline.rules, **look)
-
-
-def _draw_exposed(timeline: Timeline, watched: Watched) -> Chart:
-    shares = [m.exposed_seconds / m.step_seconds if m.step_seconds else 0 for m in watched.moments]
-    caption = (
-        "The least that any rank was blocked in collectives, as a share of the step; median over "
-        "the steps of each point."
-    )
-    words = "watch-exposed", "Exposed communication", caption
-    y = Axis("share of a step", theme.SHARE_LABELS, zero=True)
-    return timeline.draw(words, {"exposed": shares}, y, "{:.1%}".format)
 
 
 def _draw_lateness(timeline: Timeline, run: Run, watched: Watched) -> Iterator[Chart]:

@@ -8,15 +8,15 @@ from datetime import datetime, timezone
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Bars, Rows
+from ddpbench.present.charts.kinds import Axis, Bars, Matrix, Rows, draw_pairs
 from ddpbench.present.columns import digits, format_half_width, format_ranks, scaled
 from ddpbench.present.document import Chart, ReportRun, Section, make_table, tabulate_rows
 from ddpbench.present.header import of_watch
 from ddpbench.present.steps.columns import ms, percent
-from ddpbench.present.watch import drawings, over_time
-from ddpbench.records.schema import Run
+from ddpbench.present.watch import over_time
+from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table
-from ddpbench.records.watched import COLUMNS, Watched
+from ddpbench.records.watched import COLUMNS, Watched, WatchedLink
 
 RANKS, PAUSES, COLLECTIVES, LINKS, MOMENTS = 8, 5, 12, 12, 10  # rows of a table, at most
 GROUP = 32  # characters of a group's name
@@ -60,7 +60,7 @@ def _rows(run: Run, watched: Watched, backend: str, *, drawn: bool) -> Iterator[
     if drawn and len(watched.moments) > 1:
         for chart in over_time.draw(run, watched, backend):
             yield (chart,)
-    yield (*_ranks(run, watched), *(drawings.draw_extra(run, watched) if drawn else ()))
+    yield tuple(_ranks(run, watched))
     yield tuple(_collectives(watched))
     yield tuple(_links(run, watched))
     if not drawn:
@@ -170,8 +170,26 @@ def _ranks(run: Run, watched: Watched) -> Iterator[Chart]:
     headings = ["rank", "host", "own ms", *COLUMNS]
     table = make_table(f"ranks, the most own time first{known}", headings, cells, ("host",))
     caption = "Mean of each part of a step, the rank with the most own time first."
-    bars = drawings.draw_ranks(run, watched)
+    bars = _draw_ranks(run, watched)
     yield Chart("watch-ranks", "Ranks", caption, table, bars, most=RANKS)
+
+
+def _draw_ranks(run: Run, watched: Watched) -> Bars:
+    """Return where each rank's step goes, the most own time first."""
+    named, several = over_time.find_named(run), len(watched.hosts) > 1
+    bars = [
+        {
+            "rank": f"{rank.rank} on {rank.host}" if several else f"rank {rank.rank}",
+            "part": part,
+            "mean": over_time.milliseconds(seconds),
+            "_end": seconds,
+            "_text": named.get(rank.rank, "") if part == COLUMNS[-1] else "",
+        }
+        for rank in sorted(watched.ranks, key=lambda rank: -sum(rank.mean_seconds[:-1]))
+        for part, seconds in zip(COLUMNS, rank.mean_seconds, strict=True)
+    ]
+    x = Axis("time of a step", theme.TIME_LABELS)
+    return Bars(data=bars, x=x, row="rank", color="part", order=theme.PHASES)
 
 
 def _collectives(watched: Watched) -> Iterator[Chart]:
@@ -224,8 +242,38 @@ def _links(run: Run, watched: Watched) -> Iterator[Chart]:
         "Rate of the job's connections from host to host while data is on its way, in MB/s; more "
         "is better. Outlined: slow."
     )
-    heat = drawings.draw_links(run, watched)
+    heat = _draw_links(run, watched)
     yield Chart("watch-links", "Links of the job", caption, table, heat, most=LINKS)
+
+
+def _draw_links(run: Run, watched: Watched) -> Matrix | None:
+    """Return the rates of the links between hosts; None if they are unknown."""
+    hosts = [host for host in watched.hosts if any(host in (x.host, x.peer) for x in watched.links)]
+    known = [
+        {
+            "from": link.host,
+            "to": link.peer,
+            "_value": float(f"{link.bytes_per_second / 1e6:.3g}"),
+            "_marked": "slow" if any(_is_named(link, found) for found in run.findings) else "",
+            "interface": link.interface,
+            "carried": f"{link.nbytes / 1e6:.4g} MB",
+            "retransmitted": str(link.retransmitted),
+        }
+        for link in watched.links
+        if link.bytes_per_second and {link.host, link.peer} <= set(hosts)
+    ]
+    if len(hosts) < 2 or not known:
+        return None
+    return draw_pairs(known, hosts, "host", "MB/s")
+
+
+def _is_named(link: WatchedLink, finding: Finding) -> bool:
+    """Whether a finding names this link, or all links of one of its hosts in this direction."""
+    ends = {"sends": [link.host], "receives": [link.peer]}
+    named = [ends[way] for way in finding.place.get("bytes_per_second", ())]
+    if finding.code == "slow-link":
+        named.append([link.host, link.peer])
+    return finding.place.get("hosts") in named
 
 
 def _timeline(watched: Watched) -> Iterator[Chart]:
