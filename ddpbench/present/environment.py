@@ -1,4 +1,4 @@
-"""Hosts, versions, launches, ranks, variables and clocks, as each run stores them."""
+"""Hosts, versions, launches, ranks and variables, as each run stores them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ VARIABLES = (
 )
 LAUNCHES = "launches", "Launches", "Of the clock: the time of one reading, and its step."
 RANKS = "ranks", "Ranks", "In the first launch of each backend."
-CLOCKS = "clocks", "Clocks", "How far a host's clock is ahead of rank 0's, within ± the bound."
 
 
 def build_sections(run: ReportRun) -> Iterator[Section]:
@@ -36,7 +35,6 @@ def build_sections(run: ReportRun) -> Iterator[Section]:
     tables = (
         (LAUNCHES, [_describe_launch(launch) for launch in launches]),
         (RANKS, [row for launch in reversed(first) for row in _describe_ranks(launch)]),
-        (CLOCKS, [row for launch in launches for row in _describe_clocks(launch)]),
     )
     charts += [Chart(*words, tabulate_rows(words[1], rows)) for words, rows in tables if rows]
     if launches:
@@ -129,16 +127,4 @@ def _describe_ranks(launch: Launch) -> Iterator[dict[str, Any]]:
             "stolen s": cpu.get("steal_seconds"),
             "throttled s": cpu.get("throttled_seconds"),
             "preempted": cpu.get("involuntary_switches"),
-        }
-
-
-def _describe_clocks(launch: Launch) -> Iterator[dict[str, Any]]:
-    for offset in launch.offsets:
-        yield {
-            "launch": launch.index,
-            "backend": launch.backend,
-            "host": offset.host,
-            "ranks": spans(offset.ranks),
-            "ahead µs": offset.seconds * 1e6,
-            "± µs": offset.bound_seconds * 1e6,
         }

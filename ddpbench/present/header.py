@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpbench.analysis import stats
 from ddpbench.present.columns import digits
-from ddpbench.present.document import Section, as_row, make_table
+from ddpbench.present.document import Chart, Section, make_table
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Finding, Run
 
@@ -61,10 +61,14 @@ def list_facts(run: Run) -> list[tuple[str, str]]:
     return [*shown, ("how", f"{how}; seed {run.plan.seed}"), ("launches", _launches(run))]
 
 
-def build_setup(run: Run, title: str) -> Section:
-    """Return the section on where, with what and how a run was measured."""
+def build_setup(run: Run, title: str, chart: tuple[str, str] = ("", "")) -> Section:
+    """Return the section on where, with what and how a run was measured.
+
+    chart: the name and the title of its only table.
+    """
     facts = make_table("", ("", ""), list_facts(run), left=("",))
-    return Section("setup", title, rows=(as_row(facts),))
+    rows = ((Chart(*chart, "", facts, remarkable=len(facts.rows)),),)
+    return Section("setup", title, rows=rows if facts.rows else ())
 
 
 def _launches(run: Run) -> str:

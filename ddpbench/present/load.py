@@ -21,8 +21,7 @@ def _megabytes(nbytes: float) -> str:
 KINDS: dict[str, tuple[str, str, str, str, Callable[[float], str]]] = {
     "cpu_cores": (
         *("cpu", "CPU"),
-        "Cores in use by a rank's process, median over ranks. The band reaches to the rank that "
-        "used most.",
+        "Cores in use by a rank's process, median over ranks.",
         *(theme.NUMBER_LABELS, digits),
     ),
     "memory_nbytes": (
@@ -60,10 +59,9 @@ def load_charts(
             if (value := getattr(load, field)) is not None:
                 row = {**facts, "_y": value, title: show(value)}
                 if field == "cpu_cores":
-                    most = load.most_cpu_cores
-                    row |= {"_low": value, "_high": most, "rank that has most": show(most)}
+                    row["rank that has most"] = show(load.most_cpu_cores)
                 rows.append(row)
         if rows:
             y = Axis(title, labels, zero=True)
-            drawing = Lines(data=rows, x=x, y=y, rules=rules, band=True, height=110)
+            drawing = Lines(data=rows, x=x, y=y, rules=rules, height=110)
             yield draw_chart(f"{name}-{end}", title, f"{caption} A point for each {when}.", drawing)

@@ -14,7 +14,7 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.present import header
 from ddpbench.present.columns import digits, title_parts
 from ddpbench.present.doctor import document as doctor
-from ddpbench.present.document import Chart, ReportRun, Section, build_for_each, make_table
+from ddpbench.present.document import ReportRun, Section, build_for_each
 from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.wording import counted, list_all
 
@@ -31,13 +31,15 @@ def build_section(runs: Sequence[ReportRun]) -> Section:
     """Return the section that begins a page of one or several runs."""
     several = len(runs) > 1
     summaries = [f"{r.label}: {summarise(r)}" if several else summarise(r) for r in runs]
+    words = "facts", "How it was measured"
+    setup = build_for_each(runs, lambda run: [header.build_setup(run.run, "", words)])
     return Section(
         "overview",
         "Summary",
         "" if several else summaries[0],
         tuple(summaries) if several else (),
         tuple(_findings(runs)),
-        build_for_each(runs, _build_setup)[0].rows,
+        setup[0].rows,
     )
 
 
@@ -57,12 +59,6 @@ def _findings(runs: Sequence[ReportRun]) -> list[Finding]:
         for found in (*_missing(run), *run.run.findings)
     ]
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
-
-
-def _build_setup(run: ReportRun) -> Iterator[Section]:
-    """Yield the lines that a terminal shows above the tables."""
-    table = make_table("How it was measured", ("", ""), header.list_facts(run.run), left=("",))
-    yield Section("", "", rows=((Chart("facts", table.title, "", table),),) if table.rows else ())
 
 
 def summarise(reported: ReportRun) -> str:

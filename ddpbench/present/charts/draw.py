@@ -62,13 +62,9 @@ def _finish(data: pd.DataFrame, layers: Iterable[alt.Chart], height: float) -> d
     return {**chart.to_dict(), "datasets": {"data": _list_rows(data)}}
 
 
-def _list_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows as Python's own values; None for NaN."""
-    values = {name: frame[name].tolist() for name in frame}
-    return [
-        {name: None if value != value else value for name, value in zip(values, row, strict=True)}
-        for row in zip(*values.values(), strict=True)
-    ]
+def _list_rows(frame: pd.DataFrame) -> Any:
+    """Return the rows as JSON has them; None for NaN."""
+    return json.loads(frame.to_json(orient="records", double_precision=15))
 
 
 def _place(channel: Channel, axis: Axis, values: Iterable[float], **options: Any) -> Channel:
@@ -187,8 +183,7 @@ def _points(lines: Lines, data: pd.DataFrame, base: alt.Chart, y: alt.Y) -> Iter
         yield dotted.transform_filter("datum._reference").encode(y="_reference:Q")
     if _has(data, "_low"):
         known = base.transform_filter("isValid(datum._low)").encode(y="_low:Q", y2="_high:Q")
-        rules = known.mark_rule(strokeWidth=1 if crowded else 2).encode(**_opacity(data, 0.55))
-        yield known.mark_area(fillOpacity=0.2) if lines.band else rules
+        yield known.mark_rule(strokeWidth=1 if crowded else 2).encode(**_opacity(data, 0.55))
     seen = _opacity(data)
     if lines.connected:
         line = base.mark_line(strokeWidth=1.5, clip=clip).encode(y=y, **seen)

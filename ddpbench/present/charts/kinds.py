@@ -68,7 +68,6 @@ class Lines(Drawing):
     shapes: tuple[str, ...] = ()
     connected: bool = True
     stacked: bool = False  # areas on top of each other
-    band: bool = False  # whether intervals are a band
     rules: Rows = ()
     height: int = 260  # pixels
 

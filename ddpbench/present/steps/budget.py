@@ -12,14 +12,13 @@ from ddpbench.analysis.spans import EXPOSED_OF, HIDDEN_OF, SAVES, WOULD_SAVE
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
-from ddpbench.present.document import Chart, make_table
+from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.present.steps.columns import bounded, ms, percent, uncertain
 from ddpbench.records.schema import Figure, Part
 
 STEP, LATE = "= step", "waiting for a rank"
 COMPONENTS = (steps.TRANSFER, *EXPOSED_OF.values(), steps.OVERHEAD)  # of the exposed communication
 BEFORE = (steps.HIDDEN, *HIDDEN_OF.values())  # drawn so that they end where it begins
-HEADINGS = ("backend", "part of a step", "ms", "95 %", "% of step", "from")
 CAPTION = (
     "Median, and share of the step. Each part begins where the one before ends; hidden "
     "communication lies before what is exposed. Pale: not clearly above 0. Rules: 95 % interval."
@@ -30,24 +29,21 @@ def build_budget(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
     """Yield the parts of a step, and what could be gained."""
     measured = [line for line in group if line.summary and line.summary.budget]
     known = [line for line in measured if any(map(is_known, _parts(line)))]
-    cells = [row for line in known for row in _rows(line)]
-    headings = HEADINGS
-    if not any(row[-1] for row in cells):
-        cells, headings = [row[:-1] for row in cells], HEADINGS[:-1]
+    rows = [row for line in known for row in _rows(line)]
     notes = [*_state_gain(known)]
     if few := [line.case.backend for line in measured if line not in known]:
         notes.append(f"no budget on {', '.join(few)}: it needs six rounds, or six launches")
     notes += [text for line in measured for text in (*_disagreement(line), *_timers(line))]
     notes += [text for line in group for text in _peak_memory(line)]
-    if cells or notes:
-        table = make_table("budget", headings, cells, ("backend", "part of a step", "from"), notes)
+    if rows or notes:
+        table = replace(tabulate_rows("budget", rows, ("from",)), legend=tuple(notes))
         drawing = Bars(
             data=[bar for line in known for bar in _bars(line)],
             x=Axis("time of a step", theme.TIME_LABELS),
             row="part of a step",
             within="backend",
         )
-        drawn = drawing if cells else None
+        drawn = drawing if rows else None
         yield Chart(name, "Budget of a step", CAPTION, table, drawn, grouped=True)
 
 
@@ -59,16 +55,23 @@ def is_known(part: Part) -> bool:
     return part.resolved or part.figure.interval is not None
 
 
-def _row(line: StepLine, part: Part) -> list[str]:
-    share = uncertain(part, percent(part.share))
-    return [line.case.backend, part.name, *bounded(part, line.seconds), share, part.source]
+def _row(line: StepLine, part: Part) -> dict[str, Any]:
+    value, interval = bounded(part, line.seconds)
+    return {
+        "backend": line.case.backend,
+        "part of a step": part.name,
+        "ms": value,
+        "95 %": interval,
+        "% of step": uncertain(part, percent(part.share)),
+        "from": part.source,
+    }
 
 
 def _whole(line: StepLine, seconds: float) -> Part:
     return Part(STEP, Figure(seconds, line.interval), 1.0, True)
 
 
-def _rows(line: StepLine) -> Iterator[list[str]]:
+def _rows(line: StepLine) -> Iterator[dict[str, Any]]:
     """Format one row per part, and the step below the parts that make it up."""
     total = 0.0
     for part in _parts(line):
@@ -104,13 +107,12 @@ def _bars(line: StepLine) -> Iterator[dict[str, Any]]:
 
 def _bar(line: StepLine, part: Part, place: float, way: int) -> dict[str, Any]:
     """Return a bar that begins at a place, or ends there if `way` is -1."""
-    row = dict(zip(HEADINGS, _row(line, part), strict=True))
     text = uncertain(part, f"{percent(part.share)} %")
     if part.rank is not None and part.resolved:
         text += f": rank {part.rank}"
     bounds, ends = part.figure.interval, sorted((place, place + way * part.figure.value))
     return {
-        **row,
+        **_row(line, part),
         "_text": text,
         "_pale": not part.resolved,
         "_begin": ends[0],

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddpbench.analysis.spans import OPERATIONS
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
-from ddpbench.present.document import Chart, make_table
+from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.present.steps.budget import is_known
 from ddpbench.present.steps.columns import bounded, ms, percent
 from ddpbench.records.schema import Bucket, Collective
 
 BUCKETS = 12  # rows of a text
 NAME = 24  # characters of a parameter's name
-BUCKET_HEADINGS = (
-    *("backend", "#", "MB", "n", "parameters", "ready after ms", "wire ms", "wait ms"),
-    "late rank",
-)
 LAYERS = 12  # rows; with more, equal layer groups share one
-LAYER_HEADINGS = (
-    *("backend", "layers", "groups", "phase", "operation", "MB", "exposed ms", "hidden ms"),
-    *("hidden %", "wait ms", "late rank"),
-)
 LAYER_CAPTION = (
     "How long each group of layers communicates in a step, in the rank that waits least; "
     "median over rounds. Full colour: exposed, the compute waits. Pale: hidden, the compute "
@@ -37,32 +30,32 @@ def build_buckets(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
     known = [(line, b) for line in group if line.summary for b in line.summary.buckets]
     if not known:
         return
-    rows = [_format_bucket(line, bucket) for line, bucket in known]
-    cost = _timing_cost(group, "buckets")
-    table = make_table("buckets", BUCKET_HEADINGS, rows, ("backend", "parameters"), cost)
+    table = tabulate_rows("buckets", [_format_bucket(*each) for each in known], ("parameters",))
+    table = replace(table, legend=_timing_cost(group, "buckets"))
     more: dict[str, Any] = {"grouped": True, "most": BUCKETS, "spread": True}
     yield Chart(name, "Buckets", "", table, **more)
 
 
-def _format_bucket(line: StepLine, bucket: Bucket) -> list[str]:
+def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
     first, last = _shorten(bucket.first), _shorten(bucket.last)
-    times = (bucket.handed_seconds, bucket.wire.value, bucket.wait.value)
-    return [
-        line.case.backend,
-        str(bucket.index),
-        f"{bucket.nbytes / 1e6:.2f}",
-        str(bucket.parameters),
-        first if bucket.parameters == 1 else f"{first} … {last}",
-        *(ms(seconds, line.seconds) for seconds in times),
-        "-" if bucket.late_rank is None else str(bucket.late_rank),
-    ]
+    return {
+        "backend": line.case.backend,
+        "#": str(bucket.index),
+        "MB": f"{bucket.nbytes / 1e6:.2f}",
+        "n": str(bucket.parameters),
+        "parameters": first if bucket.parameters == 1 else f"{first} … {last}",
+        "ready after ms": ms(bucket.handed_seconds, line.seconds),
+        "wire ms": ms(bucket.wire.value, line.seconds),
+        "wait ms": ms(bucket.wait.value, line.seconds),
+        "late rank": "-" if bucket.late_rank is None else str(bucket.late_rank),
+    }
 
 
 def _shorten(name: str) -> str:
     return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
 
 
-def _timing_cost(group: Sequence[StepLine], what: str) -> list[str]:
+def _timing_cost(group: Sequence[StepLine], what: str) -> tuple[str, ...]:
     """State by how much taking the time of the buckets, or the collectives, lengthens a step."""
     costs = []
     for line in group:
@@ -71,7 +64,7 @@ def _timing_cost(group: Sequence[StepLine], what: str) -> list[str]:
         if part is not None and is_known(part):
             value, interval = bounded(part, line.seconds)
             costs.append(f"{value} ms {interval} on {line.case.backend}")
-    return [f"timing the {what} lengthens a step by {', '.join(costs)}"] if costs else []
+    return (f"timing the {what} lengthens a step by {', '.join(costs)}",) if costs else ()
 
 
 def build_layers(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
@@ -80,9 +73,8 @@ def build_layers(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
     if not timed:
         return
     merged = [(line, same) for line in timed for same in _merge_layers(line)]
-    rows, cost = [_format_layers(*each) for each in merged], _timing_cost(group, "collectives")
-    left = ("backend", "layers", "phase", "operation")
-    table = make_table("layer groups", LAYER_HEADINGS, rows, left, cost)
+    rows = [_format_layers(*each) for each in merged]
+    table = replace(tabulate_rows("layer groups", rows), legend=_timing_cost(group, "collectives"))
     drawing = Bars(
         data=[bar for each in merged for bar in _draw_layers(*each)],
         x=Axis("time in a step", theme.TIME_LABELS),
@@ -111,24 +103,24 @@ def _name_layers(same: Sequence[Collective]) -> str:
     return first if first == last else f"{first} … {last}"
 
 
-def _format_layers(line: StepLine, same: Sequence[Collective]) -> list[str]:
+def _format_layers(line: StepLine, same: Sequence[Collective]) -> dict[str, str]:
     exposed = sum(each.exposed.value for each in same)
     hidden = sum(each.hidden.value for each in same)
     late = sorted({each.late_rank for each in same if each.late_rank is not None})
     whole = exposed + hidden
-    return [
-        line.case.backend,
-        _name_layers(same),
-        str(len(same)),
-        same[0].phase,
-        same[0].operation,
-        f"{sum(each.nbytes for each in same) / 1e6:.2f}",
-        ms(exposed, line.seconds),
-        ms(hidden, line.seconds),
-        percent(hidden / whole if whole else None),
-        ms(sum(each.wait.value for each in same), line.seconds),
-        " ".join(map(str, late)) or "-",
-    ]
+    return {
+        "backend": line.case.backend,
+        "layers": _name_layers(same),
+        "groups": str(len(same)),
+        "phase": same[0].phase,
+        "operation": same[0].operation,
+        "MB": f"{sum(each.nbytes for each in same) / 1e6:.2f}",
+        "exposed ms": ms(exposed, line.seconds),
+        "hidden ms": ms(hidden, line.seconds),
+        "hidden %": percent(hidden / whole if whole else None),
+        "wait ms": ms(sum(each.wait.value for each in same), line.seconds),
+        "late rank": " ".join(map(str, late)) or "-",
+    }
 
 
 def _draw_layers(line: StepLine, same: Sequence[Collective]) -> Iterator[dict[str, Any]]:

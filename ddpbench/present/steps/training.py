@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import digits
-from ddpbench.present.document import Chart, make_table
+from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.present.load import load_charts
 from ddpbench.present.steps.columns import percent
 from ddpbench.records.schema import Epoch
@@ -18,7 +19,6 @@ from ddpbench.records.schema import Epoch
 EPOCHS = 18  # rows of a text
 DECADE = 10.0  # ratio of the largest loss to the least from which their axis is logarithmic
 VERDICTS = {None: "-", True: "equal", False: "NOT EQUAL"}
-HEADINGS = ("epoch", "train loss", "validation loss", "seconds", "replicas")
 CAPTION = (
     "Mean loss over the samples of all ranks: of the training, over the steps of each epoch, and "
     "of the validation after it. Lines of equal losses cover each other. Circled: the replicas "
@@ -43,18 +43,19 @@ def build_training(name: str, group: Sequence[StepLine], *, loads: bool) -> Iter
         return
     several = any(launch > 1 for _, launch, _ in trained)
     rows = [
-        [
-            line.case.backend,
-            *([launch] if several else ()),
-            epoch.number,
-            *map(digits, (epoch.train_loss, epoch.validation_loss, epoch.seconds)),
-            VERDICTS[epoch.replicas_equal],
-        ]
+        {
+            "backend": line.case.backend,
+            "launch": launch if several else None,
+            "epoch": epoch.number,
+            "train loss": digits(epoch.train_loss),
+            "validation loss": digits(epoch.validation_loss),
+            "seconds": digits(epoch.seconds),
+            "replicas": VERDICTS[epoch.replicas_equal],
+        }
         for line, launch, epoch in trained
     ]
     notes = [f"load of a rank on {x.case.backend}: {load}" for x in group for load in _load(x)]
-    headings = ("backend", *(("launch",) if several else ()), *HEADINGS)
-    table = make_table("training", headings, rows, ("backend", "replicas"), notes)
+    table = replace(tabulate_rows("training", rows, ("replicas",)), legend=tuple(notes))
     title = f"Loss of {group[0].case.workload}"
     drawing = _draw(trained)
     yield Chart(name, title, CAPTION, table, drawing, grouped=True, most=EPOCHS, spread=True)
