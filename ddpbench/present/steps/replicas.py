@@ -53,8 +53,9 @@ def build_replicas(name: str, group: Sequence[StepLine], every: int) -> Iterator
     if all(bar["found"] == EQUAL for bar in bars):
         yield Chart(*words, "", table)
         return
-    x, look = Axis("step", theme.COUNT_LABELS), {"color": "found", "order": theme.VERDICTS}
-    yield Chart(*words, CAPTION, table, Spans(data=bars, x=x, lane="case", **look))
+    x = Axis("step", theme.COUNT_LABELS)
+    spans = Spans(data=bars, x=x, lane="case", color="found", order=theme.VERDICTS)
+    yield Chart(*words, CAPTION, table, spans)
 
 
 def _draw(case: str, replicas: Replicas) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,15 @@ from ddpbench.records.schema import Bucket, StepSummary
 
 MOST_LANES = 8  # ranks
 PHASES = ("forward", "backward", "optimizer")
+CAPTION = (
+    "Median of each span over the steps of the launch with the median step, summed over "
+    "micro-batches. The stamps of the ranks are aligned where their steps begin."
+)
+BUCKETS = (
+    "Above: each bucket of gradients of the last micro-batch from its handover until it is "
+    "reduced; pale while it waits for other ranks. Blocked: backward has handed over its last "
+    "bucket and waits."
+)
 
 
 @dataclass(frozen=True)
@@ -71,10 +80,8 @@ def draw_timeline(name: str, title: str, run: ReportRun, line: StepLine) -> Iter
     late = _late_ranks(line)
     lanes = _choose_lanes(_list_lanes(run.samples, line.case.key, launch, summary), late)
     if lanes:
-        caption = _caption(line, lanes)
-        if len(measured) > 1:
-            caption = f"The launch with the median step. {caption}"
-        yield draw_chart(name, title, caption, _draw(lanes, late, line, summary.buckets))
+        drawing = _draw(lanes, late, line, summary.buckets)
+        yield draw_chart(name, title, _caption(line, lanes), drawing)
 
 
 def _late_ranks(line: StepLine) -> set[int]:
@@ -88,22 +95,11 @@ def _late_ranks(line: StepLine) -> set[int]:
 
 
 def _caption(line: StepLine, lanes: Sequence[Lane]) -> str:
-    texts = ["Median of each span over the steps."]
-    if len(lanes) > 1:
-        texts.append("The stamps of the ranks are aligned where their steps begin.")
+    texts = [CAPTION]
     if len(lanes) < line.case.world_size:
         shown = f"{len(lanes)} of {line.case.world_size} ranks"
         texts.append(f"{shown}: those that compute longest and shortest.")
-    if lanes[0].buckets:
-        texts.append(
-            "Above: each bucket of gradients from its handover until it is reduced; pale while it "
-            "waits for other ranks. Blocked: backward has handed over its last bucket and waits."
-        )
-    if line.case.accumulate > 1:
-        texts.append(
-            f"Forward and backward are sums over {line.case.accumulate} micro-batches; the buckets "
-            "are those of the last one."
-        )
+    texts += [BUCKETS] if lanes[0].buckets else []
     return " ".join(texts)
 
 

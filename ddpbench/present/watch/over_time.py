@@ -12,7 +12,7 @@ import numpy as np
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines, Rows
 from ddpbench.present.columns import digits
-from ddpbench.present.document import Chart, make_table
+from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.present.load import load_charts
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import COLUMNS, LOSS, Watched
@@ -46,23 +46,19 @@ class Timeline:
 
         words: name, title and caption. show: formats a value. look: of Lines.
         """
-        cells = [
-            ["-" if each[i] is None else show(each[i]) for each in values.values()]
+        texts = [
+            {n: "-" if (value := each[i]) is None else show(value) for n, each in values.items()}
             for i in range(len(self.facts))
         ]
         rows = [
-            {**facts, "name": name, "value": text, "_y": each[i]}
+            {**facts, "name": name, "value": text, "_y": values[name][i]}
             for i, facts in enumerate(self.facts)
-            for (name, each), text in zip(values.items(), cells[i], strict=True)
-            if each[i] is not None
+            for name, text in texts[i].items()
+            if text != "-"
         ]
-        headings = [name for name in self.facts[0] if not name.startswith("_")]
-        known = [
-            [*(facts[name] for name in headings), *texts]
-            for facts, texts in zip(self.facts, cells, strict=True)
-            if set(texts) != {"-"}
-        ]
-        table = make_table(words[1], [*headings, *values], known)
+        known = zip(self.facts, texts, strict=True)
+        cells = [{**facts, **each} for facts, each in known if set(each.values()) != {"-"}]
+        table = tabulate_rows(words[1], cells)
         look = {"color": "name", "order": tuple(values), "height": 130, **look}
         look.setdefault("rules", self.unlabelled)
         return Chart(*words, table, Lines(data=rows, x=self.x, y=y, **look))
