@@ -185,9 +185,8 @@ def test_replicas_that_were_not_all_compared_are_a_warning() -> None:
     column = STEP_COLUMNS["equal"]
     assert column.value(line) is None
     assert column.show(line) == "unknown"
-    table = step_replicas.replicas([line], 1)
-    assert table is not None
-    assert "NOT ALL COMPARED" in table.rows[0][1]
+    (chart,) = step_replicas.build_replicas("replicas", [line], 1)
+    assert "NOT ALL COMPARED" in chart.table.rows[0][1]
     stored = json.loads(codec.encode(partly))
     assert codec.decode(Replicas, stored) == partly
     del stored["not_compared"]  # as a run of before has it
