@@ -20,11 +20,6 @@ from ddpbench.records.wording import counted, list_all
 
 MOST_NAMES = 4  # of operations, listed in a sentence
 MOST_SENTENCES = 3  # of one kind
-INCOMPLETE = {
-    "failed": "This run failed.",
-    "interrupted": "This run was interrupted.",
-    "running": "This run has not ended.",
-}
 
 
 def build_section(runs: Sequence[ReportRun]) -> Section:
@@ -66,8 +61,7 @@ def summarise(reported: ReportRun) -> str:
     run = reported.run
     if not run.everything:
         return "Nothing was measured."
-    sentences = [INCOMPLETE[run.state]] if run.state in INCOMPLETE else []
-    sentences += [_what(reported), *_collectives(reported.lines), *_steps(run)]
+    sentences = [_what(reported), *_collectives(reported.lines), *_steps(run)]
     if header.of_doctor(run):
         sentences.append(f"{doctor.verdict(run)}.")
     else:

@@ -18,7 +18,6 @@ from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import COLUMNS, LOSS, Watched
 
 LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
-WIDE = 50.0  # ratio of the largest value to the least, from which an axis is logarithmic
 RARE, CUT = 0.98, 3.0  # values beyond this quantile are cut if they exceed it so many times
 LABEL_ROW, LABEL_ROWS = 14, 8  # pixels of a label, labels one below the other
 CUT_NOTE = " Rare larger values are cut off; the table has them."
@@ -190,14 +189,9 @@ def _draw_values(timeline: Timeline, watched: Watched) -> Iterator[Chart]:
             "The tensor passed to backward, of one step in each round of reports, and losses that "
             "the script records; medians over ranks."
         )
-        yield _draw_recorded(timeline, ("watch-loss", "Loss", caption), losses)
+        words = "watch-loss", "Loss", caption
+        yield timeline.draw(words, losses, Axis("loss", theme.NUMBER_LABELS), digits)
     for number, name in enumerate((name for name in known if name not in losses), 1):
         caption = "Recorded by the script; median over the ranks that recorded it."
         words = f"watch-value-{number}", name, caption
-        yield _draw_recorded(timeline, words, {name: known[name]})
-
-
-def _draw_recorded(timeline: Timeline, words: tuple[str, str, str], values: Values) -> Chart:
-    numbers = [value for each in values.values() for value in each if value is not None]
-    wide = 0 < WIDE * min(numbers) < max(numbers)
-    return timeline.draw(words, values, Axis(words[1], theme.NUMBER_LABELS, log=wide), digits)
+        yield timeline.draw(words, {name: known[name]}, Axis(name, theme.NUMBER_LABELS), digits)

@@ -52,12 +52,6 @@ def _bundle_vega() -> str:
     return javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
-def _height(chart: Chart) -> int:
-    """Return the pixels that a chart will take at least, so that the page does not jump."""
-    height = (chart.spec or {}).get("height")
-    return int(height) if isinstance(height, (int, float)) else 240
-
-
 def _environment() -> jinja2.Environment:
     import jinja2
 
@@ -72,7 +66,6 @@ def _environment() -> jinja2.Environment:
         "embedded": json_in_html,
         "figure": figure,
         "table": table_data,
-        "height": _height,
         "command": split_command,
         "options": keep_options,
         "command_line": shlex.join,
