@@ -171,9 +171,17 @@ def compared(what: str) -> tuple[Column[Any], Column[Any]]:
     return interval, faster
 
 
-def show_flags(line: flags.AnyLine, known: Mapping[str, flags.Flag[Any]]) -> str:
-    """Format the flags of a line as marks: "~ M"."""
-    return " ".join(known[name].mark or name for name in line.flags)
+def flags_column() -> Column[Any]:
+    """Build the column of flags, shown as marks: "~ M"."""
+
+    def text(line: flags.AnyLine) -> str:
+        from ddpbench.analysis import lines, step_lines  # load numpy
+
+        known: dict[str, flags.Flag[Any]] = {**lines.FLAGS, **step_lines.FLAGS}
+        return " ".join(known[name].mark or name for name in line.flags)
+
+    meaning = "remarks, as marks that are explained below the tables"
+    return Column("flags", lambda line: " ".join(line.flags), text, meaning=meaning, left=True)
 
 
 def explain(

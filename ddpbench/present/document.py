@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress, zip_longest
@@ -69,7 +69,7 @@ class ReportRun:
         from ddpbench.records import store
 
         try:
-            return tuple(reduce_samples(self.run, self.folder)) if self.folder else (), None
+            return tuple(reduce_samples(self.folder)) if self.folder else (), None
         except store.InvalidRun as error:
             return (), str(error)
 
@@ -82,18 +82,13 @@ class Chart:
     title: str
     caption: str  # the statistic, the unit, how to read it: one or two sentences
     table: Table
-    draw: Callable[[], Drawing] | None = None  # loads pandas; None: the table is all there is
+    drawing: Drawing | None = None  # None: the table is all there is
     operation: str = ""  # readers can hide the charts of an operation; "": always shown
     grouped: bool = False  # whether a terminal omits what the first column repeats
     most: int | None = None  # rows that a terminal shows; None: all
     spread: bool = False  # whether these are spread evenly, up to the last row
     # First rows that Markdown shows, folding the others; None: all of a short table.
     remarkable: int | None = None
-
-    @cached_property
-    def drawing(self) -> Drawing | None:
-        """Return what is drawn."""
-        return self.draw and self.draw()
 
     @cached_property
     def spec(self) -> dict[str, Any] | None:
@@ -125,12 +120,7 @@ Rows = tuple[tuple[Chart, ...], ...]
 
 def draw_chart(name: str, title: str, caption: str, drawing: Drawing) -> Chart:
     """Return a chart whose table has what its data shows."""
-    from ddpbench.present.charts.kinds import list_columns
-
-    columns = list_columns(drawing.shown)
-    left = [n for n, cells in columns.items() if any(str(cell)[:1].isalpha() for cell in cells)]
-    table = make_table(title, columns, zip(*columns.values(), strict=True), left)
-    return Chart(name, title, caption, table, lambda: drawing)
+    return Chart(name, title, caption, tabulate_rows(title, drawing.shown), drawing)
 
 
 @dataclass(frozen=True)
@@ -174,21 +164,18 @@ def make_table(
     return Table(title, columns, tuple(map(tuple, rows)), tuple(legend))
 
 
-def tabulate(
-    title: str,
-    columns: Sequence[Column[Any]],
-    rows: Iterable[Sequence[Any]],
-    legend: Iterable[str] = (),
+def tabulate_rows(
+    title: str, rows: Sequence[Mapping[str, Any]], left: tuple[str, ...] = ()
 ) -> Table:
-    """Return a table with the headings and the alignment of a terminal's columns."""
-    left = {column.heading for column in columns if column.left}
-    return make_table(title, [column.heading for column in columns], rows, left, legend)
+    """Return a table of these rows, without columns in which nothing is known or that are drawn.
 
-
-def build_table(title: str, columns: Sequence[Column[RowT]], rows: Sequence[RowT]) -> Table:
-    """Return a table with a row per item, without the columns in which no row has a text."""
-    kept = [column for column in columns if any(map(column.show, rows))]
-    return show_rows(title, kept, rows)
+    The latter begin with "_". Words are aligned left, and the columns in `left`.
+    """
+    names = dict.fromkeys(name for row in rows for name in row if not name.startswith("_"))
+    cells = {name: [row.get(name) for row in rows] for name in names}
+    known = {name: cells[name] for name in names if set(cells[name]) - {None, ""}}
+    words = [n for n, texts in known.items() if any(str(t)[:1].isalpha() for t in texts if t)]
+    return make_table(title, known, zip(*known.values(), strict=True), (*words, *left))
 
 
 def show_rows(
@@ -199,7 +186,13 @@ def show_rows(
 ) -> Table:
     """Return a table with these columns and a row per item."""
     cells = [[column.show(row) for column in columns] for row in rows]
-    return tabulate(title, columns, cells, legend)
+    left = {column.heading for column in columns if column.left}
+    return make_table(title, [column.heading for column in columns], cells, left, legend)
+
+
+def show_known(title: str, columns: Sequence[Column[RowT]], rows: Sequence[RowT]) -> Table:
+    """Return the same without the columns in which no row has a text."""
+    return show_rows(title, [column for column in columns if any(map(column.show, rows))], rows)
 
 
 def describe_columns(columns: Iterable[Column[Any]]) -> Table:
@@ -221,12 +214,6 @@ def format_cell(value: Any, column: TableColumn) -> str:
     if isinstance(value, float) and column.decimals is not None:
         return f"{value:.{column.decimals}f}"
     return digits(value)
-
-
-def pair(charts: Iterable[Chart]) -> Rows:
-    """Return rows of two charts."""
-    known = list(charts)
-    return tuple(tuple(known[n : n + 2]) for n in range(0, len(known), 2))
 
 
 def build_for_each(
@@ -258,11 +245,6 @@ def _join(sections: Sequence[Section]) -> Section:
         legend=tuple(dict.fromkeys(line for each in sections for line in each.legend)),
         rows=tuple(tuple(filter(None, row)) for row in rows),
     )
-
-
-def describe(of: Kind) -> str:
-    """Return all parts but the operation: "float32, sum, in place, 2 ranks, cpu"."""
-    return ", ".join(filter(None, of[1:]))
 
 
 def titles(kinds: Iterable[Kind]) -> dict[Kind, str]:

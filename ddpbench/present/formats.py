@@ -12,6 +12,7 @@ from ddpbench.present.columns import Column, choose_names
 from ddpbench.present.doctor import document as doctor
 from ddpbench.present.doctor.document import FINDING_COLUMNS
 from ddpbench.present.document import (
+    NO_VALUES,
     Document,
     ReportRun,
     Section,
@@ -109,7 +110,7 @@ def _build_document(run: Run, columns: Columns, quiet: bool) -> Document:
 
 def _without_charts(section: Section) -> Section:
     """Return the section with its tables only, and without title and legend."""
-    tables = [as_row(chart.text_table) for chart in section.charts if chart.table.columns]
+    tables = [as_row(chart.text_table) for chart in section.charts if chart.table != NO_VALUES]
     return replace(section, title="", legend=(), rows=tuple(tables))
 
 

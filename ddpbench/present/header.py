@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpbench.analysis import stats
 from ddpbench.present.columns import digits
-from ddpbench.present.document import Section, as_row, make_table
+from ddpbench.present.document import Chart, Section, make_table
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Finding, Run
 
@@ -61,10 +61,14 @@ def list_facts(run: Run) -> list[tuple[str, str]]:
     return [*shown, ("how", f"{how}; seed {run.plan.seed}"), ("launches", _launches(run))]
 
 
-def build_setup(run: Run, title: str) -> Section:
-    """Return the section on where, with what and how a run was measured."""
+def build_setup(run: Run, title: str, chart: tuple[str, str] = ("", "")) -> Section:
+    """Return the section on where, with what and how a run was measured.
+
+    chart: the name and the title of its only table.
+    """
     facts = make_table("", ("", ""), list_facts(run), left=("",))
-    return Section("setup", title, rows=(as_row(facts),))
+    rows = ((Chart(*chart, "", facts, remarkable=len(facts.rows)),),)
+    return Section("setup", title, rows=rows if facts.rows else ())
 
 
 def _launches(run: Run) -> str:
@@ -256,22 +260,15 @@ def choose_findings(run: Run) -> tuple[tuple[Finding, ...], list[str]]:
     """
     chosen, counts = [], Counter[str]()
     for finding in run.findings:
-        case = _case_of_tensor(finding)
-        if case is not None:
-            counts[case] += 1
-        if case is None or counts[case] <= TENSORS:
+        place = finding.place
+        of_tensor = "workload" in place and "kind" in place
+        case = f"{place['workload']} on {place.get('backend')}" if of_tensor else ""
+        counts[case] += 1
+        if not case or counts[case] <= TENSORS:
             chosen.append(finding)
     more = [
         f"{count - TENSORS} more differing tensors of {case}: see replicas"
         for case, count in counts.items()
-        if count > TENSORS
+        if case and count > TENSORS
     ]
     return tuple(chosen), more
-
-
-def _case_of_tensor(finding: Finding) -> str | None:
-    """Return the case whose differing tensors a finding lists; None for any other finding."""
-    place = finding.place
-    if "workload" in place and "kind" in place:
-        return f"{place['workload']} on {place.get('backend')}"
-    return None

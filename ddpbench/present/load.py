@@ -2,55 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import pandas as pd
-
-from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Lines
+from ddpbench.present.charts.kinds import Axis, Lines, Rows
 from ddpbench.present.columns import digits
 from ddpbench.present.document import Chart, draw_chart
 from ddpbench.records.load import Load
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A field of Load that has a chart; most: the field of the rank that has most, if another."""
-
-    name: str
-    field: str
-    title: str
-    axis: str
-    caption: str
-    labels: str  # expression of the axis
-    show: Callable[[float], str]
-    most: str = ""
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.1f} MB"
 
 
-def _readable(nbytes: float) -> str:
-    return readable(round(nbytes))
-
-
-CPU = (
-    "CPU time of a rank's process per second, median over ranks; 1 is one core. "
-    "The band reaches to the rank that used most."
-)
-MEMORY = "Resident memory of the process of the rank that has most."
-GPU = "Share of the time in which a rank's GPU was busy, median over ranks."
-GPU_MEMORY = "GPU memory that torch holds, its cache included, in the rank that has most."
-NUMBER, SHARE, SIZE = theme.NUMBER_LABELS, theme.SHARE_LABELS, theme.SIZE_LABELS
-KINDS = (
-    Kind("cpu", "cpu_cores", "CPU", "cores in use", CPU, NUMBER, digits, "most_cpu_cores"),
-    Kind("memory", "memory_nbytes", "Memory", "resident memory", MEMORY, SIZE, _readable),
-    Kind("gpu", "gpu_share", "GPU", "time in use", GPU, SHARE, "{:.0%}".format),
-    Kind(
-        *("gpu-memory", "gpu_memory_nbytes", "GPU memory", "memory in use"),
-        *(GPU_MEMORY, SIZE, _readable),
+# Of a field of Load: the end of its chart's name, title, caption, labels of the axis, and how a
+# value is written.
+KINDS: dict[str, tuple[str, str, str, str, Callable[[float], str]]] = {
+    "cpu_cores": (
+        *("cpu", "CPU"),
+        "Cores in use by a rank's process, median over ranks.",
+        *(theme.NUMBER_LABELS, digits),
     ),
-)
+    "memory_nbytes": (
+        *("memory", "Memory", "Resident memory of the process of the rank that has most."),
+        *(theme.MEGABYTE_LABELS, _megabytes),
+    ),
+    "gpu_share": (
+        *("gpu", "GPU", "Share of the time in which a rank's GPU was busy, median over ranks."),
+        *(theme.SHARE_LABELS, "{:.0%}".format),
+    ),
+    "gpu_memory_nbytes": (
+        *("gpu-memory", "GPU memory"),
+        "GPU memory that torch holds, its cache included, in the rank that has most.",
+        *(theme.MEGABYTE_LABELS, _megabytes),
+    ),
+}
 
 
 def load_charts(
@@ -58,39 +45,23 @@ def load_charts(
     loads: Iterable[tuple[Mapping[str, Any], Load | None]],
     x: Axis,
     when: str,
-    *,
-    detail: Sequence[str] = (),
-    rules: pd.DataFrame | None = None,
+    rules: Rows = (),
 ) -> Iterator[Chart]:
     """Yield a chart of each kind of load that is known, all with one x axis.
 
     name: begins the names of the charts. loads: columns of a moment, as `Lines` draws and shows
-    them, and its load. when: what a moment is, "epoch". detail: columns that tell lines apart.
+    them, and its load. when: what a moment is, "epoch".
     """
-    known = [(facts, asdict(load)) for facts, load in loads if load is not None]
-    for kind in KINDS:
-        rows = [
-            {**facts, **_measure(kind, load)}
-            for facts, load in known
-            if load[kind.field] is not None
-        ]
+    known = [(facts, load) for facts, load in loads if load is not None]
+    for field, (end, title, caption, labels, show) in KINDS.items():
+        rows = []
+        for facts, load in known:
+            if (value := getattr(load, field)) is not None:
+                row = {**facts, "_y": value, title: show(value)}
+                if field == "cpu_cores":
+                    row["rank that has most"] = show(load.most_cpu_cores)
+                rows.append(row)
         if rows:
-            drawing = Lines(
-                data=pd.DataFrame(rows),
-                x=x,
-                y=Axis(kind.axis, kind.labels, zero=True),
-                detail=tuple(detail),
-                rules=rules,
-                band=True,
-                height=110,
-            )
-            caption = f"{kind.caption} A point for each {when}."
-            yield draw_chart(f"{name}-{kind.name}", kind.title, caption, drawing)
-
-
-def _measure(kind: Kind, load: Mapping[str, Any]) -> dict[str, Any]:
-    value = load[kind.field]
-    row = {"_y": value, kind.axis: kind.show(value)}
-    if kind.most and (most := load[kind.most]) is not None:
-        row |= {"_low": value, "_high": most, "rank that has most": kind.show(most)}
-    return row
+            y = Axis(title, labels, zero=True)
+            drawing = Lines(data=rows, x=x, y=y, rules=rules, height=110)
+            yield draw_chart(f"{name}-{end}", title, f"{caption} A point for each {when}.", drawing)

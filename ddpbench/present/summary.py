@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime
 from itertools import groupby
 
 from ddpbench.analysis import step_lines, steps
@@ -15,30 +14,27 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.present import header
 from ddpbench.present.columns import digits, title_parts
 from ddpbench.present.doctor import document as doctor
-from ddpbench.present.document import Chart, ReportRun, Section, build_for_each, make_table
+from ddpbench.present.document import ReportRun, Section, build_for_each
 from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.wording import counted, list_all
 
 MOST_NAMES = 4  # of operations, listed in a sentence
 MOST_SENTENCES = 3  # of one kind
-INCOMPLETE = {
-    "failed": "This run failed.",
-    "interrupted": "This run was interrupted.",
-    "running": "This run has not ended.",
-}
 
 
 def build_section(runs: Sequence[ReportRun]) -> Section:
     """Return the section that begins a page of one or several runs."""
     several = len(runs) > 1
     summaries = [f"{r.label}: {summarise(r)}" if several else summarise(r) for r in runs]
+    words = "facts", "How it was measured"
+    setup = build_for_each(runs, lambda run: [header.build_setup(run.run, "", words)])
     return Section(
         "overview",
         "Summary",
         "" if several else summaries[0],
         tuple(summaries) if several else (),
         tuple(_findings(runs)),
-        build_for_each(runs, _build_setup)[0].rows,
+        setup[0].rows,
     )
 
 
@@ -60,19 +56,12 @@ def _findings(runs: Sequence[ReportRun]) -> list[Finding]:
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def _build_setup(run: ReportRun) -> Iterator[Section]:
-    """Yield the lines that a terminal shows above the tables."""
-    table = make_table("How it was measured", ("", ""), header.list_facts(run.run), left=("",))
-    yield Section("", "", rows=((Chart("facts", table.title, "", table),),) if table.rows else ())
-
-
 def summarise(reported: ReportRun) -> str:
     """Return a paragraph on the run."""
     run = reported.run
     if not run.everything:
         return "Nothing was measured."
-    sentences = [INCOMPLETE[run.state]] if run.state in INCOMPLETE else []
-    sentences += [_what(reported), *_collectives(reported.lines), *_steps(run)]
+    sentences = [_what(reported), *_collectives(reported.lines), *_steps(run)]
     if header.of_doctor(run):
         sentences.append(f"{doctor.verdict(run)}.")
     else:
@@ -83,15 +72,6 @@ def summarise(reported: ReportRun) -> str:
         elif run.state == "complete":  # else the reason for the end is one
             sentences.append("No findings.")
     return " ".join(sentences)
-
-
-def date(stamp: str) -> str:
-    """Format the day of a time stamp: "22 November 2026"; as it is if it cannot be read."""
-    try:
-        day = datetime.fromisoformat(stamp.replace("Z", "+00:00"))
-    except ValueError:
-        return stamp
-    return f"{day.day} {day:%B %Y}"
 
 
 def _what(reported: ReportRun) -> str:
@@ -110,7 +90,7 @@ def _what(reported: ReportRun) -> str:
             done += f" from {readable(min(sizes))} to {readable(max(sizes))}"
     backends = run.backends or dict.fromkeys(launch.backend for launch in run.launches)
     with_backends = f" with {list_all(backends)}" if any(backends) else ""
-    when = f", {date(run.started)}" if run.started else ""
+    when = f", {run.started[:10]}" if run.started else ""
     return f"{done}{with_backends}: {_where(run)}{when}."
 
 

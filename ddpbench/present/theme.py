@@ -22,18 +22,11 @@ VERDICTS = ("not verified", "NOT EQUAL", "equal", "NOT FINITE", "not known")
 
 
 def _config(
-    text: str,
-    muted: str,
-    grid: str,
-    categories: Sequence[str],
-    heat: Sequence[str],
-    on_low: str,
-    on_high: str,
+    text: str, muted: str, grid: str, categories: Sequence[str], heat: Sequence[str]
 ) -> dict[str, Any]:
     """Return the looks of a page, light or dark.
 
-    heat: from little to much, in an order that grey printers and colour-blind readers see too. Up
-    to the middle a value is written in ink of the style "on-low", beyond it in "on-high".
+    heat: from little to much, in an order that grey printers and colour-blind readers see too.
     """
     above = {"titleAngle": 0, "titleAlign": "left", "titleBaseline": "bottom", "titleX": 0}
     labels = {"labelColor": text, "titleColor": muted, "labelFontSize": 12}
@@ -71,7 +64,6 @@ def _config(
             "symbolBaseFillColor": muted,  # of shapes
             "symbolBaseStrokeColor": muted,
         },
-        "header": {**labels, "labelFontWeight": 500},
         "title": {"color": text, "fontSize": 13, "anchor": "start"},
         "text": {"color": text},
         "rule": {"color": muted},
@@ -82,36 +74,18 @@ def _config(
             "category": list(categories),
             "heatmap": list(heat),
             "ramp": list(heat),
+            "symbol": ["circle", "diamond", "cross", "triangle-up", "square"],
         },
-        "style": {
-            "on-low": {"color": on_low},
-            "on-high": {"color": on_high},
-            "muted": {"color": muted},  # what is there, but not what the chart is about
-            # What a finding names in a heat map.
-            "marked": {"filled": False, "color": categories[1], "strokeWidth": 2.5},
-        },
+        # What a finding names.
+        "style": {"marked": {"filled": False, "color": categories[1], "strokeWidth": 2.5}},
     }
 
 
 CONFIGS = {
     "light": _config(
-        text="#1b1f24",
-        muted="#57606a",
-        grid="#e3e6ea",
-        categories=LIGHT,
-        heat=("#eef5fb", "#2f7fbc", "#06325f"),
-        on_low="#000000",
-        on_high="#ffffff",
+        "#1b1f24", "#57606a", "#e3e6ea", LIGHT, heat=("#eef5fb", "#2f7fbc", "#06325f")
     ),
-    "dark": _config(
-        text="#e6edf3",
-        muted="#9aa4af",
-        grid="#30363d",
-        categories=DARK,
-        heat=("#10304f", "#2f7fbc", "#d6eafb"),
-        on_low="#ffffff",
-        on_high="#000000",
-    ),
+    "dark": _config("#e6edf3", "#9aa4af", "#30363d", DARK, heat=("#10304f", "#2f7fbc", "#d6eafb")),
 }
 
 # Labels of an axis whose values are bytes, seconds, bytes per second, counts, or shares.
@@ -141,17 +115,12 @@ def order_backends(backends: Iterable[str]) -> list[str]:
 
 
 def powers_of_ten(values: Iterable[float]) -> list[float]:
-    """Return powers of ten around the values, at most 9; with two decades also 2 and 5."""
+    """Return powers of ten around the values, at most 9; with three decades also 2 and 5."""
     known = list(values)
     low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
-    steps = (1, 2, 5) if high - low <= 2 else (1,)
+    steps = (1, 2, 5) if high - low <= 3 else (1,)
     powers = range(low, high + 1, math.ceil((high - low + 1) / 9))
     return [step * 10.0**power for power in powers for step in steps]
-
-
-def write_number(field: str, labels: str) -> str:
-    """Return the expression that writes a field as a label, with more digits: "12.34 µs"."""
-    return labels.replace("datum.value", f"datum['{field}']").replace("~g", ".4~g")
 
 
 def backend_swatches(backends: Iterable[str]) -> list[tuple[str, str, str]]:

@@ -7,7 +7,6 @@ from stored_runs import a_run, with_tables
 
 from ddpbench.present.doctor.section import build_sections
 from ddpbench.present.document import ReportRun, Section
-from ddpbench.present.writers import page
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.records.table import Table, TableColumn
 
@@ -70,13 +69,3 @@ def test_launches_share_what_is_the_same() -> None:
     titles = ["Host, launch 0", "Rates, launch 0", "Rates, launch 1", "Results"]
     assert [chart.title for chart in section.charts] == titles
     assert section.charts[-1].table.rows == (("launch 0; launch 1", "Wrote a file."),)
-
-
-def test_no_line_ends_inside_an_option_or_before_a_unit() -> None:
-    """A text is escaped, options stay whole, and a command keeps its plain spaces."""
-    text = page.keep_together("a <b> takes 33.3 ms: try --bucket-cap-mb 5 s")
-    assert text == (
-        "a &lt;b&gt; takes 33.3\N{NO-BREAK SPACE}ms: try "
-        '<span class="option">--bucket-cap-mb</span> 5\N{NO-BREAK SPACE}s'
-    )
-    assert "\N{NO-BREAK SPACE}" not in page.keep_together("sleep 5 s", units=False)

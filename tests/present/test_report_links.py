@@ -6,12 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn import values
-from stored_runs import a_run, with_tables
 
-from ddpbench.present.doctor import links
-from ddpbench.present.doctor.section import find_examinations
-from ddpbench.present.document import Chart, ReportRun
-from ddpbench.records.schema import Examination
+from ddpbench.present.doctor.links import draw_links
+from ddpbench.present.document import Chart
 
 
 def figures(ranks: int, hosts: int = 1, *again: dict[str, Any], **other: Any) -> dict[str, Any]:
@@ -32,15 +29,9 @@ def slow(kind: str, one: list[int], other: list[int], ways: str = "both") -> dic
     return {"kind": kind, "one": one, "other": other, "ways": ways, "confirmed": True}
 
 
-def run_of(*measured: dict[str, Any]) -> ReportRun:
-    """A run with an examination of links in each launch."""
-    each = [Examination("links", n, "gloo", 1.0, figures=f) for n, f in enumerate(measured)]
-    return ReportRun("a-run", with_tables(a_run(examinations=tuple(each))))
-
-
-def charts(*measured: dict[str, Any]) -> list[Chart]:
-    """The charts of such a run."""
-    return list(links.draw(find_examinations(run_of(*measured), "links")))
+def charts(measured: dict[str, Any]) -> list[Chart]:
+    """The charts of what the doctor stored."""
+    return list(draw_links(measured, "", "gloo"))
 
 
 def outlined(chart: Chart) -> set[tuple[str, str]]:

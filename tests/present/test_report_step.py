@@ -113,7 +113,7 @@ def test_the_parts_of_a_budget_adjoin(frozen: Frozen) -> None:
     summary = a_step_summary()
     report = ReportRun("a", a_step_run(a_step_result(summary=summary)))
     chart = charts(report)["step-mlp-budget"]
-    bars = spans(chart).set_index("part")
+    bars = spans(chart).set_index("part of a step")
     chain = bars.loc[[steps.COMPUTE, steps.COPIES, steps.EXPOSED]]
     assert chain["_begin"].iloc[0] == 0
     assert list(chain["_begin"])[1:] == pytest.approx(list(chain["_end"])[:-1])
@@ -142,7 +142,7 @@ def test_a_sharded_step_is_divided_by_operation(frozen: Frozen) -> None:
     """Each operation's exposed part follows the one before up to the end of the step, hidden
     communication ends where they begin, and what prefetch saves lies behind the step."""
     chart = charts(sharded_run(0, prefetch=7.0))["step-mlp-budget"]
-    bars = spans(chart).set_index("part")
+    bars = spans(chart).set_index("part of a step")
     names = ["exposed all_gather", "exposed reduce_scatter", steps.OVERHEAD]
     chain, exposed = bars.loc[names], bars.loc[steps.EXPOSED]
     assert chain["_begin"].iloc[0] == pytest.approx(exposed["_begin"])
@@ -168,7 +168,7 @@ def test_chart_names_are_plain_and_unique() -> None:
         a_step_case(settings=("depth=3",)),
     ]
     run = a_step_run(*(a_step_result(case, n) for n, case in enumerate(cases)))
-    names = list(charts(ReportRun("a", run)))
+    names = list(charts(a_report(run)))
     assert names[:2] == ["step-script", "step-script-x-y"]
     assert "step-mlp-2-gloo-by-mpi4py" in names
     assert "step-mlp-3-gloo" in names

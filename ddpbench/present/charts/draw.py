@@ -3,76 +3,197 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import altair as alt
+import pandas as pd
 
 from ddpbench.present import theme
-from ddpbench.present.charts import channels
-from ddpbench.present.charts.channels import color, finish, has, opacity, other, position, tooltip
-from ddpbench.present.charts.kinds import GAP, LANE, ROOMY, Bars, Drawing, Lines, Matrix, Spans
+from ddpbench.present.charts.kinds import (
+    ROOMY,
+    Axis,
+    Bars,
+    Drawing,
+    Lines,
+    Matrix,
+    Spans,
+)
 
-FEW = 60  # points of a line that are drawn
+PALE = 0.35  # opacity
+HIDDEN = "indexof(backends, datum.backend) >= 0"  # the page sets the parameter `backends`
+EXTENT = 56  # pixels left of an axis, so that charts one below the other have one x axis
+LABELS = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
+OVERLAP: dict[str, Any] = {"labelOverlap": "greedy", "labelSeparation": 6}  # pixels
+DECADE = 10.0
+NOTHING = ("", "-")  # a column of these has no line in a tooltip
+FEW = 60  # points of a line that are seen; more only have tooltips
 CROWDED = 100  # points of a chart that are small
 BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two rows
 TALL = 20  # rows of a chart whose axis is above them, where readers begin
 ROOM = 1.5  # of the longest bar, for the text behind it, also on a phone
+LANE, GAP = 20, 16  # pixels: height of the lowest row of a lane, and what is below it
+UPPER, UPPERS = 7, 70  # pixels: most height of a row above it, and of all of them
 ROW, LEAST_HEIGHT, MOST_HEIGHT = 26, 80, 380  # pixels of a matrix
 PHONE, CHARACTER = 280, 7  # pixels: width of all columns on a phone, width of a character
+LOGARITHMIC = 8.0  # ratio of the largest value to the least from which heat is logarithmic
+INK = "luminance(scale('color', datum._value)) < 0.3"  # a cell is so dark that its ink is white
 RING = 220  # size around a marked point
-DASHED, DOTTED = [5, 3], [2, 3]
+
+Channel = TypeVar("Channel", alt.X, alt.Y)
 
 
 def draw(drawing: Drawing) -> dict[str, Any]:
     """Return the Vega-Lite of a chart."""
-    return DRAW[type(drawing)](drawing)
+    return DRAW[type(drawing)](drawing, pd.DataFrame(list(drawing.data)))
+
+
+# --- what all kinds share -------------------------------------------------------------------------
+
+
+def _finish(data: pd.DataFrame, layers: Iterable[alt.Chart], height: float) -> dict[str, Any]:
+    """Return the Vega-Lite of layers, which show `data` unless they name another dataset."""
+    chart = alt.layer(*layers, data=alt.NamedData("data"), height=height)
+    if "backend" in data:
+        backends = sorted(set(data["backend"]))
+        chart = chart.transform_filter(HIDDEN)
+        chart = chart.add_params(alt.param(name="backends", value=backends))
+    return {**chart.to_dict(), "datasets": {"data": _list_rows(data)}}
+
+
+def _list_rows(frame: pd.DataFrame) -> Any:
+    """Return the rows as JSON has them; None for NaN."""
+    return json.loads(frame.to_json(orient="records", double_precision=15))
+
+
+def _place(channel: Channel, axis: Axis, values: Iterable[float], **options: Any) -> Channel:
+    """Return the channel of numbers. options: of altair's axis."""
+    known = [float(value) for value in values if value is not None and math.isfinite(value)]
+    scale: dict[str, Any] = {"zero": axis.zero}
+    options |= {"tickCount": 6, "tickMinStep": 1 if axis.labels == theme.COUNT_LABELS else 0}
+    if axis.log:
+        of_sizes = axis.labels == theme.SIZE_LABELS
+        scale = {"type": "log", "base": 2 if of_sizes else 10, "padding": 12, "nice": False}
+        if not of_sizes and max(known) >= DECADE * min(known):
+            options["values"] = theme.powers_of_ten(known)
+    if axis.domain:
+        scale |= {"domain": list(axis.domain), "nice": False}
+    ticks = alt.Axis(labelExpr=axis.labels, **OVERLAP, **options)
+    return channel.title(axis.title).scale(alt.Scale(**scale)).axis(ticks)
+
+
+def _list_names(drawing: Drawing, data: pd.DataFrame) -> tuple[list[str], list[str]]:
+    """Return all names that have colours, and those in the legend."""
+    known = list(data[drawing.color].unique())
+    if drawing.color == "backend":
+        order = theme.order_backends(known)
+    else:
+        order = list(drawing.order) or known
+    return order, [name for name in order if name in known and name]
+
+
+def _color(drawing: Drawing, data: pd.DataFrame, *, alone: bool = False) -> dict[str, Any]:
+    """Return the channel, if any, with a legend of the names that are there.
+
+    alone: whether the legend is needed even if it has only one name.
+    """
+    if not drawing.color:
+        return {}
+    order, shown = _list_names(drawing, data)
+    columns = 3 if len(shown) > 4 else alt.Undefined  # more would be cut on a phone
+    legend = alt.Legend(title=None, values=shown, columns=columns, symbolOpacity=1)
+    scale = alt.Scale(domain=order, range="category")
+    named = alone or drawing.color == "backend" or len(shown) > 1
+    name = f"{drawing.color}:N"
+    return {"color": alt.Color(name, scale=scale, legend=legend if named else None)}
+
+
+def _shape(drawing: Lines | Bars, data: pd.DataFrame) -> dict[str, Any]:
+    """Return the channel, if any, with a legend unless only the plain shape is there.
+
+    Shapes of the names that have colours share the legend of the colours.
+    """
+    if not drawing.shape:
+        return {}
+    if drawing.shape == drawing.color:
+        order, shown = _list_names(drawing, data)
+        plain = len(shown) < 2
+    else:
+        order, known = list(drawing.shapes), set(data[drawing.shape])
+        shown = [name for name in order if name and name in known]
+        plain = shown in ([], order[:1])
+    legend = None if plain else alt.Legend(title=None, values=shown, symbolOpacity=1)
+    scale = alt.Scale(domain=order)
+    return {"shape": alt.Shape(f"{drawing.shape}:N", scale=scale, legend=legend)}
+
+
+def _opacity(data: pd.DataFrame, full: float = 1.0) -> dict[str, Any]:
+    """Return the channel that makes pale marks pale, if there are any."""
+    if "_pale" not in data or not data["_pale"].any():
+        return {"opacity": alt.value(full)}
+    return {"opacity": alt.condition("datum._pale", alt.value(PALE), alt.value(full))}
+
+
+def _tooltip(data: pd.DataFrame) -> list[alt.Tooltip]:
+    """Return the lines of a tooltip: columns that hold anything, under their names."""
+    visible = [name for name in map(str, data) if not name.startswith("_")]
+    shown = [n for n in visible if not (data[n].isna() | data[n].isin(NOTHING)).all()]
+    return [alt.Tooltip(field=name, type="nominal", title=name) for name in shown]
+
+
+def _has(data: pd.DataFrame, column: str) -> bool:
+    """Whether a column is there and holds anything."""
+    return column in data and bool((data[column].notna() & ~data[column].isin(("",))).any())
 
 
 # --- lines ----------------------------------------------------------------------------------------
 
 
-def _draw_lines(lines: Lines) -> dict[str, Any]:
-    data = lines.data
+def _draw_lines(lines: Lines, data: pd.DataFrame) -> dict[str, Any]:
     numbers = data[[c for c in ("_y", "_low", "_high", "_reference") if c in data]]
-    x = position(alt.X("_x:Q"), lines.x, data["_x"], grid=False)
-    y = position(alt.Y("_y:Q"), lines.y, numbers.stack(), minExtent=channels.EXTENT)
-    base = alt.Chart().encode(x=x, detail=[f"{name}:N" for name in lines.detail], **color(lines))
-    marks = _areas(lines, base, y) if lines.stacked else _points(lines, base, y)
-    layers = [*marks, *_levels(lines, y), *_rules(lines, x)]
-    return finish(lines, [*layers, *_cursor(lines, x)], lines.height)
+    x = _place(alt.X("_x:Q"), lines.x, data["_x"], grid=False)
+    y = _place(alt.Y("_y:Q"), lines.y, numbers.stack(), minExtent=EXTENT)
+    apart = [f"{name}:N" for name in ("run", "launch") if name in data]
+    base = alt.Chart().encode(x=x, detail=apart, **_color(lines, data))
+    layers = [*(_areas(lines, data, base, y) if lines.stacked else _points(lines, data, base, y))]
+    if not lines.rules:
+        return _finish(data, layers, lines.height)
+    rules = pd.DataFrame(list(lines.rules))
+    spec = _finish(data, [*layers, *_rules(rules, x)], lines.height)
+    spec["datasets"]["rules"] = _list_rows(rules)
+    return spec
 
 
-def _areas(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
-    order = json.dumps(list(lines.data[lines.color].unique()) if lines.color else [])
+def _areas(lines: Lines, data: pd.DataFrame, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
+    """Yield areas, and points without colour that have the tooltips."""
+    order = json.dumps(list(data[lines.color].unique()) if lines.color else [])
     known = base.transform_calculate(_order=f"indexof({order}, datum['{lines.color}'])")
-    areas = known.mark_area(clip=True, opacity=0.9, interpolate=_interpolate(lines))
-    yield areas.encode(y=y.stack("zero"), order="_order:Q")
+    known = known.encode(y=y.stack("zero"), order="_order:Q")
+    yield known.mark_area(clip=True, opacity=0.9)
+    yield known.mark_point(clip=True, opacity=0).encode(tooltip=_tooltip(data))
 
 
-def _points(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
+def _points(lines: Lines, data: pd.DataFrame, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
     """Yield references, intervals, lines, points, and what is marked."""
-    data, clip, tips = lines.data, lines.y.domain is not None, tooltip(lines.data)
+    clip, tips = lines.y.domain is not None, _tooltip(data)
     crowded = len(data) > CROWDED
-    if has(data, "_reference"):
-        dotted = base.mark_line(strokeDash=DOTTED, opacity=0.8).encode(tooltip=tips)
+    if _has(data, "_reference"):
+        dotted = base.mark_line(strokeDash=[2, 3], opacity=0.8).encode(tooltip=tips)
         yield dotted.transform_filter("datum._reference").encode(y="_reference:Q")
-    if has(data, "_low"):
+    if _has(data, "_low"):
         known = base.transform_filter("isValid(datum._low)").encode(y="_low:Q", y2="_high:Q")
-        rules = known.mark_rule(strokeWidth=1 if crowded else 2).encode(**opacity(data, 0.55))
-        yield known.mark_area(fillOpacity=0.2) if lines.band else rules
+        yield known.mark_rule(strokeWidth=1 if crowded else 2).encode(**_opacity(data, 0.55))
+    seen = _opacity(data)
     if lines.connected:
-        line = base.mark_line(strokeWidth=1.5, clip=clip, interpolate=_interpolate(lines))
-        dash = {"strokeDash": alt.StrokeDash(f"{lines.dash}:N", sort=None, title=None)}
-        yield line.encode(y=y, **opacity(data), **(dash if lines.dash else {}))
-    if not lines.cursor or data.groupby(lines.color).size().max() <= FEW:
-        points = base.mark_point(size=18 if crowded else 50, clip=clip).encode(y=y)
-        for name, title in lines.numbers.items():
-            text = theme.write_number(name, lines.y.labels)
-            points = points.transform_calculate(**{f"{name}_text": text})
-            tips.append(alt.Tooltip(field=f"{name}_text", type="nominal", title=title))
-        yield points.encode(tooltip=tips, **channels.shape(lines), **opacity(data))
-    if has(data, "_marked"):
+        line = base.mark_line(strokeWidth=1.5, clip=clip).encode(y=y, **seen)
+        dash = alt.StrokeDash(f"{lines.dash}:N", sort=None, title=None)
+        yield line.encode(strokeDash=dash) if lines.dash else line
+        if lines.color and data.groupby(lines.color).size().max() > FEW:
+            seen = {"opacity": alt.value(0)}
+    points = base.mark_point(size=18 if crowded else 50, clip=clip)
+    yield points.encode(y=y, tooltip=tips, **_shape(lines, data), **seen)
+    if _has(data, "_marked"):
         marked = alt.Chart().transform_filter("datum._marked").encode(x=base.encoding.x)
         yield marked.mark_point(style="marked", size=RING).encode(y="_y:Q")
         # Once for the points of several lines, which lie close together.
@@ -80,171 +201,150 @@ def _points(lines: Lines, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
         yield words.encode(y="max(_y):Q", text="_marked:N")
 
 
-def _interpolate(lines: Lines) -> Any:
-    return "step-before" if lines.held else "linear"
-
-
-def _levels(lines: Lines, y: alt.Y) -> Iterator[alt.Chart]:
-    """Yield bands, and horizontal lines with their labels at the right."""
-    if "levels" in lines.datasets:
-        base = other(lines, "levels")
-        band = base.mark_rect(opacity=0.12).transform_filter("isValid(datum._low)")
-        yield band.encode(y="_low:Q", y2="_high:Q", x=alt.value(0), x2=alt.value("width"))
-        yield base.mark_rule(strokeDash=DASHED).encode(y=y)
-        text = base.mark_text(align="right", baseline="bottom", dx=-3, dy=-2)
-        yield text.encode(x=alt.value("width"), y=y, text="_label:N")
-
-
-def _rules(lines: Lines, x: alt.X) -> Iterator[alt.Chart]:
-    """Yield vertical lines with their labels."""
-    if "rules" in lines.datasets:
-        base = other(lines, "rules").encode(x=x, tooltip=tooltip(lines.datasets["rules"]))
-        yield base.mark_rule(strokeDash=DASHED, strokeWidth=1.5)
-        if has(lines.datasets["rules"], "_label"):
-            sides = {"align": "datum._left ? 'right' : 'left'", "dx": "datum._left ? -5 : 5"}
-            text = base.mark_text(**{name: alt.ExprRef(side) for name, side in sides.items()})
-            yield text.encode(text="_label:N", y=alt.Y("_row:Q", scale=None, axis=None))
-
-
-def _cursor(lines: Lines, x: alt.X) -> Iterator[alt.Chart]:
-    """Yield a band at the x below the pointer, with the texts of all colours in its tooltip."""
-    if lines.cursor:
-        frame = lines.datasets["cursor"]
-        near = alt.selection_point(
-            name="near", on="pointerover", clear="pointerout", fields=["_x"], empty=False
-        )
-        base = other(lines, "cursor").mark_rule(strokeWidth=alt.ExprRef(f"width / {len(frame)}"))
-        seen = alt.condition(near, alt.value(0.2), alt.value(0))
-        tips = tooltip(frame, lines.titles)
-        yield base.encode(x=x, opacity=seen, tooltip=tips).add_params(near)
+def _rules(rules: pd.DataFrame, x: alt.X) -> Iterator[alt.Chart]:
+    """Yield vertical lines with their labels, left of them where there is no room at the right."""
+    base = alt.Chart(alt.NamedData("rules")).encode(x=x, tooltip=_tooltip(rules))
+    yield base.mark_rule(strokeDash=[5, 3], strokeWidth=1.5)
+    if _has(rules, "_label"):
+        left = "scale('x', datum._x) > 0.6 * width"
+        sides = {"align": f"{left} ? 'right' : 'left'", "dx": f"{left} ? -5 : 5"}
+        text = base.mark_text(**{name: alt.ExprRef(side) for name, side in sides.items()})
+        yield text.encode(text="_label:N", y=alt.Y("_row:Q", scale=None, axis=None))
 
 
 # --- bars -----------------------------------------------------------------------------------------
 
 
-def _draw_bars(bars: Bars) -> dict[str, Any]:
-    data = bars.datasets["data"]
-    axis = alt.Axis(labelLimit=channels.LABELS, ticks=False, domain=False, grid=bars.dots)
+def _draw_bars(bars: Bars, data: pd.DataFrame) -> dict[str, Any]:
+    axis = alt.Axis(labelLimit=LABELS, ticks=False, domain=False, grid=bars.dots)
     place: dict[str, Any] = {"y": alt.Y(f"{bars.row}:N", title=None, sort=None, axis=axis)}
-    within = 1
+    tips, within = _tooltip(data), 1
+    if not bars.dots and "_begin" not in data:
+        keys = [bars.row, *filter(None, [bars.within])]
+        ends = data.groupby(keys, sort=False)["_end"].cumsum()
+        data = data.assign(_begin=ends - data["_end"], _end=ends)
     if bars.within:
         within = data[bars.within].nunique()
         sort = list(data[bars.within].unique())
         place["yOffset"] = alt.YOffset(f"{bars.within}:N", sort=sort)
     height = data[bars.row].nunique() * (within * BAR + BETWEEN)
-    layers = [*_marks(bars, alt.Chart().encode(**place))]
-    if "ticks" in bars.datasets:
-        ticks = other(bars, "ticks").mark_tick(thickness=1.5).encode(**place)
-        layers.append(ticks.encode(x="_end:Q", tooltip=tooltip(bars.datasets["ticks"])))
-    return finish(bars, layers, height)
+    base = alt.Chart().encode(**place, tooltip=tips)
+    return _finish(data, _marks(bars, data, base), height)
 
 
-def _marks(bars: Bars, base: alt.Chart) -> Iterator[alt.Chart]:
+def _marks(bars: Bars, data: pd.DataFrame, base: alt.Chart) -> Iterator[alt.Chart]:
     """Yield bars or dots, with intervals, references and texts."""
-    data, tips, hue, x = bars.datasets["data"], tooltip(bars.data), color(bars), _length(bars)
-    if has(data, "_band_low"):
+    hue, x = _color(bars, data), _length(bars, data)
+    if _has(data, "_band_low"):
         band = base.mark_rule(opacity=0.2, strokeWidth=BAR + BETWEEN)
         yield band.encode(x="_band_low:Q", x2="_band_high:Q")
     if bars.dots:
-        dots = base.mark_point(size=80, opacity=1).encode(x=x, tooltip=tips, **hue)
-        yield dots.encode(**channels.shape(bars))
+        dots = base.mark_point(size=80, opacity=1).encode(x=x, **hue, **_shape(bars, data))
+        yield dots
     else:
-        marks = base.mark_bar(height={"band": 0.85}).encode(tooltip=tips, **hue, **opacity(data))
+        marks = base.mark_bar(height={"band": 0.85}).encode(**hue, **_opacity(data))
         yield marks.encode(x=x, x2="_begin:Q")
-    if has(data, "_low"):
+    if _has(data, "_low"):
         rules = base.mark_rule(strokeWidth=1.5).transform_filter("isValid(datum._low)")
         yield rules.encode(x="_low:Q", x2="_high:Q", **(hue if bars.dots else {}))
-    if has(data, "_reference"):
+    if _has(data, "_reference"):
         tick = base.mark_tick(thickness=3).transform_filter("datum._reference")
-        yield tick.encode(x="_reference:Q", tooltip=tips, **hue)
-    if has(data, "_text"):
-        text = base.mark_text(align="left", dx=5).transform_filter("datum._text")
+        yield tick.encode(x="_reference:Q", **hue)
+    if _has(data, "_text"):  # behind all marks of its row
+        right = base.transform_calculate(_right="max(datum._end, datum._high || 0)")
+        row = [bars.row, *filter(None, [bars.within])]
+        right = right.transform_joinaggregate(_right="max(_right)", groupby=row)
+        text = right.transform_filter("datum._text").mark_text(align="left", dx=5)
         yield text.encode(x="_right:Q", text="_text:N")
 
 
-def _length(bars: Bars) -> alt.X:
+def _length(bars: Bars, data: pd.DataFrame) -> alt.X:
     """Return the x channel of the ends of bars: with room for the texts behind them."""
-    data = bars.datasets["data"]
-    columns = ("_begin", "_end", "_low", "_high", "_right", "_reference")
+    columns = ("_begin", "_end", "_low", "_high", "_reference", "_band_low", "_band_high")
     ends = data[[c for c in columns if c in data]].astype(float).stack()
     side: Any = "top" if data[bars.row].nunique() > TALL else "bottom"
-    x = position(alt.X("_end:Q"), bars.x, ends, orient=side, grid=bars.dots)
-    if bars.x.domain is None and not bars.x.log:
-        most = ends.max() * (ROOM if has(data, "_text") else 1.0)
-        return x.scale(domain=[min(0.0, ends.min()), most or 1.0], nice=False)
-    return x
+    x = _place(alt.X("_end:Q"), bars.x, ends, orient=side, grid=bars.dots)
+    if bars.x.log:
+        return x
+    most = ends.max() * (ROOM if _has(data, "_text") else 1.0)
+    return x.scale(domain=[min(0.0, ends.min()), most or 1.0], nice=bars.dots)
 
 
 # --- spans ----------------------------------------------------------------------------------------
 
 
-def _draw_spans(spans: Spans) -> dict[str, Any]:
-    data, pixels = spans.data, spans.lane_pixels
-    lanes = list(data[spans.lane].unique())
-    middles = [(n + 1) * pixels - GAP - LANE / 2 for n in range(len(lanes))]
+def _draw_spans(spans: Spans, data: pd.DataFrame) -> dict[str, Any]:
+    upper = min(UPPERS, UPPER * spans.above)
+    pixels = upper + LANE + GAP
+    lane = pd.Series(pd.factorize(data[spans.lane])[0], data.index)
+    top, height = lane * float(pixels) + upper, pd.Series(float(LANE), lane.index)
+    if spans.above:
+        row, each = data["_above"], upper / spans.above
+        top = top.where(row == 0, top - (spans.above + 1 - row) * each)
+        height = height.where(row == 0, max(1.0, each - 1))
+    data = data.assign(_top=top, _bottom=top + height)
+    names = list(data[spans.lane].unique())
+    middles = [(n + 1) * pixels - GAP - LANE / 2 for n in range(len(names))]
     labels = alt.Axis(
         values=middles,
         grid=False,
-        labelLimit=channels.LABELS,
-        labelExpr=f"{json.dumps(lanes)}[indexof({middles}, datum.value)]",
+        labelLimit=LABELS,
+        labelExpr=f"{json.dumps(names)}[indexof({middles}, datum.value)]",
     )
-    top = alt.Scale(domain=[len(lanes) * pixels, 0], nice=False)
-    rects = alt.Chart().mark_rect().encode(**color(spans), **opacity(data), tooltip=tooltip(data))
+    scale = alt.Scale(domain=[len(names) * pixels, 0], nice=False)
+    rects = alt.Chart().mark_rect().encode(**_color(spans, data), **_opacity(data))
     layer = rects.encode(
-        x=position(alt.X("_begin:Q"), spans.x, data["_end"]),
+        x=_place(alt.X("_begin:Q"), spans.x, data["_end"]),
         x2="_end:Q",
-        y=alt.Y("_top:Q", title=None, scale=top, axis=labels),
+        y=alt.Y("_top:Q", title=None, scale=scale, axis=labels),
         y2="_bottom:Q",
+        tooltip=_tooltip(data),
     )
-    return finish(spans, [layer], len(lanes) * pixels)
+    return _finish(data, [layer], len(names) * pixels)
 
 
 # --- matrix ---------------------------------------------------------------------------------------
 
 
-def _draw_matrix(matrix: Matrix) -> dict[str, Any]:
-    data, sort = matrix.data, list(matrix.ends) or None
+def _draw_matrix(matrix: Matrix, data: pd.DataFrame) -> dict[str, Any]:
+    sort = list(matrix.ends) or None
     columns = data[matrix.column].astype(str).unique()
     level = len(columns) > ROOMY or sum(map(len, columns)) * CHARACTER < PHONE
-    overlap: dict[str, Any] = {"labelOverlap": "greedy", "labelSeparation": channels.SEPARATION}
-    across = alt.Axis(labelAngle=0 if level else -40, **overlap)
-    down = alt.Axis(labelLimit=channels.LABELS, ticks=False, **overlap)
+    across = alt.Axis(labelAngle=0 if level else -40, **OVERLAP)
+    down = alt.Axis(labelLimit=LABELS, ticks=False, **OVERLAP)
     base = alt.Chart().encode(
         x=alt.X(f"{matrix.column}:O", title=matrix.titles[0], sort=sort, axis=across),
         y=alt.Y(f"{matrix.row}:O", title=matrix.titles[1], sort=sort, axis=down),
-        tooltip=tooltip(data),
+        tooltip=_tooltip(data),
     )
-    layers = [_cells(matrix, base), *_texts(matrix, base, 11 if len(columns) <= 8 else 9)]
-    if has(data, "_marked"):
-        outline = base.mark_rect(style="marked", strokeWidth=2.5 if matrix.written else 1)
+    size = 11 if len(columns) <= 8 else 9
+    texts = base.mark_text(fontSize=size, style="text").encode(text="_text:N")
+    written = bool(matrix.color) or len(columns) <= ROOMY
+    if matrix.color:  # pale, so that texts can be read on all colours
+        layers = [base.mark_rect(opacity=PALE).encode(**_color(matrix, data, alone=True)), texts]
+    else:
+        layers = [base.mark_rect().encode(color=_shade(matrix, data["_value"]))]
+        ink = alt.condition(INK, alt.value("white"), alt.value("black"))
+        layers += [texts.encode(color=ink)] if written else []
+    if _has(data, "_marked"):
+        outline = base.mark_rect(style="marked", strokeWidth=2.5 if written else 1)
         layers.append(outline.transform_filter("datum._marked"))
     height = ROW * data[matrix.row].nunique()
-    return finish(matrix, layers, min(MOST_HEIGHT, max(LEAST_HEIGHT, height)))
+    return _finish(data, layers, min(MOST_HEIGHT, max(LEAST_HEIGHT, height)))
 
 
-def _cells(matrix: Matrix, base: alt.Chart) -> alt.Chart:
-    if matrix.color:  # pale, so that texts can be read on all colours
-        names: alt.Chart = base.mark_rect(opacity=channels.PALE).encode(**color(matrix, alone=True))
-        return names
-    pale, dark = matrix.heat
-    kind: Any = "log" if matrix.log else "linear"
+def _shade(matrix: Matrix, values: pd.Series[float]) -> alt.Color:
+    """Return the channel of heat: logarithmic for orders of magnitude."""
+    least, most = float(values.min()), float(values.max())
+    log = matrix.domain is None and 0 < LOGARITHMIC * least <= most
+    pale, dark = matrix.domain or (least if log else 0.0, most or 1.0)
+    kind: Any = "log" if log else "linear"
     scale = alt.Scale(type=kind, domain=sorted((pale, dark)), reverse=pale > dark, clamp=True)
     legend = alt.Legend(format="~r", tickCount=3)
-    shade = alt.Color("_value:Q", title=matrix.unit, scale=scale, legend=legend)
-    heat: alt.Chart = base.mark_rect().encode(color=shade)
-    return heat
+    return alt.Color("_value:Q", title=matrix.unit, scale=scale, legend=legend)
 
 
-def _texts(matrix: Matrix, base: alt.Chart, size: int) -> Iterator[alt.Chart]:
-    """Yield the texts of the cells, in ink that can be read on their colours."""
-    if matrix.written:
-        inks = {"on-low": "!datum._dark", "on-high": "datum._dark"}
-        for style, chosen in {"text": "true"}.items() if matrix.color else inks.items():
-            ink = base.mark_text(fontSize=size, style=style).transform_filter(chosen)
-            yield ink.encode(text="_text:N")
-
-
-DRAW: dict[type[Drawing], Callable[[Any], dict[str, Any]]] = {
+DRAW: dict[type[Drawing], Callable[[Any, pd.DataFrame], dict[str, Any]]] = {
     Lines: _draw_lines,
     Bars: _draw_bars,
     Spans: _draw_spans,

@@ -6,27 +6,28 @@ One entry of COLUMNS adds a column.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from ddpbench.analysis import peers
 from ddpbench.catalog.sizes import readable
 from ddpbench.present.columns import (
     Column,
+    Value,
     by_name,
     compared,
     digits,
+    flags_column,
     scaled,
-    show_flags,
     text_column,
 )
 from ddpbench.records.schema import LAUNCH_HIDDEN
 
 if TYPE_CHECKING:
     from ddpbench.analysis.lines import Line
-    from ddpbench.records.schema import Case, Result
+    from ddpbench.records.schema import Result
 
-Number = Callable[["Line"], float | None]
+Number = Callable[["Line"], "float | None"]
 
 
 def _check(line: Line) -> str:
@@ -40,18 +41,12 @@ def _limit_rate(line: Line) -> float | None:
     return sum(rates) / len(rates) / 1e9 if rates else None
 
 
-def _flags(line: Line) -> str:
-    from ddpbench.analysis.lines import FLAGS  # loads numpy
-
-    return show_flags(line, FLAGS)
-
-
 def _modes(line: Line) -> str | None:
     """Format both usual times with their shares, "402.1:68% 4100:32%"; None if there is one."""
     return " ".join(f"{digits(m.seconds * 1e6)}:{m.share:.0%}" for m in line.modes) or None
 
 
-def _microseconds(seconds: list[float]) -> str | None:
+def _microseconds(seconds: Iterable[float]) -> str | None:
     """Format times of launches, in µs: "4.9 5.2"."""
     return " ".join(digits(value * 1e6) for value in seconds) or None
 
@@ -60,26 +55,22 @@ def _faults(line: Line) -> float | None:
     return max(((r.page_faults or 0) / r.calls for r in line.results if r.calls), default=None)
 
 
+def _extra(
+    name: str, value: Callable[[Line], Value], meaning: str, unit: str = "", **more: Any
+) -> Column[Line]:
+    """Build a column that a table shows with --columns only. more: of Column."""
+    return Column(name, value, unit=unit, meaning=meaning, **{"default": False, **more})
+
+
 def _case(name: str, meaning: str) -> Column[Line]:
     """Build a column of a field of the case that a table's title shows."""
     field = {"op": "operation", "type": "dtype", "redop": "reduce_op"}.get(name, name)
-
-    def value(line: Line) -> str | int | None:
-        found: str | int | None = getattr(line.case, field)
-        return found
-
-    return Column(name, value, meaning=meaning, default=False)
+    return _extra(name, lambda line: getattr(line.case, field), meaning)
 
 
-def _time(
-    name: str, seconds: Number, meaning: str, *, default: bool = False,
-    applies: Callable[[Case], bool] = lambda _: True,
-) -> Column[Line]:  # fmt: skip
-    """Build a column of a time; only those whose table needs them are shown by default."""
-    return Column(
-        name, lambda line: scaled(seconds(line), 1e6), unit="µs", meaning=meaning,
-        default=default, applies=lambda line: applies(line.case),
-    )  # fmt: skip
+def _time(name: str, seconds: Number, meaning: str, **more: Any) -> Column[Line]:
+    """Build a column of a time. more: of Column."""
+    return _extra(name, lambda line: scaled(seconds(line), 1e6), meaning, "µs", **more)
 
 
 def _statistic(
@@ -99,15 +90,15 @@ def _percentile(name: str) -> Column[Line]:
 
 
 def _bound(name: str) -> Number:
-    return lambda line: getattr(line.interval, name) if line.interval else None
+    return lambda line: getattr(line.interval, name, None)
 
 
 def _other_tool(measures_alike: Callable[[Result], bool]) -> Number:
     return lambda line: peers.seconds(line.results, measures_alike)
 
 
-def _rate(name: str, value: Number, meaning: str, *, default: bool = False) -> Column[Line]:
-    return Column(name, value, unit="GB/s", meaning=meaning, default=default)
+def _hides_launch(line: Line) -> bool:
+    return line.case.time_definition in LAUNCH_HIDDEN
 
 
 COLUMNS: dict[str, Column[Line]] = by_name(
@@ -123,11 +114,10 @@ COLUMNS: dict[str, Column[Line]] = by_name(
     _case("redop", "reduce operation"),
     _case("root", "rank that sends to all, or that gets the result"),
     _case("form", "tensor, or list: a list of tensors, one for each rank"),
-    Column(
+    _extra(
         "place",
         lambda line: "in" if line.case.in_place else "out",
-        meaning="in or out: whether the result replaces the input",
-        default=False,
+        "in or out: whether the result replaces the input",
     ),
     _case("group", "who works together: world, host (the ranks of each), cross (one of each)"),
     text_column("backend", lambda line: line.case.backend, "backend"),
@@ -164,7 +154,7 @@ COLUMNS: dict[str, Column[Line]] = by_name(
         lambda line: line.skew,
         "how long after the first rank the last rank entered, median; unknown if the hosts' "
         "clocks may differ by more than 5 % of the time",
-        applies=lambda case: case.time_definition not in LAUNCH_HIDDEN,
+        applies=lambda line: not _hides_launch(line),
     ),
     _time(
         "launch",
@@ -172,18 +162,24 @@ COLUMNS: dict[str, Column[Line]] = by_name(
         "how long the slowest rank's call took to return to the host, median; the device was kept "
         "busy meanwhile, so the time does not include it",
         default=True,
-        applies=lambda case: case.time_definition in LAUNCH_HIDDEN,
+        applies=_hides_launch,
     ),
     _time(
         "cold",
         lambda line: next((r.cold_seconds for r in line.results), None),
         "first call of the first launch",
     ),
-    _rate("algbw", lambda line: line.algbw and line.algbw / 1e9, "size / time; GB = 10⁹ bytes"),
-    _rate(
+    _extra(
+        "algbw",
+        lambda line: line.algbw and line.algbw / 1e9,
+        "size / time; GB = 10⁹ bytes",
+        unit="GB/s",
+    ),
+    _extra(
         "busbw",
         lambda line: line.busbw and line.busbw / 1e9,
         "size / time × bus factor of the operation (nccl-tests); GB = 10⁹ bytes",
+        unit="GB/s",
         default=True,
     ),
     Column(
@@ -193,45 +189,33 @@ COLUMNS: dict[str, Column[Line]] = by_name(
         unit="%",
         meaning="busbw as a share of what the links between the ranks can carry",
     ),
-    _rate("limit_rate", _limit_rate, "what the links between the ranks can carry"),
+    _extra("limit_rate", _limit_rate, "what the links between the ranks can carry", unit="GB/s"),
     text_column("check", _check, "whether the results were right"),
-    Column(
+    _extra(
         "repetitions",
         lambda line: sum(r.summary.repetitions for r in line.results if r.summary),
-        meaning="repetitions of all launches",
-        default=False,
+        "repetitions of all launches",
     ),
-    Column("launches", lambda line: len(line.results), meaning="launches", default=False),
-    Column(
+    _extra("launches", lambda line: len(line.results), "launches"),
+    _extra(
         "medians",
         lambda line: _microseconds(line.medians),
+        "median of each launch, sorted",
         unit="µs",
-        meaning="median of each launch, sorted",
-        default=False,
     ),
-    Column(
+    _extra(
         "modes",
         _modes,
+        "both usual times of the calls, with their shares, if there are two",
         unit="µs",
-        meaning="both usual times of the calls, with their shares, if there are two",
-        default=False,
     ),
-    Column(
+    _extra(
         "handoffs",
         lambda line: _microseconds(line.handoffs),
+        "round trip of a cache line between the ranks' cores, of the launches that know it",
         unit="µs",
-        meaning="round trip of a cache line between the ranks' cores, of the launches that know it",
-        default=False,
     ),
-    Column(
-        "faults", _faults, meaning="page faults of a call, in the launch with most", default=False
-    ),
-    Column(
-        "flags",
-        lambda line: " ".join(line.flags),
-        _flags,
-        meaning="remarks, as marks that are explained below the tables",
-        left=True,
-    ),
-    Column("reason", lambda line: line.reason, meaning="why it was not measured", default=False),
+    _extra("faults", _faults, "page faults of a call, in the launch with most"),
+    flags_column(),
+    _extra("reason", lambda line: line.reason, "why it was not measured"),
 )

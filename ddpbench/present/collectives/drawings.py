@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import pandas as pd
-
 from ddpbench.analysis.flags import UNUSABLE
 from ddpbench.analysis.lines import Line
 from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Bars, Lines, Matrix
+from ddpbench.present.charts.kinds import Axis, Bars, Drawing, Lines, Matrix
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import title_parts
 from ddpbench.present.document import NO_VALUES, Chart, ReportRun, titles
@@ -25,7 +23,7 @@ FASTEST = (
     "times as long the next backend takes. Empty: not measured, or none is clearly the fastest."
 )
 Point = tuple[ReportRun, Line]
-STATES = {"no flag": "circle", "flagged": "diamond", "do not use": "cross"}  # of a point → shape
+STATES = ("no flag", "flagged", "do not use")  # of a point
 AXES = {
     "seconds": Axis("time of a call", theme.TIME_LABELS, log=True),
     "rate": Axis("busbw", theme.RATE_LABELS, log=True),
@@ -42,7 +40,6 @@ def draw_fastest(run: ReportRun) -> Iterator[Chart]:
             "size": readable(line.case.nbytes),
             "fastest": line.case.backend,
             "time": f"{COLUMNS['time'].show(line)} µs",
-            "times as long": f"{line.faster:.{1 if line.faster < 9.95 else 0}f}",
             "_text": f"{line.faster:.{1 if line.faster < 9.95 else 0}f}",
         }
         for line in known
@@ -51,53 +48,53 @@ def draw_fastest(run: ReportRun) -> Iterator[Chart]:
     sizes = sorted({line.case.nbytes for line in known})
     if not cells or len(sizes) < 2:
         return
-    data = pd.DataFrame(cells)
     drawing = Matrix(
-        data=data,
+        data=cells,
         column="size",
         row="operation",
         titles=("message size", None),
         ends=tuple(map(readable, sizes)),
         color="fastest",
-        order=tuple(theme.order_backends(data["fastest"])),
+        order=tuple(theme.order_backends(cell["fastest"] for cell in cells)),
     )
-    yield Chart("fastest", "Fastest backend", FASTEST, NO_VALUES, lambda: drawing)
+    yield Chart("fastest", "Fastest backend", FASTEST, NO_VALUES, drawing)
 
 
-def draw_sizes(shown: Sequence[Point], value: str) -> Lines | Bars | None:
+def draw_sizes(shown: Sequence[Point], value: str) -> Drawing | None:
     """Return the chart of time or bandwidth, its interval and its limit: along sizes, or in a row
     for each backend if there is one size. None: there is nothing to draw.
 
     value: of AXES.
     """
     several = len({run.label for run, _ in shown}) > 1
-    data = pd.DataFrame([_point(*point, value) for point in shown])
-    data = data[data["_y"].notna()] if len(data) else data
-    if data.empty:
-        return None
-    data = data if several else data.drop(columns="run")
+    points = [
+        {**({"run": run.label} if several else {}), **_point(line, value)} for run, line in shown
+    ]
+    points = [point for point in points if point["_y"]]
     look: dict[str, Any] = {"shape": "_state", "shapes": STATES}
-    if data["_x"].nunique() == 1:
-        rows = data["backend"].str.cat(data["run"], " ") if several else data["backend"]
-        data = data.rename(columns={"_y": "_end"}).assign(_row=rows)
-        return Bars(data=data, x=AXES[value], row="_row", dots=True, **look)
+    if not points:
+        return None
+    if len({point["_x"] for point in points}) == 1:
+        rows = [
+            {**p, "_end": p["_y"], "_row": f"{p['backend']} {p.get('run', '')}".strip()}
+            for p in points
+        ]
+        return Bars(data=rows, x=AXES[value], row="_row", dots=True, **look)
     return Lines(
-        data=data[data["_x"] > 0],  # the axis is logarithmic
+        data=[point for point in points if point["_x"]],  # the axis is logarithmic
         x=Axis("message size", theme.SIZE_LABELS, log=True),
         y=AXES[value],
         dash="run" if several else "",
-        detail=("run",) if several else (),
         **look,
     )
 
 
-def _point(run: ReportRun, line: Line, value: str) -> dict[str, Any]:
+def _point(line: Line, value: str) -> dict[str, Any]:
     """Return a point of a chart: its numbers, and the texts of its tooltip."""
     unflagged, flagged, unusable = STATES
     state = unusable if UNUSABLE & set(line.flags) else flagged if line.flags else unflagged
     ends = (line.interval.low, line.interval.high) if line.interval else (None, None)
     point: dict[str, Any] = {
-        "run": run.label,
         **{COLUMNS[name].heading: COLUMNS[name].show(line) for name in TOOLTIPS[value]},
         "flags": " ".join(line.flags),
         "_x": line.case.nbytes,
@@ -110,7 +107,7 @@ def _point(run: ReportRun, line: Line, value: str) -> dict[str, Any]:
     return {
         **point,
         "limit": limits[0].source if limits else None,
-        "_y": line.busbw or None,
+        "_y": line.busbw,
         "_low": _rate(line, ends[1]),
         "_high": _rate(line, ends[0]),
         "_reference": mean,

@@ -6,19 +6,19 @@ The charts show the texts of the table's columns, so that both say the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from types import ModuleType
+from dataclasses import replace
 
 from ddpbench.analysis import fit, lines
 from ddpbench.analysis.fit import Estimate, Fit
 from ddpbench.analysis.lines import Line
 from ddpbench.catalog.sizes import UNITS, readable
 from ddpbench.present.collectives.columns import COLUMNS
+from ddpbench.present.collectives.drawings import Point, draw_fastest, draw_sizes
 from ddpbench.present.columns import (
     Column,
     choose_columns,
     digits,
     explain,
-    text_column,
     title_parts,
 )
 from ddpbench.present.document import (
@@ -27,15 +27,12 @@ from ddpbench.present.document import (
     Kind,
     ReportRun,
     Section,
-    describe,
     plain_name,
-    tabulate,
+    show_rows,
     titles,
 )
-from ddpbench.records.table import Table
+from ddpbench.records.table import Table, TableColumn
 
-Point = tuple[ReportRun, Line]
-RUN = text_column("run", str)
 ALSO = ("p99", "skew")  # columns of a page
 BANDWIDTH = (
     "busbw = size / time × bus factor of nccl-tests, in GB/s (10⁹ bytes). Dotted, or an upright "
@@ -67,9 +64,9 @@ def build_sections(
         own = [each for run in runs if fitted for each in _fit(run, group)]
         fits += own
         table = _tabulate(kind, group, columns, map(_format_fit, own))
-        rows.append(_draw(kind, names[kind], group, table))
+        rows.append(_draw(kind, names[kind], group, table) if drawn else (_list(table),))
     if drawn:
-        rows = [*((chart,) for run in runs for chart in _drawings().draw_fastest(run)), *rows]
+        rows = [*((chart,) for run in runs for chart in draw_fastest(run)), *rows]
     if rows:
         legend = tuple(_explain(shown, columns, fits))
         yield Section("collectives", "Collectives", rows=tuple(rows), legend=legend)
@@ -83,38 +80,32 @@ def _tabulate(
     """Return a row for each line; its title states what they have in common."""
     operation, form, *others = kind
     title = "  ".join(filter(None, (operation, f"({form})" if form else "", *others)))
+    table = show_rows(title, columns, [line for _, line in group], fits)
     if len({run.label for run, _ in group}) < 2:
-        return tabulate(
-            title, columns, [[c.show(line) for c in columns] for _, line in group], fits
-        )
-    cells = [[run.label, *(c.show(line) for c in columns)] for run, line in group]
-    return tabulate(title, [RUN, *columns], cells, fits)
+        return table
+    labelled = zip(group, table.rows, strict=True)
+    rows = tuple((run.label, *row) for (run, _), row in labelled)
+    return replace(table, columns=(TableColumn("run", "left"), *table.columns), rows=rows)
+
+
+def _list(table: Table) -> Chart:
+    return Chart("", "", "", table, grouped=table.columns[0].heading == "size")
 
 
 def _draw(kind: Kind, title: str, group: Sequence[Point], table: Table) -> tuple[Chart, ...]:
     """Return the charts of time, which has the table, and of bandwidth, if there is any."""
     name = plain_name(title)
     timed = [point for point in group if point[1].seconds]  # 0: too short for a device's clock
-    time = Chart(
-        f"{name}-time",
-        f"{title}: time",
-        f"{_statistic(timed)} {describe(kind)}.",
-        table,
-        lambda: _drawings().draw_sizes(timed, "seconds"),
-        operation=kind[0],
-        grouped=table.columns[0].heading == "size",
-    )
+    caption = f"{_statistic(timed)} {', '.join(filter(None, kind[1:]))}."
+    words, drawing = (f"{name}-time", f"{title}: time", caption), draw_sizes(timed, "seconds")
+    time = Chart(*words, table, drawing, operation=kind[0])
     if not any(line.busbw for _, line in timed):
         return (time,)
-    draw = lambda: _drawings().draw_sizes(timed, "rate")  # noqa: E731
-    words = f"{name}-bandwidth", f"{title}: bandwidth", BANDWIDTH
-    return time, Chart(*words, NO_VALUES, draw, operation=kind[0])
-
-
-def _drawings() -> ModuleType:
-    from ddpbench.present.collectives import drawings  # loads pandas
-
-    return drawings
+    words, drawing = (
+        (f"{name}-bandwidth", f"{title}: bandwidth", BANDWIDTH),
+        draw_sizes(timed, "rate"),
+    )
+    return time, Chart(*words, NO_VALUES, drawing, operation=kind[0])
 
 
 def _statistic(timed: Sequence[Point]) -> str:

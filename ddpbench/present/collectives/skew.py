@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from ddpbench.analysis.stats import Floats
-from ddpbench.present.charts.kinds import Matrix
+from ddpbench.present.charts.kinds import draw_heat
 from ddpbench.present.columns import title_parts
 from ddpbench.present.document import Chart, ReportRun, Section, draw_chart, titles
 from ddpbench.present.repetitions import Repetitions
@@ -47,7 +48,8 @@ def build_sections(run: ReportRun) -> Iterator[Section]:
 def _measure(run: ReportRun, backend: str) -> tuple[Shares, Shares]:
     """Return how late each rank enters, and how long it stays, in percent of the call.
 
-    The first is empty where the clocks of the ranks are not comparable.
+    The first is without cases of subgroups, and empty where the clocks of the ranks are not
+    comparable.
     """
     parts: dict[str, list[Repetitions]] = {}
     for part in run.repetitions:
@@ -57,48 +59,42 @@ def _measure(run: ReportRun, backend: str) -> tuple[Shares, Shares]:
     names = titles(title_parts(line.case) for line in known)
     late, stay = Shares(), Shares()
     for line in known:
-        name, skewed = (
-            names[title_parts(line.case)],
-            {r.launch for r in line.results if r.summary and r.summary.skew_seconds is not None},
-        )
+        name = names[title_parts(line.case)]
+        skewed = [
+            r.launch for r in line.results if r.summary and r.summary.skew_seconds is not None
+        ]
         for part in parts[line.case.key]:
-            seconds = float(np.median(part.seconds[part.numbers >= 0]))
+            seconds = float(np.median(part.seconds))
             if seconds:
-                _add(stay, name, part.ranks.tolist(), 100 * part.stay / seconds)
-                if part.launch in skewed:
-                    _add(late, name, part.ranks.tolist(), 100 * part.late / seconds)
+                _add(stay, name, part, 100 * part.stay / seconds)
+                if part.launch in skewed and line.case.group == "world":
+                    _add(late, name, part, 100 * part.late / seconds)
     return late, stay
 
 
-def _add(shares: Shares, name: str, ranks: list[int], values: Floats) -> None:
-    for rank, value in zip(ranks, values.tolist(), strict=True):
+def _add(shares: Shares, name: str, part: Repetitions, values: Floats) -> None:
+    for rank, value in zip(part.ranks.tolist(), values.tolist(), strict=True):
         shares.setdefault((name, rank), []).append(value)
 
 
 def _draw(
     name: str, title: str, caption: str, shares: Shares, domain: tuple[float, float]
 ) -> Chart | None:
-    """Return a heat map; of very many ranks only those whose shares are the darkest.
+    """Return a heat map; of very many ranks only those with a share that is the darkest.
 
     domain: percentages that are palest and darkest.
     """
     if not shares:
         return None
-    cells = pd.DataFrame(
-        [
-            {"operation": operation, "rank": rank, "_value": float(f"{np.median(values):.3g}")}
-            for (operation, rank), values in shares.items()
-        ]
-    )
-    darkest = cells.groupby("rank")["_value"].mean().sort_values(ascending=domain[0] > domain[1])
-    cells = cells[cells["rank"].isin(darkest.index[:MOST_RANKS])].sort_values("rank", kind="stable")
-    texts = cells["_value"].map("{:g}".format)
-    drawing = Matrix(
-        data=cells.assign(**{UNIT: texts, "_text": texts, "_marked": ""}),
-        column="operation",
-        row="rank",
-        titles=(None, "rank"),
-        unit=UNIT,
-        domain=domain,
-    )
+    pale, dark = domain
+    darkness: dict[int, float] = {}
+    cells: list[dict[str, Any]] = []
+    for (operation, rank), values in sorted(shares.items(), key=lambda each: each[0][1]):
+        share = float(f"{statistics.median(values):.3g}")
+        cells.append({"operation": operation, "rank": rank, "_value": share, "_marked": ""})
+        darkness[rank] = max(darkness.get(rank, 0.0), (share - pale) / (dark - pale))
+    darkest = sorted(darkness, key=lambda rank: -darkness[rank])[:MOST_RANKS]
+    shown = [cell for cell in cells if cell["rank"] in darkest]
+    look: dict[str, Any] = {"titles": (None, "rank"), "domain": domain}
+    drawing = draw_heat(shown, UNIT, column="operation", row="rank", **look)
     return draw_chart(name, title, caption, drawing)

@@ -8,17 +8,16 @@ from dataclasses import asdict
 from typing import Any
 
 from ddpbench.present.columns import Column
-from ddpbench.present.comparison.labels import (
+from ddpbench.present.comparison.changes import (
     Change,
+    draw_changes,
     format_noticeable,
-    label,
-    label_parts,
     list_changes,
-    list_some,
     shift_estimate,
     shift_interval,
 )
-from ddpbench.present.document import Chart, Document, Section, make_table
+from ddpbench.present.comparison.labels import label, label_parts
+from ddpbench.present.document import Chart, Document, Section, make_table, tabulate_rows
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.verdicts.comparison import (
@@ -34,6 +33,7 @@ from ddpbench.verdicts.matching import AnyCase, Side, Source
 from ddpbench.verdicts.verdict import INCOMPARABLE, INCONCLUSIVE, INVALID, MOST
 
 Names = Mapping[AnyCase, str]
+SHOWN = 8  # texts that one line lists
 TITLE = "ddpbench: NEW compared with BASE"
 SEVERITIES = {INVALID: "error", INCOMPARABLE: "warning", ONLY_BASE: "warning", ONLY_NEW: "warning"}
 
@@ -127,13 +127,19 @@ def _find(comparison: Comparison, names: Names) -> Iterator[Finding]:
     for (verdict, why), cases in uncompared.items():
         where = "in the other: " if verdict in (ONLY_BASE, ONLY_NEW) else ""
         reason = f" ({where}{why})" if why else ""
-        sentence = f"{verdict}: {list_some(cases, '; ')}{reason}"
+        sentence = f"{verdict}: {_list_some(cases, '; ')}{reason}"
         yield Finding(SEVERITIES[verdict], "not-compared", sentence)
     for note in comparison.notes:
         yield Finding("note", "conditions", note)
     yield from _advise(comparison)
     if text := format_noticeable([row.noticeable for row in comparison.rows if row.shift]):
         yield Finding("note", "sensitivity", text)
+
+
+def _list_some(texts: Sequence[str], gap: str = ", ") -> str:
+    """Return the first texts in one line, and how many more there are."""
+    more = [f"and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
+    return gap.join([*texts[:SHOWN], *more])
 
 
 def _advise(comparison: Comparison) -> Iterator[Finding]:
@@ -168,36 +174,30 @@ def _list_changes(
     drifts = {row.case: f"±{row.drift * 100:.1f} %" for row in rows if row.drift}
     drift = Column[Change]("drift", lambda change: drifts.get(change.case, ""))
     chart = list_changes(name, "case", changes, drift)
-    if not drawn:
-        return chart
-    from ddpbench.present.comparison.changes import draw_changes
-
-    return draw_changes(chart, changes, comparison.rule.confidence)
+    return draw_changes(chart, changes, comparison.rule.confidence) if drawn else chart
 
 
 def _list_parts(name: str, rows: Sequence[Row], names: Names) -> Chart | None:
     """Return the table of the parts of all steps; None if there are no steps."""
     cells = [
-        (
-            names[row.case],
-            part.name,
-            f"{part.base_seconds * 1e3:.4g} ms",
-            f"{part.new_seconds * 1e3:.4g} ms",
-            shift_estimate(part.shift),
-            shift_interval(part.shift),
-            part.verdict,
-        )
+        {
+            "case": names[row.case],
+            "part of a step": part.name,
+            "base": f"{part.base_seconds * 1e3:.4g} ms",
+            "new": f"{part.new_seconds * 1e3:.4g} ms",
+            "change": shift_estimate(part.shift),
+            "range of change": shift_interval(part.shift),
+            "verdict": part.verdict,
+        }
         for row in rows
         for part in row.parts
     ]
-    headings = ("case", "part of a step", "base", "new", "change", "range of change", "verdict")
-    table = make_table("", headings, cells, left=("case", "part of a step", "verdict"))
-    return Chart(name, "Parts of each step", "", table) if cells else None
+    return Chart(name, "Parts of each step", "", tabulate_rows("", cells)) if cells else None
 
 
 def _list_differences(name: str, comparison: Comparison) -> Chart | None:
     """Return the table of what differs between the environments; None if nothing does."""
-    rows = [(d.name, list_some(d.base), list_some(d.new)) for d in comparison.differences]
+    rows = [(d.name, _list_some(d.base), _list_some(d.new)) for d in comparison.differences]
     headings = ("what differs", "base", "new")
     caption = "Facts and settings that differ between BASE and NEW. One of them may be the cause."
     table = make_table("", headings, rows, left=headings)

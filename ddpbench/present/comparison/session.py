@@ -7,8 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from ddpbench.present.columns import Column, text_column
-from ddpbench.present.comparison.labels import Change, format_noticeable, list_changes
-from ddpbench.present.document import Section
+from ddpbench.present.comparison.changes import (
+    Change,
+    draw_changes,
+    format_noticeable,
+    list_changes,
+)
+from ddpbench.present.comparison.labels import format_time, label
+from ddpbench.present.document import Chart, Section, tabulate_rows
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.verdicts.comparison import ONLY_NEW
@@ -32,7 +38,8 @@ def build_section(
     """Return the section of a session.
 
     measured: what each test measured, by its name. rows: the verdicts on them, if they were
-    compared with saved runs. drawn: whether changes and launches are charts.
+    compared with saved runs. drawn: whether changes are a chart, with a table of
+    launches below it.
     """
     names = _shorten(measured)
     rows = [replace(row, test=names[row.test]) for row in rows]
@@ -47,9 +54,8 @@ def build_section(
     ]
     blocks = [list_changes("tests-changes", "test", changes, *COLUMNS)] if changes else []
     if drawn:
-        from ddpbench.present.comparison.changes import draw_changes, draw_launches
-
-        blocks = [*(draw_changes(block, changes) for block in blocks), draw_launches(sides, judged)]
+        blocks = [draw_changes(block, changes) for block in blocks]
+        blocks.append(_list_launches(sides, judged))
     return Section(
         "tests",
         "Tests",
@@ -57,6 +63,21 @@ def build_section(
         findings=tuple(_find(sides, rows)),
         rows=tuple((block,) for block in blocks),
     )
+
+
+def _list_launches(sides: Mapping[str, Measured], judged: Mapping[str, Row]) -> Chart:
+    """Return the table of all launches, with the saved ones that they were compared with."""
+    rows = []
+    for test, new in sides.items():
+        saved = judged[test].base if test in judged else None
+        for name, one in (("saved", saved), ("new", new)):
+            if one is not None:
+                times = [format_time(one.case, seconds) for seconds in one.side.times]
+                median = format_time(one.case, one.side.seconds)
+                cells = {"test": test, "side": name, "case": label(one.case), "median": median}
+                rows.append({**cells, "launches": ", ".join(times)})
+    caption = "The time that each launch measured."
+    return Chart("tests-launches", "Launches of each test", caption, tabulate_rows("", rows))
 
 
 def _shorten(tests: Mapping[str, Measured]) -> dict[str, str]:

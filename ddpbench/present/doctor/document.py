@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ddpbench.present.columns import Column, choose_columns, text_column
 from ddpbench.present.doctor.section import build_sections
-from ddpbench.present.document import Chart, Document, ReportRun, Section, build_table
+from ddpbench.present.document import Chart, Document, ReportRun, Section, show_known
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.wording import counted
 
@@ -36,7 +36,7 @@ def build_document(run: Run, columns: tuple[str, ...] | None, quiet: bool) -> Do
     result = Section("result", "Result", verdict(run), tuple(header.partial(run)), run.findings)
     if columns is not None:
         shown = choose_columns(columns, FINDING_COLUMNS, run.findings)
-        block = Chart("findings", "Findings", "", build_table("", shown, run.findings))
+        block = Chart("findings", "Findings", "", show_known("", shown, run.findings))
         result = replace(result, findings=(), rows=((block,),))
     return Document("", (result,)) if quiet else Document(header.title(run), (*sections, result))
 

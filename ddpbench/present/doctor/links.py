@@ -5,48 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
-from ddpbench.present.charts.kinds import ROOMY
-from ddpbench.present.doctor.section import Examined
+from ddpbench.present.charts.kinds import ROOMY, draw_pairs
 from ddpbench.present.document import Chart, draw_chart
-from ddpbench.present.matrix import draw_matrix
 
 
-def draw(examined: Sequence[Examined]) -> Iterator[Chart]:
-    """Yield the charts of all launches."""
-    for number, one in enumerate(examined):
-        figures, backend = one.examination.figures, one.examination.backend
-        if figures.get("cells"):
-            yield from _matrices(figures, f"-{number}" if number else "", one.where or backend)
+def draw_links(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Chart]:
+    """Yield the charts of one launch.
 
-
-def _matrices(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Chart]:
-    kind = figures["kind"].removesuffix("s")
+    name: ends the names of the charts. where: what tells the launch from others.
+    """
+    kind, slow = figures["kind"].removesuffix("s"), _slow_ways(figures)
     labels = _name_ends(figures)
-    frame = pd.DataFrame(figures["cells"], columns=["sender", "receiver", "alone", "at_once", "s"])
-    slow = _slow_ways(figures)
-    pairs = list(zip(frame["sender"], frame["receiver"], strict=True))
-    rates = frame["alone"].fillna(frame["at_once"]).astype(float)
-    scale, unit = (1e9, "GB/s") if rates.min() >= 1e9 else (1e6, "MB/s")
-    ends = list(labels.values())
-    base = pd.DataFrame({"from": frame["sender"].map(labels), "to": frame["receiver"].map(labels)})
-    alone = frame["alone"].notna().all()
-    marks = ["slow" if pair in slow else "" for pair in pairs]
-    bandwidth = base.assign(_value=(rates / scale).map(_rounded), _marked=marks)
-    if alone and frame["at_once"].notna().any():
-        at_once = (frame["at_once"].astype(float) / scale).map(_rounded)
-        bandwidth["all pairs at once"] = [None if pd.isna(v) else f"{v:g} {unit}" for v in at_once]
-    latency = base.assign(_value=(frame["s"] * 1e6).map(_rounded), _marked="")
+    alone = all(cell[2] is not None for cell in figures["cells"])
+    rates = [cell[2] if cell[2] is not None else cell[3] for cell in figures["cells"]]
+    scale, unit = (1e9, "GB/s") if min(rates) >= 1e9 else (1e6, "MB/s")
+    bandwidth, latency = [], []
+    for (sender, receiver, _, at_once, seconds), rate in zip(figures["cells"], rates, strict=True):
+        ends = {"from": labels[sender], "to": labels[receiver]}
+        mark = "slow" if (sender, receiver) in slow else ""
+        cell = {**ends, "_value": _round(rate / scale), "_marked": mark}
+        if alone and at_once is not None:
+            cell["all pairs at once"] = f"{_round(at_once / scale):g} {unit}"
+        bandwidth.append(cell)
+        latency.append({**ends, "_value": _round(seconds * 1e6), "_marked": ""})
     caption = (
         f"What each {kind} sends to each other one, in {unit}, "
         f"{'one pair at a time' if alone else 'all pairs at once'}; more is better."
         f"{' Outlined: slow each time it was measured.' if slow else ''}"
     )
-    drawing = draw_matrix(bandwidth, ends, kind, unit)
+    drawing = draw_pairs(bandwidth, list(labels.values()), kind, unit)
     yield draw_chart(f"links-bandwidth{name}", f"Bandwidth, {where}", caption, drawing)
     caption = "Half a round trip of a small message, median, in µs; less is better."
-    drawing = draw_matrix(latency, ends, kind, "µs")
+    drawing = draw_pairs(latency, list(labels.values()), kind, "µs")
     yield draw_chart(f"links-latency{name}", f"Latency, {where}", caption, drawing)
 
 
@@ -83,6 +73,6 @@ def _ranks(ends: Sequence[int], kind: str, hosts: Mapping[int, str]) -> set[int]
     return {rank for rank, host in hosts.items() if host in named}
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     """Return three digits, or all before the decimal point."""
     return float(f"{value:.3g}") if value < 1000 else float(round(value))

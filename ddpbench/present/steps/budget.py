@@ -1,61 +1,50 @@
-"""Where the time of a step goes: the budget, DDP's buckets, and layer groups."""
+"""The budget of a step: its parts, and what could be gained."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from types import ModuleType
+from dataclasses import replace
 from typing import Any
 
 from ddpbench.analysis import steps
+from ddpbench.analysis.spans import EXPOSED_OF, HIDDEN_OF, SAVES, WOULD_SAVE
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.present.document import Chart, make_table
-from ddpbench.present.steps.columns import bounded, ms, percent, span, uncertain
-from ddpbench.records.schema import Bucket, Collective, Part
+from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Bars
+from ddpbench.present.document import Chart, tabulate_rows
+from ddpbench.present.steps.columns import bounded, ms, percent, uncertain
+from ddpbench.records.schema import Figure, Part
 
-BUCKETS = 12  # rows of a text
-UNEQUAL = 1.5  # ratio of sizes of buckets from which their chart tells something
-NAME = 24  # characters of a parameter's name
-LAYERS = 12  # rows; with more, equal layer groups share one
-LAYER_HEADINGS = (
-    *("layers", "groups", "phase", "operation", "MB", "exposed ms", "hidden ms", "hidden %"),
-    *("wait ms", "late rank"),
+STEP, LATE = "= step", "waiting for a rank"
+COMPONENTS = (steps.TRANSFER, *EXPOSED_OF.values(), steps.OVERHEAD)  # of the exposed communication
+BEFORE = (steps.HIDDEN, *HIDDEN_OF.values())  # drawn so that they end where it begins
+CAPTION = (
+    "Median, and share of the step. Each part begins where the one before ends; hidden "
+    "communication lies before what is exposed. Pale: not clearly above 0. Rules: 95 % interval."
 )
-LAYER_LEFT = ("layers", "phase", "operation")
 
 
 def build_budget(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
     """Yield the parts of a step, and what could be gained."""
     measured = [line for line in group if line.summary and line.summary.budget]
     known = [line for line in measured if any(map(is_known, _parts(line)))]
-    cells = [[line.case.backend, *row] for line in known for row in _rows(line)]
-    headings = ["backend", "part of a step", "ms", "95 %", "% of step", "from"]
-    if not any(part.source for line in known for part in _parts(line)):
-        cells, headings = [row[:-1] for row in cells], headings[:-1]
+    rows = [row for line in known for row in _rows(line)]
     notes = [*_state_gain(known)]
     if few := [line.case.backend for line in measured if line not in known]:
         notes.append(f"no budget on {', '.join(few)}: it needs six rounds, or six launches")
     notes += [text for line in measured for text in (*_disagreement(line), *_timers(line))]
     notes += [text for line in group for text in _peak_memory(line)]
-    if not cells and not notes:
-        return
-    several = any(len(line.results) > 1 for line in known)
-    transfer = "that of each operation" if group[0].case.mesh else "exposed transfer"
-    caption = (
-        f"Median over {'launches' if several else 'rounds'}, and share of the step. Each part "
-        f"begins where the one before ends; {transfer} and overhead make up the exposed "
-        "communication, hidden communication lies before it. Pale and in parentheses: not clearly "
-        f"above 0. Rules: 95 % interval.{' Ticks: the launches.' if several else ''}"
-    )
-    table = make_table("budget", headings, cells, ("backend", "part of a step", "from"), notes)
-    draw = (lambda: _drawings().draw_budget(known)) if cells else None
-    yield Chart(name, "Budget of a step", caption, table, draw, grouped=True)
-
-
-def _drawings() -> ModuleType:
-    from ddpbench.present.steps import drawings  # loads pandas
-
-    return drawings
+    if rows or notes:
+        table = replace(tabulate_rows("budget", rows, ("from",)), legend=tuple(notes))
+        drawing = Bars(
+            data=[bar for line in known for bar in _bars(line)],
+            x=Axis("time of a step", theme.TIME_LABELS),
+            row="part of a step",
+            within="backend",
+        )
+        drawn = drawing if rows else None
+        yield Chart(name, "Budget of a step", CAPTION, table, drawn, grouped=True)
 
 
 def _parts(line: StepLine) -> tuple[Part, ...]:
@@ -66,18 +55,71 @@ def is_known(part: Part) -> bool:
     return part.resolved or part.figure.interval is not None
 
 
-def _rows(line: StepLine) -> Iterator[list[str]]:
+def _row(line: StepLine, part: Part) -> dict[str, Any]:
+    value, interval = bounded(part, line.seconds)
+    return {
+        "backend": line.case.backend,
+        "part of a step": part.name,
+        "ms": value,
+        "95 %": interval,
+        "% of step": uncertain(part, percent(part.share)),
+        "from": part.source,
+    }
+
+
+def _whole(line: StepLine, seconds: float) -> Part:
+    return Part(STEP, Figure(seconds, line.interval), 1.0, True)
+
+
+def _rows(line: StepLine) -> Iterator[dict[str, Any]]:
     """Format one row per part, and the step below the parts that make it up."""
     total = 0.0
     for part in _parts(line):
         # An unresolved wait accuses no rank.
         unnamed = part.rank is not None and not part.resolved
-        name = "waiting for any one rank" if unnamed else part.name
-        share = uncertain(part, percent(part.share))
-        yield [name, *bounded(part, line.seconds), share, part.source]
+        yield _row(line, replace(part, name="waiting for any one rank") if unnamed else part)
         total += part.figure.value
         if part.name == steps.EXPOSED and math.isclose(total, line.seconds or 0.0, rel_tol=1e-6):
-            yield ["= step", ms(total, total), span(line.interval, total), "100.0", ""]
+            yield _row(line, _whole(line, total))
+
+
+def _bars(line: StepLine) -> Iterator[dict[str, Any]]:
+    """Yield a bar for each part of the step, and for the step."""
+    whole, exposed = line.seconds or 0.0, line.part(steps.EXPOSED)
+    late = line.part(steps.WAITING)
+    named = {name: line.part(name) for name in (*COMPONENTS, *BEFORE, SAVES, WOULD_SAVE)}
+    chain = [part for name in steps.CHAINS[0] if (part := line.part(name))]
+    before = sum(part.figure.value for part in chain if part.name != steps.EXPOSED)
+    parts = (  # and where they begin, or end
+        (chain, 0.0, 1),
+        ([_whole(line, whole)] if exposed else [], 0.0, 1),
+        ([named[name] for name in COMPONENTS], before, 1),
+        ([named[name] for name in BEFORE], before, -1),
+        ([named[SAVES]], whole, 1),
+        ([named[WOULD_SAVE]], whole, -1),
+        ([late and replace(late, name=LATE)], 0.0, 1),
+    )
+    for same, place, way in parts:
+        for part in filter(None, same):
+            yield _bar(line, part, place, way)
+            place += part.figure.value if way > 0 else 0.0
+
+
+def _bar(line: StepLine, part: Part, place: float, way: int) -> dict[str, Any]:
+    """Return a bar that begins at a place, or ends there if `way` is -1."""
+    text = uncertain(part, f"{percent(part.share)} %")
+    if part.rank is not None and part.resolved:
+        text += f": rank {part.rank}"
+    bounds, ends = part.figure.interval, sorted((place, place + way * part.figure.value))
+    return {
+        **_row(line, part),
+        "_text": text,
+        "_pale": not part.resolved,
+        "_begin": ends[0],
+        "_end": ends[1],
+        "_low": place + way * bounds.low if bounds else None,
+        "_high": place + way * bounds.high if bounds else None,
+    }
 
 
 def _state_gain(known: Sequence[StepLine]) -> Iterator[str]:
@@ -126,110 +168,3 @@ def _timers(line: StepLine) -> Iterator[str]:
     if timers:
         texts = [f"{name} {ms(seconds, line.seconds)}" for name, seconds in timers.items()]
         yield f"DDP's own timers, slowest rank's ms on {line.case.backend}: {', '.join(texts)}"
-
-
-def build_buckets(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
-    """Yield DDP's buckets in the order of reduction, if they were timed."""
-    known = [(line, b) for line in group if line.summary for b in line.summary.buckets]
-    if not known:
-        return
-    headings = ["backend", "#", "MB", "n", "parameters", "ready after ms", "wire ms", "wait ms"]
-    headings, left = [*headings, "late rank"], ("backend", "parameters")
-    cells = [[line.case.backend, *bucket_row(bucket, line.seconds)] for line, bucket in known]
-    table = make_table("buckets", headings, cells, left, _timing_cost(group, "buckets"))
-    caption = (
-        "Wire: from the handover of the last rank until the bucket is reduced, including earlier "
-        "buckets in the queue; median over rounds, of the rank that waits least. Rules: 95 % "
-        "interval. Circled: the others wait for one rank."
-    )
-    sizes = [bucket.nbytes for _, bucket in known]
-    draw = (lambda: _drawings().draw_buckets(known)) if max(sizes) > UNEQUAL * min(sizes) else None
-    more: dict[str, Any] = {"grouped": True, "most": BUCKETS, "spread": True}
-    yield Chart(name, "Buckets", caption, table, draw, **more)
-
-
-def bucket_row(bucket: Bucket, step: float | None) -> list[str]:
-    first, last = _shorten(bucket.first), _shorten(bucket.last)
-    return [
-        str(bucket.index),
-        f"{bucket.nbytes / 1e6:.2f}",
-        str(bucket.parameters),
-        first if bucket.parameters == 1 else f"{first} … {last}",
-        ms(bucket.handed_seconds, step),
-        ms(bucket.wire.value, step),
-        ms(bucket.wait.value, step),
-        "-" if bucket.late_rank is None else str(bucket.late_rank),
-    ]
-
-
-def _shorten(name: str) -> str:
-    return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
-
-
-def _timing_cost(group: Sequence[StepLine], what: str) -> list[str]:
-    """State by how much taking the time of the buckets, or the collectives, lengthens a step."""
-    costs = []
-    for line in group:
-        summary = line.summary
-        part = summary.observer if summary and (summary.buckets or summary.collectives) else None
-        if part is not None and is_known(part):
-            value, interval = bounded(part, line.seconds)
-            costs.append(f"{value} ms {interval} on {line.case.backend}")
-    return [f"timing the {what} lengthens a step by {', '.join(costs)}"] if costs else []
-
-
-def build_layers(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
-    """Yield what each layer group communicates, if the collectives were timed."""
-    timed = [line for line in group if line.summary and line.summary.collectives]
-    if not timed:
-        return
-    cells = [
-        [line.case.backend, *_layer_row(same, line.seconds)]
-        for line in timed
-        for same in merge_layers(line)
-    ]
-    headings, cost = ("backend", *LAYER_HEADINGS), _timing_cost(group, "collectives")
-    table = make_table("layer groups", headings, cells, ("backend", *LAYER_LEFT), cost)
-    caption = (
-        "How long each group of layers communicates in a step, in the rank that waits least; "
-        "median over rounds. Full colour: exposed, the compute waits. Pale: hidden, the compute "
-        "goes on."
-    )
-    draw = lambda: _drawings().draw_layers(timed)  # noqa: E731
-    yield Chart(name, "Layer groups", caption, table, draw, grouped=True)
-
-
-def merge_layers(line: StepLine) -> list[list[Collective]]:
-    """Put equal layer groups together: of one phase, operation and size, in order of the calls."""
-    collectives = line.summary.collectives if line.summary else ()
-    if len(collectives) <= LAYERS:
-        return [[each] for each in collectives]
-    merged: dict[tuple[str, str, int, int], list[Collective]] = {}
-    for each in collectives:
-        key = (each.phase, each.operation, each.nbytes, each.calls)
-        merged.setdefault(key, []).append(each)
-    return list(merged.values())
-
-
-def name_layers(same: Sequence[Collective]) -> str:
-    first, last = same[0].layers, same[-1].layers
-    return first if first == last else f"{first} … {last}"
-
-
-def _layer_row(same: Sequence[Collective], step: float | None) -> list[str]:
-    exposed = sum(each.exposed.value for each in same)
-    hidden = sum(each.hidden.value for each in same)
-    late = sorted({each.late_rank for each in same if each.late_rank is not None})
-    whole = exposed + hidden
-    return [
-        name_layers(same),
-        str(len(same)),
-        same[0].phase,
-        same[0].operation,
-        f"{sum(each.nbytes for each in same) / 1e6:.2f}",
-        ms(exposed, step),
-        ms(hidden, step),
-        percent(hidden / whole if whole else None),
-        ms(sum(each.wait.value for each in same), step),
-        " ".join(map(str, late)) or "-",
-    ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.analysis import spans
@@ -16,8 +17,8 @@ from ddpbench.present.columns import (
     Value,
     by_name,
     compared,
+    flags_column,
     scaled,
-    show_flags,
     text_column,
 )
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ddpbench.records.schema import Figure, Interval, Part
 
 Values = Callable[["StepLine"], Value]
+Seconds = Callable[["StepLine"], "float | None"]
 
 
 def ms(seconds: float | None, step: float | None) -> str:
@@ -58,37 +60,12 @@ def uncertain(part: Part, text: str) -> str:
     return text if part.resolved or exact else f"({text})"
 
 
-def _case(name: str) -> Values:
-    def value(line: StepLine) -> Value:
-        field: Any = getattr(line.case, name)
-        if type(field) is int and field == 0:
-            return None  # not told
-        return " ".join(map(str, field)) if isinstance(field, tuple) else field
-
-    return value
+def _extra(name: str, value: Values, meaning: str, unit: str = "") -> Column[StepLine]:
+    """Build a column that a table shows with --columns only."""
+    return Column(name, value, unit=unit, meaning=meaning, default=False)
 
 
-def _bound(name: str) -> Callable[[StepLine], float | None]:
-    return lambda line: getattr(line.interval, name) if line.interval else None
-
-
-def _summary(name: str) -> Values:
-    return lambda line: None if line.summary is None else getattr(line.summary, name)
-
-
-def _samples_per_second(line: StepLine) -> float | None:
-    return (line.summary.samples_per_second or None) if line.summary else None
-
-
-def _figure(figure: Figure | None, name: str) -> float | None:
-    """Return `value`, or `low` or `high` of the interval; None if it is unknown."""
-    source = figure if name == "value" else figure and figure.interval
-    return None if source is None else float(getattr(source, name))
-
-
-def _ms(
-    name: str, seconds: Callable[[StepLine], float | None], meaning: str, *, default: bool = False
-) -> Column[StepLine]:
+def _ms(name: str, seconds: Seconds, meaning: str, *, default: bool = False) -> Column[StepLine]:
     """Build a column of a time in ms, with the places of the step."""
     return Column(
         name,
@@ -100,34 +77,40 @@ def _ms(
     )
 
 
-def _phase(name: str) -> Column[StepLine]:
-    def seconds(line: StepLine) -> float | None:
-        phase = line.phase(name)
-        return phase.slowest.value if phase else None
+def _figure(
+    name: str,
+    figure: Callable[[StepLine], Figure | None],
+    meaning: str,
+    build: Callable[[str, Seconds, str], Column[StepLine]] = _ms,
+) -> Iterator[Column[StepLine]]:
+    """Yield the columns of a figure: its value and the ends of its interval."""
 
-    more = ", with zero_grad" if name == "forward" else ""
-    return _ms(name, seconds, f"{name} on the slowest rank, median{more}", default=True)
+    def end(of: str) -> Seconds:
+        def read(line: StepLine) -> float | None:
+            known = figure(line)
+            interval = known.interval if known else None
+            return float(getattr(interval, of)) if interval else None
+
+        return read
+
+    yield build(name, lambda line: known.value if (known := figure(line)) else None, meaning)
+    yield build(f"{name}_low", end("low"), f"lower end of the 95 % interval of {name}")
+    yield build(f"{name}_high", end("high"), f"upper end of the 95 % interval of {name}")
 
 
-def _part(column: str, part_name: str) -> tuple[Column[StepLine], ...]:
-    """Build the columns of a part of the budget: its value and the ends of its interval."""
-
-    def seconds(name: str) -> Callable[[StepLine], float | None]:
-        def value(line: StepLine) -> float | None:
-            part = line.part(part_name)
-            return _figure(part.figure, name) if part else None
-
-        return value
+def _part(name: str, part_name: str) -> Iterator[Column[StepLine]]:
+    """Yield the columns of a part of the budget."""
 
     def text(line: StepLine) -> str:
         part = line.part(part_name)
         return bounded(part, line.seconds)[0] if part else "-"
 
-    return (
-        replace(_ms(column, seconds("value"), f"{part_name}, per step"), text=text),
-        _ms(f"{column}_low", seconds("low"), f"lower end of the 95 % interval of {column}"),
-        _ms(f"{column}_high", seconds("high"), f"upper end of the 95 % interval of {column}"),
-    )
+    def figure(line: StepLine) -> Figure | None:
+        part = line.part(part_name)
+        return part.figure if part else None
+
+    value, *ends = _figure(name, figure, f"{part_name}, per step")
+    yield from (replace(value, text=text), *ends)
 
 
 def _operation_parts() -> Iterator[Column[StepLine]]:
@@ -136,36 +119,46 @@ def _operation_parts() -> Iterator[Column[StepLine]]:
             yield from _part(part.replace(" ", "_"), part)
 
 
-def _peak(line: StepLine) -> float | None:
-    return (line.summary.peak_nbytes / 1e6 or None) if line.summary else None
+def _fields(**meanings: str) -> Iterator[Column[StepLine]]:
+    """Yield a column for each of these fields of a case."""
+
+    def read(name: str, line: StepLine) -> Value:
+        field: Any = getattr(line.case, name)
+        if type(field) is int and field == 0:
+            return None  # not told
+        return " ".join(map(str, field)) if isinstance(field, tuple) else field
+
+    for name, meaning in meanings.items():
+        yield _extra(name, partial(read, name), meaning)
+
+
+def _summary(name: str) -> Values:
+    """Read a number of the summary; 0 is unknown."""
+    return lambda line: getattr(line.summary, name, None) or None
+
+
+def _bound(name: str) -> Seconds:
+    return lambda line: getattr(line.interval, name, None)
+
+
+def _phase(name: str, column: str, more: str = "") -> Column[StepLine]:
+    def seconds(line: StepLine) -> float | None:
+        phase = line.phase(name)
+        return phase.slowest.value if phase else None
+
+    return _ms(column, seconds, f"{name} on the slowest rank, median{more}", default=True)
+
+
+def _timer(name: str) -> Column[StepLine]:
+    def seconds(line: StepLine) -> float | None:
+        return line.summary.timers.get(name) if line.summary else None
+
+    return _ms(f"ddp_{name}", seconds, f"{name} as DDP's own timers have it")
 
 
 def _late_rank(line: StepLine) -> int | None:
     part = line.part("waiting for rank")
     return part.rank if part is not None and part.resolved else None
-
-
-def _speed_up(column: str, name: str, meaning: str) -> Column[StepLine]:
-    return Column(
-        column,
-        lambda line: _figure(line.summary.speed_up, name) if line.summary else None,
-        unit="×",
-        meaning=meaning,
-        default=False,
-    )
-
-
-def _timer(name: str) -> Column[StepLine]:
-    return _ms(
-        f"ddp_{name}",
-        lambda line: line.summary.timers.get(name) if line.summary else None,
-        f"{name} as DDP's own timers have it",
-    )
-
-
-def _observer(line: StepLine) -> float | None:
-    observer = line.summary.observer if line.summary else None
-    return observer.figure.value if observer else None
 
 
 def _slowest(name: str) -> Values:
@@ -193,35 +186,8 @@ def _replicas_equal_text(line: StepLine) -> str:
     return "yes" if replicas.ok else "unknown"
 
 
-def _verify(line: StepLine) -> float | None:
-    cost = line.replicas.cost if line.replicas else None
-    return cost.value if cost else None
-
-
-def _flags(line: StepLine) -> str:
-    from ddpbench.analysis.step_lines import FLAGS  # loads numpy
-
-    return show_flags(line, FLAGS)
-
-
 def _last_epoch(name: str) -> Values:
-    def value(line: StepLine) -> Value:
-        epochs = next((r.epochs for r in line.results if r.epochs), ())
-        field: Value = getattr(epochs[-1], name) if epochs else None
-        return field
-
-    return value
-
-
-def _extra(name: str, value: Values, meaning: str, unit: str = "") -> Column[StepLine]:
-    """Build a column that a table shows with --columns only."""
-    return Column(name, value, unit=unit, meaning=meaning, default=False)
-
-
-def _fields(**meanings: str) -> Iterator[Column[StepLine]]:
-    """Yield a column for each of these fields of a case."""
-    for name, meaning in meanings.items():
-        yield _extra(name, _case(name), meaning)
+    return lambda line: next((getattr(r.epochs[-1], name) for r in line.results if r.epochs), None)
 
 
 STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
@@ -261,10 +227,15 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     *compared("step"),
     _ms("low", _bound("low"), "lower end of the 95 % interval of the step"),
     _ms("high", _bound("high"), "upper end of the 95 % interval of the step"),
-    Column("samples", _samples_per_second, unit="/s", meaning="samples of all ranks per second"),
-    _phase("forward"),
-    _phase("backward"),
-    replace(_phase("optimizer"), name="optim"),
+    Column(
+        "samples",
+        _summary("samples_per_second"),
+        unit="/s",
+        meaning="samples of all ranks per second",
+    ),
+    _phase("forward", "forward", ", with zero_grad"),
+    _phase("backward", "backward"),
+    _phase("optimizer", "optim"),
     Column(
         "slowest_rank",
         _slowest("slowest_rank"),
@@ -289,14 +260,26 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     *_operation_parts(),
     *_part("prefetch_saves", spans.SAVES),
     *_part("prefetch_would_save", spans.WOULD_SAVE),
-    _extra("peak", _peak, "most memory that tensors took on a GPU", "MB"),
+    _extra(
+        "peak",
+        lambda line: (line.summary.peak_nbytes / 1e6 or None) if line.summary else None,
+        "most memory that tensors took on a GPU",
+        unit="MB",
+    ),
     *_part("waiting", "waiting for rank"),
     _extra("late_rank", _late_rank, "rank that the others wait for"),
-    _speed_up("speed_up", "value", "how many times faster a step without any communication is"),
-    _speed_up("speed_up_low", "low", "lower end of its 95 % interval"),
-    _speed_up("speed_up_high", "high", "upper end of its 95 % interval"),
+    *_figure(
+        "speed_up",
+        lambda line: line.summary.speed_up if line.summary else None,
+        "how many times faster a step without any communication is",
+        partial(_extra, unit="×"),
+    ),
     *map(_timer, ("forward", "backward", "communication", "overlap")),
-    _ms("observer", _observer, "what timing the buckets or collectives adds to a step"),
+    _ms(
+        "observer",
+        lambda line: x.figure.value if line.summary and (x := line.summary.observer) else None,
+        "what timing the buckets or collectives adds to a step",
+    ),
     _extra(
         "buckets", lambda line: len(line.summary.buckets) if line.summary else None, "DDP's buckets"
     ),
@@ -308,7 +291,11 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     Column(
         "equal", _replicas_equal, _replicas_equal_text, meaning="whether all replicas were equal"
     ),
-    _ms("verify", _verify, "time of a comparison of the replicas"),
+    _ms(
+        "verify",
+        lambda line: x.cost.value if (x := line.replicas) and x.cost else None,
+        "time of a comparison of the replicas",
+    ),
     _extra(
         "verify_share",
         lambda line: line.replicas.share if line.replicas else None,
@@ -320,12 +307,6 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     _extra("rounds", _summary("rounds"), "rounds of all launches"),
     _extra("in_a_row", _summary("in_a_row"), "K: steps in a row"),
     _extra("launches", lambda line: len(line.results), "launches"),
-    Column(
-        "flags",
-        lambda line: " ".join(line.flags),
-        _flags,
-        meaning="remarks, as marks that are explained below the tables",
-        left=True,
-    ),
+    flags_column(),
     _extra("reason", lambda line: line.reason, "why it was not measured"),
 )

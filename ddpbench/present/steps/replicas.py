@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ddpbench.analysis.step_lines import StepLine
+from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Spans
 from ddpbench.present.columns import digits
 from ddpbench.present.document import Chart, make_table
 from ddpbench.present.steps.columns import ms, percent
 from ddpbench.records.schema import Replicas
 
-if TYPE_CHECKING:
-    from ddpbench.present.charts.kinds import Spans
-
 LOSSES = 8  # ranks
+_, DIFFERENT, EQUAL, NOT_FINITE, UNKNOWN = theme.VERDICTS
+MOST_TENSORS = 6  # that are named
+CAPTION = (
+    "What was found over the steps, warm-up included. Not known: between the last good "
+    "verification and the first bad one."
+)
 KINDS = {
     "parameter": "parameters",
     "gradient": "gradients",
@@ -36,28 +41,36 @@ def build_replicas(name: str, group: Sequence[StepLine], every: int) -> Iterator
         rows += [["" if i else line.case.backend, text] for i, text in enumerate(texts)]
     if not rows:
         return
-    verified = [
-        (line, launch, result.replicas)
+    bars = [
+        bar
         for line in group
         for launch, result in enumerate(line.results, 1)
         if result.replicas is not None
+        for bar in _draw(f"{line.case.backend}, launch {launch}", result.replicas)
     ]
-    failed = any(each.failed and each.first_bad is not None for *_, each in verified)
-    caption = ""
-    if failed:
-        caption = (
-            "What was found over the steps, warm-up included. Not known: between the last good "
-            "verification and the first bad one."
-        )
-
-    def draw() -> Spans:
-        from ddpbench.present.steps.drawings import draw_replicas  # loads pandas
-
-        return draw_replicas(verified)
-
+    words = name, f"Replicas of {group[0].case.workload}"
     table = make_table("replicas", ("", ""), rows, ("",))
-    title = f"Replicas of {group[0].case.workload}"
-    yield Chart(name, title, caption, table, draw if failed else None)
+    if all(bar["found"] == EQUAL for bar in bars):
+        yield Chart(*words, "", table)
+        return
+    x = Axis("step", theme.COUNT_LABELS)
+    spans = Spans(data=bars, x=x, lane="case", color="found", order=theme.VERDICTS)
+    yield Chart(*words, CAPTION, table, spans)
+
+
+def _draw(case: str, replicas: Replicas) -> Iterator[dict[str, Any]]:
+    """Yield what was found over the steps. A step lies left of its number."""
+    until, bad, last = replicas.equal_until or 0, replicas.first_bad, replicas.last_step
+    first = last + 1 if bad is None else bad
+    state = EQUAL if not replicas.failed else NOT_FINITE if replicas.equal else DIFFERENT
+    ends = [(EQUAL, 0, until), (UNKNOWN, until, first - 1), (state, first - 1, last)]
+    for found, begin, end in ends:
+        if end > begin:
+            bar = {"case": case, "found": found, "steps": f"{begin + 1} to {end}"}
+            if found != EQUAL:
+                bar["ranks"] = ", ".join(map(str, replicas.ranks))
+                bar["tensors"] = ", ".join(replicas.tensors[:MOST_TENSORS])
+            yield {**bar, "_begin": begin, "_end": end}
 
 
 def _verdict(line: StepLine, every: int) -> Iterator[str]:

@@ -10,8 +10,9 @@ from ddpbench.catalog.parallel import WAYS
 from ddpbench.present.columns import Column, choose_columns, digits, explain, format_ranks
 from ddpbench.present.document import Chart, ReportRun, Section, plain_name, show_rows
 from ddpbench.present.header import of_watch
-from ddpbench.present.steps.budget import build_buckets, build_budget, build_layers
+from ddpbench.present.steps.budget import build_budget
 from ddpbench.present.steps.columns import STEP_COLUMNS
+from ddpbench.present.steps.communication import build_buckets, build_layers
 from ddpbench.present.steps.replicas import build_replicas
 from ddpbench.present.steps.training import build_training
 from ddpbench.records.schema import StepCase

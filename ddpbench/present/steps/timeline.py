@@ -17,6 +17,15 @@ from ddpbench.records.schema import Bucket, StepSummary
 
 MOST_LANES = 8  # ranks
 PHASES = ("forward", "backward", "optimizer")
+CAPTION = (
+    "Median of each span over the steps of the launch with the median step, summed over "
+    "micro-batches. The stamps of the ranks are aligned where their steps begin."
+)
+BUCKETS = (
+    "Above: each bucket of gradients of the last micro-batch from its handover until it is "
+    "reduced; pale while it waits for other ranks. Blocked: backward has handed over its last "
+    "bucket and waits."
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Lane:
 def draw_timeline(name: str, title: str, run: ReportRun, line: StepLine) -> Iterator[Chart]:
     """Yield the timeline of a case, in the launch whose step is the median of all.
 
-    Without samples there is one lane: the slowest rank of each phase.
+    It needs the samples.
     """
     measured = [(r.launch, r.summary) for r in line.results if r.summary is not None]
     if not measured:
@@ -69,11 +78,10 @@ def draw_timeline(name: str, title: str, run: ReportRun, line: StepLine) -> Iter
     measured.sort(key=lambda each: each[1].step.value)
     launch, summary = measured[(len(measured) - 1) // 2]
     late = _late_ranks(line)
-    lanes = _lanes(run, line, launch, summary, late)
-    caption = _caption(line, lanes)
-    if len(measured) > 1:
-        caption = f"The launch with the median step. {caption}"
-    yield draw_chart(name, title, caption, _draw(lanes, late, line, summary.buckets))
+    lanes = _choose_lanes(_list_lanes(run.samples, line.case.key, launch, summary), late)
+    if lanes:
+        drawing = _draw(lanes, late, line, summary.buckets)
+        yield draw_chart(name, title, _caption(line, lanes), drawing)
 
 
 def _late_ranks(line: StepLine) -> set[int]:
@@ -87,42 +95,16 @@ def _late_ranks(line: StepLine) -> set[int]:
 
 
 def _caption(line: StepLine, lanes: Sequence[Lane]) -> str:
-    texts = ["Median of each span over the steps."]
-    if len(lanes) == 1 and line.case.world_size > 1:
-        texts = ["Median of each phase over the steps, of the slowest rank of each step."]
-    elif len(lanes) > 1:
-        texts.append("The stamps of the ranks are aligned where their steps begin.")
-    if len(lanes) > 1 and len(lanes) < line.case.world_size:
+    texts = [CAPTION]
+    if len(lanes) < line.case.world_size:
         shown = f"{len(lanes)} of {line.case.world_size} ranks"
         texts.append(f"{shown}: those that compute longest and shortest.")
-    if lanes[0].buckets:
-        texts.append(
-            "Above: each bucket of gradients from its handover until it is reduced; pale while it "
-            "waits for other ranks. Blocked: backward has handed over its last bucket and waits."
-        )
-    if line.case.accumulate > 1:
-        texts.append(
-            f"Forward and backward are sums over {line.case.accumulate} micro-batches; the buckets "
-            "are those of the last one."
-        )
+    texts += [BUCKETS] if lanes[0].buckets else []
     return " ".join(texts)
 
 
-def _lanes(
-    run: ReportRun, line: StepLine, launch: int, summary: StepSummary, late: set[int]
-) -> list[Lane]:
-    """Return the lanes of one launch: at most MOST_LANES."""
-    lanes = _lanes_of_ranks(run.samples, line.case.key, launch, summary)
-    if not lanes:
-        phases = {phase.name: phase.slowest.value for phase in summary.phases}
-        buckets = [(b.handed_seconds, b.handed_seconds + b.wire.value) for b in summary.buckets]
-        return [
-            Lane(
-                "slowest rank" if line.case.world_size > 1 else "rank 0",
-                tuple(phases.get(name, 0.0) for name in PHASES),
-                tuple((begin, end, end - begin) for begin, end in buckets),
-            )
-        ]
+def _choose_lanes(lanes: dict[int, Lane], late: set[int]) -> list[Lane]:
+    """Return at most MOST_LANES: those that compute longest and shortest."""
     if len(lanes) <= MOST_LANES:
         return list(lanes.values())
     order = sorted(lanes, key=lambda rank: (rank not in late, -lanes[rank].own_seconds))
@@ -130,7 +112,7 @@ def _lanes(
     return [lanes[rank] for rank in sorted({*order[:half], *order[-half:]})]
 
 
-def _lanes_of_ranks(
+def _list_lanes(
     samples: pd.DataFrame | None, key: str, launch: int, summary: StepSummary
 ) -> dict[int, Lane]:
     """Return the median step of each rank; empty without samples.
@@ -170,19 +152,20 @@ def _lanes_of_ranks(
 
 
 def _draw(lanes: Sequence[Lane], late: set[int], line: StepLine, infos: Sequence[Bucket]) -> Spans:
+    marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
     rows = [
         {"_pale": False, "_above": 0, "of": lane.name, **span}
         for lane in lanes
         for span in lane.spans(infos, line.case.accumulate)
         if span["_end"] > span["_begin"]
     ]
-    data = pd.DataFrame(rows)
-    begin, end = data["_begin"], data["_end"]
-    times = {"begin ms": begin, "end ms": end, "ms": end - begin}
-    shown = {name: [ms(each, line.seconds) for each in values] for name, values in times.items()}
-    marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
+    for row in rows:
+        begin, end = row["_begin"], row["_end"]
+        times = {"begin ms": begin, "end ms": end, "ms": end - begin}
+        row |= {name: ms(seconds, line.seconds) for name, seconds in times.items()}
+        row["_lane"] = marked.get(row["of"], row["of"])
     return Spans(
-        data=data.assign(**shown, _lane=data["of"].replace(marked)),
+        data=rows,
         x=Axis("time since the step began", theme.TIME_LABELS),
         lane="_lane",
         above=max(len(lane.buckets) for lane in lanes),

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import digits
-from ddpbench.present.document import Chart, make_table
+from ddpbench.present.document import Chart, tabulate_rows
+from ddpbench.present.load import load_charts
 from ddpbench.present.steps.columns import percent
 from ddpbench.records.schema import Epoch
-
-if TYPE_CHECKING:
-    from ddpbench.present.charts.kinds import Axis, Lines
 
 EPOCHS = 18  # rows of a text
 DECADE = 10.0  # ratio of the largest loss to the least from which their axis is logarithmic
 VERDICTS = {None: "-", True: "equal", False: "NOT EQUAL"}
-HEADINGS = ("epoch", "train loss", "validation loss", "seconds", "replicas")
 CAPTION = (
     "Mean loss over the samples of all ranks: of the training, over the steps of each epoch, and "
     "of the validation after it. Lines of equal losses cover each other. Circled: the replicas "
@@ -44,22 +43,22 @@ def build_training(name: str, group: Sequence[StepLine], *, loads: bool) -> Iter
         return
     several = any(launch > 1 for _, launch, _ in trained)
     rows = [
-        [
-            line.case.backend,
-            *([launch] if several else ()),
-            epoch.number,
-            *map(digits, (epoch.train_loss, epoch.validation_loss, epoch.seconds)),
-            VERDICTS[epoch.replicas_equal],
-        ]
+        {
+            "backend": line.case.backend,
+            "launch": launch if several else None,
+            "epoch": epoch.number,
+            "train loss": digits(epoch.train_loss),
+            "validation loss": digits(epoch.validation_loss),
+            "seconds": digits(epoch.seconds),
+            "replicas": VERDICTS[epoch.replicas_equal],
+        }
         for line, launch, epoch in trained
     ]
     notes = [f"load of a rank on {x.case.backend}: {load}" for x in group for load in _load(x)]
-    headings = ("backend", *(("launch",) if several else ()), *HEADINGS)
-    table = make_table("training", headings, rows, ("backend", "replicas"), notes)
+    table = replace(tabulate_rows("training", rows, ("replicas",)), legend=tuple(notes))
     title = f"Loss of {group[0].case.workload}"
-    losses = {loss for *_, each in trained for loss in (each.train_loss, *each.train_losses)}
-    draw = (lambda: _draw(trained)) if losses - {None} else None
-    yield Chart(name, title, CAPTION, table, draw, grouped=True, most=EPOCHS, spread=True)
+    drawing = _draw(trained)
+    yield Chart(name, title, CAPTION, table, drawing, grouped=True, most=EPOCHS, spread=True)
     if loads:
         yield from _draw_loads(name, trained)
 
@@ -81,15 +80,11 @@ def _load(line: StepLine) -> Iterator[str]:
 
 
 def _axis(trained: Sequence[Trained]) -> Axis:
-    from ddpbench.present.charts.kinds import Axis  # loads pandas
-
     numbers = [epoch.number for *_, epoch in trained]
     return Axis("epoch", theme.COUNT_LABELS, domain=(min(numbers) - 1, max(numbers)))
 
 
 def _draw_loads(name: str, trained: Sequence[Trained]) -> Iterator[Chart]:
-    from ddpbench.present.load import load_charts  # loads pandas
-
     loads = [
         (
             {"backend": line.case.backend, "launch": launch, "epoch": e.number, "_x": e.number},
@@ -97,28 +92,20 @@ def _draw_loads(name: str, trained: Sequence[Trained]) -> Iterator[Chart]:
         )
         for line, launch, e in trained
     ]
-    yield from load_charts(name, loads, _axis(trained), "epoch", detail=("launch",))
+    yield from load_charts(name, loads, _axis(trained), "epoch")
 
 
-def _draw(trained: Sequence[Trained]) -> Lines:
-    import pandas as pd
-
-    from ddpbench.present.charts.kinds import Axis, Lines
-
+def _draw(trained: Sequence[Trained]) -> Lines | None:
     rows = [
         {"backend": line.case.backend, "launch": launch, **point}
         for line, launch, epoch in trained
         for point in _points(epoch)
     ]
-    data = pd.DataFrame(rows)
-    least, most = data["_y"].min(), data["_y"].max()
-    return Lines(
-        data=data,
-        x=_axis(trained),
-        y=Axis("loss", theme.NUMBER_LABELS, log=bool(0 < DECADE * least <= most)),
-        dash="loss of",
-        detail=("launch",),
-    )
+    losses = [row["_y"] for row in rows if row["_y"] is not None]
+    if not losses:
+        return None
+    y = Axis("loss", theme.NUMBER_LABELS, log=0 < DECADE * min(losses) <= max(losses))
+    return Lines(data=rows, x=_axis(trained), y=y, dash="loss of")
 
 
 def _points(epoch: Epoch) -> Iterator[dict[str, Any]]:

@@ -1,114 +1,184 @@
-"""The charts of a watched job over time: parts of a step, lateness, loss and load."""
+"""The charts of a watched job over time: parts of a step, lateness, recorded values and load."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Lines
+from ddpbench.present.charts.kinds import Axis, Lines, Rows
 from ddpbench.present.columns import digits
-from ddpbench.present.document import Chart, draw_chart
+from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.present.load import load_charts
-from ddpbench.present.watch.timeline import Timeline, build_timeline, find_top
-from ddpbench.records.schema import Run
+from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import COLUMNS, LOSS, Watched
 
-WIDE = 50.0  # ratio of the largest value to the least, from which an axis is logarithmic
+LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
+RARE, CUT = 0.98, 3.0  # values beyond this quantile are cut if they exceed it so many times
+LABEL_ROW, LABEL_ROWS = 14, 8  # pixels of a label, labels one below the other
 CUT_NOTE = " Rare larger values are cut off; the table has them."
 
 Values = Mapping[str, Sequence[float | None]]  # name → a value for each moment
 
 
-def milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{digits(seconds * 1e3)} ms"
+@dataclass(frozen=True)
+class Timeline:
+    """The moments of a job, which all charts have in common."""
+
+    facts: tuple[dict[str, Any], ...]  # of each moment: _x, and columns
+    x: Axis
+    rules: Rows  # where findings begin and end: Lines.rules
+
+    def draw(
+        self,
+        words: tuple[str, str, str],
+        values: Values,
+        y: Axis,
+        show: Callable[[float], str],
+        **look: Any,
+    ) -> Chart:
+        """Return a chart with a line for each name, whose table has a column for each.
+
+        words: name, title and caption. show: formats a value. look: of Lines.
+        """
+        texts = [
+            {n: "-" if (value := each[i]) is None else show(value) for n, each in values.items()}
+            for i in range(len(self.facts))
+        ]
+        rows = [
+            {**facts, "name": name, "value": text, "_y": values[name][i]}
+            for i, facts in enumerate(self.facts)
+            for name, text in texts[i].items()
+            if text != "-"
+        ]
+        known = zip(self.facts, texts, strict=True)
+        cells = [{**facts, **each} for facts, each in known if set(each.values()) != {"-"}]
+        table = tabulate_rows(words[1], cells)
+        look = {"color": "name", "order": tuple(values), "height": 130, **look}
+        look.setdefault("rules", self.unlabelled)
+        return Chart(*words, table, Lines(data=rows, x=self.x, y=y, **look))
+
+    @property
+    def unlabelled(self) -> Rows:
+        """The rules for charts below the one that names them."""
+        return [{**rule, "_label": ""} for rule in self.rules]
 
 
 def draw(run: Run, watched: Watched, backend: str) -> Iterator[Chart]:
-    """Yield all charts over time, one below the other on the same axis."""
+    """Yield all charts over time, one below the other on the same axis. They need a moment."""
     timeline = build_timeline(run, watched)
-    yield draw_parts(timeline)
-    yield from draw_lateness(timeline)
-    yield draw_exposed(timeline)
-    yield from draw_values(timeline)
-    moments = zip(timeline.facts(), timeline.moments, strict=True)
+    yield _draw_parts(timeline, watched)
+    yield from _draw_lateness(timeline, run, watched)
+    yield from _draw_values(timeline, watched)
+    moments = zip(timeline.facts, watched.moments, strict=True)
     loads = [({**facts, "backend": backend}, moment.load) for facts, moment in moments]
     when, rules = "report of the ranks", timeline.unlabelled
-    yield from load_charts("watch-load", loads, timeline.x, when, rules=rules)
+    yield from load_charts("watch-load", loads, timeline.x, when, rules)
 
 
-def _lines(timeline: Timeline, values: Values, y: Axis, show: Callable[[float], str]) -> Lines:
-    """Return a line for each name. show: formats a value of a tooltip and of the table."""
-    data = [
-        {**facts, "name": name, "_y": value, "_text": show(value)}
-        for i, facts in enumerate(timeline.facts())
-        for name, each in values.items()
-        if (value := each[i]) is not None
+def build_timeline(run: Run, watched: Watched) -> Timeline:
+    """Return the time axis of a job, which begins with its first moment."""
+    moments = watched.moments
+    ends = [datetime.fromtimestamp(moment.ended, timezone.utc) for moment in moments]
+    total = moments[-1].ended - moments[0].ended
+    scale, unit = (3600, "hours") if total >= 7200 else (60, "minutes")
+    scale, unit = (scale, unit) if total >= 120 else (1, "seconds")
+    at = [(moment.ended - moments[0].ended) / scale for moment in moments]
+    facts = tuple(
+        {
+            "_x": x,
+            "UTC": end.strftime("%H:%M:%S"),
+            "step": moment.step,
+            "whole step": milliseconds(moment.step_seconds),
+        }
+        for x, end, moment in zip(at, ends, moments, strict=True)
+    )
+    events = sorted(
+        (float(np.interp(step, [moment.step for moment in moments], at)), label, finding.sentence)
+        for finding in run.findings
+        for step, label in _find_events(finding)
+    )
+    rules = [
+        {"_x": x, "finding": text, "_label": label, "_row": 8 + LABEL_ROW * (i % LABEL_ROWS)}
+        for i, (x, label, text) in enumerate(events)
     ]
-    look: dict[str, Any] = {"color": "name", "order": tuple(values), "cursor": True, "height": 130}
-    rules = timeline.unlabelled
-    return Lines(data=pd.DataFrame(data), x=timeline.x, y=y, rules=rules, **look)
+    title = f"{unit} since {facts[0]['UTC']} UTC"
+    x = Axis(title, theme.NUMBER_LABELS, domain=(0.0, at[-1]))
+    return Timeline(facts, x, rules)
 
 
-def draw_parts(timeline: Timeline) -> Chart:
-    moments = timeline.moments
+def _find_events(finding: Finding) -> Iterator[tuple[float, str]]:
+    """Yield the steps at which a finding begins and ends, and what happens there."""
+    place = finding.place
+    rank = f"rank {place['rank']}: " if "rank" in place else ""
+    for name, word in (("since_step", ""), ("until_step", "end of "), ("step", "")):
+        step = place.get(name)
+        if isinstance(step, (int, float)):
+            yield step, f"{rank}{word}{finding.code}"
+
+
+def _find_top(values: Sequence[float]) -> float | None:
+    """Return where to cut an axis so that a few huge values do not flatten the others."""
+    usual, most = (float(q) for q in np.quantile(values, [RARE, 1.0]))
+    return 1.5 * usual if most > CUT * usual > 0 else None
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{digits(seconds * 1e3)} ms"
+
+
+def find_named(run: Run) -> dict[int, str]:
+    """Return the ranks that findings on late ranks name, directly or by their host, with a code."""
+    named: dict[int, str] = {}
+    for finding in run.findings:
+        if finding.code in LATE_CODES:
+            ranks = finding.place.get("ranks", [finding.place.get("rank")])
+            for rank in ranks if isinstance(ranks, list) else []:
+                if isinstance(rank, int):
+                    named.setdefault(rank, finding.code)
+    return named
+
+
+def _draw_parts(timeline: Timeline, watched: Watched) -> Chart:
+    moments = watched.moments
     parts = {name: [m.seconds[i] for m in moments] for i, name in enumerate(COLUMNS)}
-    top = find_top([sum(m.seconds) for m in moments])
+    top = _find_top([sum(m.seconds) for m in moments])
     y = Axis("time of a step", theme.TIME_LABELS, domain=(0.0, top) if top else None)
-    lines = _lines(timeline, parts, y, milliseconds)
-    whole = lines.data["step"].map({m.step: milliseconds(m.step_seconds) for m in moments})
     caption = (
         "Time of each part in the median rank, median over the steps of each point. Dashed: where "
         f"a finding begins or ends.{CUT_NOTE if top else ''}"
     )
-    look: dict[str, Any] = {"order": theme.PHASES, "stacked": True, "held": True, "height": 260}
-    data = lines.data.assign(**{"whole step": whole})
-    drawing = replace(lines, data=data, rules=timeline.rules, **look)
-    return draw_chart("watch-parts", "Parts of a step", caption, drawing)
+    words = "watch-parts", "Parts of a step", caption
+    look: dict[str, Any] = {"order": theme.PHASES, "stacked": True, "height": 260}
+    return timeline.draw(words, parts, y, milliseconds, rules=timeline.rules, **look)
 
 
-def draw_exposed(timeline: Timeline) -> Chart:
-    shares = [m.exposed_seconds / m.step_seconds if m.step_seconds else 0 for m in timeline.moments]
-    y = Axis("share of a step", theme.SHARE_LABELS, zero=True)
-    lines = _lines(timeline, {"exposed": shares}, y, "{:.1%}".format)
-    caption = (
-        "The least that any rank was blocked in collectives, as a share of the step; median over "
-        "the steps of each point."
-    )
-    drawing = replace(lines, held=True)
-    return draw_chart("watch-exposed", "Exposed communication", caption, drawing)
-
-
-def draw_lateness(timeline: Timeline) -> Iterator[Chart]:
-    """Yield the own time of the latest ranks beyond that of the others, over time."""
-    ranks = sorted(timeline.late, key=lambda rank: (rank not in timeline.named, rank))
-    late = {f"rank {rank}": timeline.late[rank] for rank in ranks}
-    known = [value for values in late.values() for value in values if value is not None]
+def _draw_lateness(timeline: Timeline, run: Run, watched: Watched) -> Iterator[Chart]:
+    """Yield the own time of the latest ranks beyond that of the others, those named first."""
+    count, named = len(watched.moments), find_named(run)
+    ranks = [rank for rank in watched.ranks if len(rank.late_seconds) == count]
+    ranks.sort(key=lambda rank: (rank.rank not in named, rank.rank))
+    late = {f"rank {rank.rank}": rank.late_seconds for rank in ranks}
+    known = [abs(value) for values in late.values() for value in values if value is not None]
     if len(late) < 2 or not known:
         return
-    top = find_top([abs(value) for value in known])
-    domain = None if top is None else (-min(top, 1.1 * abs(float(np.quantile(known, 0.01)))), top)
-    y = Axis("late by", theme.TIME_LABELS, zero=True, domain=domain)
-    lines = _lines(timeline, late, y, milliseconds)
-    named = {f"rank {rank}" for rank in timeline.named} or set(late)
-    pale = ~lines.data["name"].isin(named)
+    top = _find_top(known)
+    y = Axis("late by", theme.TIME_LABELS, zero=True, domain=(-top, top) if top else None)
     caption = (
         "A rank's own time beyond that of the other ranks, mean over the steps of each point: "
-        "above 0, the others wait for it."
+        f"above 0, the others wait for it.{CUT_NOTE if top else ''}"
     )
-    caption += " Pale: no finding names the rank." if any(pale) else ""
-    caption += CUT_NOTE if top else ""
-    drawing = replace(lines, data=lines.data.assign(_pale=pale), held=True)
-    yield draw_chart("watch-lateness", "Lateness of the latest ranks", caption, drawing)
+    words = "watch-lateness", "Lateness of the latest ranks", caption
+    yield timeline.draw(words, late, y, milliseconds)
 
 
-def draw_values(timeline: Timeline) -> Iterator[Chart]:
+def _draw_values(timeline: Timeline, watched: Watched) -> Iterator[Chart]:
     """Yield the loss, with recorded values that are losses too, and each other recorded value."""
-    moments = timeline.moments
+    moments = watched.moments
     values: dict[str, list[float | None]] = {"training loss": [m.loss for m in moments]}
     for name in dict.fromkeys(name for m in moments for name in m.values):
         values[name] = [m.values.get(name) for m in moments]
@@ -119,14 +189,9 @@ def draw_values(timeline: Timeline) -> Iterator[Chart]:
             "The tensor passed to backward, of one step in each round of reports, and losses that "
             "the script records; medians over ranks."
         )
-        yield _draw_values(timeline, "watch-loss", "Loss", caption, losses)
+        words = "watch-loss", "Loss", caption
+        yield timeline.draw(words, losses, Axis("loss", theme.NUMBER_LABELS), digits)
     for number, name in enumerate((name for name in known if name not in losses), 1):
         caption = "Recorded by the script; median over the ranks that recorded it."
-        yield _draw_values(timeline, f"watch-value-{number}", name, caption, {name: known[name]})
-
-
-def _draw_values(timeline: Timeline, name: str, title: str, caption: str, values: Values) -> Chart:
-    numbers = [value for each in values.values() for value in each if value is not None]
-    wide = 0 < WIDE * min(numbers) < max(numbers)
-    y = Axis(title.lower(), theme.NUMBER_LABELS, log=wide)
-    return draw_chart(name, title, caption, _lines(timeline, values, y, digits))
+        words = f"watch-value-{number}", name, caption
+        yield timeline.draw(words, {name: known[name]}, Axis(name, theme.NUMBER_LABELS), digits)

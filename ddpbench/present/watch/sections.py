@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
-from types import ModuleType
 
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.present.columns import Value, digits, format_half_width, format_ranks
-from ddpbench.present.document import Chart, ReportRun, Section, make_table
+from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Bars, Matrix, Rows, draw_pairs
+from ddpbench.present.columns import digits, format_half_width, format_ranks, scaled
+from ddpbench.present.document import Chart, ReportRun, Section, make_table, tabulate_rows
 from ddpbench.present.header import of_watch
 from ddpbench.present.steps.columns import ms, percent
-from ddpbench.records.schema import Run
+from ddpbench.present.watch import over_time
+from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table
-from ddpbench.records.watched import COLUMNS, Moment, Watched
+from ddpbench.records.watched import COLUMNS, Watched, WatchedLink
 
 RANKS, PAUSES, COLLECTIVES, LINKS, MOMENTS = 8, 5, 12, 12, 10  # rows of a table, at most
 GROUP = 32  # characters of a group's name
@@ -56,21 +58,13 @@ def build_sections(run: ReportRun, *, drawn: bool = False) -> Iterator[Section]:
 def _rows(run: Run, watched: Watched, backend: str, *, drawn: bool) -> Iterator[tuple[Chart, ...]]:
     yield (*_balance(watched), *_pauses(watched))
     if drawn and len(watched.moments) > 1:
-        from ddpbench.present.watch import over_time
-
         for chart in over_time.draw(run, watched, backend):
             yield (chart,)
-    yield (*_ranks(run, watched), *(_drawings().draw_extra(run, watched) if drawn else ()))
+    yield tuple(_ranks(run, watched))
     yield tuple(_collectives(watched))
     yield tuple(_links(run, watched))
     if not drawn:
         yield tuple(_timeline(watched))
-
-
-def _drawings() -> ModuleType:
-    from ddpbench.present.watch import drawings  # loads pandas
-
-    return drawings
 
 
 def _parts(line: StepLine, title: str, whole: bool) -> Table:
@@ -109,50 +103,57 @@ def _parts(line: StepLine, title: str, whole: bool) -> Table:
     return make_table(title, headings, cells, headings[:1], (text,))
 
 
+def _draw_bars(
+    words: tuple[str, str, str], title: str, rows: Rows, most: int | None = None
+) -> Chart:
+    """Return a table of these rows, and a bar of time for each. words: of the chart."""
+    drawing = Bars(data=rows, x=Axis("time", theme.TIME_LABELS), row="_row", color="")
+    return Chart(*words, tabulate_rows(title, rows, ("group",)), drawing, most=most)
+
+
 def _balance(watched: Watched) -> Iterator[Chart]:
     """Yield where all the time of the job went."""
     balance = watched.balance
     if balance is None:
         return
     parts = balance.parts() | {"= wall time": balance.wall_seconds}
-    cells = [
-        [name, f"{seconds:.3f}", percent(seconds / balance.wall_seconds)]
-        for name, seconds in parts.items()
-    ]
-    table = make_table("total time of rank 0", ("time", "s", "% of time"), cells, ("time",))
+    rows = []
+    for name, seconds in parts.items():
+        share = percent(seconds / balance.wall_seconds)
+        cells = {"time": name, "s": f"{seconds:.3f}", "% of time": share}
+        rows.append({**cells, "_row": name, "_end": seconds, "_text": f"{share} %"})
     caption = (
         "Where the time of rank 0 went while it was watched. A long step takes at least 1.5 times "
         "as long as usual; its extra time is a part of its own."
     )
-    draw = lambda: _drawings().draw_balance(balance)  # noqa: E731
-    yield Chart("watch-balance", "Total time", caption, table, draw)
+    yield _draw_bars(("watch-balance", "Total time", caption), "total time of rank 0", rows)
 
 
 def _pauses(watched: Watched) -> Iterator[Chart]:
     """Yield the steps that took much longer than usual, by what delayed them."""
-    if not watched.pauses:
-        return
-    cells = [
-        [
-            "all" if pause.rank is None else str(pause.rank),
-            pause.phase,
-            pause.line or "-",
-            str(pause.count),
-            str(pause.every or "-"),
-            f"{pause.seconds * 1e3:.1f}",
-            f"{pause.longest_seconds * 1e3:.1f}",
-            ms(pause.mean_seconds, watched.step_seconds),
-        ]
+    rows = [
+        {
+            "rank": "all" if pause.rank is None else str(pause.rank),
+            "part": pause.phase,
+            "line": pause.line or "-",
+            "times": str(pause.count),
+            "every": str(pause.every or "-"),
+            "ms": f"{pause.seconds * 1e3:.1f}",
+            "longest ms": f"{pause.longest_seconds * 1e3:.1f}",
+            "ms per step": ms(pause.mean_seconds, watched.step_seconds),
+            "_row": f"{'all' if pause.rank is None else pause.rank}: {pause.line or pause.phase}",
+            "_end": pause.mean_seconds,
+            "_text": f"{pause.count} of {pause.seconds * 1e3:.3g} ms",
+        }
         for pause in watched.pauses
     ]
-    headings = ["rank", "part", "line", "times", "every", "ms", "longest ms", "ms per step"]
-    table = make_table("pauses, the most costly first", headings, cells, headings[1:3])
     caption = (
         "What the extra time of long steps costs per step, the average over all steps, by rank "
         "and line; beside each bar, number and median size of the pauses."
     )
-    draw = lambda: _drawings().draw_pauses(watched.pauses)  # noqa: E731
-    yield Chart("watch-pauses", "Pauses", caption, table, draw, most=PAUSES)
+    if rows:
+        words = "watch-pauses", "Pauses", caption
+        yield _draw_bars(words, "pauses, the most costly first", rows, PAUSES)
 
 
 def _ranks(run: Run, watched: Watched) -> Iterator[Chart]:
@@ -168,111 +169,131 @@ def _ranks(run: Run, watched: Watched) -> Iterator[Chart]:
     known = f", {len(ranks)} of {count}" if len(ranks) < count else ""
     headings = ["rank", "host", "own ms", *COLUMNS]
     table = make_table(f"ranks, the most own time first{known}", headings, cells, ("host",))
-    caption = (
-        "Mean of each part of a step, the rank with the most own time first. The straggler has "
-        "the most own time and is blocked least."
-    )
-    draw = lambda: _drawings().draw_ranks(run, watched)  # noqa: E731
-    yield Chart("watch-ranks", "Ranks", caption, table, draw, most=RANKS)
+    caption = "Mean of each part of a step, the rank with the most own time first."
+    bars = _draw_ranks(run, watched)
+    yield Chart("watch-ranks", "Ranks", caption, table, bars, most=RANKS)
+
+
+def _draw_ranks(run: Run, watched: Watched) -> Bars:
+    """Return where each rank's step goes, the most own time first."""
+    named, several = over_time.find_named(run), len(watched.hosts) > 1
+    bars = [
+        {
+            "rank": f"{rank.rank} on {rank.host}" if several else f"rank {rank.rank}",
+            "part": part,
+            "mean": over_time.milliseconds(seconds),
+            "_end": seconds,
+            "_text": named.get(rank.rank, "") if part == COLUMNS[-1] else "",
+        }
+        for rank in sorted(watched.ranks, key=lambda rank: -sum(rank.mean_seconds[:-1]))
+        for part, seconds in zip(COLUMNS, rank.mean_seconds, strict=True)
+    ]
+    x = Axis("time of a step", theme.TIME_LABELS)
+    return Bars(data=bars, x=x, row="rank", color="part", order=theme.PHASES)
 
 
 def _collectives(watched: Watched) -> Iterator[Chart]:
     """Yield how long the earliest rank waits for the latest in each kind of call."""
-    if not watched.collectives:
-        return
-    cells = [
-        [
-            row.group if len(row.group) <= GROUP else f"{row.group[: GROUP - 1]}…",
-            str(row.ranks),
-            row.operation,
-            digits(row.nbytes / 1e3),
-            f"{row.calls:.1f}" if watched.steps else f"{row.calls:.0f}",
-            ms(row.wait_seconds, watched.step_seconds),
-            ms(row.wire_seconds, watched.step_seconds),
-            "-" if row.last_rank is None else f"{row.last_rank} ({row.last_share * 100:.0f} %)",
-        ]
-        for row in watched.collectives
-    ]
-    count = "per step" if watched.steps else "calls"
-    headings = ["group", "ranks", "operation", "kB", count, "wait ms", "wire ms", "last rank"]
-    title, left = "collectives, the longest waits first", ("group", "operation")
+    rows = []
+    for row in watched.collectives:
+        last = "-" if row.last_rank is None else f"{row.last_rank} ({row.last_share * 100:.0f} %)"
+        size, calls = digits(row.nbytes / 1e3), row.calls if watched.steps else 1
+        group = row.group if len(row.group) <= GROUP else f"{row.group[: GROUP - 1]}…"
+        cells = {
+            "group": group,
+            "ranks": str(row.ranks),
+            "operation": row.operation,
+            "kB": size,
+            **({"per step": f"{calls:.1f}"} if watched.steps else {"calls": f"{row.calls:.0f}"}),
+            "wait ms": ms(row.wait_seconds, watched.step_seconds),
+            "wire ms": ms(row.wire_seconds, watched.step_seconds),
+            "last rank": last,
+            "_row": f"{row.operation} {size} kB, {group}",
+            "_end": row.wait_seconds * calls,
+            "_text": "" if last == "-" else f"rank {last}",
+        }
+        rows.append(cells)
     caption = (
-        "How long the earliest rank waits for the latest, median over calls, per "
-        f"{'step' if watched.steps else 'call'}; beside each bar the rank that is last most often, "
-        "in which share of the calls."
+        f"Wait per {'step' if watched.steps else 'call'}; beside each bar the rank that is last "
+        "most often, in which share of the calls."
     )
-    draw = lambda: _drawings().draw_collectives(watched)  # noqa: E731
-    table = make_table(title, headings, cells, left)
-    words = "watch-collectives", "Waits in collectives", caption
-    yield Chart(*words, table, draw, most=COLLECTIVES)
+    if rows:
+        words = "watch-collectives", "Waits in collectives", caption
+        yield _draw_bars(words, "collectives, the longest waits first", rows, COLLECTIVES)
 
 
 def _links(run: Run, watched: Watched) -> Iterator[Chart]:
     """Yield the links between hosts."""
     if not watched.links:
         return
-    cells = [
-        [
-            f"{link.host} → {link.peer}",
-            link.interface,
-            digits(link.nbytes / 1e6),
-            digits(None if link.bytes_per_second is None else link.bytes_per_second / 1e6),
-            digits(None if link.rtt_seconds is None else link.rtt_seconds * 1e6),
-            str(link.retransmitted),
-        ]
+    rows = [
+        {
+            "link": f"{link.host} → {link.peer}",
+            "interface": link.interface,
+            "MB": digits(link.nbytes / 1e6),
+            "MB/s": digits(scaled(link.bytes_per_second, 1e-6)),
+            "round trip µs": digits(scaled(link.rtt_seconds, 1e6)),
+            "retransmitted": str(link.retransmitted),
+        }
         for link in watched.links
     ]
-    headings = ["link", "interface", "MB", "MB/s", "round trip µs", "retransmitted"]
-    table = make_table("links, the busiest first", headings, cells, headings[:2])
+    table = tabulate_rows("links, the busiest first", rows)
     caption = (
         "Rate of the job's connections from host to host while data is on its way, in MB/s; more "
         "is better. Outlined: slow."
     )
-    draw = lambda: _drawings().draw_links(run, watched)  # noqa: E731
-    yield Chart("watch-links", "Links of the job", caption, table, draw, most=LINKS)
+    heat = _draw_links(run, watched)
+    yield Chart("watch-links", "Links of the job", caption, table, heat, most=LINKS)
+
+
+def _draw_links(run: Run, watched: Watched) -> Matrix | None:
+    """Return the rates of the links between hosts; None if they are unknown."""
+    hosts = [host for host in watched.hosts if any(host in (x.host, x.peer) for x in watched.links)]
+    known = [
+        {
+            "from": link.host,
+            "to": link.peer,
+            "_value": float(f"{link.bytes_per_second / 1e6:.3g}"),
+            "_marked": "slow" if any(_is_named(link, found) for found in run.findings) else "",
+            "interface": link.interface,
+            "carried": f"{link.nbytes / 1e6:.4g} MB",
+            "retransmitted": str(link.retransmitted),
+        }
+        for link in watched.links
+        if link.bytes_per_second and {link.host, link.peer} <= set(hosts)
+    ]
+    if len(hosts) < 2 or not known:
+        return None
+    return draw_pairs(known, hosts, "host", "MB/s")
+
+
+def _is_named(link: WatchedLink, finding: Finding) -> bool:
+    """Whether a finding names this link, or all links of one of its hosts in this direction."""
+    ends = {"sends": [link.host], "receives": [link.peer]}
+    named = [ends[way] for way in finding.place.get("bytes_per_second", ())]
+    if finding.code == "slow-link":
+        named.append([link.host, link.peer])
+    return finding.place.get("hosts") in named
 
 
 def _timeline(watched: Watched) -> Iterator[Chart]:
-    moments, step = watched.moments, watched.step_seconds
-    if len(moments) < 2:
-        return
-    read = {name: pick for name, pick in READ.items() if any(pick(m) is not None for m in moments)}
-    cells = [
-        [
-            _clock(moment),
-            str(moment.step),
-            ms(moment.step_seconds, step),
-            *_ms(moment.seconds, step),
-            *(digits(_find_latest(moments[: i + 1], pick)) for pick in read.values()),
-        ]
-        for i, moment in enumerate(moments)
-    ]
-    headings = ["UTC", "step", "ms", *COLUMNS, *read]
-    table = make_table("timeline", headings, cells)
-    yield Chart("watch-timeline", "Timeline", "", table, most=MOMENTS, spread=True)
-
-
-def _find_latest(moments: Sequence[Moment], pick: Callable[[Moment], Value]) -> Value:
-    """Return the newest value that is known: not each moment has a report of the ranks."""
-    return next((value for m in reversed(moments) if (value := pick(m)) is not None), None)
-
-
-def _clock(moment: Moment) -> str:
-    return datetime.fromtimestamp(moment.ended, timezone.utc).strftime("%H:%M:%S")
+    step, known, rows = watched.step_seconds, dict[str, float](), []
+    for moment in watched.moments:  # not each has a report of the ranks: the newest counts
+        load = moment.load
+        read = {
+            "loss": moment.loss,
+            "cores": load.cpu_cores if load else None,
+            "GPU %": scaled(load.gpu_share, 100) if load else None,
+        }
+        known |= {name: value for name, value in read.items() if value is not None}
+        clock = datetime.fromtimestamp(moment.ended, timezone.utc).strftime("%H:%M:%S")
+        parts = dict(zip(COLUMNS, _ms(moment.seconds, step), strict=True))
+        row = {"UTC": clock, "step": moment.step, "ms": ms(moment.step_seconds, step), **parts}
+        rows.append({**row, **read, **known})
+    if len(rows) > 1:
+        table = tabulate_rows("timeline", rows)
+        yield Chart("watch-timeline", "Timeline", "", table, most=MOMENTS, spread=True)
 
 
 def _ms(seconds: Sequence[float], step: float) -> list[str]:
     return [ms(each, step) for each in seconds]
-
-
-def _gpu_percent(moment: Moment) -> float | None:
-    share = moment.load.gpu_share if moment.load is not None else None
-    return None if share is None else share * 100
-
-
-# What may be known of a moment besides its step: heading → value.
-READ: dict[str, Callable[[Moment], Value]] = {
-    "loss": lambda moment: moment.loss,
-    "cores": lambda moment: None if moment.load is None else moment.load.cpu_cores,
-    "GPU %": _gpu_percent,
-}

@@ -7,13 +7,13 @@ import math
 import re
 import shlex
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.present.document import Chart, Document, format_cell
-from ddpbench.records.table import Table, TableColumn
+from ddpbench.records.table import Table
 
 if TYPE_CHECKING:
     import jinja2
@@ -22,7 +22,6 @@ DIGITS = 5  # significant ones of every float of a chart
 # A next step is a command, or ends with one after a colon.
 COMMAND = re.compile(r"(?:^|(?<=: ))(?:python3? -m ddpbench|ddpbench (?=[a-z])|torchrun )[^;]*$")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-UNIT = re.compile(r"(?<=\d) (?=(?:%|[µmn]?s|[kMGT]i?B(?:/s)?|B)(?!\w))")
 
 
 def write(document: Document) -> str:
@@ -53,12 +52,6 @@ def _bundle_vega() -> str:
     return javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
-def _height(chart: Chart) -> int:
-    """Return the pixels that a chart will take at least, so that the page does not jump."""
-    height = (chart.spec or {}).get("height")
-    return int(height) if isinstance(height, (int, float)) else 240
-
-
 def _environment() -> jinja2.Environment:
     import jinja2
 
@@ -73,9 +66,8 @@ def _environment() -> jinja2.Environment:
         "embedded": json_in_html,
         "figure": figure,
         "table": table_data,
-        "height": _height,
-        "together": keep_together,
         "command": split_command,
+        "options": keep_options,
         "command_line": shlex.join,
     }
     return templates
@@ -109,30 +101,25 @@ def figure(chart: Chart) -> dict[str, Any]:
     Datasets become columns, which are half the size of rows.
     """
     spec = dict(chart.spec or {})
-    datasets = {name: _columns(rows) for name, rows in spec.pop("datasets", {}).items()}
+    datasets = {
+        name: {key: [row.get(key) for row in rows] for key in rows[0]}
+        for name, rows in spec.pop("datasets", {}).items()
+    }
     return {"spec": spec, "datasets": datasets}
-
-
-def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def table_data(table: Table) -> dict[str, Any]:
     """Return a table as the page's template shows it: classes and text of cells."""
-    backend = next((i for i, c in enumerate(table.columns) if c.heading == "backend"), None)
+    headings = [column.heading for column in table.columns]
+    rows = [[*map(format_cell, row, table.columns)] for row in table.rows]
     return {
-        "headed": any(column.heading for column in table.columns),
+        "headed": any(headings),
         "columns": [[column.heading, column.align] for column in table.columns],
-        "backend": backend,  # position of the column whose backends can be hidden
-        "rows": [_cells(row, table.columns) for row in table.rows],
+        # Position of the column whose backends can be hidden.
+        "backend": headings.index("backend") if "backend" in headings else None,
+        "rows": [["–" if text == "-" else text for text in row] for row in rows],
         "legend": table.legend,
     }
-
-
-def _cells(row: Sequence[Any], columns: Sequence[TableColumn]) -> list[str]:
-    texts = [format_cell(value, column) for value, column in zip(row, columns, strict=True)]
-    return ["–" if text == "-" else text for text in texts]
 
 
 def _list_backends(charts: Iterable[Chart]) -> set[str]:
@@ -147,13 +134,9 @@ def split_command(text: str) -> tuple[str, str]:
     return (text[: found.start()], found.group()) if found else (text, "")
 
 
-def keep_together(text: str, units: bool = True) -> Any:
-    """Return HTML of a text in which no line ends inside an option, or between value and unit.
-
-    units: off for a command, whose spaces stay as they are for pasting.
-    """
+def keep_options(text: str) -> Any:
+    """Return HTML of a text in which no line ends inside an option."""
     import markupsafe
 
-    joined = UNIT.sub("\N{NO-BREAK SPACE}", text) if units else text
-    options = OPTION.sub(r'<span class="option">\g<0></span>', str(markupsafe.escape(joined)))
-    return markupsafe.Markup(options)
+    escaped = str(markupsafe.escape(text))
+    return markupsafe.Markup(OPTION.sub(r'<span class="option">\g<0></span>', escaped))

@@ -83,9 +83,7 @@ def make_spec(chart: Chart) -> dict[str, Any]:
     caption = textwrap.wrap(chart.caption.translate(LACKS), CAPTION_COLUMNS)
     spec = {key: value for key, value in chart.spec.items() if key != "config"}
     spec["title"] = {"text": chart.title, "subtitle": caption, "anchor": "start"}
-    if not {"hconcat", "vconcat", "concat", "facet", "repeat"} & {*spec}:
-        spec |= {"width": WIDTH, "autosize": {"type": "fit-x", "contains": "padding"}}
-    return spec
+    return spec | {"width": WIDTH, "autosize": {"type": "fit-x", "contains": "padding"}}
 
 
 def _config() -> dict[str, Any]:

@@ -3,12 +3,12 @@
 Times come from torch's Flight Recorder and from the stamps of groups over mpi4py; nothing is added
 to a call. gloo's record has no ends. Where ends are known (mpi4py, nccl with
 TORCH_NCCL_ENABLE_TIMING=1, DDP's reductions on gloo with time_transfers=True), `wire_ns` of a rank
-is its whole time in the call, with its wait for the others. The transfer is the least over the ranks,
-because the last rank to arrive waits for nobody. Sends and receives are left out.
+is its whole time in the call, with its wait for the others. The transfer is the least over the
+ranks, because the last rank to arrive waits for nobody. Sends and receives are left out.
 
 gloo reports to nobody when a call ends. With time_transfers=True a communication hook stamps it, on
-every DDP module on gloo without a hook of the user's. It reduces as DDP does without one: it multiplies the
-bucket by 1/n and adds it up.
+every DDP module on gloo without a hook of the user's. It reduces as DDP does without one: it
+multiplies the bucket by 1/n and adds it up.
 """
 
 from __future__ import annotations
