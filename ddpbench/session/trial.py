@@ -340,7 +340,7 @@ class Trial:
             return None
         pairs = itertools.zip_longest(own, models[0])
         own_parameter, first = next((a, b) for a, b in pairs if a != b)
-        return f"the model differs from rank 0's: rank 0 has {first}, this rank {own_parameter}"
+        return f"the model differs from rank 0's: parameter {own_parameter} is {first} in rank 0"
 
     def _too_large(
         self, workload: Workload, task: Task | None, case: StepCase, replicas: int

@@ -260,7 +260,7 @@ def test_a_side_that_fails_says_why(
     assert re.search(rf"Next: run {variables}\S+ -m ddpbench {' '.join(ONE)}$", sentence)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_both_sides(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

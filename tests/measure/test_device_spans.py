@@ -185,7 +185,7 @@ def test_a_launch_that_is_seen_is_flagged(tmp_path: Path) -> None:
     [
         ("nccl", "cuda", {}, HIDDEN_LAUNCH),
         ("nccl", "cuda", {"async_op": True}, EVENTS),
-        ("nccl", "cuda", {"issue": "pipelined"}, EVENTS),
+        ("nccl", "cuda", {"mode": "pipelined"}, EVENTS),
         ("nccl", "cuda", {"op": ("barrier",)}, EVENTS),
         ("nccl", "cuda", {"op": ("send_recv",)}, TWO_STREAMS),
         ("nccl", "cuda", {"op": ("bidirectional",)}, TWO_STREAMS),

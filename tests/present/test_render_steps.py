@@ -49,7 +49,7 @@ def show(*results: StepResult, **other: Any) -> str:
 
 def read_rows(text: str, title: str) -> list[dict[str, str]]:
     """Return the rows of a table by head, without the lines of text below it."""
-    text = re.sub(r"\n(without|DDP's|timing|no budget) .*", "", text)
+    text = re.sub(r"\n(without|DDP's|timing|no breakdown) .*", "", text)
     return read_table(text, title)
 
 
@@ -121,7 +121,7 @@ def test_the_budget_shows_parts_and_never_noise_as_a_number() -> None:
     The faster backend says above how many times."""
     text = formats.show("table", two_backends())
     assert [bool(row["faster ×"]) for row in read_rows(text, TITLE)] == [False, True]
-    rows = read_rows(text, "budget")
+    rows = read_rows(text, "breakdown")
     waiting = [rows[line]["part of a step"] for line in (8, 17)]
     assert ["rank 1" in part for part in waiting] == [True, False]
     assert float(rows[2]["ms"]) == pytest.approx(19.5, abs=0.5)
@@ -155,7 +155,7 @@ def test_too_few_rounds_have_a_note_instead_of_a_budget() -> None:
     few = tuple(replace(part, resolved=False) for part in summary.budget)
     few = tuple(replace(p, figure=replace(p.figure, interval=None)) for p in few)
     text = show(a_step_result(summary=replace(summary, budget=few)))
-    assert "no budget on gloo: it needs six rounds" in text
+    assert "no breakdown on gloo: it needs six rounds" in text
 
 
 def replicas_block(text: str) -> str:

@@ -141,7 +141,7 @@ def test_an_init_method_with_a_password_is_refused_unseen(
         parser.parse_args(["--init-method", url])
     told = capsys.readouterr().err
     assert ended.value.code == 2
-    assert "write" in told
+    assert "tcp://HOST:PORT" in told
     assert "hunter2" not in told
     assert "ter2" not in told
 

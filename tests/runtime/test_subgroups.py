@@ -148,7 +148,7 @@ def test_each_kind_of_group_has_its_own_limit() -> None:
 )  # fmt: skip
 def test_a_nominal_rate_is_of_one_kind(groups: tuple[str, ...], group: str, given: bool) -> None:
     """--peak-bandwidth is not put on rows inside hosts when there are others too."""
-    asked: Any = SimpleNamespace(limit=1.0, groups=groups)
+    asked: Any = SimpleNamespace(peak_bandwidth=1.0, groups=groups)
     nothing: Any = None  # no backend, no rates and no links count then
     limits = collectives._limits(asked, nothing, a_case(group=group), nothing, nothing)
     assert [limit is not None for limit in limits] == [given, given]

@@ -11,7 +11,7 @@ from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.document import Chart, tabulate_rows
-from ddpbench.present.steps.budget import is_known
+from ddpbench.present.steps.breakdown import is_known
 from ddpbench.present.steps.columns import bounded, ms, percent
 from ddpbench.records.schema import Bucket, Collective
 

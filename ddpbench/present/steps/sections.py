@@ -10,7 +10,7 @@ from ddpbench.catalog.parallel import WAYS
 from ddpbench.present.columns import Column, choose_columns, digits, explain, format_ranks
 from ddpbench.present.document import Chart, ReportRun, Section, plain_name, show_rows
 from ddpbench.present.header import of_watch
-from ddpbench.present.steps.budget import build_budget
+from ddpbench.present.steps.breakdown import build_breakdown
 from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.present.steps.communication import build_buckets, build_layers
 from ddpbench.present.steps.replicas import build_replicas
@@ -74,7 +74,7 @@ def build_sections(
         charts["step"].append(_show_steps(f"step-{name}", group, columns))
         if wanted is None:
             charts["step"] += _draw_timelines(f"step-{name}", run, group) if drawn else []
-            charts["step"] += build_budget(f"step-{name}-budget", group)
+            charts["step"] += build_breakdown(f"step-{name}-budget", group)
             charts["step"] += build_buckets(f"step-{name}-buckets", group)
             charts["step"] += build_layers(f"step-{name}-layers", group)
             charts["replicas"] += build_replicas(f"replicas-{name}", group, run.run.plan.verify)

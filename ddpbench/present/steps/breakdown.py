@@ -1,4 +1,4 @@
-"""The budget of a step: its parts, and what could be gained."""
+"""The breakdown of a step: its parts, and what could be gained."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ CAPTION = (
 )
 
 
-def build_budget(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
+def build_breakdown(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
     """Yield the parts of a step, and what could be gained."""
     measured = [line for line in group if line.summary and line.summary.budget]
     known = [line for line in measured if any(map(is_known, _parts(line)))]
     rows = [row for line in known for row in _rows(line)]
     notes = [*_state_gain(known)]
     if few := [line.case.backend for line in measured if line not in known]:
-        notes.append(f"no budget on {', '.join(few)}: it needs six rounds, or six launches")
+        notes.append(f"no breakdown on {', '.join(few)}: it needs six rounds, or six launches")
     notes += [text for line in measured for text in (*_disagreement(line), *_timers(line))]
     notes += [text for line in group for text in _peak_memory(line)]
     if rows or notes:
-        table = replace(tabulate_rows("budget", rows, ("from",)), legend=tuple(notes))
+        table = replace(tabulate_rows("breakdown", rows, ("from",)), legend=tuple(notes))
         drawing = Bars(
             data=[bar for line in known for bar in _bars(line)],
             x=Axis("time of a step", theme.TIME_LABELS),
@@ -44,7 +44,7 @@ def build_budget(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
             within="backend",
         )
         drawn = drawing if rows else None
-        yield Chart(name, "Budget of a step", CAPTION, table, drawn, grouped=True)
+        yield Chart(name, "Breakdown of a step", CAPTION, table, drawn, grouped=True)
 
 
 def _parts(line: StepLine) -> tuple[Part, ...]:
