@@ -46,6 +46,8 @@ def _run(words: list[str]) -> int:
 
         if name in guide.ORDER:
             refuse(f"{name} is a chapter of the manual: type ddpbench guide {name}")
+        if name.endswith(".py"):
+            refuse(f"to watch a script, type ddpbench watch {name}")
         refuse(explain_unknown("command", name, list_names()))
     from ddpbench.session import options
 

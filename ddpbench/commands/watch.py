@@ -8,7 +8,7 @@ srun -n 4 python -m ddpbench.watch -m mypackage.train
 In the script itself, in every rank: ddpbench.watch()
 
 All options before the script belong to ddpbench, all after it to the script. The exit code is that
-of the script.
+of the script, except with --verify (4, 1) and --timeout (5).
 """
 
 from __future__ import annotations

@@ -38,6 +38,10 @@ from ddpbench.session import options, run_folder
 
 USUAL = "collectives"  # the command to measure if none is given
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
+SAME_ON_BOTH = (  # options that change what is measured
+    *("--op", "--sizes", "--dtype", "--reduce-op", "--groups", "--root", "-n", "--ranks"),
+    *("--workload", "--batch", "--optimizer", "--accumulate", "--parallel", "--mesh"),
+)
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
 CHECK_SECONDS = 120.0  # for another Python to import torch and ddpbench
 # The packages that ddpbench needs: name for import → name for pip.
@@ -55,7 +59,7 @@ if not missing:
     facts["torch"] = torch.__file__
 print("\\n" + json.dumps(facts))
 """
-ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=(?!=)")
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,12 @@ def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
         for word in words:
             if word.split("=")[0] in SET_HERE:
                 raise Refused(f"leave out {word}: ddpbench sets it for both sides")
+        for word in variant.words:
+            if word.split("=")[0] in SAME_ON_BOTH:
+                raise Refused(
+                    f"--{variant.name} {' '.join(variant.words)!r}: {word} changes what is "
+                    f"measured. Write it after the command: … {namespace.words[0]} {word} …"
+                )
         check(words)
     for variant in variants:
         _check_python(variant)
@@ -204,8 +214,8 @@ def parse_variant(name: str, text: str) -> Variant:
         python = next(iter(words[at + 1 : at + 2]), "")
         if not (Path(python).is_file() and os.access(python, os.X_OK)):
             raise Refused(
-                f"--{name} {text!r}: --python needs the path of a Python interpreter, "
-                f"not {python!r}"
+                f"--{name} {text!r}: {python or 'the path'} after --python is not the path of an "
+                "existing Python interpreter"
             )
         del words[at : at + 2]
     if words and not words[0].startswith("-"):

@@ -116,6 +116,7 @@ def names(kind: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         for word in words:
             if word not in table:
                 unknown = explain_unknown(kind, word, [*table, "all"])
+                unknown += " (or add it with --import MODULE)" if kind == "operation" else ""
                 if word in SAME and SAME[word] in table:
                     unknown = f"unknown {kind} {word!r}: write {SAME[word]}"
                 raise argparse.ArgumentTypeError(unknown)
@@ -228,7 +229,11 @@ def import_modules(words: Sequence[str]) -> None:
             try:
                 import_module(module)
             except (ImportError, TypeError, ValueError) as error:
-                raise placement.Refused(f"--import {module}: {error}") from None
+                name = module.removesuffix(".py").rpartition("/")[2]
+                raise placement.Refused(
+                    f"--import {module}: {error}. Write the name of a module, such as {name}, and "
+                    "start ddpbench in the folder of its file"
+                ) from None
 
 
 def add_group(parser: argparse.ArgumentParser, title: str, texts: str) -> Callable[..., None]:
@@ -265,7 +270,7 @@ WHERE = """
                there is one)
 --ranks        number of ranks to start on this host if no launcher started them (default: 2, or
                one per GPU)
---import       module to import first, such as a plug-in that registers a backend; can be repeated
+--import       module to import first, which adds a backend or an operation; can be repeated
                (default: none)
 --share-gpu    allow two ranks to use the same GPU, for tests
 --init-method  how the ranks meet: env://, tcp://HOST:PORT or file:///PATH (default: as the launcher
