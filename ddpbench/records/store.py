@@ -241,7 +241,9 @@ def find(name: str) -> Path:
     if name == "last" and folders:
         return folders[-1]
     known = ", ".join(folder.name for folder in folders[-3:]) or "results/ contains no run yet"
-    missing = f"no run {name!r}" if path.exists() or not path.suffix else f"{name} does not exist"
+    missing = (
+        f"no run {name!r}" if os.path.lexists(path) or not path.suffix else f"{name} does not exist"
+    )
     raise InvalidRun(
         f"{missing}: give a folder with a run.json, a log, or a name from `ddpbench list` ({known})"
     )

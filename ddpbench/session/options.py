@@ -229,11 +229,9 @@ def import_modules(words: Sequence[str]) -> None:
             try:
                 import_module(module)
             except (ImportError, TypeError, ValueError) as error:
-                name = module.removesuffix(".py").rpartition("/")[2]
-                raise placement.Refused(
-                    f"--import {module}: {error}. Write the name of a module, such as {name}, and "
-                    "start ddpbench in the folder of its file"
-                ) from None
+                found = isinstance(error, ImportError) and error.name != module.split(".")[0]
+                name = "" if found else ". Write my_op for the file my_op.py in this folder"
+                raise placement.Refused(f"--import {module}: {error}{name}") from None
 
 
 def add_group(parser: argparse.ArgumentParser, title: str, texts: str) -> Callable[..., None]:

@@ -180,7 +180,7 @@ def test_what_cannot_be_compared_is_seen_after_one_block(
 ) -> None:
     """Variants that change what is measured: exit 3, with the field, after two launches."""
     sides.case = {"b": {"dtype": "float64"}}
-    assert called("ab", "--a", "", "--b", "--dtype float64") == 3
+    assert called("ab", "--a", "", "--b", "--mode pipelined") == 3
     assert len(sides.turns) == 2
     assert "dtype float32 → float64" in capsys.readouterr().out
 
@@ -382,7 +382,7 @@ def test_a_variant_is_environment_python_and_options() -> None:
     found = parse_variant("a", f"X=1 Y='a b' --python {sys.executable} --op all_reduce")
     assert found == Variant("a", sys.executable, {"X": "1", "Y": "a b"}, ("--op", "all_reduce"))
     assert str(found) == "X=1 Y='a b' --op all_reduce"
-    with pytest.raises(Refused, match="needs the path"):
+    with pytest.raises(Refused, match="existing Python interpreter"):
         parse_variant("b", "--python")
 
 
