@@ -101,7 +101,8 @@ def _color(drawing: Drawing, data: pd.DataFrame, *, alone: bool = False) -> dict
     if not drawing.color:
         return {}
     order, shown = _list_names(drawing, data)
-    columns = 3 if len(shown) > 4 else alt.Undefined  # more would be cut on a phone
+    wide = sum(map(len, shown)) * CHARACTER > 0.75 * PHONE  # beside the symbols
+    columns = 3 if len(shown) > 4 else 2 if wide else alt.Undefined  # more would be cut on a phone
     legend = alt.Legend(title=None, values=shown, columns=columns, symbolOpacity=1)
     scale = alt.Scale(domain=order, range="category")
     named = alone or drawing.color == "backend" or len(shown) > 1
