@@ -97,15 +97,25 @@ def _draw(kind: Kind, title: str, group: Sequence[Point], table: Table) -> tuple
     name = plain_name(title)
     timed = [point for point in group if point[1].seconds]  # 0: too short for a device's clock
     caption = f"{_statistic(timed)} {', '.join(filter(None, kind[1:]))}."
-    words, drawing = (f"{name}-time", f"{title}: time", caption), draw_sizes(timed, "seconds")
-    time = Chart(*words, table, drawing, operation=kind[0])
+    time = Chart(
+        f"{name}-time",
+        f"{title}: time",
+        caption,
+        table,
+        draw_sizes(timed, "seconds"),
+        operation=kind[0],
+    )
     if not any(line.busbw for _, line in timed):
         return (time,)
-    words, drawing = (
-        (f"{name}-bandwidth", f"{title}: bandwidth", BANDWIDTH),
+    bandwidth = Chart(
+        f"{name}-bandwidth",
+        f"{title}: bandwidth",
+        BANDWIDTH,
+        NO_VALUES,
         draw_sizes(timed, "rate"),
+        operation=kind[0],
     )
-    return time, Chart(*words, NO_VALUES, drawing, operation=kind[0])
+    return time, bandwidth
 
 
 def _statistic(timed: Sequence[Point]) -> str:
