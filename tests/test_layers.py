@@ -1,8 +1,7 @@
-"""The house plan: imports run down, and the torch-free floors work where there is no torch."""
+"""Imports point down, and the torch-free layers work where torch is missing."""
 
 import ast
 from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
 from functools import cache
 from pathlib import Path
 
@@ -14,9 +13,8 @@ import ddpbench
 from ddpbench.records import store
 
 ROOT = Path(ddpbench.__file__).parents[1]
-# A floor and the floors, or single modules, that it may import besides itself. Each stands after
-# all that it names, so that no order of entries could hide a circle.
-FLOORS: dict[str, tuple[str, ...]] = {
+# A layer, and the lower layers or single modules of them that it may import.
+LAYERS: dict[str, tuple[str, ...]] = {
     "version": (),  # ddpbench/__init__.py
     "records": ("version",),
     "analysis": ("version", "records"),
@@ -58,7 +56,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "version", "records", "analysis", "verdicts", "launch", "catalog", "present",
         "interchange", "session", "doctor", "watch", "measuring", "nested_runs", "guide",
     ),
-    # The commands are imported by name, when they are called: see the test of cycles.
+    # cli imports the commands by name, when they are called.
     "cli": ("version", "records", "session", "commands"),
     "pytest_plugin": (
         "version", "records", "analysis", "verdicts", "present", "nested_runs", "commands",
@@ -67,232 +65,174 @@ FLOORS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def floor(module: str) -> str:
-    """The floor of a module of ddpbench; one directly in it, unless named above, measures."""
+def find_layer(module: str) -> str:
+    """Return the layer of a module; one directly in ddpbench, unless named above, measures."""
     if module == "ddpbench":
         return "version"
     first, *rest = module.split(".")[1:]
-    return first if rest or first in FLOORS else "measuring"
-
-
-# What a user's script finds in ddpbench, and the module that has it.
-GIVEN = {f"ddpbench.{n}": "ddpbench.replicas" for n in ddpbench.__all__ if n != "__version__"}
-GIVEN["ddpbench.watchdog"] = "ddpbench.hang.guard"
-GIVEN["ddpbench.watch"] = "ddpbench.watch.api"
-GIVEN["ddpbench.load"] = "ddpbench.commands.show"
-
-
-def given_on_demand(node: ast.AST) -> bool:
-    """Whether this code of a module runs when a name is asked for, or when types are checked."""
-    if isinstance(node, ast.If):
-        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-    return isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
-
-
-def is_left_out(node: ast.AST, module: str) -> bool:
-    """Whether no layer answers for this code: the entry point of a module that is run, and what
-    ddpbench/__init__.py gives its users when they ask for it."""
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
-        return True
-    return module == "ddpbench" and given_on_demand(node)
-
-
-Found = tuple[ast.Import | ast.ImportFrom | ast.Call, bool]
-
-
-@cache
-def find_imports(text: str, module: str) -> tuple[Found, ...]:
-    """What a file imports, at the top, in functions, for type checking or through import_module
-    with a constant, and whether it is left out. A file is the same in nearly every copy."""
-    found: list[Found] = []
-
-    def look(node: ast.AST, left_out: bool) -> None:
-        for child in ast.iter_child_nodes(node):
-            out = left_out or is_left_out(child, module)
-            named = isinstance(child, ast.Import | ast.ImportFrom)
-            if named or (
-                isinstance(child, ast.Call)
-                and getattr(child.func, "attr", getattr(child.func, "id", ""))
-                in ("import_module", "__import__")
-                and isinstance(child.args[0], ast.Constant)
-            ):
-                found.append((child, out))
-            look(child, out)
-
-    look(ast.parse(text), False)
-    return tuple(found)
-
-
-def imported(
-    text: str, module: str, modules: AbstractSet[str], everything: bool = False
-) -> Iterator[tuple[int, str]]:
-    """(line, module) of everything of ddpbench that this file imports, relatively, too; but for
-    what is left out, unless everything is asked for. Code in ddpbench that uses what the package
-    gives its users imports the module that has it."""
-    for node, left_out in find_imports(text, module):
-        if left_out and not everything:
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = module.split(".")
-            above = package if f"{module}.__init__" in modules else package[:-1]
-            start = above[: len(above) - node.level + 1] if node.level else []
-            base = ".".join([*start, *([node.module] if node.module else [])])
-            within = [f"{base}.{alias.name}" for alias in node.names]
-            names = [name if name in modules else base for name in within]
-            names = [GIVEN.get(one, name) for one, name in zip(within, names, strict=True)]
-        else:
-            assert isinstance(node.args[0], ast.Constant)
-            names = [str(node.args[0].value)]
-        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "ddpbench")
+    return first if rest or first in LAYERS else "measuring"
 
 
 @cache
 def read_package() -> dict[str, str]:
-    """The text of each file of the package, by its path below ddpbench/."""
+    """Return the text of each file of the package, by the path below ddpbench/."""
     folder = ROOT / "ddpbench"
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.py")}
 
 
-def plant(path: str, code: str) -> dict[str, str]:
-    """The package with this code at the end of a file."""
-    return {**read_package(), path: f"{read_package().get(path, '')}{code}\n"}
+def is_entry_point(node: ast.AST) -> bool:
+    """Return whether this code only runs with `python -m`: no layer is responsible for it."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
 
 
-def read_imports(
-    texts: dict[str, str], everything: bool = False
-) -> dict[tuple[str, str], tuple[tuple[int, str], ...]]:
-    """What each file imports, by its path and its dotted name."""
-    names = {path: ".".join(("ddpbench", *Path(path).with_suffix("").parts)) for path in texts}
-    short = {path: name.removesuffix(".__init__") for path, name in names.items()}
-    modules = frozenset({*names.values(), *short.values()})
+def is_lazy_attribute(node: ast.AST) -> bool:
+    """Return whether this code of ddpbench/__init__.py gives users a name when they ask for it."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING"
+    return isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
+
+
+def walk(node: ast.AST, module: str) -> Iterator[ast.AST]:
+    """Yield all nodes below a node for which the layer of its module is responsible."""
+    for child in ast.iter_child_nodes(node):
+        if not (is_entry_point(child) or (module == "ddpbench" and is_lazy_attribute(child))):
+            yield child
+            yield from walk(child, module)
+
+
+@cache
+def find_imports(path: str, text: str) -> tuple[str, tuple[tuple[int, str], ...]]:
+    """Return the module's dotted name, and the (line, name) of all that it imports of ddpbench.
+
+    An import counts at the top, in a function, for type checking and through import_module with a
+    constant. A file is the same in nearly every copy of the package.
+    """
+    folder = ["ddpbench", *Path(path).parent.parts]
+    module = ".".join([*folder, Path(path).stem]).removesuffix(".__init__")
+    found: list[tuple[int, str]] = []
+    for node in walk(ast.parse(text), module):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = folder[: len(folder) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found.append((node.lineno, ast.unparse(node.args[0]).strip("'")))  # if constant
+    return module, tuple(each for each in found if each[1].split(".")[0] == "ddpbench")
+
+
+def read_imports(texts: dict[str, str]) -> dict[tuple[str, str], list[tuple[int, str]]]:
+    """Return (line, module) of each import, by path and module. A name in a module is no module.
+
+    A public name of the package, such as ddpbench.verify_replicas, counts as a module of its own.
+    """
+    read = {path: find_imports(path, text) for path, text in texts.items()}
+    modules = {module for module, _ in read.values()}
+
+    def resolve(name: str) -> str:
+        parent = name.rpartition(".")[0]
+        is_public = parent == "ddpbench" and name != "ddpbench.__version__"
+        return name if name in modules or is_public or not parent else parent
+
     return {
-        (path, short[path]): tuple(imported(text, short[path], modules, everything))
-        for path, text in texts.items()
+        (path, module): [(line, resolve(name)) for line, name in found]
+        for path, (module, found) in read.items()
     }
 
 
-def arrows_up(texts: dict[str, str]) -> list[str]:
-    """Every import in these files that its floor may not make."""
+def find_upward_imports(texts: dict[str, str]) -> list[str]:
+    """Return every import in these files that their layer may not make."""
     found = []
     for (path, module), targets in read_imports(texts).items():
-        mine = floor(module)
+        layer = find_layer(module)
+        allowed = {layer, *LAYERS.get(layer, ())}
         for line, target in targets:
-            inside = target.removeprefix("ddpbench.")
-            if floor(target) != mine and not {floor(target), inside} & set(FLOORS.get(mine, ())):
+            if not {find_layer(target), target.removeprefix("ddpbench.")} & allowed:
                 found.append(f"ddpbench/{path}:{line} imports {target}")
+            if target.removeprefix("ddpbench.") in ddpbench.__all__:
+                found.append(f"ddpbench/{path}:{line} imports {target} as users do")
     return sorted(found)
 
 
-def cycles(texts: dict[str, str]) -> list[list[str]]:
-    """The modules that import one another, in a circle of any length.
-
-    An import counts wherever it stands. Only an import whose name is computed does not: cli finds
-    a command by its name in the folder commands/, as a shell finds a program, and knows none.
-    """
+def find_cycles(texts: dict[str, str]) -> list[str]:
+    """Return the modules that import one another, in a cycle of any length."""
     imports = {
-        module: {target.removesuffix(".__init__") for _, target in targets}
-        for (_, module), targets in read_imports(texts, True).items()
+        module: {target for _, target in targets}
+        for (_, module), targets in read_imports(texts).items()
     }
-    reached = {name: reachable(name, imports) for name in imports}
-    circles = {
-        tuple(sorted(other for other in reached[name] if name in reached[other]))
-        for name in imports
-        if name in reached[name]
-    }
-    return sorted(map(list, circles))
+
+    def find_reachable(start: str) -> set[str]:
+        reached, left = set[str](), [start]
+        while left:
+            new = imports[left.pop()] & set(imports) - reached
+            reached |= new
+            left += new
+        return reached
+
+    return sorted(module for module in imports if module in find_reachable(module))
 
 
-def reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
-    """The modules that this one imports, directly or through others."""
-    reached, left = set[str](), [start]
-    while left:
-        new = imports[left.pop()] & set(imports) - reached
-        reached |= new
-        left += new
-    return reached
+def plant(path: str, code: str) -> dict[str, str]:
+    """Return the package with this code at the end of a file."""
+    return {**read_package(), path: f"{read_package().get(path, '')}{code}\n"}
 
 
-def test_no_modules_import_one_another() -> None:
-    """No strongly connected component of the imports has two modules, nor one that imports
-    itself."""
-    assert cycles(read_package()) == []
+def test_imports_point_down() -> None:
+    """Every module imports only from lower layers, and no modules import one another."""
+    assert find_upward_imports(read_package()) == []
+    assert find_cycles(read_package()) == []
 
 
-CIRCLES = {
-    "for types": ("records/schema.py", "if TYPE_CHECKING:\n    from ddpbench.records import store"),
-    "in a function": ("launch/family.py", "def f():\n    from ddpbench.launch import forks"),
-    "when run": (
-        "session/errors.py",
-        "if __name__ == '__main__':\n    from ddpbench.cli import main",
-    ),
-    "when asked for": ("replicas/verify.py", "from ddpbench import __version__"),
-}
-
-
-@pytest.mark.parametrize("way", CIRCLES)
-def test_a_circle_is_found(way: str) -> None:
-    """An import that closes a circle, planted wherever Python allows one, is found."""
-    name, planted = CIRCLES[way]
-    (circle,) = cycles(plant(name, planted))
-    assert "ddpbench." + name.removesuffix(".py").replace("/", ".") in circle
-
-
-def test_no_arrow_runs_up() -> None:
-    """Every module of ddpbench imports from floors below its own only."""
-    assert arrows_up(read_package()) == []
-
-
-def test_the_floors_have_an_order() -> None:
-    """Each floor names only floors that stand before it, and every package is one of them."""
-    order = list(FLOORS)
-    for position, allowed in enumerate(FLOORS.values()):
+def test_the_layers_are_ordered() -> None:
+    """Each layer names only layers above it in the table, and every package is a layer."""
+    order = list(LAYERS)
+    for position, allowed in enumerate(LAYERS.values()):
         assert {name.split(".")[0] for name in allowed} <= set(order[:position])
     packages = {path.parent.name for path in (ROOT / "ddpbench").glob("*/__init__.py")}
     assert packages <= set(order)
 
 
-UP = {
-    "at the top": ("records/codec.py", "from ddpbench.analysis import stats"),
-    "of a module": ("analysis/stats.py", "import ddpbench.runtime.world"),
-    "of a whole package": ("analysis/stats.py", "from ddpbench import runtime"),
-    "in a function": ("runtime/control.py", "def f():\n    from ddpbench.measure import loop"),
-    "for types": (
-        "catalog/sizes.py",
-        "if TYPE_CHECKING:\n    from ddpbench.present import formats",
-    ),
-    "by name": ("measure/clock.py", "importlib.import_module('ddpbench.collectives')"),
-    "relatively": ("runtime/cpu.py", "from ..catalog import backends"),
-    "from a package": ("present/__init__.py", "from ..measure.loop import Samples"),
-    "to the front door": ("collectives.py", "def f():\n    from ddpbench import cli"),
-    "beside": ("present/collectives/columns.py", "from ddpbench.catalog.backends import BACKENDS"),
-    "of what users are given": ("runtime/control.py", "from ddpbench import verify_replicas"),
-    "in the package itself": ("__init__.py", "from ddpbench.replicas import Report"),
-    "under another test": (
-        "session/recorder.py",
-        "if __name__ != '__main__':\n    import ddpbench.cli",
-    ),
-}
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("records/codec.py", "from ddpbench.analysis import stats"),
+        ("analysis/stats.py", "import ddpbench.runtime.world"),
+        ("runtime/control.py", "def f():\n    from ddpbench.measure import loop"),
+        ("catalog/sizes.py", "if TYPE_CHECKING:\n    from ddpbench.present import formats"),
+        ("measure/clock.py", "importlib.import_module('ddpbench.collectives')"),
+        ("runtime/cpu.py", "from ..catalog import backends"),
+        ("runtime/control.py", "from ddpbench import verify_replicas"),
+        ("__init__.py", "from ddpbench.replicas import Report"),
+        ("session/recorder.py", "if __name__ != '__main__':\n    import ddpbench.cli"),
+    ],
+)
+def test_an_upward_import_is_found(path: str, code: str) -> None:
+    """Wherever Python allows one, it is found with its line."""
+    line = len(read_package()[path].splitlines()) + 1 + code.count("\n")
+    found = {each.split(" ")[0] for each in find_upward_imports(plant(path, code))}
+    assert found == {f"ddpbench/{path}:{line}"}
 
 
-@pytest.mark.parametrize("way", UP)
-def test_an_arrow_up_is_found(way: str) -> None:
-    """An import that runs up, planted in any way that Python has, is found, alone and with its
-    line."""
-    name, planted = UP[way]
-    line = len(read_package()[name].splitlines()) + 1 + planted.count("\n")
-    arrows = arrows_up(plant(name, planted))
-    assert [arrow.split(" ")[0] for arrow in arrows] == [f"ddpbench/{name}:{line}"]
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("records/schema.py", "if TYPE_CHECKING:\n    from ddpbench.records import store"),
+        ("launch/family.py", "def f():\n    from ddpbench.launch import forks"),
+    ],
+)
+def test_a_cycle_is_found(path: str, code: str) -> None:
+    cycle = find_cycles(plant(path, code))
+    assert "ddpbench." + path.removesuffix(".py").replace("/", ".") in cycle
 
 
-def test_a_module_that_is_run_may_call_the_front_door() -> None:
-    """`if __name__ == "__main__":` is no import of the module; a new command is on its floor."""
+def test_an_entry_point_may_import_the_command_line() -> None:
+    """`if __name__ == "__main__":` isn't part of the module; a new command is in its layer."""
     code = (
         "from ddpbench import collectives\nfrom ddpbench.measure import loop\n"
         'if __name__ == "__main__":\n    from ddpbench.cli import main'
     )
-    assert arrows_up(plant("another.py", code)) == []
+    assert find_upward_imports(plant("another.py", code)) == []
 
 
 # --- without torch --------------------------------------------------------------------------------
@@ -301,7 +241,7 @@ def test_a_module_that_is_run_may_call_the_front_door() -> None:
 TORCH_FREE = ("analysis", "records", "present", "catalog", "interchange", "doctor")
 
 
-def test_without_torch_all_its_free_floors_can_be_imported() -> None:
+def test_torch_free_layers_import_without_torch() -> None:
     """They, the measuring commands and cli import where importing torch fails; the hook that makes
     it fail does so."""
     modules = [

@@ -27,7 +27,6 @@ PERF = Path(__file__).parent / "perf"
 # Script, its words, and what it prints at its end.
 ON_THIS_HOST = [
     ("coverage", ["10"], "worst share of false verdicts: "),
-    ("modes", [], "mean of logarithms"),
     ("overhead", ["gloo", "1", "0.05"], "1 launches a side; bound "),
     ("scale", ["16"], "run.json MB"),
     ("verdicts", ["noticed", "8"], "launch=0.1, cases=4, earlier=10): "),
@@ -41,21 +40,19 @@ ON_THIS_HOST = [
 ]
 OVER_MPI = [
     ("mpi_speed", ["2", "1", "4 B", "1"], "all_gather 4 B"),
-    ("slow_mode", ["1"], "kernel's copy of 1 MiB"),
 ]
 WITH_RANKS_OF_ITS_OWN = ("healthy", ["2"], "2 healthy runs, ")
 ON_SEVERAL_HOSTS = [
     ("links", ["0.05", "2.5 Gbit/s"], "readings off by more than"),
-    ("sharded_links", ["1", "64"], "these collectives"),
     ("slow_links", ["1", "one of three"], "planted Mbit/s"),
     ("step_links", ["2", "1 Gbit/s"], "of 1 off"),
 ]
 # These take more than ten seconds.
-NIGHTLY = {"healthy", "links", "mpi_speed", "overhead", "sharded_links", "slow_links", "step_links",
+NIGHTLY = {"healthy", "links", "mpi_speed", "overhead", "slow_links", "step_links",
            "watch_cost", "watch_stragglers"}  # fmt: skip
 # These judge measured figures, which may be bad here, and then exit with 1.
 JUDGES = {
-    "coverage", "links", "overhead", "sharded_links", "slow_links", "step_links", "verdicts",
+    "coverage", "links", "overhead", "slow_links", "step_links", "verdicts",
     "watch_pauses", "watch_stragglers",
 }  # fmt: skip
 NOT_HERE = {

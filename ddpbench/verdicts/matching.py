@@ -53,7 +53,7 @@ class Side:
         """Return this side by the lower quartiles of its launches; None if a launch has none.
 
         If the times of calls have two modes, the median jumps between them. The lower quartile
-        stays with one, and needs a tenth of the launches (tests/perf/modes.py).
+        stays with one of them, so fewer launches suffice.
         """
         if not self.quartiles:
             return None
