@@ -18,7 +18,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -108,7 +108,7 @@ def new_folder(label: str, results: Path = Path("results")) -> Path:
 
 def write(folder: Path, run: Run) -> None:
     """Replace run.json atomically and without secrets. A reader never sees half a file."""
-    replace_file(folder / "run.json", codec.encode(redact.record(asdict(run))))
+    replace_file(folder / "run.json", codec.encode(redact.record(codec.to_plain(run))))
 
 
 def append(folder: Path, line: dict[str, Any]) -> None:

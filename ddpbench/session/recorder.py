@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.records import redact, store
+from ddpbench.records import codec, redact, store
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Examination, Result, StepResult
 
@@ -82,5 +82,5 @@ class Recorder:
 
     def _append(self, part: str, record: Any, **more: int) -> None:
         assert self.folder is not None
-        line = {**more, part: asdict(record)}
+        line = {**more, part: codec.to_plain(record)}
         store.append(self.folder, redact.record(line, self._owner))
