@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +36,6 @@ OPTIONS = """
 --output      folder for the stored run; none stores nothing
 --prometheus  write metrics for Prometheus: to this file, or serve them on this port (default:
               neither)
---time-transfers  time gloo's transfers with a communication hook on DistributedDataParallel, to
-              fill the column wire ms (default: off)
 --format      format of the table that rank 0 prints to stderr at the end
 --report      also write report.html, a page with charts, into the folder of the run (default: no
               page)
@@ -56,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--every", kind=options.positive, default=30.0, metavar="SECONDS")
     add("--output", default="results", metavar="FOLDER")
     add("--prometheus", kind=_file_or_port, metavar="FILE|PORT")
-    add("--time-transfers", action="store_true")
     add("--format", default="table", choices=tuple(FORMATS))
     add("--report", action="store_true")
 
@@ -67,7 +62,7 @@ def _file_or_port(text: str) -> str:
     return text if text.isdecimal() else str(Path(text).absolute())
 
 
-WITHOUT_VALUE = ("--time-transfers", "--report", "-h", "--help")
+WITHOUT_VALUE = ("--report", "-h", "--help")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -90,7 +85,7 @@ def _has_value(word: str) -> bool:
 
 @dataclass(frozen=True)
 class Program:
-    """A script (a file, or a folder or zip file with a __main__.py) or a module, and its words."""
+    """A script or a module, and its own words."""
 
     name: str
     arguments: tuple[str, ...]
@@ -104,38 +99,17 @@ class Program:
         first, *rest = words
         if not first.startswith("-m"):
             return cls(first, tuple(rest))
-        name, rest = (first[2:], rest) if len(first) > 2 else ("".join(rest[:1]), rest[1:])
+        if first == "-m":
+            first, *rest = [f"-m{rest[0]}", *rest[1:]] if rest else [first]
+        name = first.removeprefix("-m")
         if not name:
             raise Refused("no module after -m: write -m and the name of a module")
         return cls(name, tuple(rest), is_module=True)
 
-    def words(self) -> list[str]:
-        """Return the words that follow `python` to start this program."""
-        return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
-
-    def is_archive(self) -> bool:
-        """Whether this is a folder or a zip file, which Python runs as a module."""
-        return not self.is_module and pkgutil.get_importer(self.name) is not None
-
-    def path(self) -> str:
-        """Return what Python puts first in sys.path for this program."""
-        if self.is_module:
-            return str(Path.cwd())
-        return str(
-            Path(self.name).absolute() if self.is_archive() else Path(self.name).resolve().parent
-        )
-
     def require(self) -> None:
         """Raise Refused if there is no such script."""
-        if self.is_module:
-            return
-        path = Path(self.name)
-        if not path.exists():
+        if not self.is_module and not Path(self.name).is_file():
             raise Refused(f"script {self.name} does not exist: write its path, or -m MODULE")
-        if path.is_dir() and not any(path.glob("__main__.py*")):
-            raise Refused(f"{self.name} is a folder without a __main__.py: name a script in it")
-        if not os.access(path, os.R_OK):
-            raise Refused(f"script {self.name} cannot be read: check its permissions")
 
 
 def parse(
@@ -167,7 +141,6 @@ def read_settings(namespace: argparse.Namespace, program: Program) -> Settings:
         timeout=namespace.timeout or 0.0,
         every=namespace.every,
         output=None if namespace.output == "none" else Path(namespace.output).absolute(),
-        time_transfers=namespace.time_transfers,
         prometheus=namespace.prometheus,
         format=namespace.format,
         report=namespace.report,

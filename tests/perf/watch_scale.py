@@ -32,13 +32,13 @@ import msgspec
 import numpy as np
 import psutil
 import torch.distributed as dist
-from tabulate import tabulate
-
-from ddpbench.watch.gather import host_reports, joining
 from ddpbench.watch.gather.host_reports import HostReports, Job
 from ddpbench.watch.gather.mailbox import Mailbox
 from ddpbench.watch.gather.matching import list_calls
 from ddpbench.watch.gather.offsets import Line
+from tabulate import tabulate
+
+from ddpbench.watch.gather import host_reports, joining
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.window import (
     CALLS,

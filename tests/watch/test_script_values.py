@@ -18,8 +18,8 @@ from ddpbench.records.watched import MOST_LATE, MOST_VALUES, Moment
 from ddpbench.watch.gather.joining import join_hosts, join_ranks
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.summary import summarize
-from ddpbench.watch.observe.marks import Marks
 from ddpbench.watch.observe.observer import Observer
+from ddpbench.watch.observe.steps import Marks
 from ddpbench.watch.observe.values import ScriptValues
 from ddpbench.watch.window import COLUMNS, Values, Window, make_window
 

@@ -9,15 +9,15 @@ from itertools import chain
 
 import numpy as np
 import numpy.ma  # np.median imports it when first called, which would be in a watched step
+import numpy.typing as npt
 from msgspec import structs
 
 from ddpbench.records.load import join_loads
 from ddpbench.records.watched import MOST_VALUES
-from ddpbench.watch.gather.matching import join_calls
-from ddpbench.watch.gather.offsets import SAME, Line
 from ddpbench.watch.window import (
     ALL,
     BLOCKED,
+    CALL,
     CALLS,
     COLUMNS,
     HOST_CALLS,
@@ -26,38 +26,37 @@ from ddpbench.watch.window import (
     ROUND_RANKS,
     Link,
     Rows,
+    Table,
     Values,
     Window,
     add_links,
     join_long_steps,
 )
 
+Integers = npt.NDArray[np.int64]
+
 
 def join_ranks(
-    windows: Sequence[Window], host: str, addresses: Sequence[str] = (), clock: Line = SAME
-) -> Window | None:
-    """Join the windows of a host's ranks; None if there are none.
+    windows: Sequence[Window], host: str, addresses: Sequence[str] = (), ahead_ns: int = 0
+) -> Window:
+    """Join the windows of a host's ranks, at least one.
 
-    addresses: of the host; clock: how far it is ahead of rank 0's, by which times are corrected.
+    addresses: of the host; ahead_ns: how far rank 0's clock is ahead of the host's. All times of
+    the joined window are by rank 0's clock.
     """
-    if not windows:
-        return None
     joined = _join([_rename(window, host) for window in windows], RANKS, HOST_CALLS)
     for name in ("first_ns", "second_ns", "last_ns"):
-        joined.calls[name] = clock.correct(joined.calls[name])
+        joined.calls[name] += ahead_ns
     return structs.replace(
         joined,
-        ended_ns=int(clock.correct(np.array([joined.ended_ns]))[0]),
+        ended_ns=joined.ended_ns + ahead_ns,
         links=add_links(joined.links),
         addresses=list(addresses)[:LINKS],
-        bound_ns=round(clock.bound_ns),
     )
 
 
-def join_hosts(hosts: Sequence[Window]) -> Window | None:
-    """Join the windows of all hosts; None if there are none."""
-    if not hosts:
-        return None
+def join_hosts(hosts: Sequence[Window]) -> Window:
+    """Join the windows of all hosts, at least one."""
     names = [next(iter(window.hosts)) for window in hosts]
     counts = Counter(names)
     named = [
@@ -90,7 +89,6 @@ def _join(windows: Sequence[Window], most_ranks: int, most_calls: int) -> Window
     listed = [w for i, w in enumerate(windows) if w.last or i in chosen or not chosen]
     with_facts = rows or dict.fromkeys(chain(*(window.facts for window in windows)))
     shown = {*[*with_facts][:most_ranks]}
-    calls, groups, operations = join_calls(windows, most_calls)
     least = [window.least_blocked for window in members]
     return Window(
         hosts=_list_hosts(listed),
@@ -99,9 +97,8 @@ def _join(windows: Sequence[Window], most_ranks: int, most_calls: int) -> Window
         rows=rows,
         medians=_find_medians(members),
         least_blocked=np.minimum.reduce(least) if least else np.empty(0, np.float32),
-        calls=calls,
-        groups=groups,
-        operations=operations,
+        calls=_join_calls([window.calls for window in windows])[-most_calls:],
+        names=dict(chain.from_iterable(window.names.items() for window in windows)),
         facts={rank: facts for w in windows for rank, facts in w.facts.items() if rank in shown},
         host_facts=_join_facts(windows),
         links=[*chain.from_iterable(window.links for window in windows)],
@@ -163,6 +160,41 @@ def _choose_slowest(windows: Sequence[Window], most: int) -> dict[int, Rows]:
     ranks = [*rows_of]
     slowest = {ranks[i] for i in [*dict.fromkeys(ranked.tolist())][:most]}
     return {rank: rows for rank, rows in rows_of.items() if rank in slowest}
+
+
+def _join_calls(tables: Sequence[Table]) -> Table:
+    """Join what ranks or hosts report of the same calls: those of a group with the same number.
+
+    Returns a table of CALL, the newest call last.
+    """
+    # One column at a time: a single copy of all would hold the interpreter for long.
+    columns = {name: np.concatenate([table[name] for table in tables]) for name in CALL.names or ()}
+    order = np.lexsort((columns["last_ns"], columns["number"], columns["group"]))
+    columns = {name: column[order] for name, column in columns.items()}
+    groups, numbers, last_ns = columns["group"], columns["number"], columns["last_ns"]
+    changed = np.ones(len(groups), dtype=bool)
+    changed[1:] = (groups[1:] != groups[:-1]) | (numbers[1:] != numbers[:-1])
+    starts = np.flatnonzero(changed)
+    lasts = np.append(starts[1:], len(groups))[: len(starts)] - 1
+    joined = np.zeros(len(starts), CALL)
+    if not len(starts):
+        return joined
+    for name in ("group", "operation", "number", "nbytes", "last_ns", "last_rank"):
+        joined[name] = columns[name][lasts]
+    joined["ranks"] = np.add.reduceat(columns["ranks"], starts)
+    joined["step"] = np.maximum.reduceat(columns["step"], starts)
+    joined["first_ns"] = np.minimum.reduceat(columns["first_ns"], starts)
+    # The last arrival but one is of the same host as the last, or the last of another host.
+    second, ranks = columns["second_ns"][lasts], columns["ranks"][lasts]
+    before = last_ns[np.maximum(lasts - 1, starts)]
+    several = np.where(ranks > 1, np.maximum(before, second), before)
+    joined["second_ns"] = np.where(lasts > starts, several, second)
+    # The shortest known transfer: only the last rank to arrive waits for nobody.
+    unknown = np.iinfo(np.int64).max
+    wire_ns = np.where(columns["wire_ns"] < 0, unknown, columns["wire_ns"])
+    least = np.minimum.reduceat(wire_ns, starts)
+    joined["wire_ns"] = np.where(least == unknown, -1, least)
+    return joined[np.argsort(joined["last_ns"], kind="stable")]
 
 
 def _find_medians(windows: Sequence[Window]) -> dict[str, Rows]:

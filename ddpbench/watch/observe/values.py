@@ -22,7 +22,7 @@ from torch import Tensor
 from ddpbench.records import redact
 from ddpbench.records.watched import LOSS, MOST_VALUES
 from ddpbench.runtime import devices
-from ddpbench.watch.observe.marks import Marks
+from ddpbench.watch.observe.steps import Marks
 from ddpbench.watch.window import Values
 
 WAITING = 256  # records that wait to be taken; of more, the oldest are lost
