@@ -54,33 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prometheus", kind=_file_or_port, metavar="FILE|PORT")
     add("--format", default="table", choices=tuple(FORMATS))
     add("--report", action="store_true")
+    # All that follows a script or -m is the program's.
+    parser.add_argument("-m", nargs=argparse.REMAINDER, dest="module", help=argparse.SUPPRESS)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def _file_or_port(text: str) -> str:
     if wrong := explain_wrong_port(text):
         raise argparse.ArgumentTypeError(wrong)
     return text if text.isdecimal() else str(Path(text).absolute())
-
-
-WITHOUT_VALUE = ("--report", "-h", "--help")
-
-
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a watch's own options, and the program with all that follows it."""
-    index = 0
-    while index < len(words):
-        word = words[index]
-        if word == "--":
-            return [*words[:index]], [*words[index + 1 :]]
-        if word.startswith("-m") or not word.startswith("-"):
-            break
-        index += 1 if word in WITHOUT_VALUE or "=" in word or _has_value(word) else 2
-    return [*words[:index]], [*words[index:]]
-
-
-def _has_value(word: str) -> bool:
-    """Whether a short option is joined with its value, as in -n4."""
-    return not word.startswith("--") and len(word) > 2
 
 
 @dataclass(frozen=True)
@@ -92,24 +74,22 @@ class Program:
     is_module: bool = False
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Program:
-        """Return the program that these words start. Raises Refused if there is none."""
+    def of(cls, namespace: argparse.Namespace) -> Program:
+        """Return the program that a command line starts. Raises Refused if there is none."""
+        is_module = namespace.module is not None
+        words = [*(namespace.module or ()), *namespace.program]
+        if not is_module and words[:1] == ["--"]:
+            del words[0]
+        if not words and is_module:
+            raise Refused("no module after -m: write -m and the name of a module")
         if not words:
             raise Refused("no script: write train.py, or -m and the name of a module")
-        first, *rest = words
-        if not first.startswith("-m"):
-            return cls(first, tuple(rest))
-        if first == "-m":
-            first, *rest = [f"-m{rest[0]}", *rest[1:]] if rest else [first]
-        name = first.removeprefix("-m")
-        if not name:
-            raise Refused("no module after -m: write -m and the name of a module")
-        return cls(name, tuple(rest), is_module=True)
+        return cls(words[0], tuple(words[1:]), is_module)
 
     def require(self) -> None:
         """Raise Refused if there is no such script."""
         if not self.is_module and not Path(self.name).is_file():
-            raise Refused(f"script {self.name} does not exist: write its path, or -m MODULE")
+            raise Refused(f"{self.name} is not a file: write the path of a script, or -m MODULE")
 
 
 def parse(
@@ -120,10 +100,9 @@ def parse(
     Raises Refused without a program, if -n contradicts the launcher that has started the ranks, and
     if the page of --report cannot be made; ends the process with exit code 2 for a wrong option.
     """
-    own, program = split(words)
     parser = options.Parser(prog=prog, description=DESCRIPTION)
     add_arguments(parser)
-    namespace = parser.parse_args(own)
+    namespace = parser.parse_args(words)
     placement = read_placement()
     require_world_size(namespace.ranks, placement)
     if namespace.report:
@@ -131,7 +110,7 @@ def parse(
             raise Refused("--report needs a stored run: leave out --output none")
         if placement is None or placement.rank == 0:  # which writes the page
             page.require()
-    return namespace, Program.of(program)
+    return namespace, Program.of(namespace)
 
 
 def read_settings(namespace: argparse.Namespace, program: Program) -> Settings:

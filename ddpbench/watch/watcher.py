@@ -32,7 +32,6 @@ from ddpbench.session import page
 from ddpbench.session.run_end import interrupted
 from ddpbench.watch.gather.joining import join_hosts
 from ddpbench.watch.gather.transport import Transport
-from ddpbench.watch.judging.bandwidth import Reference, find_reference, judge_transfers
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.observe.arrivals import Arrivals
@@ -41,7 +40,6 @@ from ddpbench.watch.observe.links import Links
 from ddpbench.watch.observe.long_steps import LongSteps, Stacks
 from ddpbench.watch.observe.observer import Observer
 from ddpbench.watch.observe.steps import Marks, Step, StepBuilder
-from ddpbench.watch.observe.values import ScriptValues
 from ddpbench.watch.output.report import Outputs
 from ddpbench.watch.output.stored import identify_job, store_end
 from ddpbench.watch.proof import NOT_COMPARED, Proof
@@ -69,7 +67,7 @@ class Watcher:
         self._marks = Marks()
         self._over = False
         self._observer = Observer(self._marks, on_error=self._fail)
-        self.values = ScriptValues(self._marks, self._observer.losses)
+        self.values = self._observer.values
         self._proof = Proof(settings.verify, self._observer)
         self._guard: guard.Guard | None = None
         self._stored: Path | None = None  # the complete run, in rank 0
@@ -125,7 +123,10 @@ class Watcher:
             import torch.distributed as dist
 
             self._rank = dist.get_rank()
-            self._watch_for_hangs()
+            if self._settings.timeout and self._guard is None:
+                # The script may have one on, or may have destroyed its groups just now.
+                with contextlib.suppress(RuntimeError, ValueError):
+                    self._guard = guard.watchdog(self._settings.timeout)
             with (
                 contextlib.closing(_Rank(self)) as rank,
                 contextlib.closing(_Reports(self._settings, self._prefix, self._proof)) as reports,
@@ -142,12 +143,6 @@ class Watcher:
         except Exception as error:
             if not isinstance(error, ValueError) or _has_group():  # a short script has ended it
                 self._fail(error)
-
-    def _watch_for_hangs(self) -> None:
-        if self._settings.timeout and self._guard is None:
-            # The script may have one on, or may have destroyed its groups just now.
-            with contextlib.suppress(RuntimeError, ValueError):
-                self._guard = guard.watchdog(self._settings.timeout)
 
     def _fail(self, error: Exception) -> None:
         """End the watching because of an error in it, and report that once."""
@@ -246,10 +241,6 @@ class _Reports:
         self.transport = Transport(_get_default_store(), prefix, rank, self._world_size)
         self._history, self._findings = History(), tuple[Finding, ...]()
         self._group_sizes = Counter[str]()
-        self._results = settings.output or Path("results").absolute()
-        self._placed: list[int] = []  # ranks of each host, for which a stored run was looked for
-        self._reference: Reference | None = None
-        self._backend = ""
         self._outputs: Outputs | None = None
         self._output_at = 0.0  # when rank 0 judges again
         self._proof, self.exit_code = proof, 0
@@ -258,7 +249,7 @@ class _Reports:
             import scipy.special  # noqa: F401  # else analysis.stats does, in a watched step
 
             job = identify_job(settings.script, settings.verify, name, self._world_size)
-            self._backend, self._outputs = job.case.backend, Outputs(settings, job)
+            self._outputs = Outputs(settings, job)
             self.transport.publish_folder(f"{self.folder or ''}")
         self._end = End("complete", None, 0)
 
@@ -283,7 +274,7 @@ class _Reports:
             errors = {finding.code for finding in sent if finding.severity == "error"}
             self.exit_code = 4 if errors - {NOT_COMPARED} else len(errors)
         judged = judge(self._history, self._world_size)
-        self._findings = (*sent, *judged, *self._compare_transfers())
+        self._findings = (*sent, *judged)
         self._outputs.update(self._history, self._findings)
         pause = (time.thread_time() - began) / OUTPUT_SHARE
         self._output_at = time.monotonic() + min(pause, OUTPUT_SECONDS)
@@ -294,18 +285,6 @@ class _Reports:
         for call in calls:
             sizes[call.group] = max(sizes[call.group], call.ranks)
         return [call for call in calls if call.ranks == sizes[call.group]]
-
-    def _compare_transfers(self) -> Sequence[Finding]:
-        """Compare transfers, once any are known, with a stored run of the same ranks."""
-        if not any(calls.wires for calls in self._history.calls.values()):
-            return ()
-        placed = [len(ranks) for ranks in self._history.hosts.values()]
-        if placed != self._placed:
-            self._placed = placed
-            self._reference = find_reference(self._backend, placed, results=self._results)
-        if self._reference is None:
-            return ()
-        return list(judge_transfers(self._history, self._reference))
 
     @property
     def folder(self) -> Path | None:

@@ -31,7 +31,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -43,7 +42,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as Batches
 from ddpbench.watch.observe import calls
 from ddpbench.watch.observe.calls import ModuleCall
 from ddpbench.watch.observe.steps import BACKWARD, END, FORWARD, INPUT, OPTIMIZER, OTHER, Marks
-from ddpbench.watch.observe.values import Losses
+from ddpbench.watch.observe.values import ScriptValues
 from ddpbench.watch.window import BLOCKED
 
 PATIENCE = 32  # steps of one other optimizer after which it becomes the anchor
@@ -73,18 +72,16 @@ class Observer:
     one, or synchronised backwards, take over after PATIENCE steps without a step of the anchor.
     after_step: called in the training thread after each step of the anchor, with its number, from
     0; after_backward: after each synchronised backward, one in which process groups had
-    collectives, with the ranks of each of these groups; after_average: after torch has averaged
-    parameters over ranks, with their number so far. losses: of the job. counts: of "messages",
-    sends and receives since the first step. thread: of the training, None before its first mark,
-    NOBODY once this has stopped. on_error: called once, with an error in the observer or in
-    after_step, which ends the observation and not the job.
+    collectives, with the ranks of each of these groups. values: that the script computes. counts:
+    of "messages", sends and receives since the first step. thread: of the training, None before its
+    first mark, NOBODY once this has stopped. on_error: called once, with an error in the observer
+    or in after_step, which ends the observation and not the job.
     """
 
     def __init__(self, marks: Marks, on_error: Callable[[Exception], object] | None = None) -> None:
         self.after_step: list[Callable[[int], object]] = []
         self.after_backward: list[Callable[[Meetings], object]] = []
-        self.after_average: list[Callable[[int], object]] = []
-        self.losses = Losses()
+        self.values = ScriptValues(marks)
         self.counts = {"messages": 0}
         self._marks, self._on_error = marks, on_error
         self._owner = get_ident()  # the thread that uses the hooks
@@ -96,7 +93,7 @@ class Observer:
         self._backwards = 0  # synchronised ones since the anchor's last step
         self._roots: list[weakref.ref[nn.Module]] = []
         self._calls: list[ModuleCall] = []
-        self._searches = self._look_at = self._averages = 0
+        self._searches = self._look_at = 0
         self._in_backward = self._own_ended = False
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -106,7 +103,6 @@ class Observer:
             calls.replace(torch.autograd, "backward", self._wrap_backward),
             calls.replace(Batches, "__next__", partial(self._mark_calls, INPUT)),
             calls.replace(DataLoader, "__iter__", partial(self._mark_calls, INPUT)),
-            calls.replace(averaging, "average_parameters_or_parameter_groups", self._wrap_average),
             *(
                 calls.replace(dist.ProcessGroup, name, self._count_messages)
                 for name in ("send", "recv", "recv_anysource")
@@ -180,7 +176,10 @@ class Observer:
         if torch.compiler.is_compiling() or get_ident() != self.thread:
             return
         with self:
-            if self._is_anchor(optimizer) or self._takes_over(optimizer):
+            self._others[id(optimizer)] += 1
+            # By counting alone, so that all ranks decide alike: they free objects at other times.
+            if self._is_anchor(optimizer) or self._others[id(optimizer)] >= PATIENCE:
+                self._anchor = weakref.ref(optimizer)
                 self._backwards = 0
                 self._end_step()
             else:
@@ -189,21 +188,9 @@ class Observer:
     def _is_anchor(self, optimizer: Optimizer) -> bool:
         return self._anchor is not None and self._anchor() is optimizer
 
-    def _takes_over(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer has become the anchor.
-
-        By counting alone, so that all ranks decide alike: they free objects at different times.
-        """
-        self._others[id(optimizer)] += 1
-        if self._others[id(optimizer)] < PATIENCE:
-            return False
-        self._anchor = weakref.ref(optimizer)
-        return True
-
     def _end_step(self) -> None:
         self._others.clear()
         number = self._marks.add_step()
-        self.losses.resolve()
         if self._calls and number == self._look_at:
             self._replace_unused()
         self._call(self.after_step, number)
@@ -283,8 +270,8 @@ class Observer:
                         torch._C.DisableTorchFunction(),
                     ):  # subclasses may count what they see
                         self._watch_begin(tensors)
-                        if (step := self._marks.step + 1) >= self.losses.due:
-                            self.losses.keep(tensors, step)
+                        if self._marks.step + 1 >= self.values.due:
+                            self.values.keep_loss(tensors)
                 original(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
@@ -370,17 +357,6 @@ class Observer:
             return original(*args, **kwargs)
 
         return post
-
-    def _wrap_average(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def average(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            if get_ident() == self.thread:
-                self._averages += 1
-                with self:
-                    self._call(self.after_average, self._averages)
-
-        return average
 
     def _add(self, kind: int) -> None:
         with self:
