@@ -164,9 +164,9 @@ class Round(NamedTuple):
 class Window(msgspec.Struct, frozen=True):
     """What some ranks learned since their last window, over the steps that all of them have.
 
-    hosts: host → those of its ranks that have these steps or have ended; ended_ns: end of the last
-    step, by the clock of the rank's host, and by rank 0's in the window of a host; rows: of the
-    ranks that look slowest; medians: host → [steps, COLUMNS]; least_blocked: [steps], over all
+    hosts: host → those of its ranks that have these steps or have ended; ended_ns: the end of
+    their last step, by the clock of the rank's host, and by rank 0's in that of a host; rows: of
+    the ranks that look slowest; medians: host → [steps, COLUMNS]; least_blocked: [steps], over all
     ranks; calls: a table of CALL; names: its groups and operations by their crc32; facts: of the
     ranks in rows, name → value, such as "gc_seconds"; host_facts: host → the medians over its
     ranks; addresses: of the host, to name the peers of other hosts' links; load: medians over

@@ -100,11 +100,6 @@ def is_distributed(module: nn.Module) -> bool:
     return is_ddp or any(hasattr(one, "device_mesh") for one in parameters)
 
 
-def has_parameters(module: nn.Module) -> bool:
-    """Return whether a module or one of its submodules has parameters."""
-    return next(module.parameters(), None) is not None
-
-
 class ModuleCall:
     """The wrapped call of a module: `begin` before it, `end` after it, even after an exception.
 
@@ -117,15 +112,13 @@ class ModuleCall:
     def __init__(
         self, module: nn.Module, begin: Callable[[], int], end: Callable[[int], None]
     ) -> None:
-        self.module = reference = weakref.ref(module)  # so that a dropped module is freed at once
-        self.count = 0
+        self._module = reference = weakref.ref(module)  # so that a dropped module is freed at once
 
         def call(*args: Any, **kwargs: Any) -> Any:
             module: Any = reference()
             # Code that torch.compile traces must look as it would without this wrapper.
             if torch.compiler.is_compiling():
                 return module._call_impl(*args, **kwargs)
-            self.count += 1
             mark = begin()
             try:
                 return module._call_impl(*args, **kwargs)
@@ -138,6 +131,6 @@ class ModuleCall:
 
     def remove(self) -> None:
         """Restore the module, unless it was compiled in place since."""
-        module = self.module()
+        module = self._module()
         if module is not None and module.__dict__.get(CALL) is self._call:
             del module.__dict__[CALL]

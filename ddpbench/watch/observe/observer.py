@@ -48,7 +48,6 @@ from ddpbench.watch.window import BLOCKED
 PATIENCE = 32  # steps of one other optimizer after which it becomes the anchor
 UNSTEPPED = 8  # synchronised backwards before an optimizer's first step after which they are steps
 SEARCHES = 16  # for root modules
-WAIT_STEPS = 2  # in which a root module is called, if it is at all
 NOBODY = -1  # in place of a thread
 
 T = TypeVar("T")
@@ -93,7 +92,7 @@ class Observer:
         self._backwards = 0  # synchronised ones since the anchor's last step
         self._roots: list[weakref.ref[nn.Module]] = []
         self._calls: list[ModuleCall] = []
-        self._searches = self._look_at = 0
+        self._searches = 0
         self._in_backward = self._own_ended = False
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -191,8 +190,6 @@ class Observer:
     def _end_step(self) -> None:
         self._others.clear()
         number = self._marks.add_step()
-        if self._calls and number == self._look_at:
-            self._replace_unused()
         self._call(self.after_step, number)
 
     def _call(self, callbacks: Sequence[Callable[[T], object]], argument: T) -> None:
@@ -225,21 +222,7 @@ class Observer:
         known = {id(one) for one in self.modules}
         new = [one for one in calls.find_roots(is_owner) if id(one) not in known]
         self._roots.extend(weakref.ref(one) for one in new)
-        self._wrap_modules(new)
-
-    def _wrap_modules(self, modules: list[nn.Module]) -> None:
-        self._calls += [ModuleCall(one, self._begin_forward, self._end_forward) for one in modules]
-        self._look_at = self._marks.step + 1 + WAIT_STEPS
-
-    def _replace_unused(self) -> None:
-        """Replace the roots that are never called, such as a ModuleList, by their children."""
-        unused = [call for call in self._calls if not call.count]
-        self._calls = [call for call in self._calls if call.count]
-        for call in unused:
-            call.remove()
-            if (module := call.module()) is not None:
-                owners = filter(calls.has_parameters, module.children())
-                self._wrap_modules([*owners])
+        self._calls += [ModuleCall(one, self._begin_forward, self._end_forward) for one in new]
 
     def _begin_forward(self) -> int:
         if get_ident() != self.thread:
