@@ -1,12 +1,12 @@
 """Read the calls of this rank from existing records, at no cost to a collective.
 
 The records are torch's Flight Recorder, the counts of the mpi4py group, or a group's sequence
-number. Private names of torch are probed: if one is missing, the report contains less. A full dump
-of the recorder takes milliseconds and the interpreter lock; its status, for heartbeats, takes
-microseconds. gloo's status shows which calls have ended. On nccl only the entries of a dump do: a
-heartbeat assumes that the last call is open, and the watchdog dumps before it raises an alarm. The
-dump is torch's own pickle, written and read in this process: unlike the JSON, it contains the lines
-of code that made each call.
+number. Private names of torch are probed: if one is missing, the report contains less. A dump of
+the recorder holds the interpreter for 40 ms if it has 2000 entries; its status, for heartbeats,
+takes microseconds. gloo's status shows which calls have ended. On nccl only the entries of a dump
+do: a heartbeat assumes that the last call is open, and the watchdog dumps before it raises an
+alarm. The dump is torch's own pickle, written and read in this process: unlike the JSON, it
+contains the lines of code that made each call.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import contextlib
 import json
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
+
+import msgspec
 
 from ddpbench.hang import places, torch_settings
 from ddpbench.hang.cuda import relaxed_capture
@@ -26,8 +27,6 @@ from ddpbench.hang.process_groups import UNKNOWN, Group, list_groups
 from ddpbench.hang.status import Call, Log
 
 RECENT = 64  # calls of a group that are reported
-NATIVE = ("gloo", "nccl", "xccl", "mpi4py")  # in the general recorder, without a name
-NCCL = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")  # in the records all are "nccl"
 # Their status counts sends and collectives apart, but in the same field: after 900 sends, with
 # all_reduce #6 open, it reports #6 as the last begun, and #900 as the last ended.
 MIXED = ("nccl", "xccl")
@@ -65,6 +64,101 @@ class Recorder:
     entries: Callable[..., bytes]
 
 
+class Entry(msgspec.Struct, gc=False):
+    """A call as torch has recorded it. pg_id: a number of its group, unique in the process."""
+
+    pg_id: int
+    process_group: tuple[str, str]  # name, description
+    collective_seq_id: int
+    profiling_name: str
+    state: str
+    retired: bool
+    is_p2p: bool
+    input_sizes: list[list[int]]
+    input_dtypes: list[str]
+    output_sizes: list[list[int]]
+    output_dtypes: list[str]
+    record_id: int = 0
+    p2p_seq_id: int = 0
+    time_created_ns: int = 0
+    duration_ms: float = -1.0
+    frames: list[dict[str, Any]] = []
+
+    @property
+    def operation(self) -> str:
+        """The operation: "all_gather" for "nccl:_all_gather_base"."""
+        name = self.profiling_name.partition(":")[2] or self.profiling_name
+        return name.removeprefix("_").removesuffix("_base")
+
+    @property
+    def key(self) -> Key:
+        """The name of its group, and its backend."""
+        backend = self.profiling_name.partition(":")[0]
+        return self.process_group[0], "nccl" if backend.startswith("nccl") else backend
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to have ended: gloo retires entries, nccl sets the state as well."""
+        return self.retired or self.state == "completed"
+
+
+class GroupStatus(msgspec.Struct):
+    """The numbers that a recorder has of a group; -1 for none."""
+
+    last_enqueued_collective: int = -1
+    last_completed_collective: int = -1
+
+
+class Dump(msgspec.Struct):
+    """The content of a recorder: its entries, the oldest first, and a status for each pg_id."""
+
+    entries: list[Entry] = []
+    pg_status: dict[int, GroupStatus] = {}
+
+
+def find_recorders() -> dict[str, Recorder]:
+    """Return the recorders of this torch by their names in it."""
+    from torch._C import _distributed_c10d as c10d
+
+    recorders = {
+        name: Recorder(getattr(c10d, f"{name}_json"), getattr(c10d, name))
+        for name in ("_dump_fr_trace", "_dump_nccl_trace")
+        if hasattr(c10d, f"{name}_json") and hasattr(c10d, name)
+    }
+    if torch_settings.find_blocking_wait():  # a dump would query events that no longer exist
+        recorders.pop("_dump_nccl_trace", None)
+    return recorders
+
+
+def find_recorder(backend: str) -> str:
+    """Return the name of the recorder that has a backend's calls, if this torch records them."""
+    return "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace"
+
+
+def read_dump(recorder: Recorder, lines: bool = False) -> Dump:
+    """Return the content of a recorder. lines: with the lines of code that made each call.
+
+    Raises msgspec.ValidationError, a ValueError, if torch's format has changed.
+    """
+    with relaxed_capture(), _uncompiled() if lines else contextlib.nullcontext(False) as ready:
+        data = pickle.loads(recorder.entries(includeStackTraces=ready))
+    return msgspec.convert({k: v for k, v in data.items() if v}, Dump, strict=False)
+
+
+def find_missing_setting(backend: str) -> str:
+    """Return the setting that makes torch record a backend's calls; "" if it does, or cannot."""
+    recorders = find_recorders()
+    if backend == "nccl" and (variable := torch_settings.find_blocking_wait()):
+        return f"unset {variable}"
+    recorder = recorders.get(find_recorder(backend))
+    # One that is on has an entry for each group.
+    if backend not in ("gloo", "nccl") or recorder is None or _read_status(recorder)["pg_config"]:
+        return ""
+    name, older = torch_settings.BUFFER_SIZES
+    variable = name if "_dump_fr_trace" in recorders else older
+    return f"set {variable}={torch_settings.ENTRIES}"
+
+
 class Flight:
     """Reads the records, and remembers the group behind each number of a recorder."""
 
@@ -73,9 +167,9 @@ class Flight:
         self._keys: dict[tuple[str, int], Key | None] = {}  # None: ignored
         self._groups: list[Group] = []
         self._known: frozenset[tuple[int, str]] = frozenset()
-        for name, recorder in _recorders(()).items() if fresh else ():
+        for name, recorder in find_recorders().items() if fresh else ():
             with contextlib.suppress(*UNKNOWN):
-                self._keys |= {(name, number): None for number in _status(recorder)}
+                self._keys |= {(name, number): None for number in _read_numbers(recorder)}
 
     def read_logs(self, inside: str, whole: bool, lines: bool = True) -> tuple[Log, ...]:
         """Return one log for each group and backend.
@@ -90,7 +184,7 @@ class Flight:
         with contextlib.suppress(*UNKNOWN):
             groups = self._current()
         kept: Records = {}
-        for name, recorder in _recorders({b for g in self._groups for b in g.backends}).items():
+        for name, recorder in find_recorders().items():
             with contextlib.suppress(*UNKNOWN):
                 brief = self._brief(name, recorder)
                 read = {key: record for key, record in brief.items() if record.started != UNREAD}
@@ -132,7 +226,7 @@ class Flight:
         return self._groups
 
     def _brief(self, name: str, recorder: Recorder) -> Records:
-        numbers = _status(recorder)
+        numbers = _read_numbers(recorder)
         if any((name, number) not in self._keys for number in numbers):
             self._full(name, recorder)
             for number in numbers:  # ignore one whose entries are gone
@@ -140,29 +234,27 @@ class Flight:
         kept: Records = {}
         for number, status in sorted(numbers.items()):  # of equal names, the newest is in use
             if (key := self._keys[name, number]) is not None:
-                started = max(0, int(status["last_enqueued_collective"]))
-                finished = max(0, int(status["last_completed_collective"]))
+                started = max(0, status.last_enqueued_collective)
+                finished = max(0, status.last_completed_collective)
                 record = Log("", (), started, min(started, finished))
                 mixed = Log("", (), UNREAD, UNREAD, moves=started + finished)
                 kept[key] = mixed if key[1] in MIXED else record
         return kept
 
     def _full(self, name: str, recorder: Recorder, lines: bool = False) -> Records:
-        with relaxed_capture(), _uncompiled() if lines else contextlib.nullcontext(False) as ready:
-            data = pickle.loads(recorder.entries(includeStackTraces=ready))
-        status = data.get("pg_status") or {}
-        entries = data.get("entries") or ()  # the oldest first
-        entries = [e for e in entries if self._keys.get((name, e["pg_id"]), ()) is not None]
-        calls: dict[int, list[dict[str, Any]]] = {}
-        for entry in entries:
-            self._keys[name, entry["pg_id"]] = entry["process_group"][0], _backend(entry)
-            calls.setdefault(entry["pg_id"], [])
-        for entry in _list_collectives(entries):
-            calls[entry["pg_id"]].append(entry)
+        dump = read_dump(recorder, lines)
+        calls: dict[int, list[Entry]] = {}
+        for entry in dump.entries:
+            if self._keys.setdefault((name, entry.pg_id), entry.key) is not None:
+                calls.setdefault(entry.pg_id, [])
+        for entry in _list_collectives(dump.entries):
+            if entry.pg_id in calls:
+                calls[entry.pg_id].append(entry)
         kept: Records = {}
         for number, own in sorted(calls.items()):
             if (key := self._keys[name, number]) is not None:
-                counts = None if key[1] in MIXED else status.get(str(number)) or {}
+                status = dump.pg_status.get(number, GroupStatus())
+                counts = None if key[1] in MIXED else status
                 kept[key] = _read(own, counts) if own else Log("", (), 0, 0, moves=0)
         return kept
 
@@ -172,7 +264,7 @@ def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
     group."""
     for backend in group.backends:
         count = group.count(backend)
-        record = kept.get((group.name, "nccl" if backend in NCCL else backend))
+        record = kept.get((group.name, backend))
         # gloo counts sends and receives, too: without a record, collectives cannot be counted.
         counted = 0 if backend == "gloo" else max(count, 0)
         known = record or Log("", (), counted, counted, exact=False)
@@ -188,54 +280,14 @@ def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
         yield replace(known, group=phrase.strip(), members=group.members, moves=moves)
 
 
-def _recorders(backends: Iterable[str]) -> dict[str, Recorder]:
-    from torch._C import _distributed_c10d as c10d
-
-    names = ("_dump_fr_trace", "_dump_nccl_trace")
-    recorders = {
-        name: Recorder(getattr(c10d, f"{name}_json"), getattr(c10d, name))
-        for name in names
-        if hasattr(c10d, f"{name}_json") and hasattr(c10d, name)
-    }
-    if torch_settings.find_blocking_wait():  # a dump would query events that no longer exist
-        recorders.pop("_dump_nccl_trace", None)
-    general = recorders.get("_dump_fr_trace")
-    if general is not None and "backend" in (general.status.__doc__ or ""):
-        others = {backend for backend in backends if backend not in NATIVE}
-        # "nccl" may be another implementation, which does not record by itself.
-        for backend in others | ({"nccl", "nccl2"} if "nccl" in backends else set()):
-            status = partial(general.status, backend=backend)
-            recorders[backend] = Recorder(status, partial(general.entries, backend=backend))
-    return recorders
-
-
-def find_missing_setting(backend: str) -> str:
-    """Return the setting that makes torch record a backend's calls; "" if it does, or cannot."""
-    recorders = _recorders({backend})
-    native = "_dump_nccl_trace" if backend in NCCL else "_dump_fr_trace"
-    if any(not name.startswith("_dump") for name in recorders):  # attached by a newer torch
-        is_on = torch_settings.records_by_default()
-    elif backend in NCCL and (variable := torch_settings.find_blocking_wait()):
-        return f"unset {variable}"
-    elif (
-        backend in ("gloo", *NCCL) and native in recorders
-    ):  # one that is on has an entry for each group
-        is_on = bool(_read_status(recorders[native]).get("pg_config"))
-    else:
-        return ""
-    name, older = torch_settings.BUFFER_SIZES
-    variable = name if "_dump_fr_trace" in recorders else older
-    return "" if is_on else f"set {variable}={torch_settings.ENTRIES}"
-
-
-def _status(recorder: Recorder) -> dict[int, dict[str, str]]:
-    status = _read_status(recorder).get("pg_status") or {}
-    return {int(number): numbers for number, numbers in status.items()}
+def _read_numbers(recorder: Recorder) -> dict[int, GroupStatus]:
+    status = _read_status(recorder)["pg_status"]
+    return msgspec.convert(status, dict[int, GroupStatus], strict=False)
 
 
 def _read_status(recorder: Recorder) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads(recorder.status(includeCollectives=False))
-    return status
+    status = json.loads(recorder.status(includeCollectives=False))
+    return {"pg_config": {}, "pg_status": {}} | {name: part or {} for name, part in status.items()}
 
 
 @contextlib.contextmanager
@@ -259,12 +311,7 @@ def _uncompiled() -> Iterator[bool]:
             del names["_inductor"]
 
 
-def _backend(entry: dict[str, Any]) -> str:
-    name: str = entry["profiling_name"].partition(":")[0]
-    return "nccl" if name.startswith("nccl") else name
-
-
-def _list_collectives(entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _list_collectives(entries: Sequence[Entry]) -> Iterator[Entry]:
     """Yield the entries of collectives.
 
     nccl ends a batch of calls with an extra entry, "coalesced". After sends and receives this entry
@@ -272,48 +319,43 @@ def _list_collectives(entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]
     """
     sent: dict[int, int] = {}  # the number of the last send before each group's last collective
     for entry in entries:
-        number = entry.get("p2p_seq_id", 0)
-        ends_sends = entry["profiling_name"].endswith(BATCH) and sent.get(entry["pg_id"]) != number
-        if not entry["is_p2p"] and not ends_sends:
-            sent[entry["pg_id"]] = number
+        is_batch = entry.profiling_name.endswith(BATCH)
+        ends_sends = is_batch and sent.get(entry.pg_id) != entry.p2p_seq_id
+        if not entry.is_p2p and not ends_sends:
+            sent[entry.pg_id] = entry.p2p_seq_id
             yield entry
 
 
-def _read(entries: list[dict[str, Any]], status: dict[str, Any] | None) -> Log:
+def _read(entries: Sequence[Entry], status: GroupStatus | None) -> Log:
     """Return a group's record from its entries, and from its status unless that mixes sends in.
 
-    gloo sets no state but retires entries, and its status is right if it counts no sends. nccl sets
-    both state and retirement. Its communicator ends calls in their order, so the last ended one is
-    sufficient. This matters for a batch that was captured into a CUDA graph: its entries never end.
+    gloo's status is right if it counts no sends. nccl's communicator ends calls in their order, so
+    the last ended one is sufficient. This matters for a batch that was captured into a CUDA graph:
+    its entries never end.
     """
-    calls = {entry["collective_seq_id"]: entry for entry in entries}
+    calls = {entry.collective_seq_id: entry for entry in entries}
     started = max(calls)
-    ended = {n for n, entry in calls.items() if entry["retired"] or entry["state"] == "completed"}
-    recent = tuple(_call(number, calls[number]) for number in sorted(calls)[-RECENT:])
+    ended = {number for number, entry in calls.items() if entry.ended}
+    recent = tuple(_call(calls[number]) for number in sorted(calls)[-RECENT:])
     if status is None:
         return Log("", (), started, max(ended, default=min(calls) - 1), recent, moves=0)
-    exact = int(status.get("last_enqueued_collective", started)) == started
-    over = int(status.get("last_completed_collective", 0)) if exact else 0
+    exact = status.last_enqueued_collective in (-1, started)
+    over = status.last_completed_collective if exact else 0
     open_ = [number for number in calls if number > over and number not in ended]
     return Log("", (), started, min(open_) - 1 if open_ else started, recent, exact)
 
 
-def name_operation(recorded: str) -> str:
-    """Return the operation of a recorded name: "all_gather" for "nccl:_all_gather_base"."""
-    name = recorded.partition(":")[2] or recorded
-    return name.removeprefix("_").removesuffix("_base")
-
-
-def _call(number: int, entry: dict[str, Any]) -> Call:
-    name = name_operation(entry["profiling_name"])
+def _call(entry: Entry) -> Call:
     # Only the root has an input to scatter.
-    side = "output" if name == "scatter" or not entry["input_sizes"] else "input"
-    tensors = zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False)
+    has_output = entry.operation == "scatter" or not entry.input_sizes
+    dtypes = entry.output_dtypes if has_output else entry.input_dtypes
+    sizes = entry.output_sizes if has_output else entry.input_sizes
+    tensors = zip(dtypes, sizes, strict=False)
     shapes = [f"{DTYPES.get(d, d.lower())}[{','.join(map(str, s))}]" for d, s in tensors]
     more = f" and {len(shapes) - 2} more" if len(shapes) > 2 else ""
-    lines = [(f["name"], f["filename"], f["line"]) for f in entry.get("frames") or ()]
+    lines = [(frame["name"], frame["filename"], frame["line"]) for frame in entry.frames]
     place = places.choose_place(lines) if lines else ""
-    return Call(number, name, ", ".join(shapes[:2]) + more, place)
+    return Call(entry.collective_seq_id, entry.operation, ", ".join(shapes[:2]) + more, place)
 
 
 def _over_mpi() -> Records:

@@ -45,11 +45,6 @@ def find_buffer_size() -> str:
     return name if hasattr(c10d, "_dump_fr_trace") else older
 
 
-def records_by_default() -> bool:
-    """Return whether torch records by default here, unless the user switches it off."""
-    return next(filter(None, map(os.environ.get, BUFFER_SIZES)), ENTRIES) != "0"
-
-
 def find_blocking_wait() -> str:
     """Return the variable that makes nccl wait on the host; "" none.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,6 +146,15 @@ def agree_connections(
     return outward, inward, objection
 
 
+def ask_ahead(peer: socket.socket, question: bytes, count: int, now_ns: Callable[[], int]) -> Ahead:
+    """Bound how far a peer's clock is ahead of this one, by questions that the peer answers.
+
+    now_ns: this clock. Raises OSError as `sockets.exchange_stamps` does.
+    """
+    stamps = [sockets.exchange_stamps(peer, question, now_ns) for _ in range(count)]
+    return clocks.ahead(np.array(stamps))
+
+
 def _gather_ahead(
     world: World, clock_ranks: list[list[int]], peers: dict[int, socket.socket]
 ) -> list[Ahead]:
@@ -159,10 +168,7 @@ def _gather_ahead(
                 for _ in range(count):
                     sockets.answer_stamp(peer, REQUEST, clock.now_ns)
             else:
-                stamps = [
-                    sockets.exchange_stamps(peer, REQUEST, clock.now_ns) for _ in range(count)
-                ]
-                all_ahead.append(clocks.ahead(np.array(stamps)))
+                all_ahead.append(ask_ahead(peer, REQUEST, count, clock.now_ns))
         except OSError as error:
             other = world.members[rank]
             raise RuntimeError(

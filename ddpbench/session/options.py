@@ -76,7 +76,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown arguments, also when this parses a subcommand."""
         words = [*(sys.argv[1:] if args is None else args)]
-        if "-np" in words:  # argparse would read -n p
+        passes_on = any(action.dest == "program" for action in self._actions)
+        if "-np" in words and not passes_on:  # argparse would read -n p
             self.error("unrecognized arguments: -np")
         for action in (action for action in self._actions if action.metavar == VARIANT):
             option = action.option_strings[0]

@@ -26,8 +26,8 @@ _on: Watch | None = None
 class Watch:
     """A watch that is on in this process. Use it in `with`, or call `close()`; or do neither.
 
-    It ends with the thread that trains, or with the process. An error in it ends the watch with
-    one line, never the job.
+    It ends with the process at the latest. An error in it ends the watch with one line, never the
+    job.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -37,8 +37,6 @@ class Watch:
             from ddpbench.watch.watcher import Watcher
 
             self._watcher = Watcher(settings)
-            # Ray Train kills a worker soon after its training thread has ended: no exit is called.
-            self._watcher.observer.at_thread_end = self.close
         except Exception as error:
             tell(f"watch could not start, the job continues: {type(error).__name__}: {error}")
         atexit.register(self.close)
@@ -92,7 +90,6 @@ def watch(
     every: float = 30.0,
     output: str | Path | None = "results",
     on_report: Callable[[dict[str, Any]], object] | None = None,
-    time_transfers: bool = False,
     prometheus: str | int | None = None,
     format: str = "table",  # noqa: A002
 ) -> Watch:
@@ -103,7 +100,6 @@ def watch(
     every: seconds between two lines on the terminal. output: folder for the stored run; None stores
         nothing. format: of the table at the end.
     on_report: rank 0 calls it with each report, a dict. prometheus: a file, or a port, for metrics.
-    time_transfers: time gloo's transfers with a communication hook on DistributedDataParallel.
 
     Returns the watch, for use in `with`. If one is on already, as under `python -m ddpbench.watch`,
     returns that one, with its settings. Raises ValueError for an argument that is not allowed.
@@ -115,7 +111,6 @@ def watch(
             every=every,
             output=None if output is None else Path(output).absolute(),
             on_report=on_report,
-            time_transfers=time_transfers,
             prometheus=None if prometheus is None else str(prometheus),
             format=format,
             script=sys.argv[0] if sys.argv else "",

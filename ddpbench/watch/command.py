@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +36,6 @@ OPTIONS = """
 --output      folder for the stored run; none stores nothing
 --prometheus  write metrics for Prometheus: to this file, or serve them on this port (default:
               neither)
---time-transfers  time gloo's transfers with a communication hook on DistributedDataParallel, to
-              fill the column wire ms (default: off)
 --format      format of the table that rank 0 prints to stderr at the end
 --report      also write report.html, a page with charts, into the folder of the run (default: no
               page)
@@ -56,9 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--every", kind=options.positive, default=30.0, metavar="SECONDS")
     add("--output", default="results", metavar="FOLDER")
     add("--prometheus", kind=_file_or_port, metavar="FILE|PORT")
-    add("--time-transfers", action="store_true")
     add("--format", default="table", choices=tuple(FORMATS))
     add("--report", action="store_true")
+    # All that follows a script or -m is the program's.
+    parser.add_argument("-m", nargs=argparse.REMAINDER, dest="module", help=argparse.SUPPRESS)
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def _file_or_port(text: str) -> str:
@@ -67,75 +65,31 @@ def _file_or_port(text: str) -> str:
     return text if text.isdecimal() else str(Path(text).absolute())
 
 
-WITHOUT_VALUE = ("--time-transfers", "--report", "-h", "--help")
-
-
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a watch's own options, and the program with all that follows it."""
-    index = 0
-    while index < len(words):
-        word = words[index]
-        if word == "--":
-            return [*words[:index]], [*words[index + 1 :]]
-        if word.startswith("-m") or not word.startswith("-"):
-            break
-        index += 1 if word in WITHOUT_VALUE or "=" in word or _has_value(word) else 2
-    return [*words[:index]], [*words[index:]]
-
-
-def _has_value(word: str) -> bool:
-    """Whether a short option is joined with its value, as in -n4."""
-    return not word.startswith("--") and len(word) > 2
-
-
 @dataclass(frozen=True)
 class Program:
-    """A script (a file, or a folder or zip file with a __main__.py) or a module, and its words."""
+    """A script or a module, and its own words."""
 
     name: str
     arguments: tuple[str, ...]
     is_module: bool = False
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Program:
-        """Return the program that these words start. Raises Refused if there is none."""
+    def of(cls, namespace: argparse.Namespace) -> Program:
+        """Return the program that a command line starts. Raises Refused if there is none."""
+        is_module = namespace.module is not None
+        words = [*(namespace.module or ()), *namespace.program]
+        if not is_module and words[:1] == ["--"]:
+            del words[0]
+        if not words and is_module:
+            raise Refused("no module after -m: write -m and the name of a module")
         if not words:
             raise Refused("no script: write train.py, or -m and the name of a module")
-        first, *rest = words
-        if not first.startswith("-m"):
-            return cls(first, tuple(rest))
-        name, rest = (first[2:], rest) if len(first) > 2 else ("".join(rest[:1]), rest[1:])
-        if not name:
-            raise Refused("no module after -m: write -m and the name of a module")
-        return cls(name, tuple(rest), is_module=True)
-
-    def words(self) -> list[str]:
-        """Return the words that follow `python` to start this program."""
-        return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
-
-    def is_archive(self) -> bool:
-        """Whether this is a folder or a zip file, which Python runs as a module."""
-        return not self.is_module and pkgutil.get_importer(self.name) is not None
-
-    def path(self) -> str:
-        """Return what Python puts first in sys.path for this program."""
-        if self.is_module:
-            return str(Path.cwd())
-        return str(
-            Path(self.name).absolute() if self.is_archive() else Path(self.name).resolve().parent
-        )
+        return cls(words[0], tuple(words[1:]), is_module)
 
     def require(self) -> None:
         """Raise Refused if there is no such script."""
-        if self.is_module:
-            return
-        path = Path(self.name)
-        if not path.exists():
-            raise Refused(f"script {self.name} does not exist: write its path, or -m MODULE")
-        if path.is_dir() and not any(path.glob("__main__.py*")):
-            raise Refused(f"{self.name} is a folder without a __main__.py: name a script in it")
-        if not os.access(path, os.R_OK):
-            raise Refused(f"script {self.name} cannot be read: check its permissions")
+        if not self.is_module and not Path(self.name).is_file():
+            raise Refused(f"{self.name} is not a file: write the path of a script, or -m MODULE")
 
 
 def parse(
@@ -146,10 +100,9 @@ def parse(
     Raises Refused without a program, if -n contradicts the launcher that has started the ranks, and
     if the page of --report cannot be made; ends the process with exit code 2 for a wrong option.
     """
-    own, program = split(words)
     parser = options.Parser(prog=prog, description=DESCRIPTION)
     add_arguments(parser)
-    namespace = parser.parse_args(own)
+    namespace = parser.parse_args(words)
     placement = read_placement()
     require_world_size(namespace.ranks, placement)
     if namespace.report:
@@ -157,7 +110,7 @@ def parse(
             raise Refused("--report needs a stored run: leave out --output none")
         if placement is None or placement.rank == 0:  # which writes the page
             page.require()
-    return namespace, Program.of(program)
+    return namespace, Program.of(namespace)
 
 
 def read_settings(namespace: argparse.Namespace, program: Program) -> Settings:
@@ -167,7 +120,6 @@ def read_settings(namespace: argparse.Namespace, program: Program) -> Settings:
         timeout=namespace.timeout or 0.0,
         every=namespace.every,
         output=None if namespace.output == "none" else Path(namespace.output).absolute(),
-        time_transfers=namespace.time_transfers,
         prometheus=namespace.prometheus,
         format=namespace.format,
         report=namespace.report,

@@ -99,7 +99,6 @@ class Proof:
         if every:
             observer.after_backward.append(self._after_backward)
             observer.after_step.append(self._after_step)
-            observer.after_average.append(self._after_average)
 
     def close(self) -> None:
         """Compare no more. For any thread."""
@@ -123,13 +122,6 @@ class Proof:
             for one in self._list_replicas():
                 if not all(self._backwards[ranks] for ranks in one.groups):
                     self._compare(f"step/{number}", number, one)
-
-    def _after_average(self, number: int) -> None:
-        for one in self._list_replicas() if self._every else ():
-            record = self._records.get(one.name)
-            last = -1 if record is None or record.equal_until is None else record.equal_until
-            if record is not None and record.averaged and self._steps - last > self._every:
-                self._compare(f"average/{number}", self._steps - 1, one._replace(optimizers=[]))
 
     def _compare(self, point: str, number: int, one: Replica) -> None:
         record = self._records.setdefault(one.name, Record(one.ranks))

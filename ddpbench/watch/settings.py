@@ -23,7 +23,6 @@ class Settings:
     every: float = 30.0
     output: Path | None = Path("results")
     on_report: Callable[[dict[str, Any]], object] | None = None
-    time_transfers: bool = False
     prometheus: str | None = None
     format: str = "table"
     report: bool = False

@@ -1,7 +1,7 @@
 """The watch of one rank, from its start to its end: a thread that reports every few seconds.
 
-    marks ─▶ steps ──┐
-    recorder ─▶ calls ┴▶ window ─▶ the host's leader ─▶ rank 0 ─▶ round ─▶ history ─▶ findings
+    hooks ─▶ marks ─▶ steps ──┐
+    recorder ─▶ calls ────────┴▶ window ─▶ the host's leader ─▶ rank 0 ─▶ history ─▶ findings
 
 An error in it ends the watching, is reported once, and never reaches the job.
 """
@@ -31,31 +31,27 @@ from ddpbench.runtime.load import LoadMeter
 from ddpbench.session import page
 from ddpbench.session.run_end import interrupted
 from ddpbench.watch.gather.joining import join_hosts
-from ddpbench.watch.gather.matching import list_calls
 from ddpbench.watch.gather.transport import Transport
-from ddpbench.watch.judging.bandwidth import Reference, find_reference, judge_transfers
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
-from ddpbench.watch.observe.arrivals import Arrivals, Reducers, find_round_ns
-from ddpbench.watch.observe.calls import ExitStatus
+from ddpbench.watch.observe.arrivals import Arrivals
 from ddpbench.watch.observe.facts import Facts
 from ddpbench.watch.observe.links import Links
 from ddpbench.watch.observe.long_steps import LongSteps, Stacks
-from ddpbench.watch.observe.marks import Marks
 from ddpbench.watch.observe.observer import Observer
-from ddpbench.watch.observe.steps import Step, StepBuilder
-from ddpbench.watch.observe.values import ScriptValues
+from ddpbench.watch.observe.steps import Marks, Step, StepBuilder
 from ddpbench.watch.output.report import Outputs
 from ddpbench.watch.output.stored import identify_job, store_end
 from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.settings import Settings
-from ddpbench.watch.window import CALLS, COLUMNS, STEPS, Call, JoinedCall, Window, make_window
+from ddpbench.watch.window import COLUMNS, STEPS, JoinedCall, Round, Window, list_calls, make_window
 
 POLL_SECONDS = 0.2  # between two looks for a process group
 LOAD_SECONDS = 1.0  # a load over less may be that of the job's end
 CLOSE_SECONDS = 60.0  # for a disk; the waits for other ranks have limits of their own, 7 s in all
 OUTPUT_SHARE = 2e-3  # of the time that rank 0 may spend on findings and outputs
 OUTPUT_SECONDS = 30.0  # from one output to the next at the latest
+REMEMBERED_STEPS = 8192  # to place calls, which may be read long after
 
 _times = 0  # how often a watch was begun, equal in all ranks
 
@@ -70,14 +66,9 @@ class Watcher:
         self._began_ns = time.perf_counter_ns()
         self._marks = Marks()
         self._over = False
-        self.observer = Observer(self._marks, on_error=self._fail)
-        self._exit_status = ExitStatus()
-        self.values = ScriptValues(self._marks, self.observer.losses)
-        self._reducers = None
-        if settings.time_transfers:
-            self._reducers = Reducers(lambda: self.observer.modules)
-            self.observer.after_doubling.append(self._reducers.after_step)
-        self._proof = Proof(settings.verify, self.observer)
+        self._observer = Observer(self._marks, on_error=self._fail)
+        self.values = self._observer.values
+        self._proof = Proof(settings.verify, self._observer)
         self._guard: guard.Guard | None = None
         self._stored: Path | None = None  # the complete run, in rank 0
         self._rank = int(os.environ.get("RANK", "0"))
@@ -99,8 +90,7 @@ class Watcher:
         self._finish(self._describe_end(error))
         guard.before_end.remove(self._finish)
         self._proof.close()
-        self.observer.close()
-        self._exit_status.close()
+        self._observer.close()
         if self._guard is not None:
             self._guard.close()
         if self._settings.report and self._stored is not None:
@@ -114,55 +104,50 @@ class Watcher:
         self._thread.join(CLOSE_SECONDS)
 
     def _describe_end(self, error: BaseException | None) -> End:
-        """Return how this rank ends. Python does not tell of a `raise SystemExit(3)`."""
-        error = error or getattr(sys, "last_value", None) or SystemExit(self._exit_status.value)
+        """Return how this rank ends. Python does not report a `raise SystemExit(3)`."""
+        error = error or getattr(sys, "last_value", None)
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            return End("complete", None, 0)
         if isinstance(error, KeyboardInterrupt):
             return interrupted("SIGINT")
-        status = error.code if isinstance(error, SystemExit) else 1
-        if not status:
-            return End("complete", None, 0)
         text = "".join(traceback.format_exception_only(error)).splitlines()[0]
         reason = f"rank {self._rank} ended with {text:.300}"
+        status = error.code if isinstance(error, SystemExit) else 1
         return End("failed", reason, status if isinstance(status, int) else 1)
 
     def _watch(self) -> None:
         try:
-            if not self._await_group():
-                return
+            while not _has_group():
+                if self._closing.wait(POLL_SECONDS):
+                    return
             import torch.distributed as dist
 
             self._rank = dist.get_rank()
-            self._watch_for_hangs()
+            if self._settings.timeout and self._guard is None:
+                # The script may have one on, or may have destroyed its groups just now.
+                with contextlib.suppress(RuntimeError, ValueError):
+                    self._guard = guard.watchdog(self._settings.timeout)
             with (
                 contextlib.closing(_Rank(self)) as rank,
                 contextlib.closing(_Reports(self._settings, self._prefix, self._proof)) as reports,
             ):
-                while not self._closing.wait(reports.transport.seconds_to_round()):
-                    reports.send(rank.read_window(), rank)
+                transport = reports.transport
+                while not self._closing.wait(transport.seconds_to_round()):
+                    round_ = transport.begin_round()
+                    reports.send(round_.number, rank.read_window(round_), rank)
                 reports.end(self._end)
-                reports.send(rank.read_window(last=True), rank)
+                number = transport.begin_round().number
+                window = rank.read_window(Round(number, time.time_ns()), last=True)
+                reports.send(number, window, rank)
             self._stored, self.exit_code = reports.folder, reports.exit_code
         except Exception as error:
             if not isinstance(error, ValueError) or _has_group():  # a short script has ended it
                 self._fail(error)
 
-    def _await_group(self) -> bool:
-        """Wait for the process group. Return False if the watch is to end before there is one."""
-        while not _has_group():
-            if self._closing.wait(POLL_SECONDS):
-                return False
-        return True
-
-    def _watch_for_hangs(self) -> None:
-        if self._settings.timeout and self._guard is None:
-            # The script may have one on, or may have destroyed its groups just now.
-            with contextlib.suppress(RuntimeError, ValueError):
-                self._guard = guard.watchdog(self._settings.timeout)
-
     def _fail(self, error: Exception) -> None:
         """End the watching because of an error in it, and report that once."""
         self._closing.set()
-        self.observer.stop()
+        self._observer.stop()
         if not self._over:
             self._over = True
             what = f"{type(error).__name__}: {error}"
@@ -170,21 +155,20 @@ class Watcher:
 
 
 class _Rank:
-    """What this rank knows of itself."""
+    """What this rank observes of itself."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._number, self._began_ns = watcher._rank, watcher._began_ns
-        self._marks, self._observer = watcher._marks, watcher.observer
+        self._marks, self._observer = watcher._marks, watcher._observer
         self._values, self._proof = watcher.values, watcher._proof
         self._builder = StepBuilder()
-        self._steps, self._calls = deque[Step](maxlen=2 * STEPS), deque[Call](maxlen=CALLS)
-        self._arrivals, self._facts = Arrivals(watcher._reducers), Facts(self._observer.counts)
-        self._links, self._load = Links(), LoadMeter()
-        self._long = LongSteps(self._number)
-        self._stacks = Stacks(self._marks, self._observer)
+        self._steps = deque[Step](maxlen=REMEMBERED_STEPS)
+        self._arrivals = Arrivals(self._number, time.time_ns())
+        self._facts, self._links, self._load = Facts(self._observer.counts), Links(), LoadMeter()
+        self._long, self._stacks = LongSteps(self._number), Stacks(self._marks, self._observer)
 
-    def read_window(self, last: bool = False) -> Window:
-        """Return the latest steps and calls, up to the end of the round.
+    def read_window(self, round_: Round, last: bool = False) -> Window:
+        """Return the latest steps, and the calls since the last round, up to this round.
 
         So all ranks report the same ones.
         """
@@ -192,20 +176,16 @@ class _Rank:
         self._steps.extend(new)
         self._long.add(new, self._stacks.take())
         self._stacks.overdue_seconds = self._long.limit_seconds
-        self._calls.extend(self._arrivals.read(new, final=last))
-        now_ns = time.time_ns()
-        until_ns = now_ns if last else find_round_ns(now_ns)
-        ahead_ns = now_ns - time.perf_counter_ns()
-        steps = [step for step in self._steps if step.ended_ns + ahead_ns <= until_ns][-STEPS:]
-        # Of groups that are made again, numbers start again: the newest call counts.
-        calls = list({(call.group, call.number): call for call in self._calls}.values())
+        ahead_ns = time.time_ns() - time.perf_counter_ns()
+        until_ns = round_.began_ns
+        ended = [step for step in self._steps if step.ended_ns + ahead_ns <= until_ns][-STEPS:]
         facts, load = self._facts.read(), self._load.read()
         return make_window(
             self._number,
-            first_step=steps[0].number if steps else 0,
-            rows=np.array([step.row for step in steps], np.float32).reshape(-1, COLUMNS),
-            ended_ns=steps[-1].ended_ns + ahead_ns if steps else now_ns,
-            calls=calls,
+            first_step=ended[0].number if ended else 0,
+            rows=np.array([step.row for step in ended], np.float32).reshape(-1, COLUMNS),
+            ended_ns=ended[-1].ended_ns + ahead_ns if ended else until_ns,
+            calls=self._arrivals.read(self._steps, round_, ahead_ns, last),
             facts=facts,
             links=self._links.read(),
             load=load if facts["seconds"] >= LOAD_SECONDS else None,
@@ -217,7 +197,7 @@ class _Rank:
         )
 
     def _list_findings(self, last: bool) -> Iterator[Finding]:
-        """Yield what this rank found; of what no rank can see, rank 0 reports."""
+        """Yield what this rank found; rank 0 reports what no rank can see."""
         yield from self._proof.reported
         yield from self._proof.summarize(self._number, last)
         if self._number == 0 and (unseen := self._arrivals.unavailable):
@@ -260,11 +240,7 @@ class _Reports:
         # First of all: a short script may end its group while the other parts are made.
         self.transport = Transport(_get_default_store(), prefix, rank, self._world_size)
         self._history, self._findings = History(), tuple[Finding, ...]()
-        self._newest_ns, self._group_sizes = Counter[str](), Counter[str]()  # by group
-        self._results = settings.output or Path("results").absolute()
-        self._placed: list[int] = []  # ranks of each host, for which a stored run was looked for
-        self._reference: Reference | None = None
-        self._backend = ""
+        self._group_sizes = Counter[str]()
         self._outputs: Outputs | None = None
         self._output_at = 0.0  # when rank 0 judges again
         self._proof, self.exit_code = proof, 0
@@ -273,18 +249,19 @@ class _Reports:
             import scipy.special  # noqa: F401  # else analysis.stats does, in a watched step
 
             job = identify_job(settings.script, settings.verify, name, self._world_size)
-            self._backend, self._outputs = job.case.backend, Outputs(settings, job)
+            self._outputs = Outputs(settings, job)
             self.transport.publish_folder(f"{self.folder or ''}")
         self._end = End("complete", None, 0)
 
-    def send(self, window: Window, rank: _Rank) -> None:
-        """Send this rank's window; in rank 0, judge what all ranks sent."""
-        hosts = self.transport.exchange(window)
+    def send(self, number: int, window: Window, rank: _Rank) -> None:
+        """Send this rank's window of a round; in rank 0, judge what all ranks sent."""
+        hosts = self.transport.exchange(number, window)
         for host in hosts:
             self._sent |= host.findings
-        if self._outputs is None or (joined := join_hosts(hosts)) is None:
+        if self._outputs is None or not hosts:
             return
-        self._history.add(joined, self._only_new(list_calls(joined)))
+        joined = join_hosts(hosts)
+        self._history.add(joined, self._choose_complete(list_calls(joined)))
         self._history.balance = rank.make_balance()
         if window.last:
             self._history.long_steps.finish()
@@ -297,36 +274,17 @@ class _Reports:
             errors = {finding.code for finding in sent if finding.severity == "error"}
             self.exit_code = 4 if errors - {NOT_COMPARED} else len(errors)
         judged = judge(self._history, self._world_size)
-        self._findings = (*sent, *judged, *self._compare_transfers())
+        self._findings = (*sent, *judged)
         self._outputs.update(self._history, self._findings)
         pause = (time.thread_time() - began) / OUTPUT_SHARE
         self._output_at = time.monotonic() + min(pause, OUTPUT_SECONDS)
 
-    def _compare_transfers(self) -> Sequence[Finding]:
-        """Compare transfers, once any are known, with a stored run of the same ranks."""
-        if not any(calls.wires for calls in self._history.calls.values()):
-            return ()
-        placed = [len(ranks) for ranks in self._history.hosts.values()]
-        if placed != self._placed:
-            self._placed = placed
-            self._reference = find_reference(self._backend, placed, results=self._results)
-        if self._reference is None:
-            return ()
-        return list(judge_transfers(self._history, self._reference))
-
-    def _only_new(self, calls: Sequence[JoinedCall]) -> list[JoinedCall]:
-        """The calls that were in no earlier round, and that all ranks of their group report."""
+    def _choose_complete(self, calls: Sequence[JoinedCall]) -> list[JoinedCall]:
+        """Return the calls that all ranks of their group report."""
+        sizes = self._group_sizes
         for call in calls:
-            self._group_sizes[call.group] = max(self._group_sizes[call.group], call.ranks)
-        newest = self._newest_ns.copy()
-        new = [
-            call
-            for call in calls
-            if call.last_ns > newest[call.group] and call.ranks == self._group_sizes[call.group]
-        ]
-        for call in new:
-            self._newest_ns[call.group] = max(self._newest_ns[call.group], call.last_ns)
-        return new
+            sizes[call.group] = max(sizes[call.group], call.ranks)
+        return [call for call in calls if call.ranks == sizes[call.group]]
 
     @property
     def folder(self) -> Path | None:

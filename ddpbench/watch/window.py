@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -37,38 +38,45 @@ ALL = -1  # in place of a rank: all of them
 Rows = npt.NDArray[np.float32]  # [steps, COLUMNS], or [steps]
 Table = npt.NDArray[np.void]  # of CALL
 Values = dict[str, tuple[int, float]]  # what a script computes: name → step, value
-CALL = np.dtype(  # as JoinedCall
+
+# A table of calls has the fields of JoinedCall; names of groups and operations are their crc32.
+CALL = np.dtype(
     [
         ("group", "u4"),
-        ("operation", "u4"),
-        ("ranks", "u4"),
-        ("last_rank", "u4"),
-        ("step", "i8"),
         ("number", "i8"),
+        ("operation", "u4"),
         ("nbytes", "i8"),
+        ("step", "i8"),
         ("first_ns", "i8"),
         ("second_ns", "i8"),
         ("last_ns", "i8"),
+        ("last_rank", "u4"),
+        ("ranks", "u4"),
         ("wire_ns", "i8"),
     ]
 )
 
 
-class Call(msgspec.Struct, frozen=True):
-    """A rank's arrival at a collective.
+class JoinedCall(msgspec.Struct, frozen=True):
+    """A collective as one or several ranks arrived at it.
 
     group: name and members of the group, equal in all its ranks; number: of the call in its group;
-    entered_ns: by the system clock of the rank's host; step: in which it was called, -1 unknown;
-    wire_ns: this rank's time in the call with its wait for the others, -1 unknown: the least over
-    the ranks is the transfer.
+    step: in which it was called, -1 unknown; first_ns, second_ns, last_ns: the first arrival, the
+    last but one and the last, by the system clock; last_rank: who came last; ranks: how many are
+    known; wire_ns: the time of the transfer, -1 unknown. Of a single rank, wire_ns contains its
+    wait for the others: the least over the ranks is the transfer.
     """
 
     group: str
     number: int
     operation: str
     nbytes: int
-    entered_ns: int
-    step: int = -1
+    step: int
+    first_ns: int
+    second_ns: int
+    last_ns: int
+    last_rank: int
+    ranks: int = 1
     wire_ns: int = -1
 
 
@@ -127,7 +135,7 @@ class LongStep(msgspec.Struct, frozen=True, array_like=True):
     rank: the one with the most additional time of its own; extra: seconds by COLUMNS that it took
     longer than usual; lines: seconds of these by line of the program; ranks: how many report it;
     shared: seconds of additional time of its own that each of them has; waited, waits_at: the
-    longest additional wait of a rank, and its line; weight: how many long steps it stands for.
+    longest additional wait of a rank, and its line.
     """
 
     number: int
@@ -139,7 +147,6 @@ class LongStep(msgspec.Struct, frozen=True, array_like=True):
     waited: float
     waits_at: str = ""
     ranks: int = 1
-    weight: float = 1.0
 
     @property
     def own(self) -> float:
@@ -147,36 +154,25 @@ class LongStep(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.extra[:BLOCKED])
 
 
-class JoinedCall(msgspec.Struct, frozen=True):
-    """A collective as several ranks arrived at it.
+class Round(NamedTuple):
+    """A round of reports: its number, and its beginning by this host's system clock."""
 
-    second_ns: the last arrival but one; last_rank: who came last; ranks: how many are known.
-    """
-
-    group: str
     number: int
-    operation: str
-    nbytes: int
-    step: int
-    first_ns: int
-    second_ns: int
-    last_ns: int
-    last_rank: int
-    ranks: int
-    wire_ns: int = -1
+    began_ns: int
 
 
 class Window(msgspec.Struct, frozen=True):
     """What some ranks learned since their last window, over the steps that all of them have.
 
-    hosts: host → those of its ranks that have these steps or have ended; ended_ns: end of the last
-    step, by the clock of the rank's host, and by rank 0's in the window of a host; rows: of the
-    ranks that look slowest; medians: host → [steps, COLUMNS]; least_blocked: [steps], over all
-    ranks; calls: a table of CALL, in which groups and operations are positions in the two lists;
-    facts: of the ranks in rows, name → value, such as "gc_seconds"; host_facts: host → the medians
-    over its ranks; values: the newest of each name, medians over ranks; lines: seconds of a usual
-    step by line of the program, by rank and under ALL; last: the ranks' script has ended. There may
-    be no steps but calls: a job without an optimizer.
+    hosts: host → those of its ranks that have these steps or have ended; ended_ns: the end of
+    their last step, by the clock of the rank's host, and by rank 0's in that of a host; rows: of
+    the ranks that look slowest; medians: host → [steps, COLUMNS]; least_blocked: [steps], over all
+    ranks; calls: a table of CALL; names: its groups and operations by their crc32; facts: of the
+    ranks in rows, name → value, such as "gc_seconds"; host_facts: host → the medians over its
+    ranks; addresses: of the host, to name the peers of other hosts' links; load: medians over
+    ranks, then over hosts; values: the newest of each name, medians over ranks; findings: by rank;
+    lines: seconds of a usual step by line of the program, by rank and under ALL; last: the ranks'
+    script has ended. There may be no steps but calls: a job without an optimizer.
     """
 
     hosts: dict[str, list[int]]
@@ -186,16 +182,14 @@ class Window(msgspec.Struct, frozen=True):
     medians: dict[str, Rows] = {}
     least_blocked: Rows = msgspec.field(default_factory=lambda: np.empty(0, np.float32))
     calls: Table = msgspec.field(default_factory=lambda: np.empty(0, CALL))
-    groups: list[str] = []
-    operations: list[str] = []
+    names: dict[int, str] = {}
     facts: dict[int, dict[str, float]] = {}
     host_facts: dict[str, dict[str, float]] = {}
     links: list[Link] = []
-    addresses: list[str] = []  # of the host, to name the peers of other hosts' links
-    bound_ns: int = 0  # how far the times may be from rank 0's clock
-    load: Load | None = None  # medians over ranks, then over hosts
+    addresses: list[str] = []
+    load: Load | None = None
     values: Values = {}
-    findings: dict[int, list[Finding]] = {}  # by rank
+    findings: dict[int, list[Finding]] = {}
     long_steps: list[LongStep] = []
     lines: dict[int, dict[str, float]] = {}
     last: bool = False
@@ -215,19 +209,19 @@ def make_window(
     first_step: int,
     rows: Rows,
     ended_ns: int,
-    calls: Sequence[Call] = (),
+    calls: Sequence[JoinedCall] = (),
     *,
     facts: Mapping[str, float] = MappingProxyType({}),
     lines: Mapping[str, float] = MappingProxyType({}),
     findings: Sequence[Finding] = (),
-    **known: Any,
+    **others: Any,
 ) -> Window:
     """Return the window of one rank, whose host gets its name when it is joined.
 
-    rows: float32[steps, COLUMNS], from first_step on; facts, lines, findings: of this rank; known:
+    rows: float32[steps, COLUMNS], from first_step on; facts, lines, findings: of this rank; others:
     other fields of a Window.
     """
-    table, groups, operations = _tabulate(rank, calls)
+    table, names = _tabulate(calls)
     return Window(
         hosts={"": [rank]},
         ended_ns=ended_ns,
@@ -236,14 +230,32 @@ def make_window(
         medians={"": rows},
         least_blocked=rows[:, BLOCKED],
         calls=table,
-        groups=groups,
-        operations=operations,
+        names=names,
         facts={rank: dict(facts)},
         host_facts={"": dict(facts)},
         lines={rank: dict(lines), ALL: dict(lines)},
         findings={rank: list(findings)} if findings else {},
-        **known,
+        **others,
     )
+
+
+def _tabulate(calls: Sequence[JoinedCall]) -> tuple[Table, dict[int, str]]:
+    texts = {text for call in calls for text in (call.group, call.operation)}
+    numbers = {text: crc32(text.encode()) for text in texts}
+    table = np.empty(len(calls), CALL)
+    for field in CALL.names or ():
+        values = [getattr(call, field) for call in calls]
+        is_text = field in ("group", "operation")
+        table[field] = [numbers[value] for value in values] if is_text else values
+    return table, {number: text for text, number in numbers.items()}
+
+
+def list_calls(window: Window) -> list[JoinedCall]:
+    """Return the calls of a window, the newest last."""
+    columns = {field: window.calls[field].tolist() for field in CALL.names or ()}
+    for field in ("group", "operation"):
+        columns[field] = [window.names[number] for number in columns[field]]
+    return [JoinedCall(*values) for values in zip(*columns.values(), strict=True)]
 
 
 def join_long_steps(steps: Iterable[LongStep]) -> list[LongStep]:
@@ -262,24 +274,7 @@ def _join(same: Sequence[LongStep]) -> LongStep:
         waited=waits.waited,
         waits_at=waits.waits_at,
         ranks=sum(step.ranks for step in same),
-        weight=max(step.weight for step in same),
     )
-
-
-def _tabulate(rank: int, calls: Sequence[Call]) -> tuple[Table, list[str], list[str]]:
-    """Return a rank's calls as a table of CALL, the names of groups and those of operations."""
-    groups: dict[str, int] = {}
-    operations: dict[str, int] = {}
-    rows = [
-        (
-            groups.setdefault(call.group, len(groups)),
-            operations.setdefault(call.operation, len(operations)),
-            *(1, rank, call.step, call.number, call.nbytes),
-            *(call.entered_ns, call.entered_ns, call.entered_ns, call.wire_ns),
-        )
-        for call in calls
-    ]
-    return np.array(rows, CALL), list(groups), list(operations)
 
 
 def encode(window: Window) -> bytes:

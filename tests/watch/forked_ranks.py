@@ -21,7 +21,7 @@ import torch.distributed as dist
 from patience import PATIENCE_SECONDS
 
 from ddpbench.watch.gather.transport import Transport
-from ddpbench.watch.window import COLUMNS, Call, Window, make_window
+from ddpbench.watch.window import COLUMNS, JoinedCall, Window, make_window
 
 PERIOD = 0.5
 FORK = multiprocessing.get_context("fork")
@@ -54,7 +54,9 @@ def a_window(rank: int, first: int, last: bool = False, **known: Any) -> Window:
     """A window of eight steps whose rows tell the rank."""
     rows = np.full((8, COLUMNS), rank + 1, np.float32)
     now = time.time_ns()
-    calls = [Call("world", first + n, "all_reduce", 8, now) for n in range(8)]
+    calls = [
+        JoinedCall("world", first + n, "all_reduce", 8, -1, now, now, now, rank) for n in range(8)
+    ]
     return make_window(rank, first, rows, now, calls, last=last, **known)
 
 
@@ -118,7 +120,7 @@ def _follow_orders(where: str, rank: int, world_size: int, pipe: Connection) -> 
         first, last = order
         if not last:
             time.sleep(transport.seconds_to_round())
-        hosts = transport.exchange(a_window(rank, first, last))
+        hosts = transport.exchange(transport.begin_round().number, a_window(rank, first, last))
         pipe.send(
             Reported(
                 {name: ranks for host in hosts for name, ranks in host.hosts.items()},

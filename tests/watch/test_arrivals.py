@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import platform
+import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -18,16 +17,16 @@ import torch
 import torch.distributed as dist
 from forked_ranks import Process
 from nccl_entries import NcclRecorder
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpbench.watch.observe import arrivals, recorder_dump
-from ddpbench.watch.observe.arrivals import Arrivals, Reducers
-from ddpbench.watch.observe.marks import Marks
+from ddpbench.hang import flight_recorder
+from ddpbench.hang.flight_recorder import Recorder
+from ddpbench.watch.observe import arrivals
+from ddpbench.watch.observe.arrivals import Arrivals
 from ddpbench.watch.observe.observer import Observer
-from ddpbench.watch.observe.recorder_dump import RecorderDump
-from ddpbench.watch.observe.steps import Step, StepBuilder
-from ddpbench.watch.window import CALLS, Call
+from ddpbench.watch.observe.steps import Marks, Step, StepBuilder
+from ddpbench.watch.window import CALLS, JoinedCall, Round
 
 DUMP = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
 pytestmark = pytest.mark.skipif(DUMP is None, reason="this torch records no call of gloo's")
@@ -75,43 +74,30 @@ def run_ranks(job: Job, folder: Path, size: int = 2) -> list[Any]:
 # --- torch's recorder -----------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("alone")
-def test_the_recorder_is_read_as_torch_reads_it() -> None:
-    """All 2000 entries of a full recorder are what torch's own function returns; a second read
-    returns only newer ones, and not those after the time asked for."""
-    assert DUMP is not None
-    tensor = torch.zeros(3)
-    for _ in range(2100):
-        dist.all_reduce(tensor)
-    dump = RecorderDump()
-    entries = dump.read_new(["gloo"], time.time_ns(), 5000)
-    expected = json.loads(DUMP())["entries"]
-    assert len(entries) == len(expected) == 2000
-    for entry, fields in zip(entries, expected, strict=True):
-        assert entry.record_id == fields["record_id"]
-        assert entry.time_created_ns == fields["time_created_ns"]
-        assert json.loads(bytes(entry.input_sizes)) == fields["input_sizes"]
-    assert dump.read_new(["gloo"], time.time_ns(), 5000) == []
-    now_ns = time.time_ns()
-    dist.all_reduce(tensor)
-    assert dump.read_new(["gloo"], now_ns, 5000) == []
-    dist.all_reduce(tensor)
-    assert len(dump.read_new(["gloo"], time.time_ns(), 5000)) == 2
-    assert dump.unavailable == ""
+def open_arrivals() -> Arrivals:
+    """Read the calls from now on."""
+    return Arrivals(dist.get_rank(), time.time_ns())
+
+
+def read_all(watched: Arrivals, steps: Sequence[Step] = ()) -> list[JoinedCall]:
+    """Read all calls, for the last time."""
+    ahead_ns = time.time_ns() - time.perf_counter_ns()
+    return watched.read(steps, Round(7, time.time_ns()), ahead_ns, final=True)
 
 
 @pytest.mark.usefixtures("alone")
 def test_no_more_than_a_window_of_calls_is_returned() -> None:
     """Of many calls, the newest CALLS are returned, with consecutive numbers."""
     dist.all_reduce(torch.zeros(3))
-    watched = Arrivals()
+    watched = open_arrivals()
     for _ in range(700):
         dist.all_reduce(torch.zeros(3))
-    calls = watched.read([], final=True)
+    calls = read_all(watched)
     assert len(calls) == CALLS
     assert [call.number for call in calls] == list(range(701 - CALLS + 1, 702))
 
 
+@pytest.mark.usefixtures("alone")
 def test_batches_of_nccl_are_read_as_their_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of sends is none, although its last entry has the number of the previous one; a batch
     of collectives keeps name and size of its calls."""
@@ -120,82 +106,52 @@ def test_batches_of_nccl_are_read_as_their_collectives(monkeypatch: pytest.Monke
     recorder.batch()
     recorder.collective_batch("reduce", "reduce")
     recorder.batch()
-    reads = {"nccl": recorder.dump_json}
-    monkeypatch.setattr(recorder_dump, "_find_reads", lambda _: (reads, ""))
-    entries = RecorderDump().read_new(["nccl"], time.time_ns(), 99)
-    called = [(entry.collective_seq_id, entry.profiling_name) for entry in entries]
-    assert called == [(1, "nccl:all_reduce"), (2, "nccl:reduce"), (2, "nccl:reduce")]
-
-
-def test_short_strings_are_read_in_place() -> None:
-    """A string that libstdc++ keeps inside the structure is read there, and nothing is freed."""
-    assert recorder_dump._take(recorder_dump._String(None, 3, b"abc"), None) == b"abc"
-
-
-def test_calls_whose_group_torch_hides_are_noted() -> None:
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, records lack the group of a call, and a note says so."""
-    level = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        arrivals = Arrivals()
-        dist.all_reduce(torch.zeros(3))
-        assert arrivals.read([], final=True) == []
-        assert "DETAIL" in arrivals.unavailable
-    finally:
-        dist.set_debug_level(level)
-        dist.destroy_process_group()
+    recorders = {"_dump_fr_trace": recorder.functions}
+    monkeypatch.setattr(flight_recorder, "find_recorders", lambda: recorders)
+    called = [(call.number, call.operation, call.nbytes) for call in read_all(Arrivals(0, 0))]
+    assert called == [(1, "all_reduce", 16), (2, "reduce", 16), (2, "reduce", 16)]
 
 
 @pytest.mark.usefixtures("alone")
-def test_elsewhere_only_a_short_recorder_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the C++ function is not called, torch's own reads a short recorder; a longer one would
-    hold the interpreter for too long, and a sentence states what to set."""
+def test_what_cannot_be_read_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorder that is off is noted with what to set, a missing one with what to install."""
+    watched = open_arrivals()
     dist.all_reduce(torch.zeros(3))
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    dump = RecorderDump()
-    assert dump.read_new(["gloo"], time.time_ns(), 9) == []
-    assert "TORCH_FR_BUFFER_SIZE=250" in dump.unavailable
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "250")
-    dump = RecorderDump()
-    assert dump.read_new(["gloo"], time.time_ns(), 9)
-    assert dump.unavailable == ""
+    assert read_all(watched)
+    assert watched.unavailable == ""
+    off = Recorder(status=lambda includeCollectives: b"{}", entries=lambda **_: pickle.dumps({}))  # noqa: N803
+    for recorders, remedy in (
+        ({"_dump_fr_trace": off}, "set TORCH_FR_BUFFER_SIZE=2000"),
+        ({}, "newer"),
+    ):
+        monkeypatch.setattr(flight_recorder, "find_recorders", lambda found=recorders: found)
+        assert read_all(watched) == []
+        assert remedy in watched.unavailable
 
 
 @pytest.mark.usefixtures("alone")
-def test_reads_that_take_long_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a read that took more than its share of the time, the recorder is left alone until a
-    later one, and the calls in between are not lost; the last read comes in any case."""
-    monkeypatch.setattr(arrivals, "SHARE", 1e-9)
-    watched = Arrivals()
-    watched.read([])
+def test_calls_wait_for_the_end_of_their_step() -> None:
+    """A call is returned once, when its step has ended, and only in every READ_ROUNDS-th round;
+    calls after the beginning of the round are left for the next one."""
+    watched, ahead_ns = open_arrivals(), time.time_ns() - time.perf_counter_ns()
+    began_ns = time.perf_counter_ns()
     dist.all_reduce(torch.zeros(3))
-    assert watched.read([]) == []
-    assert [call.operation for call in watched.read([], final=True)] == ["all_reduce"]
-
-
-@pytest.mark.usefixtures("alone")
-def test_steps_are_forgotten_once_their_calls_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an hour of steps, the last is kept; while the recorder is left alone, all are, so that a
-    later read places calls in their steps."""
-    watched, now = Arrivals(), time.perf_counter_ns()
-    second = 10**9
-    steps = [
-        Step(n, now - (3600 - n) * second, now - (3599 - n) * second, (0.0,) * 6)
-        for n in range(3590)
+    middle_ns = time.perf_counter_ns()
+    dist.all_reduce(torch.zeros(3))
+    ended_ns = time.perf_counter_ns()
+    steps = [Step(4, began_ns, middle_ns, ()), Step(5, middle_ns, ended_ns, ())]
+    dist.all_reduce(torch.zeros(3))
+    found = [
+        [call.step for call in watched.read(steps[:count], Round(number, until), ahead_ns)]
+        for count, number, until in (
+            (1, arrivals.READ_ROUNDS + 1, time.time_ns()),
+            (1, arrivals.READ_ROUNDS, middle_ns + ahead_ns),
+            (1, 2 * arrivals.READ_ROUNDS, time.time_ns()),
+            (2, 2 * arrivals.READ_ROUNDS + 1, time.time_ns()),
+        )
     ]
-    watched.read(steps[:-1])
-    assert [step.number for step in watched._steps] == [3588]
-    monkeypatch.setattr(watched, "_due_ns", time.time_ns() + 3600 * second)
-    watched.read(steps[-1:])
-    assert len(watched._steps) == 2
-    began = time.perf_counter_ns()
-    dist.all_reduce(torch.zeros(3))
-    ended = time.perf_counter_ns()
-    last = Step(3590, began, ended, (0.0,) * 6)
-    (call,) = watched.read([last], final=True)
-    assert call.step == 3590
-    assert [step.number for step in watched._steps] == [3590]
+    assert found == [[], [4], [], [5]]
+    assert [call.step for call in read_all(watched, steps)] == [-1]
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -203,7 +159,7 @@ def test_steps_are_forgotten_once_their_calls_are_read(monkeypatch: pytest.Monke
 
 def job_calls(rank: int) -> Any:
     """Call many operations, with the time before and after each call that blocks."""
-    watched, around = Arrivals(), []
+    watched, around = open_arrivals(), []
     four, eight, parts = torch.zeros(4), torch.zeros(8), [torch.zeros(4), torch.zeros(4)]
     group = dist.new_group([0, 1])
     alone = [dist.new_group([each]) for each in range(2)][rank]
@@ -225,7 +181,7 @@ def job_calls(rank: int) -> Any:
         around.append((before_ns, time.time_ns()))
     work: Any = dist.all_reduce(four.half(), async_op=True)
     work.wait()
-    return watched.read([], final=True), around
+    return read_all(watched), around
 
 
 def test_calls_are_the_same_in_all_ranks(tmp_path: Path) -> None:
@@ -249,30 +205,27 @@ def test_calls_are_the_same_in_all_ranks(tmp_path: Path) -> None:
         ]
         del around[6]  # send or receive
         for call, (before_ns, after_ns) in zip(calls, around, strict=False):
-            assert before_ns <= call.entered_ns <= after_ns
+            assert before_ns <= call.last_ns <= after_ns
             assert call.step == call.wire_ns == -1
+            assert (call.ranks, call.last_rank) == (1, rank)
 
 
 # --- in steps -------------------------------------------------------------------------------------
 
 
-def train(model: nn.Module, timed: bool = False, steps: int = 6) -> list[Call]:
+def train(model: nn.Module, steps: int = 6) -> list[JoinedCall]:
     """Train a model on this rank's own data, and return the calls."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     marks = Marks()
     observer = Observer(marks)
-    reducers = Reducers(lambda: observer.modules) if timed else None
-    if reducers is not None:
-        observer.after_step.append(reducers.after_step)
-    watched = Arrivals(reducers)
+    watched = open_arrivals()
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(4, 64)).square().mean().backward()
         optimizer.step()
-    dist.barrier()  # so that the stamps of all reductions are there
     observer.close()
-    return watched.read(StepBuilder().add(marks.take()), final=True)
+    return read_all(watched, StepBuilder().add(marks.take()))
 
 
 def make_model() -> nn.Module:
@@ -316,44 +269,3 @@ def test_calls_are_in_their_steps(tmp_path: Path) -> None:
         assert {(call.operation, call.nbytes) for call in inside} == {("all_reduce", 4 * 64 * 4)}
         keys.append([(c.group, c.number, c.operation, c.nbytes) for c in fsdp])
     assert keys[0] == keys[1]
-
-
-# --- the hook -------------------------------------------------------------------------------------
-
-
-def job_wire(rank: int) -> Any:
-    """Train with and without the hook, and with a hook of the user's."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    results: list[tuple[list[Tensor], list[Call]]] = []
-    for timed, own in ((False, False), (True, False), (True, True)):
-        model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
-        if own:
-            model.register_comm_hook(None, allreduce_hook)
-        calls = train(model, timed)
-        results.append(([p.detach().clone() for p in model.parameters()], calls))
-    plain, timed, _ = results
-    equal = all(map(torch.equal, plain[0], timed[0]))
-    return equal, *[
-        [call.wire_ns for call in calls[-40:] if call.operation == "all_reduce" and call.step >= 3]
-        for _, calls in results
-    ]
-
-
-def test_the_hook_changes_no_bit(tmp_path: Path) -> None:
-    """With time_transfers=True, in three ranks, all parameters are bit for bit those without, each
-    reduction has a time, and a module with a hook of the user's is left alone."""
-    for equal, plain, timed, user in run_ranks(job_wire, tmp_path, 3):
-        assert equal
-        assert plain
-        assert set(plain) == {-1}
-        assert timed
-        assert min(timed) > 0
-        assert set(user) == {-1}
-
-
-def test_ranks_with_clocks_apart_report_up_to_the_same_time() -> None:
-    """Reads just before and just after a multiple of five seconds end with that moment."""
-    moment = 1_800_000_000 * 10**9
-    around = [moment + ms * 10**6 for ms in (-500, -1, 0, 1, 3000)]
-    assert {arrivals.find_round_ns(now_ns) for now_ns in around} == {moment}

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.watch.observe.arrivals import Arrivals
-from ddpbench.watch.observe.marks import END, Marks
 from ddpbench.watch.observe.observer import Observer
-from ddpbench.watch.window import BLOCKED, Call
+from ddpbench.watch.observe.steps import END, Marks
+from ddpbench.watch.window import BLOCKED, JoinedCall, Round
 
 pytestmark = pytest.mark.thorough
 
@@ -79,27 +79,32 @@ def observe_waits() -> list[list[int]]:
     return kinds
 
 
+def read_calls(watched: Arrivals) -> list[JoinedCall]:
+    """Return all calls since the last time."""
+    return watched.read([], Round(7, time.time_ns()), 0, final=True)
+
+
 def job_watched(folder: Path) -> None:
     """Write what is known of the calls of this rank."""
     start_group("mpi4py", folder)
-    watched = Arrivals()
-    watched.read([])  # the first read begins the stamps
+    watched = Arrivals(dist.get_rank(), time.time_ns())
+    read_calls(watched)  # the first read begins the stamps
     around = make_calls()
     before_ns = time.time_ns()
     work: Any = dist.all_reduce(torch.zeros(4), async_op=True)
     issued_ns = time.time_ns()
     work.wait()
     around.append((before_ns, time.time_ns()))
-    calls = watched.read([], final=True)
+    calls = read_calls(watched)
     group = dist.new_group()
-    watched.read([])
+    read_calls(watched)
     dist.all_reduce(torch.zeros(2), group=group)
     train()
     dist.barrier()  # a worker notes an end a moment after those who waited for it go on
-    later = watched.read([], final=True)
+    later = read_calls(watched)
     watched.close()
     make_calls()
-    unwatched = watched.read([], final=True)
+    unwatched = read_calls(watched)
     facts = [calls, later, unwatched, around, issued_ns, observe_waits()]
     (folder / f"{dist.get_rank()}.json").write_bytes(msgspec.json.encode(facts))
     dist.destroy_process_group()
@@ -117,15 +122,15 @@ def test_calls_over_mpi_have_begin_and_end(tmp_path: Path) -> None:
         calls, later, unwatched, around, issued_ns, waits = json.loads(
             (tmp_path / f"{rank}.json").read_text()
         )
-        found, more = [Call(**call) for call in calls], [Call(**call) for call in later]
+        found, more = [JoinedCall(**call) for call in calls], [JoinedCall(**call) for call in later]
         more = [call for call in more if call.operation != "barrier"]
         names = "all_reduce broadcast all_gather gather scatter barrier all_reduce"
         assert " ".join(call.operation for call in found) == names
         assert [call.nbytes for call in found] == [16, 16, 32, 32, 32, 0, 16]
         for call, (before_ns, after_ns) in zip(found, around, strict=True):
-            assert before_ns <= call.entered_ns
+            assert before_ns <= call.last_ns
             assert 0 < call.wire_ns <= after_ns - before_ns
-        assert found[-1].entered_ns <= issued_ns
+        assert found[-1].last_ns <= issued_ns
         assert [call.group for call in more].count(found[0].group) == len(more) - 1
         reduced = [call.nbytes for call in more if call.operation == "all_reduce"]
         assert reduced == [8, 288, 288, 288]  # 8 × 8 weights and 8 biases

@@ -97,14 +97,11 @@ def test_steps_that_stay_longer_are_no_long_steps() -> None:
 
 
 def test_a_window_has_the_longest_of_all_long_steps() -> None:
-    """And of about equal ones the newest, each of which stands for several."""
     shorter, longer = range(5, 801, 5), range(7, 801, 200)
     extra = dict.fromkeys(shorter, (OTHER, 0.05)) | dict.fromkeys(longer, (OTHER, 0.5))
     found = find(make_steps(800, extra))
-    weights = {one.number: one.weight for one in found}
-    count = LONG_STEPS - len(longer)
-    newest = [*shorter][-count:]
-    assert weights == dict.fromkeys(longer, 1.0) | dict.fromkeys(newest, len(shorter) / count)
+    assert {*longer} <= {step.number for step in found}
+    assert len(found) == LONG_STEPS
 
 
 def test_steps_are_reported_by_all_ranks_in_the_same_round() -> None:

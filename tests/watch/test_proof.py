@@ -23,8 +23,8 @@ from warm_python import warm_python
 
 from ddpbench.launch import forks
 from ddpbench.watch import proof
-from ddpbench.watch.observe.marks import Marks
 from ddpbench.watch.observe.observer import Observer
+from ddpbench.watch.observe.steps import Marks
 
 pytestmark = pytest.mark.thorough
 Change = Callable[[int, nn.Module], object]

@@ -18,9 +18,8 @@ from ddpbench.records.watched import MOST_LATE, MOST_VALUES, Moment
 from ddpbench.watch.gather.joining import join_hosts, join_ranks
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.summary import summarize
-from ddpbench.watch.observe.marks import Marks
 from ddpbench.watch.observe.observer import Observer
-from ddpbench.watch.observe.values import ScriptValues
+from ddpbench.watch.observe.steps import Marks
 from ddpbench.watch.window import COLUMNS, Values, Window, make_window
 
 
@@ -30,7 +29,7 @@ class Training:
     def __init__(self) -> None:
         self.marks, self.errors = Marks(), list[Exception]()
         self.observer = Observer(self.marks, self.errors.append)
-        self.values = ScriptValues(self.marks, self.observer.losses)
+        self.values = self.observer.values
         self._model = nn.Linear(1, 1)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.0)
         self._backwards = 0

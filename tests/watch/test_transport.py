@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-from collections.abc import Callable
+import struct
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,42 @@ from forked_ranks import HERE, Job, Place, a_window, open_job
 from patience import PATIENCE_SECONDS, wait_until
 from simulated_hosts import Hosts
 
-from ddpbench.watch.gather import host_reports, mailbox
-from ddpbench.watch.gather.host_reports import HostReports
+from ddpbench.watch.gather import inbox, transport
+from ddpbench.watch.gather.inbox import Delivery, Inbox, open_connection, send
 from ddpbench.watch.gather.joining import join_hosts, join_ranks
-from ddpbench.watch.gather.mailbox import Mailbox
-from ddpbench.watch.window import Link, Window, decode, encode
+from ddpbench.watch.gather.transport import AFTER_SECONDS, PERIOD, Transport
+from ddpbench.watch.window import Window, decode, encode
 
-NAME = socket.gethostname()
+NAME, TOKEN, SECOND = socket.gethostname(), b"t" * inbox.TOKEN_NBYTES, 10**9
+HOUR_NS = 3600 * SECOND
 pytestmark = pytest.mark.usefixtures("patient_store")
+
+
+@pytest.fixture(autouse=True)
+def _patient_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a busy machine take long to answer, in forked ranks too."""
+    for name in ("CONNECT_SECONDS", "IDLE_SECONDS"):
+        monkeypatch.setattr(inbox, name, PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Inbox, tuple[str, int]]]:
+    """An inbox whose clock is an hour ahead, and its address."""
+    monkeypatch.setattr(inbox, "ANSWER_SECONDS", PATIENCE_SECONDS)
+    server = socket.create_server(("127.0.0.1", 0))
+    target = server.getsockname()
+    made = Inbox(server, TOKEN, lambda: time.time_ns() + HOUR_NS)
+    yield made, target
+    made.close()
+
+
+def deliver(target: tuple[str, int], number: int, window: Window, sender: int = -1) -> int:
+    """Send a window of a round; return how far the inbox's clock is ahead, in ns."""
+    with open_connection(target, TOKEN, time.time_ns) as (connection, ahead):
+        sender = window.ranks[0] if sender < 0 else sender
+        send(connection, sender, Delivery(number, len(window.ranks), window))
+    assert ahead.least_ns <= HOUR_NS <= ahead.most_ns
+    return ahead.middle_ns
 
 
 def settle(job: Job, ranks: dict[str, list[int]], without: tuple[int, ...] = ()) -> None:
@@ -37,10 +66,10 @@ def settle(job: Job, ranks: dict[str, list[int]], without: tuple[int, ...] = ())
 def test_ranks_of_a_host_report_to_rank_0_over_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a FileStore on one host nothing but the job's token is ever written to the file. The
-    file outlives a restart of the job, as torchrun's store does: ranks of the second attempt find
+    """With a FileStore nothing but the job's token is ever written to the file. The file
+    outlives a restart of the job, as torchrun's store does: ranks of the second attempt find
     the second token. The last windows of all ranks are heard when they end together."""
-    monkeypatch.setattr(mailbox, "LAST_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(transport, "LAST_HOST_SECONDS", PATIENCE_SECONDS)
     file = tmp_path / "store"
     first, again = (Place(environ={"TORCHELASTIC_RESTART_COUNT": n}) for n in "01")
     with open_job(first, first, where=str(file)) as job:
@@ -72,10 +101,9 @@ def test_two_jobs_on_one_host_do_not_meet() -> None:
 
 
 @pytest.mark.thorough
-def test_hosts_report_through_the_store(hosts: Callable[..., Hosts]) -> None:
-    """Rank 0 hears of all hosts; when a leader is killed, another rank of its host takes over under
-    the same key; while a rank is stopped, no other stops; and when the store's host has gone, rank
-    0 still has its own host, and all ranks end."""
+def test_hosts_report_to_rank_0(hosts: Callable[..., Hosts]) -> None:
+    """Rank 0 hears of all hosts. When a leader is killed, another rank of its host takes over;
+    while a rank is stopped, no other stops; the store may go; without rank 0 all ranks end."""
     bench = hosts(3)
     places = [Place(bench[n // 2].namespace, bench[n // 2].name) for n in range(6)]
     with open_job(*places, address=bench[0].address) as job:
@@ -88,122 +116,125 @@ def test_hosts_report_through_the_store(hosts: Callable[..., Hosts]) -> None:
         settle(job, {"host1": [0, 1], "host2": [3], "host3": [4, 5]}, without=(2,))
         assert job.store is not None
         job.store.signal(signal.SIGKILL)
-        settle(job, {"host1": [0, 1]}, without=(2,))
-        job.round(2, last=True)
+        settle(job, {"host1": [0, 1], "host2": [3], "host3": [4, 5]}, without=(2,))
+        job.ranks[0].signal(signal.SIGKILL)
+        job.round(0, 2, last=True)
         for number, rank in enumerate(job.ranks):
-            if number != 2:
+            if number not in (0, 2):
                 rank.pipe.send(None)
                 assert rank.answer() == "closed"
 
 
-def test_a_stranger_is_not_believed() -> None:
-    """A datagram without the token, or with one and no window, is ignored."""
-    leader = Mailbox(os.urandom(16), expected=2)
-    assert leader.lead()
-    assert not Mailbox(leader.token, 2).lead()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-        for data in (b"", b"x" * 100, leader.token, leader.token + b"y" * 50):
-            stranger.sendto(data, leader._name)
-    member = Mailbox(leader.token, 2)
-    assert member.send(7, a_window(1, 3))
-    windows = leader.collect(7, a_window(0, 3), ahead_ns=1234)
-    assert [window.ranks for window in windows] == [[0], [1]]
-    member.read_answers()
-    assert member.ahead_ns == leader.ahead_ns == 1234
-    leader.close()
-    assert not member.send(8, a_window(1, 6))
-    assert member.lead()
-    member.close()
+def test_a_stranger_is_not_believed(box: tuple[Inbox, tuple[str, int]]) -> None:
+    """What has no token, or no window behind it, is ignored, and a silent one hinders nobody."""
+    own, target = box
+    with socket.create_connection(target), socket.create_connection(target) as other:
+        other.sendall(b"x" * 100)
+        with (
+            pytest.raises(ConnectionError),
+            open_connection(target, b"u" * len(TOKEN), time.time_ns),
+        ):
+            pass
+        with open_connection(target, TOKEN, time.time_ns) as (connection, _):
+            connection.sendall(struct.pack("!qqiq", 5, 7, 1, 3) + b"xyz")
+        deliver(target, 7, a_window(1, 3))
+        assert [each.ranks for each in own.collect(7, 1, PATIENCE_SECONDS)] == [[1]]
 
 
-def test_what_an_ended_rank_sent_counts_once() -> None:
-    """The last window of a rank is passed on whole once, then only that the rank has ended. That is
-    so even if it came with the rank's window of the round before, which goes first."""
-    leader = Mailbox(os.urandom(16), expected=3)
-    assert leader.lead()
-    early, late = Mailbox(leader.token, 3), Mailbox(leader.token, 3)
-    last = [a_window(rank, 3, last=True, facts={"gc_seconds": 1.0}) for rank in (1, 2)]
-    assert early.send(7, last[0])
-    assert late.send(7, a_window(2, 3))
-    assert late.send(7, last[1])
-    rounds = [
-        {each.ranks[0]: each for each in leader.collect(number, a_window(0, 3 * number), 0)}
-        for number in (7, 8, 9)
-    ]
-    for mailbox_ in (leader, early, late):
-        mailbox_.close()
-    assert [each.keys() for each in rounds] == [{0, 1, 2}] * 3
-    assert encode(rounds[0][1]) == encode(last[0])
-    assert not rounds[0][2].last
-    assert encode(rounds[1][2]) == encode(last[1])
-    for ended in (rounds[1][1], rounds[2][1], rounds[2][2]):
-        assert (ended.rows, len(ended.calls), ended.facts, ended.links) == ({}, 0, {}, [])
-        assert ended.last
-    host = join_ranks(list(rounds[1].values()), "one")
-    assert host is not None
-    assert host.ranks == [0, 1, 2]
+def test_an_inbox_waits_for_its_ranks_as_long_as_it_may(
+    box: tuple[Inbox, tuple[str, int]],
+) -> None:
+    """Until all have sent, else the time that it was given; a window of another round does not
+    count, and at the job's end only last windows are waited for."""
+    own, target = box
+    deliver(target, 7, a_window(1, 3))
+    assert len(own.collect(7, 1, PATIENCE_SECONDS)) == 1
+    for number, count, last in ((7, 2, False), (8, 1, False), (7, 1, True)):
+        began = time.monotonic()
+        assert len(own.collect(number, count, 0.05, last)) == (number == 7)
+        assert 0.05 <= time.monotonic() - began < PATIENCE_SECONDS
 
 
-def test_what_an_ended_host_reported_counts_once() -> None:
-    """The last report of a host is read whole once. Afterwards the host is one of the job's still,
-    without steps, facts or links, and costs the others none of their steps; and a report under its
-    key that is not the same counts again."""
-    store = dist.HashStore()
-    reports = HostReports(store, "watch")
-    reports.publish_job(host_reports.Job(os.urandom(16)))
-
-    def join(last: bool, name: str, first: int) -> Window:
-        links = [Link("", "10.0.0.9", "eth0", 1000, 0.5, 0.001, 0)]
-        rank = 2 if name == "two" else 0
-        window = a_window(rank, first, last, facts={"gc_seconds": 1.0}, links=links)
-        joined = join_ranks([window], name)
-        assert joined is not None
-        return joined
-
-    rounds = []
-    reports.publish("boot/two", 7, join(True, "two", 0), 1)
-    for number in (7, 8, 9):
-        if number == 9:
-            reports.publish("boot/two", 9, join(False, "two", 200), 1)
-        own = join(False, "one", 100 * (number - 7))
-        rounds.append(join_hosts([own, *reports.read(number, PATIENCE_SECONDS)]))
-        assert rounds[-1] is not None
-    reports.close()
-    assert [len(each.links) for each in rounds if each] == [2, 1, 2]
-    assert [each.host_facts.get("two", {}) for each in rounds if each] == [
-        {"gc_seconds": 1.0},
-        {},
-        {"gc_seconds": 1.0},
-    ]
-    assert [list(each.medians) for each in rounds if each] == [
-        ["one", "two"],
-        ["one"],
-        ["one", "two"],
-    ]
-    assert [len(each.least_blocked) for each in rounds if each] == [8, 8, 8]
-    assert [each.hosts for each in rounds if each] == [{"one": [0], "two": [2]}] * 3
+def test_what_has_ended_counts_once(box: tuple[Inbox, tuple[str, int]]) -> None:
+    """The last window of a sender is passed on whole once, whatever its round, then only that its
+    ranks have ended; a window that comes later from the same sender counts again."""
+    own, target = box
+    last = a_window(2, 3, last=True, facts={"gc_seconds": 1.0})
+    deliver(target, 6, last)
+    first, second = (own.collect(number, 1, PATIENCE_SECONDS)[0] for number in (7, 8))
+    assert encode(first) == encode(last)
+    assert (second.rows, len(second.calls), second.facts, second.links) == ({}, 0, {}, [])
+    assert second.last
+    joined = join_ranks([a_window(0, 9), second], "one")
+    assert (joined.ranks, len(joined.least_blocked)) == ([0, 2], 8)
+    again = a_window(2, 9)
+    deliver(target, 9, again)
+    assert encode(own.collect(9, 1, PATIENCE_SECONDS)[0]) == encode(again)
 
 
-def test_1024_ranks_report_under_one_key_a_host() -> None:
-    """128 hosts with eight ranks each report through a TCPStore, in real messages: rank 0 gets all
-    of a round, none of an earlier one, and a second round adds no key."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    reports = HostReports(server, "watch")
-    reports.publish_job(host_reports.Job(os.urandom(16)))
-    keys = []
+def test_1024_ranks_report_to_rank_0(box: tuple[Inbox, tuple[str, int]]) -> None:
+    """127 hosts with eight ranks each, in real messages: rank 0 gets all of a round, and none of an
+    earlier one."""
+    own, target = box
     for number in (7, 8):
-        for host in range(127 if number == 8 else 128):
+        for host in range(127 if number == 7 else 100):
             messages = [encode(a_window(8 * host + n, number)) for n in range(8)]
-            joined = join_ranks([*map(decode, messages)], f"host{host}")
-            assert joined is not None
-            reports.slot = -1  # as another host
-            reports.publish(f"boot/{host}", number, joined, 8)
-        keys.append(server.num_keys())
-        heard = reports.read(number, PATIENCE_SECONDS)
-        round_ = join_hosts(heard)
-        assert round_ is not None
-        assert sum(map(len, round_.hosts.values())) == (1024 if number == 7 else 1016)
-        assert set(round_.calls["ranks"]) == {8 * len(heard)}
-        assert round_.first_step == number
-    assert keys[0] == keys[1]
-    reports.close()
+            window = join_ranks([*map(decode, messages)], f"host{host}", (), HOUR_NS)
+            deliver(target, number, window, sender=host)
+        hosts = own.collect(number, 8 * (host + 1), PATIENCE_SECONDS)
+        joined = join_hosts(hosts)
+        assert sum(map(len, joined.hosts.values())) == 8 * (host + 1)
+        assert set(joined.calls["ranks"]) == {8 * len(hosts)}
+        assert joined.first_step == number
+        assert joined.ended_ns > time.time_ns() + HOUR_NS - 100 * SECOND
+
+
+def test_rounds_begin_at_multiples_of_the_period() -> None:
+    """A moment after them, so that no clock is before; and not twice, though a clock is set back.
+    A rank that is alone gets its own window, whatever its store is."""
+    now_ns = 1_700_000_000 * SECOND + 3 * SECOND
+    alone = Transport(dist.HashStore(), "", 0, 1, now_ns=lambda: now_ns)
+    for number in (1, 2):
+        now_ns += round(alone.seconds_to_round() * SECOND)
+        round_ = alone.begin_round()
+        assert round_ == (340_000_000 + number, (1_700_000_000 + 5 * number) * SECOND)
+        (host,) = alone.exchange(round_.number, a_window(0, number))
+        assert (host.hosts, host.first_step) == ({NAME: [0]}, number)
+    now_ns -= SECOND
+    assert alone.seconds_to_round() == pytest.approx(PERIOD + 1, abs=2 * AFTER_SECONDS)
+    alone.close()
+
+
+def test_rounds_begin_by_the_clock_of_rank_0() -> None:
+    """In a host whose clock is an hour behind; its stamps are corrected by as much. What is learned
+    later narrows the bounds, and a clock that was set is learned anew."""
+    store, ahead_ns, windows = dist.HashStore(), HOUR_NS, []
+    ranks = [
+        Transport(
+            store, "watch", rank, 2, now_ns=lambda rank=rank: time.time_ns() - rank * ahead_ns
+        )
+        for rank in range(2)
+    ]
+    for _ in range(2):
+        for number in range(3):
+            assert ranks[1].exchange(number, a_window(1, number)) == []
+            ((window,),) = (ranks[0].exchange(number, a_window(0, number)),)
+            windows.append(window)
+        first, second = (rank.begin_round() for rank in ranks)
+        assert first.number == second.number
+        assert abs(first.began_ns - second.began_ns - ahead_ns) < SECOND / 10
+        ahead_ns = 2 * HOUR_NS
+    assert [window.ranks for window in windows] == [[0, 1]] * 6
+    for rank in ranks:
+        rank.close()
+
+
+def test_a_job_that_rank_0_never_publishes_costs_a_short_wait() -> None:
+    """Only a last window waits for it."""
+    store = dist.HashStore()
+    lost = Transport(store, "watch/1", 1, 2)
+    for last in (False, True):
+        began = time.monotonic()
+        assert lost.exchange(7, a_window(1, 0, last)) == []
+        assert (time.monotonic() - began >= transport.STORE_SECONDS) == last
+    lost.close()

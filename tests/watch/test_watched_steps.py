@@ -8,13 +8,15 @@ import random
 import pytest
 
 from ddpbench.records.watched import PHASES
-from ddpbench.watch.observe.marks import END, STEP, Mark
 from ddpbench.watch.observe.steps import (
     BACKWARD,
+    END,
     FORWARD,
     INPUT,
     OPTIMIZER,
     OTHER,
+    STEP,
+    Mark,
     Step,
     StepBuilder,
 )

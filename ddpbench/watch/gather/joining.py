@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.ma  # np.median imports it when first called, which would be in a watched step
@@ -13,61 +13,51 @@ from msgspec import structs
 
 from ddpbench.records.load import join_loads
 from ddpbench.records.watched import MOST_VALUES
-from ddpbench.watch.gather.matching import join_calls
-from ddpbench.watch.gather.offsets import SAME, Line
 from ddpbench.watch.window import (
     ALL,
     BLOCKED,
+    CALL,
     CALLS,
-    COLUMNS,
     HOST_CALLS,
     LINKS,
     RANKS,
     ROUND_RANKS,
     Link,
     Rows,
-    Values,
+    Table,
     Window,
     add_links,
     join_long_steps,
 )
 
+T = TypeVar("T")
+
 
 def join_ranks(
-    windows: Sequence[Window], host: str, addresses: Sequence[str] = (), clock: Line = SAME
-) -> Window | None:
-    """Join the windows of a host's ranks; None if there are none.
+    windows: Sequence[Window], host: str, addresses: Sequence[str] = (), ahead_ns: int = 0
+) -> Window:
+    """Join the windows of a host's ranks, at least one.
 
-    addresses: of the host; clock: how far it is ahead of rank 0's, by which times are corrected.
+    addresses: of the host; ahead_ns: how far rank 0's clock is ahead of the host's. All times of
+    the joined window are by rank 0's clock.
     """
-    if not windows:
-        return None
     joined = _join([_rename(window, host) for window in windows], RANKS, HOST_CALLS)
     for name in ("first_ns", "second_ns", "last_ns"):
-        joined.calls[name] = clock.correct(joined.calls[name])
+        joined.calls[name] += ahead_ns
     return structs.replace(
         joined,
-        ended_ns=int(clock.correct(np.array([joined.ended_ns]))[0]),
+        ended_ns=joined.ended_ns + ahead_ns,
         links=add_links(joined.links),
         addresses=list(addresses)[:LINKS],
-        bound_ns=round(clock.bound_ns),
     )
 
 
-def join_hosts(hosts: Sequence[Window]) -> Window | None:
-    """Join the windows of all hosts; None if there are none."""
-    if not hosts:
-        return None
-    names = [next(iter(window.hosts)) for window in hosts]
-    counts = Counter(names)
-    named = [
-        _rename(host, f"{name} (rank {min(host.ranks)})") if counts[name] > 1 else host
-        for name, host in zip(names, hosts, strict=True)
-    ]
-    named.sort(key=lambda host: host.ranks)
-    joined = _join(named, ROUND_RANKS, CALLS)
-    links = _name_peers(joined.links, named)
-    return structs.replace(joined, hosts=_list_hosts(named), links=links)  # also without steps
+def join_hosts(hosts: Sequence[Window]) -> Window:
+    """Join the windows of all hosts, at least one."""
+    hosts = sorted(hosts, key=lambda host: host.ranks)
+    joined = _join(hosts, ROUND_RANKS, CALLS)
+    listed = {host: ranks for window in hosts for host, ranks in window.hosts.items()}
+    return structs.replace(joined, hosts=listed, links=_name_peers(joined.links, hosts))
 
 
 def _rename(window: Window, host: str) -> Window:
@@ -90,27 +80,33 @@ def _join(windows: Sequence[Window], most_ranks: int, most_calls: int) -> Window
     listed = [w for i, w in enumerate(windows) if w.last or i in chosen or not chosen]
     with_facts = rows or dict.fromkeys(chain(*(window.facts for window in windows)))
     shown = {*[*with_facts][:most_ranks]}
-    calls, groups, operations = join_calls(windows, most_calls)
     least = [window.least_blocked for window in members]
+    values = _summarize([window.values for window in windows], _find_median_pair)
+    lines = _summarize([window.lines.get(ALL, {}) for window in windows], sum)
     return Window(
-        hosts=_list_hosts(listed),
-        ended_ns=_find_end([windows[i] for i in chosen] or windows, end),
+        hosts={host: [*chain(*lists)] for host, lists in _group(listed, "hosts").items()},
+        ended_ns=int(np.median([window.ended_ns for window in members or windows])),
         first_step=first,
         rows=rows,
-        medians=_find_medians(members),
+        medians={
+            host: np.median(np.stack(rows), axis=0).astype(np.float32)
+            for host, rows in _group(members, "medians").items()
+        },
         least_blocked=np.minimum.reduce(least) if least else np.empty(0, np.float32),
-        calls=calls,
-        groups=groups,
-        operations=operations,
+        calls=_join_calls([window.calls for window in windows])[-most_calls:],
+        names=dict(chain.from_iterable(window.names.items() for window in windows)),
         facts={rank: facts for w in windows for rank, facts in w.facts.items() if rank in shown},
-        host_facts=_join_facts(windows),
+        host_facts={
+            host: _summarize(facts, statistics.median)
+            for host, facts in _group(windows, "host_facts").items()
+        },
         links=[*chain.from_iterable(window.links for window in windows)],
         load=join_loads([window.load for window in windows if window.load is not None]),
-        values=_join_values([window.values for window in windows]),
+        values=dict([*values.items()][: MOST_VALUES + 1]),
         findings=dict(chain.from_iterable(window.findings.items() for window in windows)),
         long_steps=join_long_steps(chain(*(window.long_steps for window in windows))),
         lines={rank: lines for w in windows for rank, lines in w.lines.items() if rank in shown}
-        | {ALL: _find_means([window.lines.get(ALL, {}) for window in windows])},
+        | {ALL: {line: seconds / len(windows) for line, seconds in lines.items()}},
         last=all(window.last for window in windows),
     )
 
@@ -165,53 +161,60 @@ def _choose_slowest(windows: Sequence[Window], most: int) -> dict[int, Rows]:
     return {rank: rows for rank, rows in rows_of.items() if rank in slowest}
 
 
-def _find_medians(windows: Sequence[Window]) -> dict[str, Rows]:
-    """Return the median over the windows of each host."""
-    grouped: dict[str, list[Rows]] = {}
+def _join_calls(tables: Sequence[Table]) -> Table:
+    """Join what ranks or hosts report of the same calls: those of a group with the same number.
+
+    Returns a table of CALL, the newest call last.
+    """
+    # One column at a time: a single copy of all would hold the interpreter for long.
+    columns = {name: np.concatenate([table[name] for table in tables]) for name in CALL.names or ()}
+    order = np.lexsort((columns["last_ns"], columns["number"], columns["group"]))
+    columns = {name: column[order] for name, column in columns.items()}
+    groups, numbers, last_ns = columns["group"], columns["number"], columns["last_ns"]
+    changed = np.ones(len(groups), dtype=bool)
+    changed[1:] = (groups[1:] != groups[:-1]) | (numbers[1:] != numbers[:-1])
+    starts = np.flatnonzero(changed)
+    lasts = np.append(starts[1:], len(groups))[: len(starts)] - 1
+    joined = np.zeros(len(starts), CALL)
+    if not len(starts):
+        return joined
+    for name in ("group", "operation", "number", "nbytes", "last_ns", "last_rank"):
+        joined[name] = columns[name][lasts]
+    joined["ranks"] = np.add.reduceat(columns["ranks"], starts)
+    joined["step"] = np.maximum.reduceat(columns["step"], starts)
+    joined["first_ns"] = np.minimum.reduceat(columns["first_ns"], starts)
+    # The last arrival but one is of the same host as the last, or the last of another host.
+    second, ranks = columns["second_ns"][lasts], columns["ranks"][lasts]
+    before = last_ns[np.maximum(lasts - 1, starts)]
+    several = np.where(ranks > 1, np.maximum(before, second), before)
+    joined["second_ns"] = np.where(lasts > starts, several, second)
+    # The shortest known transfer: only the last rank to arrive waits for nobody.
+    unknown = np.iinfo(np.int64).max
+    wire_ns = np.where(columns["wire_ns"] < 0, unknown, columns["wire_ns"])
+    least = np.minimum.reduceat(wire_ns, starts)
+    joined["wire_ns"] = np.where(least == unknown, -1, least)
+    return joined[np.argsort(joined["last_ns"], kind="stable")]
+
+
+def _group(windows: Sequence[Window], field: str) -> dict[str, list[Any]]:
+    """Return the values of a field that is a dictionary by host: host → of each window."""
+    grouped: dict[str, list[Any]] = {}
     for window in windows:
-        for host, rows in window.medians.items():
-            grouped.setdefault(host, []).append(rows)
-    return {
-        host: np.median(np.stack(rows), axis=0).astype(np.float32) if len(rows) > 1 else rows[0]
-        for host, rows in grouped.items()
-    }
+        for host, value in getattr(window, field).items():
+            grouped.setdefault(host, []).append(value)
+    return grouped
 
 
-def _find_end(windows: Sequence[Window], end: int) -> int:
-    """Return when the last step before `end` ended, by the clock of the windows."""
-    ends = []
-    for window in windows:
-        rows = next(iter(window.medians.values()), np.empty((0, COLUMNS)))
-        later = rows[max(0, end - window.first_step) :].sum(dtype=float)
-        ends.append(window.ended_ns - round(later * 1e9))
-    return int(np.median(ends))
+def _summarize(parts: Sequence[Mapping[str, T]], statistic: Callable[[list[T]], T]) -> dict[str, T]:
+    """Return a statistic of each name over the parts that have it."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: statistic([part[name] for part in parts if name in part]) for name in names}
 
 
-def _list_hosts(windows: Sequence[Window]) -> dict[str, list[int]]:
-    hosts: dict[str, list[int]] = {}
-    for window in windows:
-        for host, ranks in window.hosts.items():
-            hosts.setdefault(host, []).extend(ranks)
-    return hosts
-
-
-def _join_facts(windows: Sequence[Window]) -> dict[str, dict[str, float]]:
-    """Return the median of each fact over the windows of each host."""
-    values: dict[str, dict[str, list[float]]] = {}
-    for window in windows:
-        for host, facts in window.host_facts.items():
-            for name, value in facts.items():
-                values.setdefault(host, {}).setdefault(name, []).append(value)
-    return {
-        host: {name: float(statistics.median(each)) for name, each in facts.items()}
-        for host, facts in values.items()
-    }
-
-
-def _find_means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each value; a part without it counts as 0."""
-    names = {name for part in parts for name in part}
-    return {name: sum(part.get(name, 0.0) for part in parts) / len(parts) for name in names}
+def _find_median_pair(known: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """Return the median of the steps, and that of the values."""
+    steps, values = zip(*known, strict=True)
+    return int(statistics.median(steps)), statistics.median(values)
 
 
 def _name_peers(links: Sequence[Link], hosts: Sequence[Window]) -> list[Link]:
@@ -222,16 +225,3 @@ def _name_peers(links: Sequence[Link], hosts: Sequence[Window]) -> list[Link]:
             owners.setdefault(address, []).extend(window.hosts)
     names = {address: found[0] for address, found in owners.items() if len(found) == 1}
     return [structs.replace(link, peer=names.get(link.peer, link.peer)) for link in links]
-
-
-def _join_values(parts: Sequence[Values]) -> Values:
-    """Return the median of each value, and of its step, over those that have it."""
-    names = list(dict.fromkeys(name for part in parts for name in part))[: MOST_VALUES + 1]
-    grouped = {name: [part[name] for part in parts if name in part] for name in names}
-    return {
-        name: (
-            int(statistics.median(step for step, _ in known)),
-            statistics.median(value for _, value in known),
-        )
-        for name, known in grouped.items()
-    }

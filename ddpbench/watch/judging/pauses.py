@@ -53,8 +53,8 @@ class Pauses:
     def add(self, step: LongStep, seconds: float) -> None:
         """Add a pause of so many seconds."""
         self.every = None
-        self.count += step.weight
-        self.seconds += step.weight * seconds
+        self.count += 1
+        self.seconds += seconds
         self.longest_seconds = max(self.longest_seconds, seconds)
         self.last_step = step.number
         self.recent.append((step.number, step.ended_ns, seconds))

@@ -1,18 +1,22 @@
-"""Calls that a watch observes by replacing the function, and counts of calls."""
+"""Functions and modules whose calls a watch observes by replacing them, and counts of calls."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import gc
 import sys
-import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+CALL = "_compiled_call_impl"  # what a module calls in place of its usual call, if it is set
 
 
 def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
@@ -51,23 +55,6 @@ def find_waits() -> Iterator[tuple[Any, str]]:
             yield work, "wait"
 
 
-class ExitStatus:
-    """Remembers in `value` what the main thread passes to sys.exit: Python does not keep it."""
-
-    def __init__(self) -> None:
-        self.value: object = None
-        self.close = replace(sys, "exit", self._wrap)
-
-    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def leave(status: object = None, /) -> None:
-            if threading.current_thread() is threading.main_thread():
-                self.value = status
-            original(status)
-
-        return leave
-
-
 def count_collectives() -> Counter[tuple[int, ...]]:
     """Return how many collectives this rank has called on groups, by the ranks of the group."""
     counts: Counter[tuple[int, ...]] = Counter()
@@ -77,3 +64,73 @@ def count_collectives() -> Counter[tuple[int, ...]]:
                 number: int = getattr(group, "_get_sequence_number_for_group")()  # noqa: B009
                 counts[tuple(dist.get_process_group_ranks(group))] += number
     return counts
+
+
+def find_roots(is_owner: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    """Yield the outermost modules alive that are owners or have owners among their submodules.
+
+    Wrappers such as DDP and torch.compile's are the outermost. Walks through all objects that
+    Python's garbage collector has: 30 to 100 ms for each million of them.
+    """
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    # A module that is being made, or was unpickled in part, has no such attributes yet.
+    modules = [
+        one for one in modules if "_parameters" in one.__dict__ and "_modules" in one.__dict__
+    ]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for child in module._modules.values():
+            parents.setdefault(id(child), []).append(module)
+    seen = set()
+    waiting = list(filter(is_owner, modules))
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            above = parents.get(id(module), [])
+            waiting.extend(above)
+            if not above:
+                yield module
+
+
+def is_distributed(module: nn.Module) -> bool:
+    """Return whether a module is DDP's, or has a DTensor among its own parameters."""
+    parameters = module._parameters.values()
+    is_ddp = isinstance(module, DistributedDataParallel)
+    return is_ddp or any(hasattr(one, "device_mesh") for one in parameters)
+
+
+class ModuleCall:
+    """The wrapped call of a module: `begin` before it, `end` after it, even after an exception.
+
+    Does nothing for a module that was compiled in place (Module.compile), which uses the same
+    place. It is not a hook, because a hook would be pickled with the module, forbids
+    torch.jit.script, and makes each call slower. This place is neither pickled nor copied, nor part
+    of the state. end: gets what `begin` returned.
+    """
+
+    def __init__(
+        self, module: nn.Module, begin: Callable[[], int], end: Callable[[int], None]
+    ) -> None:
+        self._module = reference = weakref.ref(module)  # so that a dropped module is freed at once
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            module: Any = reference()
+            # Code that torch.compile traces must look as it would without this wrapper.
+            if torch.compiler.is_compiling():
+                return module._call_impl(*args, **kwargs)
+            mark = begin()
+            try:
+                return module._call_impl(*args, **kwargs)
+            finally:
+                end(mark)
+
+        self._call = call
+        if getattr(module, CALL, None) is None:
+            module.__dict__[CALL] = call  # past __setattr__: torch.compile's wrapper passes it on
+
+    def remove(self) -> None:
+        """Restore the module, unless it was compiled in place since."""
+        module = self._module()
+        if module is not None and module.__dict__.get(CALL) is self._call:
+            del module.__dict__[CALL]

@@ -28,24 +28,13 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
 from ddpbench.runtime import cpu, gpu_facts
-from ddpbench.runtime.cpu import or_none
 
 HARMLESS = {"GpuIdle", "ApplicationsClocksSetting"}  # of NVML's reasons for a lower clock
-
-
-@dataclass
-class Pauses:
-    """Garbage collections so far, and when the last one began."""
-
-    began_ns: int = 0
-    total_ns: int = 0
-    longest_ns: int = 0
 
 
 class Facts:
@@ -54,8 +43,9 @@ class Facts:
     def __init__(self, counts: Mapping[str, int]) -> None:
         self._counts = counts
         self._meter = cpu.CpuMeter()
-        self._pauses = Pauses()
-        self._compiled = len(_compile_seconds())
+        self._began_ns = 0  # the last garbage collection
+        self._pauses = [0.0]  # seconds of garbage collections since the last read
+        self._compiled = len(_list_compilations())
         self._counters = self._read_counters()
         gc.callbacks.append(self._count_gc)
 
@@ -72,30 +62,30 @@ class Facts:
             for name, value in self._counters.items()
             if name in before
         }
-        pauses, self._pauses = self._pauses, Pauses(self._pauses.began_ns)
-        facts["gc_seconds"] = pauses.total_ns / 1e9
-        facts["gc_longest_seconds"] = pauses.longest_ns / 1e9
-        compiled = _compile_seconds()
-        new = compiled[min(self._compiled, len(compiled)) :]
-        self._compiled = len(compiled)
-        facts |= {"compile_seconds": sum(new), "compiles": float(len(new))}
-        facts["cores"] = float(psutil.cpu_count() or 1)
+        pauses, self._pauses = self._pauses, [0.0]
+        compilations = _list_compilations()[self._compiled :]
+        self._compiled += len(compilations)
+        facts |= {
+            "gc_seconds": sum(pauses),
+            "gc_longest_seconds": max(pauses),
+            "compile_seconds": sum(compilations),
+            "compiles": float(len(compilations)),
+            "cores": float(psutil.cpu_count() or 1),
+        }
         return facts | {f"gpu_slowed_by_{name}": 1.0 for name in _throttle_reasons() - HARMLESS}
 
     def _count_gc(self, phase: str, _info: Mapping[str, int]) -> None:
-        now, pauses = time.perf_counter_ns(), self._pauses
         if phase == "start":
-            pauses.began_ns = now
-        elif pauses.began_ns:
-            pauses.total_ns += now - pauses.began_ns
-            pauses.longest_ns = max(pauses.longest_ns, now - pauses.began_ns)
+            self._began_ns = time.perf_counter_ns()
+        elif self._began_ns:
+            self._pauses.append((time.perf_counter_ns() - self._began_ns) * 1e-9)
 
     def _read_counters(self) -> dict[str, float]:
         use = self._meter.stop()
         counters = {
             "seconds": use.wall_seconds,
             "cpu_seconds": use.own_seconds,
-            "worker_seconds": _worker_seconds(),
+            "worker_seconds": _read_worker_seconds(),
             "queued_seconds": cpu.queued_seconds(),
             "throttled_seconds": use.throttled_seconds,
             "major_faults": float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt),
@@ -111,14 +101,14 @@ def _throttle_reasons() -> set[str]:
     The current GPU of this thread says nothing: it is GPU 0 in every rank that names its own GPU in
     the training thread alone.
     """
-    gpu = or_none(gpu_facts.most_used)
+    gpu = cpu.or_none(gpu_facts.most_used)
     state = gpu_facts.gpu_state(gpu[0]) if gpu else None
     reasons: Any = (state or {}).get("throttle_reasons")
     return set(reasons or ())
 
 
-def _worker_seconds() -> float:
-    """CPU seconds so far of the processes that the main thread started, also if they have ended."""
+def _read_worker_seconds() -> float:
+    """Return the CPU time of the processes that the main thread started, even if they ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = ended.ru_utime + ended.ru_stime
     for pid in (cpu.read(f"/proc/self/task/{os.getpid()}/children") or "").split():
@@ -128,8 +118,8 @@ def _worker_seconds() -> float:
     return seconds
 
 
-def _compile_seconds() -> list[float]:
-    """Seconds of each compilation so far by torch.compile, which need not be imported."""
+def _list_compilations() -> list[float]:
+    """Return the seconds of each compilation by torch.compile, which need not be imported."""
     times: dict[str, list[float]] = getattr(
         sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {}
     )

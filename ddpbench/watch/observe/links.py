@@ -13,20 +13,17 @@ store, is on its way until its peer acknowledges it, which a peer may delay by 4
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from ddpbench.launch import sockets
 from ddpbench.watch.window import Link, add_links
 
 BULK_NBYTES = 1 << 16  # of one connection in one read, at least,
 SEGMENT_NBYTES = 1000  # and of its segments on average
-SLICE = 64  # connections after which other threads get their turn
-PAUSE_SECONDS = 0.0002
 TCP_INFO_NBYTES = 256
 
 # Of Linux's struct tcp_info, which only grows at its end: RTT in µs, segments sent again, bytes
@@ -38,42 +35,19 @@ WRAP = 1 << 32  # of the kernel's counters of segments: 6 TB
 Ends = tuple[str, int, str, int]  # address and port of this end, of the peer's
 
 
-@dataclass(frozen=True)
-class Counters:
+class Counters(NamedTuple):
     """What the kernel counted for a connection since it was opened.
 
-    busy_microseconds: while data was on its way and the peer had room for it; bytes_per_second: of
-    the latest acknowledgements, as the kernel estimates it for its own use.
+    bytes_per_second: of the latest acknowledgements, as the kernel estimates it for its own use;
+    busy_microseconds: while data was on its way and the peer had room for it.
     """
 
+    rtt_microseconds: int = 0
+    retransmitted: int = 0
     nbytes: int = 0
     segments: int = 0
-    busy_microseconds: int = 0
-    retransmitted: int = 0
-    rtt_microseconds: int = 0
     bytes_per_second: int = 0
-
-    def subtract(self, before: Counters) -> Counters:
-        """Return what was counted since then, with RTT and rate of now."""
-        return Counters(
-            self.nbytes - before.nbytes,
-            (self.segments - before.segments) % WRAP,
-            self.busy_microseconds - before.busy_microseconds,
-            (self.retransmitted - before.retransmitted) % WRAP,
-            self.rtt_microseconds,
-            self.bytes_per_second,
-        )
-
-    @property
-    def is_bulk(self) -> bool:
-        """Whether this was more than short messages."""
-        return self.nbytes >= max(BULK_NBYTES, SEGMENT_NBYTES * self.segments)
-
-    @property
-    def transfer_seconds(self) -> float:
-        """Busy time without delays of acknowledgements, as far as the latest rate shows it."""
-        busy = self.busy_microseconds / 1e6
-        return min(busy, self.nbytes / self.bytes_per_second) if self.bytes_per_second else busy
+    busy_microseconds: int = 0
 
 
 class Links:
@@ -82,60 +56,59 @@ class Links:
     def __init__(self) -> None:
         self._host = socket.gethostname()
         self._interfaces: dict[str, str] = {}  # by address
-        self._counters = dict(read_connections())
+        self._counters = dict(_read_connections())
 
     def read(self) -> list[Link]:
         """Return at most LINKS links that carried bulk data, those first that carried most."""
-        before, self._counters = self._counters, dict(read_connections())
-        since = {
-            ends: now.subtract(before.get(ends, Counters())) for ends, now in self._counters.items()
-        }
-        return add_links(self._link(ends, each) for ends, each in since.items() if each.is_bulk)
+        before, self._counters = self._counters, dict(_read_connections())
+        return add_links(
+            link
+            for ends, now in self._counters.items()
+            if (link := self._make_link(ends, now, before.get(ends, Counters()))) is not None
+        )
 
-    def _link(self, ends: Ends, since: Counters) -> Link:
+    def _make_link(self, ends: Ends, now: Counters, before: Counters) -> Link | None:
+        """Return what a connection carried since then; None for short messages alone."""
+        nbytes = now.nbytes - before.nbytes
+        segments = (now.segments - before.segments) % WRAP
+        if nbytes < max(BULK_NBYTES, SEGMENT_NBYTES * segments):
+            return None
+        busy_seconds = (now.busy_microseconds - before.busy_microseconds) / 1e6
+        rate = now.bytes_per_second
         return Link(
             self._host,
             ends[2],
-            self._interface(ends[0]),
-            since.nbytes,
-            since.busy_microseconds / 1e6,
-            since.rtt_microseconds / 1e6,
-            since.retransmitted,
-            since.transfer_seconds,
+            self._find_interface(ends[0]),
+            nbytes,
+            busy_seconds,
+            now.rtt_microseconds / 1e6,
+            (now.retransmitted - before.retransmitted) % WRAP,
+            # Without delays of acknowledgements, as far as the latest rate shows it.
+            min(busy_seconds, nbytes / rate) if rate else busy_seconds,
         )
 
-    def _interface(self, address: str) -> str:
+    def _find_interface(self, address: str) -> str:
         if address not in self._interfaces:
             known = {text.partition("/")[0]: n for n, text in sockets.list_interfaces().items()}
             self._interfaces |= {address: ""} | known
         return self._interfaces[address]
 
 
-def read_connections() -> Iterator[tuple[Ends, Counters]]:
+def _read_connections() -> Iterator[tuple[Ends, Counters]]:
     """Yield this process's connections to other hosts.
 
     Nothing is opened or closed: another thread may close a connection at any time, and a copy of it
     would keep the peer from noticing.
     """
-    for count, number in enumerate(_open_files(), 1):
-        if count % SLICE == 0:
-            time.sleep(PAUSE_SECONDS)
+    for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # not a connection, or gone meanwhile
-            connection = sockets.wrap_file(number)
+            connection = sockets.wrap_file(int(path.name))
             try:
                 found = _read_connection(connection)
             finally:
                 connection.detach()
             if found is not None:
                 yield found
-
-
-def _open_files() -> list[int]:
-    try:
-        with os.scandir("/proc/self/fd") as entries:
-            return [int(entry.name) for entry in entries]
-    except OSError:
-        return []
 
 
 def _read_connection(connection: socket.socket) -> tuple[Ends, Counters] | None:
@@ -153,5 +126,5 @@ def parse(info: bytes) -> Counters | None:
     """Return the counters in a struct tcp_info; None if the kernel does not count busy time."""
     if len(info) < TCP_INFO.size:
         return None
-    rtt, retransmitted, nbytes, segments, rate, busy, blocked = TCP_INFO.unpack_from(info)
-    return Counters(nbytes, segments, busy - blocked, retransmitted, rtt, rate)
+    *counters, busy, blocked = TCP_INFO.unpack_from(info)
+    return Counters(*counters, busy - blocked)

@@ -8,14 +8,12 @@ good has no long steps.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -23,9 +21,8 @@ import numpy.typing as npt
 from msgspec import structs
 
 from ddpbench.hang.places import describe_line
-from ddpbench.watch.observe.marks import Marks
 from ddpbench.watch.observe.observer import Observer
-from ddpbench.watch.observe.steps import Step
+from ddpbench.watch.observe.steps import Marks, Step
 from ddpbench.watch.window import BLOCKED, LINES, LONG_STEPS, WARM_UP, LongStep
 
 CHUNK = 64  # steps that are judged together, by themselves and as many before them
@@ -61,26 +58,17 @@ class Stacks:
         self.overdue_seconds = float("inf")
         self._looks = deque[Look](maxlen=MOST_LOOKS)
         self._closing = threading.Event()
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="ddpbench-stacks", daemon=True)
+        self._thread = threading.Thread(target=self._look, name="ddpbench-stacks", daemon=True)
         self._thread.start()
 
     def take(self) -> list[Look]:
         """Return the looks since the last time, and forget them."""
-        if self._error is not None:
-            raise self._error
         return [self._looks.popleft() for _ in range(len(self._looks))]
 
     def close(self) -> None:
         """Look no more."""
         self._closing.set()
         self._thread.join(1.0)
-
-    def _run(self) -> None:
-        try:
-            self._look()
-        except Exception as error:
-            self._error = error
 
     def _look(self) -> None:
         before, seconds = time.perf_counter_ns(), LOOK_SECONDS
@@ -120,33 +108,22 @@ class LongSteps:
         if steps:
             self.first_ns, self.last = self.first_ns or steps[0].began_ns, steps[-1]
         self._waiting.extend(step for step in steps if step.number >= WARM_UP)
-        while self._waiting:
-            chunk = self._waiting[:CHUNK]
-            if len(self._recent) + len(chunk) < FEWEST:
-                return
-            del self._waiting[:CHUNK]
+        while self._waiting and len(self._recent) + len(self._waiting) >= FEWEST:
+            chunk, self._waiting = self._waiting[:CHUNK], self._waiting[CHUNK:]
             self._recent.extend(chunk)
             self._judge(chunk)
 
     def take(self, until_ns: int, ahead_ns: int) -> list[LongStep]:
-        """Return the long steps that ended by this time, by the system clock.
+        """Return the long steps that ended by this time, by the system clock: the longest.
 
-        Of too many the longest, and of about equal ones the newest: the same in all ranks. Each of
-        the latter stands for several.
+        ahead_ns: of the system clock to perf_counter.
         """
-        known = [one for one in self._found if one.ended_ns + ahead_ns <= until_ns]
-        self._found = [one for one in self._found if one.ended_ns + ahead_ns > until_ns]
-        known.sort(key=lambda one: (_level(one), one.number))
-        listed, all_levels = known[-LONG_STEPS:], Counter(map(_level, known))
-        levels = Counter(map(_level, listed))
-        return [
-            structs.replace(
-                one,
-                ended_ns=one.ended_ns + ahead_ns,
-                weight=all_levels[_level(one)] / levels[_level(one)],
-            )
-            for one in listed
-        ]
+        until_ns -= ahead_ns
+        ended = [one for one in self._found if one.ended_ns <= until_ns]
+        self._found = [one for one in self._found if one.ended_ns > until_ns]
+        longest = sorted(ended, key=lambda one: -sum(one.extra))[:LONG_STEPS]
+        longest.sort(key=lambda one: one.number)
+        return [structs.replace(one, ended_ns=one.ended_ns + ahead_ns) for one in longest]
 
     def usual_lines(self) -> dict[str, float]:
         """Return the seconds of a usual step by line of the program: the lines with the most."""
@@ -175,7 +152,7 @@ class LongSteps:
     def _take_looks(self, step: Step) -> list[Look]:
         """Return the looks at a step; forget them, and older ones."""
         begin, end = (
-            bisect_right(self._looks, ns, key=attrgetter("ns"))
+            bisect_right(self._looks, ns, key=lambda look: look.ns)
             for ns in (step.began_ns, step.ended_ns)
         )
         looks = self._looks[begin:end]
@@ -185,10 +162,10 @@ class LongSteps:
     def _describe(self, step: Step, extra: Floats, looks: Sequence[Look]) -> LongStep:
         lines: dict[str, float] = {}
         _add_lines(lines, looks, step.began_ns)
-        more = {
-            line: s - self._lines.get(line, 0.0) / (self._steps or 1) for line, s in lines.items()
-        }
-        chosen = {line: s for line, s in more.items() if s >= LINE_SHARE * float(extra.sum())}
+        usual = {line: seconds / (self._steps or 1) for line, seconds in self._lines.items()}
+        more = {line: seconds - usual.get(line, 0.0) for line, seconds in lines.items()}
+        least = LINE_SHARE * float(extra.sum())
+        chosen = {line: seconds for line, seconds in more.items() if seconds >= least}
         return LongStep(
             number=step.number,
             ended_ns=step.ended_ns,
@@ -199,11 +176,6 @@ class LongSteps:
             waited=float(extra[BLOCKED]),
             waits_at=max(chosen, key=chosen.__getitem__, default=""),
         )
-
-
-def _level(step: LongStep) -> int:
-    """Return about how much longer than usual a step took, as a power of two."""
-    return round(math.log2(sum(step.extra)))
 
 
 def _add_lines(lines: dict[str, float], looks: Sequence[Look], since_ns: int = 0) -> None:

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
@@ -32,7 +31,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -41,16 +39,15 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter as Batches
 
-from ddpbench.watch.observe import calls, roots
-from ddpbench.watch.observe.marks import END, Marks
-from ddpbench.watch.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER
-from ddpbench.watch.observe.values import Losses
+from ddpbench.watch.observe import calls
+from ddpbench.watch.observe.calls import ModuleCall
+from ddpbench.watch.observe.steps import BACKWARD, END, FORWARD, INPUT, OPTIMIZER, OTHER, Marks
+from ddpbench.watch.observe.values import ScriptValues
 from ddpbench.watch.window import BLOCKED
 
 PATIENCE = 32  # steps of one other optimizer after which it becomes the anchor
 UNSTEPPED = 8  # synchronised backwards before an optimizer's first step after which they are steps
 SEARCHES = 16  # for root modules
-WAIT_STEPS = 2  # in which a root module is called, if it is at all
 NOBODY = -1  # in place of a thread
 
 T = TypeVar("T")
@@ -73,24 +70,18 @@ class Observer:
     anchor: the optimizer whose steps divide the job into steps, the first one that steps; another
     one, or synchronised backwards, take over after PATIENCE steps without a step of the anchor.
     after_step: called in the training thread after each step of the anchor, with its number, from
-    0; after_doubling: after steps 1, 2, 4, 8, … alone; after_backward: after each synchronised
-    backward, one in which process groups had collectives, with the ranks of each of these groups;
-    after_average: after torch has averaged parameters over ranks, with their number so far.
-    losses: of the job. counts: of "messages", sends and receives since the first step. thread: of
-    the training, None before its first mark, NOBODY once this has stopped.
-    on_error: called once, with an error in the observer or in after_step, which ends the
-    observation and not the job. at_thread_end: called in the training thread where that ends.
+    0; after_backward: after each synchronised backward, one in which process groups had
+    collectives, with the ranks of each of these groups. values: that the script computes. counts:
+    of "messages", sends and receives since the first step. thread: of the training, None before its
+    first mark, NOBODY once this has stopped. on_error: called once, with an error in the observer
+    or in after_step, which ends the observation and not the job.
     """
 
     def __init__(self, marks: Marks, on_error: Callable[[Exception], object] | None = None) -> None:
         self.after_step: list[Callable[[int], object]] = []
-        self.at_thread_end: Callable[[], object] = self.stop
-        self.after_doubling: list[Callable[[int], object]] = []
         self.after_backward: list[Callable[[Meetings], object]] = []
-        self.after_average: list[Callable[[int], object]] = []
-        self.losses = Losses()
+        self.values = ScriptValues(marks)
         self.counts = {"messages": 0}
-        self._local = threading.local()  # of the training thread: freed where that ends
         self._marks, self._on_error = marks, on_error
         self._owner = get_ident()  # the thread that uses the hooks
         self.thread: int | None = None
@@ -100,10 +91,9 @@ class Observer:
         self._met: Meetings = frozenset()  # in any backward
         self._backwards = 0  # synchronised ones since the anchor's last step
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._calls: list[roots.Call] = []
-        self._searches = self._look_at = self._averages = 0
-        self._in_backward = self._own_ended = self._in_hook = False
-        self._begin_hooks = OrderedDict({0: self._queue_stamp})
+        self._calls: list[ModuleCall] = []
+        self._searches = 0
+        self._in_backward = self._own_ended = False
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
@@ -112,7 +102,6 @@ class Observer:
             calls.replace(torch.autograd, "backward", self._wrap_backward),
             calls.replace(Batches, "__next__", partial(self._mark_calls, INPUT)),
             calls.replace(DataLoader, "__iter__", partial(self._mark_calls, INPUT)),
-            calls.replace(averaging, "average_parameters_or_parameter_groups", self._wrap_average),
             *(
                 calls.replace(dist.ProcessGroup, name, self._count_messages)
                 for name in ("send", "recv", "recv_anysource")
@@ -143,16 +132,15 @@ class Observer:
         self.thread = NOBODY
 
     def close(self) -> None:
-        """Stop, and remove what is installed. Safe to call again, and in any state.
+        """Stop, and remove what is installed. Safe to call again, but not in a callback.
 
         What the training thread may be using right now (its hooks and the calls of modules) is
-        removed only if that thread calls this, and from outside of a hook.
+        removed only if that thread calls this.
         """
-        safe = get_ident() == self._owner and not self._in_hook
         self.stop()
         for restore in (*self._restore, *self._waits.values()):
             restore()
-        if safe:
+        if get_ident() == self._owner:
             for hook in self._hooks:
                 hook.remove()
             for call in self._calls:
@@ -162,17 +150,11 @@ class Observer:
         """Begin a part of the observer's own, an error of which ends the observation."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Exception):
-            self._fail(error)
-        return isinstance(error, Exception)
-
-    def _fail(self, error: Exception) -> None:
-        if self.thread != NOBODY:
+        if isinstance(error, Exception) and self.thread != NOBODY:
             self.stop()
             if self._on_error is not None:
-                self._in_hook = True
                 self._on_error(error)
-                self._in_hook = False
+        return isinstance(error, Exception)
 
     # Optimizers
 
@@ -180,7 +162,7 @@ class Observer:
         if torch.compiler.is_compiling():
             return
         if self.thread is None:
-            self._follow_thread()
+            self.thread = self._owner = get_ident()
         elif get_ident() != self.thread:
             return
         with self:
@@ -189,15 +171,14 @@ class Observer:
                 self._meet(optimizer)
             self._marks.add(OPTIMIZER)
 
-    def _follow_thread(self) -> None:
-        self.thread = self._owner = get_ident()
-        self._local.end = _ThreadEnd(self)
-
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or get_ident() != self.thread:
             return
         with self:
-            if self._is_anchor(optimizer) or self._takes_over(optimizer):
+            self._others[id(optimizer)] += 1
+            # By counting alone, so that all ranks decide alike: they free objects at other times.
+            if self._is_anchor(optimizer) or self._others[id(optimizer)] >= PATIENCE:
+                self._anchor = weakref.ref(optimizer)
                 self._backwards = 0
                 self._end_step()
             else:
@@ -206,36 +187,17 @@ class Observer:
     def _is_anchor(self, optimizer: Optimizer) -> bool:
         return self._anchor is not None and self._anchor() is optimizer
 
-    def _takes_over(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer has become the anchor.
-
-        By counting alone, so that all ranks decide alike: they free objects at different times.
-        """
-        self._others[id(optimizer)] += 1
-        if self._others[id(optimizer)] < PATIENCE:
-            return False
-        self._anchor = weakref.ref(optimizer)
-        return True
-
     def _end_step(self) -> None:
         self._others.clear()
         number = self._marks.add_step()
-        self.losses.resolve()
-        if self._calls and number == self._look_at:
-            self._replace_unused()
-        doubled = number > 0 and not number & (number - 1)
-        self._call(self.after_step + (self.after_doubling if doubled else []), number)
+        self._call(self.after_step, number)
 
     def _call(self, callbacks: Sequence[Callable[[T], object]], argument: T) -> None:
         if callbacks:
             self._marks.add(OTHER)
-            self._in_hook = True
-            try:
-                for callback in callbacks:
-                    callback(argument)
-            finally:
-                self._in_hook = False
-                self._marks.add(OTHER + END)
+            for callback in callbacks:
+                callback(argument)
+            self._marks.add(OTHER + END)
 
     # Root modules
 
@@ -245,13 +207,12 @@ class Observer:
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         self._others.pop(id(optimizer), None)  # of another one that was there before
         self._wrap_waits()
-        first = next(roots.list_parameters(optimizer), None)
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
         if self._anchor is None:
             self._anchor = weakref.ref(optimizer)
-            if first is not None:
-                self._marks.use_device(first.device)
-        if id(first) not in self._list_owned():
-            wanted = {id(parameter) for parameter in roots.list_parameters(optimizer)}
+            self._marks.use_device(parameters[0].device)
+        wanted = {id(parameter) for parameter in parameters}
+        if not wanted <= {id(one) for module in self.modules for one in module.parameters()}:
             self._add_roots(lambda one: any(id(p) in wanted for p in one._parameters.values()))
 
     def _add_roots(self, is_owner: Callable[[nn.Module], bool]) -> None:
@@ -259,31 +220,9 @@ class Observer:
             return
         self._searches += 1
         known = {id(one) for one in self.modules}
-        new = [one for one in roots.find_roots(is_owner) if id(one) not in known]
+        new = [one for one in calls.find_roots(is_owner) if id(one) not in known]
         self._roots.extend(weakref.ref(one) for one in new)
-        self._wrap_calls(new)
-
-    def _list_owned(self) -> set[int]:
-        return {id(parameter) for module in self.modules for parameter in module.parameters()}
-
-    def _wrap_calls(self, modules: list[nn.Module]) -> None:
-        calls = (roots.wrap_call(one, self._begin_forward, self._end_forward) for one in modules)
-        self._calls.extend(call for call in calls if call is not None)
-        self._look_at = self._marks.step + 1 + WAIT_STEPS
-
-    def _replace_unused(self) -> None:
-        """Replace the roots that are never called, such as a ModuleList, by their children."""
-        unused = [call for call in self._calls if not call.calls]
-        self._calls = [call for call in self._calls if call.calls]
-        used = [module for call in self._calls if (module := call.module()) is not None]
-        within = {id(module) for root in used for module in root.modules()}
-        owned = self._list_owned()
-        for call in unused:
-            call.remove()
-            if (module := call.module()) is not None:
-                children = [one for one in module.children() if id(one) not in within]
-                owners = [c for c in children if any(id(p) in owned for p in c.parameters())]
-                self._wrap_calls(owners)
+        self._calls += [ModuleCall(one, self._begin_forward, self._end_forward) for one in new]
 
     def _begin_forward(self) -> int:
         if get_ident() != self.thread:
@@ -309,10 +248,13 @@ class Observer:
             try:
                 if self.thread is not None:
                     self._add(BACKWARD)
-                    self._watch_begin(tensors)
-                    if (step := self._marks.step + 1) >= self.losses.due:
-                        with self:
-                            self.losses.keep(tensors, step)
+                    with (
+                        self,
+                        torch._C.DisableTorchFunction(),
+                    ):  # subclasses may count what they see
+                        self._watch_begin(tensors)
+                        if self._marks.step + 1 >= self.values.due:
+                            self.values.keep_loss(tensors)
                 original(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
@@ -336,11 +278,11 @@ class Observer:
             if not met:
                 return
             if self.thread is None:
-                self._follow_thread()
+                self.thread = self._owner = get_ident()
             if not met <= self._met:
                 self._met |= met
                 self._wrap_waits()
-                self._add_roots(roots.is_distributed)
+                self._add_roots(calls.is_distributed)
                 if self._anchor is None and (modules := self.modules):
                     self._marks.use_device(next(modules[0].parameters()).device)
             self._call(self.after_backward, met)
@@ -349,23 +291,13 @@ class Observer:
                 self._end_step()
 
     def _watch_begin(self, tensors: Any) -> None:
-        """Have the engine call `_queue_stamp` where this backward begins.
+        """Have the engine call `_queue_stamp` where this backward begins."""
+        for tensor in tensors if isinstance(tensors, (tuple, list)) else (tensors,):
+            node = tensor.grad_fn if isinstance(tensor, Tensor) else None
+            if node is not None:
+                node.register_prehook(self._queue_stamp)
 
-        This is what Tensor.register_hook does, with a dictionary of hooks that is made once, which
-        saves 7 µs. The tensor gets its own back; the node of its graph keeps both.
-        """
-        begins = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
-        # Subclasses may count what they see.
-        with self, torch._C.DisableTorchFunction():
-            for tensor in begins:
-                node = tensor.grad_fn if isinstance(tensor, Tensor) else None
-                if node is not None:
-                    own_hooks = tensor._backward_hooks
-                    tensor._backward_hooks = self._begin_hooks
-                    node._register_hook_dict(tensor)
-                    tensor._backward_hooks = own_hooks
-
-    def _queue_stamp(self, gradient: Tensor) -> None:
+    def _queue_stamp(self, gradients: tuple[Tensor, ...]) -> None:
         """Have the engine mark the own end before it calls anybody else.
 
         The engine calls what was queued during a backward at its end, in the order in which it was
@@ -409,29 +341,7 @@ class Observer:
 
         return post
 
-    def _wrap_average(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def average(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            if get_ident() == self.thread:
-                self._averages += 1
-                with self:
-                    self._call(self.after_average, self._averages)
-
-        return average
-
     def _add(self, kind: int) -> None:
         with self:
             if self.thread != NOBODY:
                 self._marks.add(kind)
-
-
-class _ThreadEnd:
-    """Belongs to a thread, and calls the observer where that ends, before it counts as ended."""
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = weakref.ref(observer)
-
-    def __del__(self) -> None:
-        if (observer := self._observer()) is not None:
-            observer.at_thread_end()

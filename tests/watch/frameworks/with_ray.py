@@ -12,7 +12,11 @@ import ddpbench
 
 
 def train(settings: dict[str, str]) -> None:
-    ddpbench.watch(output=settings["output"])
+    with ddpbench.watch(output=settings["output"]):
+        _train(settings)
+
+
+def _train(settings: dict[str, str]) -> None:
     torch.manual_seed(0)
     model = prepare_model(
         torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
