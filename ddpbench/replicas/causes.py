@@ -24,6 +24,9 @@ class Cause:
     unlike: tuple[str, ...] = ()  # kinds whose mismatch, if there is one, is the example
 
 
+# --- patterns
+
+
 def _one_bit_of_a_gradient(facts: Facts) -> bool:
     gradients = facts.select("gradient")
     stepped = {parameter.name for parameter in facts.select("parameter")}
@@ -36,11 +39,8 @@ def _is_one_bit(difference: Difference | None) -> bool:
     detail = difference.details[0]
     # A tensor of one element, such as a step count, always differs in one element: no evidence.
     # The sign of a zero comes from arithmetic.
-    return (
-        detail.elements > 1
-        and detail.bit is not None
-        and {detail.value, detail.reference_value} != {"0.0", "-0.0"}
-    )
+    is_zero = {detail.value, detail.reference_value} == {"0.0", "-0.0"}
+    return detail.elements > 1 and detail.bit is not None and not is_zero
 
 
 def _permuted(facts: Facts) -> bool:
@@ -49,17 +49,16 @@ def _permuted(facts: Facts) -> bool:
 
 
 def _nonfinite_in_some(facts: Facts) -> bool:
-    differing = {(d.kind, d.name) for d in facts.report.differences if d.kind == "parameter"}
-    everywhere = {rank for d in facts.report.differences for ranks in d.values for rank in ranks}
-    affected = {(n.kind, n.name): {rank for rank, _ in n.counts} for n in facts.report.nonfinite}
-    return bool(differing) and all(
-        key in affected and affected[key] < everywhere for key in differing
-    )
+    differing = {d.name for d in facts.select("parameter")}
+    ranks = {rank for d in facts.report.differences for side in d.sides for rank in side}
+    nonfinite = [n for n in facts.report.nonfinite if n.kind == "parameter"]
+    some = {n.name for n in nonfinite if {rank for rank, _ in n.counts} < ranks}
+    return bool(differing) and differing <= some
 
 
 def _unused(facts: Facts) -> bool:
     # Under no_sync DDP reduces nothing; with find_unused_parameters no bucket waits.
-    excused = facts.flags.unsynced or facts.flags.finds_unused or facts.mesh
+    excused = facts.totals["unsynced"] or facts.totals["finds_unused"] or facts.mesh
     return bool(facts.report.without_gradient) and facts.unreduced and not excused
 
 
@@ -68,36 +67,32 @@ def _structure(facts: Facts) -> bool:
     return any(m.kind in ("parameter", "buffer") or is_option(m.name) for m in mismatches)
 
 
-def _frozen(facts: Facts) -> bool:
-    return any(form == FROZEN for m in facts.report.mismatches for form, _ in m.forms)
-
-
 def _uneven_steps(facts: Facts) -> bool:
     steps = sum(d.name.endswith(".step") for d in facts.select("optimizer"))
     differing = steps * len(facts.report.ranks)
-    return "optimizer" not in facts.unlike and 0 < facts.counts.steps == differing
+    return "optimizer" not in facts.unlike and 0 < facts.totals["steps"] == differing
 
 
 def _unmanaged(facts: Facts) -> bool:
     gradients = len({d.name for d in facts.select("gradient")}) * len(facts.report.ranks)
-    return 0 < gradients <= facts.flags.unmanaged and "parameter" in facts.kinds
+    return 0 < gradients <= facts.totals["unmanaged"] and "parameter" in facts.kinds
 
 
 def _averaged(facts: Facts) -> bool:
     whole = facts.all_parameters or facts.kinds == {"optimizer"}
     excluded = facts.mesh or facts.options or facts.report.mismatches
-    return facts.counts.averages > 0 and whole and not excluded
+    return facts.totals["averages"] > 0 and whole and not excluded
 
 
 def _initialised(facts: Facts) -> bool:
     if facts.earlier or facts.kinds != {"parameter"} or not facts.redrawn:
         return False
-    if facts.reduced:  # the gradients are the same, and so, as far as is known, are the steps
-        return facts.counts.trained > 0 or facts.same_steps
-    if facts.gradients or facts.flags.stepped:
+    if facts.reduced:  # the gradients are the same, and as far as is known, so are the steps
+        return facts.totals["trained"] > 0 or facts.same_steps
+    if facts.gradients or facts.totals["stepped"]:
         return False
-    unstepped = facts.flags.optimizers and not facts.flags.stateless
-    return bool(unstepped) or facts.counts.trainable > 0
+    unstepped = facts.totals["optimizers"] and not facts.totals["stateless"]
+    return bool(unstepped) or facts.totals["trainable"] > 0
 
 
 def _untrained(facts: Facts) -> bool:
@@ -106,10 +101,10 @@ def _untrained(facts: Facts) -> bool:
 
 
 def _bypassed(facts: Facts) -> bool:
-    # Adam's first step depends on the signs of the gradients: a parameter can stay equal by luck.
+    # Adam's first step depends on the signs of the gradients: a parameter can stay equal by chance.
     gradients = facts.select("gradient")
-    local = len(gradients) > 1 and not facts.counts.gradients and "parameter" in facts.kinds
-    return local and not (facts.earlier or facts.flags.unsynced or facts.mesh)
+    local = len(gradients) > 1 and not facts.totals["gradients"] and "parameter" in facts.kinds
+    return local and not (facts.earlier or facts.totals["unsynced"] or facts.mesh)
 
 
 def _changed_outside(facts: Facts) -> bool:
@@ -122,8 +117,7 @@ def _unreduced(facts: Facts, *, spanned: bool) -> bool:
 
     spanned: whether the mesh of a parameter that differs has this dimension.
     """
-    meshes = {name for g in facts.select("gradient") for name in facts.splits.get(g.name, ())}
-    known = spanned == bool(meshes & set(facts.unsharded))
+    known = spanned == bool(facts.spanned & {*facts.unsharded})
     return bool(facts.select("gradient") and facts.unsharded) and known
 
 
@@ -149,7 +143,7 @@ def _is_close(value: str, reference: str) -> bool:
 CAUSES = (
     Cause(
         "frozen-in-some",
-        _frozen,
+        lambda facts: any(FROZEN in m.forms for m in facts.report.mismatches),
         "some ranks freeze parameters that other ranks train",
         "set requires_grad the same way in every rank, before the module is wrapped or sharded",
         unlike=("parameter",),
@@ -376,7 +370,7 @@ CAUSES = (
     ),
     Cause(
         "rebroadcast-buffers",
-        lambda facts: not facts.kinds and not facts.flags.keeps_buffers,
+        lambda facts: not facts.kinds and not facts.totals["keeps_buffers"],
         "only buffers differ, such as BatchNorm's running statistics: each rank updates them from "
         "its own data, and DDP sends those of rank 0 to all ranks at the next forward",
         "use SyncBatchNorm if the statistics should cover the data of all ranks",
@@ -405,14 +399,6 @@ CAUSES = (
         "pass the optimizer; verify once before the first step, then after each optimizer.step() "
         "and before zero_grad()",
     ),
-    Cause(
-        "some-parameters",
-        lambda facts: "parameter" in facts.kinds,
-        "some parameters differ and others do not, for one of two reasons: some ranks changed them "
-        "outside the optimizer; only some ranks train them",
-        "find what these tensors have in common: a layer that some ranks skip, load or initialise "
-        "again",
-    ),
 )
 
 
@@ -421,8 +407,10 @@ def find_cause(facts: Facts) -> Cause | None:
     cause = next((cause for cause in CAUSES if cause.applies(facts)), None)
     if cause is None or not facts.mesh:
         return cause
-    along, unsharded = (list_all(d or ("the mesh",)) for d in (facts.along, facts.unsharded))
-    names = {"along": along, "unsharded": unsharded}
-    names["first"] = next(iter(facts.unsharded or facts.along), "")
+    names = {
+        "along": list_all(facts.along or ["the mesh"]),
+        "unsharded": list_all(facts.unsharded or ["the mesh"]),
+        "first": next(iter(facts.unsharded or facts.along), ""),
+    }
     sentence, next_step = (text.format(**names) for text in (cause.sentence, cause.next_step))
     return replace(cause, sentence=sentence, next_step=next_step)

@@ -28,33 +28,29 @@ from ddpbench.catalog.payload import mix_bits
 
 Digests = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
+Number = bool | int | float | complex
 
 # Words or elements per block, where a block needs memory of its own. On a device the digest of one
-# takes up to 20 bytes a word, and the weights 8: together 112 MiB. A tensor that is not contiguous
-# is copied as well. The kernels of a block should take longer than their launch.
+# takes up to 20 bytes per word, and the weights 8: together 112 MiB. A tensor that is not
+# contiguous is copied as well. The kernels of a block should take longer than their launch.
 BLOCK = 1 << 22
 CACHED = 1 << 18  # bytes of a CPU tensor that one core's cache holds
 JOINED = 1 << 18  # words or elements up to which a piece shares its kernels with others
-_xxh3 = xxhash.xxh3_64_intdigest
 STEP = 0x9E3779B97F4A7C15  # odd, so multiplying by it loses no bits
 _LOWER = (1 << 32) - 1
 
 
 def of_bytes(content: Any) -> int:
     """Return the xxh3 digest of bytes or of any contiguous buffer: 0 … 2^64-1."""
-    return _xxh3(content)
+    return xxhash.xxh3_64_intdigest(content)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the tensor detached and contiguous; it is copied only if necessary."""
-    if type(tensor) in (Tensor, torch.nn.Parameter):
+    """Return the tensor detached, contiguous and flat; it is copied only if necessary."""
+    with torch._C.DisableTorchFunctionSubclass():  # torch joins no unrelated subclasses
         tensor = tensor.detach()
-    else:
-        with torch._C.DisableTorchFunctionSubclass():  # torch joins no unrelated subclasses
-            tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+    # The memory of a lazily conjugated or negated tensor holds other values.
+    return tensor.resolve_conj().resolve_neg().reshape(-1).contiguous()
 
 
 def of_cpu(tensor: Tensor) -> int:
@@ -62,11 +58,7 @@ def of_cpu(tensor: Tensor) -> int:
 
     A tensor that is not contiguous is copied first.
     """
-    tensor = plain(tensor)
-    try:
-        return _xxh3(tensor.numpy().data)
-    except TypeError:  # numpy has no such dtype
-        return _xxh3(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return of_bytes(plain(tensor).view(torch.uint8).numpy().data)
 
 
 def _of_cpu_and_suspect(tensor: Tensor) -> tuple[int, bool]:
@@ -77,13 +69,16 @@ def _of_cpu_and_suspect(tensor: Tensor) -> tuple[int, bool]:
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return of_cpu(tensor), False
-    flat, size = plain(tensor).reshape(-1), CACHED // tensor.itemsize
+    flat, size = plain(tensor), CACHED // tensor.itemsize
     memory = flat.view(torch.uint8).numpy().data
     digest, added = xxhash.xxh3_64(), 0.0
     for number, start in enumerate(range(0, flat.numel(), size)):
         digest.update(memory[number * CACHED : (number + 1) * CACHED])
         added += total(flat[start : start + size]).item()
     return digest.intdigest(), not math.isfinite(added)
+
+
+# --- tensors on a device
 
 
 @lru_cache(maxsize=16)
@@ -122,9 +117,8 @@ def _join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _as_words(pieces: Pieces) -> Tensor:
-    """Return the bytes of all pieces as int32, each piece filled up to whole words by zeros."""
-    parts = [part for _, part in pieces]
+def _as_words(parts: list[Tensor]) -> Tensor:
+    """Return the bytes of all parts as int32, each part filled up to whole words by zeros."""
     if any(part.numel() % 4 or part.storage_offset() % 4 for part in parts):
         zeros = parts[0].new_zeros(4)
         filled = [(part, zeros.narrow(0, 0, -part.numel() % 4)) for part in parts]
@@ -137,10 +131,10 @@ def fold(words: Tensor) -> None:
     words.bitwise_xor_((words >> 32).bitwise_and_(_LOWER))  # >> copies the sign of int64
 
 
-def _weigh(pieces: Pieces) -> Tensor:
-    """Return int64[len(pieces)]: the sums of the weighted words up to the end of each piece."""
-    sizes = [-(-part.numel() // 4) for _, part in pieces]
-    words = _as_words(pieces)
+def _weigh_words(parts: list[Tensor]) -> Tensor:
+    """Return int64[len(parts)]: the sums of the weighted words up to the end of each part."""
+    sizes = [-(-part.numel() // 4) for part in parts]
+    words = _as_words(parts)
     # Only two sizes of weights exist, so the cache holds few.
     table = _weights(words.device, JOINED if max(sizes) <= JOINED else BLOCK)
     weights = _join([table.narrow(0, 0, size) for size in sizes])
@@ -153,15 +147,15 @@ def _weigh(pieces: Pieces) -> Tensor:
     return torch.cat([sums.narrow(0, end - 1, 1) for end in accumulate(sizes)])
 
 
-def weigh(tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
+def weigh_tensors(tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
     """Return the sums of batches of pieces of tensors on one device, without waiting for it.
 
     Also returns the position of each piece's tensor, batch by batch.
     """
-    flats = ((i, plain(tensor).reshape(-1).view(torch.uint8)) for i, tensor in enumerate(tensors))
+    flats = ((i, plain(tensor).view(torch.uint8)) for i, tensor in enumerate(tensors))
     sums, positions = [torch.empty(0, dtype=torch.int64, device=tensors[0].device)], []
     for batch in _batches(flats, unit=4):
-        sums.append(_weigh(batch))
+        sums.append(_weigh_words([part for _, part in batch]))
         positions.append([position for position, _ in batch])
     return torch.cat(sums), positions
 
@@ -175,7 +169,7 @@ def weighted(tensors: Sequence[Tensor]) -> list[int]:
     """
     if not tensors:
         return []
-    sums, batches = weigh(tensors)
+    sums, batches = weigh_tensors(tensors)
     ends = iter(sums.tolist())
     digests = [0] * len(tensors)
     for batch in batches:
@@ -186,7 +180,34 @@ def weighted(tensors: Sequence[Tensor]) -> list[int]:
     return digests
 
 
-# --- values that are not finite
+def add_up(tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
+    """Return the totals of batches of floating-point tensors on one device, without waiting for it.
+
+    Also returns the positions of the tensors, batch by batch.
+    """
+    dtypes: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor.is_floating_point() or tensor.is_complex():
+            dtypes.setdefault(tensor.dtype, []).append(i)
+    totals, positions = [torch.empty(0, device=tensors[0].device)], []
+    for dtype, members in dtypes.items():
+        flats = ((i, plain(tensors[i])) for i in members)
+        for batch in _batches(flats, unit=max(1, 4 // dtype.itemsize)):
+            totals.append(total(_join([part for _, part in batch])).float().reshape(1))
+            positions.append([i for i, _ in batch])
+    return torch.cat(totals), positions
+
+
+def find_suspects(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the positions of the tensors on one device that may have non-finite elements."""
+    if not tensors:
+        return []
+    totals, batches = add_up(tensors)
+    sums = zip(totals.tolist(), batches, strict=True)
+    return sorted({i for value, batch in sums if not math.isfinite(value) for i in batch})
+
+
+# --- values
 
 
 def total(tensor: Tensor) -> Tensor:
@@ -203,103 +224,31 @@ def total(tensor: Tensor) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    for block in plain(tensor).split(BLOCK):
+        # torch cannot compare float8.
+        yield block.float() if block.is_floating_point() and block.itemsize == 1 else block
+
+
 def count_nonfinite(tensor: Tensor) -> int:
     """Count the NaN and infinite elements, block by block."""
-    flat = plain(tensor).reshape(-1)
-    total = 0
-    for block in flat.split(BLOCK):
-        wide = block.float() if block.itemsize == 1 else block  # float8 has no isfinite
-        total += wide.numel() - int(wide.isfinite().sum())
-    return total
+    return sum(block.numel() - int(block.isfinite().sum()) for block in _blocks(tensor))
 
 
-def constant(tensor: Tensor, value: float | None = None) -> bool:
-    """Return whether all elements are equal to each other, or to `value`."""
-    flat = plain(tensor).reshape(-1)
-    widen = flat.is_floating_point() and flat.itemsize == 1  # float8 cannot be compared
-    first: Any = flat[:1].float() if widen else flat[:1]
-    return all(
-        bool(((block.float() if widen else block) == (first if value is None else value)).all())
-        for block in flat.split(BLOCK)
-    )
+def is_constant(tensor: Tensor) -> bool:
+    """Return whether all elements are equal to each other."""
+    first = next(_blocks(tensor))[:1]
+    return all(bool((block == first).all()) for block in _blocks(tensor))
 
 
-# --- many tensors
-
-
-def read(values: Sequence[Any], share: tuple[int, int] | None = None) -> tuple[Digests, Counts]:
-    """Return a digest, uint64[n], and a count of non-finite elements, int64[n], of each value.
-
-    Values are tensors and numbers. share: None does not count; (i, n) counts in the i-th of n parts
-    of the tensors, about equal in bytes, because of n ranks with equal tensors one need look at
-    each. Elsewhere the count is 0, and for numbers, because an option may be infinite. Waits for a
-    device twice, after all its tensors, or once without counting.
-    """
-    digests, counts = [0] * len(values), np.zeros(len(values), np.int64)
-    on_device: dict[torch.device, list[int]] = {}  # positions
-    searched = _choose(values, share) if share else set()
-    with torch.no_grad():
-        for i, value in enumerate(values):
-            if not isinstance(value, Tensor):
-                digests[i] = _xxh3(number_bytes(value))
-            elif not value.is_cpu:
-                on_device.setdefault(value.device, []).append(i)
-            elif i not in searched:
-                digests[i] = of_cpu(value)
-            else:
-                digests[i], suspect = _of_cpu_and_suspect(value)
-                counts[i] = count_nonfinite(value) if suspect else 0
-        for positions in on_device.values():
-            found = weighted([values[i] for i in positions])
-            for i, digest in zip(positions, found, strict=True):
-                digests[i] = digest
-            members = [i for i in positions if i in searched]
-            for place in find_suspects([values[i] for i in members]) if members else ():
-                counts[members[place]] = count_nonfinite(values[members[place]])
-    return np.array(digests, np.uint64), counts
-
-
-def _choose(values: Sequence[Any], share: tuple[int, int]) -> set[int]:
-    """Return the positions of the tensors whose middle byte lies in this part of all bytes."""
-    part, parts = share
-    sizes = np.array([value.nbytes if isinstance(value, Tensor) else 0 for value in values])
-    middles = sizes.cumsum() - sizes / 2
-    return set(np.flatnonzero(middles * parts // max(sizes.sum(), 1) == part).tolist())
-
-
-def add_up(tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
-    """Return the totals of batches of floating-point tensors on one device, without waiting for it.
-
-    Also returns the positions of the tensors, batch by batch.
-    """
-    dtypes: dict[torch.dtype, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor.is_floating_point() or tensor.is_complex():
-            dtypes.setdefault(tensor.dtype, []).append(i)
-    totals, positions = [torch.empty(0, device=tensors[0].device)], []
-    for dtype, members in dtypes.items():
-        flats = ((i, plain(tensors[i]).reshape(-1)) for i in members)
-        for batch in _batches(flats, unit=max(1, 4 // dtype.itemsize)):
-            totals.append(total(_join([part for _, part in batch])).float().reshape(1))
-            positions.append([i for i, _ in batch])
-    return torch.cat(totals), positions
-
-
-def find_suspects(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the positions of the tensors on one device that may have non-finite elements."""
-    totals, batches = add_up(tensors)
-    sums = zip(totals.tolist(), batches, strict=True)
-    return sorted({i for value, batch in sums if not math.isfinite(value) for i in batch})
-
-
-def as_tensor(value: Any) -> Tensor:
+def as_tensor(value: Tensor | Number) -> Tensor:
     """Return a tensor unchanged, and a number as a tensor of its `number_type`."""
     if isinstance(value, Tensor):
         return value
-    return torch.from_numpy(np.frombuffer(number_bytes(value), dtype=number_type(value)).copy())[0]
+    return torch.tensor(value, dtype=getattr(torch, number_type(value)))
 
 
-def number_type(value: bool | int | float | complex) -> str:
+def number_type(value: Number) -> str:
     """Return the dtype that stands for a number: 1 and 1.0 are the same learning rate."""
     if isinstance(value, bool):
         return "bool"
@@ -309,6 +258,45 @@ def number_type(value: bool | int | float | complex) -> str:
     return "int64" if isinstance(value, int) and abs(value) > 1 << 53 else "float64"
 
 
-def number_bytes(value: bool | int | float | complex) -> bytes:
-    """Return the bytes of a number in memory, as its `number_type`."""
-    return np.array(value, number_type(value)).tobytes()
+# --- many values
+
+
+def read(
+    values: Sequence[Tensor | Number | None], searched: Sequence[int] = ()
+) -> tuple[Digests, Counts]:
+    """Return a digest, uint64[n], and a count of non-finite elements, int64[n], of each value.
+
+    None has the digest 0. searched: positions of the tensors whose elements are counted; the other
+    counts are 0. Waits for a device twice, after all its tensors, or once if none is searched.
+    """
+    digests, counts = [0] * len(values), np.zeros(len(values), np.int64)
+    on_device: dict[torch.device, dict[int, Tensor]] = {}  # by position
+    search = {*searched}
+    with torch.no_grad():
+        for i, value in enumerate(values):
+            if isinstance(value, Tensor) and not value.is_cpu:
+                on_device.setdefault(value.device, {})[i] = value
+            elif isinstance(value, Tensor) and i in search:
+                digests[i], suspect = _of_cpu_and_suspect(value)
+                counts[i] = count_nonfinite(value) if suspect else 0
+            elif value is not None:
+                digests[i] = of_cpu(as_tensor(value))
+        for tensors in on_device.values():
+            for i, digest in zip(tensors, weighted([*tensors.values()]), strict=True):
+                digests[i] = digest
+            members = [i for i in tensors if i in search]
+            for place in find_suspects([tensors[i] for i in members]):
+                counts[members[place]] = count_nonfinite(tensors[members[place]])
+    return np.array(digests, np.uint64), counts
+
+
+def choose_share(nbytes: Sequence[int], part: int, parts: int) -> list[int]:
+    """Return the positions of the tensors in which a rank looks for elements that are not finite.
+
+    Of n ranks that must hold the same tensors, each looks at about as many bytes: rank i at the
+    tensors whose middle byte is in the i-th of n parts of all bytes. nbytes: of each tensor.
+    """
+    sizes = np.array(nbytes, np.int64)
+    middles = sizes.cumsum() - sizes / 2
+    chosen: list[int] = np.flatnonzero(middles * parts // max(sizes.sum(), 1) == part).tolist()
+    return chosen

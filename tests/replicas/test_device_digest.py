@@ -53,7 +53,7 @@ def gpu() -> Iterator[torch.device]:
 def follow(tensors: list[Tensor]) -> Kernels:
     """Weigh tensors of a device as a verification does, up to the moment that it waits."""
     with Kernels() as kernels:
-        sums, batches = digest.weigh(tensors)
+        sums, batches = digest.weigh_tensors(tensors)
         totals, _ = digest.add_up(tensors)
     assert {each.device for each in (sums, totals)} == {tensors[0].device}
     assert len(sums) == sum(map(len, batches))
@@ -178,7 +178,7 @@ def test_tensors_with_elements_that_are_not_finite_are_suspected() -> None:
     assert suspects == [3, 4, 5, 6, 7, 8]
     assert digest.find_suspects(good) == []
     huge = torch.full((9,), torch.finfo(torch.float32).max)
-    assert digest.read([*good, *bad, huge], (0, 1))[1].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 1, 0]
+    assert digest.read([*good, *bad, huge], range(10))[1].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 1, 0]
 
 
 class OnBoth(nn.Linear):

@@ -30,7 +30,7 @@ from warm_python import warm_python
 
 import ddpbench
 from ddpbench.replicas.scopes import find_offsets
-from ddpbench.replicas.state import WAITING, read_layout
+from ddpbench.replicas.state import WAITING, make_layout
 
 pytestmark = pytest.mark.thorough
 
@@ -84,7 +84,9 @@ def offsets_under_fully_shard(mesh: DeviceMesh) -> Any:
 
 
 def check_offsets(tensor: Any) -> None:
-    found = find_offsets(read_layout(tensor), dist.get_rank(), tensor.shape)
+    found = find_offsets(
+        make_layout(tensor.device_mesh, tensor.placements), dist.get_rank(), tensor.shape
+    )
     assert found is not None
     shape, starts = found
     part = local(tensor)
@@ -147,7 +149,7 @@ def part_of_a_mesh(mesh: DeviceMesh) -> Any:
     assert report.nothing_to_compare
     assert len(report.ranks) == 2
     report = verify(module, mesh=mesh["a"])
-    assert report.differences[0].values == tuple((rank,) for rank in report.ranks)
+    assert report.differences[0].sides == tuple((rank,) for rank in report.ranks)
     assert verify(module, None, mesh["a"].get_group()).differences == report.differences
     with pytest.raises(ValueError, match="mesh"):
         verify(module, None, mesh["a"].get_group(), mesh=mesh)
@@ -173,7 +175,7 @@ def empty_shards(mesh: DeviceMesh) -> Any:
         local(net.weight)[0, 2] = 5
     report = verify(net)
     (difference,) = report.differences
-    assert difference.values == ((0,), (2,))
+    assert difference.sides == ((0,), (2,))
     assert difference.details[0].index == (0, 2)
     return report
 
@@ -250,7 +252,7 @@ def other_placements(mesh: DeviceMesh) -> Any:
     assert report.cause is not None
     assert report.cause.code == "different-structure"
     (mismatch,) = report.mismatches
-    assert mismatch.forms[0][0] == "float32 (4,) cpu Replicate() on a=2, Shard(dim=0) on b=2"
+    assert mismatch.forms[0] == "float32 (4,) cpu Replicate() on a=2, Shard(dim=0) on b=2"
     assert mismatch.minority == (3,)
     assert report.compared["parameter"] == 1
     return report
@@ -283,7 +285,7 @@ def many_shards(mesh: DeviceMesh) -> Any:
     local(module.p0)[1, 1] += mesh.get_local_rank("a")
     report = verify(module)
     (difference,) = report.differences
-    assert (difference.shard, difference.values) == ("all 2 shards", ((0, 1), (2, 3)))
+    assert (difference.shard, difference.sides) == ("all 2 shards", ((0, 1), (2, 3)))
     corners = ["a=0, b=0", "a=0, b=1", "a=1, b=0", "a=1, b=1"]
     assert report.findings[0].place["coordinates"] == corners  # of both sides, as none is right
     assert difference.shape == (4, 2)
@@ -303,7 +305,7 @@ def ranks_in_another_order(mesh: DeviceMesh) -> Any:
     local(module.p0)[1] += dist.get_rank() == 3
     report = verify(module)
     (difference,) = report.differences
-    assert difference.values == ((0, 1, 2), (3,))
+    assert difference.sides == ((0, 1, 2), (3,))
     (detail,) = difference.details
     assert (detail.ranks, detail.reference, detail.index, detail.value) == ((3,), 2, (1,), "2.0")
     assert report.findings[0].place["coordinates"] == ["a=0, b=1"]
@@ -343,7 +345,7 @@ def pipeline(mesh: DeviceMesh) -> Any:
         local(layers.get_parameter("layer3"))[2] += 1
     report = verifier.check(2)
     (difference,) = report.differences
-    assert (difference.name, difference.values) == ("layer3", ((2,), (3,)))
+    assert (difference.name, difference.sides) == ("layer3", ((2,), (3,)))
     assert difference.details[0].index == (2,)
     return report
 
