@@ -8,19 +8,27 @@ contents by one digest per tensor, then the elements of the differing tensors (l
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ddpbench.records.wording import list_all
 from ddpbench.replicas.channel import Channel
-from ddpbench.replicas.digest import Counts, Digests, as_tensor, choose_share, of_bytes, read
+from ddpbench.replicas.digest import as_tensor, choose_share, of_bytes, read
 from ddpbench.replicas.locate import Part, gather_details
-from ddpbench.replicas.report import Difference, Key, Mismatch, NonFinite, ranks_text
+from ddpbench.replicas.report import (
+    Detail,
+    Difference,
+    Key,
+    Mismatch,
+    NonFinite,
+    Report,
+    ranks_text,
+)
 from ddpbench.replicas.scopes import LINE, Base, Grid, find_offsets, find_scope, name_shards, weigh
 from ddpbench.replicas.state import KINDS, Entry, State, digest_structure
 
@@ -43,16 +51,6 @@ class Options:
     trace_nonfinite: bool = False  # whether each rank watches where a NaN comes from
 
 
-class Contents(NamedTuple):
-    """This rank's entries of a kind, and what was read of each."""
-
-    kind: str
-    entries: list[Entry]
-    structure: int  # digest of names, dtypes, shapes, devices and placements
-    digests: Digests  # uint64[n], salted by the structure
-    nonfinite: Counts  # int64[n] of elements that are not finite, 0 where this rank has not looked
-
-
 class Sums(NamedTuple):
     """A kind in all ranks: whether structure and contents are equal, and sums over the ranks."""
 
@@ -65,16 +63,11 @@ class Sums(NamedTuple):
 
 
 class Comparison:
-    """The comparison of one verification, and its results, which are the same in every rank."""
+    """The comparison of one verification. What it finds is added to `report`."""
 
     def __init__(self, channel: Channel, base: Base, state: State, options: Options) -> None:
         self.channel, self.base, self.state, self._options = channel, base, state, options
-        self.differences: list[Difference] = []
-        self.mismatches: list[Mismatch] = []
-        self.nonfinite: list[NonFinite] = []
-        self.compared: dict[str, int] = {}
-        self.held_once = Counter(state.held_once)
-        self.nbytes = 0  # in one rank
+        self.report = Report(tuple(channel.ranks), options.step, options.equal_until)
 
     def gather(self, kinds: Sequence[str], facts: Sequence[int] = ()) -> list[bool]:
         """Compare some kinds, and return which of the facts, which are digests, all ranks share.
@@ -85,29 +78,34 @@ class Comparison:
         settings = {**vars(self._options), "history": sorted(self._options.history)}
         everyone = weigh(tuple(sorted(self.channel.ranks)), self.base.rank)
         digests = [of_bytes(repr(settings).encode()), *facts]
-        contents = [self._read(kind) for kind in kinds]
-        same, sums = self._gather_sums(contents, [everyone * digest for digest in digests])
+        for kind in kinds:
+            self._read(self.state.entries[kind], kind)
+        same, sums = self._gather_sums(kinds, [everyone * digest for digest in digests])
         if not same[0]:
             forms = self.gather_forms({name: repr(value) for name, value in settings.items()})
             raise ValueError(_explain_settings(forms))
         if not all(sums[kind].alike for kind in kinds):
             self._gather_base()
-            _, sums = self._gather_sums(contents)
-        for each in contents:
-            self._gather_kind(each, sums[each.kind])
+            _, sums = self._gather_sums(kinds)
+        grid = self.base.grid
+        ranks = self.channel.ranks if grid.names != LINE else []
+        self.report.coordinates = tuple((rank, grid.describe(rank)) for rank in ranks)
+        for kind in kinds:
+            self._gather_kind(kind, sums[kind])
         return same[1:]
 
-    def _read(self, kind: str, everything: bool = False) -> Contents:
-        """Read this rank's entries, and look for NaN in this rank's share or everything."""
-        entries = self.state.entries[kind]
-        structure, salts = digest_structure(kind, entries)
+    def _read(self, entries: Sequence[Entry], kind: str, everything: bool = False) -> None:
+        """Digest this rank's entries, and look for NaN in this rank's share or in everything."""
         searched: list[int] = []
         for scope, places in self._group_by_scope(entries).items() if self._options.finite else ():
             share = (0, 1) if everything else (scope.index(self.base.rank), len(scope))
-            sizes = [_count_nbytes(entries[i]) for i in places]
-            searched += [places[i] for i in choose_share(sizes, *share)]
+            chosen = choose_share([entries[i].nbytes for i in places], *share)
+            searched += [places[i] for i in chosen]
         digests, nonfinite = read([entry.value for entry in entries], searched)
-        return Contents(kind, entries, structure, digests + salts, nonfinite)
+        _, salts = digest_structure(kind, entries)
+        rows = zip(entries, (digests + salts).tolist(), nonfinite.tolist(), strict=True)
+        for entry, digest, count in rows:
+            entry.digest, entry.nonfinite = digest, count
 
     def _group_by_scope(self, entries: Sequence[Entry]) -> dict[tuple[int, ...], list[int]]:
         """Return the places of the entries by the ranks that must hold the same bits."""
@@ -120,65 +118,56 @@ class Comparison:
             layouts[id(entry.layout)].append(place)
         return groups
 
-    def _sum_up(self, contents: Contents) -> list[int]:
+    def _sum_up(self, kind: str, entries: Sequence[Entry]) -> list[int]:
         """Return this rank's terms and counts of a kind, in the order of Sums."""
-        stage = find_scope(self.base, None)
-        whole, nbytes, counted = 0, 0, {False: 0, True: 0}
-        for scope, places in self._group_by_scope(contents.entries).items():
-            digest = of_bytes(contents.digests[places].tobytes())
-            whole += weigh(scope, self.base.rank) * digest
+        stage, rank = find_scope(self.base, None), self.base.rank
+        contents, nbytes, counts = 0, 0, {False: 0, True: 0}
+        for scope, places in self._group_by_scope(entries).items():
+            digests = np.array([entries[place].digest for place in places], np.uint64)
+            contents += weigh(scope, rank) * of_bytes(digests.tobytes())
             once = len(scope) == 1 < len(self.base.ranks)
-            if self.base.rank == stage[0]:  # one rank counts the tensors of a pipeline stage
-                counted[once] += len(places)
-            if not once:
-                nbytes += sum(_count_nbytes(contents.entries[place]) for place in places)
-        structure = weigh(stage, self.base.rank) * contents.structure
-        counts = counted[False], counted[True], nbytes, int(contents.nonfinite.sum())
-        return [structure, whole, *counts]
+            if rank == stage[0]:  # one rank counts the tensors of a pipeline stage
+                counts[once] += len(places)
+            nbytes += 0 if once else sum(entries[place].nbytes for place in places)
+        structure, _ = digest_structure(kind, entries)
+        nonfinite = sum(entry.nonfinite for entry in entries)
+        terms = weigh(stage, rank) * structure, contents
+        return [*terms, counts[False], counts[True], nbytes, nonfinite]
 
     def _gather_sums(
-        self, contents: Sequence[Contents], terms: Sequence[int] = ()
+        self, kinds: Sequence[str], terms: Sequence[int] = ()
     ) -> tuple[list[bool], dict[str, Sums]]:
-        rows = {each.kind: self._sum_up(each) for each in contents}
         # Kinds that this rank does not compare count too: all ranks must send as many numbers.
-        numbers = [rows.get(kind, [0] * 6) for kind in KINDS]
+        entries = self.state.entries
+        rows = [self._sum_up(kind, entries[kind]) if kind in kinds else [0] * 6 for kind in KINDS]
         zeros, sums = self.channel.gather_sums(
-            [*terms, *(term for row in numbers for term in row[:2])],
-            [count for row in numbers for count in row[2:]],
+            [*terms, *(term for row in rows for term in row[:2])],
+            [count for row in rows for count in row[2:]],
         )
-        n = len(terms)
-        return zeros[:n], {
-            kind: Sums(*zeros[n + 2 * i :][:2], *sums[4 * i :][:4]) for i, kind in enumerate(KINDS)
-        }
+        n, found = len(terms), {}
+        for i, kind in enumerate(KINDS):
+            found[kind] = Sums(*zeros[n + 2 * i :][:2], *sums[4 * i :][:4])
+        return zeros[:n], found
 
-    def _gather_kind(self, contents: Contents, sums: Sums) -> None:
-        """Add to the results what was compared of a kind, and what is wrong."""
-        kind, names = contents.kind, [entry.name for entry in contents.entries]
+    def _gather_kind(self, kind: str, sums: Sums) -> None:
+        """Add to the report what was compared of a kind, and what is wrong."""
+        entries, report = self.state.entries[kind], self.report
+        names = [entry.name for entry in entries]
         wrong = not (sums.alike and sums.equal) or sums.nonfinite > 0
         if wrong and self._options.finite:
-            contents = self._read(kind, everything=True)
+            self._read(entries, kind, everything=True)
         if wrong and (not sums.alike or self.base.stages):
-            names = self._gather_common(contents)
+            names = self._gather_common(kind, entries)
             common = {*names}
-            places = [i for i, entry in enumerate(contents.entries) if entry.name in common]
-            contents = contents._replace(
-                entries=[contents.entries[i] for i in places],
-                digests=contents.digests[places],
-                nonfinite=contents.nonfinite[places],
-            )
-            _, totals = self.channel.gather_sums([], self._sum_up(contents)[2:])
+            entries = [entry for entry in entries if entry.name in common]
+            _, totals = self.channel.gather_sums([], self._sum_up(kind, entries)[2:])
             sums = Sums(False, False, *totals)
-        self.compared[kind] = sums.compared
-        self.held_once[kind] += sums.held_once
-        self.nbytes += sums.nbytes // len(self.channel.ranks)
+        report.compared[kind] = sums.compared
+        held_once = sums.held_once + self.state.held_once.get(kind, 0)
+        report.held_once |= {kind: held_once} if held_once else {}
+        report.nbytes += sums.nbytes // len(report.ranks)
         if wrong:
-            self._gather_wrong(contents, names)
-
-    def list_coordinates(self) -> tuple[tuple[int, str], ...]:
-        """Return the coordinates of each rank on the mesh; () if no mesh names the ranks."""
-        grid = self.base.grid
-        ranks = self.channel.ranks if grid.names != LINE else []
-        return tuple((rank, grid.describe(rank)) for rank in ranks)
+            self._gather_wrong(kind, entries, names)
 
     # --- the mesh, and tensors that some ranks lack
 
@@ -209,35 +198,35 @@ class Comparison:
                     forms.setdefault(table.get(name, "absent"), []).append(rank)
         return names
 
-    def _gather_common(self, contents: Contents) -> list[str]:
+    def _gather_common(self, kind: str, entries: Sequence[Entry]) -> list[str]:
         """Return the names of entries that all ranks have alike, in the same order.
 
         Add the other entries as mismatches.
         """
-        forms = self.gather_forms({entry.name: entry.describe() for entry in contents.entries})
+        forms = self.gather_forms({entry.name: entry.describe() for entry in entries})
         for name, sides in forms.items():
             if len(sides) > 1:
-                self.add_mismatch(contents.kind, name, sides)
-        if not self.mismatches:  # perhaps the ranks have the same entries in another order
+                self.add_mismatch(kind, name, sides)
+        if not self.report.mismatches:  # perhaps the ranks have the same entries in another order
             stage = self.base.locate_stage(self.base.rank)
             suffix = f" of stage {stage}" if stage else ""
-            own = {f"number {i}{suffix}": e.name for i, e in enumerate(contents.entries)}
+            own = {f"number {i}{suffix}": entry.name for i, entry in enumerate(entries)}
             orders = [each for each in self.gather_forms(own).items() if len(each[1]) > 1]
             for number, sides in orders[:1]:
-                self.add_mismatch(contents.kind, number, sides)
+                self.add_mismatch(kind, number, sides)
         return [name for name, sides in forms.items() if len(sides) == 1]
 
     def add_mismatch(self, kind: str, name: str, forms: Forms) -> None:
         """Add a tensor of which the ranks have several forms."""
         sides = tuple(map(tuple, forms.values()))
-        self.mismatches.append(Mismatch(kind=kind, name=name, sides=sides, forms=tuple(forms)))
+        mismatch = Mismatch(kind=kind, name=name, sides=sides, forms=tuple(forms))
+        self.report.mismatches.append(mismatch)
 
     # --- tensors that differ or are not finite
 
-    def _gather_wrong(self, contents: Contents, names: Sequence[str]) -> None:
+    def _gather_wrong(self, kind: str, entries: Sequence[Entry], names: Sequence[str]) -> None:
         """Add the tensors that differ, and those that are not finite."""
-        own_rows = zip(contents.entries, contents.digests, contents.nonfinite, strict=True)
-        held = {e.name: self._describe_part(e, int(d), int(n)) for e, d, n in own_rows}
+        held = {entry.name: self._describe_part(entry) for entry in entries}
         own = [held.get(name) for name in names]  # None: of another pipeline stage
         rank = self.base.rank
         equal, counts = self.channel.gather_sums(
@@ -246,22 +235,20 @@ class Comparison:
         )
         bad = [i for i, same in enumerate(equal) if counts[i] or not same]
         rows = self.channel.gather_objects([own[i] for i in bad]) if bad else []
-        values = {entry.name: entry.value for entry in contents.entries}
+        values = {entry.name: entry.value for entry in entries}
         located = 0
         for number, name in enumerate(names[i] for i in bad):
             parts = {at: Part(*row[number]) for at, row in enumerate(rows) if row[number]}
-            self._add_nonfinite(contents.kind, name, parts)
+            self._add_nonfinite(kind, name, parts)
             for shards in _merge_shards(parts):
-                difference = self._describe_difference(contents.kind, name, shards)
+                difference = self._describe_difference(kind, name, shards)
                 if located < self._options.locate and difference.key not in self._options.history:
-                    sides, part = shards[0]
-                    tensor = self._find_tensor(values.get(name), sides, part)
-                    details = gather_details(self.channel, tensor, part, sides)
+                    details = self._gather_details(values.get(name), *shards[0])
                     difference = replace(difference, details=details)
                     located += 1
-                self.differences.append(difference)
+                self.report.differences.append(difference)
 
-    def _describe_part(self, entry: Entry, digest: int, nonfinite: int) -> Part:
+    def _describe_part(self, entry: Entry) -> Part:
         tensor = as_tensor(entry.value) if entry.value is not None else torch.empty(0)
         part = Part(
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -269,8 +256,9 @@ class Comparison:
             offsets=[0] * tensor.dim(),
             whole=tuple(entry.shape),
             ranks=find_scope(self.base, entry.layout),
-            digest=digest,
-            nonfinite=nonfinite,
+            digest=entry.digest,
+            nonfinite=entry.nonfinite,
+            frozen=entry.frozen,
         )
         if entry.layout is None:
             return part
@@ -284,9 +272,14 @@ class Comparison:
     def _add_nonfinite(self, kind: str, name: str, parts: Mapping[int, Part]) -> None:
         affected = {at: part for at, part in parts.items() if part.nonfinite}
         if affected:
-            counts = tuple((self.channel.ranks[at], p.nonfinite) for at, p in affected.items())
-            shard = _name_parts(affected.values())
-            self.nonfinite.append(NonFinite(kind=kind, name=name, shard=shard, counts=counts))
+            nonfinite = NonFinite(
+                kind=kind,
+                name=name,
+                shard=_name_parts(affected.values()),
+                counts=tuple((self.channel.ranks[at], p.nonfinite) for at, p in affected.items()),
+                frozen=any(part.frozen for part in parts.values()),
+            )
+            self.report.nonfinite.append(nonfinite)
 
     def _describe_difference(self, kind: str, name: str, shards: Sequence[Shard]) -> Difference:
         """Return the difference, still without details, of shards that differ alike."""
@@ -304,13 +297,13 @@ class Comparison:
             shape=tuple(part.whole),
         )
 
-    def _find_tensor(
-        self, value: Tensor | float | None, sides: Sequence[Sequence[int]], part: Part
-    ) -> Tensor:
-        """Return this rank's elements; zeros if it only takes part in the broadcasts."""
+    def _gather_details(
+        self, value: Tensor | float | None, sides: list[list[int]], part: Part
+    ) -> tuple[Detail, ...]:
         if value is None or not any(self.channel.rank in side for side in sides):
-            return torch.zeros((), dtype=getattr(torch, part.dtype)).expand(*part.shape)
-        return as_tensor(value)
+            # This rank takes part in the broadcasts only.
+            value = torch.zeros((), dtype=getattr(torch, part.dtype)).expand(*part.shape)
+        return gather_details(self.channel, as_tensor(value), part, sides)
 
 
 def _merge_shards(parts: Mapping[int, Part]) -> list[list[Shard]]:
@@ -364,8 +357,3 @@ def _explain_settings(settings: Mapping[str, Forms]) -> str:
             values = [f"{value} in {ranks_text(ranks)}" for value, ranks in forms.items()]
             parts.append(f"{name} is {list_all(values)}")
     return f"the ranks verify with different arguments: {'; '.join(parts)}"
-
-
-def _count_nbytes(entry: Entry) -> int:
-    """Return the size of this rank's part of an entry; 8 for a number."""
-    return entry.value.nbytes if isinstance(entry.value, Tensor) else 8

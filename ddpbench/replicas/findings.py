@@ -39,10 +39,10 @@ _FOLDS = 3  # findings per pattern; one more finding sums up the rest
 def list_findings(
     report: Report,
     facts: Facts | None,
-    *,
     history: Mapping[Key, tuple[int, str]],
-    traced: bool,
     stages: Sequence[str],
+    *,
+    traced: bool,
 ) -> tuple[Finding, ...]:
     """Return all findings, the worst first; the likely cause is part of the finding it explains.
 
@@ -50,8 +50,8 @@ def list_findings(
     the other findings are about tensors that have newly become wrong.
 
     facts: None if nothing differs. history: what is still wrong, with the step and the code of the
-    report that explained it. traced: local gradients are watched for NaN. stages: dimensions of the
-    mesh along which ranks hold other layers.
+    report that explained it. stages: dimensions of the mesh along which ranks hold other layers.
+    traced: local gradients are watched for NaN.
     """
     if not history:
         rows = [*_list_wrong(report, facts, traced, explained=False)]
@@ -61,9 +61,9 @@ def list_findings(
         if not report.wrong <= history.keys():
             fresh = replace(
                 report,
-                differences=tuple(d for d in report.differences if d.key not in history),
-                mismatches=tuple(m for m in report.mismatches if m.key not in history),
-                nonfinite=tuple(n for n in report.nonfinite if n.key not in history),
+                differences=[d for d in report.differences if d.key not in history],
+                mismatches=[m for m in report.mismatches if m.key not in history],
+                nonfinite=[n for n in report.nonfinite if n.key not in history],
             )
             rows += _list_wrong(fresh, facts, traced, explained=True)
     return tuple(sorted(rows, key=lambda finding: SEVERITIES.index(finding.severity)))

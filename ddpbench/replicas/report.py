@@ -1,4 +1,4 @@
-"""The report of a verification: frozen data, the same in every rank, and its text."""
+"""The report of a verification: data that is the same in every rank, and its text."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Origin:
     place: str  # "the output of forward", or "the gradient of fc.weight"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
     """The result of one verification, the same in every rank. Ranks are global ranks.
 
@@ -118,23 +118,23 @@ class Report:
 
     ranks: tuple[int, ...]  # ranks that were compared
     step: int | None
-    compared: dict[str, int]  # kind → number of tensors and numbers
-    nbytes: int  # size of the compared values in one rank
-    differences: tuple[Difference, ...] = ()
-    mismatches: tuple[Mismatch, ...] = ()
-    nonfinite: tuple[NonFinite, ...] = ()
+    equal_until: int | None = None  # last step after which a Verifier found everything equal
+    compared: dict[str, int] = field(default_factory=dict)  # kind → number of tensors and numbers
+    # kind → number of tensors of which each element is in one rank only; not part of `compared`
+    held_once: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0  # size of the compared values in one rank
+    differences: list[Difference] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)
+    nonfinite: list[NonFinite] = field(default_factory=list)
     without_gradient: tuple[WithoutGradient, ...] = ()
     origins: tuple[Origin, ...] = ()  # of `nonfinite`, if a Verifier traces it
     not_compared: tuple[NotCompared, ...] = ()
     rng_equal: bool = True
-    findings: tuple[Finding, ...] = ()  # sentences on all of the above, the worst first
-    equal_until: int | None = None  # last step after which a Verifier found everything equal
-    since: int | None = None  # step of the Verifier's first report of this fault
-    repeated: bool = False  # an earlier report of the same Verifier has explained everything
-    # kind → number of tensors of which each element is in one rank only; not part of `compared`
-    held_once: dict[str, int] = field(default_factory=dict)
     # "dp_replicate=1, dp_shard=0" of each rank, if tensors are on a DeviceMesh; else empty
     coordinates: tuple[tuple[int, str], ...] = ()
+    findings: tuple[Finding, ...] = ()  # sentences on all of the above, the worst first
+    since: int | None = None  # step of the Verifier's first report of this fault
+    repeated: bool = False  # an earlier report of the same Verifier has explained everything
 
     @property
     def ok(self) -> bool:

@@ -121,15 +121,24 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 # --- the state
 
 
-class Entry(NamedTuple):
-    """One named tensor or value of a replica."""
+@dataclass
+class Entry:
+    """One named tensor or value of a replica, and what was read of it."""
 
     name: str
     value: Any  # a tensor or a number; None if `dtype` is the text of another value
     dtype: Any
-    shape: tuple[int, ...]
-    device: str  # "cpu", "cuda", …; "" for a number
+    shape: tuple[int, ...] = ()
+    device: str = ""  # "cpu", "cuda", …; "" for a number
     layout: Layout | None = None  # of a DTensor: `shape` is that of the whole, `value` this shard
+    frozen: bool = False  # a parameter with requires_grad=False
+    digest: int = 0
+    nonfinite: int = 0  # number of elements; 0 if this rank has not looked
+
+    @property
+    def nbytes(self) -> int:
+        """The size of this rank's part; 8 for a number."""
+        return self.value.nbytes if isinstance(self.value, Tensor) else 8
 
     def describe(self) -> str:
         """Return dtype, shape and device: "float32 (3, 2) cpu"."""
@@ -176,12 +185,14 @@ def read_state(
         if reason:
             state.not_compared.append(NotCompared(kind, name, reason))
         elif isinstance(value, Tensor):
-            entry = Entry(name, local, local.dtype, value.shape, local.device.type, layout)
+            frozen = kind == "parameter" and not value.requires_grad
+            device = local.device.type
+            entry = Entry(name, local, local.dtype, value.shape, device, layout, frozen)
             state.entries[kind].append(entry)
         elif isinstance(value, _NUMBERS):
-            state.entries[kind].append(Entry(name, value, number_type(value), (), ""))
+            state.entries[kind].append(Entry(name, value, number_type(value)))
         else:
-            state.entries[kind].append(Entry(name, None, repr(value), (), ""))
+            state.entries[kind].append(Entry(name, None, repr(value)))
     return state
 
 

@@ -50,7 +50,7 @@ def gather_usages(comparison: Comparison, usage: Usage, same: bool) -> dict[str,
     usages: dict[str, Forms] = {name: {form: ranks} for name, form in usage.items()}
     if not same:
         usages = comparison.gather_forms(usage)
-    unlike = {m.name for m in comparison.mismatches if m.kind == "parameter"}
+    unlike = {m.name for m in comparison.report.mismatches if m.kind == "parameter"}
     for name, forms in usages.items():
         others = sorted(rank for form, ranks in forms.items() if form != FROZEN for rank in ranks)
         if FROZEN in forms and others and name not in unlike:
@@ -70,7 +70,7 @@ def gather_without_gradient(
     if not any(TRAINED in forms for forms in usages.values()):
         return ()
     absent = _list_missing(comparison, usages, NO_GRADIENT)
-    differing = {d.name for d in comparison.differences if d.kind == "gradient"}
+    differing = {d.name for d in comparison.report.differences if d.kind == "gradient"}
     if wrapper(module) is not None and differing:
         entries = (e for e in comparison.state.entries["gradient"] if e.name in differing)
         zeros = {entry.name: TRAINED if entry.value.any() else ZERO for entry in entries}
@@ -81,7 +81,7 @@ def gather_without_gradient(
 def _list_missing(
     comparison: Comparison, usages: Mapping[str, Forms], form: str
 ) -> list[WithoutGradient]:
-    unlike = {m.name for m in comparison.mismatches if m.kind == "parameter"}
+    unlike = {m.name for m in comparison.report.mismatches if m.kind == "parameter"}
     # What all ranks of a pipeline stage lack is missing everywhere.
     missing = [
         (tuple(forms[form] if len(forms) > 1 else comparison.channel.ranks), name)
@@ -158,19 +158,19 @@ def _differs(name: str, sides: Sides, report: Report) -> bool:
 
 def gather_facts(
     comparison: Comparison,
-    report: Report,
     frozen: set[str],
     module: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Facts:
     """Return the pattern of a report in which something differs. frozen: as in Facts."""
+    report = comparison.report
     differing = {d.name for d in report.differences if d.kind == "gradient"}
     sharding, spanned = set[str](), set[str]()
-    for name, *_, layout in comparison.state.entries["parameter"]:
-        if layout is not None:
-            dimensions = zip(layout.grid.names, layout.splits, strict=True)
-            sharding |= {dimension for dimension, split in dimensions if split}
-            spanned |= {*layout.grid.names} if name in differing else set()
+    for entry in comparison.state.entries["parameter"]:
+        if entry.layout is not None:
+            names, splits = entry.layout.grid.names, entry.layout.splits
+            sharding |= {name for name, split in zip(names, splits, strict=True) if split}
+            spanned |= {*names} if entry.name in differing else set()
     counts = _count_training(comparison.state, module, optimizers)
     if report.differs:
         counts |= _count_equal(comparison, frozen)
@@ -221,7 +221,7 @@ def _count_unmanaged(ddp: Any, state: State) -> int:
 
 def _count_equal(comparison: Comparison, frozen: set[str]) -> dict[str, int]:
     """Count the tensors that are equal in all ranks while others differ. It reads them all."""
-    wrong = [*comparison.differences, *comparison.mismatches]
+    wrong = [*comparison.report.differences, *comparison.report.mismatches]
     unlike = {(tensor.kind, tensor.name) for tensor in wrong}
 
     def list_equal(kind: str) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddpbench.records.wording import counted
+from ddpbench.records.wording import counted, list_all
 from ddpbench.replicas.channel import Channel, Target, choose_target
 from ddpbench.replicas.compare import Comparison, Options
 from ddpbench.replicas.digest import of_bytes
@@ -46,18 +46,15 @@ from ddpbench.runtime import devices
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 _NONE = type(None)
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "module": ((torch.nn.Module,), "a torch.nn.Module"),
-    "optimizer": (
-        (torch.optim.Optimizer, _NONE),
-        "a torch.optim.Optimizer, a list of them or None",
-    ),
-    "group": ((ProcessGroup, _NONE), "a process group or None"),
-    "mesh": ((DeviceMesh, _NONE), "a DeviceMesh or None"),
-    "gradients": ((bool, _NONE), "True, False or None"),
-    "finite": ((bool,), "True or False"),
-    "locate": ((int,), "a whole number"),
-    "trace_nonfinite": ((bool,), "True or False"),
+_TYPES: dict[str, tuple[type, ...]] = {
+    "module": (torch.nn.Module,),
+    "optimizer": (torch.optim.Optimizer, list, tuple, _NONE),
+    "group": (ProcessGroup, _NONE),
+    "mesh": (DeviceMesh, _NONE),
+    "gradients": (bool, _NONE),
+    "finite": (bool,),
+    "locate": (int,),
+    "trace_nonfinite": (bool,),
 }
 
 
@@ -133,13 +130,14 @@ class Verifier:
         trace_nonfinite: bool = False,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        _check_types(module=module, group=group, mesh=mesh, gradients=gradients, finite=finite)
-        _check_types(locate=locate, trace_nonfinite=trace_nonfinite)
+        _check_types(module=module, optimizer=optimizer, group=group, mesh=mesh)
+        _check_types(gradients=gradients, finite=finite, locate=locate)
+        _check_types(trace_nonfinite=trace_nonfinite)
+        if group is not None and mesh is not None:
+            raise ValueError("group and mesh both name the ranks to compare: pass one of them")
         listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         for each in listed:
             _check_types(optimizer=each)
-        if group is not None and mesh is not None:
-            raise ValueError("group and mesh both name the ranks to compare: pass one of them")
         optimizers = tuple(each for each in listed if each is not None)
         if trace_nonfinite and not optimizers:
             raise ValueError("trace_nonfinite=True needs the optimizer: its steps are counted")
@@ -207,10 +205,11 @@ class Verifier:
 
 def _check_types(**arguments: object) -> None:
     for name, value in arguments.items():
-        types, allowed = _TYPES[name]
         # Channel refuses a group that this rank is not in.
-        if not isinstance(value, types) and value is not GroupMember.NON_GROUP_MEMBER:
-            raise TypeError(f"{name} must be {allowed}, not of type {type(value).__name__}")
+        if not isinstance(value, _TYPES[name]) and value is not GroupMember.NON_GROUP_MEMBER:
+            names = list_all((kind.__name__ for kind in _TYPES[name]), "or")
+            given = type(value).__name__
+            raise TypeError(f"{name} must be {names.replace('NoneType', 'None')}, not {given}")
 
 
 def _as_step_number(step: Any) -> int:
@@ -243,42 +242,24 @@ def gather_report(
     kinds = [kind for kind in KINDS if kind != "gradient" or options.gradients]
     same = comparison.gather(kinds, [digest_rng(module), *digests])
     usages = gather_usages(comparison, usage, same=same[1])
-    if options.gradients is None and any(d.kind == "parameter" for d in comparison.differences):
+    report = comparison.report
+    if options.gradients is None and any(d.kind == "parameter" for d in report.differences):
         comparison.gather(["gradient"])
-
-    frozen = {name for name, forms in usages.items() if FROZEN in forms}
-    nonfinite = [
-        replace(each, frozen=each.kind == "parameter" and each.name in frozen)
-        for each in comparison.nonfinite
-    ]
-    report = Report(
-        ranks=tuple(channel.ranks),
-        step=options.step,
-        compared=comparison.compared,
-        nbytes=comparison.nbytes,
-        differences=tuple(comparison.differences),
-        mismatches=tuple(comparison.mismatches),
-        nonfinite=tuple(nonfinite),
-        without_gradient=gather_without_gradient(comparison, usages, module),
-        origins=_gather_origins(channel, tracer, bool(nonfinite)),
-        not_compared=_gather_not_compared(comparison, skipped, same=same[2]),
-        rng_equal=same[0],
-        equal_until=options.equal_until,
-        held_once={kind: n for kind in KINDS if (n := comparison.held_once[kind])},
-        coordinates=comparison.list_coordinates(),
-    )
+    report.rng_equal = same[0]
+    report.without_gradient = gather_without_gradient(comparison, usages, module)
+    report.origins = _gather_origins(channel, tracer, wanted=bool(report.nonfinite))
+    report.not_compared = _gather_not_compared(comparison, skipped, same=same[2])
     facts = None
     if report.differences or report.mismatches:
-        facts = gather_facts(comparison, report, frozen, module, optimizers)
+        frozen = {name for name, forms in usages.items() if FROZEN in forms}
+        facts = gather_facts(comparison, frozen, module, optimizers)
     history = {key: when for key, when in options.history.items() if key in report.wrong}
+    report.repeated = bool(history) and report.wrong <= history.keys()
+    if report.wrong:
+        report.since = min(history.values())[0] if history else options.step
     stages = [comparison.base.grid.names[d] for d in comparison.base.stages]
-    traced = tracer is not None
-    findings = list_findings(report, facts, history=history, traced=traced, stages=stages)
-    since = min(history.values())[0] if history else options.step
-    repeated = bool(history) and report.wrong <= history.keys()
-    return replace(
-        report, findings=findings, since=since if report.wrong else None, repeated=repeated
-    )
+    report.findings = list_findings(report, facts, history, stages, traced=tracer is not None)
+    return report
 
 
 def _gather_not_compared(
@@ -286,7 +267,7 @@ def _gather_not_compared(
 ) -> tuple[NotCompared, ...]:
     tables = [skipped] if same else comparison.channel.gather_objects(skipped)
     rows = dict.fromkeys(tuple(row) for table in tables for row in table)
-    return tuple(NotCompared(*row) for row in rows if row[0] in comparison.compared)
+    return tuple(NotCompared(*row) for row in rows if row[0] in comparison.report.compared)
 
 
 def _gather_origins(channel: Channel, tracer: Tracer | None, wanted: bool) -> tuple[Origin, ...]:
