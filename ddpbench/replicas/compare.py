@@ -14,14 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ddpbench.records.wording import list_all
 from ddpbench.replicas.channel import Channel
 from ddpbench.replicas.digest import as_tensor, choose_share, of_bytes, read
 from ddpbench.replicas.locate import Part, gather_details
 from ddpbench.replicas.report import (
-    Detail,
     Difference,
     Key,
     Mismatch,
@@ -243,7 +241,10 @@ class Comparison:
             for shards in _merge_shards(parts):
                 difference = self._describe_difference(kind, name, shards)
                 if located < self._options.locate and difference.key not in self._options.history:
-                    details = self._gather_details(values.get(name), *shards[0])
+                    sides, part = shards[0]
+                    takes_part = any(self.channel.rank in side for side in sides)
+                    tensor = as_tensor(values[name]) if takes_part else None
+                    details = gather_details(self.channel, tensor, part, sides)
                     difference = replace(difference, details=details)
                     located += 1
                 self.report.differences.append(difference)
@@ -296,14 +297,6 @@ class Comparison:
             dtype=part.dtype,
             shape=tuple(part.whole),
         )
-
-    def _gather_details(
-        self, value: Tensor | float | None, sides: list[list[int]], part: Part
-    ) -> tuple[Detail, ...]:
-        if value is None or not any(self.channel.rank in side for side in sides):
-            # This rank takes part in the broadcasts only.
-            value = torch.zeros((), dtype=getattr(torch, part.dtype)).expand(*part.shape)
-        return gather_details(self.channel, as_tensor(value), part, sides)
 
 
 def _merge_shards(parts: Mapping[int, Part]) -> list[list[Shard]]:

@@ -11,7 +11,7 @@ import torch
 
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.records.wording import counted, list_all, spans
-from ddpbench.replicas.causes import find_cause
+from ddpbench.replicas.causes import Cause, find_cause
 from ddpbench.replicas.report import (
     Detail,
     Difference,
@@ -53,20 +53,41 @@ def list_findings(
     report that explained it. stages: dimensions of the mesh along which ranks hold other layers.
     traced: local gradients are watched for NaN.
     """
+    fresh = replace(
+        report,
+        differences=[d for d in report.differences if d.key not in history],
+        mismatches=[m for m in report.mismatches if m.key not in history],
+        nonfinite=[n for n in report.nonfinite if n.key not in history],
+    )
+    rebroadcasts = facts is not None and not facts.totals["keeps_buffers"]
+    cause = None if facts is None or history else find_cause(facts)
+    example = None
+    if facts is not None and cause is not None:
+        example = next(iter(facts.select(cause.evidence) or report.differences), None)
+    rows = [*_list_differences(fresh, example, rebroadcasts), *_list_mismatches(fresh)]
+    if cause is not None and rows:
+        _add_cause(rows, cause)
+    rows += _list_nonfinite(fresh, traced)
     if not history:
-        rows = [*_list_wrong(report, facts, traced, explained=False)]
         rows += _list_notes(report, stages)
     else:
-        rows = [_sum_up_history(history, report.step)]
-        if not report.wrong <= history.keys():
-            fresh = replace(
-                report,
-                differences=[d for d in report.differences if d.key not in history],
-                mismatches=[m for m in report.mismatches if m.key not in history],
-                nonfinite=[n for n in report.nonfinite if n.key not in history],
-            )
-            rows += _list_wrong(fresh, facts, traced, explained=True)
+        rows = [_sum_up_history(history, report.step), *([] if report.repeated else rows)]
     return tuple(sorted(rows, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def _add_cause(rows: list[Finding], cause: Cause) -> None:
+    """Add the cause to the finding that it explains, and put that first."""
+    structure = (row for row in rows if row.code == "structure-differs")
+    chosen = next((row for row in structure if row.place["kind"] in cause.unlike), rows[0])
+    rows.remove(chosen)
+    explained = replace(
+        chosen,
+        code=cause.code,
+        sentence=f"{chosen.sentence}. Likely cause: {cause.sentence}",
+        next_step=cause.next_step,
+        place={**chosen.place, "cause": cause.code},
+    )
+    rows.insert(0, explained)
 
 
 def _sum_up_history(history: Mapping[Key, tuple[int, str]], step: int | None) -> Finding:
@@ -76,33 +97,6 @@ def _sum_up_history(history: Mapping[Key, tuple[int, str]], step: int | None) ->
     sentence += f"still {verb} not finite"
     place = {"cause": code, "since": since, **({} if step is None else {"step": step})}
     return Finding("error", code, sentence, "", place)
-
-
-def _list_wrong(
-    report: Report, facts: Facts | None, traced: bool, *, explained: bool
-) -> Iterator[Finding]:
-    cause, example = None if facts is None or explained else find_cause(facts), None
-    if facts is not None and cause is not None:
-        example = next(iter(facts.select(cause.evidence) or report.differences), None)
-    rebroadcasts = facts is not None and not facts.totals["keeps_buffers"]
-    rows = [*_list_differences(report, example, rebroadcasts), *_list_mismatches(report)]
-    if cause is not None and rows:
-        unlike = [
-            row
-            for row in rows
-            if row.code == "structure-differs" and row.place["kind"] in cause.unlike
-        ]
-        chosen = (unlike or rows)[0]
-        rows.remove(chosen)
-        yield replace(
-            chosen,
-            code=cause.code,
-            sentence=f"{chosen.sentence}. Likely cause: {cause.sentence}",
-            next_step=cause.next_step,
-            place={**chosen.place, "cause": cause.code},
-        )
-    yield from rows
-    yield from _list_nonfinite(report, traced)
 
 
 # --- tensors with the same ranks in one finding
@@ -165,25 +159,19 @@ def _list_differences(
 
 
 def _list_mismatches(report: Report) -> Iterator[Finding]:
+    def list_keys(mismatch: Mismatch) -> tuple[Hashable, ...]:
+        return mismatch.kind, *((form == "absent", ranks) for form, ranks in mismatch.pairs)
+
     places = Places(report)
-    keys = report.mismatches
-    for fold in _fold(keys, lambda m: (m.kind, *((f == "absent", s) for f, s in m.pairs))):
+    for fold in _fold(report.mismatches, list_keys):
         first, names = fold[0], few([mismatch.name for mismatch in fold])
-        absent = {r for m in fold for form, side in m.pairs if form == "absent" for r in side}
-        forms = ", ".join(f"{form} in {places.name(side)}" for form, side in first.pairs)
+        forms = ", ".join(f"{form} in {places.name(ranks)}" for form, ranks in first.pairs)
         sentence = f"{first.kind} {first.name}: {forms}"
-        if first.kind == "gradient" and absent:
-            sentence = f"{_count_parameters(fold)} no gradient in "
-            sentence += f"{places.name(sorted(absent))} and one in other ranks: {names}"
-        elif len(fold) > 1:
+        if len(fold) > 1:
             tensors = count_kind(first.kind, len(fold))
             sentence = f"{tensors} do not match between ranks: {names}. For example {sentence}"
         place = _place(report, fold, _list_ranks(fold)[1])
         yield Finding("error", "structure-differs", sentence, "", place)
-
-
-def _count_parameters(tensors: Sequence[object]) -> str:
-    return f"{counted(len(tensors), 'parameter')} {'has' if len(tensors) == 1 else 'have'}"
 
 
 def _list_without_gradient(report: Report) -> Iterator[Finding]:
@@ -193,31 +181,33 @@ def _list_without_gradient(report: Report) -> Iterator[Finding]:
     for fold in _fold(missing, lambda each: ((each.zeros, each.ranks),)):
         ranks, names = fold[0].ranks, few([each.name for each in fold])
         everywhere = len(ranks) == len(report.ranks)
+        verb = "has" if len(fold) == 1 else "have"
         gradient = "a gradient of zeros" if fold[0].zeros else "no gradient"
         where = "any rank" if everywhere else places.name(ranks)
         yield Finding(
             "note" if everywhere else "warning",
             "without-gradient",
-            f"{_count_parameters(fold)} {gradient} in {where}: {names}",
+            f"{counted(len(fold), 'parameter')} {verb} {gradient} in {where}: {names}",
             "" if everywhere else f"find out why the loss of {where} does not use them",
             _place(report, fold, () if everywhere else ranks, ranks=list(ranks)),
         )
 
 
 def _list_nonfinite(report: Report, traced: bool) -> Iterator[Finding]:
-    places = Places(report)
+    def list_keys(tensor: NonFinite) -> tuple[Hashable, ...]:
+        return tensor.kind, tensor.severity, *(rank for rank, _ in tensor.counts)
+
     explained = False  # the origin and the next step are given once
-    keys = report.nonfinite
-    for fold in _fold(keys, lambda n: (n.kind, n.severity, *(rank for rank, _ in n.counts))):
-        first = fold[0]
+    for fold in _fold(report.nonfinite, list_keys):
+        first, names = fold[0], few([tensor.name for tensor in fold])
         ranks = sorted({rank for tensor in fold for rank, _ in tensor.counts})
         counts = sorted({count for tensor in fold for _, count in tensor.counts})
-        span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        elements, where = f"{span} element{'' if span == '1' else 's'}", places.name(ranks)
-        part = f", {first.shard}" if first.shard else ""
+        elements = counted(counts[-1], "element")
+        if len(counts) > 1:
+            elements = f"{counts[0]} to {elements}"
+        where, part = Places(report).name(ranks), f", {first.shard}" if first.shard else ""
         sentence = f"{first.kind} {first.name}{part}: {elements} NaN or infinite in {where}"
         if len(fold) > 1:
-            names = few([tensor.name for tensor in fold])
             sentence = f"{count_kind(first.kind, len(fold))} have NaN or infinite elements in "
             sentence += f"{where}: {names}; {elements} each"
         next_step = ""
@@ -258,28 +248,25 @@ def _explain_origin(origins: Sequence[Origin], traced: bool) -> tuple[str, str]:
 def _list_notes(report: Report, stages: Sequence[str]) -> Iterator[Finding]:
     yield from _list_without_gradient(report)
     yield from _list_not_compared(report)
+    notes = {}
     if report.nothing_to_compare:
-        yield Finding(
-            "note",
-            "nothing-to-compare",
+        notes["nothing-to-compare"] = (
             "no parameter is compared: each element of each parameter is in one rank only, as "
-            "fully_shard intends. This is neither a proof nor a failure",
-            "stop a loop on `report.failed`, which ignores this",
+            "fully_shard intends. This is neither a proof nor a failure"
         )
     if stages:
         names = list_all(stages)
-        sentence = f"ranks along {names} hold other layers, so they are not compared along {names}"
-        yield Finding("note", "pipeline-stages", sentence)
-    if any(d.kind != "buffer" and not d.minority for d in report.differences):
-        sentence = "no value has a majority of ranks, so nobody can say which is right"
-        yield Finding("note", "no-majority", sentence)
-    if not report.rng_equal:
-        yield Finding(
-            "note",
-            "rng-differs",
-            "the ranks' random number generators are in different states; this is intended if "
-            "dropout and augmentation differ by rank",
+        notes["pipeline-stages"] = (
+            f"ranks along {names} hold other layers, so they are not compared along {names}"
         )
+    if any(d.kind != "buffer" and not d.minority for d in report.differences):
+        notes["no-majority"] = "no value has a majority of ranks, so nobody can say which is right"
+    if not report.rng_equal:
+        notes["rng-differs"] = (
+            "the ranks' random number generators are in different states; this is intended if "
+            "dropout and augmentation differ by rank"
+        )
+    yield from (Finding("note", code, sentence) for code, sentence in notes.items())
 
 
 def _list_not_compared(report: Report) -> Iterator[Finding]:
@@ -287,14 +274,10 @@ def _list_not_compared(report: Report) -> Iterator[Finding]:
         fold = [skipped for skipped in report.not_compared if skipped.reason == reason]
         names = [tensor.name for tensor in fold]
         next_step = (
-            "do not count these tensors as equal. Stop a loop on `report.failed`, which ignores "
-            "them"
+            "sum the parts before you use them: `tensor.redistribute(placements=[...])`"
+            if reason.startswith(NOT_REDUCED)
+            else "do not count these tensors as equal: stop a loop on `report.failed`"
         )
-        if reason.startswith(NOT_REDUCED):
-            next_step = (
-                "sum the parts before you use them as a parameter: `tensor.redistribute("
-                "placements=[...])` with Replicate() or Shard() in place of Partial()"
-            )
         tensors = listed_kinds(count_by_kind(fold))
         sentence = f"not compared: {tensors} ({reason}): {few(list(dict.fromkeys(names)))}"
         yield Finding("warning", "not-compared", sentence, next_step, {"tensors": names})
@@ -335,40 +318,35 @@ def _describe_fold(fold: list[Difference], example: Difference, report: Report) 
     tensor = f"{example.kind} {example.name} ({example.dtype}{' ' if shape else ''}{shape})"
     tensor += f", {example.shard}" if example.shard else ""
     if len(fold) == 1:
-        text = _describe_sides(tensor, example, report)
+        text = f"{tensor}{',' if example.shard else ''} differs"
+        if report.coordinates or not (example.minority and details):  # the details name the ranks
+            text = _describe_sides(text, example, report)
         return text + (f". {details}" if details else "")
     # A tensor may differ in several ways, one for each shard.
     counts = count_by_kind({(d.kind, d.name): d for d in fold}.values())
     tensors = list_all(f"{n} of {count_kind(k, report.compared[k])}" for k, n in counts.items())
-    if len({difference.sides for difference in fold}) > 1:
-        sides = f"{tensors} differ between other ranks"
-    elif example.minority and not report.coordinates:
-        sides = f"{tensors} differ in {ranks_text(example.minority)}"
-    else:
-        sides = _describe_sides(tensors, example, report, verb="differ")
+    text = f"{tensors} differ between other ranks"
+    if len({difference.sides for difference in fold}) == 1:
+        text = _describe_sides(f"{tensors} differ", example, report)
     # Buffers that DDP sends again differ after each step, and are reported each time.
-    dated = report.step is not None and example.kind != "buffer"
-    when = f", first seen in step {report.step}" if dated else ""
+    if report.step is not None and example.kind != "buffer":
+        text += f", first seen in step {report.step}"
+    text += f": {example.name}"
     more = counts.total() - 1
-    text = f"{sides}{when}: {example.name}" + (f" and {more} more" if more else "")
+    text += f" and {more} more" if more else ""
     return text + (f". For example {tensor}: {details}" if details else "")
 
 
-def _describe_sides(
-    subject: str, difference: Difference, report: Report, verb: str = "differs"
-) -> str:
+def _describe_sides(predicate: str, difference: Difference, report: Report) -> str:
     """Name the ranks that differ: "dp_replicate=1: parameter w differs from dp_replicate=0"."""
-    places = Places(report)
-    first, *rest = difference.sides
-    comma = "," if difference.shard and verb == "differs" else ""
+    places, (first, *rest) = Places(report), difference.sides
     if report.coordinates and len(rest) == 1:
-        reference = places.name(first, rest[0])
-        return f"{places.name(rest[0])}: {subject}{comma} {verb} from {reference}"
-    if not report.coordinates and difference.minority and difference.details:
-        return f"{subject} {verb}"  # the details name the ranks
+        return f"{places.name(rest[0])}: {predicate} from {places.name(first, rest[0])}"
+    if not report.coordinates and difference.minority:
+        return f"{predicate} in {ranks_text(difference.minority)}"
     sides = [places.name(ranks) for ranks in difference.sides]
     shown = sides if len(sides) <= _SHOWN else [*sides[:_SHOWN], "others"]
-    return f"{subject}{comma} {verb} between {list_all(shown)}"
+    return f"{predicate} between {list_all(shown)}"
 
 
 def _describe_detail(difference: Difference, detail: Detail) -> str:

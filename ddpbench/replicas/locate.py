@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ddpbench.catalog.payload import mix_bits
 from ddpbench.replicas.channel import Channel
-from ddpbench.replicas.digest import STEP
+from ddpbench.replicas.digest import STEP, plain
 from ddpbench.replicas.report import Detail
 
 PIECE_NBYTES = 4 << 20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -41,12 +40,12 @@ class Part(NamedTuple):
 
 
 def gather_details(
-    channel: Channel, tensor: Tensor, part: Part, sides: list[list[int]]
+    channel: Channel, tensor: Tensor | None, part: Part, sides: list[list[int]]
 ) -> tuple[Detail, ...]:
     """Compare the elements with those of the first rank of `sides`, which are places of ranks.
 
-    Every rank of the channel calls it with a tensor of the same size, in `sides` or not. Returns a
-    detail for each of the other sides.
+    Every rank of the channel calls it, with the tensor of `part` if it is in `sides`, else with
+    None. Returns a detail for each of the other sides.
     """
     reference = sides[0][0]
     rows = channel.gather_objects(_broadcast_and_compare(channel, tensor, part, reference))
@@ -62,16 +61,21 @@ def gather_details(
 
 
 def _broadcast_and_compare(
-    channel: Channel, tensor: Tensor, part: Part, source: int
+    channel: Channel, tensor: Tensor | None, part: Part, source: int
 ) -> dict[str, Any]:
     """Compare this rank's elements with those of the rank at `source`: fields of a Detail."""
-    tensor, size = tensor.detach(), tensor.itemsize
+    dtype: torch.dtype = getattr(torch, part.dtype)
+    size, length = dtype.itemsize, math.prod(part.shape)
+    flat = None if tensor is None else plain(tensor).view(torch.uint8)
     count = PIECE_NBYTES // max(size, 8)  # each element is compared in several arrays of 8 bytes
     differing, first, ends = 0, 0, (bytes(size), bytes(size))
     multiset, deltas = 0, [-1.0]
-    for start in range(0, tensor.numel(), count):
-        own = _read_piece(tensor, start, min(start + count, tensor.numel())).reshape(-1, size)
-        other = channel.broadcast_bytes(own.reshape(-1), source).reshape(-1, size)
+    for start in range(0, length, count):
+        own = np.zeros((min(count, length - start), size), np.uint8)
+        if flat is not None:
+            piece = flat[start * size : start * size + own.size]
+            own = piece.cpu().numpy().reshape(own.shape)
+        other = channel.broadcast_bytes(own.reshape(-1), source).reshape(own.shape)
         places = np.flatnonzero((own != other).any(axis=1))
         if places.size == 0:
             continue
@@ -80,13 +84,13 @@ def _broadcast_and_compare(
             first, ends = start + int(places[0]), (own[0].tobytes(), other[0].tobytes())
         differing += places.size
         multiset += _mix(own) - _mix(other)
-        deltas.append(_max_delta(own, other, tensor.dtype))
+        deltas.append(_max_delta(own, other, dtype))
     index: tuple[Any, ...] = ()
     if part.shape and part.offsets is not None:
         index = np.unravel_index(first, part.shape)
     changed = int.from_bytes(ends[0], "little") ^ int.from_bytes(ends[1], "little")
     one_bit = differing == 1 and changed.bit_count() == 1
-    value, reference_value = _format_elements(ends, tensor.dtype)
+    value, reference_value = _format_elements(ends, dtype)
     return {
         "differing": differing,
         "index": [int(i) + begin for i, begin in zip(index, part.offsets or (), strict=True)],
@@ -96,18 +100,6 @@ def _broadcast_and_compare(
         "bit": changed.bit_length() - 1 if one_bit else None,
         "permuted": differing > 1 and multiset % (1 << 64) == 0,
     }
-
-
-def _read_piece(tensor: Tensor, start: int, stop: int) -> Bytes:
-    """Return the bytes of elements start … stop-1 in order, for any strides and device."""
-    if tensor.is_contiguous():
-        part = tensor.view(-1)[start:stop]
-    else:  # reshape would copy the whole
-        if not tensor.is_complex():  # torch takes no float8 and few unsigned dtypes
-            tensor = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])
-        part = tensor.take(torch.arange(start, stop, device=tensor.device))
-    part = part.resolve_conj().resolve_neg().cpu().contiguous()
-    return cast(Bytes, part.view(torch.uint8).numpy())
 
 
 def _mix(elements: Bytes) -> int:

@@ -208,15 +208,23 @@ class Report:
     def headline(self) -> str:
         """The verdict, the ranks and what was compared, in one line."""
         when = "" if self.step is None else f"step {self.step}: "
-        ranks = ranks_text(self.ranks)
+        ranks, compared = ranks_text(self.ranks), listed_kinds(self.compared)
+        # A tensor may have several differences, one for each shard.
+        counts = count_by_kind({(d.kind, d.name): d for d in self.differences}.values())
+        differing = [
+            f"{n} of {count_kind(kind, self.compared[kind])}" for kind, n in counts.items()
+        ]
+        parts = {"not compared": count_by_kind(self.not_compared), "held once": self.held_once}
+        others = [f"; {title}: {listed_kinds(n)}" for title, n in parts.items() if any(n.values())]
+        if self.repeated and self.differs:
+            return f"{when}replicas still DIFFERENT in {ranks}, as in step {self.since}"
         if self.differs:
-            return f"{when}replicas {self._describe_differences(ranks)}"
-        buffers = self._list_differing()
-        verdict = f"replicas equal{' but for ' if buffers else ''}{', '.join(buffers)}"
+            same = {kind: n for kind, n in self.compared.items() if n and kind not in counts}
+            equal = f"; equal: {listed_kinds(same)}" if same else ""
+            return f"{when}replicas {self._describe_differences(differing)}{equal}{''.join(others)}"
+        verdict = f"replicas equal{' but for ' if differing else ''}{', '.join(differing)}"
         if self.not_compared:
-            partly = self.compared["parameter"] > 0 or all(
-                skipped.kind != "parameter" for skipped in self.not_compared
-            )
+            partly = self.compared["parameter"] or "parameter" not in parts["not compared"]
             verdict = f"replicas NOT {'ALL ' if partly else ''}COMPARED"
         elif self.nothing_to_compare:
             verdict = "NOTHING TO COMPARE: each element of each parameter is in one rank only,"
@@ -224,34 +232,17 @@ class Report:
             verdict = "one replica, equal to itself"
         if self.failed:
             verdict = f"{verdict.rstrip(',')}, but NOT FINITE,"
-        compared = listed_kinds(self.compared)
-        return f"{when}{verdict} in {ranks}; compared: {compared}{self._list_others()}"
+        return f"{when}{verdict} in {ranks}; compared: {compared}{''.join(others)}"
 
-    def _describe_differences(self, ranks: str) -> str:
-        if self.repeated:
-            return f"still DIFFERENT in {ranks}, as in step {self.since}"
-        mismatched = Counter(mismatch.kind for mismatch in self.mismatches)
-        counts = self._list_differing()
-        counts += [f"{count_kind(kind, n)} not matching" for kind, n in mismatched.items()]
+    def _describe_differences(self, differing: list[str]) -> str:
+        ranks = ranks_text(self.ranks)
+        unlike = count_by_kind(self.mismatches)
+        counts = [*differing, *(f"{count_kind(k, n)} not matching" for k, n in unlike.items())]
         until = "" if self.equal_until is None else f" (equal after step {self.equal_until})"
-        differing = {difference.kind for difference in self.differences}
-        same = {kind: n for kind, n in self.compared.items() if n and kind not in differing}
-        equal = f"; equal: {listed_kinds(same)}" if same else ""
         minorities = {difference.minority for difference in self.differences}
         minority = minorities.pop() if len(minorities) == 1 else ()
         where = f": {ranks_text(minority)} of {ranks}" if minority else f" in {ranks}"
-        return f"DIFFERENT{where}{until}: {', '.join(counts)}{equal}{self._list_others()}"
-
-    def _list_differing(self) -> list[str]:
-        """Return "2 of 4 parameters" for each kind with differences."""
-        # A tensor may have several differences, one for each shard.
-        counts = count_by_kind({(d.kind, d.name): d for d in self.differences}.values())
-        return [f"{n} of {count_kind(kind, self.compared[kind])}" for kind, n in counts.items()]
-
-    def _list_others(self) -> str:
-        parts = {"not compared": count_by_kind(self.not_compared), "held once": self.held_once}
-        shown = {title: counts for title, counts in parts.items() if any(counts.values())}
-        return "".join(f"; {title}: {listed_kinds(counts)}" for title, counts in shown.items())
+        return f"DIFFERENT{where}{until}: {', '.join(counts)}"
 
     def __str__(self) -> str:
         lines = [self.headline]
