@@ -17,7 +17,7 @@ import torch
 
 from ddpbench.records.wording import list_all
 from ddpbench.replicas.channel import Channel
-from ddpbench.replicas.digest import as_tensor, choose_share, of_bytes, read
+from ddpbench.replicas.digest import choose_share, of_bytes, read
 from ddpbench.replicas.locate import Part, gather_details
 from ddpbench.replicas.report import (
     Difference,
@@ -27,8 +27,8 @@ from ddpbench.replicas.report import (
     Report,
     ranks_text,
 )
-from ddpbench.replicas.scopes import LINE, Base, Grid, find_offsets, find_scope, name_shards, weigh
-from ddpbench.replicas.state import KINDS, Entry, State, digest_structure
+from ddpbench.replicas.scopes import LINE, Base, Grid, find_scope, name_shards, weigh
+from ddpbench.replicas.state import KINDS, Entry, State, digest_structure, find_offsets
 
 # A shard that is not equal in its scope: places of equal ranks, the largest set first, and a part.
 Shard = tuple[list[list[int]], Part]
@@ -99,7 +99,7 @@ class Comparison:
             share = (0, 1) if everything else (scope.index(self.base.rank), len(scope))
             chosen = choose_share([entries[i].nbytes for i in places], *share)
             searched += [places[i] for i in chosen]
-        digests, nonfinite = read([entry.value for entry in entries], searched)
+        digests, nonfinite = read([entry.tensor for entry in entries], searched)
         _, salts = digest_structure(kind, entries)
         rows = zip(entries, (digests + salts).tolist(), nonfinite.tolist(), strict=True)
         for entry, digest, count in rows:
@@ -233,7 +233,7 @@ class Comparison:
         )
         bad = [i for i, same in enumerate(equal) if counts[i] or not same]
         rows = self.channel.gather_objects([own[i] for i in bad]) if bad else []
-        values = {entry.name: entry.value for entry in entries}
+        tensors = {entry.name: entry.tensor for entry in entries}
         located = 0
         for number, name in enumerate(names[i] for i in bad):
             parts = {at: Part(*row[number]) for at, row in enumerate(rows) if row[number]}
@@ -243,31 +243,26 @@ class Comparison:
                 if located < self._options.locate and difference.key not in self._options.history:
                     sides, part = shards[0]
                     takes_part = any(self.channel.rank in side for side in sides)
-                    tensor = as_tensor(values[name]) if takes_part else None
+                    tensor = tensors[name] if takes_part else None
                     details = gather_details(self.channel, tensor, part, sides)
                     difference = replace(difference, details=details)
                     located += 1
                 self.report.differences.append(difference)
 
     def _describe_part(self, entry: Entry) -> Part:
-        tensor = as_tensor(entry.value) if entry.value is not None else torch.empty(0)
-        part = Part(
+        tensor = torch.empty(0) if entry.tensor is None else entry.tensor
+        layout = entry.layout
+        return Part(
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(tensor.shape),
-            offsets=[0] * tensor.dim(),
+            offsets=find_offsets(entry) if layout else [0] * tensor.dim(),
             whole=tuple(entry.shape),
-            ranks=find_scope(self.base, entry.layout),
+            shard=layout.number_shard(self.base.rank) if layout else 1,
+            shards=layout.count_shards() if layout else 1,
+            ranks=find_scope(self.base, layout),
             digest=entry.digest,
             nonfinite=entry.nonfinite,
             frozen=entry.frozen,
-        )
-        if entry.layout is None:
-            return part
-        cut = find_offsets(entry.layout, self.base.rank, entry.shape)
-        return part._replace(
-            offsets=cut[1] if cut and cut[0] == part.shape else None,
-            shard=entry.layout.number_shard(self.base.rank),
-            shards=entry.layout.count_shards(),
         )
 
     def _add_nonfinite(self, kind: str, name: str, parts: Mapping[int, Part]) -> None:

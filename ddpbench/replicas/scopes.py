@@ -44,16 +44,14 @@ class Layout:
     """The placements of a tensor on a mesh."""
 
     grid: Grid
-    # Per mesh dimension: the dimension of the tensor that it shards, and the split factor of a
-    # _StridedShard (0: a plain Shard). None: not sharded.
-    splits: tuple[tuple[int, int] | None, ...]
+    sharded: tuple[bool, ...]  # along each dimension of the mesh
     partial: tuple[str, ...]  # names of mesh dimensions along which each rank holds a summand
     text: str  # "Shard(dim=0) on dp_shard=4", the same in all ranks
 
     def locate_shard(self, rank: int) -> tuple[int, ...]:
         """Return the coordinates of a rank along the sharded dimensions."""
         place = self.grid.coordinates[rank]
-        return tuple(i for i, split in zip(place, self.splits, strict=True) if split)
+        return tuple(i for i, sharded in zip(place, self.sharded, strict=True) if sharded)
 
     def number_shard(self, rank: int) -> int:
         """Return the number of a rank's shard in the order of the mesh, from 1; 0 outside of it."""
@@ -70,7 +68,7 @@ class Layout:
 
     @property
     def _sizes(self) -> list[int]:
-        return [n for n, split in zip(self.grid.shape, self.splits, strict=True) if split]
+        return [n for n, sharded in zip(self.grid.shape, self.sharded, strict=True) if sharded]
 
 
 def name_shards(numbers: Collection[int], total: int) -> str:
@@ -143,30 +141,3 @@ def weigh(ranks: tuple[int, ...], rank: int) -> int:
     weights = [of_bytes(repr((ranks, r)).encode()) % PRIME or 1 for r in ranks[:-1]]
     weights.append(-sum(weights) % PRIME)
     return weights[ranks.index(rank)]
-
-
-def find_offsets(
-    layout: Layout, rank: int, shape: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return shape and offsets of a rank's shard within a tensor of this global shape.
-
-    Each mesh dimension cuts what it gets into parts of ceil(n / ranks) elements, the last ones
-    smaller or empty. Plain shards cut first, in the order of the mesh; then _StridedShard, which
-    fully_shard uses for what tensor parallelism has cut before it. Returns None if the rank holds
-    no shard, or if a _StridedShard does not follow such cuts: its elements are not contiguous.
-    """
-    if rank not in layout.grid.coordinates:
-        return None
-    sizes, offsets, cuts = list(shape), [0] * len(shape), [1] * len(shape)
-    rows = list(zip(layout.splits, layout.grid.shape, layout.grid.coordinates[rank], strict=True))
-    plain = [(*split, parts, at) for split, parts, at in rows if split and not split[1]]
-    strided = [(*split, parts, at) for split, parts, at in reversed(rows) if split and split[1]]
-    for dim, factor, parts, coordinate in [*plain, *strided]:
-        if factor and cuts[dim] != factor:
-            return None
-        part = -(-sizes[dim] // parts)
-        start = min(coordinate * part, sizes[dim])
-        offsets[dim] += start
-        sizes[dim] = min(part, sizes[dim] - start)
-        cuts[dim] *= parts
-    return tuple(sizes), tuple(offsets)

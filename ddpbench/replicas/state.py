@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.replicas.channel import read_grid
-from ddpbench.replicas.digest import Digests, number_type, of_bytes
+from ddpbench.replicas.digest import Digests, as_tensor, of_bytes
 from ddpbench.replicas.scopes import Layout
 
 IGNORED = "DDP is set to ignore it"
@@ -126,23 +126,24 @@ class Entry:
     """One named tensor or value of a replica, and what was read of it."""
 
     name: str
-    value: Any  # a tensor or a number; None if `dtype` is the text of another value
+    tensor: Tensor | None  # None if `dtype` is the text of another value
     dtype: Any
     shape: tuple[int, ...] = ()
     device: str = ""  # "cpu", "cuda", …; "" for a number
-    layout: Layout | None = None  # of a DTensor: `shape` is that of the whole, `value` this shard
+    layout: Layout | None = None  # of a DTensor: `shape` is that of the whole, `tensor` this shard
+    whole: Any = None  # the DTensor
     frozen: bool = False  # a parameter with requires_grad=False
     digest: int = 0
     nonfinite: int = 0  # number of elements; 0 if this rank has not looked
 
     @property
     def nbytes(self) -> int:
-        """The size of this rank's part; 8 for a number."""
-        return self.value.nbytes if isinstance(self.value, Tensor) else 8
+        """The size of this rank's part; 8 for a number or a text."""
+        return self.tensor.nbytes if self.tensor is not None and self.device else 8
 
     def describe(self) -> str:
         """Return dtype, shape and device: "float32 (3, 2) cpu"."""
-        if self.value is None:
+        if self.tensor is None:
             return str(self.dtype)
         parts = [str(self.dtype).removeprefix("torch."), str(tuple(self.shape)), self.device]
         return " ".join(filter(None, [*parts, self.layout.text if self.layout else ""]))
@@ -187,10 +188,12 @@ def read_state(
         elif isinstance(value, Tensor):
             frozen = kind == "parameter" and not value.requires_grad
             device = local.device.type
-            entry = Entry(name, local, local.dtype, value.shape, device, layout, frozen)
+            shape, whole = value.shape, None if layout is None else value
+            entry = Entry(name, local, local.dtype, shape, device, layout, whole, frozen)
             state.entries[kind].append(entry)
         elif isinstance(value, _NUMBERS):
-            state.entries[kind].append(Entry(name, value, number_type(value)))
+            number = as_tensor(value)
+            state.entries[kind].append(Entry(name, number, number.dtype))
         else:
             state.entries[kind].append(Entry(name, None, repr(value)))
     return state
@@ -298,17 +301,23 @@ def make_layout(mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
     """Return the layout of a DTensor; the same object for the same mesh and placements."""
     grid = read_grid(mesh)
     named = list(zip(grid.names, grid.shape, placements, strict=True))
-    splits = []
-    for placement in placements:
-        factor = getattr(placement, "split_factor", 0)  # before is_shard: it differs by version
-        sharded = placement.is_shard() or bool(factor)
-        splits.append((placement.dim, factor) if sharded else None)
     return Layout(
         grid,
-        tuple(splits),
+        # Of a _StridedShard, is_shard() differs by version.
+        tuple(each.is_shard() or hasattr(each, "split_factor") for each in placements),
         tuple(name for name, _, placement in named if placement.is_partial()),
         ", ".join(f"{placement!r} on {name}={size}" for name, size, placement in named),
     )
+
+
+def find_offsets(entry: Entry) -> list[int] | None:
+    """Return where this rank's shard begins in a DTensor; None if it is not contiguous there."""
+    from torch.distributed.tensor import _utils  # slow to import
+
+    mesh, placements = entry.whole.device_mesh, entry.whole.placements
+    shape, offsets = _utils.compute_local_shape_and_global_offset(entry.shape, mesh, placements)
+    known = entry.tensor is not None and tuple(shape) == tuple(entry.tensor.shape)
+    return list(offsets) if known else None
 
 
 def list_parameters(module: torch.nn.Module) -> Iterator[Held]:

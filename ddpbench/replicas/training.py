@@ -73,7 +73,7 @@ def gather_without_gradient(
     differing = {d.name for d in comparison.report.differences if d.kind == "gradient"}
     if wrapper(module) is not None and differing:
         entries = (e for e in comparison.state.entries["gradient"] if e.name in differing)
-        zeros = {entry.name: TRAINED if entry.value.any() else ZERO for entry in entries}
+        zeros = {entry.name: TRAINED if entry.tensor.any() else ZERO for entry in entries}
         absent += _list_missing(comparison, comparison.gather_forms(zeros), ZERO)
     return tuple(absent)
 
@@ -168,8 +168,8 @@ def gather_facts(
     sharding, spanned = set[str](), set[str]()
     for entry in comparison.state.entries["parameter"]:
         if entry.layout is not None:
-            names, splits = entry.layout.grid.names, entry.layout.splits
-            sharding |= {name for name, split in zip(names, splits, strict=True) if split}
+            names, sharded = entry.layout.grid.names, entry.layout.sharded
+            sharding |= {name for name, cut in zip(names, sharded, strict=True) if cut}
             spanned |= {*names} if entry.name in differing else set()
     counts = _count_training(comparison.state, module, optimizers)
     if report.differs:
@@ -227,7 +227,7 @@ def _count_equal(comparison: Comparison, frozen: set[str]) -> dict[str, int]:
     def list_equal(kind: str) -> dict[str, torch.Tensor]:
         entries = [e for e in comparison.state.entries[kind] if (kind, e.name) not in unlike]
         shared = (e for e in entries if len(find_scope(comparison.base, e.layout)) > 1)
-        return {entry.name: entry.value for entry in shared}
+        return {entry.name: entry.tensor for entry in shared}
 
     parameters = list_equal("parameter")
     moving = {name for name, value in list_equal("gradient").items() if value.any()}

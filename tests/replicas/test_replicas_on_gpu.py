@@ -54,7 +54,8 @@ def test_tensors_of_cpu_and_gpu_beside_each_other(simulated_gpu: SimulatedGpu) -
     """Options and CPU tensors of an optimizer's state stand beside its GPU tensors."""
     near = torch.tensor(3.0)
     parameter = nn.Parameter(torch.ones(4, device="cuda"))
-    digests, counts = digest.read([near, parameter, 0.1, parameter.detach()], range(4))
+    tensors = [near, parameter, torch.tensor(0.1), parameter.detach()]
+    digests, counts = digest.read(tensors, range(4))
     assert digests[1] == digests[3]
     assert digests[0] == digest.of_cpu(near)
     assert counts.tolist() == [0, 0, 0, 0]

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,12 +24,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from warm_python import warm_python
 
 import ddpbench
-from ddpbench.replicas.scopes import find_offsets
-from ddpbench.replicas.state import WAITING, make_layout
+from ddpbench.replicas.state import WAITING
 
 pytestmark = pytest.mark.thorough
 
@@ -59,42 +56,6 @@ def local(tensor: Any) -> torch.Tensor:
 
 def verify(module: nn.Module, *rest: Any, **options: Any) -> ddpbench.Report:
     return ddpbench.verify_replicas(module, *rest, **options)
-
-
-# --- arithmetic against torch
-
-
-def offsets(mesh: DeviceMesh) -> Any:
-    """Elements that count from 0 stand where the offsets of their shard say."""
-    choices = [Replicate(), Shard(0), Shard(1)]
-    for placements, shape in product(product(choices, choices), [(8, 6), (7, 5), (1, 3), (0, 2)]):
-        check_offsets(on_mesh(mesh, placements, *shape))
-
-
-def offsets_under_fully_shard(mesh: DeviceMesh) -> Any:
-    """Also where fully_shard cuts what tensor parallelism has cut, evenly or not."""
-    for rows in (8, 12, 10, 6):
-        net = nn.Sequential(nn.Linear(4, rows), nn.Linear(rows, 3))
-        for parameter in net.parameters():
-            parameter.data = torch.arange(float(parameter.numel())).view(parameter.shape)
-        parallelize_module(net, mesh["b"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        fully_shard(net, mesh=mesh["a"])
-        for parameter in net.parameters():
-            check_offsets(parameter)
-
-
-def check_offsets(tensor: Any) -> None:
-    found = find_offsets(
-        make_layout(tensor.device_mesh, tensor.placements), dist.get_rank(), tensor.shape
-    )
-    assert found is not None
-    shape, starts = found
-    part = local(tensor)
-    assert tuple(part.shape) == shape, (tensor, shape)
-    if part.numel():
-        whole = torch.arange(float(tensor.numel())).view(tensor.shape)
-        cut = tuple(slice(start, start + n) for start, n in zip(starts, shape, strict=True))
-        assert torch.equal(part, whole[cut]), (tensor, starts)
 
 
 # --- what travels
@@ -353,7 +314,7 @@ def pipeline(mesh: DeviceMesh) -> Any:
 PLAYS: dict[str, Play] = {
     play.__name__: play
     for play in (
-        offsets, offsets_under_fully_shard, traffic, two_meshes, part_of_a_mesh,
+        traffic, two_meshes, part_of_a_mesh,
         plain_module_on_a_mesh, empty_shards, gathered_copies, unsynchronised_gradients,
         nan_in_a_shard, other_placements, rank_without_dtensors, partial_sums, many_shards,
         ranks_in_another_order, steps_of_a_verifier, pipeline,
