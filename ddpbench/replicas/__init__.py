@@ -5,11 +5,11 @@ from ddpbench.replicas.report import (
     Difference,
     Mismatch,
     NonFinite,
-    NotCompared,
     Origin,
     Report,
     WithoutGradient,
 )
+from ddpbench.replicas.state import NotCompared
 from ddpbench.replicas.verify import Verifier, verify_replicas
 
 __all__ = [

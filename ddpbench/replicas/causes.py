@@ -24,6 +24,9 @@ class Cause:
     unlike: tuple[str, ...] = ()  # kinds whose mismatch, if there is one, is the example
 
 
+# --- patterns
+
+
 def _one_bit_of_a_gradient(facts: Facts) -> bool:
     gradients = facts.select("gradient")
     stepped = {parameter.name for parameter in facts.select("parameter")}
@@ -36,11 +39,8 @@ def _is_one_bit(difference: Difference | None) -> bool:
     detail = difference.details[0]
     # A tensor of one element, such as a step count, always differs in one element: no evidence.
     # The sign of a zero comes from arithmetic.
-    return (
-        detail.elements > 1
-        and detail.bit is not None
-        and {detail.value, detail.reference_value} != {"0.0", "-0.0"}
-    )
+    is_zero = {detail.value, detail.reference_value} == {"0.0", "-0.0"}
+    return detail.elements > 1 and detail.bit is not None and not is_zero
 
 
 def _permuted(facts: Facts) -> bool:
@@ -49,17 +49,16 @@ def _permuted(facts: Facts) -> bool:
 
 
 def _nonfinite_in_some(facts: Facts) -> bool:
-    differing = {(d.kind, d.name) for d in facts.report.differences if d.kind == "parameter"}
-    everywhere = {rank for d in facts.report.differences for ranks in d.values for rank in ranks}
-    affected = {(n.kind, n.name): {rank for rank, _ in n.counts} for n in facts.report.nonfinite}
-    return bool(differing) and all(
-        key in affected and affected[key] < everywhere for key in differing
-    )
+    differing = {d.name for d in facts.select("parameter")}
+    ranks = {rank for d in facts.report.differences for side in d.sides for rank in side}
+    nonfinite = [n for n in facts.report.nonfinite if n.kind == "parameter"]
+    some = {n.name for n in nonfinite if {rank for rank, _ in n.counts} < ranks}
+    return bool(differing) and differing <= some
 
 
 def _unused(facts: Facts) -> bool:
     # Under no_sync DDP reduces nothing; with find_unused_parameters no bucket waits.
-    excused = facts.flags.unsynced or facts.flags.finds_unused or facts.mesh
+    excused = facts.totals["unsynced"] or facts.totals["finds_unused"] or facts.mesh
     return bool(facts.report.without_gradient) and facts.unreduced and not excused
 
 
@@ -68,36 +67,32 @@ def _structure(facts: Facts) -> bool:
     return any(m.kind in ("parameter", "buffer") or is_option(m.name) for m in mismatches)
 
 
-def _frozen(facts: Facts) -> bool:
-    return any(form == FROZEN for m in facts.report.mismatches for form, _ in m.forms)
-
-
 def _uneven_steps(facts: Facts) -> bool:
     steps = sum(d.name.endswith(".step") for d in facts.select("optimizer"))
     differing = steps * len(facts.report.ranks)
-    return "optimizer" not in facts.unlike and 0 < facts.counts.steps == differing
+    return "optimizer" not in facts.unlike and 0 < facts.totals["steps"] == differing
 
 
 def _unmanaged(facts: Facts) -> bool:
     gradients = len({d.name for d in facts.select("gradient")}) * len(facts.report.ranks)
-    return 0 < gradients <= facts.flags.unmanaged and "parameter" in facts.kinds
+    return 0 < gradients <= facts.totals["unmanaged"] and "parameter" in facts.kinds
 
 
 def _averaged(facts: Facts) -> bool:
     whole = facts.all_parameters or facts.kinds == {"optimizer"}
     excluded = facts.mesh or facts.options or facts.report.mismatches
-    return facts.counts.averages > 0 and whole and not excluded
+    return facts.totals["averages"] > 0 and whole and not excluded
 
 
 def _initialised(facts: Facts) -> bool:
     if facts.earlier or facts.kinds != {"parameter"} or not facts.redrawn:
         return False
-    if facts.reduced:  # the gradients are the same, and so, as far as is known, are the steps
-        return facts.counts.trained > 0 or facts.same_steps
-    if facts.gradients or facts.flags.stepped:
+    if facts.reduced:  # the gradients are the same, and as far as is known, so are the steps
+        return facts.totals["trained"] > 0 or facts.same_steps
+    if facts.gradients or facts.totals["stepped"]:
         return False
-    unstepped = facts.flags.optimizers and not facts.flags.stateless
-    return bool(unstepped) or facts.counts.trainable > 0
+    unstepped = facts.totals["optimizers"] and not facts.totals["stateless"]
+    return bool(unstepped) or facts.totals["trainable"] > 0
 
 
 def _untrained(facts: Facts) -> bool:
@@ -106,10 +101,10 @@ def _untrained(facts: Facts) -> bool:
 
 
 def _bypassed(facts: Facts) -> bool:
-    # Adam's first step depends on the signs of the gradients: a parameter can stay equal by luck.
+    # Adam's first step depends on the signs of the gradients: a parameter can stay equal by chance.
     gradients = facts.select("gradient")
-    local = len(gradients) > 1 and not facts.counts.gradients and "parameter" in facts.kinds
-    return local and not (facts.earlier or facts.flags.unsynced or facts.mesh)
+    local = len(gradients) > 1 and not facts.totals["gradients"] and "parameter" in facts.kinds
+    return local and not (facts.earlier or facts.totals["unsynced"] or facts.mesh)
 
 
 def _changed_outside(facts: Facts) -> bool:
@@ -122,8 +117,7 @@ def _unreduced(facts: Facts, *, spanned: bool) -> bool:
 
     spanned: whether the mesh of a parameter that differs has this dimension.
     """
-    meshes = {name for g in facts.select("gradient") for name in facts.splits.get(g.name, ())}
-    known = spanned == bool(meshes & set(facts.unsharded))
+    known = spanned == bool(facts.spanned & {*facts.unsharded})
     return bool(facts.select("gradient") and facts.unsharded) and known
 
 
@@ -149,7 +143,7 @@ def _is_close(value: str, reference: str) -> bool:
 CAUSES = (
     Cause(
         "frozen-in-some",
-        _frozen,
+        lambda facts: any(FROZEN in m.forms for m in facts.report.mismatches),
         "some ranks freeze parameters that other ranks train",
         "set requires_grad the same way in every rank, before the module is wrapped or sharded",
         unlike=("parameter",),
@@ -165,8 +159,8 @@ CAUSES = (
     Cause(
         "not-managed",
         _unmanaged,
-        "DDP does not manage these parameters, and nobody reduces their gradients: they were added "
-        "or unfrozen after the module was wrapped",
+        "DDP does not reduce the gradients of these parameters: they were added or unfrozen after "
+        "the module was wrapped",
         "wrap the module in DDP after the last change of its layers or of requires_grad",
         "gradient",
     ),
@@ -174,27 +168,23 @@ CAUSES = (
         "averaged-now-and-then",
         _averaged,
         "the ranks train apart and average their parameters from time to time (local SGD, "
-        "PeriodicModelAverager). In between, replicas differ by design; the optimizer's state is "
-        "never averaged",
+        "PeriodicModelAverager). In between, replicas differ by design",
         "verify right after the averager has averaged, and without the optimizer: Verifier(model)",
     ),
     Cause(
         "unused-parameters",
         _unused,
-        "DDP did not reduce the gradients, because some ranks have no gradient for some "
-        "parameters. DDP reduces a bucket when all its parameters have a gradient, so a parameter "
-        "that the loss of a rank does not use (an expert without tokens) blocks its bucket",
-        "give DDP find_unused_parameters=True (--find-unused-parameters here), or let every "
-        "rank's loss use every parameter, for example by adding 0 * the sum of the unused "
-        "outputs",
+        "DDP did not reduce the gradients: a parameter that the loss of a rank does not use (an "
+        "expert without tokens) blocks the bucket it is in",
+        "give DDP find_unused_parameters=True (--find-unused-parameters here), or add 0 * the sum "
+        "of the unused outputs to the loss of every rank",
         unlike=("gradient",),
     ),
     Cause(
         "missing-state",
         # Gradients that were not reduced also explain missing state.
         lambda facts: "optimizer" in facts.unlike and not facts.unreduced,
-        "the optimizers of some ranks hold state that others do not: only some ranks loaded a "
-        "checkpoint or took a step",
+        "only some ranks loaded a checkpoint of the optimizer or took a step",
         "load the optimizer's checkpoint in every rank, and let every rank take every step",
         unlike=("optimizer",),
     ),
@@ -203,16 +193,15 @@ CAUSES = (
         lambda facts: bool(facts.options),
         "the ranks' optimizers have different options, such as learning rates or weight decay",
         "compute the options from values that all ranks share; look for a scheduler that steps in "
-        "one rank only, or a learning rate computed from the rank or its loss",
+        "one rank only",
         "optimizer",
     ),
     Cause(
         "uneven-steps",
         _uneven_steps,
         "the optimizers have not taken the same number of steps",
-        "let every rank take every step; look for a step that some ranks skip (after a NaN "
-        "check or an exception, in a GradScaler of its own, behind `if rank`, under Join, which "
-        "sends the parameters to ranks without data, but not the optimizer's state)",
+        "let every rank take every step; look for a step that some ranks skip: after a NaN check "
+        "or an exception, in a GradScaler of its own, or under Join",
         "optimizer",
     ),
     Cause(
@@ -226,8 +215,8 @@ CAUSES = (
     Cause(
         "corrupted-result",
         _one_bit_of_a_gradient,
-        "one bit of one reduced gradient and its parameter differ: the result of a collective was "
-        "corrupted on the network or in memory, or code edited the gradient after backward",
+        "one bit of one reduced gradient differs: the network or memory corrupted the result of a "
+        "collective, or code edited the gradient after backward",
         "restore from a checkpoint; if it happens again on this host, read the error counters with "
         "`ip -s link` (network) and `nvidia-smi -q -d ECC` (GPU), and replace the faulty part",
         "gradient",
@@ -235,74 +224,64 @@ CAUSES = (
     Cause(
         "permuted",
         _permuted,
-        "the elements are the same in another order: some ranks permuted the tensor, or loaded it "
-        "in another layout",
-        "look for code that reorders this tensor in some ranks only: transposing, sorting, "
-        "shuffling, loading a checkpoint of another layout",
+        "the elements are the same in another order: some ranks permuted the tensor",
+        "look for code that transposes, sorts or shuffles this tensor in some ranks only, or loads "
+        "it from a checkpoint of another layout",
     ),
     Cause(
         "non-finite-in-some",
         _nonfinite_in_some,
-        "all parameters that differ are finite in some ranks only: the NaN or infinity appeared "
-        "after the gradients were reduced, or the gradients were not reduced",
-        "look for code that runs only in the affected ranks between backward and step: clipping, "
-        "scaling, edits of .grad; if there is none, suspect the device",
+        "the NaN or infinity is in some ranks only: it appeared after the gradients were reduced, "
+        "or they were not reduced",
+        "look for code that runs only in these ranks between backward and step: clipping, scaling, "
+        "edits of .grad; if there is none, suspect the device",
     ),
     Cause(
         "untrained-parameters",
         _untrained,
-        "only frozen parameters differ (requires_grad=False), for one of two reasons: each rank "
-        "initialised or loaded its own; some ranks alone update them (averaged weights, a teacher)",
+        "only frozen parameters differ: each rank initialised or loaded its own, or only some "
+        "ranks update them (averaged weights, a teacher)",
         "load and update these parameters in every rank",
     ),
     Cause(
         "replicas-initialised-apart",
         lambda facts: facts.mesh and _initialised(facts),
-        "the ranks along {along} started from different weights: each initialised them with its "
-        "own random numbers, or some alone loaded a checkpoint. Sharding a module sends no "
+        "the ranks along {along} started from different weights. Sharding a module sends no "
         "weights from one replica to another",
-        "set a seed that is the same along {along} before the weights are initialised (also "
-        "before an init_weights that follows to_empty), or load one checkpoint in every rank; "
-        "until then, copy the first replica's parameters: "
+        "set the same seed along {along} before the weights are initialised, or load one "
+        "checkpoint in every rank; until then, copy the first replica's parameters: "
         '`dist.broadcast(p.to_local(), group=mesh.get_group("{first}"), group_src=0)`',
     ),
     Cause(
         "different-initialisation",
         _initialised,
-        "the ranks started from different weights: each rank initialised them with its own random "
-        "numbers, or some ranks alone loaded a checkpoint",
-        "set the same seed in every rank before you build the model, or wrap it in DDP after "
-        "the last initialisation and load (without init_sync=False): DDP then sends rank 0's "
-        "weights to all",
+        "the ranks started from different weights: each initialised its own, or only some ranks "
+        "loaded a checkpoint",
+        "set the same seed in every rank before you build the model, or wrap it in DDP after the "
+        "last initialisation and load: DDP sends rank 0's weights to all",
     ),
     Cause(
         "sharded-without-replicas",
         lambda facts: _unreduced(facts, spanned=False),
         "gradients differ along {unsharded}, where nobody reduces them: the mesh of these "
-        "parameters does not have this dimension. fully_shard got the mesh of the shards alone, or "
-        "was not applied to them",
+        "parameters lacks this dimension",
         'give fully_shard the mesh with both dimensions: `mesh["{first}", …]`, first the one that '
-        "replicates, then the one that shards. If you reduce these gradients yourself, do it "
-        "before every step. Then load the same weights in every rank",
+        "replicates, then the one that shards. Then load the same weights in every rank",
     ),
     Cause(
         "gradients-changed-apart",
         lambda facts: _unreduced(facts, spanned=True),
         "gradients differ along {unsharded}, although fully_shard reduces them there: this "
-        "all_reduce was skipped, some ranks changed gradients after backward, or these parameters "
-        "are DTensors that fully_shard does not manage",
-        "call set_requires_all_reduce(True) before the backward of the last micro-batch; do "
-        "not change .grad by rank after backward (clip with torch.nn.utils.clip_grad_norm_, whose "
-        "norm is that of all shards, and scale by what all ranks share); let fully_shard "
-        "manage every parameter",
+        "reduction was skipped, or some ranks changed gradients after backward",
+        "call set_requires_all_reduce(True) before the backward of the last micro-batch; do not "
+        "change .grad by rank after backward (clip with torch.nn.utils.clip_grad_norm_)",
         "gradient",
     ),
     Cause(
         "rounded-apart",
         lambda facts: _unplanned(facts) and _rounded(facts),
         "gradients of parameters that are replicated along {along} differ by rounding, and nobody "
-        "reduces them there: each rank along {along} computes them itself and updates a copy of "
-        "its own. An operation that is not deterministic is enough, and the copies drift apart",
+        "reduces them there: the copies drift apart",
         "average these gradients before each optimizer step: "
         '`dist.all_reduce(grad, group=mesh.get_group("{first}"))`, then divide by its size; use '
         "torch.use_deterministic_algorithms(True) to find the operation",
@@ -311,55 +290,47 @@ CAUSES = (
     Cause(
         "computed-apart",
         _unplanned,
-        "gradients of parameters that are replicated along {along} differ, and nobody reduces "
-        "them there, for one of three reasons: the ranks along {along} read different batches; "
-        "their dropout draws different numbers; backward gives each rank only the part of the "
-        "gradient that comes from its own shards",
-        "give the ranks along {along} the same batch and the same seed for dropout (choose both by "
-        "the data-parallel coordinates, not by the rank); if the batches are meant to differ, or "
-        'the gradient is partial, all_reduce it over `mesh.get_group("{first}")` before the step',
+        "gradients of parameters that are replicated along {along} differ, and nobody reduces them "
+        "there: the ranks read different batches, draw other dropout, or backward is partial",
+        "give the ranks along {along} the same batch and the same seed for dropout; if they are "
+        'meant to differ, all_reduce the gradients over `mesh.get_group("{first}")` before a step',
         "gradient",
     ),
     Cause(
         "never-synchronised",
         _bypassed,
-        "gradients and parameters differ since the first verification, for one of two reasons: the "
-        "forward bypassed DDP (it called `ddp.module(...)` or the bare module); the replicas were "
-        "never synchronised",
+        "gradients and parameters differ since the first verification: the forward bypassed DDP "
+        "(`ddp.module(...)` or the bare module), or the replicas were never synchronised",
         "call the DDP object itself in the training step, and wrap the module before the first "
         "step, with the same weights in every rank",
     ),
     Cause(
         "not-reduced",
         lambda facts: not facts.mesh and "gradient" in facts.kinds | facts.unlike,
-        "gradients differ, for one of three reasons: the last micro-batch ran under no_sync; its "
-        "forward bypassed DDP with `ddp.module(...)`; some ranks changed gradients after backward",
+        "gradients differ: the last micro-batch ran under no_sync, its forward bypassed DDP with "
+        "`ddp.module(...)`, or some ranks changed gradients after backward",
         "call the DDP object itself, leave no_sync before the last micro-batch's forward (not "
         "only its backward), and do not change .grad by rank after backward",
     ),
     Cause(
         "changed-outside",
         _changed_outside,
-        "parameters differ, and the gradients, the optimizer's options and its state are "
-        "equal: some ranks changed the parameters outside the optimizer",
+        "parameters differ, but the gradients and the optimizer's options and state are equal: "
+        "some ranks changed the parameters outside the optimizer",
         "look for code that only some ranks run: load_state_dict, averaging or clamping weights, "
         "initialising again",
     ),
     Cause(
         "different-updates",
         lambda facts: facts.all_parameters and facts.gradients > 0,
-        "parameters differ, and the gradients of this step are equal, for one of three reasons: "
-        "the replicas differed before this step; their learning rates or optimizers differ; some "
-        "ranks skipped the step",
+        "parameters differ, but the gradients of this step are equal: the replicas differed before "
+        "it, their optimizers differ, or some ranks skipped the step",
         "create a Verifier with the module and every optimizer; check once before the first step "
         "and after every step",
     ),
     Cause(
         "one-tensor",
-        lambda facts: (
-            facts.only_difference is not None
-            and facts.only_difference.kind in ("parameter", "gradient")
-        ),
+        lambda facts: facts.only_difference is not None and not facts.kinds <= {"optimizer"},
         "only one tensor differs: some ranks changed it in place, outside the optimizer",
         "look for code that changes it under `if rank` or with the rank's own random numbers "
         "(re-initialising, clamping, weight tying, loading); if only one element differs, memory "
@@ -368,15 +339,14 @@ CAUSES = (
     Cause(
         "optimizer-state",
         lambda facts: facts.kinds == {"optimizer"},
-        "only the optimizer's state differs: some ranks edited or loaded it, or the parameters "
-        "were copied or averaged between the ranks without it (Join, local SGD). The parameters "
-        "will differ after the next step",
+        "only the optimizer's state differs: some ranks edited or loaded it, or parameters were "
+        "averaged without it (Join, local SGD). The parameters will differ after the next step",
         "load the optimizer's checkpoint in every rank; after Join or an average of parameters, "
         "broadcast the state as well",
     ),
     Cause(
         "rebroadcast-buffers",
-        lambda facts: not facts.kinds and not facts.flags.keeps_buffers,
+        lambda facts: not facts.kinds and not facts.totals["keeps_buffers"],
         "only buffers differ, such as BatchNorm's running statistics: each rank updates them from "
         "its own data, and DDP sends those of rank 0 to all ranks at the next forward",
         "use SyncBatchNorm if the statistics should cover the data of all ranks",
@@ -384,34 +354,22 @@ CAUSES = (
     Cause(
         "buffers-of-a-mesh",
         lambda facts: not facts.kinds and facts.mesh,
-        "only buffers differ along {along}, and nothing sends them from rank to rank: each rank "
-        "will evaluate with its own",
+        "only buffers differ along {along}, and nothing sends them from rank to rank",
         "use SyncBatchNorm, or broadcast the buffers before you evaluate and save",
     ),
     Cause(
         "buffers",
         lambda facts: not facts.kinds,
-        "only buffers differ, and no DDP was found that broadcasts them: each rank will evaluate "
-        "with its own",
+        "only buffers differ, and no DDP was found that broadcasts them",
         "pass the DDP object, not the bare module; with broadcast_buffers=False use SyncBatchNorm, "
         "or broadcast the buffers before you evaluate and save",
     ),
     Cause(
         "no-gradients-seen",
         lambda facts: facts.all_parameters,
-        "all parameters differ, and there are no gradients to find the reason, one of three: each "
-        "rank initialised or loaded its own weights; gradients were not reduced; the ranks took "
-        "different steps",
+        "all parameters differ, and there are no gradients to find the reason",
         "pass the optimizer; verify once before the first step, then after each optimizer.step() "
         "and before zero_grad()",
-    ),
-    Cause(
-        "some-parameters",
-        lambda facts: "parameter" in facts.kinds,
-        "some parameters differ and others do not, for one of two reasons: some ranks changed them "
-        "outside the optimizer; only some ranks train them",
-        "find what these tensors have in common: a layer that some ranks skip, load or initialise "
-        "again",
     ),
 )
 
@@ -421,8 +379,10 @@ def find_cause(facts: Facts) -> Cause | None:
     cause = next((cause for cause in CAUSES if cause.applies(facts)), None)
     if cause is None or not facts.mesh:
         return cause
-    along, unsharded = (list_all(d or ("the mesh",)) for d in (facts.along, facts.unsharded))
-    names = {"along": along, "unsharded": unsharded}
-    names["first"] = next(iter(facts.unsharded or facts.along), "")
+    names = {
+        "along": list_all(facts.along or ["the mesh"]),
+        "unsharded": list_all(facts.unsharded or ["the mesh"]),
+        "first": next(iter(facts.unsharded or facts.along), ""),
+    }
     sentence, next_step = (text.format(**names) for text in (cause.sentence, cause.next_step))
     return replace(cause, sentence=sentence, next_step=next_step)

@@ -1,8 +1,8 @@
-"""The ranks that are compared, and the exchange between them through torch.distributed.
+"""The ranks that are compared, and the exchange between them: sums through torch.distributed.
 
 Every call here is made by all ranks of the group in the same order, because what is called next
-depends only on what all of them know. Each wait is bounded by the group's own timeout, and what
-then is raised is the group's error.
+depends only on facts that all of them share. Each wait is bounded by the group's own timeout; a
+rank that does not come makes the group raise its own error.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddpbench.replicas.scopes import PRIME, Base, Grid
+from ddpbench.replicas.scopes import LINE, PRIME, Base, Grid
 
-Int64 = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
 Target = dist.ProcessGroup | DeviceMesh | None  # the ranks to compare; None: the default
 
 
@@ -55,9 +55,8 @@ def choose_target(
     if ddp is None:
         return root, root
     ranks = dist.get_process_group_ranks(ddp.process_group)
-    if root is None or not {*ranks} <= {*read_grid(root).ranks}:
-        return ddp.process_group, root
-    return root, root
+    covered = root is not None and {*ranks} <= {*read_grid(root).ranks}
+    return root if covered else ddp.process_group, root
 
 
 def _find_root(mesh: DeviceMesh) -> DeviceMesh:
@@ -87,23 +86,33 @@ class Channel:
     def __init__(self, target: Target, module: torch.nn.Module) -> None:
         self.ranks, self.rank = [0], 0  # global ranks, in the group's order; this one's place
         self.device = torch.device("cpu")
-        self.alone = not (dist.is_available() and dist.is_initialized())
-        # A mesh that no group covers has one group per dimension: calls go along one after another.
-        self._lines: list[dist.ProcessGroup | None] = []
-        if self.alone:
+        # A mesh that no group covers has one group per dimension: sums go along one after another.
+        self._groups: list[dist.ProcessGroup | None] = []
+        if not (dist.is_available() and dist.is_initialized()):
             return
-        self._lines = _list_groups(target)
-        self.ranks, self.rank = _find_place(target, self._lines)
-        config = dist.get_backend_config(self._lines[0])
+        self._groups = _list_groups(target)
+        self.ranks = dist.get_process_group_ranks(self._groups[0] or dist.group.WORLD)
+        if isinstance(target, DeviceMesh) and len(self._groups) > 1:
+            self.ranks = list(read_grid(target).ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+        config = dist.get_backend_config(self._groups[0])
         kinds = [part.split(":")[0] for part in config.split(",")]
         self.device = choose_device(kinds, chain(module.parameters(), module.buffers()))
 
     def make_base(self, *meshes: Target) -> Base:
         """Return the base of these ranks, on the first mesh that covers them all."""
         grids = [read_grid(mesh) for mesh in meshes if isinstance(mesh, DeviceMesh)]
-        line = Grid((len(self.ranks),), ("rank",), tuple(self.ranks))
+        line = Grid((len(self.ranks),), LINE, tuple(self.ranks))
         grid = next((grid for grid in grids if {*self.ranks} <= {*grid.ranks}), line)
         return Base(tuple(self.ranks), grid, self.ranks[self.rank])
+
+    def _gather_sum(self, vector: Array) -> Array:
+        if not (self._groups and vector.size):
+            return vector
+        tensor = torch.from_numpy(vector).to(self.device)
+        for group in self._groups:
+            dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
+        return tensor.cpu().numpy()  # type: ignore[no-any-return]
 
     def gather_sums(
         self, terms: Sequence[int], counts: Sequence[int] = ()
@@ -114,58 +123,36 @@ class Channel:
         """
         # Terms travel as halves of 32 bits: sums over 2^31 ranks do not overflow.
         halves = [half for term in terms for half in divmod(term % PRIME, 1 << 32)]
-        vector = np.array([*halves, *counts], np.int64)
-        if not self.alone and vector.size:
-            tensor = torch.from_numpy(vector).to(self.device)
-            for group in self._lines:
-                dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
-            vector = tensor.cpu().numpy()
-        sums = vector.tolist()
+        sums = self._gather_sum(np.array([*halves, *counts], np.int64)).tolist()
         pairs = zip(sums[: len(halves) : 2], sums[1 : len(halves) : 2], strict=True)
         return [((high << 32) + low) % PRIME == 0 for high, low in pairs], sums[len(halves) :]
 
-    def gather_rows(self, vector: Int64) -> Int64:
-        """int64[ranks, n]: every rank's int64[n], n the same in all."""
-        if self.alone:
-            return vector[None]
-        # torch sorts the ranks of each group, so a mesh of ranks in another order needs a column.
-        shuffled = len(self._lines) > 1 and self.ranks != sorted(self.ranks)
-        own = np.array([self.rank] if shuffled else [], np.int64)
-        rows = torch.from_numpy(np.concatenate([own, vector]))[None].to(self.device)
-        for group in reversed(self._lines):  # the last dimension first: rows in the mesh's order
-            parts = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, rows, group)
-            rows = torch.cat(parts)
-        table = rows.cpu().numpy()
-        return table[table[:, 0].argsort()][:, 1:] if shuffled else table
+    def gather_rows(self, vector: Array) -> Array:
+        """Return every rank's uint8[n] or int64[n] as [ranks, n]; n is the same in all ranks."""
+        rows = np.zeros((len(self.ranks), len(vector)), vector.dtype)
+        rows[self.rank] = vector
+        return self._gather_sum(rows)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value as JSON keeps it."""
+        """Return every rank's value, converted through JSON, in the group's order."""
         content = np.frombuffer(json.dumps(value).encode(), np.uint8)
         sizes = self.gather_rows(np.array([content.size], np.int64))[:, 0]
-        room = np.zeros(-(-int(sizes.max()) // 8) * 8, np.uint8)
-        room[: content.size] = content
-        rows = self.gather_rows(room.view(np.int64)).view(np.uint8)
+        padded = np.zeros(int(sizes.max()), np.uint8)
+        padded[: content.size] = content
+        rows = self.gather_rows(padded)
         return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def broadcast_bytes(self, content: npt.NDArray[np.uint8], source: int) -> npt.NDArray[np.uint8]:
-        """The bytes uint8[n] of the rank at this place of the group; n the same in all."""
-        if self.alone:
-            return content
-        # The caller's memory may be the replica's own: it is sent from, never written to.
-        tensor = torch.from_numpy(content.copy()).to(self.device)
-        # Along each dimension, the rank that shares this coordinate with the source sends.
-        places = np.unravel_index(source, [dist.get_world_size(group) for group in self._lines])
-        for group, place in zip(self._lines, places, strict=True):
-            members = {*dist.get_process_group_ranks(group or dist.group.WORLD)}
-            ranks = [rank for rank in self.ranks if rank in members]  # in the mesh's order
-            dist.broadcast(tensor, ranks[int(place)], group)
-        return tensor.cpu().numpy()
+    def broadcast_bytes(self, content: npt.NDArray[np.uint8], source: int) -> Array:
+        """Return the bytes uint8[n] of the rank at this place of the group; n the same in all."""
+        # The caller's memory may be the replica's own: it is copied, never written to.
+        return self._gather_sum(content.copy() if self.rank == source else np.zeros_like(content))
 
 
 def _list_groups(target: Target) -> list[dist.ProcessGroup | None]:
     """Return the group of all ranks of a target, else one group per dimension of the mesh."""
     if not isinstance(target, DeviceMesh):
+        if dist.get_rank(target) < 0:
+            raise ValueError("this rank is not in the group: call it in the ranks of the group")
         return [target]
     grid = read_grid(target)
     if sorted(grid.ranks) == sorted(dist.get_process_group_ranks(dist.group.WORLD)):
@@ -174,13 +161,3 @@ def _list_groups(target: Target) -> list[dist.ProcessGroup | None]:
         raise ValueError("this rank is not in the mesh: call it in the ranks of the mesh")
     sized = [d for d, size in enumerate(grid.shape) if size > 1] or [0]
     return [target.get_group(d) for d in sized]
-
-
-def _find_place(target: Target, lines: Sequence[dist.ProcessGroup | None]) -> tuple[list[int], int]:
-    if isinstance(target, DeviceMesh) and len(lines) > 1:
-        ranks = list(read_grid(target).ranks)
-        return ranks, ranks.index(dist.get_rank())
-    place = dist.get_rank(lines[0])
-    if place < 0:
-        raise ValueError("this rank is not in the group: call it in the ranks of the group")
-    return dist.get_process_group_ranks(lines[0] or dist.group.WORLD), place

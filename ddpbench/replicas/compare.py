@@ -8,22 +8,27 @@ contents by one digest per tensor, then the elements of the differing tensors (l
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ddpbench.records.wording import list_all
 from ddpbench.replicas.channel import Channel
-from ddpbench.replicas.digest import Counts, Digests, as_tensor, of_bytes, read
-from ddpbench.replicas.locate import Part, by_value, gather_details
-from ddpbench.replicas.report import Difference, Key, Mismatch, NonFinite, Report, ranks_text
-from ddpbench.replicas.scopes import Base, Grid, find_offsets, find_scope, weigh_scope
-from ddpbench.replicas.state import KINDS, Entry, State, digest_structure, row
+from ddpbench.replicas.digest import choose_share, of_bytes, read
+from ddpbench.replicas.locate import Part, gather_details
+from ddpbench.replicas.report import (
+    Difference,
+    Key,
+    Mismatch,
+    NonFinite,
+    Report,
+    ranks_text,
+)
+from ddpbench.replicas.scopes import LINE, Base, Grid, find_scope, name_shards, weigh
+from ddpbench.replicas.state import KINDS, Entry, State, digest_structure, find_offsets
 
 # A shard that is not equal in its scope: places of equal ranks, the largest set first, and a part.
 Shard = tuple[list[list[int]], Part]
@@ -42,192 +47,137 @@ class Options:
     # What was wrong at the last check: step and cause of the report that explained it.
     history: Mapping[Key, tuple[int, str]] = field(default_factory=dict)
     trace_nonfinite: bool = False  # whether each rank watches where a NaN comes from
-    # Dimensions of a mesh along which ranks hold other layers, by what the ranks hold.
-    stages: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Contents:
-    """This rank's entries of a kind, and what was read of each."""
-
-    kind: str
-    entries: list[Entry]
-    structure: int  # digest of names, dtypes, shapes, devices and placements
-    digests: Digests  # uint64[n], salted by the structure
-    counts: Counts  # int64[n] of elements that are not finite, 0 where this rank has not looked
-
-    def select(self, names: Collection[str]) -> Contents:
-        """Return the contents of the entries with these names."""
-        places = [place for place, entry in enumerate(self.entries) if entry.name in names]
-        entries = [self.entries[place] for place in places]
-        return replace(
-            self, entries=entries, digests=self.digests[places], counts=self.counts[places]
-        )
-
-
-@dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """A kind in all ranks: whether structure and contents are equal, and sums over the ranks."""
 
     alike: bool
     equal: bool
-    compared: int = 0
-    held_once: int = 0
-    nbytes: int = 0
-    nonfinite: int = 0
+    compared: int
+    held_once: int
+    nbytes: int
+    nonfinite: int
 
 
 class Comparison:
-    """The comparison of one verification, and its results, which are the same in every rank."""
+    """The comparison of one verification. What it finds is added to `report`."""
 
-    def __init__(
-        self, channel: Channel, base: Base, state: State, options: Options, *, meshed: bool
-    ) -> None:
-        self.base, self.meshed = base, meshed  # whether a mesh names the ranks
-        self.differences: list[Difference] = []
-        self.mismatches: list[Mismatch] = []
-        self.nonfinite: list[NonFinite] = []
-        self.compared: dict[str, int] = {}
-        self.held_once = Counter(state.held_once)
-        self.nbytes = 0  # in one rank
-        self.channel, self.state, self._options = channel, state, options
+    def __init__(self, channel: Channel, base: Base, state: State, options: Options) -> None:
+        self.channel, self.base, self.state, self._options = channel, base, state, options
+        self.report = Report(tuple(channel.ranks), options.step, options.equal_until)
 
-    def gather(
-        self, kinds: Sequence[str], facts: Sequence[int] = (), counts: Sequence[int] = ()
-    ) -> tuple[list[bool], list[int]]:
-        """Compare some kinds, and return which facts all ranks have alike, and sums of counts.
+    def gather(self, kinds: Sequence[str], facts: Sequence[int] = ()) -> list[bool]:
+        """Compare some kinds, and return which of the facts, which are digests, all ranks share.
 
-        facts: digests. Healthy replicas end after one all_reduce, unless a mesh has pipeline
-        stages.
+        Healthy replicas end after one all_reduce, unless a mesh has pipeline stages. Raises
+        ValueError if the ranks have other options.
         """
-        channel, finite = self.channel, self._options.finite
         settings = {**vars(self._options), "history": sorted(self._options.history)}
-        del settings["stages"]  # each rank finds them itself
-        everyone = weigh_scope(tuple(sorted(channel.ranks)), self.base.rank).weight
+        everyone = weigh(tuple(sorted(self.channel.ranks)), self.base.rank)
         digests = [of_bytes(repr(settings).encode()), *facts]
-        # Where the ranks hold the same bits, one of them looks for NaN; on a mesh they hold others.
-        share = (0, 1) if self.meshed else (channel.rank, len(channel.ranks))
-        contents = [self._read(kind, share if finite else None) for kind in kinds]
-        same, (meshed, *totals), sums = self._gather_sums(
-            contents, [everyone * digest for digest in digests], [int(self.meshed), *counts]
-        )
+        for kind in kinds:
+            self._read(self.state.entries[kind], kind)
+        same, sums = self._gather_sums(kinds, [everyone * digest for digest in digests])
         if not same[0]:
             forms = self.gather_forms({name: repr(value) for name, value in settings.items()})
             raise ValueError(_explain_settings(forms))
-        self.meshed = meshed > 0
         if not all(sums[kind].alike for kind in kinds):
-            self._gather_base(contents[0])
-            sums = self._gather_sums(contents)[2]
-        for each in contents:
-            found = sums[each.kind]
-            wrong = found.nonfinite > 0 or self.meshed or not (found.alike and found.equal)
-            if finite and wrong and meshed < len(channel.ranks):  # some ranks read only a share
-                self._gather_kind(self._read(each.kind, (0, 1)), replace(found, nonfinite=1))
-            else:
-                self._gather_kind(each, found)
-        return same[1:], totals
+            self._gather_base()
+            _, sums = self._gather_sums(kinds)
+        grid = self.base.grid
+        ranks = self.channel.ranks if grid.names != LINE else []
+        self.report.coordinates = tuple((rank, grid.describe(rank)) for rank in ranks)
+        for kind in kinds:
+            self._gather_kind(kind, sums[kind])
+        return same[1:]
 
-    def make_report(self, frozen: Collection[str], **rest: Any) -> Report:
-        """Return the results as a report, with these other fields of it.
+    def _read(self, entries: Sequence[Entry], kind: str, everything: bool = False) -> None:
+        """Digest this rank's entries, and look for NaN in this rank's share or in everything."""
+        searched: list[int] = []
+        for scope, places in self._group_by_scope(entries).items() if self._options.finite else ():
+            share = (0, 1) if everything else (scope.index(self.base.rank), len(scope))
+            chosen = choose_share([entries[i].nbytes for i in places], *share)
+            searched += [places[i] for i in chosen]
+        digests, nonfinite = read([entry.tensor for entry in entries], searched)
+        _, salts = digest_structure(kind, entries)
+        rows = zip(entries, (digests + salts).tolist(), nonfinite.tolist(), strict=True)
+        for entry, digest, count in rows:
+            entry.digest, entry.nonfinite = digest, count
 
-        frozen: names of parameters with requires_grad=False.
-        """
-        ranks = tuple(self.channel.ranks)
-        describe = self.base.grid.describe
-        return Report(
-            ranks=ranks,
-            step=self._options.step,
-            compared=self.compared,
-            nbytes=self.nbytes,
-            differences=tuple(self.differences),
-            mismatches=tuple(self.mismatches),
-            nonfinite=tuple(
-                replace(each, frozen=each.kind == "parameter" and each.name in frozen)
-                for each in self.nonfinite
-            ),
-            equal_until=self._options.equal_until,
-            held_once={kind: n for kind, n in self.held_once.items() if n},
-            coordinates=tuple((rank, describe(rank)) for rank in ranks) if self.meshed else (),
-            **rest,
-        )
-
-    def _read(self, kind: str, share: tuple[int, int] | None) -> Contents:
-        entries = self.state.entries[kind]
-        structure, salts = digest_structure(kind, entries)
-        digests, counts = read([entry.value for entry in entries], share)
-        return Contents(kind, entries, structure, digests + salts, counts)
-
-    def _sum_up(self, contents: Contents) -> list[int]:
-        """Return this rank's terms of the structure and contents, and counts, as in Sums."""
-        stage = find_scope(self.base, None)
+    def _group_by_scope(self, entries: Sequence[Entry]) -> dict[tuple[int, ...], list[int]]:
+        """Return the places of the entries by the ranks that must hold the same bits."""
+        groups: dict[tuple[int, ...], list[int]] = {}
         layouts: dict[int, list[int]] = {}  # entries with the same layout share one object
-        for place, entry in enumerate(contents.entries):
-            layouts.setdefault(id(entry.layout), []).append(place)
-        whole, nbytes, counted = 0, 0, {False: 0, True: 0}
-        for places in layouts.values():
-            scope = find_scope(self.base, contents.entries[places[0]].layout)
-            whole += scope.weight * of_bytes(contents.digests[places].tobytes())
-            once = len(scope.ranks) == 1 < len(self.base.ranks)
-            counted[once] += len(places)
-            if not once:
-                nbytes += sum(_count_nbytes(contents.entries[place]) for place in places)
-        speaks = self.base.rank == stage.ranks[0]  # one rank counts the tensors of a stage
-        numbers = counted[False] * speaks, counted[True] * speaks, nbytes
-        return [stage.weight * contents.structure, whole, *numbers, int(contents.counts.sum())]
+        for place, entry in enumerate(entries):
+            if id(entry.layout) not in layouts:
+                scope = find_scope(self.base, entry.layout)
+                layouts[id(entry.layout)] = groups.setdefault(scope, [])
+            layouts[id(entry.layout)].append(place)
+        return groups
+
+    def _sum_up(self, kind: str, entries: Sequence[Entry]) -> list[int]:
+        """Return this rank's terms and counts of a kind, in the order of Sums."""
+        stage, rank = find_scope(self.base, None), self.base.rank
+        contents, nbytes, counts = 0, 0, {False: 0, True: 0}
+        for scope, places in self._group_by_scope(entries).items():
+            digests = np.array([entries[place].digest for place in places], np.uint64)
+            contents += weigh(scope, rank) * of_bytes(digests.tobytes())
+            once = len(scope) == 1 < len(self.base.ranks)
+            if rank == stage[0]:  # one rank counts the tensors of a pipeline stage
+                counts[once] += len(places)
+            nbytes += 0 if once else sum(entries[place].nbytes for place in places)
+        structure, _ = digest_structure(kind, entries)
+        nonfinite = sum(entry.nonfinite for entry in entries)
+        terms = weigh(stage, rank) * structure, contents
+        return [*terms, counts[False], counts[True], nbytes, nonfinite]
 
     def _gather_sums(
-        self, contents: Sequence[Contents], terms: Sequence[int] = (), counts: Sequence[int] = ()
-    ) -> tuple[list[bool], list[int], dict[str, Sums]]:
-        rows = {each.kind: self._sum_up(each) for each in contents}
+        self, kinds: Sequence[str], terms: Sequence[int] = ()
+    ) -> tuple[list[bool], dict[str, Sums]]:
         # Kinds that this rank does not compare count too: all ranks must send as many numbers.
-        numbers = [rows.get(kind, [0] * 6) for kind in KINDS]
+        entries = self.state.entries
+        rows = [self._sum_up(kind, entries[kind]) if kind in kinds else [0] * 6 for kind in KINDS]
         zeros, sums = self.channel.gather_sums(
-            [*terms, *(term for row in numbers for term in row[:2])],
-            [*counts, *(count for row in numbers for count in row[2:])],
+            [*terms, *(term for row in rows for term in row[:2])],
+            [count for row in rows for count in row[2:]],
         )
-        found = {}
+        n, found = len(terms), {}
         for i, kind in enumerate(KINDS):
-            alike, equal = zeros[len(terms) + 2 * i :][:2]
-            found[kind] = Sums(alike, equal, *sums[len(counts) + 4 * i :][:4])
-        return zeros[: len(terms)], sums[: len(counts)], found
+            found[kind] = Sums(*zeros[n + 2 * i :][:2], *sums[4 * i :][:4])
+        return zeros[:n], found
 
-    def _gather_kind(self, contents: Contents, sums: Sums) -> None:
-        """Add to the results what was compared of a kind, and what is wrong."""
-        kind, wrong = contents.kind, not sums.equal or sums.nonfinite > 0
-        names = [entry.name for entry in contents.entries]
-        if not sums.alike or (self.base.stages and wrong):
-            names = self._gather_common(contents)
-        if not sums.alike:
-            contents, wrong = contents.select({*names}), True
-            _, totals = self.channel.gather_sums([], self._sum_up(contents)[2:])
+    def _gather_kind(self, kind: str, sums: Sums) -> None:
+        """Add to the report what was compared of a kind, and what is wrong."""
+        entries, report = self.state.entries[kind], self.report
+        names = [entry.name for entry in entries]
+        wrong = not (sums.alike and sums.equal) or sums.nonfinite > 0
+        if wrong and self._options.finite:
+            self._read(entries, kind, everything=True)
+        if wrong and (not sums.alike or self.base.stages):
+            names = self._gather_common(kind, entries)
+            common = {*names}
+            entries = [entry for entry in entries if entry.name in common]
+            _, totals = self.channel.gather_sums([], self._sum_up(kind, entries)[2:])
             sums = Sums(False, False, *totals)
-        self.compared[kind] = sums.compared
-        self.held_once[kind] += sums.held_once
-        self.nbytes += sums.nbytes // len(self.channel.ranks)
+        report.compared[kind] = sums.compared
+        held_once = sums.held_once + self.state.held_once.get(kind, 0)
+        report.held_once |= {kind: held_once} if held_once else {}
+        report.nbytes += sums.nbytes // len(report.ranks)
         if wrong:
-            self._gather_wrong(contents, names)
+            self._gather_wrong(kind, entries, names)
 
-    # --- pipeline stages
+    # --- the mesh, and tensors that some ranks lack
 
-    def _gather_base(self, contents: Contents) -> None:
+    def _gather_base(self) -> None:
         """Agree on the mesh that names the ranks, and find its dimensions of pipeline stages."""
-        channel, grid = self.channel, self.base.grid
-        own = of_bytes(repr((grid.shape, grid.names, grid.ranks)).encode()) >> 1
-        rows = channel.gather_rows(np.array([own, contents.structure >> 1], np.int64))
-        if len(set(rows[:, 0].tolist())) > 1:
-            known = channel.gather_objects([grid.shape, grid.names, grid.ranks])
-            grid = max(
-                (Grid(*map(tuple, each)) for each in known), key=lambda each: len(each.shape)
-            )
-            self.base = replace(self.base, grid=grid)
-        if contents.kind == "parameter" and len(grid.shape) > 1:
-            key, stages = rows.tobytes(), self._options.stages
-            if key not in stages:
-                names = channel.gather_objects([entry.name for entry in contents.entries])
-                stages[key] = _find_stages(channel.ranks, grid, names)
-            self.base = replace(self.base, stages=stages[key])
-
-    # --- what is wrong
+        names = [entry.name for entry in self.state.entries["parameter"]]
+        rows = self.channel.gather_objects([*astuple(self.base.grid), names])
+        grids = [Grid(*map(tuple, row[:3])) for row in rows]
+        grid = max(grids, key=lambda each: (len(each.shape), each.names != LINE))
+        held = {rank: row[3] for rank, row in zip(self.channel.ranks, rows, strict=True)}
+        stages = _find_stages(grid, held) if len(grid.shape) > 1 else ()
+        self.base = replace(self.base, grid=grid, stages=stages)
 
     def gather_forms(self, own: Mapping[str, str]) -> dict[str, Forms]:
         """Return the ranks that have each form of a name, for the names and forms of this rank.
@@ -246,115 +196,105 @@ class Comparison:
                     forms.setdefault(table.get(name, "absent"), []).append(rank)
         return names
 
-    def _gather_common(self, contents: Contents) -> list[str]:
+    def _gather_common(self, kind: str, entries: Sequence[Entry]) -> list[str]:
         """Return the names of entries that all ranks have alike, in the same order.
 
         Add the other entries as mismatches.
         """
-        forms = self.gather_forms({entry.name: row(entry) for entry in contents.entries})
+        forms = self.gather_forms({entry.name: entry.describe() for entry in entries})
         for name, sides in forms.items():
             if len(sides) > 1:
-                self.add_mismatch(contents.kind, name, sides)
-        if not self.mismatches:
-            self._gather_order(contents)
+                self.add_mismatch(kind, name, sides)
+        if not self.report.mismatches:  # perhaps the ranks have the same entries in another order
+            stage = self.base.locate_stage(self.base.rank)
+            suffix = f" of stage {stage}" if stage else ""
+            own = {f"number {i}{suffix}": entry.name for i, entry in enumerate(entries)}
+            orders = [each for each in self.gather_forms(own).items() if len(each[1]) > 1]
+            for number, sides in orders[:1]:
+                self.add_mismatch(kind, number, sides)
         return [name for name, sides in forms.items() if len(sides) == 1]
-
-    def _gather_order(self, contents: Contents) -> None:
-        """Add the first place at which the ranks of a stage have entries of other names."""
-        stage = f" of stage {self.base.locate_stage(self.base.rank)}" if self.base.stages else ""
-        names = [entry.name for entry in contents.entries]
-        orders = self.gather_forms({f"number {i}{stage}": name for i, name in enumerate(names)})
-        for number in [number for number, forms in orders.items() if len(forms) > 1][:1]:
-            self.add_mismatch(contents.kind, number, orders[number])
 
     def add_mismatch(self, kind: str, name: str, forms: Forms) -> None:
         """Add a tensor of which the ranks have several forms."""
-        sides = tuple((form, tuple(ranks)) for form, ranks in forms.items())
-        self.mismatches.append(Mismatch(kind, name, sides))
+        sides = tuple(map(tuple, forms.values()))
+        mismatch = Mismatch(kind=kind, name=name, sides=sides, forms=tuple(forms))
+        self.report.mismatches.append(mismatch)
 
-    def _gather_wrong(self, contents: Contents, names: Sequence[str]) -> None:
+    # --- tensors that differ or are not finite
+
+    def _gather_wrong(self, kind: str, entries: Sequence[Entry], names: Sequence[str]) -> None:
         """Add the tensors that differ, and those that are not finite."""
-        own_rows = zip(contents.entries, contents.digests, contents.counts, strict=True)
-        held = {e.name: self._describe_part(e, int(d), int(n)) for e, d, n in own_rows}
+        held = {entry.name: self._describe_part(entry) for entry in entries}
         own = [held.get(name) for name in names]  # None: of another pipeline stage
+        rank = self.base.rank
         equal, counts = self.channel.gather_sums(
-            [self._weigh(part) if part else 0 for part in own],
+            [part.digest * weigh(tuple(part.ranks), rank) if part else 0 for part in own],
             [part.nonfinite if part else 0 for part in own],
         )
         bad = [i for i, same in enumerate(equal) if counts[i] or not same]
         rows = self.channel.gather_objects([own[i] for i in bad]) if bad else []
-        values = {entry.name: entry.value for entry in contents.entries}
+        tensors = {entry.name: entry.tensor for entry in entries}
         located = 0
         for number, name in enumerate(names[i] for i in bad):
             parts = {at: Part(*row[number]) for at, row in enumerate(rows) if row[number]}
-            self._add_nonfinite((contents.kind, name), parts)
-            for shards in _merge(parts):
-                fresh = located < self._options.locate
-                tensor = as_tensor(values[name]) if name in values else None
-                key = contents.kind, name
-                difference = self._gather_difference(key, tensor, shards, fresh)
-                self.differences.append(difference)
-                located += bool(difference.details)
+            self._add_nonfinite(kind, name, parts)
+            for shards in _merge_shards(parts):
+                difference = self._describe_difference(kind, name, shards)
+                if located < self._options.locate and difference.key not in self._options.history:
+                    sides, part = shards[0]
+                    takes_part = any(self.channel.rank in side for side in sides)
+                    tensor = tensors[name] if takes_part else None
+                    details = gather_details(self.channel, tensor, part, sides)
+                    difference = replace(difference, details=details)
+                    located += 1
+                self.report.differences.append(difference)
 
-    def _weigh(self, part: Part) -> int:
-        return part.digest * weigh_scope(tuple(part.ranks), self.base.rank).weight
-
-    def _describe_part(self, entry: Entry, digest: int, nonfinite: int) -> Part:
-        tensor = as_tensor(entry.value) if entry.value is not None else torch.empty(0)
-        part = Part(
+    def _describe_part(self, entry: Entry) -> Part:
+        tensor = torch.empty(0) if entry.tensor is None else entry.tensor
+        layout = entry.layout
+        return Part(
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(tensor.shape),
-            offsets=[0] * tensor.dim(),
+            offsets=find_offsets(entry) if layout else [0] * tensor.dim(),
             whole=tuple(entry.shape),
-            ranks=find_scope(self.base, entry.layout).ranks,
-            digest=digest,
-            nonfinite=nonfinite,
-        )
-        if entry.layout is None:
-            return part
-        cut = find_offsets(entry.layout, self.base.rank, entry.shape)
-        return part._replace(
-            offsets=cut[1] if cut and cut[0] == part.shape else None,
-            shard=entry.layout.name_shard(self.base.rank),
-            shards=entry.layout.count_shards(),
+            shard=layout.number_shard(self.base.rank) if layout else 1,
+            shards=layout.count_shards() if layout else 1,
+            ranks=find_scope(self.base, layout),
+            digest=entry.digest,
+            nonfinite=entry.nonfinite,
+            frozen=entry.frozen,
         )
 
-    def _add_nonfinite(self, key: tuple[str, str], parts: Mapping[int, Part]) -> None:
-        counts = {at: part.nonfinite for at, part in parts.items() if part.nonfinite}
-        if counts:
-            found = tuple((self.channel.ranks[at], count) for at, count in counts.items())
-            shard = _name_shards([parts[at] for at in counts])
-            self.nonfinite.append(NonFinite(*key, found, shard))
+    def _add_nonfinite(self, kind: str, name: str, parts: Mapping[int, Part]) -> None:
+        affected = {at: part for at, part in parts.items() if part.nonfinite}
+        if affected:
+            nonfinite = NonFinite(
+                kind=kind,
+                name=name,
+                shard=_name_parts(affected.values()),
+                counts=tuple((self.channel.ranks[at], p.nonfinite) for at, p in affected.items()),
+                frozen=any(part.frozen for part in parts.values()),
+            )
+            self.report.nonfinite.append(nonfinite)
 
-    def _gather_difference(
-        self, key: tuple[str, str], tensor: Tensor | None, shards: list[Shard], fresh: bool
-    ) -> Difference:
-        """Return the difference of shards that differ alike.
-
-        The first is compared element by element if it is `fresh` and was not located before.
-        """
-        channel, (first, part) = self.channel, shards[0]
+    def _describe_difference(self, kind: str, name: str, shards: Sequence[Shard]) -> Difference:
+        """Return the difference, still without details, of shards that differ alike."""
+        first, part = shards[0]
         sides = [
-            [channel.ranks[place] for shard, _ in shards for place in shard[number]]
+            sorted(self.channel.ranks[place] for shard, _ in shards for place in shard[number])
             for number in range(len(first))
         ]
-        difference = Difference(
-            *key,
+        return Difference(
+            kind=kind,
+            name=name,
+            sides=tuple(map(tuple, sides)),
+            shard=_name_parts(part for _, part in shards),
             dtype=part.dtype,
             shape=tuple(part.whole),
-            values=tuple(tuple(sorted(side)) for side in sides),
-            shard=_name_shards([part for _, part in shards]),
         )
-        if not fresh or difference.key in self._options.history:
-            return difference
-        if tensor is None or not any(channel.rank in side for side in first):
-            # This rank takes part in the broadcasts only.
-            tensor = torch.zeros((), dtype=getattr(torch, part.dtype)).expand(*part.shape)
-        details = gather_details(channel, tensor, part, first)
-        return replace(difference, details=details)
 
 
-def _merge(parts: Mapping[int, Part]) -> list[list[Shard]]:
+def _merge_shards(parts: Mapping[int, Part]) -> list[list[Shard]]:
     """Return the differing shards of a tensor; those that differ alike are together.
 
     They differ alike if the same members of their scopes are equal, as when one replica is wrong.
@@ -365,30 +305,32 @@ def _merge(parts: Mapping[int, Part]) -> list[list[Shard]]:
         scopes.setdefault(tuple(part.ranks), []).append(place)
     merged: dict[object, list[Shard]] = {}
     for places in scopes.values():
-        members = by_value([parts[place].digest for place in places])
+        members = group_equal([parts[place].digest for place in places])
         if len(members) > 1:
             sides = [[places[member] for member in side] for side in members]
             merged.setdefault(tuple(map(tuple, members)), []).append((sides, parts[places[0]]))
     return list(merged.values())
 
 
-def _name_shards(parts: Sequence[Part]) -> str:
-    """Return "shard 2 of 4", "shards 1, 3 of 4" or "all 4 shards"; "" for a whole tensor."""
-    total, names = parts[0].shards, {part.shard for part in parts}
-    if len(names) == 1:
-        return parts[0].shard
-    if len(names) == total:
-        return f"all {total} shards"
-    numbers = sorted(int(name.split()[1]) for name in names if name)
-    return f"shards {', '.join(map(str, numbers))} of {total}"
+def group_equal(values: Sequence[int]) -> list[list[int]]:
+    """Group the places of equal values: the largest group first, then by lowest place."""
+    places: dict[int, list[int]] = {}
+    for place, value in enumerate(values):
+        places.setdefault(value, []).append(place)
+    return sorted(places.values(), key=lambda group: (-len(group), group[0]))
 
 
-def _find_stages(ranks: Sequence[int], grid: Grid, names: list[list[str]]) -> tuple[int, ...]:
+def _name_parts(parts: Iterable[Part]) -> str:
+    shards = {part.shard: part.shards for part in parts if part.shard}
+    return name_shards(shards, max(shards.values(), default=1))
+
+
+def _find_stages(grid: Grid, names: Mapping[int, Sequence[str]]) -> tuple[int, ...]:
     """Return the dimensions of a mesh along which no two coordinates have a name in common."""
     stages = []
     for d in range(len(grid.shape)):
         parts: dict[int, set[str]] = {}
-        for rank, own in zip(ranks, names, strict=True):
+        for rank, own in names.items():
             parts.setdefault(grid.coordinates[rank][d], set()).update(own)
         distinct, total = set().union(*parts.values()), sum(map(len, parts.values()))
         if len(parts) > 1 and all(parts.values()) and len(distinct) == total:
@@ -403,8 +345,3 @@ def _explain_settings(settings: Mapping[str, Forms]) -> str:
             values = [f"{value} in {ranks_text(ranks)}" for value, ranks in forms.items()]
             parts.append(f"{name} is {list_all(values)}")
     return f"the ranks verify with different arguments: {'; '.join(parts)}"
-
-
-def _count_nbytes(entry: Entry) -> int:
-    """Return the size of this rank's part of an entry; 8 for a number."""
-    return entry.value.nbytes if isinstance(entry.value, Tensor) else 8

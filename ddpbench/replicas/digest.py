@@ -3,20 +3,18 @@
 Equal bits in the same order give equal digests. Comparing values would not do: -0.0 == 0.0, and
 NaN != NaN.
 
-`of_cpu` is xxh3 over memory. `weighted` is for devices whose memory xxh3 cannot read: it multiplies
-every 32-bit word by an odd weight, folds it, and sums up in int64 on the device. Small tensors are
-joined and large ones are divided, so that a device gets a few long kernels. The two digests are
-different functions, so only digests from one kind of device can be compared. The kind of device is
-therefore part of a replica's structure (state.py).
+`of_cpu` is xxh3 over memory. `weigh_words` is for devices whose memory xxh3 cannot read: it
+multiplies every 32-bit word by an odd weight, folds it, and sums up in int64 on the device. The two
+digests are different functions, so only digests from one kind of device can be compared. The kind
+of device is therefore part of a replica's structure (state.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,31 +28,28 @@ Digests = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 
 # Words or elements per block, where a block needs memory of its own. On a device the digest of one
-# takes up to 20 bytes a word, and the weights 8: together 112 MiB. A tensor that is not contiguous
-# is copied as well. The kernels of a block should take longer than their launch.
+# takes up to 20 bytes per word, and the weights 8: together 112 MiB. A tensor that is not
+# contiguous is copied as well. The kernels of a block should take longer than their launch.
 BLOCK = 1 << 22
 CACHED = 1 << 18  # bytes of a CPU tensor that one core's cache holds
-JOINED = 1 << 18  # words or elements up to which a piece shares its kernels with others
-_xxh3 = xxhash.xxh3_64_intdigest
 STEP = 0x9E3779B97F4A7C15  # odd, so multiplying by it loses no bits
 _LOWER = (1 << 32) - 1
 
 
 def of_bytes(content: Any) -> int:
     """Return the xxh3 digest of bytes or of any contiguous buffer: 0 … 2^64-1."""
-    return _xxh3(content)
+    return xxhash.xxh3_64_intdigest(content)
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():  # torch joins no unrelated subclasses
+        return tensor.detach()
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the tensor detached and contiguous; it is copied only if necessary."""
-    if type(tensor) in (Tensor, torch.nn.Parameter):
-        tensor = tensor.detach()
-    else:
-        with torch._C.DisableTorchFunctionSubclass():  # torch joins no unrelated subclasses
-            tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+    """Return the tensor detached, contiguous and flat; it is copied only if necessary."""
+    # The memory of a lazily conjugated or negated tensor holds other values.
+    return _detach(tensor).resolve_conj().resolve_neg().reshape(-1).contiguous()
 
 
 def of_cpu(tensor: Tensor) -> int:
@@ -62,11 +57,7 @@ def of_cpu(tensor: Tensor) -> int:
 
     A tensor that is not contiguous is copied first.
     """
-    tensor = plain(tensor)
-    try:
-        return _xxh3(tensor.numpy().data)
-    except TypeError:  # numpy has no such dtype
-        return _xxh3(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return of_bytes(plain(tensor).view(torch.uint8).numpy().data)
 
 
 def _of_cpu_and_suspect(tensor: Tensor) -> tuple[int, bool]:
@@ -75,9 +66,9 @@ def _of_cpu_and_suspect(tensor: Tensor) -> tuple[int, bool]:
     Each block is added up while it is in the cache. A sum is forty times faster than
     torch.isfinite, and keeps NaN and infinity.
     """
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if not may_be_nonfinite(tensor):
         return of_cpu(tensor), False
-    flat, size = plain(tensor).reshape(-1), CACHED // tensor.itemsize
+    flat, size = plain(tensor), CACHED // tensor.itemsize
     memory = flat.view(torch.uint8).numpy().data
     digest, added = xxhash.xxh3_64(), 0.0
     for number, start in enumerate(range(0, flat.numel(), size)):
@@ -87,49 +78,11 @@ def _of_cpu_and_suspect(tensor: Tensor) -> tuple[int, bool]:
 
 
 @lru_cache(maxsize=16)
-def _weights(device: torch.device, count: int) -> Tensor:
+def _make_weights(device: torch.device, count: int) -> Tensor:
     """Return int64[count]: odd and pseudo-random (splitmix64), so no pattern of values cancels."""
     numbers = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(STEP)
     weights = mix_bits(numbers) | np.uint64(1)
     return torch.from_numpy(weights.view(np.int64)).to(device)
-
-
-Pieces = list[tuple[int, Tensor]]  # a tensor's position, and some of its elements, flat
-
-
-def _batches(flats: Iterable[tuple[int, Tensor]], unit: int) -> Iterator[Pieces]:
-    """Yield small tensors joined, up to BLOCK in all, and each block of a large one alone.
-
-    unit: elements that count as one.
-    """
-    batch: Pieces = []
-    room = BLOCK
-    for position, flat in flats:
-        size = -(-flat.numel() // unit)
-        if size > JOINED:
-            yield from ([(position, part)] for part in flat.split(BLOCK * unit))
-        elif size:
-            if size > room:
-                yield batch
-                batch, room = [], BLOCK
-            batch.append((position, flat))
-            room -= size
-    if batch:
-        yield batch
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _as_words(pieces: Pieces) -> Tensor:
-    """Return the bytes of all pieces as int32, each piece filled up to whole words by zeros."""
-    parts = [part for _, part in pieces]
-    if any(part.numel() % 4 or part.storage_offset() % 4 for part in parts):
-        zeros = parts[0].new_zeros(4)
-        filled = [(part, zeros.narrow(0, 0, -part.numel() % 4)) for part in parts]
-        return torch.cat([part for pair in filled for part in pair]).view(torch.int32)
-    return _join([part.view(torch.int32) for part in parts])
 
 
 def fold(words: Tensor) -> None:
@@ -137,178 +90,126 @@ def fold(words: Tensor) -> None:
     words.bitwise_xor_((words >> 32).bitwise_and_(_LOWER))  # >> copies the sign of int64
 
 
-def _weigh(pieces: Pieces) -> Tensor:
-    """Return int64[len(pieces)]: the sums of the weighted words up to the end of each piece."""
-    sizes = [-(-part.numel() // 4) for _, part in pieces]
-    words = _as_words(pieces)
-    # Only two sizes of weights exist, so the cache holds few.
-    table = _weights(words.device, JOINED if max(sizes) <= JOINED else BLOCK)
-    weights = _join([table.narrow(0, 0, size) for size in sizes])
-    terms = words * weights  # modulo 2^64
-    del words, weights
-    fold(terms)
-    if len(sizes) == 1:
-        return terms.sum().reshape(1)
-    sums = terms.cumsum(0)
-    return torch.cat([sums.narrow(0, end - 1, 1) for end in accumulate(sizes)])
-
-
-def weigh(tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
-    """Return the sums of batches of pieces of tensors on one device, without waiting for it.
-
-    Also returns the position of each piece's tensor, batch by batch.
-    """
-    flats = ((i, plain(tensor).reshape(-1).view(torch.uint8)) for i, tensor in enumerate(tensors))
-    sums, positions = [torch.empty(0, dtype=torch.int64, device=tensors[0].device)], []
-    for batch in _batches(flats, unit=4):
-        sums.append(_weigh(batch))
-        positions.append([position for position, _ in batch])
-    return torch.cat(sums), positions
-
-
-def weighted(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the digest of each of some tensors on one device: 0 … 2^64-1.
+def weigh_words(tensor: Tensor) -> Tensor:
+    """Return the digest of a tensor on any device as an int64 scalar there, without waiting for it.
 
     It depends on the tensor's bits and their order alone. A change of one word always changes it:
     the weight is odd, and the fold and the step between blocks are invertible. Any other change is
     missed with a probability of about 2^-63. A tensor that is not contiguous is copied first.
     """
-    if not tensors:
-        return []
-    sums, batches = weigh(tensors)
-    ends = iter(sums.tolist())
-    digests = [0] * len(tensors)
-    for batch in batches:
-        before = 0
-        for position, end in zip(batch, ends, strict=False):
-            digests[position] = (digests[position] * STEP + end - before) % (1 << 64)
-            before = end
-    return digests
+    digest = None
+    for block in plain(tensor).view(torch.uint8).split(4 * BLOCK):
+        if block.numel() % 4 or block.storage_offset() % 4:
+            block = torch.cat([block, block.new_zeros(-block.numel() % 4)])
+        words = block.view(torch.int32)
+        # Few sizes of weights exist, so the cache holds few.
+        size = min(BLOCK, max(1 << 16, 1 << (words.numel() - 1).bit_length()))
+        terms = words * _make_weights(words.device, size)[: words.numel()]  # modulo 2^64
+        fold(terms)
+        total = terms.sum()
+        digest = total if digest is None else digest * (STEP - (1 << 64)) + total
+    assert digest is not None  # an empty tensor has an empty block
+    return digest
 
 
-# --- values that are not finite
+# --- values
+
+
+def may_be_nonfinite(tensor: Tensor) -> bool:
+    """Return whether the dtype has NaN and infinity."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def total(tensor: Tensor) -> Tensor:
     """Return the sum as a float scalar: not finite if an element is not, or if it overflows."""
-    tensor = tensor.detach()
+    tensor = _detach(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.itemsize > 2:
         return tensor.sum()
-    if not tensor.is_cpu:
-        return tensor.float().sum() if tensor.itemsize == 1 else tensor.sum(dtype=torch.float32)
-    # A CPU widens a copy of all elements before it adds them up.
+    if tensor.itemsize == 2 and not tensor.is_cpu:
+        return tensor.sum(dtype=torch.float32)
+    # Widen blocks, not a copy of all elements.
     sums = [block.float().sum() for block in tensor.reshape(-1).split(BLOCK)]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    for block in plain(tensor).split(BLOCK):
+        # torch cannot compare float8.
+        yield block.float() if block.is_floating_point() and block.itemsize == 1 else block
+
+
 def count_nonfinite(tensor: Tensor) -> int:
     """Count the NaN and infinite elements, block by block."""
-    flat = plain(tensor).reshape(-1)
-    total = 0
-    for block in flat.split(BLOCK):
-        wide = block.float() if block.itemsize == 1 else block  # float8 has no isfinite
-        total += wide.numel() - int(wide.isfinite().sum())
-    return total
+    return sum(block.numel() - int(block.isfinite().sum()) for block in _blocks(tensor))
 
 
-def constant(tensor: Tensor, value: float | None = None) -> bool:
-    """Return whether all elements are equal to each other, or to `value`."""
-    flat = plain(tensor).reshape(-1)
-    widen = flat.is_floating_point() and flat.itemsize == 1  # float8 cannot be compared
-    first: Any = flat[:1].float() if widen else flat[:1]
-    return all(
-        bool(((block.float() if widen else block) == (first if value is None else value)).all())
-        for block in flat.split(BLOCK)
-    )
+def is_constant(tensor: Tensor) -> bool:
+    """Return whether all elements are equal to each other."""
+    first = next(_blocks(tensor))[:1]
+    return all(bool((block == first).all()) for block in _blocks(tensor))
+
+
+def as_tensor(value: bool | int | float | complex) -> Tensor:
+    """Return a number as a tensor: 1 and 1.0 are the same learning rate."""
+    if isinstance(value, (bool, complex)):
+        return torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else None)
+    # float64 cannot represent all integers beyond 2^53.
+    large = isinstance(value, int) and abs(value) > 1 << 53
+    return torch.tensor(value, dtype=torch.int64 if large else torch.float64)
 
 
 # --- many tensors
 
 
-def read(values: Sequence[Any], share: tuple[int, int] | None = None) -> tuple[Digests, Counts]:
-    """Return a digest, uint64[n], and a count of non-finite elements, int64[n], of each value.
+def read(tensors: Sequence[Tensor | None], searched: Sequence[int] = ()) -> tuple[Digests, Counts]:
+    """Return a digest, uint64[n], and a count of non-finite elements, int64[n], of each tensor.
 
-    Values are tensors and numbers. share: None does not count; (i, n) counts in the i-th of n parts
-    of the tensors, about equal in bytes, because of n ranks with equal tensors one need look at
-    each. Elsewhere the count is 0, and for numbers, because an option may be infinite. Waits for a
-    device twice, after all its tensors, or once without counting.
+    None has the digest 0. searched: positions of the tensors whose elements are counted; the other
+    counts are 0. Waits for a device twice, after all its tensors, or once if none is searched.
     """
-    digests, counts = [0] * len(values), np.zeros(len(values), np.int64)
+    digests, counts = [0] * len(tensors), np.zeros(len(tensors), np.int64)
     on_device: dict[torch.device, list[int]] = {}  # positions
-    searched = _choose(values, share) if share else set()
+    search = {*searched}
     with torch.no_grad():
-        for i, value in enumerate(values):
-            if not isinstance(value, Tensor):
-                digests[i] = _xxh3(number_bytes(value))
-            elif not value.is_cpu:
-                on_device.setdefault(value.device, []).append(i)
-            elif i not in searched:
-                digests[i] = of_cpu(value)
+        for i, tensor in enumerate(tensors):
+            if tensor is None:
+                continue
+            if not tensor.is_cpu:
+                on_device.setdefault(tensor.device, []).append(i)
+            elif i in search:
+                digests[i], suspect = _of_cpu_and_suspect(tensor)
+                counts[i] = count_nonfinite(tensor) if suspect else 0
             else:
-                digests[i], suspect = _of_cpu_and_suspect(value)
-                counts[i] = count_nonfinite(value) if suspect else 0
-        for positions in on_device.values():
-            found = weighted([values[i] for i in positions])
-            for i, digest in zip(positions, found, strict=True):
-                digests[i] = digest
-            members = [i for i in positions if i in searched]
-            for place in find_suspects([values[i] for i in members]) if members else ():
-                counts[members[place]] = count_nonfinite(values[members[place]])
+                digests[i] = of_cpu(tensor)
+        for places in on_device.values():
+            members = {i: cast(Tensor, tensors[i]) for i in places}
+            found = torch.stack([*map(weigh_words, members.values())])
+            for i, digest in zip(members, found.tolist(), strict=True):
+                digests[i] = digest % (1 << 64)
+            floats = {i: t for i, t in members.items() if i in search and may_be_nonfinite(t)}
+            for i in find_suspects(floats):
+                counts[i] = count_nonfinite(floats[i])
     return np.array(digests, np.uint64), counts
 
 
-def _choose(values: Sequence[Any], share: tuple[int, int]) -> set[int]:
-    """Return the positions of the tensors whose middle byte lies in this part of all bytes."""
-    part, parts = share
-    sizes = np.array([value.nbytes if isinstance(value, Tensor) else 0 for value in values])
-    middles = sizes.cumsum() - sizes / 2
-    return set(np.flatnonzero(middles * parts // max(sizes.sum(), 1) == part).tolist())
+def find_suspects(tensors: Mapping[int, Tensor]) -> list[int]:
+    """Return the keys of the tensors on one device that may have non-finite elements."""
+    if not tensors:
+        return []
+    totals = torch.stack([total(tensor).float() for tensor in tensors.values()])
+    finite = zip(tensors, totals.isfinite().tolist(), strict=True)
+    return [key for key, is_finite in finite if not is_finite]
 
 
-def add_up(tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
-    """Return the totals of batches of floating-point tensors on one device, without waiting for it.
+def choose_share(nbytes: Sequence[int], part: int, parts: int) -> list[int]:
+    """Return the positions of the tensors in which a rank looks for elements that are not finite.
 
-    Also returns the positions of the tensors, batch by batch.
+    Of n ranks that must hold the same tensors, each looks at about as many bytes: rank i at the
+    tensors whose middle byte is in the i-th of n parts of all bytes. nbytes: of each tensor.
     """
-    dtypes: dict[torch.dtype, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if tensor.is_floating_point() or tensor.is_complex():
-            dtypes.setdefault(tensor.dtype, []).append(i)
-    totals, positions = [torch.empty(0, device=tensors[0].device)], []
-    for dtype, members in dtypes.items():
-        flats = ((i, plain(tensors[i]).reshape(-1)) for i in members)
-        for batch in _batches(flats, unit=max(1, 4 // dtype.itemsize)):
-            totals.append(total(_join([part for _, part in batch])).float().reshape(1))
-            positions.append([i for i, _ in batch])
-    return torch.cat(totals), positions
-
-
-def find_suspects(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the positions of the tensors on one device that may have non-finite elements."""
-    totals, batches = add_up(tensors)
-    sums = zip(totals.tolist(), batches, strict=True)
-    return sorted({i for value, batch in sums if not math.isfinite(value) for i in batch})
-
-
-def as_tensor(value: Any) -> Tensor:
-    """Return a tensor unchanged, and a number as a tensor of its `number_type`."""
-    if isinstance(value, Tensor):
-        return value
-    return torch.from_numpy(np.frombuffer(number_bytes(value), dtype=number_type(value)).copy())[0]
-
-
-def number_type(value: bool | int | float | complex) -> str:
-    """Return the dtype that stands for a number: 1 and 1.0 are the same learning rate."""
-    if isinstance(value, bool):
-        return "bool"
-    if isinstance(value, complex):
-        return "complex128"
-    # float64 cannot represent all integers beyond 2^53.
-    return "int64" if isinstance(value, int) and abs(value) > 1 << 53 else "float64"
-
-
-def number_bytes(value: bool | int | float | complex) -> bytes:
-    """Return the bytes of a number in memory, as its `number_type`."""
-    return np.array(value, number_type(value)).tobytes()
+    sizes = np.array(nbytes, np.int64)
+    middles = sizes.cumsum() - sizes / 2
+    chosen: list[int] = np.flatnonzero(middles * parts // max(sizes.sum(), 1) == part).tolist()
+    return chosen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -12,61 +11,83 @@ import torch
 
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.records.wording import counted, list_all, spans
-from ddpbench.replicas.causes import find_cause
+from ddpbench.replicas.causes import Cause, find_cause
 from ddpbench.replicas.report import (
-    NOT_REDUCED,
     Detail,
     Difference,
+    Fault,
     Key,
     Mismatch,
     NonFinite,
     Origin,
     Report,
     WithoutGradient,
+    count_by_kind,
     count_kind,
     few,
+    listed_kinds,
     ranks_text,
-    read_coordinates,
 )
+from ddpbench.replicas.state import KINDS, NOT_REDUCED
 from ddpbench.replicas.training import Facts
 
 T = TypeVar("T", Difference, Mismatch, NonFinite, WithoutGradient)
 _SHOWN = 8  # ranks or sets of ranks in a sentence; the report has them all
-_FOLDS = 3  # findings per kind of a pattern; one more finding sums up the rest
+_FOLDS = 3  # findings per pattern; one more finding sums up the rest
 
 
 def list_findings(
     report: Report,
     facts: Facts | None,
-    *,
     history: Mapping[Key, tuple[int, str]],
-    rebroadcasts: bool,
-    traced: bool,
     stages: Sequence[str],
+    *,
+    traced: bool,
 ) -> tuple[Finding, ...]:
     """Return all findings, the worst first; the likely cause is part of the finding it explains.
 
-    What earlier reports explained, and is still wrong, is summed up in one finding. Then the other
-    findings are about tensors that have newly become wrong.
+    What earlier reports explained, and is still wrong, is summed up in one finding. In that case
+    the other findings are about tensors that have newly become wrong.
 
-    facts: None if nothing differs or there is a history. history: what is still wrong, with the
-    step and the code of the report that explained it. rebroadcasts: DDP sends rank 0's buffers
-    before each forward. traced: local gradients are watched for NaN. stages: dimensions of the mesh
-    along which ranks hold other layers.
+    facts: None if nothing differs. history: what is still wrong, with the step and the code of the
+    report that explained it. stages: dimensions of the mesh along which ranks hold other layers.
+    traced: local gradients are watched for NaN.
     """
+    fresh = replace(
+        report,
+        differences=[d for d in report.differences if d.key not in history],
+        mismatches=[m for m in report.mismatches if m.key not in history],
+        nonfinite=[n for n in report.nonfinite if n.key not in history],
+    )
+    rebroadcasts = facts is not None and not facts.totals["keeps_buffers"]
+    cause = None if facts is None or history else find_cause(facts)
+    example = None
+    if facts is not None and cause is not None:
+        example = next(iter(facts.select(cause.evidence) or report.differences), None)
+    rows = [*_list_differences(fresh, example, rebroadcasts), *_list_mismatches(fresh)]
+    if cause is not None and rows:
+        _add_cause(rows, cause)
+    rows += _list_nonfinite(fresh, traced)
     if not history:
-        rows = [*_list_wrong(report, facts, rebroadcasts, traced), *_list_notes(report, stages)]
+        rows += _list_notes(report, stages)
     else:
-        rows = [_sum_up_history(history, report.step)]
-        if not report.wrong <= history.keys():
-            fresh = replace(
-                report,
-                differences=tuple(d for d in report.differences if d.key not in history),
-                mismatches=tuple(m for m in report.mismatches if m.key not in history),
-                nonfinite=tuple(n for n in report.nonfinite if n.key not in history),
-            )
-            rows += _list_wrong(fresh, None, rebroadcasts, traced)
+        rows = [_sum_up_history(history, report.step), *([] if report.repeated else rows)]
     return tuple(sorted(rows, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def _add_cause(rows: list[Finding], cause: Cause) -> None:
+    """Add the cause to the finding that it explains, and put that first."""
+    structure = (row for row in rows if row.code == "structure-differs")
+    chosen = next((row for row in structure if row.place["kind"] in cause.unlike), rows[0])
+    rows.remove(chosen)
+    explained = replace(
+        chosen,
+        code=cause.code,
+        sentence=f"{chosen.sentence}. Likely cause: {cause.sentence}",
+        next_step=cause.next_step,
+        place={**chosen.place, "cause": cause.code},
+    )
+    rows.insert(0, explained)
 
 
 def _sum_up_history(history: Mapping[Key, tuple[int, str]], step: int | None) -> Finding:
@@ -78,60 +99,30 @@ def _sum_up_history(history: Mapping[Key, tuple[int, str]], step: int | None) ->
     return Finding("error", code, sentence, "", place)
 
 
-def _list_wrong(
-    report: Report, facts: Facts | None, rebroadcasts: bool, traced: bool
-) -> Iterator[Finding]:
-    cause, example = find_cause(facts) if facts else None, None
-    if facts and cause:
-        example = next(iter(facts.select(cause.evidence) or report.differences), None)
-    folds = [*_differences(report, example, rebroadcasts), *_mismatches(report)]
-    if cause is not None and folds:
-        unlike = [
-            fold
-            for fold in folds
-            if fold.code == "structure-differs" and fold.place["kind"] in cause.unlike
-        ]
-        chosen = (unlike or folds)[0]
-        folds.remove(chosen)
-        yield replace(
-            chosen,
-            code=cause.code,
-            sentence=f"{chosen.sentence}. Likely cause: {cause.sentence}",
-            next_step=cause.next_step,
-            place={**chosen.place, "cause": cause.code},
-        )
-    yield from folds
-    yield from _nonfinite(report, traced)
-
-
 # --- tensors with the same ranks in one finding
 
 
 def _fold(
-    tensors: Sequence[T],
-    key: Callable[[T], tuple[Hashable, ...]],
-    order: Callable[[list[T]], tuple[bool, int]] | None = None,
+    tensors: Sequence[T], key: Callable[[T], tuple[Hashable, ...]], example: Fault | None = None
 ) -> list[list[T]]:
-    """Put tensors with equal keys together, sorted by `order` if it is given.
+    """Put tensors with equal keys together, those of the example first, then the most.
 
     Of each first item of a key, up to _FOLDS folds are returned, and the rest as one more.
     """
-    folds: dict[tuple[Hashable, ...], list[T]] = {}
+    patterns: dict[Hashable, dict[Hashable, list[T]]] = {}
     for tensor in tensors:
-        folds.setdefault(key(tensor), []).append(tensor)
-    ordered = sorted(folds.values(), key=order) if order else list(folds.values())
-    shown: dict[Hashable, list[list[T]]] = {}
-    for fold in ordered:
-        alike = shown.setdefault(key(fold[0])[0], [])
-        if len(alike) <= _FOLDS:
-            alike.append(fold)
-        else:
-            alike[-1].extend(fold)
-    return [fold for alike in shown.values() for fold in alike]
+        pattern, *rest = key(tensor)
+        patterns.setdefault(pattern, {}).setdefault(tuple(rest), []).append(tensor)
+    shown = []
+    for folds in patterns.values():
+        ordered = sorted(folds.values(), key=lambda fold: (example not in fold, -len(fold)))
+        others = [tensor for fold in ordered[_FOLDS:] for tensor in fold]
+        shown += [*ordered[:_FOLDS], others] if others else ordered
+    return shown
 
 
 def _place(
-    report: Report, fold: Sequence[T], at: Sequence[int], **rest: object
+    report: Report, fold: Sequence[Fault], at: Sequence[int], **rest: object
 ) -> dict[str, object]:
     """Return the place of a finding on some tensors, with the coordinates of the ranks `at`."""
     first, names = fold[0], list(dict.fromkeys([tensor.name for tensor in fold]))
@@ -146,91 +137,77 @@ def _place(
     return place
 
 
-def _list_ranks(fold: Sequence[Difference] | Sequence[Mismatch]) -> tuple[list[int], list[int]]:
+def _list_ranks(fold: Sequence[Fault]) -> tuple[list[int], list[int]]:
     """Return the ranks in a minority, and the ranks to name: all of the first tensor for a tie."""
     ranks = sorted({rank for tensor in fold for rank in tensor.minority})
     return ranks, ranks or [rank for side in fold[0].sides for rank in side]
 
 
-def _differences(
+def _list_differences(
     report: Report, example: Difference | None, rebroadcasts: bool
 ) -> Iterator[Finding]:
-    places = Places(report)
-    severities = {"buffer": "note" if rebroadcasts else "warning"}
-    folds = _fold(
-        report.differences,
-        lambda difference: ("", difference.kind == "buffer", difference.values),
-        lambda fold: (example not in fold, -len(fold)),
-    )
-    for fold in folds:
+    for fold in _fold(report.differences, lambda d: ("", d.kind == "buffer", d.sides), example):
         shown = example if example and example in fold else fold[0]
         ranks, at = _list_ranks(fold)
-        severity = min((severities.get(d.kind, "error") for d in fold), key=SEVERITIES.index)
-        sentence = _describe_fold(fold, shown, report, places)
+        severities = [KINDS[difference.kind].if_differs for difference in fold]
+        severity = min(severities, key=SEVERITIES.index)
+        if shown.kind == "buffer" and rebroadcasts:
+            severity = "note"
         place = _place(report, [shown, *fold], at, ranks=ranks)
+        sentence = _describe_fold(fold, shown, report)
         yield Finding(severity, "replicas-differ", sentence, "", place)
 
 
-def _mismatches(report: Report) -> Iterator[Finding]:
+def _list_mismatches(report: Report) -> Iterator[Finding]:
+    def list_keys(mismatch: Mismatch) -> tuple[Hashable, ...]:
+        return mismatch.kind, *((form == "absent", ranks) for form, ranks in mismatch.pairs)
+
     places = Places(report)
-    folds = _fold(
-        report.mismatches,
-        lambda m: (m.kind, *((form == "absent", ranks) for form, ranks in m.forms)),
-    )
-    for fold in folds:
+    for fold in _fold(report.mismatches, list_keys):
         first, names = fold[0], few([mismatch.name for mismatch in fold])
-        absent = {r for m in fold for form, side in m.forms if form == "absent" for r in side}
-        forms = ", ".join(f"{form} in {places.name(side)}" for form, side in first.forms)
+        forms = ", ".join(f"{form} in {places.name(ranks)}" for form, ranks in first.pairs)
         sentence = f"{first.kind} {first.name}: {forms}"
-        if first.kind == "gradient" and absent:
-            sentence = f"{_count_parameters(fold)} no gradient in "
-            sentence += f"{places.name(sorted(absent))} and one in other ranks: {names}"
-        elif len(fold) > 1:
+        if len(fold) > 1:
             tensors = count_kind(first.kind, len(fold))
             sentence = f"{tensors} do not match between ranks: {names}. For example {sentence}"
         place = _place(report, fold, _list_ranks(fold)[1])
         yield Finding("error", "structure-differs", sentence, "", place)
 
 
-def _count_parameters(tensors: Sequence[object]) -> str:
-    return f"{counted(len(tensors), 'parameter')} {'has' if len(tensors) == 1 else 'have'}"
-
-
-def _without_gradient(report: Report) -> Iterator[Finding]:
+def _list_without_gradient(report: Report) -> Iterator[Finding]:
     places = Places(report)
     mismatched = {mismatch.name for mismatch in report.mismatches if mismatch.kind == "gradient"}
     missing = [each for each in report.without_gradient if each.name not in mismatched]
     for fold in _fold(missing, lambda each: ((each.zeros, each.ranks),)):
         ranks, names = fold[0].ranks, few([each.name for each in fold])
         everywhere = len(ranks) == len(report.ranks)
+        verb = "has" if len(fold) == 1 else "have"
         gradient = "a gradient of zeros" if fold[0].zeros else "no gradient"
         where = "any rank" if everywhere else places.name(ranks)
         yield Finding(
             "note" if everywhere else "warning",
             "without-gradient",
-            f"{_count_parameters(fold)} {gradient} in {where}: {names}",
+            f"{counted(len(fold), 'parameter')} {verb} {gradient} in {where}: {names}",
             "" if everywhere else f"find out why the loss of {where} does not use them",
             _place(report, fold, () if everywhere else ranks, ranks=list(ranks)),
         )
 
 
-def _nonfinite(report: Report, traced: bool) -> Iterator[Finding]:
-    places = Places(report)
+def _list_nonfinite(report: Report, traced: bool) -> Iterator[Finding]:
+    def list_keys(tensor: NonFinite) -> tuple[Hashable, ...]:
+        return tensor.kind, tensor.severity, *(rank for rank, _ in tensor.counts)
+
     explained = False  # the origin and the next step are given once
-    folds = _fold(
-        report.nonfinite,
-        lambda each: (each.kind, each.severity, *(rank for rank, _ in each.counts)),
-    )
-    for fold in folds:
-        first = fold[0]
+    for fold in _fold(report.nonfinite, list_keys):
+        first, names = fold[0], few([tensor.name for tensor in fold])
         ranks = sorted({rank for tensor in fold for rank, _ in tensor.counts})
         counts = sorted({count for tensor in fold for _, count in tensor.counts})
-        span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        elements, where = f"{span} element{'' if span == '1' else 's'}", places.name(ranks)
-        part = f", {first.shard}" if first.shard else ""
+        elements = counted(counts[-1], "element")
+        if len(counts) > 1:
+            elements = f"{counts[0]} to {elements}"
+        where, part = Places(report).name(ranks), f", {first.shard}" if first.shard else ""
         sentence = f"{first.kind} {first.name}{part}: {elements} NaN or infinite in {where}"
         if len(fold) > 1:
-            names = few([tensor.name for tensor in fold])
             sentence = f"{count_kind(first.kind, len(fold))} have NaN or infinite elements in "
             sentence += f"{where}: {names}; {elements} each"
         next_step = ""
@@ -255,8 +232,8 @@ def _explain_origin(origins: Sequence[Origin], traced: bool) -> tuple[str, str]:
         )
     firsts = []
     for origin in origins[:_SHOWN]:
-        ago = origin.steps_ago
-        when = f", {ago} step{'' if ago == 1 else 's'} before this one" if ago else ""
+        ago = counted(origin.steps_ago, "step")
+        when = f", {ago} before this one" if origin.steps_ago else ""
         firsts.append(f"rank {origin.rank} in {origin.place}{when}")
     ranks = ranks_text([origin.rank for origin in origins])
     return (
@@ -265,60 +242,45 @@ def _explain_origin(origins: Sequence[Origin], traced: bool) -> tuple[str, str]:
     )
 
 
-# --- notes beside what is wrong
+# --- notes
 
 
 def _list_notes(report: Report, stages: Sequence[str]) -> Iterator[Finding]:
-    yield from _without_gradient(report)
-    yield from _not_compared(report)
+    yield from _list_without_gradient(report)
+    yield from _list_not_compared(report)
+    notes = {}
     if report.nothing_to_compare:
-        yield Finding(
-            "note",
-            "nothing-to-compare",
+        notes["nothing-to-compare"] = (
             "no parameter is compared: each element of each parameter is in one rank only, as "
-            "fully_shard intends. This is neither a proof nor a failure",
-            "stop a loop on `report.failed`, which ignores this",
+            "fully_shard intends. This is neither a proof nor a failure"
         )
     if stages:
         names = list_all(stages)
-        yield Finding(
-            "note",
-            "pipeline-stages",
-            f"ranks along {names} hold other layers, so they are not compared along {names}",
+        notes["pipeline-stages"] = (
+            f"ranks along {names} hold other layers, so they are not compared along {names}"
         )
     if any(d.kind != "buffer" and not d.minority for d in report.differences):
-        yield Finding(
-            "note",
-            "no-majority",
-            "no value has a majority of ranks, so nobody can say which is right",
-        )
+        notes["no-majority"] = "no value has a majority of ranks, so nobody can say which is right"
     if not report.rng_equal:
-        yield Finding(
-            "note",
-            "rng-differs",
+        notes["rng-differs"] = (
             "the ranks' random number generators are in different states; this is intended if "
-            "dropout and augmentation differ by rank",
+            "dropout and augmentation differ by rank"
         )
+    yield from (Finding("note", code, sentence) for code, sentence in notes.items())
 
 
-def _not_compared(report: Report) -> Iterator[Finding]:
+def _list_not_compared(report: Report) -> Iterator[Finding]:
     for reason in dict.fromkeys(skipped.reason for skipped in report.not_compared):
         fold = [skipped for skipped in report.not_compared if skipped.reason == reason]
-        counts = Counter(tensor.kind for tensor in fold)
-        tensors = ", ".join(count_kind(kind, count) for kind, count in counts.items())
         names = [tensor.name for tensor in fold]
-        next_step = "do not count these tensors as equal. Stop a loop on `report.failed`, which "
-        next_step += "ignores them"
-        if reason.startswith(NOT_REDUCED):
-            next_step = "sum the parts before you use them as a parameter: `tensor.redistribute("
-            next_step += "placements=[...])` with Replicate() or Shard() in place of Partial()"
-        yield Finding(
-            "warning",
-            "not-compared",
-            f"not compared: {tensors} ({reason}): {few(list(dict.fromkeys(names)))}",
-            next_step,
-            {"tensors": names},
+        next_step = (
+            "sum the parts before you use them: `tensor.redistribute(placements=[...])`"
+            if reason.startswith(NOT_REDUCED)
+            else "do not count these tensors as equal: stop a loop on `report.failed`"
         )
+        tensors = listed_kinds(count_by_kind(fold))
+        sentence = f"not compared: {tensors} ({reason}): {few(list(dict.fromkeys(names)))}"
+        yield Finding("warning", "not-compared", sentence, next_step, {"tensors": names})
 
 
 # --- sentences on differences
@@ -328,85 +290,68 @@ class Places:
     """Names sets of ranks by their coordinates on a mesh, if there is one, else by numbers."""
 
     def __init__(self, report: Report) -> None:
-        self._where = read_coordinates(report.coordinates)
-        self.known = bool(self._where)
+        self._where = report.where
 
-    def name(self, ranks: Sequence[int]) -> str:
-        """Return "dp_replicate=1 (ranks 4-7)", or "ranks 4-7" if no coordinates describe them."""
-        values, everywhere = self._values(ranks), self._values(list(self._where))
-        narrowed = {name: values[name] for name in values if values[name] != everywhere[name]}
-        if not narrowed or prod(map(len, values.values())) != len(ranks):
-            return ranks_text(ranks)
-        shown = values if len(ranks) == 1 else narrowed
-        return f"{_join(shown)} ({ranks_text(ranks)})"
+    def name(self, ranks: Sequence[int], others: Sequence[int] = ()) -> str:
+        """Return "dp_replicate=1 (ranks 4-7)", or "ranks 4-7" if no coordinates describe them.
 
-    def contrast(self, ranks: Sequence[int], others: Sequence[int]) -> str:
-        """Name ranks by the coordinates in which they are not like the others."""
-        values, against = self._values(ranks), self._values(others)
-        unlike = {name: values[name] for name in values if values[name] != against[name]}
+        If other ranks are given: "dp_replicate=1", the coordinates in which they are unlike those.
+        """
+        values = self._find_values(ranks)
+        against = self._find_values(others or list(self._where))
+        unlike = {name: values[name] for name in values if values[name] != against.get(name)}
         if not unlike or prod(map(len, values.values())) != len(ranks):
-            return self.name(ranks)
-        return _join(unlike)
+            return self.name(ranks) if others else ranks_text(ranks)
+        shown = values if len(ranks) == 1 and not others else unlike
+        text = ", ".join(f"{name}={spans(sorted(each))}" for name, each in shown.items())
+        return text if others else f"{text} ({ranks_text(ranks)})"
 
-    def _values(self, ranks: Sequence[int]) -> dict[str, set[int]]:
+    def _find_values(self, ranks: Sequence[int]) -> dict[str, set[int]]:
         if not ranks or any(rank not in self._where for rank in ranks):
             return {}
         return {name: {self._where[r][name] for r in ranks} for name in self._where[ranks[0]]}
 
 
-def _join(values: Mapping[str, set[int]]) -> str:
-    return ", ".join(f"{name}={spans(sorted(each))}" for name, each in values.items())
-
-
-def _describe_fold(
-    fold: list[Difference], example: Difference, report: Report, places: Places
-) -> str:
+def _describe_fold(fold: list[Difference], example: Difference, report: Report) -> str:
     details = ". ".join(_describe_detail(example, d) for d in example.details[:_SHOWN])
     shape = "x".join(map(str, example.shape))
     tensor = f"{example.kind} {example.name} ({example.dtype}{' ' if shape else ''}{shape})"
     tensor += f", {example.shard}" if example.shard else ""
     if len(fold) == 1:
-        text = _describe_sides(tensor, example, places)
+        text = f"{tensor}{',' if example.shard else ''} differs"
+        if report.coordinates or not (example.minority and details):  # the details name the ranks
+            text = _describe_sides(text, example, report)
         return text + (f". {details}" if details else "")
-    names: dict[str, set[str]] = {}  # a tensor may differ in several ways, one for each shard
-    for difference in fold:
-        names.setdefault(difference.kind, set()).add(difference.name)
-    counts = (f"{len(each)} of {count_kind(k, report.compared[k])}" for k, each in names.items())
-    tensors = list_all(counts)
-    if len({difference.values for difference in fold}) > 1:
-        sides = f"{tensors} differ between other ranks"
-    elif example.minority and not places.known:
-        sides = f"{tensors} differ in {ranks_text(example.minority)}"
-    else:
-        sides = _describe_sides(tensors, example, places, verb="differ")
+    # A tensor may differ in several ways, one for each shard.
+    counts = count_by_kind({(d.kind, d.name): d for d in fold}.values())
+    tensors = list_all(f"{n} of {count_kind(k, report.compared[k])}" for k, n in counts.items())
+    text = f"{tensors} differ between other ranks"
+    if len({difference.sides for difference in fold}) == 1:
+        text = _describe_sides(f"{tensors} differ", example, report)
     # Buffers that DDP sends again differ after each step, and are reported each time.
-    dated = report.step is not None and example.kind != "buffer"
-    when = f", first seen in step {report.step}" if dated else ""
-    more = sum(map(len, names.values())) - 1
-    text = f"{sides}{when}: {example.name}" + (f" and {more} more" if more else "")
+    if report.step is not None and example.kind != "buffer":
+        text += f", first seen in step {report.step}"
+    text += f": {example.name}"
+    more = counts.total() - 1
+    text += f" and {more} more" if more else ""
     return text + (f". For example {tensor}: {details}" if details else "")
 
 
-def _describe_sides(
-    subject: str, difference: Difference, places: Places, verb: str = "differs"
-) -> str:
+def _describe_sides(predicate: str, difference: Difference, report: Report) -> str:
     """Name the ranks that differ: "dp_replicate=1: parameter w differs from dp_replicate=0"."""
-    first, *rest = difference.values
-    comma = "," if difference.shard and verb == "differs" else ""
-    if places.known and len(rest) == 1:
-        reference = places.contrast(first, rest[0])
-        return f"{places.name(rest[0])}: {subject}{comma} {verb} from {reference}"
-    if not places.known and difference.minority and difference.details:
-        return f"{subject} {verb}"  # the details name the ranks
-    sides = [places.name(ranks) for ranks in difference.values]
-    *others, last = sides if len(sides) <= _SHOWN else [*sides[:_SHOWN], "others"]
-    return f"{subject}{comma} {verb} between {', '.join(others)} and {last}"
+    places, (first, *rest) = Places(report), difference.sides
+    if report.coordinates and len(rest) == 1:
+        return f"{places.name(rest[0])}: {predicate} from {places.name(first, rest[0])}"
+    if not report.coordinates and difference.minority:
+        return f"{predicate} in {ranks_text(difference.minority)}"
+    sides = [places.name(ranks) for ranks in difference.sides]
+    shown = sides if len(sides) <= _SHOWN else [*sides[:_SHOWN], "others"]
+    return f"{predicate} between {list_all(shown)}"
 
 
 def _describe_detail(difference: Difference, detail: Detail) -> str:
     where = f" at [{', '.join(map(str, detail.index))}]" if detail.index else ""
-    text = ranks_text(detail.ranks)
-    text = text[0].upper() + text[1:]
+    text = ranks_text(detail.ranks).capitalize()
     if difference.shape:
         text += f": {detail.differing} of {detail.elements} elements"
         text += " of the shard" if difference.shard else ""

@@ -1,14 +1,14 @@
 """Compare the tensors whose digests differ, element by element.
 
 One rank sends its bits in pieces. Every other rank compares its own bits with them and keeps a few
-numbers. So no rank holds more than a piece, and each rank contributes one row of numbers.
+numbers. Therefore no rank holds more than a piece, and each rank contributes one row of numbers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,42 +17,35 @@ from torch import Tensor
 
 from ddpbench.catalog.payload import mix_bits
 from ddpbench.replicas.channel import Channel
-from ddpbench.replicas.digest import STEP
+from ddpbench.replicas.digest import STEP, plain
 from ddpbench.replicas.report import Detail
 
 PIECE_NBYTES = 4 << 20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Bytes = npt.NDArray[np.uint8]
 
 
 class Part(NamedTuple):
-    """A rank's part of a tensor, as all ranks must know it: the whole tensor or a shard."""
+    """A rank's part of a tensor, as it tells the other ranks: the whole tensor or a shard."""
 
     dtype: str  # "float32"
     shape: Sequence[int]
-    offsets: Sequence[int] | None  # in the tensor; None: the shard's elements do not lie together
+    offsets: Sequence[int] | None  # in the tensor; None: the shard's elements are not contiguous
     whole: Sequence[int] = ()  # shape of the tensor
-    shard: str = ""  # "shard 2 of 4"
+    shard: int = 1  # its number, from 1; 0 outside of the tensor's mesh
     shards: int = 1
     ranks: Sequence[int] = ()  # the scope
     digest: int = 0
     nonfinite: int = 0  # number of elements
-
-
-def by_value(values: Sequence[int]) -> list[list[int]]:
-    """Group the places of equal values: the largest group first, then by lowest place."""
-    places: dict[int, list[int]] = {}
-    for place, value in enumerate(values):
-        places.setdefault(value, []).append(place)
-    return sorted(places.values(), key=lambda group: (-len(group), group[0]))
+    frozen: bool = False  # a parameter with requires_grad=False
 
 
 def gather_details(
-    channel: Channel, tensor: Tensor, part: Part, sides: list[list[int]]
+    channel: Channel, tensor: Tensor | None, part: Part, sides: list[list[int]]
 ) -> tuple[Detail, ...]:
     """Compare the elements with those of the first rank of `sides`, which are places of ranks.
 
-    Every rank of the channel calls it with a tensor of the same size, in `sides` or not.
+    Every rank of the channel calls it, with the tensor of `part` if it is in `sides`, else with
+    None. Returns a detail for each of the other sides.
     """
     reference = sides[0][0]
     rows = channel.gather_objects(_broadcast_and_compare(channel, tensor, part, reference))
@@ -68,32 +61,36 @@ def gather_details(
 
 
 def _broadcast_and_compare(
-    channel: Channel, tensor: Tensor, part: Part, source: int
+    channel: Channel, tensor: Tensor | None, part: Part, source: int
 ) -> dict[str, Any]:
     """Compare this rank's elements with those of the rank at `source`: fields of a Detail."""
-    tensor, size = tensor.detach(), tensor.itemsize
+    dtype: torch.dtype = getattr(torch, part.dtype)
+    size, length = dtype.itemsize, math.prod(part.shape)
+    flat = None if tensor is None else plain(tensor).view(torch.uint8)
     count = PIECE_NBYTES // max(size, 8)  # each element is compared in several arrays of 8 bytes
-    differing, first, own_end, other_end = 0, 0, bytes(size), bytes(size)
+    differing, first, ends = 0, 0, (bytes(size), bytes(size))
     multiset, deltas = 0, [-1.0]
-    for start in range(0, tensor.numel(), count):
-        own = _piece(tensor, start, min(start + count, tensor.numel())).reshape(-1, size)
-        other = channel.broadcast_bytes(own.reshape(-1), source).reshape(-1, size)
-        places = np.flatnonzero((_words(own) != _words(other)).any(axis=1))
+    for start in range(0, length, count):
+        own = np.zeros((min(count, length - start), size), np.uint8)
+        if flat is not None:
+            piece = flat[start * size : start * size + own.size]
+            own = piece.cpu().numpy().reshape(own.shape)
+        other = channel.broadcast_bytes(own.reshape(-1), source).reshape(own.shape)
+        places = np.flatnonzero((own != other).any(axis=1))
         if places.size == 0:
             continue
         own, other = own[places], other[places]
         if not differing:
-            first = start + int(places[0])
-            own_end, other_end = own[0].tobytes(), other[0].tobytes()
+            first, ends = start + int(places[0]), (own[0].tobytes(), other[0].tobytes())
         differing += places.size
         multiset += _mix(own) - _mix(other)
-        deltas.append(_max_delta(own, other, tensor.dtype))
+        deltas.append(_max_delta(own, other, dtype))
     index: tuple[Any, ...] = ()
     if part.shape and part.offsets is not None:
         index = np.unravel_index(first, part.shape)
-    changed = int.from_bytes(own_end, "little") ^ int.from_bytes(other_end, "little")
+    changed = int.from_bytes(ends[0], "little") ^ int.from_bytes(ends[1], "little")
     one_bit = differing == 1 and changed.bit_count() == 1
-    value, reference_value = _show(own_end, other_end, tensor.dtype)
+    value, reference_value = _format_elements(ends, dtype)
     return {
         "differing": differing,
         "index": [int(i) + begin for i, begin in zip(index, part.offsets or (), strict=True)],
@@ -105,28 +102,11 @@ def _broadcast_and_compare(
     }
 
 
-def _piece(tensor: Tensor, start: int, stop: int) -> Bytes:
-    """Return the bytes of elements start … stop-1 in order, for any strides and device."""
-    if tensor.is_contiguous():
-        part = tensor.view(-1)[start:stop]
-    else:  # reshape would copy the whole
-        if not tensor.is_complex():  # torch takes no float8 and few unsigned dtypes
-            tensor = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])
-        part = tensor.take(torch.arange(start, stop, device=tensor.device))
-    part = part.resolve_conj().resolve_neg().cpu().contiguous()
-    return cast(Bytes, part.view(torch.uint8).numpy())
-
-
-def _words(elements: Bytes) -> npt.NDArray[Any]:
-    """View uint8[n, itemsize] as unsigned words of up to 64 bits: [n, 1], or [n, 2] of 16 bytes."""
-    size = min(8, elements.shape[1])
-    return np.ascontiguousarray(elements).view(f"u{size}")
-
-
 def _mix(elements: Bytes) -> int:
     """Hash uint8[n, itemsize] to a number modulo 2^64 that does not depend on their order."""
+    words = np.ascontiguousarray(elements).view(f"u{min(8, elements.shape[1])}")
     mixed = np.zeros(len(elements), np.uint64)
-    for column in _words(elements).T.astype(np.uint64):
+    for column in words.T.astype(np.uint64):
         mixed = mix_bits((mixed ^ column) + np.uint64(STEP))
     return int(mixed.sum(dtype=np.uint64))
 
@@ -140,13 +120,13 @@ def _max_delta(own: Bytes, other: Bytes, dtype: torch.dtype) -> float:
     return float(deltas.max()) if deltas.numel() else -1.0
 
 
-def _show(own: bytes, other: bytes, dtype: torch.dtype) -> list[str]:
-    """Return two elements in the fewest digits that identify them; if need be with their bits."""
+def _format_elements(elements: Sequence[bytes], dtype: torch.dtype) -> list[str]:
+    """Return elements in the fewest digits that identify them; if need be with their bits."""
     texts = []
-    for element in (own, other):
+    for element in elements:
         value = torch.frombuffer(bytearray(element), dtype=dtype)[0].item()
         texts.append(str(np.float32(value)) if dtype == torch.float32 else repr(value))
-    if texts[0] == texts[1] or "nan" in texts[0] + texts[1]:
-        for place, element in enumerate((own, other)):
-            texts[place] += f" (0x{element[::-1].hex()})"
+    if len({*texts}) == 1 or any("nan" in text for text in texts):
+        pairs = zip(texts, elements, strict=True)
+        return [f"{text} (0x{element[::-1].hex()})" for text, element in pairs]
     return texts

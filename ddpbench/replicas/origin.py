@@ -1,8 +1,8 @@
 """Origins of NaN and infinity: a rank's outputs and gradients before gradients are reduced.
 
-After the reduction every rank has the NaN, and its origin is lost. So hooks on the module's forward
-and on each parameter sum up every output and gradient, on the tensor's device and without waiting
-for it. Only a verification that finds a value that is not finite reads these sums.
+After the reduction every rank has the NaN, and its origin is lost. Therefore hooks on the module's
+forward and on each parameter sum up every output and gradient, on the tensor's device and without
+waiting for it. Only a verification that finds a value that is not finite reads these sums.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 from ddpbench.replicas.digest import total
 from ddpbench.replicas.state import unwrap
 
-OUTPUT = "the output of forward"
-
 
 class Tracer:
     """Watch one replica until `close`."""
@@ -27,13 +25,13 @@ class Tracer:
     def __init__(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        self._places = [OUTPUT]
+        self._places = ["the output of forward"]
         self._passed: list[tuple[int, Tensor]] = []  # (place, sum) since the last optimizer step
         self._steps: list[tuple[list[int], Tensor]] = []  # places and sums per step since `clear`
         self._hooks: list[Any] = [module.register_forward_hook(_ForwardHook(self._passed))]
         for name, parameter in unwrap(module).named_parameters():
             if parameter.requires_grad:
-                hook = _gradient_hook(self._passed, len(self._places))
+                hook = _make_gradient_hook(self._passed, len(self._places))
                 self._hooks.append(parameter.register_hook(hook))
                 self._places.append(f"the gradient of {name}")
         # Steps are counted at the first optimizer.
@@ -49,14 +47,13 @@ class Tracer:
         self._passed.clear()
         self._steps.clear()
 
-    def first(self) -> tuple[int, str] | None:
+    def find_first(self) -> tuple[int, str] | None:
         """Return how many optimizer steps ago and where a value was not finite first, else None.
 
         A gradient also counts as not finite if the sum of its elements overflows.
         """
         count = len(self._steps)
-        if self._passed:
-            self._end_step()
+        self._end_step()
         for index, (places, values) in enumerate(self._steps):
             nonfinite = (~values.isfinite()).nonzero()
             if len(nonfinite):
@@ -78,7 +75,7 @@ class Tracer:
             self._passed.clear()
 
 
-def _gradient_hook(passed: list[tuple[int, Tensor]], place: int) -> Any:
+def _make_gradient_hook(passed: list[tuple[int, Tensor]], place: int) -> Any:
     def hook(gradient: Tensor) -> None:
         if gradient.layout == torch.strided and type(gradient) is Tensor:
             passed.append((place, total(gradient)))
@@ -101,5 +98,5 @@ class _ForwardHook:
                 self._passed.append((0, value))
 
     def __reduce__(self) -> Any:
-        """A copied or saved module gets a hook that does nothing and loads without ddpbench."""
+        """Give a copied or saved module a hook that does nothing and loads without ddpbench."""
         return getattr, (nullcontext(), "__exit__")

@@ -1,16 +1,17 @@
-"""The report of a verification: frozen data, the same in every rank, and its text."""
+"""The report of a verification: data that is the same in every rank, and its text."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted, name_ranks
+from ddpbench.replicas.state import KINDS, NotCompared
 
-# What is wrong, kind, name, and the ranks on each side.
-Key = tuple[str, str, str, tuple[tuple[int, ...], ...]]
+Sides = tuple[tuple[int, ...], ...]  # sets of ranks that agree with each other
+Key = tuple[str, str, str, Sides]  # what is wrong, kind, name and sides
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,14 @@ class Detail:
     permuted: bool  # the same elements in another order
 
 
-class _Wrong:
-    """A tensor that differs, does not match or is not finite."""
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A tensor or number that is not as it should be, from its digests to its sentence."""
 
-    kind: str  # "parameter", "gradient", "optimizer" or "buffer"
+    kind: str  # one of KINDS
     name: str
-    shard = ""
-
-    @property
-    def sides(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of ranks that agree with each other; empty if all ranks agree."""
-        return ()
+    sides: Sides = ()  # empty if all ranks agree
+    shard: str = ""  # "shard 2 of 4" of a sharded tensor: `sides` are ranks that hold this shard
 
     @property
     def key(self) -> Key:
@@ -49,85 +47,51 @@ class _Wrong:
     @property
     def minority(self) -> tuple[int, ...]:
         """Ranks outside the largest set of equal ranks; empty if there is a tie."""
-        first, *others = sorted(self.sides, key=len, reverse=True)
+        first, *others = sorted(self.sides, key=len, reverse=True) or [()]
         if others and len(first) == len(others[0]):
             return ()
         return tuple(sorted(rank for ranks in others for rank in ranks))
 
 
-@dataclass(frozen=True)
-class Difference(_Wrong):
-    """A tensor or a number whose bits are not the same in all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class Difference(Fault):
+    """A tensor or a number whose bits are not the same in all ranks, the largest side first."""
 
-    kind: str
-    name: str
     dtype: str
     shape: tuple[int, ...]
-    values: tuple[tuple[int, ...], ...]  # sets of ranks that share a value, the largest first
     details: tuple[Detail, ...] = ()  # empty beyond the first `locate` tensors of a kind
-    shard: str = ""  # "shard 2 of 4" of a sharded tensor: `values` are ranks that hold this shard
-
-    @property
-    def sides(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of ranks that share a value."""
-        return self.values
 
 
-@dataclass(frozen=True)
-class Mismatch(_Wrong):
+@dataclass(frozen=True, kw_only=True)
+class Mismatch(Fault):
     """A tensor or value that is missing in some ranks, or has another shape, dtype or device."""
 
-    kind: str
-    name: str
-    forms: tuple[tuple[str, tuple[int, ...]], ...]  # ("float32 (3, 2) cpu" or "absent", ranks)
+    forms: tuple[str, ...]  # of each side: "float32 (3, 2) cpu" or "absent"
 
     @property
-    def sides(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of ranks that have the same form."""
-        return tuple(ranks for _, ranks in self.forms)
+    def pairs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Each form with the ranks that have it."""
+        return list(zip(self.forms, self.sides, strict=True))
 
 
-@dataclass(frozen=True)
-class NonFinite(_Wrong):
+@dataclass(frozen=True, kw_only=True)
+class NonFinite(Fault):
     """A tensor with NaN or infinite elements."""
 
-    kind: str
-    name: str
     counts: tuple[tuple[int, int], ...]  # (rank, number of elements), only ranks with any
-    shard: str = ""  # as in Difference
-    frozen: bool = False  # a parameter with requires_grad=False
+    frozen: bool = False  # a parameter with requires_grad=False, which may be a mask of -inf
 
     @property
     def severity(self) -> str:
-        """ "error" for what training needs: trained parameters and the optimizer's state.
-
-        A buffer or a frozen parameter may be a mask of -inf. A loss scaler causes infinite
-        gradients and skips their step.
-        """
-        if self.frozen or self.kind == "gradient":
-            return "warning"
-        return "note" if self.kind == "buffer" else "error"
+        """ "error" for what training needs: trained parameters and the optimizer's state."""
+        return "warning" if self.frozen else KINDS[self.kind].if_nonfinite
 
 
-NOT_REDUCED = "not reduced"  # the reason of a tensor with a Partial placement begins so
-
-
-@dataclass(frozen=True)
-class NotCompared:
-    """A tensor or value that could not be compared."""
-
-    kind: str
-    name: str
-    reason: str  # "sharded: each rank holds its own part"
-
-
-@dataclass(frozen=True)
-class WithoutGradient:
+@dataclass(frozen=True, kw_only=True)
+class WithoutGradient(Fault):
     """A trained parameter whose gradient is None in some ranks or in all."""
 
-    kind = "parameter"
-    shard = ""
-    name: str
+    kind: str = "parameter"
     ranks: tuple[int, ...]
     zeros: bool = False  # the gradient is not None but all zeros, unlike in other ranks
 
@@ -141,7 +105,7 @@ class Origin:
     place: str  # "the output of forward", or "the gradient of fc.weight"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
     """The result of one verification, the same in every rank. Ranks are global ranks.
 
@@ -154,23 +118,23 @@ class Report:
 
     ranks: tuple[int, ...]  # ranks that were compared
     step: int | None
-    compared: dict[str, int]  # kind → number of tensors and numbers
-    nbytes: int  # size of the compared values in one rank
-    differences: tuple[Difference, ...] = ()
-    mismatches: tuple[Mismatch, ...] = ()
-    nonfinite: tuple[NonFinite, ...] = ()
+    equal_until: int | None = None  # last step after which a Verifier found everything equal
+    compared: dict[str, int] = field(default_factory=dict)  # kind → number of tensors and numbers
+    # kind → number of tensors of which each element is in one rank only; not part of `compared`
+    held_once: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0  # size of the compared values in one rank
+    differences: list[Difference] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)
+    nonfinite: list[NonFinite] = field(default_factory=list)
     without_gradient: tuple[WithoutGradient, ...] = ()
     origins: tuple[Origin, ...] = ()  # of `nonfinite`, if a Verifier traces it
     not_compared: tuple[NotCompared, ...] = ()
     rng_equal: bool = True
+    # "dp_replicate=1, dp_shard=0" of each rank, if tensors are on a DeviceMesh; else empty
+    coordinates: tuple[tuple[int, str], ...] = ()
     findings: tuple[Finding, ...] = ()  # sentences on all of the above, the worst first
-    equal_until: int | None = None  # last step after which a Verifier found everything equal
     since: int | None = None  # step of the Verifier's first report of this fault
     repeated: bool = False  # an earlier report of the same Verifier has explained everything
-    # kind → number of tensors of which each element is in one rank only; not part of `compared`
-    held_once: dict[str, int] = field(default_factory=dict)
-    # "dp_replicate=1, dp_shard=0" of each rank, if tensors lie on a DeviceMesh; else empty
-    coordinates: tuple[tuple[int, str], ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -178,22 +142,12 @@ class Report:
 
         Buffers may differ. Only trained parameters and the optimizer's state must be finite.
         """
-        return not (self.failed or self.not_compared or self.nothing_to_compare)
-
-    @property
-    def nothing_to_compare(self) -> bool:
-        """Whether each element of each parameter is in one rank only."""
-        return self.held_once.get("parameter", 0) > 0 and not self.compared["parameter"]
+        return not self.failed and self.equal
 
     @property
     def failed(self) -> bool:
         """Whether something but a buffer differs, or parameters or state are not finite."""
         return any(f.severity == "error" for f in self.findings)
-
-    @property
-    def differs(self) -> bool:
-        """Whether something differs between ranks; buffers, a note or a warning, do not count."""
-        return bool(self._faulty)
 
     @property
     def equal(self) -> bool:
@@ -202,6 +156,16 @@ class Report:
         Buffers may differ.
         """
         return not (self.differs or self.not_compared or self.nothing_to_compare)
+
+    @property
+    def differs(self) -> bool:
+        """Whether something differs between ranks; buffers, a note or a warning, do not count."""
+        return bool(self._faulty)
+
+    @property
+    def nothing_to_compare(self) -> bool:
+        """Whether each element of each parameter is in one rank only."""
+        return self.held_once.get("parameter", 0) > 0 and not self.compared["parameter"]
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -220,8 +184,20 @@ class Report:
         return {tensor.key for tensor in [*self._faulty, *nonfinite]}
 
     @property
+    def where(self) -> dict[int, dict[str, int]]:
+        """The coordinates of each rank by the names of the mesh's dimensions; empty without one."""
+        rows = ((rank, [p.split("=") for p in text.split(", ")]) for rank, text in self.coordinates)
+        return {rank: {name: int(value) for name, value in parts} for rank, parts in rows}
+
+    @property
+    def dimensions(self) -> list[str]:
+        """The names of the mesh's dimensions."""
+        return [*next(iter(self.where.values()), {})]
+
+    @property
     def _faulty(self) -> list[Difference | Mismatch]:
-        return [d for d in self.differences if d.kind != "buffer"] + list(self.mismatches)
+        main = (d for d in self.differences if KINDS[d.kind].if_differs == "error")
+        return [*main, *self.mismatches]
 
     @property
     def cause(self) -> Finding | None:
@@ -232,50 +208,41 @@ class Report:
     def headline(self) -> str:
         """The verdict, the ranks and what was compared, in one line."""
         when = "" if self.step is None else f"step {self.step}: "
-        ranks = ranks_text(self.ranks)
+        ranks, compared = ranks_text(self.ranks), listed_kinds(self.compared)
+        # A tensor may have several differences, one for each shard.
+        counts = count_by_kind({(d.kind, d.name): d for d in self.differences}.values())
+        differing = [
+            f"{n} of {count_kind(kind, self.compared[kind])}" for kind, n in counts.items()
+        ]
+        parts = {"not compared": count_by_kind(self.not_compared), "held once": self.held_once}
+        others = [f"; {title}: {listed_kinds(n)}" for title, n in parts.items() if any(n.values())]
+        if self.repeated and self.differs:
+            return f"{when}replicas still DIFFERENT in {ranks}, as in step {self.since}"
         if self.differs:
-            return f"{when}replicas {self._describe_differences(ranks)}"
-        buffers = self._differing_counts()
-        verdict = f"replicas equal{' but for ' if buffers else ''}{', '.join(buffers)}"
+            same = {kind: n for kind, n in self.compared.items() if n and kind not in counts}
+            equal = f"; equal: {listed_kinds(same)}" if same else ""
+            return f"{when}replicas {self._describe_differences(differing)}{equal}{''.join(others)}"
+        verdict = f"replicas equal{' but for ' if differing else ''}{', '.join(differing)}"
         if self.not_compared:
-            partly = self.compared["parameter"] > 0 or all(
-                skipped.kind != "parameter" for skipped in self.not_compared
-            )
+            partly = self.compared["parameter"] or "parameter" not in parts["not compared"]
             verdict = f"replicas NOT {'ALL ' if partly else ''}COMPARED"
         elif self.nothing_to_compare:
             verdict = "NOTHING TO COMPARE: each element of each parameter is in one rank only,"
         elif len(self.ranks) == 1:
             verdict = "one replica, equal to itself"
         if self.failed:
-            verdict += ", but NOT FINITE,"
-        compared = listed_kinds(self.compared)
-        return f"{when}{verdict} in {ranks}; compared: {compared}{self._list_others()}"
+            verdict = f"{verdict.rstrip(',')}, but NOT FINITE,"
+        return f"{when}{verdict} in {ranks}; compared: {compared}{''.join(others)}"
 
-    def _describe_differences(self, ranks: str) -> str:
-        if self.repeated:
-            return f"still DIFFERENT in {ranks}, as in step {self.since}"
-        counts = self._differing_counts()
-        mismatched = Counter(mismatch.kind for mismatch in self.mismatches)
-        counts += [f"{count_kind(kind, n)} not matching" for kind, n in mismatched.items()]
+    def _describe_differences(self, differing: list[str]) -> str:
+        ranks = ranks_text(self.ranks)
+        unlike = count_by_kind(self.mismatches)
+        counts = [*differing, *(f"{count_kind(k, n)} not matching" for k, n in unlike.items())]
         until = "" if self.equal_until is None else f" (equal after step {self.equal_until})"
-        differing = {difference.kind for difference in self.differences}
-        same = {kind: n for kind, n in self.compared.items() if n and kind not in differing}
-        equal = f"; equal: {listed_kinds(same)}" if same else ""
         minorities = {difference.minority for difference in self.differences}
         minority = minorities.pop() if len(minorities) == 1 else ()
         where = f": {ranks_text(minority)} of {ranks}" if minority else f" in {ranks}"
-        return f"DIFFERENT{where}{until}: {', '.join(counts)}{equal}{self._list_others()}"
-
-    def _differing_counts(self) -> list[str]:
-        """Return "2 of 4 parameters" for each kind with differences."""
-        counts = Counter(kind for kind, _ in {(d.kind, d.name): None for d in self.differences})
-        return [f"{n} of {count_kind(kind, self.compared[kind])}" for kind, n in counts.items()]
-
-    def _list_others(self) -> str:
-        counts = Counter(skipped.kind for skipped in self.not_compared)
-        skipped = f"; not compared: {listed_kinds(counts)}" if counts else ""
-        once = any(self.held_once.values())
-        return skipped + (f"; held once: {listed_kinds(self.held_once)}" if once else "")
+        return f"DIFFERENT{where}{until}: {', '.join(counts)}"
 
     def __str__(self) -> str:
         lines = [self.headline]
@@ -286,10 +253,9 @@ class Report:
         return "\n".join(lines)
 
 
-def read_coordinates(coordinates: Sequence[tuple[int, str]]) -> dict[int, dict[str, int]]:
-    """Return the coordinates of each rank by the names of the dimensions of the mesh."""
-    rows = ((rank, [part.split("=") for part in text.split(", ")]) for rank, text in coordinates)
-    return {rank: {name: int(value) for name, value in parts} for rank, parts in rows}
+def count_by_kind(tensors: Iterable[Fault | NotCompared]) -> Counter[str]:
+    """Return the number of tensors of each kind."""
+    return Counter(tensor.kind for tensor in tensors)
 
 
 def count_kind(kind: str, count: int) -> str:

@@ -1,4 +1,4 @@
-"""The state of a replica: names and tensors, without copies. Nothing is changed.
+"""The state of a replica: names, tensors and numbers, without copies. Nothing is changed.
 
 DTensors are recognised by their attributes, because torch.distributed.tensor is slow to import and
 a module without DTensors does not need it.
@@ -21,26 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.replicas.channel import read_grid
-from ddpbench.replicas.digest import Digests, number_type, of_bytes
-from ddpbench.replicas.report import NOT_REDUCED, NotCompared
+from ddpbench.replicas.digest import Digests, as_tensor, of_bytes
 from ddpbench.replicas.scopes import Layout
 
-KINDS = ("parameter", "gradient", "optimizer", "buffer")
 IGNORED = "DDP is set to ignore it"
 SHARDED = "sharded: each rank holds its own part"
+NOT_REDUCED = "not reduced"  # the reason of a tensor with a Partial placement begins so
 # fully_shard keeps these gradients unsharded, or not yet reduced over all replicas.
 WAITING = "not synchronised yet: fully_shard reduces it after the last micro-batch"
-
-
-class Entry(NamedTuple):
-    """One named tensor or value of a replica."""
-
-    name: str
-    value: Any  # a tensor or a number; None if `dtype` is the text of another value
-    dtype: Any
-    shape: tuple[int, ...]
-    device: str  # "cpu", "cuda", …; "" for a number
-    layout: Layout | None = None  # of a DTensor: `shape` is that of the whole, `value` this shard
+_NUMBERS = (bool, int, float, complex)
+_OPAQUE = re.compile(r"torch\.(bits|float4|u?int[1-7]$)")  # dtypes torch cannot copy or show
 
 
 class Held(NamedTuple):
@@ -51,15 +41,203 @@ class Held(NamedTuple):
     waiting: bool  # its gradient is not synchronised yet
 
 
+class Kind(NamedTuple):
+    """The severity of a tensor that differs between ranks, and of one that is not finite."""
+
+    if_differs: str = "error"
+    if_nonfinite: str = "error"
+
+
+# To check another kind of tensor, add an entry here, and yield its tensors in `_list_items`.
+KINDS = {
+    "parameter": Kind(),
+    "gradient": Kind(if_nonfinite="warning"),  # a loss scaler skips the step of infinite gradients
+    "optimizer": Kind(),
+    "buffer": Kind("warning", "note"),  # it may be a mask of -inf
+}
+
+
+def _list_items(
+    module: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Sequence[Held],
+    gradients: bool,
+) -> Iterator[tuple[str, str, Any, str]]:
+    """Yield kind, name, value and, if it cannot be compared, the reason, of all that is compared.
+
+    A value is a tensor, a number, a text or None. Its name is the same in all ranks.
+    """
+    inner = unwrap(module)
+    ignored: set[str] = getattr(wrapper(module), "parameters_to_ignore", set())
+    sharded = _find_sharded(inner)
+    for name, parameter, waiting in parameters:
+        reason = IGNORED if name in ignored else SHARDED if parameter in sharded else ""
+        yield "parameter", name, parameter, reason
+        if gradients and (waiting or parameter.grad is not None):
+            yield "gradient", name, parameter.grad, WAITING if waiting else reason
+    for name, buffer in inner.named_buffers():
+        yield "buffer", name, buffer, IGNORED if name in ignored else ""
+    names: dict[Tensor, str] = {held.parameter: held.name for held in parameters}
+    for number, optimizer in enumerate(optimizers):
+        prefix = f"optimizers[{number}]." if len(optimizers) > 1 else ""
+        for g, group in enumerate(optimizer.param_groups):
+            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            for name, value in _flatten(f"param_groups[{g}]", options):
+                yield "optimizer", prefix + name, value, ""
+        for owner, name, value in [] if shards_state(optimizer) else _list_state(optimizer, names):
+            # Other numbers may be a rank's own, such as LBFGS's loss. Those that reach a parameter
+            # make that differ.
+            if not isinstance(value, _NUMBERS) or name.endswith(".step"):
+                yield "optimizer", prefix + name, value, SHARDED if owner in sharded else ""
+
+
+def _list_state(
+    optimizer: torch.optim.Optimizer, names: dict[Any, str]
+) -> Iterator[tuple[Tensor | None, str, Any]]:
+    """Yield the parameter of each value of the state, its name, and the value."""
+    others = dict(optimizer.state)
+    for g, group in enumerate(optimizer.param_groups):
+        for p, parameter in enumerate(group["params"]):
+            name = names.get(parameter, f"param_groups[{g}].params[{p}]")
+            for path, value in _flatten(name, others.pop(parameter, {})):
+                yield parameter, path, value
+    for path, value in _flatten("state", others):
+        yield None, path, value
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values within dictionaries and lists, with their paths as names."""
+    if isinstance(value, dict):
+        for i, (key, item) in enumerate(value.items()):
+            # The text of an object differs between processes; its position does not.
+            yield from _flatten(f"{name}.{key if isinstance(key, (str, int)) else i}", item)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _flatten(f"{name}[{i}]", item)
+    else:
+        yield name, value
+
+
+# --- the state
+
+
+@dataclass
+class Entry:
+    """One named tensor or value of a replica, and what was read of it."""
+
+    name: str
+    tensor: Tensor | None  # None if `dtype` is the text of another value
+    dtype: Any
+    shape: tuple[int, ...] = ()
+    device: str = ""  # "cpu", "cuda", …; "" for a number
+    layout: Layout | None = None  # of a DTensor: `shape` is that of the whole, `tensor` this shard
+    whole: Any = None  # the DTensor
+    frozen: bool = False  # a parameter with requires_grad=False
+    digest: int = 0
+    nonfinite: int = 0  # number of elements; 0 if this rank has not looked
+
+    @property
+    def nbytes(self) -> int:
+        """The size of this rank's part; 8 for a number or a text."""
+        return self.tensor.nbytes if self.tensor is not None and self.device else 8
+
+    def describe(self) -> str:
+        """Return dtype, shape and device: "float32 (3, 2) cpu"."""
+        if self.tensor is None:
+            return str(self.dtype)
+        parts = [str(self.dtype).removeprefix("torch."), str(tuple(self.shape)), self.device]
+        return " ".join(filter(None, [*parts, self.layout.text if self.layout else ""]))
+
+
+@dataclass(frozen=True)
+class NotCompared:
+    """A tensor or value that could not be compared."""
+
+    kind: str
+    name: str
+    reason: str  # "sharded: each rank holds its own part"
+
+
 @dataclass
 class State:
     """The entries by kind, and the tensors and values that cannot be compared."""
 
+    parameters: list[Held]
     entries: dict[str, list[Entry]]
-    not_compared: list[NotCompared]
-    parameters: list[Held] = field(default_factory=list)
+    held_once: Counter[str]  # number of tensors by kind, outside the entries
+    not_compared: list[NotCompared] = field(default_factory=list)
     meshes: list[DeviceMesh] = field(default_factory=list)  # of DTensors; the same one many times
-    held_once: Counter[str] = field(default_factory=Counter)  # by kind, outside the entries
+
+
+def read_state(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], gradients: bool
+) -> State:
+    """Read the state of this rank's replica."""
+    sharded = [group for o in optimizers if shards_state(o) for group in o.param_groups]
+    held_once = Counter(optimizer=sum(len(group["params"]) for group in sharded))
+    parameters = list(list_parameters(unwrap(module)))
+    state = State(parameters, {kind: [] for kind in KINDS}, held_once)
+    for kind, name, value, reason in _list_items(module, optimizers, parameters, gradients):
+        local, layout = value, None
+        if is_dtensor(value):
+            local, layout = _read_local(value), make_layout(value.device_mesh, value.placements)
+            state.meshes.append(value.device_mesh)
+        reason = reason or _explain_unreadable(local, layout)
+        if reason:
+            state.not_compared.append(NotCompared(kind, name, reason))
+        elif isinstance(value, Tensor):
+            frozen = kind == "parameter" and not value.requires_grad
+            device = local.device.type
+            shape, whole = value.shape, None if layout is None else value
+            entry = Entry(name, local, local.dtype, shape, device, layout, whole, frozen)
+            state.entries[kind].append(entry)
+        elif isinstance(value, _NUMBERS):
+            number = as_tensor(value)
+            state.entries[kind].append(Entry(name, number, number.dtype))
+        else:
+            state.entries[kind].append(Entry(name, None, repr(value)))
+    return state
+
+
+def _explain_unreadable(tensor: Any, layout: Layout | None) -> str:
+    """Return why a value cannot be compared; "" if it can."""
+    if not isinstance(tensor, Tensor):
+        known = tensor is None or isinstance(tensor, (str, *_NUMBERS))
+        return "" if known else f"a {type(tensor).__name__} is neither a tensor nor a number"
+    if layout is not None and layout.partial:
+        return f"{NOT_REDUCED}: its placement is Partial along {' and '.join(layout.partial)}"
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        if torch.nn.parameter.is_lazy(tensor):
+            return "not initialised yet"
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            return f"a {type(tensor).__name__} has no memory for its elements"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return "a nested tensor" if tensor.is_nested else f"its layout is {tensor.layout}"
+    if tensor.is_meta or (tensor.numel() and tensor.data_ptr() == 0):
+        return "it has no memory"
+    if tensor.is_quantized:
+        return "quantized"
+    no_copy = tensor.dtype is torch.complex32 and not tensor.is_contiguous()
+    unreadable = no_copy or _OPAQUE.match(str(tensor.dtype))
+    return f"torch cannot read its dtype, {tensor.dtype}" if unreadable else ""
+
+
+def digest_structure(kind: str, entries: Sequence[Entry]) -> tuple[int, Digests]:
+    """Return digests of names, dtypes, shapes, devices and layouts: of all entries, and of each.
+
+    Contents can be compared only if these are equal.
+    """
+    rows = ((e.name, e.dtype, e.shape, e.device, e.layout and e.layout.text) for e in entries)
+    return _digest_rows(kind, tuple(rows))
+
+
+@lru_cache(maxsize=32)  # it is the same in every step, and a lookup is ten times cheaper
+def _digest_rows(kind: str, rows: tuple[tuple[Any, ...], ...]) -> tuple[int, Digests]:
+    texts = [repr((kind, *row)).encode() for row in rows]
+    return of_bytes(b"\n".join(texts)), np.array([*map(of_bytes, texts)], np.uint64)
+
+
+# --- wrappers, DTensors and fully_shard
 
 
 def _peel(module: Any) -> Iterator[torch.nn.Module]:
@@ -81,47 +259,8 @@ def wrapper(module: torch.nn.Module) -> DistributedDataParallel | None:
     return next((m for m in _peel(module) if isinstance(m, DistributedDataParallel)), None)
 
 
-def collect(
-    module: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    gradients: bool,
-) -> State:
-    """Collect the state of this rank's replica."""
-    state = State({kind: [] for kind in KINDS}, [])
-    outer, inner = wrapper(module), unwrap(module)
-    ignored: set[str] = getattr(outer, "parameters_to_ignore", set())
-    sharded = _sharded(inner)
-    names: dict[Tensor, str] = {}
-    state.parameters += list_parameters(inner)
-    for name, parameter, waiting in state.parameters:
-        names[parameter] = name
-        reason = IGNORED if name in ignored else SHARDED if parameter in sharded else ""
-        _add(state, "parameter", name, parameter, reason)
-        if gradients and (waiting or parameter.grad is not None):
-            _add(state, "gradient", name, parameter.grad, WAITING if waiting else reason)
-    for name, buffer in inner.named_buffers():
-        _add(state, "buffer", name, buffer, IGNORED if name in ignored else "")
-    for number, optimizer in enumerate(optimizers):
-        prefix = f"optimizers[{number}]." if len(optimizers) > 1 else ""
-        for name, value in _options(optimizer):
-            _add(state, "optimizer", prefix + name, value)
-        if shards_state(optimizer):
-            state.held_once["optimizer"] += sum(len(g["params"]) for g in optimizer.param_groups)
-            continue
-        for owner, name, value in _states(optimizer, names):
-            # Other numbers may be a rank's own, such as LBFGS's loss. Those that reach a parameter
-            # make that differ.
-            if isinstance(value, _NUMBERS) and not name.endswith(".step"):
-                continue
-            _add(state, "optimizer", prefix + name, value, SHARDED if owner in sharded else "")
-    return state
-
-
-def _sharded(module: torch.nn.Module) -> set[Tensor]:
-    """Return the parameters that FullyShardedDataParallel shards as plain tensors.
-
-    The parameters of fully_shard are DTensors; `_explain_unreadable` recognises those.
-    """
+def _find_sharded(module: torch.nn.Module) -> set[Tensor]:
+    """Return the parameters that FullyShardedDataParallel shards as plain tensors."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # if not imported, no module uses it
     if fsdp is None:
         return set()
@@ -137,117 +276,12 @@ def _sharded(module: torch.nn.Module) -> set[Tensor]:
 def shards_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether each rank holds only a part of the optimizer's state."""
     optim: Any = sys.modules.get("torch.distributed.optim")
-    kind = getattr(optim, "ZeroRedundancyOptimizer", ())
-    return isinstance(optimizer, kind)
+    return isinstance(optimizer, getattr(optim, "ZeroRedundancyOptimizer", ()))
 
 
 def is_option(name: str) -> bool:
     """Return whether a name of kind "optimizer" belongs to an option, such as lr, not to state."""
     return re.match(r"(optimizers\[\d+\]\.)?param_groups\[\d+\]\.(?!params\[)", name) is not None
-
-
-def _options(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    for g, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key not in ("params", "param_names"):
-                yield from _within(f"param_groups[{g}].{key}", value)
-
-
-def _states(
-    optimizer: torch.optim.Optimizer, names: dict[Tensor, str]
-) -> Iterator[tuple[Tensor | None, str, Any]]:
-    others = dict(optimizer.state)
-    for g, group in enumerate(optimizer.param_groups):
-        for p, parameter in enumerate(group["params"]):
-            name = names.get(parameter, f"param_groups[{g}].params[{p}]")
-            for path, value in _within(name, others.pop(parameter, {})):
-                yield parameter, path, value
-    for path, value in _within("state", others):
-        yield None, path, value
-
-
-def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for i, (key, item) in enumerate(value.items()):
-            # The text of an object differs between processes; its position does not.
-            yield from _within(f"{name}.{key if isinstance(key, (str, int)) else i}", item)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _within(f"{name}[{i}]", item)
-    else:
-        yield name, value
-
-
-_NUMBERS = (bool, int, float, complex)
-_OPAQUE = re.compile(r"torch\.(bits|float4|u?int[1-7]$)")  # dtypes torch cannot copy or show
-
-
-def _add(state: State, kind: str, name: str, value: Any, reason: str = "") -> None:
-    if isinstance(value, Tensor):
-        whole: Any = value
-        layout = None
-        if not reason and is_dtensor(value):
-            layout, value = read_layout(value), read_local(value)
-            if layout.partial:
-                along = " and ".join(layout.partial)
-                reason = f"{NOT_REDUCED}: its placement is Partial along {along}"
-            state.meshes.append(whole.device_mesh)
-        reason = reason or _explain_unreadable(value)
-    elif not (value is None or isinstance(value, (str, *_NUMBERS))):
-        reason = reason or f"a {type(value).__name__} is neither a tensor nor a number"
-    if reason:
-        state.not_compared.append(NotCompared(kind, name, reason))
-    elif isinstance(value, Tensor):
-        entry = Entry(name, value, value.dtype, whole.shape, value.device.type, layout)
-        state.entries[kind].append(entry)
-    elif isinstance(value, _NUMBERS):
-        state.entries[kind].append(Entry(name, value, number_type(value), (), ""))
-    else:
-        state.entries[kind].append(Entry(name, None, repr(value), (), ""))
-
-
-def _explain_unreadable(tensor: Tensor) -> str:
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        if torch.nn.parameter.is_lazy(tensor):
-            return "not initialised yet"
-        if hasattr(type(tensor), "__tensor_flatten__"):
-            return f"a {type(tensor).__name__} has no memory for its elements"
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return "a nested tensor" if tensor.is_nested else f"its layout is {tensor.layout}"
-    if tensor.is_meta or (tensor.numel() and tensor.data_ptr() == 0):
-        return "it has no memory"
-    if tensor.is_quantized:
-        return "quantized"
-    no_copy = tensor.dtype is torch.complex32 and not tensor.is_contiguous()
-    opaque = no_copy or _OPAQUE.match(str(tensor.dtype))
-    return f"torch cannot read its dtype, {tensor.dtype}" if opaque else ""
-
-
-def row(entry: Entry) -> str:
-    """Return dtype, shape and device of an entry: "float32 (3, 2) cpu"."""
-    if entry.value is None:
-        return str(entry.dtype)
-    parts = [str(entry.dtype).removeprefix("torch."), str(tuple(entry.shape)), entry.device]
-    parts.append(entry.layout.text if entry.layout else "")
-    return " ".join(filter(None, parts))
-
-
-def digest_structure(kind: str, entries: Sequence[Entry]) -> tuple[int, Digests]:
-    """Return digests of names, dtypes, shapes, devices and layouts: of all entries, and of each.
-
-    Contents can be compared only if these are equal.
-    """
-    rows = ((e.name, e.dtype, e.shape, e.device, e.layout and e.layout.text) for e in entries)
-    return _digest_rows(kind, tuple(rows))
-
-
-@lru_cache(maxsize=32)  # it is the same in every step, and a lookup is ten times cheaper
-def _digest_rows(kind: str, rows: tuple[tuple[Any, ...], ...]) -> tuple[int, Digests]:
-    texts = [repr((kind, *row)).encode() for row in rows]
-    return of_bytes(b"\n".join(texts)), np.array([*map(of_bytes, texts)], np.uint64)
-
-
-# --- DTensors and fully_shard
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -256,33 +290,34 @@ def is_dtensor(tensor: Tensor) -> bool:
     return kind is not Tensor and hasattr(kind, "device_mesh") and hasattr(kind, "placements")
 
 
-def read_local(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor, without autograd."""
+def _read_local(tensor: Any) -> Tensor:
     local: Tensor = tensor._local_tensor  # to_local() wraps it anew in each call
     wait = getattr(local, "wait", None)  # a collective may still run
     return local if wait is None else cast(Tensor, wait())
 
 
-def read_layout(tensor: Any) -> Layout:
-    """Return the placements of a DTensor; the same object for the same mesh and placements."""
-    return _layout(tensor.device_mesh, tensor.placements)
-
-
 @lru_cache(maxsize=256)
-def _layout(mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
+def make_layout(mesh: DeviceMesh, placements: tuple[Any, ...]) -> Layout:
+    """Return the layout of a DTensor; the same object for the same mesh and placements."""
     grid = read_grid(mesh)
     named = list(zip(grid.names, grid.shape, placements, strict=True))
-    splits = []
-    for placement in placements:
-        factor = getattr(placement, "split_factor", 0)  # before is_shard: it differs by version
-        sharded = placement.is_shard() or bool(factor)
-        splits.append((placement.dim, factor) if sharded else None)
     return Layout(
         grid,
-        tuple(splits),
+        # Of a _StridedShard, is_shard() differs by version.
+        tuple(each.is_shard() or hasattr(each, "split_factor") for each in placements),
         tuple(name for name, _, placement in named if placement.is_partial()),
         ", ".join(f"{placement!r} on {name}={size}" for name, size, placement in named),
     )
+
+
+def find_offsets(entry: Entry) -> list[int] | None:
+    """Return where this rank's shard begins in a DTensor; None if it is not contiguous there."""
+    from torch.distributed.tensor import _utils  # slow to import
+
+    mesh, placements = entry.whole.device_mesh, entry.whole.placements
+    shape, offsets = _utils.compute_local_shape_and_global_offset(entry.shape, mesh, placements)
+    known = entry.tensor is not None and tuple(shape) == tuple(entry.tensor.shape)
+    return list(offsets) if known else None
 
 
 def list_parameters(module: torch.nn.Module) -> Iterator[Held]:

@@ -1,17 +1,16 @@
 """Verify that replicas are equal, bit for bit. Every rank calls it after a step.
 
-One verification reads this rank's replica (state.py), compares it with those of the other ranks
-(compare.py), asks how the ranks train (training.py) and explains what is wrong (causes.py,
-findings.py). Healthy replicas cost one pass over the replica's memory and one all_reduce of a few
+`gather_report` reads this rank's replica (state.py), compares it with those of the other ranks
+(compare.py), asks how the ranks train (training.py) and explains what is wrong (findings.py,
+causes.py). Healthy replicas cost one pass over the replica's memory and one all_reduce of a few
 hundred bytes, however many ranks and tensors there are. With pipeline stages, another all_reduce
-and 16 bytes of each rank travel as well, and the names of parameters without a gradient.
+and the names of the parameters travel as well.
 """
 
 from __future__ import annotations
 
 import json
 import operator
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import Any
@@ -20,49 +19,42 @@ import torch
 from torch.distributed import GroupMember, ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ddpbench.records.wording import counted, list_all
 from ddpbench.replicas.channel import Channel, Target, choose_target
 from ddpbench.replicas.compare import Comparison, Options
 from ddpbench.replicas.digest import of_bytes
 from ddpbench.replicas.findings import list_findings
 from ddpbench.replicas.origin import Tracer
 from ddpbench.replicas.report import (
-    Difference,
-    Mismatch,
-    NotCompared,
     Origin,
     Report,
+    count_by_kind,
     count_kind,
     few,
     listed_kinds,
 )
-from ddpbench.replicas.state import KINDS, collect, unwrap, wrapper
+from ddpbench.replicas.state import KINDS, NotCompared, read_state, unwrap, wrapper
 from ddpbench.replicas.training import (
+    FROZEN,
     TRAINED,
-    Flags,
-    Training,
-    add_frozen_in_some,
     gather_facts,
-    gather_training,
+    gather_usages,
     gather_without_gradient,
-    read_flags,
     read_usage,
 )
 from ddpbench.runtime import devices
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 _NONE = type(None)
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "module": ((torch.nn.Module,), "a torch.nn.Module"),
-    "optimizer": (
-        (torch.optim.Optimizer, _NONE),
-        "a torch.optim.Optimizer, a list of them or None",
-    ),
-    "group": ((ProcessGroup, _NONE), "a process group or None"),
-    "mesh": ((DeviceMesh, _NONE), "a DeviceMesh or None"),
-    "gradients": ((bool, _NONE), "True, False or None"),
-    "finite": ((bool,), "True or False"),
-    "locate": ((int,), "a whole number"),
-    "trace_nonfinite": ((bool,), "True or False"),
+_TYPES: dict[str, tuple[type, ...]] = {
+    "module": (torch.nn.Module,),
+    "optimizer": (torch.optim.Optimizer, list, tuple, _NONE),
+    "group": (ProcessGroup, _NONE),
+    "mesh": (DeviceMesh, _NONE),
+    "gradients": (bool, _NONE),
+    "finite": (bool,),
+    "locate": (int,),
+    "trace_nonfinite": (bool,),
 }
 
 
@@ -141,7 +133,12 @@ class Verifier:
         _check_types(module=module, optimizer=optimizer, group=group, mesh=mesh)
         _check_types(gradients=gradients, finite=finite, locate=locate)
         _check_types(trace_nonfinite=trace_nonfinite)
-        optimizers = _as_tuple(optimizer)
+        if group is not None and mesh is not None:
+            raise ValueError("group and mesh both name the ranks to compare: pass one of them")
+        listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        for each in listed:
+            _check_types(optimizer=each)
+        optimizers = tuple(each for each in listed if each is not None)
         if trace_nonfinite and not optimizers:
             raise ValueError("trace_nonfinite=True needs the optimizer: its steps are counted")
         self._target = module, optimizers, mesh or group
@@ -159,8 +156,7 @@ class Verifier:
         report = self._gather(step)
         self._first_step = step if self._last is None else self._first_step
         self._last, self._checks = report, self._checks + 1
-        wrong: list[Difference | Mismatch] = [*report.differences, *report.mismatches]
-        for tensor in wrong:
+        for tensor in (*report.differences, *report.mismatches):
             self.first_bad.setdefault((tensor.kind, tensor.name), step)
         if not report.differs:
             self.equal_until = step
@@ -180,25 +176,24 @@ class Verifier:
 
     def summary(self) -> str:
         """Return the outcome of all checks so far in a few lines, without asking other ranks."""
-        checks = f"{self._checks} verification{'' if self._checks == 1 else 's'}"
+        checks = counted(self._checks, "verification")
         if self._last is None:
             return f"{checks}: nothing was compared"
         checks += f", of steps {self._first_step} to {self._last.step}"
         if self._last.not_compared:
-            skipped = Counter(each.kind for each in self._last.not_compared)
-            checks += f" (not compared: {listed_kinds(skipped)})"
+            checks += f" (not compared: {listed_kinds(count_by_kind(self._last.not_compared))})"
         if self._last.nothing_to_compare:
             checks += " (nothing to compare: each element of each parameter is in one rank only)"
-        buffers = [name for kind, name in self.first_bad if kind == "buffer"]
-        if self.first_report is None:
-            others = f", except {count_kind('buffer', len(buffers))}: {few(buffers)}"
-            return f"{checks}: all compared tensors were equal and finite{others * bool(buffers)}"
         steps: dict[int, list[str]] = {}
         for (kind, name), step in self.first_bad.items():
             steps.setdefault(step, []).append(f"{kind} {name}")
+        if self.first_report is None:
+            buffers = [name for kind, name in self.first_bad if kind == "buffer"]
+            others = f", except {count_kind('buffer', len(buffers))}: {few(buffers)}"
+            return f"{checks}: all compared tensors were equal and finite{others * bool(buffers)}"
         lines = [f"{checks}: {self._failures} failed, first in step {self.first_report.step}"]
         lines += [f"  from step {step} on: {few(names)}" for step, names in steps.items()]
-        return "\n".join([*lines, *str(self.first_report).splitlines()])
+        return "\n".join([*lines, str(self.first_report)])
 
     def close(self) -> None:
         """Remove the hooks of trace_nonfinite."""
@@ -210,17 +205,11 @@ class Verifier:
 
 def _check_types(**arguments: object) -> None:
     for name, value in arguments.items():
-        types, allowed = _TYPES[name]
-        if name == "group" and value is GroupMember.NON_GROUP_MEMBER:
-            continue  # Channel refuses it: this rank is not in the group
-        if name == "optimizer" and isinstance(value, (list, tuple)):
-            wrong = [type(item) for item in value if not isinstance(item, torch.optim.Optimizer)]
-            if wrong:
-                raise TypeError(f"{name} must be {allowed}, not a list with a {wrong[0].__name__}")
-        elif not isinstance(value, types):
-            raise TypeError(f"{name} must be {allowed}, not of type {type(value).__name__}")
-    if arguments.get("group") is not None and arguments.get("mesh") is not None:
-        raise ValueError("group and mesh both name the ranks to compare: pass one of them")
+        # Channel refuses a group that this rank is not in.
+        if not isinstance(value, _TYPES[name]) and value is not GroupMember.NON_GROUP_MEMBER:
+            names = list_all((kind.__name__ for kind in _TYPES[name]), "or")
+            given = type(value).__name__
+            raise TypeError(f"{name} must be {names.replace('NoneType', 'None')}, not {given}")
 
 
 def _as_step_number(step: Any) -> int:
@@ -228,12 +217,6 @@ def _as_step_number(step: Any) -> int:
         return operator.index(step)
     except TypeError:
         raise TypeError(f"step must be a whole number, not {step!r}") from None
-
-
-def _as_tuple(optimizer: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    if optimizer is None:
-        return ()
-    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
 
 
 # --- one verification
@@ -247,75 +230,53 @@ def gather_report(
     tracer: Tracer | None = None,
 ) -> Report:
     """Verify the replicas of a target: every rank calls it."""
-    state = collect(module, optimizers, options.gradients is not False)
-    target, root = choose_target(target, wrapper(module), state.meshes)
-    channel = Channel(target, module)
-    base = channel.make_base(root, target)
-    comparison = Comparison(channel, base, state, options, meshed=root is not None)
+    state = read_state(module, optimizers, options.gradients is not False)
     usage = read_usage(state, options.gradients is not False)
     untrained = {name: form for name, form in usage.items() if form != TRAINED}
-    skipped = [list(astuple(each)) for each in state.not_compared]
+    skipped = [astuple(each) for each in state.not_compared]
     digests = [of_bytes(json.dumps(each).encode()) for each in (untrained, skipped)]
-    flags = read_flags(module, optimizers, state)
+
+    target, root = choose_target(target, wrapper(module), state.meshes)
+    channel = Channel(target, module)
+    comparison = Comparison(channel, channel.make_base(root, target), state, options)
     kinds = [kind for kind in KINDS if kind != "gradient" or options.gradients]
-    same, totals = comparison.gather(kinds, [digest_rng(module), *digests], astuple(flags))
-    same_rng, same_usage, same_skipped = same
-    training = gather_training(comparison, usage, Flags(*totals), same_usage)
-    add_frozen_in_some(comparison, training)
-    if options.gradients is None and any(d.kind == "parameter" for d in comparison.differences):
+    same = comparison.gather(kinds, [digest_rng(module), *digests])
+    usages = gather_usages(comparison, usage, same=same[1])
+    report = comparison.report
+    if options.gradients is None and any(d.kind == "parameter" for d in report.differences):
         comparison.gather(["gradient"])
-    report = comparison.make_report(
-        training.frozen,
-        without_gradient=gather_without_gradient(comparison, training, module),
-        origins=_gather_origins(comparison, tracer),
-        not_compared=_gather_not_compared(comparison, skipped, same_skipped),
-        rng_equal=same_rng,
-    )
-    return _gather_findings(comparison, training, report, options, traced=tracer is not None)
-
-
-def _gather_findings(
-    comparison: Comparison, training: Training, report: Report, options: Options, *, traced: bool
-) -> Report:
-    """Return the report with its findings."""
-    history = {key: when for key, when in options.history.items() if key in report.wrong}
+    report.rng_equal = same[0]
+    report.without_gradient = gather_without_gradient(comparison, usages, module)
+    report.origins = _gather_origins(channel, tracer, wanted=bool(report.nonfinite))
+    report.not_compared = _gather_not_compared(comparison, skipped, same=same[2])
     facts = None
-    if not history and (report.differences or report.mismatches):
-        facts = gather_facts(comparison, report, training)
-    findings = list_findings(
-        report,
-        facts,
-        history=history,
-        rebroadcasts=not training.flags.keeps_buffers,
-        traced=traced,
-        stages=[comparison.base.grid.names[d] for d in comparison.base.stages],
-    )
-    since = min(history.values())[0] if history else options.step
-    return replace(
-        report,
-        findings=findings,
-        since=since if report.wrong else None,
-        repeated=bool(history) and report.wrong <= history.keys(),
-    )
+    if report.differences or report.mismatches:
+        frozen = {name for name, forms in usages.items() if FROZEN in forms}
+        facts = gather_facts(comparison, frozen, module, optimizers)
+    history = {key: when for key, when in options.history.items() if key in report.wrong}
+    report.repeated = bool(history) and report.wrong <= history.keys()
+    if report.wrong:
+        report.since = min(history.values())[0] if history else options.step
+    stages = [comparison.base.grid.names[d] for d in comparison.base.stages]
+    report.findings = list_findings(report, facts, history, stages, traced=tracer is not None)
+    return report
 
 
 def _gather_not_compared(
-    comparison: Comparison, skipped: list[list[str]], same: bool
+    comparison: Comparison, skipped: list[tuple[str, ...]], same: bool
 ) -> tuple[NotCompared, ...]:
     tables = [skipped] if same else comparison.channel.gather_objects(skipped)
     rows = dict.fromkeys(tuple(row) for table in tables for row in table)
-    return tuple(NotCompared(*row) for row in rows if row[0] in comparison.compared)
+    return tuple(NotCompared(*row) for row in rows if row[0] in comparison.report.compared)
 
 
-def _gather_origins(comparison: Comparison, tracer: Tracer | None) -> tuple[Origin, ...]:
+def _gather_origins(channel: Channel, tracer: Tracer | None, wanted: bool) -> tuple[Origin, ...]:
     if tracer is None:
         return ()
-    first = tracer.first() if comparison.nonfinite else None
+    first = tracer.find_first() if wanted else None
     tracer.clear()
-    if not comparison.nonfinite:
-        return ()
-    ranks, firsts = comparison.channel.ranks, comparison.channel.gather_objects(first)
-    origins = [Origin(r, *each) for r, each in zip(ranks, firsts, strict=True) if each is not None]
+    firsts = channel.gather_objects(first) if wanted else []
+    origins = [Origin(channel.ranks[i], *each) for i, each in enumerate(firsts) if each]
     earliest = max((origin.steps_ago for origin in origins), default=0)
     return tuple(origin for origin in origins if origin.steps_ago == earliest)
 

@@ -91,7 +91,6 @@ class Proof:
         self.reported: tuple[Finding, ...] = ()  # those that this rank reports to rank 0
         self._every, self._observer, self._asked = every, observer, bool(every)
         self._records: dict[str, Record] = {}
-        self._stages: dict[bytes, tuple[int, ...]] = {}  # as in Options
         self._backwards: Counter[tuple[int, ...]] = Counter()  # synchronised ones of each group
         self._steps = 0  # optimizer steps
         self._began, self._lost = time.monotonic(), 0.0
@@ -155,7 +154,6 @@ class Proof:
             locate=LOCATED,
             step=number,
             equal_until=record.equal_until,
-            stages=self._stages,
         )
         report = gather_report(one.module, tuple(one.optimizers), None, options)
         if report.cause is not None and report.cause.code == AVERAGED and not record.averaged:

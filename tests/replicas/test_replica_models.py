@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from frozen import Frozen
-from replica_reports import facts_of, report_as_json, without_figures
+from replica_reports import facts_of, pairs_of, report_as_json, without_figures
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -302,7 +302,7 @@ def two_optimizers() -> Any:
         torch.optim.SGD(ddp.module.outer.parameters(), 0.1 * (1 + dist.get_rank()), 0.9),
     ]
     verifier = ddpbench.Verifier(ddp, both)
-    names = [entry.name for entry in state.collect(ddp, both, True).entries["optimizer"]]
+    names = [entry.name for entry in state.read_state(ddp, both, True).entries["optimizer"]]
     assert len(names) == len(set(names))
     return verifier.check(1)
 
@@ -373,7 +373,7 @@ def healthy(name: str) -> Any:
     make, options, settings = kinds[name]
     ddp = alike(make, **options)
     if name == "compiled":  # torch.compile leaves no mark on names
-        names = [entry.name for entry in state.collect(ddp, (), True).entries["parameter"]]
+        names = [entry.name for entry in state.read_state(ddp, (), True).entries["parameter"]]
         assert names == [name for name, _ in ddp.module._orig_mod.named_parameters()]
     trained = [p for p in ddp.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-3, **settings)
@@ -474,7 +474,7 @@ def test_a_fault_of_a_real_model(reports: Callable[[str], Any], fault: Any, froz
     assert not report["ok"]
     assert report["findings"][0]["next_step"]
     counts = [len(found["place"].get("tensors", ())) for found in report["findings"]]
-    mismatches = [[each["name"], each["forms"]] for each in report["mismatches"]]
+    mismatches = [[each["name"], pairs_of(each)] for each in report["mismatches"]]
     origins = [[each["rank"], each["steps_ago"]] for each in report["origins"]]
     frozen.facts([*facts_of(report, "tensors"), counts, mismatches, origins])
     frozen.text(without_figures(report["text"]))

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from frozen import Frozen
-from replica_reports import facts_of, report_as_json, without_figures
+from replica_reports import facts_of, pairs_of, report_as_json, without_figures
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from two_replicas import make_values
@@ -32,8 +32,8 @@ from warm_python import warm_python
 
 import ddpbench
 from ddpbench.records.schema import Finding
-from ddpbench.replicas import causes, digest, findings, locate, state
-from ddpbench.replicas.report import ranks_text
+from ddpbench.replicas import causes, compare, digest, findings, state
+from ddpbench.replicas.report import Fault, ranks_text
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -46,8 +46,7 @@ DTYPES = [
 
 def on_device(tensor: Tensor) -> int:
     """The digest that a tensor on a GPU gets, of one on the CPU."""
-    (only,) = digest.weighted([tensor])
-    return only
+    return int(digest.weigh_words(tensor))
 
 
 FORMULAS = [digest.of_cpu, on_device]
@@ -117,7 +116,6 @@ def test_values_whose_low_bits_are_zero(monkeypatch: pytest.MonkeyPatch) -> None
     """Exchanging two of them between blocks changes the digest on a device, which linear weights
     would not see."""
     monkeypatch.setattr(digest, "BLOCK", 8)
-    monkeypatch.setattr(digest, "JOINED", 4)
     powers = 2.0 ** (torch.arange(32, dtype=torch.float64) % 2)
     digests = {on_device(powers)}
     for i in range(0, 32, 2):
@@ -131,21 +129,21 @@ def test_values_whose_low_bits_are_zero(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_each_tensor_is_searched_by_exactly_one_of_equal_ranks(ranks: int) -> None:
     """However the bytes are spread: the shares are whole tensors, and equal tensors equal loads."""
-    for sizes in ([0], [1], [5, 0, 7, 0], [1 << 16, 1, 1, 1], [8] * 48):
-        tensors = [torch.full((size,), math.inf) for size in sizes]
-        counts = [digest.read([*tensors, 3.0], (rank, ranks))[1] for rank in range(ranks)]
-        assert (sum(counts) == [*sizes, 0]).all()
-        assert all(sum(each > 0 for each in column) <= 1 for column in zip(*counts, strict=True))
-    assert [int((each > 0).sum()) for each in counts] == [48 // ranks] * ranks
+    for sizes in ([1], [5, 0, 7], [1 << 16, 1, 1, 1], [8] * 48):
+        shares = [digest.choose_share(sizes, rank, ranks) for rank in range(ranks)]
+        assert sorted(place for share in shares for place in share) == [*range(len(sizes))]
+    assert [*map(len, shares)] == [48 // ranks] * ranks
 
 
 def test_sets_of_equal_ranks() -> None:
     """Ranks are put together by value, the most first; a tie has no minority."""
-    assert locate.by_value([7, 8, 7, 9]) == [[0, 2], [1], [3]]
-    shown = partial(ddpbench.replicas.Difference, "parameter", "w", "float32", (1,))
-    assert shown(((0, 2), (1,), (3,))).minority == (1, 3)
-    assert shown(((0, 1), (2, 3))).minority == ()
-    assert shown(((0,), (1,))).minority == ()
+    assert compare.group_equal([7, 8, 7, 9]) == [[0, 2], [1], [3]]
+    for sides, minority in (
+        (((0, 2), (1,), (3,)), (1, 3)),
+        (((0, 1), (2, 3)), ()),
+        (((0,), (1,)), ()),
+    ):
+        assert Fault(kind="parameter", name="w", sides=sides).minority == minority
     assert ranks_text((5, 0, 1, 2)) == "ranks 0-2, 5"
     assert ranks_text((0, 1)) == "ranks 0, 1"
 
@@ -194,7 +192,7 @@ def test_names_of_optimizer_state(kind: str) -> None:
     module = nn.Linear(2, 1)
     optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1)
     before = len(optimizer.state)
-    state.collect(module, (optimizer,), True)
+    state.read_state(module, (optimizer,), True)
     assert len(optimizer.state) == before
 
     def closure() -> Tensor:
@@ -204,7 +202,7 @@ def test_names_of_optimizer_state(kind: str) -> None:
         return loss  # type: ignore[no-any-return]
 
     optimizer.step(closure)
-    found = state.collect(nn.Sequential(module), (optimizer,), True)
+    found = state.read_state(nn.Sequential(module), (optimizer,), True)
     names = [entry.name for entry in found.entries["optimizer"]]
     assert "param_groups[0].lr" in names
     assert len(names) == len(set(names))
@@ -811,7 +809,7 @@ def test_a_fault_in_the_last_rank(
     whole = ("equal", "step", "equal_until", "minority", "faults", "minorities")
     frozen.facts([{key: report[key] for key in whole}, *facts_of(report)])
     first = report["differences"][0]
-    assert first["values"] == [list(range(size - 1)), [size - 1]]
+    assert first["sides"] == [list(range(size - 1)), [size - 1]]
     (detail,) = first["details"]
     assert detail | FOUND[name] == detail
     assert (detail["ranks"], detail["reference"]) == ([size - 1], 0)
@@ -865,7 +863,7 @@ def test_a_fault_of_the_loop(outcomes: Outcomes, group: str, name: str, frozen: 
     # Where only signs of gradients count, as in Adam's first step, one can be equal by luck.
     assert len(set(names_of(report)) & set(PARAMETERS)) >= 3
     parameters = [d for d in report["differences"] if d["kind"] == "parameter"]
-    assert parameters[0]["values"] == [[rank] for rank in range(size)]
+    assert parameters[0]["sides"] == [[rank] for rank in range(size)]
     assert (set(names_of(report)) >= set(GRADIENTS)) is (name == "fault_bypass_bare")
 
 
@@ -875,7 +873,7 @@ def test_different_structures(outcomes: Outcomes, group: str, frozen: Frozen) ->
     report, last = same_everywhere(outcomes, group, "fault_structure"), int(group[-1]) - 1
     others = list(range(last))
     frozen.facts(facts_of(report))
-    found = {(m["kind"], m["name"]): m["forms"] for m in report["mismatches"]}
+    found = {(m["kind"], m["name"]): pairs_of(m) for m in report["mismatches"]}
     assert found == {
         ("parameter", "out.weight"): [
             ["float32 (3, 8) cpu", others],
@@ -890,9 +888,9 @@ def test_different_structures(outcomes: Outcomes, group: str, frozen: Frozen) ->
     assert report["differences"] == []
     order = same_everywhere(outcomes, group, "fault_order")
     frozen.facts(facts_of(order))
-    assert order["mismatches"] == [
-        {"kind": "parameter", "name": "number 0", "forms": [["a", others], ["b", [last]]]}
-    ]
+    (mismatch,) = order["mismatches"]
+    assert (mismatch["kind"], mismatch["name"]) == ("parameter", "number 0")
+    assert pairs_of(mismatch) == [["a", others], ["b", [last]]]
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -903,10 +901,10 @@ def test_state_in_some_ranks_only(outcomes: Outcomes, group: str, frozen: Frozen
     frozen.facts(facts_of(report))
     assert not report["differences"]
     assert len(report["mismatches"]) == 4 * 3
+    mismatch = report["mismatches"][1]
+    assert (mismatch["kind"], mismatch["name"]) == ("optimizer", "fc.weight.exp_avg")
     forms = [["float32 (8, 6) cpu", list(range(last))], ["absent", [last]]]
-    assert report["mismatches"][1] == {
-        "kind": "optimizer", "name": "fc.weight.exp_avg", "forms": forms
-    }  # fmt: skip
+    assert pairs_of(mismatch) == forms
     frozen.text(report["findings"][0]["sentence"])
 
 
@@ -950,7 +948,7 @@ def test_each_rank_another_value(outcomes: Outcomes, group: str, frozen: Frozen)
     """Where every rank has its own value there is no minority, and each is shown."""
     report, size = same_everywhere(outcomes, group, "fault_all_ranks"), int(group[-1])
     (only,) = report["differences"]
-    assert only["values"] == [[rank] for rank in range(size)]
+    assert only["sides"] == [[rank] for rank in range(size)]
     assert report["minorities"] == [[]]
     assert [d["value"] for d in only["details"]] == [f"{rank}.0" for rank in range(1, size)]
     frozen.findings(Finding(**found) for found in report["findings"])
@@ -961,7 +959,7 @@ def test_a_subgroup_names_global_ranks(outcomes: Outcomes, group: str, frozen: F
     """A group of some ranks is compared within itself; others are told that they are not in it."""
     report, size = same_everywhere(outcomes, group, "play_subgroup"), int(group[-1])
     assert report["ranks"] == list(range(1, size))
-    differ = [d["values"] for d in report["differences"]]
+    differ = [d["sides"] for d in report["differences"]]
     assert differ == {2: [], 3: [[[1], [2]]]}[size]
     frozen.facts(facts_of(report))
 

@@ -32,7 +32,7 @@ def test_digests_of_many_tensors_wait_once(simulated_gpu: SimulatedGpu, sizes: l
     learn that all are finite; a digest does not depend on the tensors beside it."""
     tensors = [torch.full((size,), 1.0 + i).to("cuda") for i, size in enumerate(sizes)]
     simulated_gpu.called.clear()
-    digests, counts = digest.read(tensors, (0, 1))
+    digests, counts = digest.read(tensors, range(len(tensors)))
     assert len(simulated_gpu.reads) <= 2
     assert not counts.any()
     alone = [int(digest.read([tensor])[0][0]) for tensor in tensors]
@@ -54,7 +54,8 @@ def test_tensors_of_cpu_and_gpu_beside_each_other(simulated_gpu: SimulatedGpu) -
     """Options and CPU tensors of an optimizer's state stand beside its GPU tensors."""
     near = torch.tensor(3.0)
     parameter = nn.Parameter(torch.ones(4, device="cuda"))
-    digests, counts = digest.read([near, parameter, 0.1, parameter.detach()], (0, 1))
+    tensors = [near, parameter, torch.tensor(0.1), parameter.detach()]
+    digests, counts = digest.read(tensors, range(4))
     assert digests[1] == digests[3]
     assert digests[0] == digest.of_cpu(near)
     assert counts.tolist() == [0, 0, 0, 0]

@@ -15,13 +15,12 @@ from ddpbench.replicas.scopes import (
     Base,
     Grid,
     Layout,
-    find_offsets,
     find_scope,
-    weigh_scope,
+    name_shards,
+    weigh,
 )
 
-Splits = tuple[tuple[int, int] | None, ...]
-ROW, COLUMN = (0, 0), (1, 0)  # Shard(0), Shard(1)
+Sharded = tuple[bool, ...]
 
 
 def make_grid(**sizes: int) -> Grid:
@@ -43,86 +42,85 @@ CUBE = make_grid(dp_replicate=2, dp_shard=2, tp=2)
 
 
 @pytest.mark.parametrize(
-    ("base", "names", "splits", "rank", "scope", "shard"),
+    ("base", "names", "sharded", "rank", "scope", "shard"),
     [
         # fully_shard: each rank alone
-        (make_grid(dp=4), ["dp"], (ROW,), 2, [2], "shard 3 of 4"),
+        (make_grid(dp=4), ["dp"], (True,), 2, [2], "shard 3 of 4"),
         # HSDP: the same shard in each replica
-        (HSDP, ["dp_replicate", "dp_shard"], (None, ROW), 1, [1, 3], "shard 2 of 2"),
+        (HSDP, ["dp_replicate", "dp_shard"], (False, True), 1, [1, 3], "shard 2 of 2"),
         # fully_shard on the mesh of the shards alone: dp_replicate is replication, too
-        (HSDP, ["dp_shard"], (ROW,), 1, [1, 3], "shard 2 of 2"),
+        (HSDP, ["dp_shard"], (True,), 1, [1, 3], "shard 2 of 2"),
         # tensor parallelism: replicated and sharded parameters
-        (make_grid(tp=4), ["tp"], (None,), 3, [0, 1, 2, 3], ""),
-        (make_grid(tp=4), ["tp"], (COLUMN,), 3, [3], "shard 4 of 4"),
+        (make_grid(tp=4), ["tp"], (False,), 3, [0, 1, 2, 3], ""),
+        (make_grid(tp=4), ["tp"], (True,), 3, [3], "shard 4 of 4"),
         # fully_shard and tensor parallelism; without a plan the mesh "dp_shard" alone
-        (CUBE, ["dp_shard", "tp"], ((0, 2), ROW), 5, [1, 5], "shard 2 of 4"),
-        (CUBE, ["dp_shard"], (ROW,), 6, [2, 3, 6, 7], "shard 2 of 2"),
-        (CUBE, [*CUBE.names], (None, ROW, None), 6, [2, 3, 6, 7], "shard 2 of 2"),
+        (CUBE, ["dp_shard", "tp"], (True, True), 5, [1, 5], "shard 2 of 4"),
+        (CUBE, ["dp_shard"], (True,), 6, [2, 3, 6, 7], "shard 2 of 2"),
+        (CUBE, [*CUBE.names], (False, True, False), 6, [2, 3, 6, 7], "shard 2 of 2"),
         # a plain tensor beside DTensors
         (HSDP, [], None, 1, [0, 1, 2, 3], ""),
     ],
 )  # fmt: skip
 def test_ranks_of_a_scope(
-    base: Grid, names: list[str], splits: Splits | None, rank: int, scope: list[int], shard: str
+    base: Grid, names: list[str], sharded: Sharded | None, rank: int, scope: list[int], shard: str
 ) -> None:
     """A tensor is compared along replicating dimensions, of its own mesh and of the root mesh."""
     layout = None
-    if splits is not None:
-        layout = Layout(part(base, *names, rank=rank), splits, (), "")
-        assert layout.name_shard(rank) == shard
-    assert find_scope(Base(base.ranks, base, rank), layout).ranks == tuple(scope)
+    if sharded is not None:
+        layout = Layout(part(base, *names, rank=rank), sharded, (), "")
+        assert name_shards([layout.number_shard(rank)], layout.count_shards()) == shard
+    assert find_scope(Base(base.ranks, base, rank), layout) == tuple(scope)
 
 
 def test_a_flattened_mesh() -> None:
     """A tensor on the flattened mesh of dp_replicate and dp_shard is compared along tp alone."""
     flat = Grid((4,), ("dp",), tuple(CUBE.ranks[1::2]))
-    layout = Layout(flat, (ROW,), (), "")
-    assert find_scope(Base(CUBE.ranks, CUBE, 5), layout).ranks == (4, 5)
-    assert find_scope(Base(CUBE.ranks, CUBE, 5), Layout(flat, (None,), (), "")).ranks == CUBE.ranks
+    layout = Layout(flat, (True,), (), "")
+    assert find_scope(Base(CUBE.ranks, CUBE, 5), layout) == (4, 5)
+    assert find_scope(Base(CUBE.ranks, CUBE, 5), Layout(flat, (False,), (), "")) == CUBE.ranks
 
 
 def test_a_group_of_some_ranks_of_the_mesh() -> None:
     """DDP's ranks along dp hold the same shards of tensors that lie along tp."""
     grid = make_grid(dp=2, tp=2)
-    layout = Layout(part(grid, "tp", rank=3), (ROW,), (), "")
-    assert find_scope(Base((1, 3), grid, 3), layout).ranks == (1, 3)
+    layout = Layout(part(grid, "tp", rank=3), (True,), (), "")
+    assert find_scope(Base((1, 3), grid, 3), layout) == (1, 3)
     line = Grid((2,), ("rank",), (1, 3))
-    assert find_scope(Base((1, 3), line, 3), layout).ranks == (1, 3)
-    assert find_scope(Base((2, 3), grid, 3), layout).ranks == (3,)
+    assert find_scope(Base((1, 3), line, 3), layout) == (1, 3)
+    assert find_scope(Base((2, 3), grid, 3), layout) == (3,)
 
 
 def test_a_tensor_of_other_ranks() -> None:
     """A rank outside a tensor's mesh holds nothing that others hold."""
     grid = make_grid(world=4)
-    layout = Layout(Grid((2,), ("tp",), (0, 1)), (None,), (), "")
-    assert find_scope(Base(grid.ranks, grid, 1), layout).ranks == (0, 1)
-    assert find_scope(Base(grid.ranks, grid, 3), layout).ranks == (3,)
-    assert layout.name_shard(3) == ""
-    assert find_offsets(layout, 3, (4,)) is None
+    layout = Layout(Grid((2,), ("tp",), (0, 1)), (False,), (), "")
+    assert find_scope(Base(grid.ranks, grid, 1), layout) == (0, 1)
+    assert find_scope(Base(grid.ranks, grid, 3), layout) == (3,)
+    assert layout.number_shard(3) == 0
 
 
 def test_a_mesh_whose_ranks_are_not_in_order() -> None:
     """Coordinates count, not the order of ranks."""
     grid = Grid((2, 2), ("a", "b"), (3, 1, 0, 2))
-    layout = Layout(grid, (ROW, None), (), "")
-    assert find_scope(Base(grid.ranks, grid, 0), layout).ranks == (0, 2)
-    assert layout.name_shard(0) == "shard 2 of 2"
+    layout = Layout(grid, (True, False), (), "")
+    assert find_scope(Base(grid.ranks, grid, 0), layout) == (0, 2)
+    assert layout.number_shard(0) == 2
 
 
 def test_pipeline_stages_are_not_compared() -> None:
     """Along a dimension of other layers, neither plain tensors nor shards have partners."""
     grid = make_grid(pp=2, dp_replicate=2, dp_shard=2)
     base = Base(grid.ranks, grid, 5, stages=(0,))
-    assert find_scope(base, None).ranks == (4, 5, 6, 7)
-    layout = Layout(part(grid, "dp_replicate", "dp_shard", rank=5), (None, ROW), (), "")
-    assert find_scope(base, layout).ranks == (5, 7)
+    assert find_scope(base, None) == (4, 5, 6, 7)
+    layout = Layout(part(grid, "dp_replicate", "dp_shard", rank=5), (False, True), (), "")
+    assert find_scope(base, layout) == (5, 7)
     assert [base.locate_stage(rank) for rank in (0, 7)] == [(0,), (1,)]
 
 
 def test_weights_of_a_scope_add_up_to_nothing() -> None:
     """Equal digests cancel; one that differs, or two that differ alike, do not."""
     for ranks in ((0, 1), (0, 3, 5), tuple(range(64))):
-        weights = [weigh_scope(ranks, rank).weight for rank in ranks]
+        weights = [weigh(ranks, rank) for rank in ranks]
         assert sum(weights) % PRIME == 0
         assert 0 not in weights
         digest = 0xDEADBEEF12345678
@@ -133,30 +131,7 @@ def test_weights_of_a_scope_add_up_to_nothing() -> None:
             if len(ranks) > 2:
                 wrong[1] = other
                 assert sum(w * d for w, d in zip(weights, wrong, strict=True)) % PRIME
-    assert weigh_scope((7,), 7).weight == 0
-
-
-@pytest.mark.parametrize("length", [0, 1, 5, 8, 10, 13])
-@pytest.mark.parametrize("splits", [(ROW, None), (None, ROW), (ROW, ROW), ((0, 3), ROW)])
-def test_shards_cover_a_tensor_once(length: int, splits: Splits) -> None:
-    """Also if its length is not divisible: later shards are smaller or empty."""
-    grid = make_grid(a=2, b=3)
-    layout = Layout(grid, splits, (), "")
-    covered: list[int] = []
-    for rank in grid.ranks:
-        found = find_offsets(layout, rank, (length, 4))
-        assert found is not None
-        (rows, columns), (start, left) = found
-        assert (columns, left) == (4, 0)
-        covered += range(start, start + rows)
-    copies = len(grid.ranks) // layout.count_shards()
-    assert sorted(covered) == sorted(list(range(length)) * copies)
-
-
-def test_a_strided_shard_without_its_cuts_has_no_place() -> None:
-    """Its elements do not lie together, so no offset is right."""
-    grid = make_grid(a=2)
-    assert find_offsets(Layout(grid, ((0, 2),), (), ""), 1, (8,)) is None
+    assert weigh((7,), 7) == 0
 
 
 def test_ranks_are_named_by_their_coordinates(frozen: Frozen) -> None:
@@ -171,8 +146,8 @@ def test_ranks_are_named_by_their_coordinates(frozen: Frozen) -> None:
         [
             CUBE.describe(5),
             *(places.name(ranks) for ranks in sets),
-            places.contrast([1], [5]),
-            places.contrast([0, 7], [1, 2]),
+            places.name([1], [5]),
+            places.name([0, 7], [1, 2]),
             place(()).name([1, 2]),
             place(((0, "dim 0=0"), (1, "dim 0=1"))).name([1]),
         ]

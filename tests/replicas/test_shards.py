@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,12 +24,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from warm_python import warm_python
 
 import ddpbench
-from ddpbench.replicas.scopes import find_offsets
-from ddpbench.replicas.state import WAITING, read_layout
+from ddpbench.replicas.state import WAITING
 
 pytestmark = pytest.mark.thorough
 
@@ -59,40 +56,6 @@ def local(tensor: Any) -> torch.Tensor:
 
 def verify(module: nn.Module, *rest: Any, **options: Any) -> ddpbench.Report:
     return ddpbench.verify_replicas(module, *rest, **options)
-
-
-# --- arithmetic against torch
-
-
-def offsets(mesh: DeviceMesh) -> Any:
-    """Elements that count from 0 stand where the offsets of their shard say."""
-    choices = [Replicate(), Shard(0), Shard(1)]
-    for placements, shape in product(product(choices, choices), [(8, 6), (7, 5), (1, 3), (0, 2)]):
-        check_offsets(on_mesh(mesh, placements, *shape))
-
-
-def offsets_under_fully_shard(mesh: DeviceMesh) -> Any:
-    """Also where fully_shard cuts what tensor parallelism has cut, evenly or not."""
-    for rows in (8, 12, 10, 6):
-        net = nn.Sequential(nn.Linear(4, rows), nn.Linear(rows, 3))
-        for parameter in net.parameters():
-            parameter.data = torch.arange(float(parameter.numel())).view(parameter.shape)
-        parallelize_module(net, mesh["b"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        fully_shard(net, mesh=mesh["a"])
-        for parameter in net.parameters():
-            check_offsets(parameter)
-
-
-def check_offsets(tensor: Any) -> None:
-    found = find_offsets(read_layout(tensor), dist.get_rank(), tensor.shape)
-    assert found is not None
-    shape, starts = found
-    part = local(tensor)
-    assert tuple(part.shape) == shape, (tensor, shape)
-    if part.numel():
-        whole = torch.arange(float(tensor.numel())).view(tensor.shape)
-        cut = tuple(slice(start, start + n) for start, n in zip(starts, shape, strict=True))
-        assert torch.equal(part, whole[cut]), (tensor, starts)
 
 
 # --- what travels
@@ -147,7 +110,7 @@ def part_of_a_mesh(mesh: DeviceMesh) -> Any:
     assert report.nothing_to_compare
     assert len(report.ranks) == 2
     report = verify(module, mesh=mesh["a"])
-    assert report.differences[0].values == tuple((rank,) for rank in report.ranks)
+    assert report.differences[0].sides == tuple((rank,) for rank in report.ranks)
     assert verify(module, None, mesh["a"].get_group()).differences == report.differences
     with pytest.raises(ValueError, match="mesh"):
         verify(module, None, mesh["a"].get_group(), mesh=mesh)
@@ -173,7 +136,7 @@ def empty_shards(mesh: DeviceMesh) -> Any:
         local(net.weight)[0, 2] = 5
     report = verify(net)
     (difference,) = report.differences
-    assert difference.values == ((0,), (2,))
+    assert difference.sides == ((0,), (2,))
     assert difference.details[0].index == (0, 2)
     return report
 
@@ -250,7 +213,7 @@ def other_placements(mesh: DeviceMesh) -> Any:
     assert report.cause is not None
     assert report.cause.code == "different-structure"
     (mismatch,) = report.mismatches
-    assert mismatch.forms[0][0] == "float32 (4,) cpu Replicate() on a=2, Shard(dim=0) on b=2"
+    assert mismatch.forms[0] == "float32 (4,) cpu Replicate() on a=2, Shard(dim=0) on b=2"
     assert mismatch.minority == (3,)
     assert report.compared["parameter"] == 1
     return report
@@ -283,7 +246,7 @@ def many_shards(mesh: DeviceMesh) -> Any:
     local(module.p0)[1, 1] += mesh.get_local_rank("a")
     report = verify(module)
     (difference,) = report.differences
-    assert (difference.shard, difference.values) == ("all 2 shards", ((0, 1), (2, 3)))
+    assert (difference.shard, difference.sides) == ("all 2 shards", ((0, 1), (2, 3)))
     corners = ["a=0, b=0", "a=0, b=1", "a=1, b=0", "a=1, b=1"]
     assert report.findings[0].place["coordinates"] == corners  # of both sides, as none is right
     assert difference.shape == (4, 2)
@@ -303,7 +266,7 @@ def ranks_in_another_order(mesh: DeviceMesh) -> Any:
     local(module.p0)[1] += dist.get_rank() == 3
     report = verify(module)
     (difference,) = report.differences
-    assert difference.values == ((0, 1, 2), (3,))
+    assert difference.sides == ((0, 1, 2), (3,))
     (detail,) = difference.details
     assert (detail.ranks, detail.reference, detail.index, detail.value) == ((3,), 2, (1,), "2.0")
     assert report.findings[0].place["coordinates"] == ["a=0, b=1"]
@@ -343,7 +306,7 @@ def pipeline(mesh: DeviceMesh) -> Any:
         local(layers.get_parameter("layer3"))[2] += 1
     report = verifier.check(2)
     (difference,) = report.differences
-    assert (difference.name, difference.values) == ("layer3", ((2,), (3,)))
+    assert (difference.name, difference.sides) == ("layer3", ((2,), (3,)))
     assert difference.details[0].index == (2,)
     return report
 
@@ -351,7 +314,7 @@ def pipeline(mesh: DeviceMesh) -> Any:
 PLAYS: dict[str, Play] = {
     play.__name__: play
     for play in (
-        offsets, offsets_under_fully_shard, traffic, two_meshes, part_of_a_mesh,
+        traffic, two_meshes, part_of_a_mesh,
         plain_module_on_a_mesh, empty_shards, gathered_copies, unsynchronised_gradients,
         nan_in_a_shard, other_placements, rank_without_dtensors, partial_sums, many_shards,
         ranks_in_another_order, steps_of_a_verifier, pipeline,
