@@ -92,7 +92,7 @@ INTERFACES = (  # fact, words, factor and unit of the value shown, next step
 
 def same_interfaces(setup: Setup) -> Iterator[Finding]:
     """Compare the interfaces to other hosts, once for each host."""
-    firsts = [setup.ranks[ranks[0]] for ranks in setup.hosts]
+    firsts = [{**setup.ranks[ranks[0]], "rank": ranks[0]} for ranks in setup.hosts]
     used = [facts for facts in firsts if facts.get("addresses") and facts.get("interface")]
     for fact, words, factor, unit, next_step in INTERFACES:
         known = [facts for facts in used if facts["interface"].get(fact)]
@@ -108,7 +108,7 @@ def same_interfaces(setup: Setup) -> Iterator[Finding]:
             "interface-differs",
             f"of the interfaces between hosts {words} {', '.join(values)}",
             next_step,
-            {"host": known[odd(groups)[0]]["hostname"], "fact": fact},
+            setup.place([known[i]["rank"] for i in odd(groups)]),
         )
 
 
