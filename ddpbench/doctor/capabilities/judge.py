@@ -5,10 +5,9 @@ A refusal of the backend is information. A crash, a hang or a wrong result is a 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from ddpbench.records.schema import Finding
@@ -17,6 +16,7 @@ from ddpbench.records.table import Table, TableColumn
 OK, UNSUPPORTED, WRONG, CRASH, HANG = "ok", "unsupported", "wrong", "crash", "hang"
 PARALLEL = "parallel"  # the form of a combination that is a way of parallel training
 FEW = 3  # combinations that a finding names besides the first
+FIRST_WORDS = 4  # of a reason; reasons that differ only later are shown as one
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,10 @@ class Combination:
     dtype: str | None
 
     @property
-    def called(self) -> str:
-        """Return the operation in words: "all_gather (list)"."""
-        return self.operation + (" (list)" if self.form == "list" else "")
-
-    @property
     def name(self) -> str:
         """Return the combination in words: "all_reduce max of int8"."""
-        words = [self.called, self.reduce_op, self.dtype and f"of {self.dtype}"]
-        return " ".join(word for word in words if word)
+        words = [_called(asdict(self)), self.reduce_op, self.dtype and f"of {self.dtype}"]
+        return " ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
@@ -45,12 +40,8 @@ class Verdict:
     """The outcome of a combination, on one rank or on all."""
 
     outcome: str  # OK, UNSUPPORTED, …
-    why: str = ""  # one line; of all but OK
+    why: str = ""  # one line; empty for OK
     wrong: dict[str, Any] = field(default_factory=dict)  # rank, index, elements, expected, got
-
-    def breaking(self) -> Verdict:
-        """Return the same verdict, with the remark that nothing works in the group afterwards."""
-        return replace(self, why=f"{self.why}; then its group is unusable")
 
 
 Tried = Sequence[tuple[Combination, Verdict]]
@@ -128,13 +119,14 @@ def find_bad(backend: str, tried: Tried) -> tuple[Finding, ...]:
     """
     found = []
     for outcome, bad in OUTCOMES.items():
-        groups: dict[str, list[tuple[Combination, Verdict]]] = {}
+        groups: dict[tuple[str, str], list[tuple[Combination, Verdict]]] = {}
         for combination, verdict in tried:
             if verdict.outcome == outcome and bad.code:
-                groups.setdefault(combination.called, []).append((combination, verdict))
+                key = (combination.operation, combination.form)
+                groups.setdefault(key, []).append((combination, verdict))
         for (first, verdict), *others in groups.values():
             names = [" ".join(filter(None, (c.reduce_op, c.dtype))) for c, _ in others]
-            more = f"; likewise {', '.join(names[:FEW])}" if names else ""
+            more = f"; so do {', '.join(names[:FEW])}" if names else ""
             more += f" and {len(names) - FEW} more of its combinations" if names[FEW:] else ""
             sentence = f"{first.name} on {backend} {bad.predicate} ({verdict.why}){more}"
             place = {"backend": backend, **asdict(first), **verdict.wrong}
@@ -144,17 +136,6 @@ def find_bad(backend: str, tried: Tried) -> tuple[Finding, ...]:
 
 # --- tables: operation and reduce op by dtype, with reasons; ways of parallel training ------------
 
-# Other names by which torch's messages call a dtype or a reduce op.
-ALIASES = {
-    "float32": "float",
-    "float64": "double",
-    "float16": "half",
-    "int8": "char",
-    "int32": "int",
-    "int64": "long",
-    "uint8": "byte",
-    "prod": "product",
-}
 Row = Mapping[str, Any]  # of figures["verdicts"], as `list_rows` makes them
 
 
@@ -204,36 +185,22 @@ def _tabulate_calls(calls: Sequence[Row], title: str) -> Table:
 
 
 def _list_reasons(calls: Sequence[Row]) -> list[str]:
-    """Return a line for each reason: its dtypes, operations and reduce ops, unless it is all."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    """Return a line for each reason: "– float16, int8; reduce, all_reduce: RuntimeError: …".
+
+    Reasons with the same first words are one, because they differ in the names of dtypes and ops.
+    """
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in calls:
         if row["outcome"] != OK:
-            groups.setdefault((row["outcome"], _without_names(row)), []).append(row)
+            words = row["why"].split()[:FIRST_WORDS]
+            groups.setdefault((row["outcome"], *words), []).append(row)
     lines = []
-    for (outcome, _), group in groups.items():
-        ops = _some("reduce_op", group, calls)
-        words = [
-            OUTCOMES[outcome].cell,
-            *_some("dtype", group, calls),
-            ", ".join(dict.fromkeys(map(_called, group))),
-            *([f"({' '.join(ops)})"] if ops else []),
-        ]
-        lines.append(f"{' '.join(words)}: {group[0]['why']}")
+    for (outcome, *_), group in groups.items():
+        dtypes = dict.fromkeys(row["dtype"] for row in group if row["dtype"])
+        operations = dict.fromkeys(map(_called, group))
+        names = "; ".join(filter(None, (", ".join(dtypes), ", ".join(operations))))
+        lines.append(f"{OUTCOMES[outcome].cell} {names}: {group[0]['why']}")
     return lines
-
-
-def _without_names(row: Row) -> str:
-    """Return the reason without the names and numbers of this combination, so that more match."""
-    own = [row[key] for key in ("operation", "dtype", "reduce_op") if row[key]]
-    names = "|".join(name for word in own for name in (word, ALIASES.get(word, word)))
-    unnamed = re.sub(rf"\b({names})\b", "…", row["why"], flags=re.IGNORECASE)
-    return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "…", unnamed)
-
-
-def _some(key: str, group: Sequence[Row], calls: Sequence[Row]) -> list[str]:
-    """Return the different values of a key in a group; none if it has all that there are."""
-    own, known = (dict.fromkeys(row[key] for row in some if row[key]) for some in (group, calls))
-    return [] if len(own) == len(known) else list(own)
 
 
 def _called(row: Row) -> str:

@@ -2,8 +2,7 @@
 
 Separate ranks on the host of rank 0 try them while the ranks wait, one combination after another,
 and agree on each verdict over the control group. They also try the ways of parallel training:
-ways.py. After each refusal they repeat a combination that works, so that if a refusal breaks the
-group, the next combination is not blamed. Fresh ranks replace those that crash, hang or leave.
+ways.py. Fresh ranks go on after a combination that crashes, hangs or breaks the group.
 
 figures: {
     "ranks": number of ranks that tried,
@@ -18,14 +17,15 @@ figures: {
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+
+import msgspec
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
@@ -44,24 +44,23 @@ from ddpbench.doctor.capabilities.judge import (
 from ddpbench.doctor.capabilities.ways import Ranks
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.launch.clock import Clock
-from ddpbench.measure import memory, start, throwaway_ranks
+from ddpbench.measure import start, throwaway_ranks
 from ddpbench.measure.throwaway_ranks import Report, Trial
 from ddpbench.records.schema import Case, Plan
 from ddpbench.records.wording import counted
-from ddpbench.runtime import control, devices, subgroups
+from ddpbench.runtime import control, subgroups
 from ddpbench.runtime.subgroups import Partition, Subgroup
 from ddpbench.runtime.world import World
 
 MODULE = "ddpbench.doctor.capabilities.measure"
 ELEMENTS = (64, 13)  # of one block: each combination is tried with both
-WAIT_SECONDS = 60.0  # of the ranks for each other; `_wait` judges long before
-HANG_SECONDS = 5.0  # for one combination: a few ms of work
-# For the first call of an operation on a device, which may make a communicator and load code, and
-# for a way of parallel training, which is many calls.
-FIRST_SECONDS = 30.0
+WAIT_SECONDS = 60.0  # of the ranks for each other; `_wait` ends a hang long before
+# For one combination, which takes some ms; a first call may make a communicator and load code, and
+# a way of parallel training is many calls.
+HANG_SECONDS = 15.0
+REFERENCE = Combination("all_reduce", "tensor", "sum", "float32")  # shows that a group still works
 PLAN = Plan(start="none")
-# Times the seconds of an examination: a hang is tried twice, and fresh ranks need time to start.
-TIME_FACTOR = 3
+TIME_FACTOR = 3  # times the seconds of an examination: fresh ranks need time to start
 POLL_SECONDS = 0.1
 
 
@@ -71,7 +70,20 @@ class Request(throwaway_ranks.Request):
 
     wanted: Sequence[Combination]
     first: int = 0
-    known: Combination | None = None  # one that works
+
+
+@dataclass
+class Trials:
+    """The verdicts so far."""
+
+    request: Request
+    verdicts: list[Verdict] = field(default_factory=list)  # of the first wanted ones, in order
+    given_up: str | None = None  # why the rest was not tried, a clause
+
+    @property
+    def untried(self) -> int:
+        """Return the number of combinations that are left."""
+        return len(self.request.wanted) - len(self.verdicts)
 
 
 def make_request(backend: str, device: str, modules: Sequence[str]) -> Request:
@@ -84,8 +96,8 @@ def make_request(backend: str, device: str, modules: Sequence[str]) -> Request:
 def list_combinations(ranks: int) -> list[Combination]:
     """Return all that so many ranks can try, the most important first.
 
-    Sums come before other reduce ops, those of the first dtype with the ways of parallel training
-    behind them.
+    Sums come before other reduce ops, and the ways of parallel training after those of the first
+    dtype.
     """
     found = [
         Combination(name, form, reduce_op, dtype)
@@ -104,24 +116,6 @@ def list_combinations(ranks: int) -> list[Combination]:
         return each.reduce_op not in (None, "sum"), number, each.form == PARALLEL
 
     return sorted(found, key=urgency)
-
-
-@dataclass
-class Trials:
-    """The verdicts so far."""
-
-    request: Request
-    verdicts: list[Verdict] = field(default_factory=list)  # of the first wanted ones, in order
-    given_up: str | None = None  # why the rest was not tried, a clause
-
-    @property
-    def untried(self) -> int:
-        """Return the number of combinations that are left."""
-        return len(self.request.wanted) - len(self.verdicts)
-
-    @property
-    def tried(self) -> list[tuple[Combination, Verdict]]:
-        return list(zip(self.request.wanted, self.verdicts, strict=False))
 
 
 def examine(context: Context) -> Outcome:
@@ -145,7 +139,8 @@ def _outcome(context: Context, trials: Trials) -> Outcome:
     if trials.untried:
         reason = trials.given_up or "it was interrupted"
         unchecked.append(f"{trials.untried} of {wanted} combinations were not tried: {reason}")
-    rows = judge.list_rows(trials.tried)
+    tried = list(zip(trials.request.wanted, trials.verdicts, strict=False))
+    rows = judge.list_rows(tried)
     figures = {
         "ranks": trials.request.ranks,
         "elements": list(ELEMENTS),
@@ -155,7 +150,7 @@ def _outcome(context: Context, trials: Trials) -> Outcome:
     return Outcome(
         lines=tuple(_describe_tries(context, rows)),
         unchecked=tuple(unchecked),
-        findings=judge.find_bad(context.backend.name, trials.tried),
+        findings=judge.find_bad(context.backend.name, tried),
         figures=figures,
         tables=judge.build_tables(figures, context.backend.name),
     )
@@ -166,13 +161,13 @@ def _describe_tries(context: Context, rows: Sequence[judge.Row]) -> list[str]:
     calls = [row for row in rows if row["form"] != PARALLEL]
     lines = [
         f"tried {len(calls)} combinations of operation, reduce op and dtype, each with "
-        f"{' and '.join(map(str, ELEMENTS))} elements a block, in separate processes "
+        f"{' and '.join(map(str, ELEMENTS))} elements per block, in separate processes "
         f"({counted(throwaway_ranks.RANKS, 'rank')}): {judge.count_outcomes(calls)}"
     ]
     if training:
         lines.append(
-            f"tried {counted(len(training), 'way')} of parallel training with one step each, which "
-            f"must give what one process gets: {judge.count_outcomes(training)}"
+            f"tried {counted(len(training), 'way')} of parallel training: one step of each must "
+            f"give the parameters that one process gets: {judge.count_outcomes(training)}"
         )
     if len(context.world.hosts) > 1:
         hostname = context.launch.ranks[0]["hostname"]
@@ -186,120 +181,82 @@ def _describe_tries(context: Context, rows: Sequence[judge.Row]) -> list[str]:
 def try_all(trials: Trials, seconds: float, clock: Clock = time) -> Generator[None, None, None]:
     """Try all combinations in about so many seconds at most, and add the verdicts.
 
-    Yields about every POLL_SECONDS until the end. Closed earlier, it leaves nothing running. What
-    seems to end its ranks is tried a second time before it is blamed.
+    Yields about every POLL_SECONDS until the end. Closed earlier, it leaves nothing running. A
+    combination that seems to crash is tried a second time, in fresh ranks.
     """
     until, suspect = clock.monotonic() + seconds, -1
-    try:
-        while trials.untried and trials.given_up is None:
-            if clock.monotonic() >= until:
+    while trials.untried and trials.given_up is None:
+        first = len(trials.verdicts)
+        with throwaway_ranks.started(MODULE, replace(trials.request, first=first)) as trial:
+            hung = yield from _wait(trial, until, clock)
+            code = trial.end()
+            trials.verdicts += _read_verdicts(trial)
+            number = len(trials.verdicts)
+            verdict = _judge_end(trial, number, hung, code)
+            if clock.monotonic() >= until:  # what was running then was not tried
+                trials.given_up = f"the {seconds:g} s for them were over; increase --case-time"
+            elif verdict is None and number == first:
                 trials.given_up = (
-                    f"the {seconds:g} s for it were over; give it more with --case-time"
+                    f"the ranks could not start (exit code {code}): {_last_words(trial)}"
                 )
-                return
-            first = len(trials.verdicts)
-            works = next((each for each, verdict in trials.tried if verdict.outcome == OK), None)
-            this = replace(trials.request, first=first, known=works)
-            with throwaway_ranks.started(MODULE, this) as trial:
-                hung = yield from _wait(trial, until, clock)
-                code = trial.end()
-                trials.verdicts += _read_verdicts(trial, first)
-                number = len(trials.verdicts)
-                if clock.monotonic() >= until:
-                    continue
-                blamed = _blame(trial, number, hung, code)
-                idle = blamed is None and number == first
-                trials.given_up = _explain_failure(trial, code, idle)
-            if blamed is not None and trials.given_up is None:
-                if suspect == number or blamed.outcome == UNSUPPORTED or hung > HANG_SECONDS:
-                    trials.verdicts.append(blamed)
+            elif verdict is not None:
+                if verdict.outcome != CRASH or suspect == number:
+                    trials.verdicts.append(verdict)
                 suspect = number
-    except OSError as error:
-        trials.given_up = f"no ranks could be started ({error.strerror or error})"
 
 
-def _wait(trial: Trial, until: float, clock: Clock) -> Generator[None, None, float]:
-    """Wait until the ranks or the time have ended.
-
-    Returns the seconds that the ranks had for what they do if they hang, else 0.
-    """
+def _wait(trial: Trial, until: float, clock: Clock) -> Generator[None, None, bool]:
+    """Wait until the ranks or the time have ended. Return whether the ranks hang."""
     while trial.process.poll() is None and clock.monotonic() < until:
-        states = [one for one in trial.states() if one.kind in ("trying", "tried", "checking")]
-        given = [float(state.text.split()[1]) for state in states if state.kind == "trying"]
-        allowed = max(given, default=HANG_SECONDS)
-        # A rank that is through waits for the others, so the last one counts.
-        if states and clock.time() - max(state.since for state in states) > allowed:
-            return allowed
+        # A rank that is through waits for the others, so the last report counts.
+        reports = [state.since for state in trial.states() if state.kind != "doing"]
+        if reports and clock.time() - max(reports) > HANG_SECONDS:
+            return True
         yield
         clock.sleep(POLL_SECONDS)
-    return 0.0
+    return False
 
 
-def _read_verdicts(trial: Trial, first: int) -> list[Verdict]:
-    """Read what rank 0 has noted, from combination `first` on; a later note replaces an earlier."""
+def _read_verdicts(trial: Trial) -> list[Verdict]:
+    """Read the verdicts that rank 0 has stored, except a line that is cut off."""
     path = trial.folder / "verdicts"
-    text = path.read_text() if path.exists() else ""
-    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    found = {number: Verdict(**verdict) for number, verdict in map(json.loads, lines)}
-    verdicts = [found[number] for number in range(first, first + len(found))]
-    last = first + len(found) - 1
-    if any((state.kind, state.text) == ("checking", str(last)) for state in trial.states()):
-        verdicts[-1] = verdicts[-1].breaking()
-    return verdicts
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [msgspec.json.decode(line, type=Verdict) for line in lines if line.endswith(b"\n")]
 
 
-def _blame(trial: Trial, number: int, hung: float, code: int) -> Verdict | None:
-    """Return what a combination without a verdict did to its ranks; None: no rank came to it."""
+def _judge_end(trial: Trial, number: int, hung: bool, code: int) -> Verdict | None:
+    """Return what a combination without a verdict did to its ranks; None: no rank tried it."""
     here = [state for state in trial.states() if state.text.split(" ")[0] == str(number)]
-    died = throwaway_ranks.death(throwaway_ranks.output(trial.folder))
-    refused = [state for state in here if state.kind == "refused"]
     if not here:
         return None
-    if died is not None:
+    if (died := throwaway_ranks.death(throwaway_ranks.output(trial.folder))) is not None:
         return Verdict(CRASH, f"a rank {died}")
     if not hung:
         return Verdict(CRASH, f"its ranks ended with exit code {code}: {_last_words(trial)}")
-    if refused:
+    if refused := [state for state in here if state.kind == "refused"]:
         why = refused[0].text.partition(" ")[2]
         return judge.refused_by([state.rank for state in refused], why)
     busy = [str(state.rank) for state in here if state.kind == "trying"]
-    return Verdict(HANG, f"rank {', '.join(busy)} did not return within {hung:g} s")
-
-
-def _explain_failure(trial: Trial, code: int, idle: bool) -> str | None:
-    """Return why further ranks would fail, too; None if they may go on.
-
-    idle: whether no rank has tried anything.
-    """
-    failed = (state.text for state in trial.states() if state.kind == "failed")
-    if short := next(filter(memory.OUT_OF_MEMORY.search, failed), ""):
-        return f"a rank had no memory left ({short})"
-    if not idle:
-        return None
-    death = throwaway_ranks.death(throwaway_ranks.output(trial.folder))
-    return f"its ranks could not start (exit code {code}): {death or _last_words(trial)}"
+    return Verdict(HANG, f"rank {', '.join(busy)} did not return within {HANG_SECONDS:g} s")
 
 
 def _last_words(trial: Trial) -> str:
     failed = [state.text for state in trial.states() if state.kind == "failed"]
-    said = failed[:1] or throwaway_ranks.last_words(throwaway_ranks.output(trial.folder))
-    return throwaway_ranks.short(": ".join(said) or "without a word")
+    output = throwaway_ranks.output(trial.folder)
+    words = failed[:1] or throwaway_ranks.last_words(output) or ["no message"]
+    return throwaway_ranks.short(": ".join(words))
 
 
 # --- in the throwaway ranks -----------------------------------------------------------------------
 
-# Each reports "trying NUMBER SECONDS", then "tried NUMBER" or "refused NUMBER REASON". Between
-# "checking NUMBER" and "checked NUMBER" it repeats a combination that works.
+# Each reports "trying NUMBER", then "tried NUMBER" or "refused NUMBER REASON".
 
 
 def main(folder: Path) -> int:
     """Start the ranks; in one of them, try the combinations."""
-    values = json.loads((folder / "request").read_text())
-    known = values["known"] and Combination(**values["known"])
-    wanted = [Combination(**combination) for combination in values["wanted"]]
-    request = Request(**{**values, "wanted": wanted, "known": known})
-    preloaded = ways.MODULES if any(c.form == PARALLEL for c in wanted) else ()
-    in_rank = partial(_try_in_rank, request, folder, ("ddpbench.measure.loop", *preloaded))
+    request = msgspec.json.decode((folder / "request").read_bytes(), type=Request)
+    preloaded = ("ddpbench.measure.loop", *ways.MODULES)
+    in_rank = partial(_try_in_rank, request, folder, preloaded)
     return throwaway_ranks.run(MODULE, folder, request, in_rank, preloaded)
 
 
@@ -310,72 +267,46 @@ def _try_in_rank(
     for module in modules:
         import_module(module)  # slow: not in the time of a combination
     with throwaway_ranks.tested(request, world) as (tested, device):
+        ranks = Ranks(world, tested, device)
         start.barrier(tested, device)()  # nor are connections made in it
-        ranks = Ranks(world, tested, device, folder)
-        if request.known is not None:
-            attempt(request, ranks, request.known)
-        with (folder / "verdicts").open("a", 1) as file:
-
-            def note(number: int, verdict: Verdict) -> None:
+        with (folder / "verdicts").open("ab", 0) as file:
+            for verdict in walk(request, ranks, report):
                 if world.rank == 0:
-                    print(json.dumps([number, asdict(verdict)]), file=file)
-
-            walk(request, ranks, report, note)
+                    file.write(msgspec.json.encode(verdict) + b"\n")
 
 
-def walk(
-    request: Request, ranks: Ranks, report: Report, note: Callable[[int, Verdict], None]
-) -> None:
-    """Try one combination after the other, until the ranks or their group are out of step.
+def walk(request: Request, ranks: Ranks, report: Report) -> Iterator[Verdict]:
+    """Try one combination after the other; yield the verdict of each.
 
-    note: stores the verdict of a combination, by its number.
+    Ends early if only some ranks refuse, because they are then out of step, or if REFERENCE does
+    not work after a refusal, because the group is then broken.
     """
-    world, known, called = ranks.world, request.known, set[str]()
     for number, combination in list(enumerate(request.wanted))[request.first :]:
-        world.watchdog.rearm()
-        slow = combination.operation not in called and devices.of(ranks.device).clock == "device"
-        seconds = FIRST_SECONDS if slow or combination.form == PARALLEL else HANG_SECONDS
-        called.add(combination.operation)
-        report("trying", f"{number} {seconds:g}")
+        ranks.world.watchdog.rearm()
+        report("trying", str(number))
         own = attempt(request, ranks, combination)
         if own.outcome == UNSUPPORTED:
-            report("refused", f"{number} {own.why}")  # while others may wait for ever
+            report("refused", f"{number} {own.why}")  # while others may wait forever
         else:
             report("tried", str(number))
-        verdict, apart = _agree_verdict(world, own)
-        note(number, verdict)
-        if verdict.outcome == OK:
-            known = known or combination
-        elif known is not None and not apart:
-            report("checking", str(number))
-            again, _ = _agree_verdict(world, attempt(request, ranks, known))
-            report("checked", str(number))
-            if again.outcome != OK:  # whatever these processes try from now on fails, too
-                note(number, verdict.breaking())
-                return
+        verdicts = control.gather_values(ranks.world, asdict(own))
+        verdict, apart = judge.combine_verdicts([Verdict(**each) for each in verdicts])
+        yield verdict
         if apart:
             return
-
-
-def _agree_verdict(world: World, own: Verdict) -> tuple[Verdict, bool]:
-    """Combine the verdicts of all ranks; return whether only some of them refused."""
-    return judge.combine_verdicts(
-        [Verdict(**one) for one in control.gather_values(world, asdict(own))]
-    )
+        if verdict.outcome == UNSUPPORTED:
+            again = attempt(request, ranks, REFERENCE)
+            if control.agree_any(again.outcome != OK):
+                return
 
 
 def attempt(request: Request, ranks: Ranks, combination: Combination) -> Verdict:
-    """Return this rank's own verdict: the result is right or wrong, or the call was refused.
-
-    Raises an error that says that memory is short: that is no refusal of the backend.
-    """
+    """Return this rank's own verdict: the result is right or wrong, or the call was refused."""
     try:
         if combination.form == PARALLEL:
             return ways.attempt(combination.operation, ranks)
         return _call(request, ranks, combination)
-    except Exception as error:  # any other error is a backend's way to refuse
-        if memory.OUT_OF_MEMORY.search(str(error)):
-            raise
+    except Exception as error:  # any error is a backend's way to refuse
         return Verdict(UNSUPPORTED, throwaway_ranks.sentence(error))
 
 
@@ -394,8 +325,8 @@ def _call(request: Request, ranks: Ranks, combination: Combination) -> Verdict:
         if wrong is not None and verdict.outcome == OK:
             facts = {"rank": wrong.rank, "index": wrong.index, "elements": elements}
             why = (
-                f"rank {wrong.rank} got {wrong.got} at index {wrong.index}, {elements} elements a "
-                f"block, expected {wrong.expected}"
+                f"rank {wrong.rank} got {wrong.got} at index {wrong.index}, {elements} elements "
+                f"per block, expected {wrong.expected}"
             )
             verdict = Verdict(WRONG, why, {**facts, "expected": wrong.expected, "got": wrong.got})
     return verdict
