@@ -139,7 +139,7 @@ def with_facts(run: Run, facts: dict[str, Any], rank: dict[str, Any], **launch: 
 
 # examination → the module that makes tables of its figures
 TABLES = {
-    "stragglers": "stragglers.measure", "links": "links.measure",
+    "stragglers": "stragglers.measure", "links": "links.judge",
     "capabilities": "capabilities.judge",
 }  # fmt: skip
 

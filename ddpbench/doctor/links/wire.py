@@ -1,4 +1,4 @@
-"""What the links of one rank carry: bursts and round trips, timed by the sender alone.
+"""Bursts and round trips on the links of one rank, timed by the sender alone.
 
 The control group announces the size of a burst. The clock of the sender's device runs from when the
 receiver is ready until the receiver confirms the last byte; a round trip is a burst of a few bytes.
@@ -42,9 +42,6 @@ class Reading(NamedTuple):
     spread: float  # of the bursts, relative, on the scale of a standard deviation
 
 
-Readings = dict[Cell, Reading]
-
-
 class Wire:
     """One rank's end of its links in a process group of all ranks; a peer is a rank."""
 
@@ -63,8 +60,8 @@ class Wire:
 
         Takes about so many seconds; on a slow link the time of LEAST_BURSTS.
         """
+        trips = [self._time_burst(peer, self._ping.nbytes) for _ in range(PINGS)]  # may connect
         until = clock.now_ns() + round(seconds * 1e9)
-        trips = [self._time_burst(peer, self._ping.nbytes) for _ in range(PINGS)]
         nbytes, rates = FIRST_NBYTES, list[float]()
         self._time_burst(peer, nbytes)  # its connection may have been idle
         while len(rates) < LEAST_BURSTS or clock.now_ns() < until:
@@ -138,17 +135,16 @@ def agree_wire(world: World, group: dist.ProcessGroup, device: torch.device) -> 
 
 def gather_readings(
     world: World, wire: Wire, steps: Sequence[Sequence[Cell]], seconds: float
-) -> Readings:
+) -> dict[Cell, Reading]:
     """Measure step after step, the cells of one at once; return the reading of each cell.
 
-    All ranks call it, and it returns the same on all. The ranks of a step must be disjoint; a rank
-    that is in none waits. A cell is in one step only. seconds: of one step, approximately.
+    All ranks call it, and it returns the same on all. The ranks of a step must be disjoint; other
+    ranks wait. A cell is in one step only. seconds: of one step, approximately.
     """
     own: list[list[float]] = []
     for cells in steps:
-        names = " and ".join(f"rank {a} to {b}" for a, b in cells[:2])
-        more = f" and {len(cells) - 2} more" if len(cells) > 2 else ""
-        world.watchdog.begin_phase(f"the measurement of links: {names}{more}")
+        names = ", ".join(f"rank {a} to {b}" for a, b in cells[:3])
+        world.watchdog.begin_phase(f"the measurement of links: {names}")
         control.barrier_all()
         for sender, receiver in cells:
             if world.rank == sender:
