@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,12 +28,11 @@ from slept_time import SleptTime
 
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import judge, measure, ways
+from ddpbench.doctor.capabilities import judge, measure
 from ddpbench.doctor.capabilities.judge import (
     CRASH,
     HANG,
     OK,
-    PARALLEL,
     UNSUPPORTED,
     WRONG,
     Combination,
@@ -43,7 +42,8 @@ from ddpbench.doctor.capabilities.measure import HANG_SECONDS, Request, Trials, 
 from ddpbench.measure import throwaway_ranks
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
-from ddpbench.runtime import control
+from ddpbench.runtime import control, subgroups
+from ddpbench.runtime.subgroups import Subgroup
 
 SUM = Combination("all_reduce", "tensor", "sum", "float32")
 MAX8 = Combination("all_reduce", "tensor", "max", "int8")
@@ -57,24 +57,20 @@ BAD = Verdict(WRONG, "rank 1 got 2 at index 3", {"rank": 1, "index": 3})
 
 
 def test_every_combination_is_tried_once_the_important_ones_first() -> None:
-    """Sums of the first dtype come first, then ways of parallel training. One rank alone does not
-    try operations that need a partner."""
+    """Sums of the first dtype come first. One rank alone does not try operations that need a
+    partner."""
     everything = measure.list_combinations(2)
     assert everything[0] == SUM
     assert len(set(everything)) == len(everything)
-    training = [each for each in everything if each.form == PARALLEL]
-    assert [each.operation for each in training] == [*ways.WAYS]
-    first = everything.index(training[0])
-    assert everything[first : first + len(training)] == training
-    assert {each.dtype for each in everything[:first]} == {"float32", None}
-    calls = [each for each in everything if each not in training]
-    forms = {(each.operation, each.form) for each in calls}
+    forms = {(each.operation, each.form) for each in everything}
     assert forms == {(name, form) for name, each in OPERATIONS.items() for form in each.forms}
-    assert {each.reduce_op for each in calls if each.operation == "all_reduce"} == {*REDUCE_OPS}
-    assert {each.dtype for each in calls if each.operation == "reduce"} == {*DTYPES}
-    assert [each for each in calls if each.dtype is None] == [BARRIER]
+    reduced = {each.reduce_op for each in everything if each.operation == "all_reduce"}
+    assert reduced == {*REDUCE_OPS}
+    assert {each.dtype for each in everything if each.operation == "reduce"} == {*DTYPES}
+    assert [each for each in everything if each.dtype is None] == [BARRIER]
     alone = measure.list_combinations(1)
-    assert {each.operation for each in calls if each not in alone} == {"send_recv", "bidirectional"}
+    paired = {each.operation for each in everything if each not in alone}
+    assert paired == {"send_recv", "bidirectional"}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +95,10 @@ def test_the_ranks_agree(
     frozen.text(verdict.why)
 
 
+def list_rows(tried: Sequence[tuple[Combination, Verdict]]) -> list[judge.Row]:
+    return [{**asdict(combination), **asdict(verdict)} for combination, verdict in tried]
+
+
 def test_a_refusal_is_no_finding(frozen: Frozen) -> None:
     """Wrong results are errors, crashes and hangs are warnings. The verdicts on one operation and
     form are one finding."""
@@ -111,12 +111,12 @@ def test_a_refusal_is_no_finding(frozen: Frozen) -> None:
         (double, BAD),
         (replace(LIST, dtype="int8"), Verdict(CRASH, "SIGABRT")),
     ]
-    frozen.findings(judge.find_bad("gloo", tried))
-    assert judge.find_bad("gloo", tried[:2]) == ()
-    frozen.findings(judge.find_bad("gloo", [(double, BAD)] * 6))
+    frozen.findings(judge.find_bad("gloo", list_rows(tried)))
+    assert judge.find_bad("gloo", list_rows(tried[:2])) == ()
+    frozen.findings(judge.find_bad("gloo", list_rows([(double, BAD)] * 6)))
 
 
-def test_the_tables_have_a_row_for_equal_reduce_ops_and_for_each_way(frozen: Frozen) -> None:
+def test_the_table_has_a_row_for_equal_reduce_ops(frozen: Frozen) -> None:
     """Dtypes are columns, and "?" means not tried. Reasons that start alike are one line."""
     kinds = ("float32", "bfloat16")
     works = [
@@ -134,13 +134,10 @@ def test_the_tables_have_a_row_for_equal_reduce_ops_and_for_each_way(frozen: Fro
     others = [
         (BARRIER, Verdict(OK)),
         (replace(LIST, dtype="float32"), Verdict(CRASH, "a rank was aborted")),
-        (Combination("DDP", PARALLEL, None, None), Verdict(OK)),
-        (Combination("HSDP", PARALLEL, None, None), NO),
     ]
-    figures = {"verdicts": judge.list_rows([*works, *refused, *others])}
-    calls, training = judge.build_tables(figures, "gloo")
-    rows = [line.split() for line in lay_out(calls).splitlines()]
-    assert calls.title == "what gloo can do"
+    tried = [*works, *refused, *others]
+    table = judge.build_table(list_rows(tried), "what gloo can do")
+    rows = [line.split() for line in lay_out(table).splitlines()]
     assert rows[0] == ["operation", "reduce", "op", "f32", "bf16"]
     assert rows[2:] == [
         ["all_reduce", "sum", "max", "ok", "ok"],
@@ -148,9 +145,7 @@ def test_the_tables_have_a_row_for_equal_reduce_ops_and_for_each_way(frozen: Fro
         ["barrier", "ok", "ok"],
         ["all_gather", "(list)", "CRASH", "?"],
     ]
-    frozen.text("\n".join(calls.legend))
-    assert training.rows == (("DDP", "ok", ""), ("HSDP", "–", NO.why))
-    assert judge.build_tables({}, "gloo") == ()
+    frozen.text("\n".join(table.legend))
 
 
 # --- one rank's part, in a group of this process alone --------------------------------------------
@@ -167,7 +162,7 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     one_rank: Any = SimpleNamespace(
         rank=0, hosts={"a": [0]}, watchdog=SimpleNamespace(rearm=lambda: None)
     )
-    ranks = ways.Ranks(one_rank, world, torch.device("cpu"))
+    subgroup = Subgroup(subgroups.divide_ranks("world", [[0]]), world, world, rank=0)
 
     def walk_here(wanted: Sequence[Combination]) -> tuple[list[Verdict], list[str]]:
         reports: list[str] = []
@@ -175,7 +170,9 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         def report(kind: str, text: str) -> None:
             reports.append(f"{kind} {text}")
 
-        return list(measure.walk(request_trials(wanted), ranks, report)), reports
+        request = request_trials(wanted)
+        attempt = partial(measure.try_call, request, one_rank, subgroup, torch.device("cpu"))
+        return list(measure.walk(request, one_rank, attempt, report)), reports
 
     try:
         yield walk_here
@@ -213,7 +210,7 @@ def test_a_group_that_a_refusal_breaks_is_not_used_again(
 ) -> None:
     """The reference is tried after each refusal. If it fails, fresh ranks try the rest."""
     verdicts = iter([NO, Verdict(OK), NO, NO])
-    monkeypatch.setattr(measure, "attempt", lambda request, ranks, each: next(verdicts))
+    monkeypatch.setattr(measure, "try_call", lambda *_: next(verdicts))
     assert walk([SUM, LIST, MAX8])[0] == [NO, NO]
 
 
@@ -363,35 +360,32 @@ def test_ranks_that_cannot_start_are_given_up(tried: Attempt, frozen: Frozen) ->
 
 # --- real trials ----------------------------------------------------------------------------------
 
-# An all_gather that aborts rank 1, and a step of DDP that gives rank 1 another number.
+# An all_gather that aborts rank 1, and a broadcast that gives rank 1 another number.
 PLANTED = """
 import os
-from dataclasses import replace
-
-import torch
+from dataclasses import asdict, replace
 
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import ways
-
-honest_step = ways.WAYS["DDP"]
 
 
-def train(ranks):
-    model = honest_step(ranks)
-    if ranks.group.rank() == 1:
-        with torch.no_grad():
-            model[1].bias[3] += 1
-    return model
+def bind_abort(case, buffers, group, rank):
+    return os.abort if rank == 1 else all_gather.bind(case, buffers, group, rank)
 
 
-ways.WAYS["DDP"] = train
+def bind_wrong(case, buffers, group, rank):
+    call = broadcast.bind(case, buffers, group, rank)
 
-honest = OPERATIONS["all_gather"]
+    def call_wrongly():
+        call()
+        if rank == 1:
+            buffers.output[3] += 1
 
-def bind(case, b, group, rank):
-    return os.abort if rank == 1 else honest.bind(case, b, group, rank)
+    return call_wrongly
 
-OPERATIONS["all_gather"] = replace(honest, bind=bind)
+
+all_gather, broadcast = OPERATIONS["all_gather"], OPERATIONS["broadcast"]
+OPERATIONS["all_gather"] = replace(all_gather, bind=bind_abort)
+OPERATIONS["broadcast"] = replace(broadcast, bind=bind_wrong)
 """
 
 
@@ -403,13 +397,13 @@ def test_a_crash_is_found_and_nothing_is_left(
     capfd: pytest.CaptureFixture[str],
     frozen: Frozen,
 ) -> None:
-    """In real ranks: a crash is found, the rest is tried, and a way of parallel training with a
-    wrong result is found. Nothing is printed, and no process or file is left."""
+    """In real ranks: a crash is found, and then a wrong result. Nothing is printed, and no process
+    or file is left."""
     (tmp_path / "planted.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "executable", write_warm_python(tmp_path))
-    wanted = [BARRIER, LIST, SUM, Combination("DDP", PARALLEL, None, None)]
+    wanted = [BARRIER, LIST, SUM, Combination("broadcast", "tensor", None, "float32")]
     trials = Trials(request_trials(wanted, "planted"))
     # However busy this machine is, nothing hangs.
     patient = SimpleNamespace(time=lambda: 0.0, monotonic=time.monotonic, sleep=time.sleep)
@@ -418,7 +412,7 @@ def test_a_crash_is_found_and_nothing_is_left(
     assert trials.given_up is None
     frozen.facts([verdict.outcome for verdict in trials.verdicts])
     wrong = trials.verdicts[3]
-    frozen.facts([wrong.wrong["rank"], wrong.wrong["index"], "1.bias" in wrong.why])
+    frozen.facts([wrong.wrong["rank"], wrong.wrong["index"], "index 3" in wrong.why])
     assert "SIGABRT" in trials.verdicts[1].why
     assert capfd.readouterr() == ("", "")
     assert wait_for_left_processes(tmp_path) == []
@@ -431,9 +425,9 @@ def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> N
     done = pool.call(2, tmp_path, "doctor", "--only", "capabilities", "--case-time", "120")
     (folder,) = store.list_runs(tmp_path / "results")
     (found,) = store.read(folder).examinations
-    # In torch 2.7, reduce_scatter of gloo always sums, even for fully_shard.
+    # In torch 2.7, reduce_scatter of gloo always sums.
     bad = {(each.code, each.place["operation"]) for each in found.findings}
-    assert bad <= {("wrong-result", name) for name in ("reduce_scatter", "fully_shard")}
+    assert bad <= {("wrong-result", "reduce_scatter")}
     assert done.returncode == (4 if bad else 0), done.stdout + done.stderr
     assert not bad or torch.__version__ < "2.9"
     assert found.unchecked == ()
@@ -441,5 +435,4 @@ def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> N
     assert len(rows) == found.figures["wanted"] == len(measure.list_combinations(2))
     works = {(v["operation"], v["dtype"]) for v in rows if v["outcome"] == OK}
     assert works >= {(name, "float32") for name in ("all_reduce", "broadcast", "all_gather")}
-    assert bad or works >= {(name, None) for name in ways.WAYS}
-    assert [table.title in done.stdout for table in found.tables] == [True, True]
+    assert [table.title in done.stdout for table in found.tables] == [True]

@@ -1,16 +1,16 @@
 """Capabilities: try every operation, reduce op and dtype on the backend, and check every result.
 
 Separate ranks on the host of rank 0 try them while the ranks wait, one combination after another,
-and agree on each verdict over the control group. They also try the ways of parallel training:
-ways.py. Fresh ranks go on after a combination that crashes, hangs or breaks the group.
+and agree on each verdict over the control group. Fresh ranks go on after a combination that
+crashes, hangs or breaks the group.
 
 figures: {
     "ranks": number of ranks that tried,
     "elements": [elements of a block; each combination is tried with all of them],
     "wanted": number of combinations,
     "verdicts": [{"operation", "form", "reduce_op" (null: none), "dtype" (null: no data),
-                  "outcome": "ok", "unsupported", "wrong", "crash" or "hang", "why": ""}, …]
-                 form "parallel": the operation is a way of parallel training
+                  "outcome": "ok", "unsupported", "wrong", "crash" or "hang", "why": "",
+                  "wrong": place and values of a wrong result}, …]
 }
 """
 
@@ -19,29 +19,28 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import judge, ways
+from ddpbench.doctor.capabilities import judge
 from ddpbench.doctor.capabilities.judge import (
     CRASH,
     HANG,
     OK,
-    PARALLEL,
     UNSUPPORTED,
     WRONG,
     Combination,
     Verdict,
 )
-from ddpbench.doctor.capabilities.ways import Ranks
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.launch.clock import Clock
 from ddpbench.measure import start, throwaway_ranks
@@ -52,11 +51,13 @@ from ddpbench.runtime import control, subgroups
 from ddpbench.runtime.subgroups import Partition, Subgroup
 from ddpbench.runtime.world import World
 
+if TYPE_CHECKING:
+    import torch
+
 MODULE = "ddpbench.doctor.capabilities.measure"
 ELEMENTS = (64, 13)  # of one block: each combination is tried with both
 WAIT_SECONDS = 60.0  # of the ranks for each other; `_wait` ends a hang long before
-# For one combination, which takes some ms; a first call may make a communicator and load code, and
-# a way of parallel training is many calls.
+# For one combination, which takes some ms; a first call may make a communicator and load code.
 HANG_SECONDS = 15.0
 REFERENCE = Combination("all_reduce", "tensor", "sum", "float32")  # shows that a group still works
 PLAN = Plan(start="none")
@@ -96,8 +97,7 @@ def make_request(backend: str, device: str, modules: Sequence[str]) -> Request:
 def list_combinations(ranks: int) -> list[Combination]:
     """Return all that so many ranks can try, the most important first.
 
-    Sums come before other reduce ops, and the ways of parallel training after those of the first
-    dtype.
+    Sums come before other reduce ops.
     """
     found = [
         Combination(name, form, reduce_op, dtype)
@@ -107,13 +107,10 @@ def list_combinations(ranks: int) -> list[Combination]:
         for reduce_op in (REDUCE_OPS if operation.reduces else (None,))
         for dtype in (DTYPES if operation.sized else (None,))
     ]
-    if ranks > 1:  # one rank sends nothing
-        found += [Combination(name, PARALLEL, None, None) for name in ways.WAYS]
     order = list(DTYPES)
 
-    def urgency(each: Combination) -> tuple[bool, int, bool]:
-        number = order.index(each.dtype) if each.dtype else 0
-        return each.reduce_op not in (None, "sum"), number, each.form == PARALLEL
+    def urgency(each: Combination) -> tuple[bool, int]:
+        return each.reduce_op not in (None, "sum"), order.index(each.dtype) if each.dtype else 0
 
     return sorted(found, key=urgency)
 
@@ -139,40 +136,30 @@ def _outcome(context: Context, trials: Trials) -> Outcome:
     if trials.untried:
         reason = trials.given_up or "it was interrupted"
         unchecked.append(f"{trials.untried} of {wanted} combinations were not tried: {reason}")
-    tried = list(zip(trials.request.wanted, trials.verdicts, strict=False))
-    rows = judge.list_rows(tried)
+    pairs = zip(trials.request.wanted, trials.verdicts, strict=False)
+    rows = [{**asdict(combination), **asdict(verdict)} for combination, verdict in pairs]
     figures = {
         "ranks": trials.request.ranks,
         "elements": list(ELEMENTS),
         "wanted": wanted,
         "verdicts": rows,
     }
-    return Outcome(
-        lines=tuple(_describe_tries(context, rows)),
-        unchecked=tuple(unchecked),
-        findings=judge.find_bad(context.backend.name, tried),
-        figures=figures,
-        tables=judge.build_tables(figures, context.backend.name),
-    )
-
-
-def _describe_tries(context: Context, rows: Sequence[judge.Row]) -> list[str]:
-    training = [row for row in rows if row["form"] == PARALLEL]
-    calls = [row for row in rows if row["form"] != PARALLEL]
     lines = [
-        f"tried {len(calls)} combinations of operation, reduce op and dtype, each with "
+        f"tried {len(rows)} combinations of operation, reduce op and dtype, each with "
         f"{' and '.join(map(str, ELEMENTS))} elements per block, in separate processes "
-        f"({counted(throwaway_ranks.RANKS, 'rank')}): {judge.count_outcomes(calls)}"
+        f"({counted(trials.request.ranks, 'rank')}): {judge.count_outcomes(rows)}"
     ]
-    if training:
-        lines.append(
-            f"tried {counted(len(training), 'way')} of parallel training: one step of each must "
-            f"give the parameters that one process gets: {judge.count_outcomes(training)}"
-        )
     if len(context.world.hosts) > 1:
         hostname = context.launch.ranks[0]["hostname"]
         lines.append(f"tried only on {hostname}, the host of rank 0")
-    return lines
+    backend = context.backend.name
+    return Outcome(
+        lines=tuple(lines),
+        unchecked=tuple(unchecked),
+        findings=judge.find_bad(backend, rows),
+        figures=figures,
+        tables=(judge.build_table(rows, f"what {backend} can do"),) if rows else (),
+    )
 
 
 # --- one set of ranks after the other -------------------------------------------------------------
@@ -255,84 +242,87 @@ def _last_words(trial: Trial) -> str:
 def main(folder: Path) -> int:
     """Start the ranks; in one of them, try the combinations."""
     request = msgspec.json.decode((folder / "request").read_bytes(), type=Request)
-    preloaded = ("ddpbench.measure.loop", *ways.MODULES)
-    in_rank = partial(_try_in_rank, request, folder, preloaded)
-    return throwaway_ranks.run(MODULE, folder, request, in_rank, preloaded)
+    in_rank = partial(_try_in_rank, request, folder)
+    return throwaway_ranks.run(MODULE, folder, request, in_rank, ["ddpbench.measure.loop"])
 
 
-def _try_in_rank(
-    request: Request, folder: Path, modules: Sequence[str], world: World, report: Report
-) -> None:
+def _try_in_rank(request: Request, folder: Path, world: World, report: Report) -> None:
     report("doing", "the set-up of the group")
-    for module in modules:
-        import_module(module)  # slow: not in the time of a combination
+    import_module("ddpbench.measure.loop")  # slow: not in the time of a combination
     with throwaway_ranks.tested(request, world) as (tested, device):
-        ranks = Ranks(world, tested, device)
         start.barrier(tested, device)()  # nor are connections made in it
+        partition = subgroups.divide_ranks("world", list(world.hosts.values()))
+        subgroup = Subgroup(partition, tested, tested, rank=world.rank)
+        attempt = partial(try_call, request, world, subgroup, device)
         with (folder / "verdicts").open("ab", 0) as file:
-            for verdict in walk(request, ranks, report):
+            for verdict in walk(request, world, attempt, report):
                 if world.rank == 0:
                     file.write(msgspec.json.encode(verdict) + b"\n")
 
 
-def walk(request: Request, ranks: Ranks, report: Report) -> Iterator[Verdict]:
+def walk(
+    request: Request,
+    world: World,
+    attempt: Callable[[Combination], Verdict],
+    report: Report,
+) -> Iterator[Verdict]:
     """Try one combination after the other; yield the verdict of each.
 
     Ends early if only some ranks refuse, because they are then out of step, or if REFERENCE does
     not work after a refusal, because the group is then broken.
     """
     for number, combination in list(enumerate(request.wanted))[request.first :]:
-        ranks.world.watchdog.rearm()
+        world.watchdog.rearm()
         report("trying", str(number))
-        own = attempt(request, ranks, combination)
+        own = attempt(combination)
         if own.outcome == UNSUPPORTED:
             report("refused", f"{number} {own.why}")  # while others may wait forever
         else:
             report("tried", str(number))
-        verdicts = control.gather_values(ranks.world, asdict(own))
+        verdicts = control.gather_values(world, asdict(own))
         verdict, apart = judge.combine_verdicts([Verdict(**each) for each in verdicts])
         yield verdict
         if apart:
             return
         if verdict.outcome == UNSUPPORTED:
-            again = attempt(request, ranks, REFERENCE)
+            again = attempt(REFERENCE)
             if control.agree_any(again.outcome != OK):
                 return
 
 
-def attempt(request: Request, ranks: Ranks, combination: Combination) -> Verdict:
-    """Return this rank's own verdict: the result is right or wrong, or the call was refused."""
-    try:
-        if combination.form == PARALLEL:
-            return ways.attempt(combination.operation, ranks)
-        return _call(request, ranks, combination)
-    except Exception as error:  # any error is a backend's way to refuse
-        return Verdict(UNSUPPORTED, throwaway_ranks.sentence(error))
-
-
-def _call(request: Request, ranks: Ranks, combination: Combination) -> Verdict:
-    """Call an operation with all sizes, and check its results."""
+def try_call(
+    request: Request,
+    world: World,
+    subgroup: Subgroup,
+    device: torch.device,
+    combination: Combination,
+) -> Verdict:
+    """Call an operation with all sizes, and check its results. Return this rank's own verdict."""
     from ddpbench.measure.loop import Bench
 
-    partition = subgroups.divide_ranks("world", list(ranks.world.hosts.values()))
-    subgroup = Subgroup(partition, ranks.group, ranks.group, rank=ranks.world.rank)
     verdict = Verdict(OK)
-    for elements in ELEMENTS:  # always all of them, so that the ranks stay in step
-        case = _case(request, partition, combination, elements)
-        bench = Bench(case, PLAN, ranks.world, subgroup, ranks.device)
-        bench.repeat(1)
-        wrong = bench.wrong(-1) if OPERATIONS[combination.operation].sized else None
-        if wrong is not None and verdict.outcome == OK:
-            facts = {"rank": wrong.rank, "index": wrong.index, "elements": elements}
-            why = (
-                f"rank {wrong.rank} got {wrong.got} at index {wrong.index}, {elements} elements "
-                f"per block, expected {wrong.expected}"
-            )
-            verdict = Verdict(WRONG, why, {**facts, "expected": wrong.expected, "got": wrong.got})
+    try:
+        for elements in ELEMENTS:  # always all of them, so that the ranks stay in step
+            case = _make_case(request, subgroup.partition, combination, elements)
+            bench = Bench(case, PLAN, world, subgroup, device)
+            bench.repeat(1)
+            wrong = bench.wrong(-1) if bench.operation.sized else None
+            if wrong is not None and verdict.outcome == OK:
+                why = (
+                    f"rank {wrong.rank} got {wrong.got} at index {wrong.index}, {elements} "
+                    f"elements per block, expected {wrong.expected}"
+                )
+                place = {"rank": wrong.rank, "index": wrong.index, "elements": elements}
+                values = {"expected": wrong.expected, "got": wrong.got}
+                verdict = Verdict(WRONG, why, {**place, **values})
+    except Exception as error:  # any error is a backend's way to refuse
+        return Verdict(UNSUPPORTED, throwaway_ranks.sentence(error))
     return verdict
 
 
-def _case(request: Request, partition: Partition, combination: Combination, elements: int) -> Case:
+def _make_case(
+    request: Request, partition: Partition, combination: Combination, elements: int
+) -> Case:
     operation, dtype = OPERATIONS[combination.operation], combination.dtype or "uint8"
     count = elements if operation.sized else 0
     return Case(
