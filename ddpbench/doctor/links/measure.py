@@ -26,7 +26,7 @@ from ddpbench.analysis.rates import upper_quartile
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.links import judge
 from ddpbench.doctor.links.judge import Cell, Network, Rates, Suspect
-from ddpbench.doctor.links.wire import Reading, Wire, agree_wire, gather_readings
+from ddpbench.doctor.links.wire import Reading, Wire, gather_readings
 from ddpbench.records.wording import counted
 from ddpbench.runtime import devices
 
@@ -166,7 +166,7 @@ def examine(context: Context) -> Outcome:
     context.report_progress(f"links, {schedule.cost}")
     # gloo sends no tensor of a GPU from point to point, and its links are the same.
     device = torch.device("cpu") if context.backend.transport == "tcp" else context.device
-    wire = agree_wire(world, context.process_group, device)
+    wire = Wire(context.process_group, device)
     at_once = gather_readings(world, wire, schedule.at_once, schedule.seconds)
     alone = gather_readings(world, wire, schedule.alone, schedule.seconds)
     best = dict(alone)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PINGS = 20
 FIRST_NBYTES, MOST_NBYTES = 1 << 16, 1 << 30  # of a burst
 MESSAGE_NBYTES = 1 << 24  # of the host's buffer; a burst consists of such messages
-MEMORY_SHARE = 1 / 4  # of a device's free memory, for its buffer
+MOST_ON_DEVICE_NBYTES = 1 << 28  # of a burst, which is one message in the memory of the device
 GROWTH = 4
 BURSTS, LEAST_BURSTS = 3, 3  # about so many in the time given, and at least so many
 LAUNCH_SECONDS = 5e-4  # for which a device sleeps while its host hands over a few operations
@@ -45,15 +45,15 @@ class Reading(NamedTuple):
 class Wire:
     """One rank's end of its links in a process group of all ranks; a peer is a rank."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, most_nbytes: int) -> None:
-        """most_nbytes: of a burst on a device with memory of its own."""
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         import torch
 
         self._group, self._device, self._kind = group, device, devices.of(device)
         self._on_host = self._kind.clock == "host"
-        self._most_nbytes = MOST_NBYTES if self._on_host else most_nbytes
+        self._most_nbytes = MOST_NBYTES if self._on_host else MOST_ON_DEVICE_NBYTES
+        size = MESSAGE_NBYTES if self._on_host else MOST_ON_DEVICE_NBYTES
         self._ping = torch.ones(1, dtype=torch.int64, device=device)
-        self._data = torch.ones(FIRST_NBYTES, dtype=torch.uint8, device=device)
+        self._data = torch.ones(size, dtype=torch.uint8, device=device)
 
     def lead(self, peer: int, seconds: float) -> Reading:
         """Measure what this rank sends to a peer that calls `follow`.
@@ -100,14 +100,8 @@ class Wire:
 
     def _messages(self, nbytes: int) -> list[torch.Tensor]:
         """Return so many bytes as one message, or as several of the host's buffer."""
-        import torch
-
-        count = -(-nbytes // MESSAGE_NBYTES) if self._on_host else 1
-        size = nbytes // count
-        if self._data.nbytes < size:
-            del self._data  # its memory may be needed for the next
-            self._data = torch.ones(size, dtype=torch.uint8, device=self._device)
-        return [self._data.narrow(0, 0, size)] * count
+        count = -(-nbytes // self._data.nbytes)
+        return [self._data.narrow(0, 0, nbytes // count)] * count
 
     def _move(self, name: str, peer: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send or receive as a batch, even a single tensor.
@@ -120,17 +114,6 @@ class Wire:
         batch = [dist.P2POp(move, t, group=self._group, group_peer=peer) for t in tensors]
         for work in dist.batch_isend_irecv(batch):
             work.wait()
-
-
-def agree_wire(world: World, group: dist.ProcessGroup, device: torch.device) -> Wire:
-    """Return this rank's end of its links. All ranks call it; `group` has all ranks.
-
-    On a device, a burst is as large as all ranks have memory for.
-    """
-    free = devices.of(device).free_nbytes(device)
-    share = MOST_NBYTES if free is None else free * MEMORY_SHARE / max(1, len(world.gpu_mates))
-    least = min(control.gather_values(world, int(share)))
-    return Wire(group, device, max(FIRST_NBYTES, min(MOST_NBYTES, least)))
 
 
 def gather_readings(
