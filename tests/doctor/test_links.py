@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from frozen import Frozen
 from rank_pool import RankPool
 from simulated_gpu import GUARD_VARIABLE
-from simulated_hosts import payload
 
 from ddpbench.doctor.links import judge
 from ddpbench.doctor.links.judge import Cell, Network, Suspect
@@ -194,7 +192,7 @@ def test_only_what_is_slow_each_time_is_confirmed(
 
 # --- what is reported -----------------------------------------------------------------------------
 
-NETWORK = Network({0: "a", 1: "b", 2: "c", 3: "d"}, ethernet=True, nominal={0: 125e6, 1: 125e6})
+NETWORK = Network({0: "a", 1: "b", 2: "c", 3: "d"}, {0: 125e6, 1: 125e6})
 
 
 def report(
@@ -207,24 +205,16 @@ def report(
 ) -> Finding:
     """Return the finding of a suspect that was confirmed five times."""
     suspect = Suspect(one, other, cells, 0.1, kind, usual=FAST, measured=[TRUE] * 5)
-    network = replace(NETWORK, ethernet=kind != "neighbour")
-    return judge.describe_slow(suspect, network, two)
+    return judge.describe_slow(suspect, NETWORK, two)
 
 
 def test_a_slow_link_names_both_hosts_a_slow_host_one(frozen: Frozen) -> None:
-    """With its rate, that of the others, and of which Ethernet it is all."""
+    """With its rate, and that of healthy links."""
     link = report("host", 0, 1)
     one_way = report("host", 0, 1, cells=((1, 0),), two=True)
     host, rank = report("host", 3), report("rank", 3)
     neighbours = report("neighbour", 0, 1), report("neighbour", 0)
     frozen.findings([link, one_way, host, rank, *neighbours])
-
-
-def test_a_rate_is_that_of_an_ethernet() -> None:
-    """TCP over full frames of 1500 bytes carries 1448 of 1538; jumbo frames carry more."""
-    for bits in (1e8, 1e9, 2.5e9):
-        assert NETWORK.line_rate(payload(bits)) == pytest.approx(bits)
-    assert (replace(NETWORK, mtu_nbytes=9000).line_rate(payload(1e9)) or 1e9) < 0.96e9
 
 
 def test_links_below_half_of_the_nominal_speed_are_a_note(frozen: Frozen) -> None:
@@ -311,7 +301,6 @@ import os
 os.environ["{variable}"] = "{guard}"
 import pretend_gpu
 import torch.distributed as dist
-from dataclasses import replace
 from ddpbench.catalog import backends
 from ddpbench.runtime import devices
 

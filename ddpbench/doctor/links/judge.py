@@ -188,10 +188,6 @@ def choose_cells(suspect: Suspect, rates: Rates, suspects: Sequence[Suspect]) ->
 
 # --- findings -------------------------------------------------------------------------------------
 
-# A full frame adds preamble, header, checksum and gap to its MTU; the MTU contains the headers of
-# IP and of TCP with time stamps.
-FRAME_NBYTES, HEADERS_NBYTES = 38, 52
-MTU_NBYTES = 1500
 ENOUGH = 0.5  # of the interfaces' nominal speed
 NEXT = {
     "slow-host": "on {one}: check the negotiated speed (ethtool), errors and drops (ethtool -S, "
@@ -211,9 +207,7 @@ class Network:
     """Facts about the network between the ranks."""
 
     host: Mapping[int, str]  # name of the host of each rank
-    ethernet: bool = False  # whether TCP carries the data
-    mtu_nbytes: int = MTU_NBYTES
-    nominal: Mapping[int, float | None] = field(default_factory=dict)  # rank → bytes a second
+    nominal: Mapping[int, float | None]  # bytes a second of the interface of each rank
 
     def name(self, suspect: Suspect) -> list[str]:
         """Return the name of each end of a suspect."""
@@ -224,26 +218,10 @@ class Network:
     def name_rank(self, rank: int) -> str:
         return f"rank {rank} ({self.host[rank]})"
 
-    def line_rate(self, bytes_per_second: float) -> float | None:
-        """Return bits a second of the Ethernet on which TCP in full frames carries that rate.
-
-        With the usual MTU, 1448 of 1538 bytes of a frame are data. None without TCP.
-        """
-        share = (self.mtu_nbytes - HEADERS_NBYTES) / (self.mtu_nbytes + FRAME_NBYTES)
-        return bytes_per_second * 8 / share if self.ethernet else None
-
-    def describe_rate(self, bytes_per_second: float) -> str:
-        """Format a rate together with the Ethernet on which TCP carries as much."""
-        bits = self.line_rate(bytes_per_second)
-        if bits is None:
-            return format_rate(bytes_per_second)
-        line = f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
-        return f"{format_rate(bytes_per_second)}, as an Ethernet of {line} does"
-
 
 def describe_slow(suspect: Suspect, network: Network, two_hosts: bool = False) -> Finding:
     """Return the finding for a confirmed suspect. two_hosts: whether there are only two."""
-    slow, others = map(network.describe_rate, suspect.rates)
+    slow, others = map(_describe_rate, suspect.rates)
     one, *rest = network.name(suspect)
     times = f"in each of {len(suspect.measured)} measurements beside them"
     code, severity, next_step = "slow-rank-link", "warning", NEXT["slow-rank-link"]
@@ -259,13 +237,19 @@ def describe_slow(suspect: Suspect, network: Network, two_hosts: bool = False) -
         both = f"between {one} and {rest[0]}"
         way = both if suspect.ways == "both" else f"from {first} to {second}"
         beside = f"from {second} to {first} it carries" if two_hosts else "other links carry"
-        sentence = f"slow link: the link {way} carries {slow}; {beside} {others} ({times})"
+        sentence = f"slow link: the link {way} carries {slow}; {beside} {others}, {times}"
     else:
         sentence = (
             f"slow {'host' if suspect.kind == 'host' else 'rank'}: {one} {WAYS[suspect.ways]} only "
-            f"{slow}; links between the others carry {others} ({times})"
+            f"{slow}; links between the others carry {others}, {times}"
         )
     return Finding(severity, code, sentence, next_step, place)
+
+
+def _describe_rate(bytes_per_second: float) -> str:
+    bits = bytes_per_second * 8
+    line = f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+    return f"{format_rate(bytes_per_second)} ({line})"
 
 
 def find_below_nominal(rates: Rates, network: Network) -> list[Finding]:

@@ -6,11 +6,9 @@ pairs than --max-pairs, they are only measured all at once. Only links between h
 links between GPUs that do not use sockets: on few cores the scheduler decides what memory and
 loopback carry.
 
-figures: ends [rank, host]…; kind "hosts" or "ranks"; pairs; seconds (of one way of a pair);
-cells [sender, receiver, alone, at_once, latency_seconds]…, rates in bytes a second, null if not
-measured; again, one entry for each suspect: kind, one, other (ranks), ways, confirmed,
-bytes_per_second, line_bits_per_second (of the Ethernet on which TCP carries that rate; null without
-TCP), and the same of healthy links with the prefix others_.
+figures: ends [rank, host]…; kind "hosts" or "ranks"; cells [sender, receiver, alone, at_once,
+latency_seconds]…, rates in bytes a second, null if not measured; again, one entry for each suspect:
+kind, one, other (ranks), ways, confirmed, bytes_per_second, others_bytes_per_second.
 """
 
 from __future__ import annotations
@@ -252,8 +250,6 @@ def _describe_network(context: Context) -> Network:
     interfaces = [rank.get("interface") or {} for rank in context.launch.ranks]
     return Network(
         host={member.rank: member.host for member in context.world.members},
-        ethernet=context.backend.transport == "tcp" and len(context.world.hosts) > 1,
-        mtu_nbytes=min(i.get("mtu_nbytes") or judge.MTU_NBYTES for i in interfaces),
         nominal={r: i.get("nominal_bytes_per_second") for r, i in enumerate(interfaces)},
     )
 
@@ -276,10 +272,8 @@ def _judge(
     figures = {
         "ends": [[end, host[end]] for end in schedule.ends],
         "kind": schedule.kind,
-        "pairs": schedule.pairs,
-        "seconds": schedule.seconds,
         "cells": cells,
-        "again": [_list_figures(suspect, network) for suspect in repeated],
+        "again": [_list_figures(suspect) for suspect in repeated],
     }
     crossing = [cell for cell in cells if host[cell[0]] != host[cell[1]]]
     within = [cell for cell in cells if host[cell[0]] == host[cell[1]]]
@@ -307,7 +301,7 @@ def _judge(
     )
 
 
-def _list_figures(suspect: Suspect, network: Network) -> dict[str, Any]:
+def _list_figures(suspect: Suspect) -> dict[str, Any]:
     slow, others = suspect.rates
     return {
         "kind": suspect.kind,
@@ -317,6 +311,4 @@ def _list_figures(suspect: Suspect, network: Network) -> dict[str, Any]:
         "confirmed": bool(suspect.is_slow),
         "bytes_per_second": slow,
         "others_bytes_per_second": others,
-        "line_bits_per_second": network.line_rate(slow),
-        "others_line_bits_per_second": network.line_rate(others),
     }
