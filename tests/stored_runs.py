@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -135,20 +134,3 @@ def with_facts(run: Run, facts: dict[str, Any], rank: dict[str, Any], **launch: 
         for before in run.launches
     )
     return replace(run, launches=launches)
-
-
-# examination → the module that makes tables of its figures
-TABLES = {
-    "stragglers": "stragglers.measure", "links": "links.measure",
-    "capabilities": "capabilities.judge",
-}  # fmt: skip
-
-
-def with_tables(run: Run) -> Run:
-    """Return the run with the tables that the doctor makes of its figures."""
-    examinations = list(run.examinations)
-    for number, each in enumerate(examinations):
-        if each.name in TABLES:
-            build_tables = import_module(f"ddpbench.doctor.{TABLES[each.name]}").build_tables
-            examinations[number] = replace(each, tables=build_tables(each.figures, each.backend))
-    return replace(run, examinations=tuple(examinations))

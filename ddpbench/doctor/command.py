@@ -53,7 +53,7 @@ EXAMINED = """
 --only       run only these examinations (default: all). {examinations}
 --case-time    approximate time for each examination
 --by         measure links between ranks or between hosts (default: rank)
---max-pairs  measure up to N pairs one by one; with more, ddpbench divides the ranks into groups
+--max-pairs  measure up to N pairs one by one; with more, only many pairs at the same time
 --fail-on    lowest severity that makes the exit code 1
 """
 

@@ -113,13 +113,6 @@ def core_hertz(cores: Iterable[int]) -> float | None:
     return sum(hertz) / len(hertz) if hertz else None
 
 
-def thermal_events(cores: Iterable[int]) -> int | None:
-    """Return how often heat has slowed these cores; None if the kernel does not report it."""
-    folder = "/sys/devices/system/cpu/cpu{}/thermal_throttle/core_throttle_count"
-    counts = [int(text) for core in cores if (text := read(folder.format(core)))]
-    return sum(counts) if counts else None
-
-
 def process_seconds(cores: Container[int]) -> dict[str, float]:
     """CPU seconds so far of the processes that last ran on these cores: "python3 (pid 7)" → s.
 

@@ -316,5 +316,5 @@ def test_a_slow_link_and_a_slow_host_are_found(
     confirmed = [each for each in run.examinations[0].figures["again"] if each["confirmed"]]
     assert len(confirmed) == 2
     for again in confirmed:
-        assert 0.5e8 < again["line_bits_per_second"] < 2e8
-        assert 3e8 < again["others_line_bits_per_second"] < 2e9
+        assert 0.5e8 < again["bytes_per_second"] * 8 < 2e8
+        assert 3e8 < again["others_bytes_per_second"] * 8 < 2e9

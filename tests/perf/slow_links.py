@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' own modules
 
-from simulated_hosts import Hosts, missing
+from simulated_hosts import Hosts, missing, payload
 from tabulate import tabulate
 
 from ddpbench.records import store
@@ -61,11 +61,11 @@ def found(examination: Examination) -> dict[tuple[str, ...], float]:
     """The warnings, as PLANTED has what must be found, each with its rate."""
     names = dict(examination.figures["ends"])
     rates = {
-        tuple(names[rank] for rank in (*its["one"], *its["other"])): its["line_bits_per_second"]
-        for its in examination.figures["again"]
+        tuple(names[rank] for rank in (*own["one"], *own["other"])): own["bytes_per_second"]
+        for own in examination.figures["again"]
     }
     return {
-        (each.code, *each.place["hosts"]): rates[tuple(each.place["hosts"])]
+        (each.code, *each.place["hosts"]): rates[tuple(each.place["hosts"])] / payload(1)
         for each in examination.findings
         if each.severity == "warning"
     }

@@ -3,7 +3,7 @@
 from typing import Any
 
 from drawn import values
-from stored_runs import a_run, with_tables
+from stored_runs import a_run
 
 from ddpbench.present.doctor.section import build_sections
 from ddpbench.present.document import ReportRun, Section
@@ -12,8 +12,8 @@ from ddpbench.records.table import Table, TableColumn
 
 
 def run_of(*examined: Examination, **other: Any) -> ReportRun:
-    """A run of these examinations, with the tables that their figures give."""
-    return ReportRun("a-run", with_tables(a_run(examinations=examined, **other)))
+    """Return a run of these examinations."""
+    return ReportRun("a-run", a_run(examinations=examined, **other))
 
 
 def section_of(*examined: Examination) -> Section:

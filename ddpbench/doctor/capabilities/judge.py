@@ -5,18 +5,17 @@ A refusal of the backend is information. A crash, a hang or a wrong result is a 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ddpbench.records.schema import Finding
 from ddpbench.records.table import Table, TableColumn
 
 OK, UNSUPPORTED, WRONG, CRASH, HANG = "ok", "unsupported", "wrong", "crash", "hang"
-PARALLEL = "parallel"  # the form of a combination that is a way of parallel training
 FEW = 3  # combinations that a finding names besides the first
+FIRST_WORDS = 4  # of a reason; reasons that differ only later are shown as one
 
 
 @dataclass(frozen=True)
@@ -24,20 +23,9 @@ class Combination:
     """What one call tries; an operation that moves no data has no dtype."""
 
     operation: str
-    form: str  # "tensor" or "list", as `Case` has it; PARALLEL
+    form: str  # "tensor" or "list", as `Case` has it
     reduce_op: str | None
     dtype: str | None
-
-    @property
-    def called(self) -> str:
-        """Return the operation in words: "all_gather (list)"."""
-        return self.operation + (" (list)" if self.form == "list" else "")
-
-    @property
-    def name(self) -> str:
-        """Return the combination in words: "all_reduce max of int8"."""
-        words = [self.called, self.reduce_op, self.dtype and f"of {self.dtype}"]
-        return " ".join(word for word in words if word)
 
 
 @dataclass(frozen=True)
@@ -45,15 +33,11 @@ class Verdict:
     """The outcome of a combination, on one rank or on all."""
 
     outcome: str  # OK, UNSUPPORTED, …
-    why: str = ""  # one line; of all but OK
+    why: str = ""  # one line; empty for OK
     wrong: dict[str, Any] = field(default_factory=dict)  # rank, index, elements, expected, got
 
-    def breaking(self) -> Verdict:
-        """Return the same verdict, with the remark that nothing works in the group afterwards."""
-        return replace(self, why=f"{self.why}; then its group is unusable")
 
-
-Tried = Sequence[tuple[Combination, Verdict]]
+Row = Mapping[str, Any]  # the fields of a combination and of its verdict
 
 
 def combine_verdicts(verdicts: Sequence[Verdict]) -> tuple[Verdict, bool]:
@@ -72,11 +56,6 @@ def combine_verdicts(verdicts: Sequence[Verdict]) -> tuple[Verdict, bool]:
 def refused_by(ranks: Sequence[int], why: str) -> Verdict:
     """Return the verdict if only these ranks refuse."""
     return Verdict(UNSUPPORTED, f"in rank {', '.join(map(str, ranks))} only: {why}")
-
-
-def list_rows(tried: Tried) -> list[dict[str, Any]]:
-    """Return a record for each combination: operation, form, reduce_op, dtype, outcome, why."""
-    return [{**asdict(each), "outcome": v.outcome, "why": v.why} for each, v in tried]
 
 
 class Outcome(NamedTuple):
@@ -121,41 +100,31 @@ OUTCOMES = {
 UNTRIED = "?"  # the cell of what was not tried
 
 
-def find_bad(backend: str, tried: Tried) -> tuple[Finding, ...]:
+def find_bad(backend: str, rows: Sequence[Row]) -> tuple[Finding, ...]:
     """Return a finding for each operation and form that gives a wrong result, crashes or hangs.
 
     It describes the first such combination in full and names the others.
     """
     found = []
     for outcome, bad in OUTCOMES.items():
-        groups: dict[str, list[tuple[Combination, Verdict]]] = {}
-        for combination, verdict in tried:
-            if verdict.outcome == outcome and bad.code:
-                groups.setdefault(combination.called, []).append((combination, verdict))
-        for (first, verdict), *others in groups.values():
-            names = [" ".join(filter(None, (c.reduce_op, c.dtype))) for c, _ in others]
-            more = f"; likewise {', '.join(names[:FEW])}" if names else ""
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
+            if row["outcome"] == outcome and bad.code:
+                groups.setdefault(_name_operation(row), []).append(row)
+        for name, (first, *others) in groups.items():
+            dtype = first["dtype"] and f"of {first['dtype']}"
+            called = " ".join(filter(None, (name, first["reduce_op"], dtype)))
+            names = [" ".join(filter(None, (row["reduce_op"], row["dtype"]))) for row in others]
+            more = f"; so do {', '.join(names[:FEW])}" if names else ""
             more += f" and {len(names) - FEW} more of its combinations" if names[FEW:] else ""
-            sentence = f"{first.name} on {backend} {bad.predicate} ({verdict.why}){more}"
-            place = {"backend": backend, **asdict(first), **verdict.wrong}
+            sentence = f"{called} on {backend} {bad.predicate} ({first['why']}){more}"
+            place = {key: first[key] for key in ("operation", "form", "reduce_op", "dtype")}
+            place = {"backend": backend, **place, **first["wrong"]}
             found.append(Finding(bad.severity, bad.code, sentence, bad.next_step, place))
     return tuple(found)
 
 
-# --- tables: operation and reduce op by dtype, with reasons; ways of parallel training ------------
-
-# Other names by which torch's messages call a dtype or a reduce op.
-ALIASES = {
-    "float32": "float",
-    "float64": "double",
-    "float16": "half",
-    "int8": "char",
-    "int32": "int",
-    "int64": "long",
-    "uint8": "byte",
-    "prod": "product",
-}
-Row = Mapping[str, Any]  # of figures["verdicts"], as `list_rows` makes them
+# --- the table: operation and reduce op by dtype, with reasons ------------------------------------
 
 
 def count_outcomes(rows: Sequence[Row]) -> str:
@@ -165,76 +134,46 @@ def count_outcomes(rows: Sequence[Row]) -> str:
     return ", ".join(f"{counts[name]} {OUTCOMES[name].words}" for name in shown)
 
 
-def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
-    """Return the tables; none of what was not tried. The reasons are the legend of the first."""
-    tried: Sequence[Row] = figures.get("verdicts", [])
-    calls = [row for row in tried if row["form"] != PARALLEL]
-    ways = [
-        (row["operation"], OUTCOMES[row["outcome"]].cell, row["why"])
-        for row in tried
-        if row["form"] == PARALLEL
-    ]
-    tables = [_tabulate_calls(calls, f"what {backend} can do")] if calls else []
-    if ways:
-        columns = tuple(TableColumn(name, "left") for name in ("way", "one step", "reason"))
-        tables.append(Table(f"parallel training on {backend}", columns, tuple(ways)))
-    return tuple(tables)
-
-
-def _tabulate_calls(calls: Sequence[Row], title: str) -> Table:
+def build_table(rows: Sequence[Row], title: str) -> Table:
     """Return a row for each operation and form, and for the reduce ops with equal cells."""
-    dtypes = list(dict.fromkeys(row["dtype"] for row in calls if row["dtype"]))
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows if row["dtype"]))
     cells: dict[str, dict[str, dict[str, str]]] = {}  # operation → reduce op → dtype → cell
-    for row in calls:
-        by_dtype = cells.setdefault(_called(row), {}).setdefault(row["reduce_op"] or "", {})
+    for row in rows:
+        by_dtype = cells.setdefault(_name_operation(row), {}).setdefault(row["reduce_op"] or "", {})
         by_dtype[row["dtype"] or ""] = OUTCOMES[row["outcome"]].cell
     lines: list[tuple[str, ...]] = []
-    for called, by_op in cells.items():
+    for name, by_op in cells.items():
         equal: dict[tuple[str, ...], list[str]] = {}
         for reduce_op, by_dtype in by_op.items():
             line = tuple(by_dtype.get(dtype, by_dtype.get("", UNTRIED)) for dtype in dtypes)
             equal.setdefault(line, []).append(reduce_op)
         for number, (line, ops) in enumerate(equal.items()):
-            lines.append(("" if number else called, " ".join(ops), *line))
+            lines.append(("" if number else name, " ".join(ops), *line))
     # "f32", "u8", …: ten columns fit a terminal.
     short = [d.replace("float", "f").replace("uint", "u").replace("int", "i") for d in dtypes]
     left = (TableColumn("operation", "left"), TableColumn("reduce op", "left"))
     columns = (*left, *map(TableColumn, short))
-    return Table(title, columns, tuple(lines), tuple(_list_reasons(calls)))
+    return Table(title, columns, tuple(lines), tuple(_list_reasons(rows)))
 
 
-def _list_reasons(calls: Sequence[Row]) -> list[str]:
-    """Return a line for each reason: its dtypes, operations and reduce ops, unless it is all."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in calls:
+def _list_reasons(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each reason: "– float16, int8; reduce, all_reduce: RuntimeError: …".
+
+    Reasons with the same first words are one, because they differ in the names of dtypes and ops.
+    """
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
         if row["outcome"] != OK:
-            groups.setdefault((row["outcome"], _without_names(row)), []).append(row)
+            words = row["why"].split()[:FIRST_WORDS]
+            groups.setdefault((row["outcome"], *words), []).append(row)
     lines = []
-    for (outcome, _), group in groups.items():
-        ops = _some("reduce_op", group, calls)
-        words = [
-            OUTCOMES[outcome].cell,
-            *_some("dtype", group, calls),
-            ", ".join(dict.fromkeys(map(_called, group))),
-            *([f"({' '.join(ops)})"] if ops else []),
-        ]
-        lines.append(f"{' '.join(words)}: {group[0]['why']}")
+    for (outcome, *_), group in groups.items():
+        dtypes = dict.fromkeys(row["dtype"] for row in group if row["dtype"])
+        operations = dict.fromkeys(map(_name_operation, group))
+        names = "; ".join(filter(None, (", ".join(dtypes), ", ".join(operations))))
+        lines.append(f"{OUTCOMES[outcome].cell} {names}: {group[0]['why']}")
     return lines
 
 
-def _without_names(row: Row) -> str:
-    """Return the reason without the names and numbers of this combination, so that more match."""
-    own = [row[key] for key in ("operation", "dtype", "reduce_op") if row[key]]
-    names = "|".join(name for word in own for name in (word, ALIASES.get(word, word)))
-    unnamed = re.sub(rf"\b({names})\b", "…", row["why"], flags=re.IGNORECASE)
-    return re.sub(r"-?\d+(\.\d+)?(e[-+]\d+)?", "…", unnamed)
-
-
-def _some(key: str, group: Sequence[Row], calls: Sequence[Row]) -> list[str]:
-    """Return the different values of a key in a group; none if it has all that there are."""
-    own, known = (dict.fromkeys(row[key] for row in some if row[key]) for some in (group, calls))
-    return [] if len(own) == len(known) else list(own)
-
-
-def _called(row: Row) -> str:
+def _name_operation(row: Row) -> str:
     return str(row["operation"]) + (" (list)" if row["form"] == "list" else "")

@@ -1,4 +1,4 @@
-"""What the links of one rank carry: bursts and round trips, timed by the sender alone.
+"""Bursts and round trips on the links of one rank, timed by the sender alone.
 
 The control group announces the size of a burst. The clock of the sender's device runs from when the
 receiver is ready until the receiver confirms the last byte; a round trip is a burst of a few bytes.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PINGS = 20
 FIRST_NBYTES, MOST_NBYTES = 1 << 16, 1 << 30  # of a burst
 MESSAGE_NBYTES = 1 << 24  # of the host's buffer; a burst consists of such messages
-MEMORY_SHARE = 1 / 4  # of a device's free memory, for its buffer
+MOST_ON_DEVICE_NBYTES = 1 << 28  # of a burst, which is one message in the memory of the device
 GROWTH = 4
 BURSTS, LEAST_BURSTS = 3, 3  # about so many in the time given, and at least so many
 LAUNCH_SECONDS = 5e-4  # for which a device sleeps while its host hands over a few operations
@@ -42,29 +42,26 @@ class Reading(NamedTuple):
     spread: float  # of the bursts, relative, on the scale of a standard deviation
 
 
-Readings = dict[Cell, Reading]
-
-
 class Wire:
     """One rank's end of its links in a process group of all ranks; a peer is a rank."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, most_nbytes: int) -> None:
-        """most_nbytes: of a burst on a device with memory of its own."""
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         import torch
 
         self._group, self._device, self._kind = group, device, devices.of(device)
         self._on_host = self._kind.clock == "host"
-        self._most_nbytes = MOST_NBYTES if self._on_host else most_nbytes
+        self._most_nbytes = MOST_NBYTES if self._on_host else MOST_ON_DEVICE_NBYTES
+        size = MESSAGE_NBYTES if self._on_host else MOST_ON_DEVICE_NBYTES
         self._ping = torch.ones(1, dtype=torch.int64, device=device)
-        self._data = torch.ones(FIRST_NBYTES, dtype=torch.uint8, device=device)
+        self._data = torch.ones(size, dtype=torch.uint8, device=device)
 
     def lead(self, peer: int, seconds: float) -> Reading:
         """Measure what this rank sends to a peer that calls `follow`.
 
         Takes about so many seconds; on a slow link the time of LEAST_BURSTS.
         """
+        trips = [self._time_burst(peer, self._ping.nbytes) for _ in range(PINGS)]  # may connect
         until = clock.now_ns() + round(seconds * 1e9)
-        trips = [self._time_burst(peer, self._ping.nbytes) for _ in range(PINGS)]
         nbytes, rates = FIRST_NBYTES, list[float]()
         self._time_burst(peer, nbytes)  # its connection may have been idle
         while len(rates) < LEAST_BURSTS or clock.now_ns() < until:
@@ -103,14 +100,8 @@ class Wire:
 
     def _messages(self, nbytes: int) -> list[torch.Tensor]:
         """Return so many bytes as one message, or as several of the host's buffer."""
-        import torch
-
-        count = -(-nbytes // MESSAGE_NBYTES) if self._on_host else 1
-        size = nbytes // count
-        if self._data.nbytes < size:
-            del self._data  # its memory may be needed for the next
-            self._data = torch.ones(size, dtype=torch.uint8, device=self._device)
-        return [self._data.narrow(0, 0, size)] * count
+        count = -(-nbytes // self._data.nbytes)
+        return [self._data.narrow(0, 0, nbytes // count)] * count
 
     def _move(self, name: str, peer: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send or receive as a batch, even a single tensor.
@@ -125,30 +116,18 @@ class Wire:
             work.wait()
 
 
-def agree_wire(world: World, group: dist.ProcessGroup, device: torch.device) -> Wire:
-    """Return this rank's end of its links. All ranks call it; `group` has all ranks.
-
-    On a device, a burst is as large as all ranks have memory for.
-    """
-    free = devices.of(device).free_nbytes(device)
-    share = MOST_NBYTES if free is None else free * MEMORY_SHARE / max(1, len(world.gpu_mates))
-    least = min(control.gather_values(world, int(share)))
-    return Wire(group, device, max(FIRST_NBYTES, min(MOST_NBYTES, least)))
-
-
 def gather_readings(
     world: World, wire: Wire, steps: Sequence[Sequence[Cell]], seconds: float
-) -> Readings:
+) -> dict[Cell, Reading]:
     """Measure step after step, the cells of one at once; return the reading of each cell.
 
-    All ranks call it, and it returns the same on all. The ranks of a step must be disjoint; a rank
-    that is in none waits. A cell is in one step only. seconds: of one step, approximately.
+    All ranks call it, and it returns the same on all. The ranks of a step must be disjoint; other
+    ranks wait. A cell is in one step only. seconds: of one step, approximately.
     """
     own: list[list[float]] = []
     for cells in steps:
-        names = " and ".join(f"rank {a} to {b}" for a, b in cells[:2])
-        more = f" and {len(cells) - 2} more" if len(cells) > 2 else ""
-        world.watchdog.begin_phase(f"the measurement of links: {names}{more}")
+        names = ", ".join(f"rank {a} to {b}" for a, b in cells[:3])
+        world.watchdog.begin_phase(f"the measurement of links: {names}")
         control.barrier_all()
         for sender, receiver in cells:
             if world.rank == sender:

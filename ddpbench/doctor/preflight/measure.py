@@ -6,14 +6,14 @@ runtime/environment.py, without secrets in the variables, and
   library              name and version of what carries the data
   address, why_there   the address where gloo listens, and the reason for it
   interface, addresses the interface in use; the addresses that accept connections from other hosts
-  clock_ahead_seconds  how far the time of day is ahead of rank 0's; None: not known
+  clock_ahead_seconds  how far the time of day is ahead of rank 0's; None: unknown
   host                 in the first rank of each host: `host_facts`
 """
 
 from __future__ import annotations
 
+import string
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +34,7 @@ def examine(context: Context) -> Outcome:
     """Compare the settings. All ranks call it."""
     hosts = list(context.world.hosts.values())
     ahead, objection = _gather_clocks_ahead(context)
-    everyone = control.gather_values(context.world, _own_facts(context))
+    everyone = control.gather_values(context.world, _read_own_facts(context))
     ranks = [
         {
             **{name: fact for name, fact in recorded.items() if name not in LEFT_OUT},
@@ -44,24 +44,23 @@ def examine(context: Context) -> Outcome:
         for recorded, added, seconds in zip(context.launch.ranks, everyone, ahead, strict=True)
     ]
     setup = Setup(ranks, hosts, context.backend.name, context.device.type, context.launch.launcher)
-    figures = {
-        "launcher": setup.launcher,
-        "backend": setup.backend,
-        "device": setup.device,
-        "hosts": hosts,
-        "ranks": ranks,
-    }
     line = f"compared the settings of {len(ranks)} ranks on {counted(len(hosts), 'host')}"
     return Outcome(
         lines=(line if len(ranks) > 1 else "checked the settings of 1 rank",),
         unchecked=tuple(_unchecked(setup, context.launch.ranks, objection)),
         findings=checks.find_all(setup),
-        figures=figures,
+        figures={
+            "launcher": setup.launcher,
+            "backend": setup.backend,
+            "device": setup.device,
+            "hosts": hosts,
+            "ranks": ranks,
+        },
         tables=(build_table(setup),),
     )
 
 
-def _own_facts(context: Context) -> dict[str, Any]:
+def _read_own_facts(context: Context) -> dict[str, Any]:
     world = context.world
     listening = world.endpoints[world.rank]
     first_of_host = any(ranks[0] == world.rank for ranks in world.hosts.values())
@@ -106,63 +105,41 @@ def _unchecked(
 
 # --- the facts of all ranks, for pasting into an issue --------------------------------------------
 
-MIB, GIB = 2**20, 2**30
 HIDDEN = ("SLURM_",)  # Slurm sets many variables, and no collective reads them
-# Line → its parts: a fact without which the part is left out ("": it is always shown), a template
-# of facts. To add a fact to the list, add a line or a part.
-LINES: dict[str, tuple[tuple[str, str], ...]] = {
-    "host": (("", "{hostname}"),),
-    "versions": (("", "ddpbench {ddpbench}, torch {torch}, python {python}"),),
-    "library": (("library", "{library}"),),
-    "system": (("", "Linux {kernel}, {os}"), ("inside", ", in {inside}")),
-    "cpu": (
-        ("", "{cpu_model}, {cores_logical} cores"),
-        ("smt_state", ", SMT {smt_state}"),
-        ("governor", ", governor {governor}"),
-    ),
-    "cores": (
-        ("", "threads {threads}, on cores {cpuset}"),
-        ("numa_nodes", " of NUMA node {numa_nodes}"),
-        ("cgroup_cpu_quota_cores", ", quota {cgroup_cpu_quota_cores:g} cores"),
-    ),
-    "memory": (
-        ("", "{memory}, {free_memory} free"),
-        ("cgroup_memory_limit_nbytes", ", limit {cgroup_memory_limit}"),
-        ("", "; /dev/shm {shm}, {shm_free} free"),
-    ),
-    "limits": (("", "{files} open files, {locked} locked memory"),),
-    "gpu": (
-        ("gpu_uuid", "{gpu_index}: {gpu_name}, {gpu}"),
-        ("gpu_node", ", NUMA node {gpu_node}"),
-        ("gpu_uuid", ", driver {driver}"),
-    ),
-    "links": (("gpu_links", "{gpu_links}"),),
-    "network": (
-        ("", "{interface[name]} {address}, mtu {interface[mtu_nbytes]}"),
-        ("gigabits", ", {gigabits:g} Gbit/s nominal"),
-        ("", "; own name is {own_name}"),
-    ),
-    "rdma": (("rdma", "{rdma}"),),
-    "plug-ins": (("nccl_plugins", "{nccl_plugins}"),),
-    "nccl.conf": (("files_of_nccl", "{files_of_nccl}"),),
-    "clock": (("clock", "{clock}"),),
+# Line → template. "|" separates its parts; a part with an unknown fact is left out.
+LINES = {
+    "host": "{hostname}",
+    "versions": "ddpbench {ddpbench}, torch {torch}, python {python}",
+    "library": "{library}",
+    "system": "Linux {kernel}|, {os}|, in {inside}",
+    "cpu": "{cpu_model}, {cores_logical} cores|, SMT {smt_state}|, governor {governor}",
+    "cores": "threads {threads}, on cores {cores}| of NUMA node {numa_nodes}"
+    "|, quota {cgroup_cpu_quota_cores:g} cores",
+    "memory": "{free_memory} free| of {memory}|, limit {cgroup_memory_limit}"
+    "|; /dev/shm {shm_free} free of {shm}",
+    "limits": "open files {files}|, locked memory {ulimit_memlock}",
+    "gpu": "{gpu_index}: {gpu_name}, {gpu}|, NUMA node {gpu_numa_node}|, driver {driver}",
+    "links": "PCIe {pcie}|, {gpu_nvlinks_active} NVLinks",
+    "network": "{interface_name} {interface_address}|, mtu {interface_mtu}|, {speed} nominal"
+    "|; own name is {resolved}",
+    "rdma": "{rdma}",
+    "plug-ins": "{nccl_plugins}",
+    "nccl.conf": "{nccl_files}",
+    "clock": "{clock} ahead of rank 0's",
 }
 
 
 def build_table(setup: Setup) -> Table:
     """Return the settings of all ranks as a list of facts that can be pasted into an issue.
 
-    A fact that all ranks share stands there once, else with its ranks. The ranks have removed
-    secrets, user names and home folders from their variables.
+    If the ranks differ, each value is followed by its ranks. The ranks have removed secrets, user
+    names and home folders from their variables.
     """
     world = f"{len(setup.ranks)} on {counted(len(setup.hosts), 'host')}"
     rows = [("ranks", f"{world}, {setup.backend}, {setup.device}, started by {setup.launcher}")]
-    everyone = [_describe(facts) for facts in setup.everyone()]
-    for name, parts in LINES.items():
-        values = [
-            "".join(part.format_map(facts) for fact, part in parts if not fact or facts[fact])
-            for facts in everyone
-        ]
+    everyone = [{**facts, **_describe_for_lines(facts)} for facts in checks.describe_facts(setup)]
+    for name, template in LINES.items():
+        values = [_fill_in(template, facts) for facts in everyone]
         if any(values):
             rows.append((name, _fold(values)))
     variables = [facts.get("variables") or {} for facts in setup.ranks]
@@ -175,48 +152,41 @@ def build_table(setup: Setup) -> Table:
     return Table("environment, for pasting into an issue", columns, tuple(rows))
 
 
+def _describe_for_lines(facts: Facts) -> dict[str, Any]:
+    """Return the texts that LINES use beside the facts; None is unknown."""
+    interface, pcie = facts.get("interface") or {}, facts.get("gpu_pcie")
+    smt, ahead = facts.get("smt"), facts.get("clock_ahead_seconds") or 0.0
+    files = facts.get("ulimit_open_files")
+    configured = (facts.get("nccl_conf") or {}).items()
+    return {
+        "inside": facts.get("container" if facts["container"] != "none" else "virtual_machine"),
+        "smt_state": None if smt is None else "on" if smt else "off",
+        "files": "unlimited" if files == -1 else files,
+        "pcie": pcie and f"x{pcie['width']:g} at {pcie['transfers_per_second'] / 1e9:g} GT/s",
+        "interface_name": interface.get("name"),
+        "interface_address": next(iter(facts.get("addresses") or []), facts.get("address") or "-"),
+        "interface_mtu": interface.get("mtu_nbytes"),
+        "rdma": ", ".join(facts.get("rdma_devices") or []) or None,
+        "nccl_files": "; ".join(
+            f"{file}: {' '.join(f'{name}={value}' for name, value in settings.items())}"
+            for file, settings in configured
+        ),
+        "clock": f"{ahead:+.3f} s" if abs(ahead) > 1e-3 else None,
+    }
+
+
+def _fill_in(template: str, facts: Facts) -> str:
+    parts = []
+    for part in template.split("|"):
+        names = [name for _, name, _, _ in string.Formatter().parse(part) if name]
+        if all(facts.get(name) is not None for name in names):
+            parts.append(part.format_map(facts))
+    return "".join(parts)
+
+
 def _fold(values: list[Any]) -> str:
     """Show a value that all ranks share once, else each value with its ranks."""
     groups = folded(values)
     if len(groups) == 1:
         return str(groups[0][0])
     return "; ".join(f"{value or '-'} ({name_ranks(ranks)})" for value, ranks in groups)
-
-
-def _describe(facts: Facts) -> Mapping[str, Any]:
-    """Return the facts of a rank with the words that LINES use; an unknown fact is None."""
-    described: defaultdict[str, Any] = defaultdict(lambda: None, facts)
-    interface, link = facts.get("interface") or {}, facts.get("gpu_pcie")
-    files, locked = facts.get("ulimit_open_files"), facts.get("ulimit_memlock_nbytes")
-    node, count = facts.get("gpu_numa_node"), facts.get("gpu_nvlinks_active")
-    smt, ahead = facts.get("smt"), facts.get("clock_ahead_seconds") or 0.0
-    lanes = link and f"PCIe x{link['width']:g} at {link['transfers_per_second'] / 1e9:g} GT/s"
-    for name in ("memory", "free_memory", "cgroup_memory_limit", "shm", "shm_free", "gpu"):
-        described[name] = _gib(facts.get(f"{name}_nbytes"))
-    return described | {
-        "inside": facts.get("container") or facts.get("virtual_machine"),
-        "smt_state": None if smt is None else "on" if smt else "off",
-        "files": "any number of" if files == -1 else files,
-        "locked": "any" if locked == -1 else _gib(locked),
-        "gpu_node": None if node is None else str(node),
-        "gpu_links": ", ".join(filter(None, [lanes, count and counted(count, "NVLink")])),
-        "interface": defaultdict(lambda: None, interface),
-        "address": next(iter(facts.get("addresses") or []), facts.get("address")),
-        "gigabits": (interface.get("nominal_bytes_per_second") or 0.0) * 8e-9,
-        "own_name": facts.get("resolved") or "not resolved",
-        "rdma": ", ".join(facts.get("rdma_devices") or []),
-        "files_of_nccl": "; ".join(
-            f"{file}: {' '.join(f'{name}={value}' for name, value in settings.items())}"
-            for file, settings in (facts.get("nccl_conf") or {}).items()
-        ),
-        "clock": f"{ahead:+.3f} s ahead of rank 0's" if abs(ahead) > 1e-3 else None,
-    }
-
-
-def _gib(nbytes: int | None) -> str:
-    """Format a size. From 10 GiB on it is whole, so that almost equal sizes read the same."""
-    if nbytes is None:
-        return "unknown"
-    if nbytes < GIB / 10:
-        return f"{nbytes / MIB:.2g} MiB"
-    return f"{nbytes / GIB:.{0 if nbytes >= 10 * GIB else 1}f} GiB"

@@ -1,4 +1,4 @@
-"""Which rank is slow or late, from what each rank showed alone, with the others, and in waiting.
+"""Which rank is slow or late, and why: from its speed alone and with the others, and its waiting.
 
 A rank is judged by its best round, because noise makes rounds slow and never fast. It is slow if
 its best round takes RATIO of the others' best in every pass, that is in many rounds spread over
@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from ddpbench.analysis.rank_setup import Setup, folded
@@ -25,7 +26,6 @@ NOTABLE_SHARE = 0.1  # of the time of all ranks, stolen or throttled, that is wo
 # A reason explains a slow rank if it took at least this share of the time, and if that makes the
 # rank slower than the others by at least this ratio.
 EVIDENT_SHARE, EVIDENT_RATIO = 0.1, 1.2
-MOST_SHARE = 0.99
 CLOCK_SHARE = 0.85  # of the others' clock, below which a core or GPU runs slowly
 
 
@@ -36,36 +36,36 @@ class Load:
     name: str
     amount: float  # of one repetition, in FLOP or bytes
     unit: str  # of the rate, in 10⁹ a second: "GFLOP/s", "GB/s"
-    memory: str = "host"  # of its device: whose memory that uses
+    memory: str = "host"  # whose memory it uses: as `devices.of(...).memory`
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What one rank showed in one pass. `when` is ALONE or, unless it would mean nothing, TOGETHER.
+class RankPass:
+    """The measurements of one rank in one pass.
 
-    kept: share of the time in which the rank did not run, by reason: "throttled", "stolen" or
-    "queued"; None is unknown.
+    `when` is ALONE or TOGETHER; TOGETHER is missing where it would mean nothing. lost: share of the
+    time in which the rank did not run, by reason: "throttled", "stolen" or "queued"; None is
+    unknown.
     """
 
-    seconds: dict[str, dict[str, list[float]]]  # when → load → of a repetition, a value a round
-    kept: dict[str, dict[str, float | None]]  # when → reason → share
+    seconds: dict[str, dict[str, list[float]]]  # when → load → of a repetition, a value per round
+    lost: dict[str, dict[str, float | None]]  # when → reason → share
     waited_ns: list[int] = field(default_factory=list)  # in each all_reduce after equal work
     hertz: float | None = None  # of its cores
-    thermal: int | None = None  # how often heat slowed its cores down
     gpu: dict[str, Any] | None = None  # state of its GPU at work
     neighbours: list[str] = field(default_factory=list)  # processes on its cores, busiest first
 
-    def share(self, when: str, reason: str) -> float | None:
-        """Return the share of the time in which the rank did not run for this reason."""
-        return self.kept.get(when, {}).get(reason)
+    def share(self, when: str, reason: str) -> float:
+        """Return the share of the time in which the rank did not run; 0 if unknown."""
+        return self.lost.get(when, {}).get(reason) or 0.0
 
 
-Pass = Sequence[Shown]  # one a rank
+Pass = Sequence[RankPass]  # one per rank
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What all ranks showed in all passes."""
+    """The measurements of all ranks in all passes."""
 
     passes: Sequence[Pass]
     loads: Mapping[str, Load]
@@ -88,9 +88,9 @@ def find_slow(passes: Sequence[Pass]) -> dict[int, list[tuple[str, str]]]:
     A load at which a rank was slow alone is not listed again for all at once.
     """
     slow: dict[int, list[tuple[str, str]]] = {}
-    for rank, shown in enumerate(passes[0]):
+    for rank, own in enumerate(passes[0]):
         at: dict[str, str] = {}  # load → when
-        for when, loads in shown.seconds.items():
+        for when, loads in own.seconds.items():
             for load in loads:
                 if load not in at and all(_is_slow(one, rank, when, load) for one in passes):
                     at[load] = when
@@ -105,72 +105,72 @@ def find_late(passes: Sequence[Pass], work_seconds: float) -> int | None:
     They must wait longer than a slow rank would need for the equal work. None: there is no such
     rank.
     """
-    ranks = {_late(one, work_seconds) for one in passes}
+    ranks = {_find_late_in(one, work_seconds) for one in passes}
     return ranks.pop() if len(ranks) == 1 else None
 
 
 def is_suspected(passes: Sequence[Pass], work_seconds: float) -> bool:
-    """Tell whether a rank is still suspected, so that all must be measured again."""
+    """Return whether a rank is still suspected, so that all must be measured again."""
     return bool(find_slow(passes)) or find_late(passes, work_seconds) is not None
 
 
 def find_unjudged(passes: Sequence[Pass]) -> dict[str, float]:
     """Return when no rank could be judged, and the share of the time that they wait for a core."""
-    shown = passes[-1]
+    last = passes[-1]
     return {
-        when: statistics.median(one.share(when, "queued") or 0.0 for one in shown)
-        for when in shown[0].seconds
-        if all(_is_busy(shown, rank, when) for rank in range(len(shown)))
+        when: statistics.median(one.share(when, "queued") for one in last)
+        for when in last[0].seconds
+        if all(_is_busy(last, rank, when) for rank in range(len(last)))
     }
 
 
-def median_wait_seconds(shown: Pass) -> list[float | None]:
+def median_wait_seconds(one_pass: Pass) -> list[float | None]:
     """Return how long each rank waits for the latest one in an all_reduce, the median.
 
     That is its time in the all_reduce minus the least of all ranks, which needs no common clock.
     None: nothing was measured.
     """
-    least = [min(waits) for waits in zip(*(one.waited_ns for one in shown), strict=True)]
+    least = [min(waits) for waits in zip(*(one.waited_ns for one in one_pass), strict=True)]
     if not least:
-        return [None] * len(shown)
+        return [None] * len(one_pass)
     return [
         statistics.median(ns - first for ns, first in zip(one.waited_ns, least, strict=True)) * 1e-9
-        for one in shown
+        for one in one_pass
     ]
 
 
 def format_span(values: Sequence[float]) -> str:
-    """Format a range as "118 to 121", or as one number if both read the same."""
+    """Format a range as "118 to 121", or as one number if both have the same text."""
     low, high = (f"{value:.3g}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 
-def _is_slow(shown: Pass, rank: int, when: str, load: str) -> bool:
-    rounds = [one.seconds.get(when, {}).get(load) or [] for one in shown]
-    others = [min(values) for other, values in enumerate(rounds) if other != rank and values]
-    if not others or not rounds[rank] or _is_busy(shown, rank, when):
+def _is_slow(one_pass: Pass, rank: int, when: str, load: str) -> bool:
+    best = [min(one.seconds[when][load]) for one in one_pass]
+    own = best.pop(rank)
+    if not best or _is_busy(one_pass, rank, when):
         return False
-    return min(rounds[rank]) >= RATIO * statistics.median(others)
+    return own >= RATIO * statistics.median(best)
 
 
-def _is_busy(shown: Pass, rank: int, when: str) -> bool:
-    """Tell whether the other ranks usually waited for a core."""
-    others = [one.share(when, "queued") or 0.0 for one in shown]
+def _is_busy(one_pass: Pass, rank: int, when: str) -> bool:
+    """Return whether the other ranks usually waited for a core."""
+    others = [one.share(when, "queued") for one in one_pass]
     del others[rank]
     return bool(others) and statistics.median(others) > BUSY_SHARE
 
 
-def _late(shown: Pass, work_seconds: float) -> int | None:
-    if len(shown) < 2 or not shown[0].waited_ns:
+def _find_late_in(one_pass: Pass, work_seconds: float) -> int | None:
+    if len(one_pass) < 2 or not one_pass[0].waited_ns:
         return None
     import numpy as np
 
     from ddpbench.analysis import steps  # not for a help text
 
-    waits = np.array([one.waited_ns for one in shown], dtype=np.float64) * 1e-9
+    waits = np.array([one.waited_ns for one in one_pass], dtype=np.float64) * 1e-9
     rank = steps.late_rank(waits, 1 - 0.05 / len(waits), (RATIO - 1) * work_seconds)
     # Waiting is not measured for load, so one busy moment of this pass leaves the rank unjudged.
-    if rank is None or any(_is_busy(shown, rank, when) for when in shown[rank].kept):
+    if rank is None or any(_is_busy(one_pass, rank, when) for when in one_pass[rank].lost):
         return None
     return rank if float((waits.argmin(axis=0) == rank).mean()) >= LATE_SHARE else None
 
@@ -180,30 +180,30 @@ def _late(shown: Pass, work_seconds: float) -> int | None:
 # reason → what happened to all ranks of a host, next step
 NOTES = {
     "stolen": (
-        "the hypervisor gave the cores of its ranks to others for",
-        "expect times to scatter; a dedicated host has none of this",
+        "the hypervisor took its cores away for",
+        "expect times to scatter, or use a dedicated host",
     ),
     "throttled": (
-        "the control group's CPU quota held its ranks back for",
+        "a CPU quota stopped its ranks for",
         "raise the quota, or use fewer threads",
     ),
 }
 LATE_NEXT = (
-    "find out what shares its cores with the backend's threads of that rank, and what its Python "
-    "does besides (a profiler, a tracer, a busy thread)"
+    "find out what else uses its cores, and what else that process runs (a profiler, a tracer, a "
+    "busy thread)"
 )
 
 
 def find_all(measured: Measured) -> tuple[Finding, ...]:
     """Return a warning for each host and cause of slowness, or for a rank that is only late.
 
-    A note says what held up all ranks of any other host.
+    A note names what held up all ranks of any other host.
     """
     passes, setup, work_seconds = measured.passes, measured.setup, measured.work_seconds
     if len(passes) < PASSES:
-        return tuple(_notes(measured))
+        return tuple(_list_notes(measured, ()))
     slow, late_rank = find_slow(passes), find_late(passes, work_seconds)
-    waiting = "" if late_rank is None else _others_wait(passes, late_rank)
+    waiting = "" if late_rank is None else _describe_waiting(passes, late_rank)
     groups: dict[tuple[str, str], list[int]] = {}
     causes: dict[int, tuple[Cause, str]] = {}
     for rank, ((when, load), *_) in slow.items():
@@ -222,12 +222,11 @@ def find_all(measured: Measured) -> tuple[Finding, ...]:
     if late_rank is not None and late_rank not in slow:
         sentence = (
             f"{setup.who([late_rank])} is late: after {work_seconds * 1e3:.3g} ms of equal work "
-            f"{waiting}, though alone it computes as fast as they do"
+            f"{waiting}, but alone it computes as fast as they do"
         )
         place = setup.place([late_rank])
         found.append(Finding("warning", "late-rank", sentence, LATE_NEXT, place))
-    notes = _notes(measured, [host for host, _ in groups])
-    return (*found, *notes)
+    return (*found, *_list_notes(measured, [host for host, _ in groups]))
 
 
 def _describe_rates(
@@ -244,7 +243,7 @@ def _describe_rates(
     return "; ".join(parts)
 
 
-def _others_wait(passes: Sequence[Pass], late_rank: int) -> str:
+def _describe_waiting(passes: Sequence[Pass], late_rank: int) -> str:
     waits = [median_wait_seconds(one) for one in passes]
     others = [
         s for one in waits for rank, s in enumerate(one) if s is not None and rank != late_rank
@@ -252,7 +251,7 @@ def _others_wait(passes: Sequence[Pass], late_rank: int) -> str:
     return f"the others wait {statistics.median(others) * 1e3:.3g} ms for it in an all_reduce"
 
 
-def _notes(measured: Measured, reported: Sequence[str] = ()) -> Iterator[Finding]:
+def _list_notes(measured: Measured, reported: Sequence[str]) -> Iterator[Finding]:
     """Yield what held up all ranks of a host, which makes none of them slow.
 
     reported: hosts that have a finding already.
@@ -260,8 +259,9 @@ def _notes(measured: Measured, reported: Sequence[str] = ()) -> Iterator[Finding
     for ranks in measured.setup.hosts:
         host = measured.setup.host(ranks[0])
         for reason, (words, next_step) in NOTES.items():
-            shares = [one[rank].share(ALONE, reason) for one in measured.passes for rank in ranks]
-            share = statistics.median([share for share in shares if share is not None] or [0.0])
+            share = statistics.median(
+                one[rank].share(ALONE, reason) for one in measured.passes for rank in ranks
+            )
             if share > NOTABLE_SHARE and host not in reported:
                 sentence = f"{host}: {words} {share * 100:.0f} % of the time that they computed"
                 yield Finding("note", f"{reason}-time", sentence, next_step, {"host": host})
@@ -272,54 +272,42 @@ def _notes(measured: Measured, reported: Sequence[str] = ()) -> Iterator[Finding
 
 @dataclass(frozen=True)
 class Suspect:
-    """A slow rank, with what all ranks showed."""
+    """A slow rank, and the measurements of all ranks."""
 
     rank: int
     when: str
     memory: str  # "host", or that of its GPU: what is slow
-    shown: Pass
+    measured: Pass
     setup: Setup
 
     @property
-    def own(self) -> Shown:
-        return self.shown[self.rank]
+    def own(self) -> RankPass:
+        return self.measured[self.rank]
 
     @property
-    def others(self) -> list[Shown]:
-        return [shown for rank, shown in enumerate(self.shown) if rank != self.rank]
-
-    def kept(self, reason: str) -> str | None:
-        """Return the share of the time that this reason took, if that makes its cores slow."""
-        share = self.own.share(self.when, reason)
-        others = [shown.share(self.when, reason) or 0.0 for shown in self.others]
-        if share is None or share < EVIDENT_SHARE:
-            return None
-        share, usual = min(share, MOST_SHARE), min(statistics.median(others), MOST_SHARE)
-        is_evident = (1 - usual) / (1 - share) >= EVIDENT_RATIO
-        return f"{share * 100:.0f} % of the time" if is_evident else None
+    def others(self) -> list[RankPass]:
+        return [one for rank, one in enumerate(self.measured) if rank != self.rank]
 
 
-def _throttled(suspect: Suspect) -> str | None:
-    share = suspect.kept("throttled")
-    return share and f"its control group was throttled for {share}"
+def _find_lost(reason: str, words: str, suspect: Suspect) -> str | None:
+    """Return how much of the time the rank did not run, if that explains its speed."""
+    share = min(suspect.own.share(suspect.when, reason), 0.99)
+    usual = statistics.median(other.share(suspect.when, reason) for other in suspect.others)
+    if share < EVIDENT_SHARE or (1 - min(usual, 0.99)) / (1 - share) < EVIDENT_RATIO:
+        return None
+    return f"{words} for {share * 100:.0f} % of the time"
 
 
-def _stolen(suspect: Suspect) -> str | None:
-    share = suspect.kept("stolen")
-    return share and f"the hypervisor gave its cores to others for {share}"
-
-
-def _queued(suspect: Suspect) -> str | None:
-    share, processes = suspect.kept("queued"), ", ".join(suspect.own.neighbours[:3])
+def _find_queued(suspect: Suspect) -> str | None:
+    lost = _find_lost("queued", "it waited for a core", suspect)
     cpuset = suspect.setup.ranks[suspect.rank].get("cpuset")
+    processes = ", ".join(suspect.own.neighbours[:3])
     most = f", most of all {processes}" if processes else ""
-    return (
-        share and f"it waited for a core for {share}: other processes use its cores {cpuset}{most}"
-    )
+    return lost and f"{lost}: other processes use its cores {cpuset}{most}"
 
 
-def _slow_gpu(suspect: Suspect) -> str | None:
-    everyone = [set((shown.gpu or {}).get("throttle_reasons") or ()) for shown in suspect.shown]
+def _find_slow_gpu(suspect: Suspect) -> str | None:
+    everyone = [set((one.gpu or {}).get("throttle_reasons") or ()) for one in suspect.measured]
     own, others = everyone.pop(suspect.rank), everyone
     usual = {why for why in own if 2 * sum(why in other for other in others) > len(others)}
     reasons = sorted(own - usual - {"GpuIdle", "ApplicationsClocksSetting", "None"})
@@ -330,7 +318,7 @@ def _slow_gpu(suspect: Suspect) -> str | None:
     return f"its GPU slows down ({', '.join(reasons)}){speed}{heat}" if reasons else None
 
 
-def _other_hardware(suspect: Suspect) -> str | None:
+def _find_other_hardware(suspect: Suspect) -> str | None:
     fact, name = ("cpu_model", "CPU") if suspect.memory == "host" else ("gpu_name", "GPU")
     others = suspect.setup.values(fact)
     own = others.pop(suspect.rank)
@@ -340,7 +328,7 @@ def _other_hardware(suspect: Suspect) -> str | None:
     return f"it runs on another {name}, {own}, the others on {commonest}"
 
 
-def _slow_clock(suspect: Suspect) -> str | None:
+def _find_slow_clock(suspect: Suspect) -> str | None:
     own, known = suspect.own.hertz, [other.hertz for other in suspect.others if other.hertz]
     usual = statistics.median(known) if known else 0.0
     if not own or own >= CLOCK_SHARE * usual:
@@ -348,50 +336,40 @@ def _slow_clock(suspect: Suspect) -> str | None:
     return f"its cores run at {own / 1e9:.2g} GHz, the others' at {usual / 1e9:.2g} GHz"
 
 
-def _hot_cores(suspect: Suspect) -> str | None:
-    heat = suspect.own.thermal or 0
-    words = [_slow_clock(suspect), f"heat slowed its cores down {heat} times"]
-    return "; ".join(filter(None, words)) if heat > 0 else None
-
-
 class Cause(NamedTuple):
     """Why a rank is slow. memory: "host", "GPU", or "" for a cause of both."""
 
     name: str
     memory: str
-    evidence: Callable[[Suspect], str | None]
+    find_evidence: Callable[[Suspect], str | None]
     next_step: str
 
 
+THROTTLED = partial(_find_lost, "throttled", "its control group was throttled")
+STOLEN = partial(_find_lost, "stolen", "the hypervisor took its cores away")
 BIND = "bind each rank to cores of its own (mpirun --bind-to core, srun --cpu-bind=cores)"
-NEIGHBOURS = "alone it is as fast as they are: it shares cores, caches or memory with other ranks"
+MATES = "alone it is as fast as they are: it shares cores, caches or memory with other ranks"
 COOLING = "check its cooling, its power limit and its governor (cpupower frequency-info)"
 GPU_COOLING = "check its cooling and power (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE)"
 QUOTA = (
     "raise its CPU quota (docker --cpus, Kubernetes limits.cpu, systemd CPUQuota), or use fewer "
     "threads"
 )
-NATURE = (
-    "it is slow by nature: no quota, no hypervisor and no neighbour kept it from running, as far "
-    "as the kernel tells"
-)
-GPU_NATURE = "it is slow by nature: its GPU gives no reason that the others do not give"
+UNKNOWN = "cause unknown: no CPU quota, steal or contention seen"
+UNKNOWN_GPU = "cause unknown: its GPU reports no reason that the others do not report"
 COMPARE = (
     "compare its host with the others (memory channels, power and BIOS settings), or leave it out"
 )
 CAUSES = (  # the first that has evidence counts
-    Cause("throttled", "host", _throttled, QUOTA),
-    Cause("stolen", "host", _stolen, "ask for a dedicated host, or another one"),
-    Cause("neighbour", "host", _queued, "end what runs there, or give the rank cores of its own"),
-    Cause("throttled", "GPU", _slow_gpu, GPU_COOLING),
-    Cause(
-        "hardware", "", _other_hardware, "give all ranks the same hardware, or this one less work"
-    ),
-    Cause("throttled", "host", _hot_cores, COOLING),
-    Cause("frequency", "host", _slow_clock, COOLING),
-    Cause("neighbour", "", lambda its: NEIGHBOURS if its.when != ALONE else None, BIND),
-    Cause("nature", "host", lambda its: NATURE, COMPARE),
-    Cause("nature", "GPU", lambda its: GPU_NATURE, COMPARE),
+    Cause("throttled", "host", THROTTLED, QUOTA),
+    Cause("stolen", "host", STOLEN, "ask for a dedicated host, or another one"),
+    Cause("neighbour", "host", _find_queued, "end these processes, or give the rank its own cores"),
+    Cause("throttled", "GPU", _find_slow_gpu, GPU_COOLING),
+    Cause("hardware", "", _find_other_hardware, "use the same hardware for all ranks"),
+    Cause("frequency", "host", _find_slow_clock, COOLING),
+    Cause("neighbour", "", lambda suspect: MATES if suspect.when != ALONE else None, BIND),
+    Cause("nature", "host", lambda suspect: UNKNOWN, COMPARE),
+    Cause("nature", "GPU", lambda suspect: UNKNOWN_GPU, COMPARE),
 )
 
 
@@ -400,5 +378,5 @@ def find_cause(suspect: Suspect) -> tuple[Cause, str]:
     return next(
         (cause, evidence)
         for cause in CAUSES
-        if cause.memory in ("", suspect.memory) and (evidence := cause.evidence(suspect))
+        if cause.memory in ("", suspect.memory) and (evidence := cause.find_evidence(suspect))
     )
