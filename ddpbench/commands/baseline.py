@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 GROUP = "compare"
 HELP = "save runs to compare with later; measure again and compare"
 FEWEST = 6  # launches; of analysis.stats, which loads numpy
-RUNS = 5  # that show how a machine drifts; of verdicts.differences, which loads numpy
+RUNS = 5  # that show how a machine drifts; of verdicts.drift, which loads numpy
 FILES = ("run.json", "table.csv", "table.txt")
 SAMPLES = "samples.parquet"
 # Options of a measuring command that a new measurement sets itself.
@@ -129,7 +129,7 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     for run in runs:
         if run.state != "complete":
             raise InvalidRun(f"{run.id} is {run.state}, and cannot be a baseline: measure it again")
-    from ddpbench.present.comparison.labels import label
+    from ddpbench.present.case_labels import name_case
     from ddpbench.verdicts import matching  # loads numpy
 
     try:
@@ -139,8 +139,8 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     for case, each in found.items():
         if each.fault is not None:
             raise InvalidRun(
-                f"{name} cannot be a baseline: {label(case)}: {each.fault}. Find the cause, then "
-                "measure again"
+                f"{name} cannot be a baseline: {name_case(case)}: {each.fault}. Find the cause, "
+                "then measure again"
             )
     sides = [each.side for each in found.values() if each.side is not None]
     if not sides:
@@ -226,7 +226,7 @@ def _check(namespace: argparse.Namespace) -> int:
         return compare.show(_compare(namespace, base, namespace.new), namespace)
     if placement.read_placement() is not None:
         raise Refused("a check without NEW starts its own ranks: type it without a launcher")
-    from ddpbench.verdicts.many_pairs import BUSY  # loads numpy
+    from ddpbench.verdicts.rows import BUSY  # loads numpy
 
     for more in (1, 0):
         code, target = _measure(namespace.name, base.runs)

@@ -67,7 +67,7 @@ def build_setup(run: Run, title: str, chart: tuple[str, str] = ("", "")) -> Sect
     chart: the name and the title of its only table.
     """
     facts = make_table("", ("", ""), list_facts(run), left=("",))
-    rows = ((Chart(*chart, "", facts, remarkable=len(facts.rows)),),)
+    rows = ((Chart(*chart, "", facts),),)
     return Section("setup", title, rows=rows if facts.rows else ())
 
 

@@ -11,9 +11,8 @@ from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.lines import Line
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.sizes import readable
-from ddpbench.present import header
+from ddpbench.present import examinations, header
 from ddpbench.present.columns import digits, title_parts
-from ddpbench.present.doctor import document as doctor
 from ddpbench.present.document import ReportRun, Section, build_for_each
 from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.wording import counted, list_all
@@ -63,7 +62,7 @@ def summarise(reported: ReportRun) -> str:
         return "Nothing was measured."
     sentences = [_what(reported), *_collectives(reported.lines), *_steps(run)]
     if header.of_doctor(run):
-        sentences.append(f"{doctor.verdict(run)}.")
+        sentences.append(f"{examinations.state_verdict(run)}.")
     else:
         known = [finding.severity for finding in run.findings]
         counts = [counted(known.count(name), name) for name in SEVERITIES if name in known]

@@ -14,8 +14,8 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.present.columns import (
     Column,
     Value,
+    build_interval_and_faster,
     by_name,
-    compared,
     digits,
     flags_column,
     scaled,
@@ -128,7 +128,7 @@ COLUMNS: dict[str, Column[Line]] = by_name(
         'time of one call; "how" above states from where to where, and over what',
         default=True,
     ),
-    *compared("time"),
+    *build_interval_and_faster("time"),
     _time("low", _bound("low"), "lower end of the 95 % interval of the time"),
     _time("high", _bound("high"), "upper end of the 95 % interval of the time"),
     *map(_percentile, ("p90", "p99", "p99.9")),

@@ -23,7 +23,6 @@ FASTEST = (
     "times as long the next backend takes. Empty: not measured, or none is clearly the fastest."
 )
 Point = tuple[ReportRun, Line]
-STATES = ("no flag", "flagged", "do not use")  # of a point
 AXES = {
     "seconds": Axis("time of a call", theme.TIME_LABELS, log=True),
     "rate": Axis("busbw", theme.RATE_LABELS, log=True),
@@ -71,7 +70,6 @@ def draw_sizes(shown: Sequence[Point], value: str) -> Drawing | None:
         {**({"run": run.label} if several else {}), **_point(line, value)} for run, line in shown
     ]
     points = [point for point in points if point["_y"]]
-    look: dict[str, Any] = {"shape": "_state", "shapes": STATES}
     if not points:
         return None
     if len({point["_x"] for point in points}) == 1:
@@ -79,26 +77,23 @@ def draw_sizes(shown: Sequence[Point], value: str) -> Drawing | None:
             {**p, "_end": p["_y"], "_row": f"{p['backend']} {p.get('run', '')}".strip()}
             for p in points
         ]
-        return Bars(data=rows, x=AXES[value], row="_row", dots=True, **look)
+        return Bars(data=rows, x=AXES[value], row="_row", dots=True)
     return Lines(
         data=[point for point in points if point["_x"]],  # the axis is logarithmic
         x=Axis("message size", theme.SIZE_LABELS, log=True),
         y=AXES[value],
         dash="run" if several else "",
-        **look,
     )
 
 
 def _point(line: Line, value: str) -> dict[str, Any]:
     """Return a point of a chart: its numbers, and the texts of its tooltip."""
-    unflagged, flagged, unusable = STATES
-    state = unusable if UNUSABLE & set(line.flags) else flagged if line.flags else unflagged
     ends = (line.interval.low, line.interval.high) if line.interval else (None, None)
     point: dict[str, Any] = {
         **{COLUMNS[name].heading: COLUMNS[name].show(line) for name in TOOLTIPS[value]},
         "flags": " ".join(line.flags),
         "_x": line.case.nbytes,
-        "_state": state,
+        "_marked": "do not use" if UNUSABLE & set(line.flags) else "",
     }
     if value == "seconds":
         return {**point, "_y": line.seconds, "_low": ends[0], "_high": ends[1]}

@@ -15,8 +15,8 @@ from ddpbench.analysis import spans
 from ddpbench.present.columns import (
     Column,
     Value,
+    build_interval_and_faster,
     by_name,
-    compared,
     flags_column,
     scaled,
     text_column,
@@ -224,7 +224,7 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
         "time of a step: of K steps in a row / K, median over rounds",
         default=True,
     ),
-    *compared("step"),
+    *build_interval_and_faster("step"),
     _ms("low", _bound("low"), "lower end of the 95 % interval of the step"),
     _ms("high", _bound("high"), "upper end of the 95 % interval of the step"),
     Column(
