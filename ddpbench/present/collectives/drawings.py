@@ -19,8 +19,8 @@ TOOLTIPS = {
     "rate": ("size", "backend", "busbw", "limit", "check"),
 }
 FASTEST = (
-    "Colour: the backend whose 95 % interval lies below those of all others. Number: how many "
-    "times as long the next backend takes. Empty: not measured, or none is clearly the fastest."
+    "Colour: the backend whose 95 % interval is below all others. Number: time of the "
+    "second-fastest backend / its time. Empty: not measured, or none is clearly the fastest."
 )
 Point = tuple[ReportRun, Line]
 AXES = {
@@ -60,10 +60,9 @@ def draw_fastest(run: ReportRun) -> Iterator[Chart]:
 
 
 def draw_sizes(shown: Sequence[Point], value: str) -> Drawing | None:
-    """Return the chart of time or bandwidth, its interval and its limit: along sizes, or in a row
-    for each backend if there is one size. None: there is nothing to draw.
+    """Return the chart of time or bandwidth over sizes, or of one size with a row per backend.
 
-    value: of AXES.
+    value: of AXES. None: there is nothing to draw.
     """
     several = len({run.label for run, _ in shown}) > 1
     points = [
@@ -110,5 +109,5 @@ def _point(line: Line, value: str) -> dict[str, Any]:
 
 
 def _rate(line: Line, seconds: float | None) -> float | None:
-    """Return the busbw of a call that takes so many seconds."""
+    """Return the busbw of a call of this duration."""
     return seconds and line.busbw and line.seconds and line.busbw * line.seconds / seconds
