@@ -30,7 +30,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs import command_line
 from ddpbench.present.document import make_table
 from ddpbench.present.writers.text import lay_out
-from ddpbench.records import codec, redact, store
+from ddpbench.records import redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
 from ddpbench.records.terminal_text import tell
@@ -159,24 +159,14 @@ def _copy(folders: Sequence[Path], target: Path, names: Sequence[str]) -> int:
             place.mkdir(parents=True)
             for name in names:
                 if (folder / name).is_file():
-                    nbytes += _copy_file(folder / name, place / name)
+                    shutil.copyfile(folder / name, place / name)
+                    nbytes += (folder / name).stat().st_size
         if target.exists():
             shutil.rmtree(target)
         fresh.rename(target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return nbytes
-
-
-def _copy_file(source: Path, target: Path) -> int:
-    """Copy a file of a run, which an older ddpbench may have stored with secrets; its bytes."""
-    if source.name == SAMPLES:
-        shutil.copyfile(source, target)
-    elif source.suffix == ".json":
-        target.write_bytes(codec.encode(redact.record(codec.parse(source.read_bytes()))))
-    else:
-        target.write_text(redact.text(source.read_text(encoding="utf-8")), encoding="utf-8")
-    return target.stat().st_size
 
 
 def _list(baselines: Path) -> int:
