@@ -33,7 +33,7 @@ import pytest
 
 if TYPE_CHECKING:
     from ddpbench.records.schema import Run
-    from ddpbench.verdicts.regression import Measured, Row
+    from ddpbench.verdicts.regression import JudgedTest, Measured
 
 KEY = "ddpbench"  # in a benchmark's extra_info, and at the top level of a saved file
 NO_BENCHMARK = "ddpbench's fixtures need pytest-benchmark: pip install pytest-benchmark"
@@ -69,7 +69,7 @@ class Suite:
     saved: dict[str, list[Measured]] | None = None
     measured: dict[str, Measured] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)  # test that was saved before → the reason
-    rows: tuple[Row, ...] = ()
+    rows: tuple[JudgedTest, ...] = ()
     shortfall: str = ""  # tests that should be compared and were not
     page: Path | None = None  # the requested file
     page_line: str = ""  # whether it was written
@@ -249,7 +249,7 @@ def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
 def _benchmark(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Run:
     benchmark, clock = _pytest_benchmark(request)
     from ddpbench.nested_runs import one_case
-    from ddpbench.verdicts.many_pairs import BUSY_LAUNCHES
+    from ddpbench.verdicts.rows import BUSY_LAUNCHES
 
     option, folder = request.config.getoption, _folder(request)
     command, defaults, short = COMMANDS[str(request.fixturename)]
@@ -337,13 +337,13 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
     """Judge before pytest-benchmark saves, so that SLOWER tests are marked in the saved file."""
     suite = session.config.stash.get(SUITE, Suite())
     if suite.saved is not None and not session.config.option.collectonly:
-        from ddpbench.verdicts import regression, verdict
+        from ddpbench.verdicts import regression, rows, verdict
 
         option = session.config.getoption
         margin, allow = option("--ddpbench-margin") / 100, option("--ddpbench-allow-missing")
         suite.rows = regression.judge_tests(suite.saved, suite.measured, margin)
         suite.shortfall = regression.explain_shortfall(suite.rows, suite.skipped, allow)
-        failed = verdict.SLOWER in regression.counts(suite.rows) or suite.shortfall
+        failed = verdict.SLOWER in rows.count_verdicts(suite.rows) or suite.shortfall
         if session.exitstatus == 0 and failed:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if suite.page is not None:
@@ -356,10 +356,10 @@ def _write_page(suite: Suite, path: Path) -> str:
     if not suite.measured:
         return "no page was written: no test measured anything"
     try:
-        from ddpbench.present.comparison import session
+        from ddpbench.present import compared_tests
         from ddpbench.present.writers import page_file
 
-        section = session.build_section(suite.measured, suite.rows, drawn=True)
+        section = compared_tests.build_section(suite.measured, suite.rows, drawn=True)
         page_file.save(path, (), [section], "Tests of ranks")
     except Exception as error:
         return f"no page was written (the exit code is that of the tests): {error}"
@@ -386,12 +386,12 @@ def pytest_terminal_summary(
     finally:
         suite = config.stash.get(SUITE, Suite())
         if suite.saved is not None and suite.measured:
-            from ddpbench.present.comparison import session
+            from ddpbench.present import compared_tests
             from ddpbench.present.document import Document
             from ddpbench.present.writers import text
 
             terminalreporter.section("ddpbench: compared with saved runs, by launches")
-            tests = session.build_section(suite.measured, suite.rows)
+            tests = compared_tests.build_section(suite.measured, suite.rows)
             terminalreporter.write_line(text.write(Document("", (tests,))).rstrip())
         for line in filter(None, (suite.page_line, suite.shortfall)):
             terminalreporter.write_line(f"ddpbench: {line}")

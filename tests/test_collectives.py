@@ -169,7 +169,7 @@ def test_dtypes_and_reduce_ops_are_right_or_refused_together(tmp_path: Path) -> 
 
 def test_pipelined_and_async_calls_are_waited_for(pool: RankPool, tmp_path: Path) -> None:
     """Pipelined repetitions hold several calls and no percentiles, and their results are right, in
-    buffers for which huge pages were asked for, too: how many were granted is known and shown, and
+    buffers for which huge pages were asked for, too: how many were granted is known, and
     what a cache line takes between the ranks' cores, if both wait until the other has one."""
     patient = (
         f"from ddpbench.measure import calibrate\ncalibrate.DEADLINE_NS = {PATIENCE_SECONDS:.0f}e9"
@@ -191,7 +191,6 @@ def test_pipelined_and_async_calls_are_waited_for(pool: RankPool, tmp_path: Path
         assert result.huge_share is not None
         assert result.handoff_seconds is not None
         assert result.handoff_seconds > 0
-    assert re.search(r"\(granted: \d+%", done.stdout)
 
 
 def test_one_rank_works_and_says_what_it_is_not(pool: RankPool, tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ KINDS_NAMED = {
     "doctor/preflight/checks.py": "a finding counts more where GPUs are measured",
     "hang/cuda.py": "below the table; CUDA alone has a capture mode",
     "mpi_backend/work.py": "below the table; torch's futures take no CPU among their devices",
-    "present/comparison/labels.py": "the CPU is not written out",
+    "present/case_labels.py": "the CPU is not written out",
     "replicas/channel.py": "a group's own list of the kinds that it carries",
     "runtime/nccl_library.py": "torch's number of the NCCL that it was built with",
     "session/start_ranks.py": "what was asked for on the CPU is refused without a host's name",

@@ -75,7 +75,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     folder = turns.prepare(namespace, variants)
     began, confidence = time.monotonic(), LOOKS[0][1]
 
-    from ddpbench.present.comparison.section import build_document  # loads numpy
+    from ddpbench.present.compared_runs import build_document  # loads numpy
     from ddpbench.verdicts.verdict import INCONCLUSIVE
 
     def measure_blocks(measure_block: Callable[[], None]) -> None:

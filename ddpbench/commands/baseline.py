@@ -30,7 +30,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs import command_line
 from ddpbench.present.document import make_table
 from ddpbench.present.writers.text import lay_out
-from ddpbench.records import codec, redact, store
+from ddpbench.records import redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
 from ddpbench.records.terminal_text import tell
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 GROUP = "compare"
 HELP = "save runs to compare with later; measure again and compare"
 FEWEST = 6  # launches; of analysis.stats, which loads numpy
-RUNS = 5  # that show how a machine drifts; of verdicts.differences, which loads numpy
+RUNS = 5  # that show how a machine drifts; of verdicts.drift, which loads numpy
 FILES = ("run.json", "table.csv", "table.txt")
 SAMPLES = "samples.parquet"
 # Options of a measuring command that a new measurement sets itself.
@@ -129,7 +129,7 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     for run in runs:
         if run.state != "complete":
             raise InvalidRun(f"{run.id} is {run.state}, and cannot be a baseline: measure it again")
-    from ddpbench.present.comparison.labels import label
+    from ddpbench.present.case_labels import name_case
     from ddpbench.verdicts import matching  # loads numpy
 
     try:
@@ -139,8 +139,8 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
     for case, each in found.items():
         if each.fault is not None:
             raise InvalidRun(
-                f"{name} cannot be a baseline: {label(case)}: {each.fault}. Find the cause, then "
-                "measure again"
+                f"{name} cannot be a baseline: {name_case(case)}: {each.fault}. Find the cause, "
+                "then measure again"
             )
     sides = [each.side for each in found.values() if each.side is not None]
     if not sides:
@@ -159,24 +159,14 @@ def _copy(folders: Sequence[Path], target: Path, names: Sequence[str]) -> int:
             place.mkdir(parents=True)
             for name in names:
                 if (folder / name).is_file():
-                    nbytes += _copy_file(folder / name, place / name)
+                    shutil.copyfile(folder / name, place / name)
+                    nbytes += (folder / name).stat().st_size
         if target.exists():
             shutil.rmtree(target)
         fresh.rename(target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return nbytes
-
-
-def _copy_file(source: Path, target: Path) -> int:
-    """Copy a file of a run, which an older ddpbench may have stored with secrets; its bytes."""
-    if source.name == SAMPLES:
-        shutil.copyfile(source, target)
-    elif source.suffix == ".json":
-        target.write_bytes(codec.encode(redact.record(codec.parse(source.read_bytes()))))
-    else:
-        target.write_text(redact.text(source.read_text(encoding="utf-8")), encoding="utf-8")
-    return target.stat().st_size
 
 
 def _list(baselines: Path) -> int:
@@ -226,7 +216,7 @@ def _check(namespace: argparse.Namespace) -> int:
         return compare.show(_compare(namespace, base, namespace.new), namespace)
     if placement.read_placement() is not None:
         raise Refused("a check without NEW starts its own ranks: type it without a launcher")
-    from ddpbench.verdicts.many_pairs import BUSY  # loads numpy
+    from ddpbench.verdicts.rows import BUSY  # loads numpy
 
     for more in (1, 0):
         code, target = _measure(namespace.name, base.runs)

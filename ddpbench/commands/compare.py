@@ -108,9 +108,9 @@ def compare_sides(
     """
     if common := [one.id for one in base.runs if one in new.runs]:
         raise Refused(f"BASE and NEW both contain the run {common[0]}: choose different runs")
-    from ddpbench.verdicts import differences
+    from ddpbench.verdicts.drift import estimate_drift
 
-    rule = replace(rule, drift=differences.estimate_drift(base, new, _newest()))
+    rule = replace(rule, drift=estimate_drift(base, new, _newest()))
     return compared(base, new, rule, only)
 
 
@@ -119,13 +119,13 @@ def compared(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) 
 
     Raises Refused if there is no such case, InvalidRun if there is nothing to compare.
     """
-    from ddpbench.present.comparison.labels import label
+    from ddpbench.present.case_labels import name_case
     from ddpbench.verdicts import comparison
 
     texts = [text.lower() for text in only or ("",)]
     try:
         result = comparison.compare(
-            base, new, rule, lambda case: any(text in label(case).lower() for text in texts)
+            base, new, rule, lambda case: any(text in name_case(case).lower() for text in texts)
         )
     except ValueError as error:
         raise InvalidRun(str(error)) from None
@@ -133,7 +133,7 @@ def compared(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) 
         if only:
             raise Refused(
                 f"--only {','.join(only)}: no measured case has this text in its name, as in "
-                f"{label(base.runs[0].outcomes[0].case)!r}"
+                f"{name_case(base.runs[0].outcomes[0].case)!r}"
             )
         raise InvalidRun(f"{base.name} and {new.name} have no measured case")
     return result
@@ -141,11 +141,11 @@ def compared(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) 
 
 def show(result: Comparison, namespace: argparse.Namespace) -> int:
     """Print a comparison and last what was not compared; return the exit code."""
-    from ddpbench.present.comparison import section  # loads numpy
+    from ddpbench.present import compared_runs  # loads numpy
     from ddpbench.verdicts import comparison
 
     with store.refuse_impossible_values(f"{result.base.name} or {result.new.name}"):
-        sys.stdout.write(WRITERS[namespace.format](section.build_document(result)))
+        sys.stdout.write(WRITERS[namespace.format](compared_runs.build_document(result)))
     if namespace.report_file is not None:
         _write_page(result, namespace.report_file)
     if shortfall := comparison.explain_shortfall(result):
@@ -154,14 +154,14 @@ def show(result: Comparison, namespace: argparse.Namespace) -> int:
 
 
 def _write_page(result: Comparison, output: Path) -> None:
-    from ddpbench.present.comparison import section as comparison
+    from ddpbench.present import compared_runs
     from ddpbench.present.document import ReportRun
 
     pairs = [
         max(zip(side.runs, side.folders, strict=True), key=lambda pair: pair[0].started)
         for side in (result.base, result.new)
     ]
-    verdicts = comparison.build_section(result, drawn=True)
+    verdicts = compared_runs.build_section(result, drawn=True)
     labels = [f"{name} {run.id}" for name, (run, _) in zip(("BASE", "NEW"), pairs, strict=True)]
     if any(len(side.runs) > 1 for side in (result.base, result.new)):
         shown = f"The sections below show the newest run of each side: {' and '.join(labels)}."

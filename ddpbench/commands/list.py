@@ -110,12 +110,12 @@ def _list_cases(results: Path, text: str) -> int:
 def _describe_cases(run: Run, wanted: set[str]) -> Iterator[list[str]]:
     """Yield name, backend, time, interval and flags of each measured case with these words."""
     from ddpbench.analysis import lines, step_lines
+    from ddpbench.present.case_labels import format_time, label_parts, name_case
     from ddpbench.present.columns import format_half_width
-    from ddpbench.present.comparison.labels import format_time, label, label_parts
 
     for line in (*lines.lines(run), *step_lines.lines(run)):
         case = line.case
-        if line.seconds is not None and wanted <= split_words(label(case)):
+        if line.seconds is not None and wanted <= split_words(name_case(case)):
             name = " ".join(part for part in label_parts(case) if part not in ("", case.backend))
             time = format_time(case, line.seconds)
             yield [name, case.backend, time, format_half_width(line), " ".join(line.flags)]

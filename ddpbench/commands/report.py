@@ -114,7 +114,7 @@ def _read(paths: Sequence[Path], hints: Hints) -> list[ReportRun]:
 
 def _judge(base: ReportRun, new: ReportRun, number: int) -> Section:
     """Return the section on the verdicts, or one that states why there are none."""
-    from ddpbench.present.comparison import section as comparison
+    from ddpbench.present import compared_runs
     from ddpbench.verdicts.comparison import Rule
     from ddpbench.verdicts.matching import Source
 
@@ -124,9 +124,9 @@ def _judge(base: ReportRun, new: ReportRun, number: int) -> Section:
         first, second = (Source(side.label, (side.run,)) for side in (base, new))
         with store.refuse_impossible_values(f"{base.label} or {new.label}"):
             result = compare.compare_sides(first, second, Rule(compare.MARGIN_PERCENT / 100))
-            return comparison.build_section(result, number, drawn=True)
+            return compared_runs.build_section(result, number, drawn=True)
     except (InvalidRun, Refused) as error:
-        return comparison.explain_missing(base.label, new.label, str(error), number)
+        return compared_runs.explain_missing(base.label, new.label, str(error), number)
 
 
 def _write_parts(

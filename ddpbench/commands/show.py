@@ -18,7 +18,7 @@ from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import UnknownColumn
-from ddpbench.present.doctor.document import FINDING_COLUMNS
+from ddpbench.present.examinations import FINDING_COLUMNS
 from ddpbench.present.formats import FORMATS, list_values
 from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.present.writers.csv import make_frame

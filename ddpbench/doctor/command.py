@@ -12,7 +12,7 @@ from ddpbench.catalog import faults
 from ddpbench.doctor.context import Context
 from ddpbench.doctor.examinations import EXAMINATIONS
 from ddpbench.launch.placement import Placement
-from ddpbench.present.doctor.document import FINDING_COLUMNS
+from ddpbench.present.examinations import FINDING_COLUMNS
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.session import launch_facts, launch_loop, options
 from ddpbench.session.launch_loop import LaunchContext, Measure, Work

@@ -1,12 +1,9 @@
-"""Columns of tables, and how their values are formatted.
-
-Every table and CSV file is built from columns: name, unit, value and alignment.
-"""
+"""Columns of tables and CSV files: name, unit, value and format."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -25,24 +22,21 @@ class UnknownColumn(Exception):
 
 @dataclass(frozen=True)
 class Column(Generic[RowT]):
-    """A column of a table, of the CSV and of the JSON.
-
-    name: everywhere; unit: of its values, "" for a word or a count; meaning: one line, which the
-    legend of a table, `--columns help` and the page show.
-    """
+    """A column of a table, of the CSV and of the JSON."""
 
     name: str
     value: Callable[[RowT], Value]
-    text: Callable[[RowT], str] | None = None  # default: the value with four digits
-    unit: str = ""
-    meaning: str = ""
+    text: Callable[[RowT], str] | None = None  # None: the value with four digits
+    unit: str = ""  # "": a word or a count
+    meaning: str = ""  # one line for legends and `--columns help`
     default: bool = True  # whether a table shows it without --columns
-    left: bool = False  # words are aligned left, numbers right
-    applies: Callable[[RowT], bool] = lambda _: True  # to a row; with no such row it is not shown
+    left: bool = False  # align left, as for words
+    # Whether the column applies to a row. A default column that applies to no row is left out.
+    applies: Callable[[RowT], bool] = lambda _: True
 
     @property
     def heading(self) -> str:
-        """What stands above the column: "time µs"."""
+        """Return the name with the unit: "time µs"."""
         return f"{self.name} {self.unit}".strip()
 
     def show(self, row: RowT) -> str:
@@ -60,36 +54,26 @@ def text_column(name: str, text: Callable[[RowT], str], meaning: str = "") -> Co
     return Column(name, text, text, meaning=meaning, left=True)
 
 
-def choose_names(
-    names: Iterable[str] | None, columns: Mapping[str, Column[Any]], *, every: bool = False
-) -> list[str]:
-    """Return the requested column names, else the default ones, else every one.
-
-    Raises UnknownColumn for a name that is not in `columns`.
-    """
-    chosen = list(names or (name for name in columns if every or columns[name].default))
-    if "all" in chosen:
-        return list(columns)
-    for name in chosen:
-        if name not in columns:
-            raise UnknownColumn(explain_unknown("column", name, [*columns, "all"]))
-    return chosen
-
-
 def choose_columns(
-    names: Iterable[str] | None,
+    names: Collection[str] | None,
     columns: Mapping[str, Column[RowT]],
-    rows: Sequence[RowT],
+    rows: Sequence[RowT] = (),
     also: Container[str] = (),
 ) -> list[Column[RowT]]:
-    """Return the requested columns, else the default ones that apply to any of these rows.
+    """Return the columns of these names; None: the default ones that apply to any of these rows.
 
-    also: columns that are treated as default ones.
+    also: columns that count as default ones. Raises UnknownColumn for a name that is not in
+    `columns`; "all" means all of them.
     """
-    if names is not None:
-        return [columns[name] for name in choose_names(names, columns)]
-    default = [column for column in columns.values() if column.default or column.name in also]
-    return [column for column in default if not rows or any(map(column.applies, rows))]
+    if names is None:
+        default = [column for column in columns.values() if column.default or column.name in also]
+        return [column for column in default if not rows or any(map(column.applies, rows))]
+    if "all" in names:
+        return list(columns.values())
+    for name in names:
+        if name not in columns:
+            raise UnknownColumn(explain_unknown("column", name, [*columns, "all"]))
+    return [columns[name] for name in names]
 
 
 def scaled(value: float | None, factor: float) -> float | None:
@@ -123,14 +107,14 @@ def format_ranks(case: Case | StepCase) -> str:
 
 
 def format_subgroups(case: Case) -> str:
-    """Format where the subgroup of a row works, and how many work at once; "" for all ranks."""
+    """Format the kind of a case's subgroups, and how many work at once; "" for all ranks."""
     several = f", {case.groups} groups at once" if case.groups > 1 else ""
     places = {"host": "inside each host", "cross": "between hosts", "world": ""}
     return places.get(case.group, case.group) + several
 
 
 def title_parts(case: Case) -> tuple[str, ...]:
-    """Return what the rows of one table have in common, the operation first; "" is left out."""
+    """Return the properties that the rows of a table share, the operation first."""
     return (
         case.operation,
         "" if case.form == "tensor" else "list of tensors",
@@ -150,8 +134,8 @@ def format_half_width(line: flags.AnyLine) -> str:
     return "-" if line.half_width is None else f"±{line.half_width * 100:.1f}%"
 
 
-def compared(what: str) -> tuple[Column[Any], Column[Any]]:
-    """Build the columns that tell how sure `what` is, and how much faster than other backends."""
+def build_interval_and_faster(what: str) -> tuple[Column[Any], Column[Any]]:
+    """Build the columns of the interval of `what`, and of the lead over other backends."""
     interval: Column[Any] = Column(
         "interval",
         lambda line: line.half_width,
@@ -164,15 +148,14 @@ def compared(what: str) -> tuple[Column[Any], Column[Any]]:
         lambda line: line.faster,
         lambda line: f"{line.faster:#.3g}".rstrip(".") if line.faster else "",
         unit="×",
-        meaning="how many times as long the next backend takes; empty unless the interval lies "
-        "below those of all others",
+        meaning="time of the second-fastest backend / time of this one; empty if intervals overlap",
         applies=lambda line: line.faster is not None,
     )
     return interval, faster
 
 
 def flags_column() -> Column[Any]:
-    """Build the column of flags, shown as marks: "~ M"."""
+    """Build the column of flags, which tables show as marks: "~ M"."""
 
     def text(line: flags.AnyLine) -> str:
         from ddpbench.analysis import lines, step_lines  # load numpy
@@ -180,21 +163,20 @@ def flags_column() -> Column[Any]:
         known: dict[str, flags.Flag[Any]] = {**lines.FLAGS, **step_lines.FLAGS}
         return " ".join(known[name].mark or name for name in line.flags)
 
-    meaning = "remarks, as marks that are explained below the tables"
+    meaning = "remarks, as marks that the lines below the tables explain"
     return Column("flags", lambda line: " ".join(line.flags), text, meaning=meaning, left=True)
 
 
 def explain(
     shown: Sequence[flags.AnyLine],
-    columns: Iterable[Column[Any]],
+    columns: Sequence[Column[Any]],
     known: Mapping[str, flags.Flag[Any]],
 ) -> list[str]:
-    """Explain columns of figures, and the flags that these lines raise, if they are shown."""
-    listed = list(columns)
-    legend = [f"{column.heading}: {column.meaning}" for column in listed if column.unit]
-    raised = {flag for line in shown for flag in line.flags}
-    if not any(column.name == "flags" for column in listed):
+    """Explain the columns with units and, if there is the column `flags`, the raised flags."""
+    legend = [f"{column.heading}: {column.meaning}" for column in columns if column.unit]
+    if not any(column.name == "flags" for column in columns):
         return legend
+    raised = {flag for line in shown for flag in line.flags}
     return legend + [
         f"{f'{flag.mark} = ' if flag.mark else ''}{name}: {flag.legend}"
         for name, flag in known.items()

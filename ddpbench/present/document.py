@@ -1,4 +1,4 @@
-"""Documents: what a command shows, in sections, whichever writer shows it."""
+"""Documents: the output of a command in sections, for any writer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import compress, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from ddpbench.present.repetitions import Repetitions
 
 NO_VALUES = Table("", (), ())
-Kind = tuple[str, ...]  # what a case is: columns.title_parts
+Kind = tuple[str, ...]  # kind of a case: columns.title_parts
 
 
 @dataclass(frozen=True)
 class ReportRun:
-    """A run of a page, its name there, and its folder. A log of another tool has no folder."""
+    """A run of a page. A log of another tool has no folder."""
 
     label: str  # its id; unique on a page
     run: Run
@@ -35,7 +35,7 @@ class ReportRun:
 
     @cached_property
     def lines(self) -> list[Line]:
-        """Return the lines of the run's collectives, which several sections read."""
+        """Return the lines of the run's collectives."""
         from ddpbench.analysis.lines import lines  # loads numpy
 
         return lines(self.run)
@@ -45,22 +45,19 @@ class ReportRun:
         """Return the raw samples (store.SAMPLE_COLUMNS); None if none are stored."""
         from ddpbench.records import store  # loads msgspec
 
-        try:
-            return None if self.folder is None else store.read_samples(self.folder)
-        except store.InvalidRun:
-            return None
+        return None if self.folder is None or self.damage else store.read_samples(self.folder)
 
-    @cached_property
+    @property
     def repetitions(self) -> tuple[Repetitions, ...]:
         """Return the raw samples of each case and launch, reduced; none if none are stored.
 
-        This needs the memory of one case, `samples` that of the run.
+        Reducing needs the memory of one case, `samples` that of the run.
         """
         return self._reduced[0]
 
     @property
     def damage(self) -> str | None:
-        """Return the reason why stored samples cannot be read; None if they can, or if none are."""
+        """Return why stored samples cannot be read; None if they can, or if none are stored."""
         return self._reduced[1]
 
     @cached_property
@@ -76,23 +73,21 @@ class ReportRun:
 
 @dataclass(frozen=True)
 class Chart:
-    """A table, and a drawing of what it has."""
+    """A table, and a drawing of its values."""
 
     name: str  # unique in a document; the name of its picture
     title: str
-    caption: str  # the statistic, the unit, how to read it: one or two sentences
+    caption: str  # one or two sentences: the statistic, the unit, how to read it
     table: Table
-    drawing: Drawing | None = None  # None: the table is all there is
+    drawing: Drawing | None = None  # None: the table alone
     operation: str = ""  # readers can hide the charts of an operation; "": always shown
-    grouped: bool = False  # whether a terminal omits what the first column repeats
+    grouped: bool = False  # whether a terminal omits repeated cells of the first column
     most: int | None = None  # rows that a terminal shows; None: all
     spread: bool = False  # whether these are spread evenly, up to the last row
-    # First rows that Markdown shows, folding the others; None: all of a short table.
-    remarkable: int | None = None
 
     @cached_property
     def spec(self) -> dict[str, Any] | None:
-        """Return the Vega-Lite of the chart."""
+        """Return the Vega-Lite of the chart; None if it has no drawing."""
         if self.drawing is None:
             return None
         from ddpbench.present.charts.draw import draw  # loads altair
@@ -101,38 +96,34 @@ class Chart:
 
     @property
     def text_table(self) -> Table:
-        """Return the table as a terminal shows it."""
-        table, count = self.table, len(self.table.rows)
-        rows: Sequence[Sequence[Any]] = table.rows
+        """Return the table with the rows and cells that a terminal shows."""
+        table, rows, count = self.table, list(self.table.rows), len(self.table.rows)
         if self.most is not None and self.most < count:
             chosen = [(i + 1) * count // self.most - 1 for i in range(self.most)]
             rows = [rows[i] for i in chosen] if self.spread else rows[: self.most]
             table = replace(table, title=f"{table.title} ({self.most} of {count})")
         if self.grouped:
             above = [None, *(row[0] for row in rows[:-1])]
-            cells = zip(rows, above, strict=False)  # without rows there is one above
-            rows = [["" if row[0] == before else row[0], *row[1:]] for row, before in cells]
-        return replace(table, rows=tuple(map(tuple, rows)))
-
-
-Rows = tuple[tuple[Chart, ...], ...]
+            cells = zip(rows, above, strict=False)  # without rows, `above` has one item
+            rows = [("" if row[0] == before else row[0], *row[1:]) for row, before in cells]
+        return replace(table, rows=tuple(rows))
 
 
 def draw_chart(name: str, title: str, caption: str, drawing: Drawing) -> Chart:
-    """Return a chart whose table has what its data shows."""
+    """Return a chart whose table has the values of its drawing."""
     return Chart(name, title, caption, tabulate_rows(title, drawing.shown), drawing)
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a document. On a page, charts in one row stand side by side if there is room."""
+    """A part of a document. A page shows the charts of a row side by side if there is room."""
 
     name: str  # the anchor: "collectives"
     title: str
     intro: str = ""  # the result; a terminal shows it last, a page first
-    lines: tuple[str, ...] = ()  # plain facts, a paragraph each
+    lines: tuple[str, ...] = ()  # plain facts, one paragraph each
     findings: tuple[Finding, ...] = ()
-    rows: Rows = ()
+    rows: tuple[tuple[Chart, ...], ...] = ()
     legend: tuple[str, ...] = ()  # of all its tables
 
     @property
@@ -143,11 +134,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """What a command shows. Text and Markdown have the sections, CSV and JSON the values."""
+    """The output of a command. CSV and JSON show the values, other writers the sections."""
 
     title: str
     sections: tuple[Section, ...]
-    values: Table = NO_VALUES  # CSV: a row per case, unrounded; None is unknown
+    values: Table = NO_VALUES  # CSV: a row per case, unrounded; None: unknown
     data: Any = None  # JSON
     runs: tuple[Run, ...] = ()  # whose command lines a page shows
 
@@ -167,9 +158,9 @@ def make_table(
 def tabulate_rows(
     title: str, rows: Sequence[Mapping[str, Any]], left: tuple[str, ...] = ()
 ) -> Table:
-    """Return a table of these rows, without columns in which nothing is known or that are drawn.
+    """Return a table of these rows without empty columns, and without names that begin with "_".
 
-    The latter begin with "_". Words are aligned left, and the columns in `left`.
+    Words are aligned left, and the columns in `left`.
     """
     names = dict.fromkeys(name for row in rows for name in row if not name.startswith("_"))
     cells = {name: [row.get(name) for row in rows] for name in names}
@@ -190,25 +181,15 @@ def show_rows(
     return make_table(title, [column.heading for column in columns], cells, left, legend)
 
 
-def show_known(title: str, columns: Sequence[Column[RowT]], rows: Sequence[RowT]) -> Table:
-    """Return the same without the columns in which no row has a text."""
-    return show_rows(title, [column for column in columns if any(map(column.show, rows))], rows)
-
-
 def describe_columns(columns: Iterable[Column[Any]]) -> Table:
-    """Return a table of columns for people: name, unit, whether a table has it, and meaning."""
+    """Return the table of `--columns help`: name, unit, whether it is a default, and meaning."""
     headings = ("column", "unit", "default", "meaning")
     cells = [(c.name, c.unit, "yes" if c.default else "", c.meaning) for c in columns]
     return make_table("", headings, cells, headings)
 
 
-def as_row(table: Table) -> tuple[Chart]:
-    """Return the row of a section that has this table alone, without a drawing."""
-    return (Chart("", table.title, "", table, remarkable=len(table.rows)),)
-
-
 def format_cell(value: Any, column: TableColumn) -> str:
-    """Format a value of a table; "-" if it is unknown."""
+    """Format a value of a table; None is "-"."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float) and column.decimals is not None:
@@ -219,46 +200,50 @@ def format_cell(value: Any, column: TableColumn) -> str:
 def build_for_each(
     runs: Sequence[ReportRun], build: Callable[[ReportRun], Iterable[Section]]
 ) -> list[Section]:
-    """Return the sections of each run; of several, sections of one name are one.
+    """Return the sections of each run. Sections of several runs that have one name become one.
 
-    There the first charts of all runs are in one row, the second ones in the next, …
+    The first charts of all runs are in one row, the second ones in the next, and so on.
     """
     if len(runs) == 1:
         return list(build(runs[0]))
     parts: dict[str, list[Section]] = {}
+    charts: dict[str, list[list[Chart]]] = {}
     for number, run in enumerate(runs, 1):
         for section in build(run):
-            named = [
-                replace(c, name=f"{c.name}-{number}", title=f"{c.title}: {run.label}")
-                for c in section.charts
-            ]
-            parts.setdefault(section.name, []).append(replace(section, rows=tuple(zip(named))))
-    return [_join(same) for same in parts.values()]
-
-
-def _join(sections: Sequence[Section]) -> Section:
-    """Return one section of all these, their charts side by side."""
-    rows = zip_longest(*(section.charts for section in sections))
-    return replace(
-        sections[0],
-        lines=tuple(dict.fromkeys(line for each in sections for line in each.lines)),
-        legend=tuple(dict.fromkeys(line for each in sections for line in each.legend)),
-        rows=tuple(tuple(filter(None, row)) for row in rows),
-    )
+            parts.setdefault(section.name, []).append(section)
+            charts.setdefault(section.name, []).append(
+                [
+                    replace(c, name=f"{c.name}-{number}", title=f"{c.title}: {run.label}")
+                    for c in section.charts
+                ]
+            )
+    return [
+        replace(
+            same[0],
+            lines=tuple(dict.fromkeys(line for section in same for line in section.lines)),
+            legend=tuple(dict.fromkeys(line for section in same for line in section.legend)),
+            rows=tuple(tuple(filter(None, row)) for row in zip_longest(*charts[name])),
+        )
+        for name, same in parts.items()
+    ]
 
 
 def titles(kinds: Iterable[Kind]) -> dict[Kind, str]:
-    """Return a title for each: the operation, and the parts of which an operation has several."""
-    distinct = list(dict.fromkeys(kinds))
-    differs = []
-    for part in zip(*distinct, strict=True):
-        values = {(of[0], text) for of, text in zip(distinct, part, strict=True)}
-        differs.append(len(values) > len({operation for operation, _ in values}))
+    """Return a title per kind: the operation, and the parts that differ within an operation."""
+    known: dict[str, list[Kind]] = {}
+    for kind in dict.fromkeys(kinds):
+        known.setdefault(kind[0], []).append(kind)
+    differing = set()
+    for same in known.values():
+        parts = enumerate(zip(*same, strict=True))
+        differing |= {i for i, texts in parts if len(set(texts)) > 1}
     return {
-        of: " ".join([of[0], *(text for text in compress(of, differs) if text)]) for of in distinct
+        kind: " ".join([kind[0], *(text for i, text in enumerate(kind) if i in differing and text)])
+        for same in known.values()
+        for kind in same
     }
 
 
 def plain_name(text: str) -> str:
-    """Return the text as a name of a chart, or as a part of it."""
+    """Return the text as a name of a chart: ASCII letters, digits, "_" and "-"."""
     return re.sub(r"\W+", "-", text, flags=re.ASCII).strip("-")

@@ -1,4 +1,4 @@
-"""Runs as documents: as a terminal shows them, in FORMATS, and as a page with charts."""
+"""Build the document of a run for a terminal, in any of FORMATS, or for a page with charts."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ddpbench.present import examinations
 from ddpbench.present.collectives.columns import COLUMNS
-from ddpbench.present.columns import Column, choose_names
-from ddpbench.present.doctor import document as doctor
-from ddpbench.present.doctor.document import FINDING_COLUMNS
+from ddpbench.present.columns import Column, choose_columns
 from ddpbench.present.document import (
     NO_VALUES,
+    Chart,
     Document,
     ReportRun,
     Section,
-    as_row,
     build_for_each,
     make_table,
 )
+from ddpbench.present.examinations import FINDING_COLUMNS
 from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.present.writers import WRITERS
 from ddpbench.records.schema import Finding, Run
@@ -33,15 +33,20 @@ Columns = tuple[str, ...] | None
 
 
 def show(form: str, run: Run, columns: Columns = None, quiet: bool = False) -> str:
-    """Return a run in one of WRITERS.
+    """Return a run as text in a format of WRITERS.
 
-    columns: default: the usual ones; every one in CSV, and the whole run, as stored, in JSON.
-    quiet: without header, findings and legends.
+    columns: None: the default ones; all of them in CSV, and the run as stored in JSON.
+    quiet: leave out header, findings and legends.
     """
     if form == "csv":
         document = Document("", (), list_values(run, columns))
+    elif form == "json" and columns is None:
+        document = Document("", (), data=asdict(run))
     elif form == "json":
-        document = Document("", (), data=_list_data(run, columns))
+        values = list_values(run, columns)
+        names = [column.heading for column in values.columns]
+        rows = [dict(zip(names, row, strict=True)) for row in values.rows]
+        document = Document("", (), data=rows)
     else:
         document = _build_document(run, columns, quiet)
     return WRITERS[form](document)
@@ -52,18 +57,10 @@ FORMATS: dict[str, Callable[[Run, Columns, bool], str]] = {
 }
 
 
-def _list_data(run: Run, columns: Columns) -> Any:
-    if columns is None:
-        return asdict(run)
-    values = list_values(run, columns)
-    names = [column.heading for column in values.columns]
-    return [dict(zip(names, row, strict=True)) for row in values.rows]
-
-
 def list_values(run: Run, columns: Columns = None) -> Table:
-    """Return the chosen columns, by default all, for each case or finding: unrounded.
+    """Return a row per case or finding with the chosen columns, by default all: unrounded.
 
-    A case that was not measured has a row only if the column `reason` explains it.
+    A case that was not measured has a row only if there is the column `reason`.
     """
     from ddpbench.analysis import lines, step_lines
     from ddpbench.present import header
@@ -76,21 +73,22 @@ def list_values(run: Run, columns: Columns = None) -> Table:
         known, shown = STEP_COLUMNS, step_lines.lines(run)
     else:
         shown = lines.lines(run)
-    names = choose_names(columns, known, every=True)
+    chosen = choose_columns(columns or ("all",), known)
+    names = [column.name for column in chosen]
     if "reason" not in names:
         shown = [line for line in shown if isinstance(line, Finding) or line.results]
-    return make_table("", names, [[known[name].value(line) for name in names] for line in shown])
+    return make_table("", names, [[column.value(line) for column in chosen] for line in shown])
 
 
 def _build_document(run: Run, columns: Columns, quiet: bool) -> Document:
-    """Return what a terminal shows of a run: no charts, and what matters most at the end."""
+    """Return the document of a terminal: no charts, and the most important facts at the end."""
     from ddpbench.present import header
     from ddpbench.present.collectives import sections as collectives
     from ddpbench.present.steps import sections as steps
     from ddpbench.present.watch import sections as watch
 
     if header.of_doctor(run):
-        return doctor.build_document(run, columns, quiet)
+        return examinations.build_document(run, columns, quiet)
     reported = ReportRun(run.id, run)
     if header.of_watch(run) and columns is None:
         known = [*watch.build_sections(reported)]
@@ -110,8 +108,9 @@ def _build_document(run: Run, columns: Columns, quiet: bool) -> Document:
 
 def _without_charts(section: Section) -> Section:
     """Return the section with its tables only, and without title and legend."""
-    tables = [as_row(chart.text_table) for chart in section.charts if chart.table != NO_VALUES]
-    return replace(section, title="", legend=(), rows=tuple(tables))
+    tables = [chart.text_table for chart in section.charts if chart.table != NO_VALUES]
+    rows = tuple((Chart("", table.title, "", table),) for table in tables)
+    return replace(section, title="", legend=(), rows=rows)
 
 
 def build_page(
@@ -125,13 +124,12 @@ def build_page(
     from ddpbench.present import environment, summary
     from ddpbench.present.collectives import cases, skew
     from ddpbench.present.collectives import sections as collectives
-    from ddpbench.present.doctor import section as examinations
     from ddpbench.present.steps import sections as steps
     from ddpbench.present.watch import sections as watch
 
     sections = [summary.build_section(runs)] if runs else []
     sections += [*verdicts]
-    # Single repetitions come after what they make.
+    # Single repetitions come after the results that summarise them.
     for build in (
         partial(build_for_each, build=partial(examinations.build_sections, drawn=True)),
         partial(collectives.build_sections, drawn=True),

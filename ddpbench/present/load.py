@@ -1,4 +1,4 @@
-"""CPU, memory and GPU load of the ranks over time: a chart for each that is known."""
+"""Charts of the CPU, memory and GPU load of the ranks over time."""
 
 from __future__ import annotations
 
@@ -12,56 +12,47 @@ from ddpbench.present.document import Chart, draw_chart
 from ddpbench.records.load import Load
 
 
-def _megabytes(nbytes: float) -> str:
+def _format_megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:.1f} MB"
 
 
-# Of a field of Load: the end of its chart's name, title, caption, labels of the axis, and how a
-# value is written.
-KINDS: dict[str, tuple[str, str, str, str, Callable[[float], str]]] = {
-    "cpu_cores": (
-        *("cpu", "CPU"),
-        "Cores in use by a rank's process, median over ranks.",
-        *(theme.NUMBER_LABELS, digits),
-    ),
-    "memory_nbytes": (
-        *("memory", "Memory", "Resident memory of the process of the rank that has most."),
-        *(theme.MEGABYTE_LABELS, _megabytes),
-    ),
-    "gpu_share": (
-        *("gpu", "GPU", "Share of the time in which a rank's GPU was busy, median over ranks."),
-        *(theme.SHARE_LABELS, "{:.0%}".format),
-    ),
-    "gpu_memory_nbytes": (
-        *("gpu-memory", "GPU memory"),
-        "GPU memory that torch holds, its cache included, in the rank that has most.",
-        *(theme.MEGABYTE_LABELS, _megabytes),
-    ),
-}
+# Field of Load, title, caption, labels of the axis, and format of a value.
+KINDS: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
+    ("cpu_cores", "CPU", "Cores in use by a rank's process, median over ranks.",
+     theme.NUMBER_LABELS, digits),
+    ("memory_nbytes", "Memory", "Resident memory of the process of the rank that uses most.",
+     theme.MEGABYTE_LABELS, _format_megabytes),
+    ("gpu_share", "GPU", "Share of the time in which a rank's GPU was busy, median over ranks.",
+     theme.SHARE_LABELS, "{:.0%}".format),
+    ("gpu_memory_nbytes", "GPU memory", "GPU memory that torch has allocated, its cache included, "
+     "in the rank that uses most.", theme.MEGABYTE_LABELS, _format_megabytes),
+)  # fmt: skip
 
 
-def load_charts(
+def draw_loads(
     name: str,
     loads: Iterable[tuple[Mapping[str, Any], Load | None]],
     x: Axis,
     when: str,
     rules: Rows = (),
 ) -> Iterator[Chart]:
-    """Yield a chart of each kind of load that is known, all with one x axis.
+    """Yield a chart of each known kind of load, all with one x axis.
 
-    name: begins the names of the charts. loads: columns of a moment, as `Lines` draws and shows
-    them, and its load. when: what a moment is, "epoch".
+    name: begins the names of the charts. loads: columns of a moment, as in `Lines.data`, and its
+    load. when: the kind of a moment, such as "epoch".
     """
     known = [(facts, load) for facts, load in loads if load is not None]
-    for field, (end, title, caption, labels, show) in KINDS.items():
+    for field, title, caption, labels, show in KINDS:
         rows = []
         for facts, load in known:
             if (value := getattr(load, field)) is not None:
                 row = {**facts, "_y": value, title: show(value)}
                 if field == "cpu_cores":
-                    row["rank that has most"] = show(load.most_cpu_cores)
+                    row["rank that uses most"] = show(load.most_cpu_cores)
                 rows.append(row)
         if rows:
-            y = Axis(title, labels, zero=True)
-            drawing = Lines(data=rows, x=x, y=y, rules=rules, height=110)
-            yield draw_chart(f"{name}-{end}", title, f"{caption} A point for each {when}.", drawing)
+            drawing = Lines(
+                data=rows, x=x, y=Axis(title, labels, zero=True), rules=rules, height=110
+            )
+            chart = f"{name}-{title.lower().replace(' ', '-')}"
+            yield draw_chart(chart, title, f"{caption} A point for each {when}.", drawing)

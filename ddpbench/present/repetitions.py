@@ -25,58 +25,56 @@ class Repetitions:
 
     case: str  # as its samples name it
     launch: int
-    seconds: Floats  # of each timed repetition, on its slowest rank; of all its calls together
+    seconds: Floats  # of all calls of each timed repetition, on its slowest rank
     ranks: Ints  # that have stamps, ascending
-    # float64[rank], median over repetitions, seconds: how long after the first rank a rank entered
-    # (by the clocks' stamps, comparable or not), and how long it stayed.
+    # float64[rank], median over repetitions, seconds: the delay after the first rank's entry (by
+    # the clocks' stamps, comparable or not), and the time in the call.
     late: Floats
     stay: Floats
 
 
 def reduce_samples(folder: Path) -> Iterator[Repetitions]:
     """Reduce the samples of a stored run. Raises InvalidRun for a damaged file."""
-    for (case, launch), frame in _by_case(folder):
+    for (case, launch), frame in _join_cases(folder):
         timed = frame[frame["repetition"] >= 0]  # below: warm-up
         if len(timed):
             yield _reduce(case, launch, timed)
 
 
-def _by_case(folder: Path) -> Iterator[tuple[tuple[str, int], pd.DataFrame]]:
-    """Join what successive row groups hold of the same case and launch."""
+def _join_cases(folder: Path) -> Iterator[tuple[tuple[str, int], pd.DataFrame]]:
+    """Join successive row groups of the same case and launch."""
     import pandas as pd
 
-    held: tuple[tuple[str, int], pd.DataFrame] | None = None
+    last: tuple[tuple[str, int], pd.DataFrame] | None = None
     for frame in store.iterate_samples(folder):
         groups: Any = frame.groupby(["case", "launch"], observed=True, sort=False)
         for (case, launch), part in groups:
             name = str(case), int(launch)
-            if held and held[0] == name:
-                part = pd.concat([held[1], part])
-            elif held:
-                yield held
-            held = name, part
-    if held:
-        yield held
+            if last and last[0] == name:
+                part = pd.concat([last[1], part])
+            elif last:
+                yield last
+            last = name, part
+    if last:
+        yield last
 
 
 def _reduce(case: str, launch: int, frame: pd.DataFrame) -> Repetitions:
-    order = np.lexsort((frame["rank"].to_numpy(), frame["repetition"].to_numpy()))
-    columns = ("repetition", "rank", "entry_ns", "exit_ns", "device_ns")
-    repetition, rank, entry, exits, device = (
-        frame[name].to_numpy(np.int64)[order] for name in columns
-    )
+    columns = ["repetition", "rank", "entry_ns", "exit_ns", "device_ns"]
+    frame = frame[columns].sort_values(["repetition", "rank"])
+    repetition, rank, entry, exits, device = frame.to_numpy(np.int64).T
     spent = device if (device >= 0).all() else exits - entry
     starts = np.flatnonzero(np.diff(repetition, prepend=repetition[0] - 1))
     seconds = np.maximum.reduceat(spent, starts) * 1e-9
     ranks = np.unique(rank)
-    # Of very many ranks only some are kept in later repetitions.
+    # If there are very many ranks, later repetitions have only some of them.
     whole = np.diff(starts, append=len(rank)) == len(ranks)
     cells = starts[whole][:, None] + np.arange(len(ranks))  # [repetition, rank]
     late = entry[cells] - entry[cells].min(axis=1, keepdims=True, initial=2**62)
-    return Repetitions(case, launch, seconds, ranks, _medians(late), _medians(spent[cells]))
+    return Repetitions(case, launch, seconds, ranks, _median(late), _median(spent[cells]))
 
 
-def _medians(values: Ints) -> Floats:
+def _median(values: Ints) -> Floats:
     if not len(values):
         return np.full(values.shape[1], np.nan)
     return np.asarray(np.median(values, axis=0) * 1e-9, dtype=np.float64)

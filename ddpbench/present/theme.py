@@ -14,10 +14,10 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-se
 # blue, vermilion, bluish green, reddish purple, orange, sky blue, yellow, grey
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7a00", "#666666")
 DARK = ("#56b4e9", "#ff8c42", "#2fd0a0", "#e39bc6", "#f2b632", "#8ecbf5", "#f0e442", "#aaaaaa")
-BACKENDS = ("gloo", "mpi", "nccl")  # the first colours are theirs on every page
-# Of a step, in the order of the colours: computing is blue, waiting is warm, the rest is grey.
+BACKENDS = ("gloo", "mpi", "nccl")  # have the first colours on every page
+# Phases of a step, in the order of the colours: computing is blue, waiting warm, other time grey.
 PHASES = ("forward", "blocked", "optimizer", "input", "transfer", "backward", "-", "other")
-# Of replicas, in the order of the colours: equal is green, what is wrong is warm.
+# Of replicas, in the order of the colours: equal is green, wrong is warm.
 VERDICTS = ("not verified", "NOT EQUAL", "equal", "NOT FINITE", "not known")
 
 
@@ -26,7 +26,7 @@ def _config(
 ) -> dict[str, Any]:
     """Return the looks of a page, light or dark.
 
-    heat: from little to much, in an order that grey printers and colour-blind readers see too.
+    heat: colours from little to much, which differ in brightness.
     """
     above = {"titleAngle": 0, "titleAlign": "left", "titleBaseline": "bottom", "titleX": 0}
     labels = {"labelColor": text, "titleColor": muted, "labelFontSize": 12}
@@ -76,7 +76,7 @@ def _config(
             "ramp": list(heat),
             "symbol": ["circle", "diamond", "cross", "triangle-up", "square"],
         },
-        # What a finding names.
+        # Marks that findings name.
         "style": {"marked": {"filled": False, "color": categories[1], "strokeWidth": 2.5}},
     }
 
@@ -88,7 +88,7 @@ CONFIGS = {
     "dark": _config("#e6edf3", "#9aa4af", "#30363d", DARK, heat=("#10304f", "#2f7fbc", "#d6eafb")),
 }
 
-# Labels of an axis whose values are bytes, seconds, bytes per second, counts, or shares.
+# Expressions that format the labels of an axis.
 SIZE_LABELS = (
     "datum.value < 1024 ? format(datum.value, 'd') + ' B' : datum.value < 1048576 ? "
     "format(datum.value / 1024, '~g') + ' KiB' : datum.value < 1073741824 ? "
@@ -110,7 +110,7 @@ SHARE_LABELS = "format(datum.value, '.0%')"
 
 
 def order_backends(backends: Iterable[str]) -> list[str]:
-    """Return BACKENDS and the others, so that each has its colour on every page."""
+    """Return BACKENDS, then the others: each has one colour on every page."""
     return [*BACKENDS, *sorted(set(backends) - set(BACKENDS))]
 
 
@@ -126,6 +126,8 @@ def powers_of_ten(values: Iterable[float]) -> list[float]:
 def backend_swatches(backends: Iterable[str]) -> list[tuple[str, str, str]]:
     """Return the backends of a page, each with its colour on a light and on a dark page."""
     shown = set(backends)
-    ordered = enumerate(order_backends(shown))
-    colors = [(name, LIGHT[i % len(LIGHT)], DARK[i % len(DARK)]) for i, name in ordered]
-    return [swatch for swatch in colors if swatch[0] in shown]
+    return [
+        (name, LIGHT[i % len(LIGHT)], DARK[i % len(DARK)])
+        for i, name in enumerate(order_backends(shown))
+        if name in shown
+    ]

@@ -1,12 +1,11 @@
-"""Remove secrets, user names and home folders from runs, tables and messages.
+"""Remove secrets, user names and home folders from records and messages.
 
-Everything that is stored, read or printed passes through here. Host names stay, because the reader
-needs them to find the faulty host.
+Runs are redacted when they are stored, and messages when they are printed. Host names stay, because
+the reader needs them to find the faulty host.
 """
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import os
 import re
@@ -54,23 +53,8 @@ NOBODY = re.compile(
 SHORTEST_NAME, SHORTEST_SECRET, LONGEST_WORD = 4, 8, 15
 # The values of these keys identify a case or a host, so they stay.
 KEPT = (
-    "id",
-    "case",
-    "plan",
-    "operations",
-    "backends",
-    "backend",
-    "provider",
-    "launcher",
-    "library",
-    "code",
-    "hostname",
-    "host",
-    "boot_id",
-    "kernel",
-    "cpu_model",
-    "gpu_name",
-    "gpu_uuid",
+    *("id", "case", "plan", "operations", "backends", "backend", "provider", "launcher", "library"),
+    *("code", "hostname", "host", "boot_id", "kernel", "cpu_model", "gpu_name", "gpu_uuid"),
     "git_revision",
 )
 
@@ -146,18 +130,26 @@ def _text(shown: str, whose: Owner) -> str:
 def arguments(line: Sequence[str], whose: Owner | None = None) -> list[str]:
     """Redact the arguments of a command line; the value of a secret option may follow it."""
     whose = owner() if whose is None else whose
-    redacted, hides_next = [], False
+    redacted, hide_next = [], False
     for argument in line:
         is_option = argument.startswith("--")
-        redacted.append(HIDDEN if hides_next and not is_option else text(argument, whose))
-        hides_next = is_option and "=" not in argument and is_secret_name(argument)
+        redacted.append(HIDDEN if hide_next and not is_option else text(argument, whose))
+        hide_next = is_option and "=" not in argument and is_secret_name(argument)
     return redacted
 
 
 def record(data: dict[str, Any], whose: Owner | None = None) -> dict[str, Any]:
-    """Redact a run as parsed from JSON, except what identifies its cases and hosts."""
+    """Redact a run as JSON has it, except the identities of its cases and hosts."""
     whose = owner() if whose is None else whose
-    return dict(_redact(data, replace(whose, hosts=(*whose.hosts, *_host_names(data)))))
+    ranks = [rank for launch in _list_launches(data) for rank in launch["ranks"]]
+    hosts = {str(rank.get("hostname") or "") for rank in ranks} - {""}
+    return dict(_redact(data, replace(whose, hosts=(*whose.hosts, *sorted(hosts)))))
+
+
+def _list_launches(data: dict[str, Any]) -> Sequence[Any]:
+    """Return the launches of a run, or the one of a line of a running run."""
+    launches = data.get("launches", ())
+    return [launches] if isinstance(launches, dict) else launches
 
 
 def _redact(value: Any, whose: Owner, key: str = "") -> Any:
@@ -172,15 +164,6 @@ def _redact(value: Any, whose: Owner, key: str = "") -> Any:
     if isinstance(value, dict):
         return {name: _redact(item, whose, name) for name, item in value.items()}
     return value
-
-
-def _host_names(data: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of hosts in a record; a damaged record may have none."""
-    names: set[str] = set()
-    with contextlib.suppress(AttributeError, KeyError, TypeError):
-        for launch in data["launches"]:
-            names.update(str(rank.get("hostname") or "") for rank in launch["ranks"])
-    return tuple(sorted(names - {""}))
 
 
 def _is_secret(name: str, value: str) -> bool:

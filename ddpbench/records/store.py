@@ -29,29 +29,23 @@ from ddpbench.records.schema import SCHEMA, Run
 if TYPE_CHECKING:
     import pandas as pd
 
-SAMPLE_COLUMNS = (
-    "case",
-    "launch",
-    "repetition",
-    "rank",
-    "entry_ns",
-    "exit_ns",
-    "device_ns",
-    "warm_up",
-)
+STAMPS = ("entry_ns", "exit_ns", "device_ns")
+SAMPLE_COLUMNS = ("case", "launch", "repetition", "rank", *STAMPS, "warm_up")
 # Time stamps grow steadily: their differences take a quarter of the space.
 PARQUET: dict[str, Any] = {
     "compression": "zstd",
     "use_dictionary": ["case"],
-    "column_encoding": {
-        name: "DELTA_BINARY_PACKED" for name in SAMPLE_COLUMNS if name not in ("case", "warm_up")
-    },
+    "column_encoding": dict.fromkeys(SAMPLE_COLUMNS[1:-1], "DELTA_BINARY_PACKED"),
 }
 
 GROWING = "run.jsonl"
 BASELINES = Path("results/baselines")
 # The folders in which a run is found by its name, in this order.
 RUN_FOLDERS = (Path("results"), BASELINES, Path("results/reference"))
+
+
+# Errors that impossible values cause.
+IMPOSSIBLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class InvalidRun(ValueError):
@@ -107,12 +101,12 @@ def new_folder(label: str, results: Path = Path("results")) -> Path:
 
 
 def write(folder: Path, run: Run) -> None:
-    """Replace run.json atomically and without secrets. A reader never sees half a file."""
+    """Replace run.json atomically, without secrets."""
     replace_file(folder / "run.json", codec.encode(redact.record(codec.to_plain(run))))
 
 
 def append(folder: Path, line: dict[str, Any]) -> None:
-    """Add a line to a running run.
+    """Add a line without secrets to a running run.
 
     line: a launch ({"launches": …}; the last one of an index counts), or an outcome with its number
     among all outcomes ({"number": 7, "results": …}). Rewriting run.json instead would take a second
@@ -138,21 +132,14 @@ def read_file(path: Path) -> bytes:
     """Read the bytes of a regular file. Raises OSError for other files: a FIFO would never end."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    try:
-        return path.read_bytes()
-    except MemoryError:
-        raise OSError(errno.EFBIG, "larger than the memory", str(path)) from None
+    return path.read_bytes()
 
 
 def read(folder: Path) -> Run:
     """Read the run in a folder. Raises InvalidRun with one sentence if it cannot be read."""
-    path = folder / "run.json"
+    path, lines = folder / "run.json", folder / GROWING
     try:
-        data = read_file(path)
-    except OSError as error:
-        raise InvalidRun(f"{folder} contains no run: {error.strerror} ({path.name})") from None
-    try:
-        raw = codec.parse(data)
+        raw = codec.parse(read_file(path))
         schema = raw.get("schema") if isinstance(raw, dict) else None
         if type(schema) is not int:
             raise InvalidRun(f"{path} is not a ddpbench run: the schema number is missing")
@@ -161,20 +148,19 @@ def read(folder: Path) -> Run:
                 f"{path} has schema {schema}, but this ddpbench reads schemas up to {SCHEMA}: "
                 "use the ddpbench that wrote it, or a newer one"
             )
-        raw = redact.record(raw)  # the first releases stored secrets too
-        if (folder / GROWING).exists():
-            path = folder / GROWING
+        if lines.exists():
+            path = lines
             _grow(raw, read_file(path))
         run = codec.decode(Run, raw)
-        # Launches run in random order. Their index is in the order of the backends requested.
-        launches = sorted(run.launches, key=lambda launch: launch.index)
-        return replace(run, launches=tuple(launches))
     except InvalidRun:
         raise
     except OSError as error:
-        raise InvalidRun(f"{path} cannot be read: {error.strerror}") from None
+        reason = f"{error.strerror} ({path.name})"
+        raise InvalidRun(f"{folder} contains no run: {reason}") from None
     except ValueError as error:
         raise InvalidRun(f"{path} is damaged: {error}") from None
+    # Launches run in random order. Their index is in the order of the backends requested.
+    return replace(run, launches=tuple(sorted(run.launches, key=lambda launch: launch.index)))
 
 
 def _grow(raw: dict[str, Any], data: bytes) -> None:
@@ -207,7 +193,7 @@ def refuse_impossible_values(name: str) -> Iterator[None]:
         yield
     except InvalidRun:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except IMPOSSIBLE as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise InvalidRun(
             f"{name} contains values that cannot be shown ({type(error).__name__}: {error}, at "
@@ -241,9 +227,7 @@ def find(name: str) -> Path:
     if name == "last" and folders:
         return folders[-1]
     known = ", ".join(folder.name for folder in folders[-3:]) or "results/ contains no run yet"
-    missing = (
-        f"no run {name!r}" if os.path.lexists(path) or not path.suffix else f"{name} does not exist"
-    )
+    missing = f"{name} does not exist" if path.suffix and not path.exists() else f"no run {name!r}"
     raise InvalidRun(
         f"{missing}: give a folder with a run.json, a log, or a name from `ddpbench list` ({known})"
     )
@@ -258,17 +242,16 @@ def find_runs(name: str) -> list[Path]:
 
 
 def list_runs(results: Path = Path("results")) -> list[Path]:
-    """List the folders in results/ that contain a run, oldest first."""
+    """List the folders in results/ that contain a run, oldest first; damaged ones come first."""
+
+    def read_start(folder: Path) -> str:
+        try:
+            return str(codec.parse(read_file(folder / "run.json"))["started"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return ""
+
     folders = (path.parent for path in results.glob("*/run.json"))
-    return sorted(folders, key=lambda folder: (_started(folder), folder.name))
-
-
-def _started(folder: Path) -> str:
-    """Read when a run began; the user may have chosen the folder's name. "" if it is damaged."""
-    try:
-        return str(codec.parse(read_file(folder / "run.json"))["started"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return ""
+    return sorted(folders, key=lambda folder: (read_start(folder), folder.name))
 
 
 def add_samples(folder: Path, part: int, columns: dict[str, Any]) -> None:
@@ -321,13 +304,6 @@ def iterate_samples(folder: Path) -> Iterator[pd.DataFrame]:
         raise InvalidRun(f"the samples in {folder} cannot be read: {first}") from None
 
 
-def _read_table(path: Path) -> Any:
-    import pyarrow.parquet as pq
-
-    with path.open("rb") as file:
-        return pq.read_table(file)
-
-
 def join_samples(folder: Path) -> None:
     """Join the parts into samples.parquet, one row group per case; then remove the parts."""
     import pyarrow.parquet as pq
@@ -336,11 +312,14 @@ def join_samples(folder: Path) -> None:
     if not parts:
         return
     temporary = folder / ".samples.parquet"
-    with (
-        temporary.open("wb") as file,
-        pq.ParquetWriter(file, _read_table(parts[0]).schema, **PARQUET) as writer,
-    ):
-        for part in parts:
-            writer.write_table(_read_table(part))
+    with contextlib.ExitStack() as stack:
+        writer = None
+        for path in parts:
+            with path.open("rb") as file:  # pyarrow itself opens no path that is not UTF-8
+                table = pq.read_table(file)
+            if writer is None:
+                target = stack.enter_context(temporary.open("wb"))
+                writer = stack.enter_context(pq.ParquetWriter(target, table.schema, **PARQUET))
+            writer.write_table(table)
     temporary.replace(folder / "samples.parquet")
     shutil.rmtree(folder / "samples.parts")

@@ -12,13 +12,9 @@ import io
 import os
 import sys
 import unicodedata
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
 
 from ddpbench.records import redact
 
-T = TypeVar("T")
 FALLBACK = "ddpbench-ascii"  # the name of the error handler
 ASCII = {
     "µ": "u",
@@ -57,37 +53,6 @@ def escape(text: str) -> str:
 def escape_lines(text: str) -> str:
     """Escape unprintable characters except line breaks."""
     return "\n".join(map(escape, text.split("\n")))
-
-
-def escape_record(record: T) -> T:
-    """Return a copy of the record with every string escaped; `text` fields keep their lines."""
-    return _escaped(record, escape, {})  # type: ignore[no-any-return]
-
-
-def _escaped(value: Any, escape_text: Callable[[str], str], done: dict[int, Any]) -> Any:
-    """Escape all strings in a value. done: results by identity, because a series repeats runs."""
-    if isinstance(value, str):
-        return escape_text(value)
-    if isinstance(value, (tuple, list)):
-        if id(value) not in done:
-            done[id(value)] = type(value)(_escaped(item, escape_text, done) for item in value)
-        return done[id(value)]
-    if isinstance(value, dict):
-        return {
-            _escaped(key, escape, done): _escaped(item, escape_text, done)
-            for key, item in value.items()
-        }
-    if is_dataclass(value) and not isinstance(value, type):
-        if id(value) not in done:
-            changes = {
-                f.name: _escaped(
-                    getattr(value, f.name), escape_lines if f.name == "text" else escape, done
-                )
-                for f in fields(value)
-            }
-            done[id(value)] = replace(value, **changes)
-        return done[id(value)]
-    return value
 
 
 def tell(sentence: str) -> None:

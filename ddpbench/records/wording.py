@@ -22,7 +22,7 @@ def list_choices(known: Iterable[str]) -> str:
 
 
 def list_all(names: Iterable[str], word: str = "and") -> str:
-    """Return "a, b and c", with this word before the last."""
+    """Return "a, b and c"; word: the last conjunction."""
     *most, last = names
     return f"{', '.join(most)} {word} {last}" if most else str(last)
 

@@ -1,8 +1,8 @@
-"""Collect the cases of two sides, and match each case with that of the other side.
+"""Collect the cases of two sides, and match each case with the same case on the other side.
 
-A case is the identity of a measurement: only equal cases are compared. Cases that differ but were
-requested as the same row (operation and size, or workload) belong together too: the comparison
-names their differences.
+A case is the identity of a measurement: only equal cases are compared. Different cases that were
+requested as the same row (operation and size, or workload) are matched too, so that the comparison
+can name their differences.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Side:
     quartiles: tuple[float, ...] = ()
     statistic: str = "median"  # of a launch: what `times` are
     handoffs: tuple[float, ...] = ()  # between the ranks' cores, in seconds, where known
-    # Parts of a step that are above 0 in every launch: name → seconds, one per launch.
+    # Parts of a step that exceed 0 in every launch: name → seconds, one per launch.
     parts: dict[str, tuple[float, ...]] = field(default_factory=dict)
     busy: float = 0.0  # share of the launches in which other processes kept the cores busy
 
@@ -62,7 +62,7 @@ class Side:
         return replace(self, seconds=seconds, interval=interval, times=times, statistic=statistic)
 
 
-def alike(base: Side, new: Side) -> tuple[Side, Side]:
+def align(base: Side, new: Side) -> tuple[Side, Side]:
     """Return both sides by the lower quartile if both have it, else unchanged."""
     left, right = base.of_quartiles(), new.of_quartiles()
     return (base, new) if left is None or right is None else (left, right)
@@ -189,7 +189,7 @@ def _fault(outcome: Outcome) -> str | None:
     return None
 
 
-def pairs(
+def pair_cases(
     base: dict[AnyCase, SideCase], new: dict[AnyCase, SideCase]
 ) -> Iterator[tuple[SideCase | None, SideCase | None]]:
     """Yield each case with its partner; None if the other side has none."""

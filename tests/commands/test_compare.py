@@ -37,13 +37,13 @@ from stored_steps import (
 )
 from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without_torch
 
-from ddpbench.present.comparison.labels import label
-from ddpbench.present.comparison.section import build_document
+from ddpbench.present.case_labels import name_case
+from ddpbench.present.compared_runs import build_document
 from ddpbench.present.writers import text
 from ddpbench.records import codec, store
 from ddpbench.records.schema import SCHEMA, Case, Limit, Result, Run, StepCase, Wrong
 from ddpbench.verdicts import comparison, verdict
-from ddpbench.verdicts.differences import Difference, differences
+from ddpbench.verdicts.environments import Difference, compare_environments
 from ddpbench.verdicts.matching import Source
 
 Compare = Callable[..., Outcome]
@@ -441,8 +441,8 @@ def test_only_what_differs_in_the_environments_is_told() -> None:
         library="gloo of torch 2.14", launcher="srun",
     )  # fmt: skip
     new = replace(new, plan=replace(run.plan, seed=9, slice_seconds=0.5))
-    assert differences([base], [base]) == ()
-    assert {d.name: (d.base, d.new) for d in differences([base], [new])} == {
+    assert compare_environments([base], [base]) == ()
+    assert {d.name: (d.base, d.new) for d in compare_environments([base], [new])} == {
         "git": (("a" * 12,), ("a" * 12 + " and changes",)),
         "torch": (("2.13.0",), ("2.14.0",)),
         "nccl": (("none",), ("2.30",)),
@@ -462,7 +462,7 @@ def test_a_setting_in_a_file_of_nccl_is_told_like_a_variable() -> None:
     ring = {"/etc/nccl.conf": {"NCCL_ALGO": "Ring"}}
     base = with_facts(run, {}, {"variables": {}, "gpu_nvlinks_active": 18})
     new = with_facts(run, {}, {"variables": {}, "nccl_conf": ring, "gpu_nvlinks_active": 17})
-    assert {d.name: (d.base, d.new) for d in differences([base], [new])} == {
+    assert {d.name: (d.base, d.new) for d in compare_environments([base], [new])} == {
         "NCCL_ALGO": (("unset",), ("Ring",)),
         "gpu_nvlinks_active": (("18",), ("17",)),
     }
@@ -472,14 +472,14 @@ def test_a_backend_that_one_side_alone_has_differs_in_nothing() -> None:
     """Only launches of the backends that both sides have are held against each other."""
     gloo = a_run(*launch_results(1e-3))
     mpi = replace(a_launch(9, "mpi"), launcher="mpirun", facts={"torch": "2.12.0"})
-    assert differences([gloo], [replace(gloo, launches=(*gloo.launches, mpi))]) == ()
+    assert compare_environments([gloo], [replace(gloo, launches=(*gloo.launches, mpi))]) == ()
 
 
 def test_all_values_of_a_pool_are_told() -> None:
     """Ranks on several hosts, runs of several versions: each value once, sorted."""
     base = a_run(*launch_results(1e-3))
     other = with_facts(base, {"torch": "2.12.0"}, {"hostname": "b"})
-    assert differences([base], [other, base]) == (
+    assert compare_environments([base], [other, base]) == (
         Difference("torch", ("2.13.0",), ("2.12.0", "2.13.0")),
         Difference("hostname", ("node",), ("b", "node")),
     )
@@ -625,25 +625,7 @@ def test_json_and_csv_have_all_figures(compared: Compare) -> None:
     assert {name: float(line[name]) for name in line if name.startswith(("base_", "new_"))} == {
         name: row[name] for name in row if name.startswith(("base_", "new_"))
     }
-    assert line["case"] == row["case"] == label(a_case())
-
-
-def test_markdown_shows_what_is_not_the_same_and_folds_the_rest(compared: Compare) -> None:
-    """The summary comes first; SAME rows stand in <details>, with empty lines around the table as
-    GitHub needs them."""
-    base: list[Result] = []
-    new: list[Result] = []
-    for n, factor in enumerate((1.0, 1.3, 1.0)):
-        base += launch_results(1e-3, sized(4 << n), seed=n)
-        new += launch_results(1e-3 * factor, sized(4 << n), seed=n + 9)
-    _, out, _ = compared(*runs_of(base, new), "--format", "markdown")
-    assert "1 SLOWER, 2 SAME" in out.splitlines()[4]
-    shown, folded = out.split("<details><summary>2 more rows</summary>\n\n|", 1)
-    assert [line for line in shown.splitlines() if line.startswith("| all_reduce 8 B ")]
-    assert "SAME |" not in shown
-    table = folded.split("\n\n</details>")[0]
-    assert len([line for line in table.splitlines() if line.startswith("| all_reduce")]) == 2
-    assert out.count("<details>") == out.count("</details>") == 1
+    assert line["case"] == row["case"] == name_case(a_case())
 
 
 def test_labels_tell_all_cases_of_a_run_apart() -> None:
@@ -652,7 +634,7 @@ def test_labels_tell_all_cases_of_a_run_apart() -> None:
              a_case(nbytes=8), a_case(in_place=False), a_case(form="list"), a_case(device="cuda"),
              a_case(backend="mpi"), a_case(operation="reduce"), a_step_case(),
              a_step_case(workload="convnet"), a_step_case(device="cuda")]  # fmt: skip
-    assert len({case.key for case in cases}) == len({label(c) for c in cases}) == 13
+    assert len({case.key for case in cases}) == len({name_case(c) for c in cases}) == 13
 
 
 def test_words_that_all_cases_share_are_said_once(frozen: Frozen) -> None:

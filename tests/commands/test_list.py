@@ -14,7 +14,7 @@ from stored_steps import a_step_case, a_step_result, a_step_run
 from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench.commands.list import split_words
-from ddpbench.present.comparison.labels import label
+from ddpbench.present.case_labels import name_case
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
 
@@ -50,7 +50,7 @@ def rows(out: str) -> list[list[str]]:
 )
 def test_all_words_must_stand_in_the_name(text: str, case: Any, found: bool) -> None:
     """Whole words, in any order; a number and its unit are one."""
-    assert (split_words(text) <= split_words(label(case))) == found
+    assert (split_words(text) <= split_words(name_case(case))) == found
 
 
 def test_a_case_has_a_line_per_run_the_oldest_first(call: Call) -> None:

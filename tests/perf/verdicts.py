@@ -33,11 +33,11 @@ import numpy as np
 from ddpbench import cli
 from ddpbench.commands.compare import MARGIN_PERCENT
 from ddpbench.records import store
-from ddpbench.records.schema import Result, Run
-from ddpbench.verdicts import comparison, differences, many_pairs, matching, regression
+from ddpbench.records.schema import Result, Run, StepCase
+from ddpbench.verdicts import comparison, drift, matching, regression, rows
 from ddpbench.verdicts.comparison import Rule
-from ddpbench.verdicts.many_pairs import Pair
-from ddpbench.verdicts.matching import Source
+from ddpbench.verdicts.matching import Side, Source
+from ddpbench.verdicts.rows import Row
 from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, MARGIN, SAME, SLOWER
 
 MEASURED = (
@@ -118,9 +118,9 @@ def scale(run: Run, factor: float) -> Run:
 def compare_stored(base: Run, new: Run, earlier: Sequence[Run]) -> list[Case]:
     """Judge as `compare` does."""
     sides = Source(base.id, (base,)), Source(new.id, (new,))
-    known = differences.estimate_drift(*sides, earlier)
-    rows = comparison.compare(*sides, Rule(STORED_MARGIN, known)).rows
-    return [Case(row.verdict, row.noticeable) for row in rows]
+    known = drift.estimate_drift(*sides, earlier)
+    compared = comparison.compare(*sides, Rule(STORED_MARGIN, known)).rows
+    return [Case(row.verdict, row.noticeable) for row in compared]
 
 
 def judge_tests(base: Run, new: Run, earlier: Sequence[Run]) -> list[Case]:
@@ -135,8 +135,8 @@ def judge_tests(base: Run, new: Run, earlier: Sequence[Run]) -> list[Case]:
     for run in (*earlier, base):
         for name, each in measured(run):
             saved.setdefault(name, []).append(each)
-    rows = regression.judge_tests(saved, dict(measured(new)), STORED_MARGIN)
-    return [Case(row.verdict, row.noticeable) for row in rows]
+    judged = regression.judge_tests(saved, dict(measured(new)), STORED_MARGIN)
+    return [Case(row.verdict, row.noticeable) for row in judged]
 
 
 def print_table(folder: Path) -> bool:
@@ -178,6 +178,17 @@ def print_noticed(title: str, changes: Sequence[Sequence[float | None]], plant: 
 # --- simulated launches ---------------------------------------------------------------------------
 
 
+CASE = StepCase(
+    "simulated", (), 0, 0, "gloo", "native", "cpu", 0, 1, "", None, None, False, False, False, "",
+    1, 1, (1,),
+)  # fmt: skip
+
+
+def side_of(times: Any) -> Side:
+    """Return a side with these times of its launches."""
+    return Side(float(np.median(times)), None, tuple(times), tuple(range(len(times))))
+
+
 class Setting(NamedTuple):
     """Simulated sides: standard deviations of log times, cases, earlier runs."""
 
@@ -197,11 +208,11 @@ class Setting(NamedTuple):
         base, new = self.draw(random), self.draw(random)
         new[0] *= factor
         margin = MARGIN if self.turns else STORED_MARGIN
-        pairs = [
-            Pair(a, b, margin, each, self.earlier)
+        compared = [
+            Row(CASE, side_of(a), side_of(b), margin, drift=each, earlier=self.earlier)
             for a, b, each in zip(base, new, drifts, strict=True)
         ]
-        return many_pairs.judge_pairs(pairs, self.turns, 0.968 if self.turns else 0.95)[0]
+        return rows.judge_rows(compared, self.turns, 0.968 if self.turns else 0.95)[0]
 
 
 def print_simulated(trials: int) -> bool:
@@ -217,11 +228,11 @@ def print_simulated(trials: int) -> bool:
     for setting in settings:
         decided = total = 0
         for _ in range(trials // setting.cases):
-            drifts = [0.0 if setting.turns else differences.ASSUMED] * setting.cases
+            drifts = [0.0 if setting.turns else drift.ASSUMED] * setting.cases
             if setting.earlier:
                 runs = [np.log(setting.draw(random)) for _ in range(setting.earlier)]
                 logs = np.transpose([np.median(each, axis=1) for each in runs])
-                drifts = [differences.drift_margin(list(each), setting.cases) for each in logs]
+                drifts = [drift.drift_margin(list(each), setting.cases) for each in logs]
             change = setting.judge(random, drifts, 1.0).noticeable
             if change is not None:
                 total += 1

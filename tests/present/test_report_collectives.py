@@ -11,7 +11,6 @@ from drawn import values
 from frozen import Frozen
 from stored_runs import a_case, a_result, a_run, a_summary
 
-from ddpbench.present import theme
 from ddpbench.present.collectives import sections as collectives
 from ddpbench.present.document import Chart, ReportRun, Section
 from ddpbench.records.schema import Limit, Result, Run, Wrong
@@ -69,21 +68,16 @@ def test_an_operation_has_time_and_bandwidth_side_by_side(frozen: Frozen) -> Non
     frozen.text(time.caption)
 
 
-def test_flagged_points_have_another_shape_and_name_their_flags() -> None:
-    """A wrong result is a cross, any other flag a diamond, and the tooltip holds the flags."""
+def test_points_name_their_flags_and_a_wrong_result_is_marked() -> None:
+    """The tooltip holds the flags; a point that must not be used has a ring and says so."""
     wide, wrong, fine, *rest = a_sweep()
     wide = replace(wide, summary=a_summary(1e-4, width=0.5))
     wrong = replace(wrong, wrong=(Wrong(0, 1, 2, "3", "4"),))
     section = a_section(a_run(wide, wrong, fine, *rest))
     time = charts(section)[0]
     assert any(line.startswith("WRONG: ") for line in section.legend)
-    gloo = [(p["_state"], p["flags"]) for p in values(time) if p["backend"] == "gloo"]
-    assert gloo == [("flagged", "imprecise"), ("do not use", "WRONG"), ("no flag", "")]
-    (shape,) = [x["encoding"]["shape"] for x in layers(time.spec or {}) if "shape" in x["encoding"]]
-    shapes = theme.CONFIGS["light"]["range"]["symbol"]
-    assert dict(zip(shape["scale"]["domain"], shapes, strict=False)) == {
-        "no flag": "circle", "flagged": "diamond", "do not use": "cross",
-    }  # fmt: skip
+    gloo = [(p["_marked"], p["flags"]) for p in values(time) if p["backend"] == "gloo"]
+    assert gloo == [("", "imprecise"), ("do not use", "WRONG"), ("", "")]
 
 
 def test_a_time_of_zero_is_in_the_table_only() -> None:

@@ -27,7 +27,7 @@ from stored_runs import (
 )
 from without_torch import run_without_torch
 
-from ddpbench.present.comparison import section as sections
+from ddpbench.present import compared_runs as sections
 from ddpbench.present.document import Section
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Run

@@ -5,8 +5,8 @@ from typing import Any
 from drawn import values
 from stored_runs import a_run
 
-from ddpbench.present.doctor.section import build_sections
 from ddpbench.present.document import ReportRun, Section
+from ddpbench.present.examinations import build_sections
 from ddpbench.records.schema import Examination, Finding
 from ddpbench.records.table import Table, TableColumn
 

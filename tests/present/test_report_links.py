@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from drawn import values
 
-from ddpbench.present.doctor.links import draw_links
 from ddpbench.present.document import Chart
+from ddpbench.present.examinations import draw_links
 
 
 def figures(ranks: int, hosts: int = 1, *again: dict[str, Any], **other: Any) -> dict[str, Any]:

@@ -43,16 +43,14 @@ def test_markdown_begins_with_what_matters_most() -> None:
     assert r"| a\|&lt;b&gt;\x1b[31m\n |" in text
 
 
-@pytest.mark.parametrize(("remarkable", "shown", "folded"), [(1, 1, 1), (0, 0, 2), (None, 2, 0)])
-def test_markdown_folds_what_is_unremarkable(
-    remarkable: int | None, shown: int, folded: int
-) -> None:
-    """The builder says how many rows are remarkable; a short table is shown."""
-    chart = Chart("c", "", "", SPEEDS, remarkable=remarkable)
-    text = WRITERS["markdown"](Document("", (Section("s", "S", rows=((chart,),)),)))
-    before, _, after = text.partition("<details>")
-    assert (before.count(" 512.0 |") + before.count(" - |"), bool(after)) == (shown, bool(folded))
-    assert after.count(" 512.0 |") + after.count(" - |") == folded
+@pytest.mark.parametrize(("name", "rows", "folded"), [("c", 13, 13), ("c", 12, 0), ("", 13, 0)])
+def test_markdown_folds_long_tables_that_have_a_name(name: str, rows: int, folded: int) -> None:
+    """The tables of `show` have none."""
+    table = make_table("", ("disk", "MB/s"), [("a", 512.0)] * rows, ("disk",))
+    section = Section("s", "S", rows=((Chart(name, "", "", table),),))
+    before, _, after = WRITERS["markdown"](Document("", (section,))).partition("<details>")
+    assert (before + after).count(" 512.0 |") == rows
+    assert after.count(" 512.0 |") == folded
 
 
 def test_a_format_is_added_by_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from ddpbench.analysis import stats
 from ddpbench.analysis.stats import Kept
 from ddpbench.measure import start
 from ddpbench.measure.calibrate import Rates
-from ddpbench.present import formats
-from ddpbench.present.comparison import labels
+from ddpbench.present import case_labels, formats
 from ddpbench.records.schema import Case, Limit, Plan
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 from ddpbench.verdicts import matching
@@ -163,7 +162,7 @@ def test_groups_stand_apart_in_names_and_tables(frozen: Frozen) -> None:
         a_case(world_size=2, ranks_per_host=(2,), group="host", groups=2),
     ]
     assert [case.key.split("/")[0] for case in cases] == ["all_reduce", "cross", "host"]
-    assert len({labels.label(case) for case in cases}) == 3
+    assert len({case_labels.name_case(case) for case in cases}) == 3
     results = [a_result(case, limit=Limit(1e9, "streams")) for case in cases]
     shown = formats.show("table", a_run(*results))
     frozen.text("\n".join(line for line in shown.splitlines() if "all_reduce" in line))

@@ -9,7 +9,7 @@ from frozen import Frozen
 from stored_runs import a_case, launch_medians
 
 from ddpbench.analysis import stats
-from ddpbench.present.comparison.session import build_section
+from ddpbench.present.compared_tests import build_section
 from ddpbench.present.document import Document
 from ddpbench.present.writers import text
 from ddpbench.verdicts import comparison, regression

@@ -1,4 +1,4 @@
-"""Each kind of chart as Vega-Lite: one function for a kind, with the looks of `theme`."""
+"""Each kind of chart as Vega-Lite: one function per kind, in the colours of `theme`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,7 @@ import altair as alt
 import pandas as pd
 
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import (
-    ROOMY,
-    Axis,
-    Bars,
-    Drawing,
-    Lines,
-    Matrix,
-    Spans,
-)
+from ddpbench.present.charts.kinds import ROOMY, Axis, Bars, Drawing, Lines, Matrix, Spans
 
 PALE = 0.35  # opacity
 HIDDEN = "indexof(backends, datum.backend) >= 0"  # the page sets the parameter `backends`
@@ -28,17 +20,17 @@ LABELS = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has
 OVERLAP: dict[str, Any] = {"labelOverlap": "greedy", "labelSeparation": 6}  # pixels
 DECADE = 10.0
 NOTHING = ("", "-")  # a column of these has no line in a tooltip
-FEW = 60  # points of a line that are seen; more only have tooltips
-CROWDED = 100  # points of a chart that are small
-BAR, BETWEEN = 15, 9  # pixels: height of a bar, and what is between two rows
-TALL = 20  # rows of a chart whose axis is above them, where readers begin
+FEW = 60  # points of a line that are visible; of longer lines they only have tooltips
+CROWDED = 100  # points of a chart from which they are small
+BAR, BETWEEN = 15, 9  # pixels: height of a bar, and gap between two rows
+TALL = 20  # rows of a chart from which the axis is above them
 ROOM = 1.5  # of the longest bar, for the text behind it, also on a phone
-LANE, GAP = 20, 16  # pixels: height of the lowest row of a lane, and what is below it
-UPPER, UPPERS = 7, 70  # pixels: most height of a row above it, and of all of them
+LANE, GAP = 20, 16  # pixels: height of the lowest row of a lane, and gap below it
+UPPER, UPPERS = 7, 70  # pixels: largest height of a row above it, and of all of them
 ROW, LEAST_HEIGHT, MOST_HEIGHT = 26, 80, 380  # pixels of a matrix
 PHONE, CHARACTER = 280, 7  # pixels: width of all columns on a phone, width of a character
 LOGARITHMIC = 8.0  # ratio of the largest value to the least from which heat is logarithmic
-INK = "luminance(scale('color', datum._value)) < 0.3"  # a cell is so dark that its ink is white
+INK = "luminance(scale('color', datum._value)) < 0.3"  # a dark cell has white ink
 RING = 220  # size around a marked point
 
 Channel = TypeVar("Channel", alt.X, alt.Y)
@@ -49,7 +41,7 @@ def draw(drawing: Drawing) -> dict[str, Any]:
     return DRAW[type(drawing)](drawing, pd.DataFrame(list(drawing.data)))
 
 
-# --- what all kinds share -------------------------------------------------------------------------
+# --- shared by all kinds --------------------------------------------------------------------------
 
 
 def _finish(data: pd.DataFrame, layers: Iterable[alt.Chart], height: float) -> dict[str, Any]:
@@ -63,7 +55,6 @@ def _finish(data: pd.DataFrame, layers: Iterable[alt.Chart], height: float) -> d
 
 
 def _list_rows(frame: pd.DataFrame) -> Any:
-    """Return the rows as JSON has them; None for NaN."""
     return json.loads(frame.to_json(orient="records", double_precision=15))
 
 
@@ -83,50 +74,28 @@ def _place(channel: Channel, axis: Axis, values: Iterable[float], **options: Any
     return channel.title(axis.title).scale(alt.Scale(**scale)).axis(ticks)
 
 
-def _list_names(drawing: Drawing, data: pd.DataFrame) -> tuple[list[str], list[str]]:
-    """Return all names that have colours, and those in the legend."""
-    known = list(data[drawing.color].unique())
-    if drawing.color == "backend":
-        order = theme.order_backends(known)
-    else:
-        order = list(drawing.order) or known
-    return order, [name for name in order if name in known and name]
+def _color(drawing: Drawing, data: pd.DataFrame, *, dots: bool = False) -> dict[str, Any]:
+    """Return the channel of colours, if any, with a legend of the names in the data.
 
-
-def _color(drawing: Drawing, data: pd.DataFrame, *, alone: bool = False) -> dict[str, Any]:
-    """Return the channel, if any, with a legend of the names that are there.
-
-    alone: whether the legend is needed even if it has only one name.
+    dots: give each name a shape too, for readers who cannot tell the colours apart.
     """
     if not drawing.color:
         return {}
-    order, shown = _list_names(drawing, data)
+    known = list(data[drawing.color].unique())
+    order = list(drawing.order) or known
+    if drawing.color == "backend":
+        order = theme.order_backends(known)
+    shown = [name for name in order if name in known and name]
     wide = sum(map(len, shown)) * CHARACTER > 0.75 * PHONE  # beside the symbols
-    columns = 3 if len(shown) > 4 else 2 if wide else alt.Undefined  # more would be cut on a phone
-    legend = alt.Legend(title=None, values=shown, columns=columns, symbolOpacity=1)
-    scale = alt.Scale(domain=order, range="category")
-    named = alone or drawing.color == "backend" or len(shown) > 1
-    name = f"{drawing.color}:N"
-    return {"color": alt.Color(name, scale=scale, legend=legend if named else None)}
-
-
-def _shape(drawing: Lines | Bars, data: pd.DataFrame) -> dict[str, Any]:
-    """Return the channel, if any, with a legend unless only the plain shape is there.
-
-    Shapes of the names that have colours share the legend of the colours.
-    """
-    if not drawing.shape:
-        return {}
-    if drawing.shape == drawing.color:
-        order, shown = _list_names(drawing, data)
-        plain = len(shown) < 2
-    else:
-        order, known = list(drawing.shapes), set(data[drawing.shape])
-        shown = [name for name in order if name and name in known]
-        plain = shown in ([], order[:1])
-    legend = None if plain else alt.Legend(title=None, values=shown, symbolOpacity=1)
-    scale = alt.Scale(domain=order)
-    return {"shape": alt.Shape(f"{drawing.shape}:N", scale=scale, legend=legend)}
+    columns = 3 if len(shown) > 4 else 2 if wide else alt.Undefined  # a phone would cut more
+    legend: Any = alt.Legend(title=None, values=shown, columns=columns, symbolOpacity=1)
+    if len(shown) < 2 and drawing.color != "backend" and not isinstance(drawing, Matrix):
+        legend = None
+    field, scale = f"{drawing.color}:N", alt.Scale(domain=order, range="category")
+    channels: dict[str, Any] = {"color": alt.Color(field, scale=scale, legend=legend)}
+    if dots:
+        channels["shape"] = alt.Shape(field, scale=alt.Scale(domain=order), legend=legend)
+    return channels
 
 
 def _opacity(data: pd.DataFrame, full: float = 1.0) -> dict[str, Any]:
@@ -137,15 +106,15 @@ def _opacity(data: pd.DataFrame, full: float = 1.0) -> dict[str, Any]:
 
 
 def _tooltip(data: pd.DataFrame) -> list[alt.Tooltip]:
-    """Return the lines of a tooltip: columns that hold anything, under their names."""
+    """Return the lines of a tooltip: visible columns with any content, under their names."""
     visible = [name for name in map(str, data) if not name.startswith("_")]
     shown = [n for n in visible if not (data[n].isna() | data[n].isin(NOTHING)).all()]
     return [alt.Tooltip(field=name, type="nominal", title=name) for name in shown]
 
 
 def _has(data: pd.DataFrame, column: str) -> bool:
-    """Whether a column is there and holds anything."""
-    return column in data and bool((data[column].notna() & ~data[column].isin(("",))).any())
+    """Whether a column exists and has any content."""
+    return column in data and bool((data[column].notna() & (data[column] != "")).any())
 
 
 # --- lines ----------------------------------------------------------------------------------------
@@ -167,7 +136,7 @@ def _draw_lines(lines: Lines, data: pd.DataFrame) -> dict[str, Any]:
 
 
 def _areas(lines: Lines, data: pd.DataFrame, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
-    """Yield areas, and points without colour that have the tooltips."""
+    """Yield areas, and invisible points that have the tooltips."""
     order = json.dumps(list(data[lines.color].unique()) if lines.color else [])
     known = base.transform_calculate(_order=f"indexof({order}, datum['{lines.color}'])")
     known = known.encode(y=y.stack("zero"), order="_order:Q")
@@ -176,7 +145,7 @@ def _areas(lines: Lines, data: pd.DataFrame, base: alt.Chart, y: alt.Y) -> Itera
 
 
 def _points(lines: Lines, data: pd.DataFrame, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
-    """Yield references, intervals, lines, points, and what is marked."""
+    """Yield references, intervals, lines, points and marks."""
     clip, tips = lines.y.domain is not None, _tooltip(data)
     crowded = len(data) > CROWDED
     if _has(data, "_reference"):
@@ -192,18 +161,20 @@ def _points(lines: Lines, data: pd.DataFrame, base: alt.Chart, y: alt.Y) -> Iter
         yield line.encode(strokeDash=dash) if lines.dash else line
         if lines.color and data.groupby(lines.color).size().max() > FEW:
             seen = {"opacity": alt.value(0)}
+    else:
+        seen |= _color(lines, data, dots=True)
     points = base.mark_point(size=18 if crowded else 50, clip=clip)
-    yield points.encode(y=y, tooltip=tips, **_shape(lines, data), **seen)
+    yield points.encode(y=y, tooltip=tips, **seen)
     if _has(data, "_marked"):
         marked = alt.Chart().transform_filter("datum._marked").encode(x=base.encoding.x)
         yield marked.mark_point(style="marked", size=RING).encode(y="_y:Q")
-        # Once for the points of several lines, which lie close together.
+        # Once for the points of several lines, which are close together.
         words = marked.mark_text(dx=14, align="left")
         yield words.encode(y="max(_y):Q", text="_marked:N")
 
 
 def _rules(rules: pd.DataFrame, x: alt.X) -> Iterator[alt.Chart]:
-    """Yield vertical lines with their labels, left of them where there is no room at the right."""
+    """Yield vertical lines, and labels at the side where there is room."""
     base = alt.Chart(alt.NamedData("rules")).encode(x=x, tooltip=_tooltip(rules))
     yield base.mark_rule(strokeDash=[5, 3], strokeWidth=1.5)
     if _has(rules, "_label"):
@@ -220,9 +191,9 @@ def _draw_bars(bars: Bars, data: pd.DataFrame) -> dict[str, Any]:
     axis = alt.Axis(labelLimit=LABELS, ticks=False, domain=False, grid=bars.dots)
     place: dict[str, Any] = {"y": alt.Y(f"{bars.row}:N", title=None, sort=None, axis=axis)}
     tips, within = _tooltip(data), 1
+    row = [name for name in (bars.row, bars.within) if name]
     if not bars.dots and "_begin" not in data:
-        keys = [bars.row, *filter(None, [bars.within])]
-        ends = data.groupby(keys, sort=False)["_end"].cumsum()
+        ends = data.groupby(row, sort=False)["_end"].cumsum()
         data = data.assign(_begin=ends - data["_end"], _end=ends)
     if bars.within:
         within = data[bars.within].nunique()
@@ -230,37 +201,35 @@ def _draw_bars(bars: Bars, data: pd.DataFrame) -> dict[str, Any]:
         place["yOffset"] = alt.YOffset(f"{bars.within}:N", sort=sort)
     height = data[bars.row].nunique() * (within * BAR + BETWEEN)
     base = alt.Chart().encode(**place, tooltip=tips)
-    return _finish(data, _marks(bars, data, base), height)
+    return _finish(data, _marks(bars, data, base, row), height)
 
 
-def _marks(bars: Bars, data: pd.DataFrame, base: alt.Chart) -> Iterator[alt.Chart]:
+def _marks(bars: Bars, data: pd.DataFrame, base: alt.Chart, row: list[str]) -> Iterator[alt.Chart]:
     """Yield bars or dots, with intervals, references and texts."""
-    hue, x = _color(bars, data), _length(bars, data)
+    color, x = _color(bars, data), _length(bars, data)
     if _has(data, "_band_low"):
         band = base.mark_rule(opacity=0.2, strokeWidth=BAR + BETWEEN)
         yield band.encode(x="_band_low:Q", x2="_band_high:Q")
     if bars.dots:
-        dots = base.mark_point(size=80, opacity=1).encode(x=x, **hue, **_shape(bars, data))
-        yield dots
+        yield base.mark_point(size=80, opacity=1).encode(x=x, **_color(bars, data, dots=True))
     else:
-        marks = base.mark_bar(height={"band": 0.85}).encode(**hue, **_opacity(data))
+        marks = base.mark_bar(height={"band": 0.85}).encode(**color, **_opacity(data))
         yield marks.encode(x=x, x2="_begin:Q")
     if _has(data, "_low"):
         rules = base.mark_rule(strokeWidth=1.5).transform_filter("isValid(datum._low)")
-        yield rules.encode(x="_low:Q", x2="_high:Q", **(hue if bars.dots else {}))
+        yield rules.encode(x="_low:Q", x2="_high:Q", **(color if bars.dots else {}))
     if _has(data, "_reference"):
         tick = base.mark_tick(thickness=3).transform_filter("datum._reference")
-        yield tick.encode(x="_reference:Q", **hue)
+        yield tick.encode(x="_reference:Q", **color)
     if _has(data, "_text"):  # behind all marks of its row
         right = base.transform_calculate(_right="max(datum._end, datum._high || 0)")
-        row = [bars.row, *filter(None, [bars.within])]
         right = right.transform_joinaggregate(_right="max(_right)", groupby=row)
         text = right.transform_filter("datum._text").mark_text(align="left", dx=5)
         yield text.encode(x="_right:Q", text="_text:N")
 
 
 def _length(bars: Bars, data: pd.DataFrame) -> alt.X:
-    """Return the x channel of the ends of bars: with room for the texts behind them."""
+    """Return the x channel of the ends of bars, with room for the texts behind them."""
     columns = ("_begin", "_end", "_low", "_high", "_reference", "_band_low", "_band_high")
     ends = data[[c for c in columns if c in data]].astype(float).stack()
     side: Any = "top" if data[bars.row].nunique() > TALL else "bottom"
@@ -286,12 +255,8 @@ def _draw_spans(spans: Spans, data: pd.DataFrame) -> dict[str, Any]:
     data = data.assign(_top=top, _bottom=top + height)
     names = list(data[spans.lane].unique())
     middles = [(n + 1) * pixels - GAP - LANE / 2 for n in range(len(names))]
-    labels = alt.Axis(
-        values=middles,
-        grid=False,
-        labelLimit=LABELS,
-        labelExpr=f"{json.dumps(names)}[indexof({middles}, datum.value)]",
-    )
+    label = f"{json.dumps(names)}[indexof({middles}, datum.value)]"
+    labels = alt.Axis(values=middles, grid=False, labelLimit=LABELS, labelExpr=label)
     scale = alt.Scale(domain=[len(names) * pixels, 0], nice=False)
     rects = alt.Chart().mark_rect().encode(**_color(spans, data), **_opacity(data))
     layer = rects.encode(
@@ -322,7 +287,7 @@ def _draw_matrix(matrix: Matrix, data: pd.DataFrame) -> dict[str, Any]:
     texts = base.mark_text(fontSize=size, style="text").encode(text="_text:N")
     written = bool(matrix.color) or len(columns) <= ROOMY
     if matrix.color:  # pale, so that texts can be read on all colours
-        layers = [base.mark_rect(opacity=PALE).encode(**_color(matrix, data, alone=True)), texts]
+        layers = [base.mark_rect(opacity=PALE).encode(**_color(matrix, data)), texts]
     else:
         layers = [base.mark_rect().encode(color=_shade(matrix, data["_value"]))]
         ink = alt.condition(INK, alt.value("white"), alt.value("black"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,7 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import digits, scaled, title_parts
-from ddpbench.present.document import (
-    NO_VALUES,
-    Chart,
-    ReportRun,
-    Section,
-    make_table,
-    titles,
-)
-from ddpbench.present.repetitions import Repetitions
+from ddpbench.present.document import NO_VALUES, Chart, ReportRun, Section, make_table, titles
 from ddpbench.records.schema import Result, Run
 from ddpbench.records.table import Table
 
@@ -45,120 +36,90 @@ CAPTION = (
 SHARES = "Share of the repetitions at each time; every launch counts alike."
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shown:
-    """A case that the chart can show: its samples in each launch, in order."""
+    """The samples of a case or of a part of a DDP step."""
 
     label: str
-    backend: str
-    parts: tuple[Repetitions, ...]
-    line: Line | None = None  # None: a part of a DDP step
+    line: Line | None = None  # None: a part of a step
+    times: dict[int, Floats] = field(default_factory=dict)  # launch → seconds of a call, in order
 
-    def result(self, launch: int) -> Result | None:
-        """Return the result of a launch; None of a part of a step."""
+    def find_result(self, launch: int) -> Result | None:
+        """Return the result of a launch; None for a part of a step."""
         results = self.line.results if self.line else ()
         return next((result for result in results if result.launch == launch), None)
 
-    def times(self) -> list[Floats]:
-        """Return the seconds of a call in each timed repetition, launch by launch."""
-        results = [self.result(part.launch) for part in self.parts]
-        return [
-            np.maximum(part.seconds / (result.calls if result else 1), SHORTEST)
-            for part, result in zip(self.parts, results, strict=True)
-        ]
+    @property
+    def spread(self) -> float:
+        """Return how far apart the times are: two modes count more than any other spread."""
+        if self.line and self.line.modes:
+            low, high = self.line.modes
+            return 1e3 * high.seconds / low.seconds * min(low.share, high.share)
+        times = np.concatenate(list(self.times.values()))
+        low_time, high_time = np.percentile(times, [5, 95])
+        return float(high_time / low_time) if len(times) >= FEWEST else 0.0
 
 
 def build_sections(run: ReportRun) -> Iterator[Section]:
-    cases = sorted(_cases(run), key=_spread, reverse=True)[:MOST_CASES]
-    if rows := tuple(_draw(case, number) for number, case in enumerate(cases, 1)):
-        yield Section("cases", "Repetitions", INTRO, rows=rows)
+    """Yield the section on the cases that vary most, if samples are stored."""
+    cases = sorted(_list_cases(run), key=lambda case: case.spread, reverse=True)[:MOST_CASES]
+    rows = []
+    for number, case in enumerate(cases, 1):
+        order = Chart(f"cases-{number}", case.label, CAPTION, _tabulate(case), _draw_order(case))
+        words = f"cases-shares-{number}", f"{case.label}: distribution", SHARES, NO_VALUES
+        rows.append((order, Chart(*words, _draw_shares(case))))
+    if rows:
+        yield Section("cases", "Repetitions", INTRO, rows=tuple(rows))
 
 
-def _draw(case: Shown, number: int) -> tuple[Chart, Chart]:
-    """Return the repetitions of a case in order, and their distribution."""
-    shares = f"cases-shares-{number}", f"{case.label}: distribution", SHARES, NO_VALUES
-    return (
-        Chart(f"cases-{number}", case.label, CAPTION, _table(case), _draw_order(case)),
-        Chart(*shares, _draw_shares(case)),
-    )
-
-
-def _cases(run: ReportRun) -> Iterator[Shown]:
-    """Yield the cases that have samples, in the order of the tables."""
-    parts: dict[str, list[Repetitions]] = {}
+def _list_cases(run: ReportRun) -> list[Shown]:
+    """Return the cases that have samples, in the order of the tables."""
+    short = titles(title_parts(line.case) for line in run.lines)
+    known: dict[str, Shown] = {}
+    for line in run.lines:
+        case = line.case
+        size = [readable(case.nbytes)] if case.nbytes else []
+        label = " ".join([short[title_parts(case)], *size, case.backend])
+        known[case.key] = Shown(label, line)
     for part in run.repetitions:
-        parts.setdefault(part.case, []).append(part)
-    known = run.lines
-    short = titles(title_parts(line.case) for line in known)
-    for line in known:
-        if line.case.key in parts:
-            case = line.case
-            size = [readable(case.nbytes)] if case.nbytes else []
-            label = " ".join([short[title_parts(case)], *size, case.backend])
-            yield Shown(label, case.backend, tuple(parts.pop(case.key)), line)
-    for name, of_step in parts.items():
-        label, backend = _step_label(name, run.run)
-        yield Shown(label, backend, tuple(of_step))
+        shown = known.setdefault(part.case, Shown(_label_part(part.case, run.run)))
+        result = shown.find_result(part.launch)
+        calls = result.calls if result else 1
+        shown.times[part.launch] = np.maximum(part.seconds / calls, SHORTEST)
+    return [case for case in known.values() if case.times]
 
 
-def _step_label(name: str, run: Run) -> tuple[str, str]:
-    """Return a label for a part of a DDP step, "mlp gloo: ddp backward", and its backend."""
+def _label_part(name: str, run: Run) -> str:
+    """Return the label of a part of a DDP step: "mlp gloo: ddp backward"."""
     for case in (result.case for result in run.steps):
         if name.startswith(f"{case.key}/"):
             part = name[len(case.key) + 1 :].replace("/", " ")
-            return f"{case.workload} {case.backend}: {part}", case.backend
-    return name, ""
-
-
-def _spread(case: Shown) -> float:
-    """Return how telling a case is: two usual times count more than any spread."""
-    if case.line and case.line.modes:
-        low, high = case.line.modes
-        return 1e3 * high.seconds / low.seconds * min(low.share, high.share)
-    times = np.concatenate(case.times())
-    if len(times) < FEWEST:
-        return 0.0
-    low, high = np.percentile(times, [5, 95])
-    return float(high / low)
+            return f"{case.workload} {case.backend}: {part}"
+    return name
 
 
 def _draw_order(case: Shown) -> Lines:
-    """Return the repetitions in order, launch by launch."""
-    begins = accumulate((len(part.seconds) for part in case.parts[:-1]), initial=0)
-    return Lines(
-        data=list(_list_points(case)),
-        x=Axis("repetitions in order; above: their launch", theme.NUMBER_LABELS),
-        y=Axis("time", theme.TIME_LABELS, log=True),
-        color="",
-        connected=False,
-        rules=[
-            {"_x": begin, "_label": str(part.launch), "_row": 8}
-            for begin, part in zip(begins, case.parts, strict=True)
-        ],
-    )
-
-
-def _list_points(case: Shown) -> Iterator[dict[str, Any]]:
-    """Yield the shortest, median and longest of neighbouring repetitions of one launch."""
-    begin, size = 0, -(-sum(len(part.seconds) for part in case.parts) // MOST_POINTS)
-    for part, times in zip(case.parts, case.times(), strict=True):
+    """Return the shortest, median and longest of neighbouring repetitions, launch by launch."""
+    begin, size = 0, -(-sum(map(len, case.times.values())) // MOST_POINTS)
+    points: list[dict[str, Any]] = []
+    rules = []
+    for launch, times in case.times.items():
+        rules.append({"_x": begin, "_label": str(launch), "_row": 8})
         for at in range(0, len(times), size):
             near = sorted(times[at : at + size].tolist())
             middle = statistics.median(near)
-            yield {
-                "launch": part.launch,
-                "median": f"{digits(middle * 1e6)} µs",
-                "_x": begin + at + len(near) // 2,
-                "_low": near[0],
-                "_y": middle,
-                "_high": near[-1],
-            }
+            x = begin + at + len(near) // 2
+            texts = {"launch": launch, "median": f"{digits(middle * 1e6)} µs"}
+            points.append({**texts, "_x": x, "_low": near[0], "_y": middle, "_high": near[-1]})
         begin += len(times)
+    x_axis = Axis("repetitions in order; above: their launch", theme.NUMBER_LABELS)
+    y_axis = Axis("time", theme.TIME_LABELS, log=True)
+    return Lines(data=points, x=x_axis, y=y_axis, color="", connected=False, rules=rules)
 
 
 def _draw_shares(case: Shown) -> Lines:
-    """Return the share of the repetitions at each time, each launch counted alike."""
-    times = case.times()
+    """Return the share of the repetitions at each time; each launch counts alike."""
+    times = list(case.times.values())
     every = np.concatenate(times)
     weights = np.concatenate([np.full(len(each), 1 / len(each) / len(times)) for each in times])
     low, high = every.min(), every.max()
@@ -174,16 +135,16 @@ def _draw_shares(case: Shown) -> Lines:
     )
 
 
-def _table(case: Shown) -> Table:
+def _tabulate(case: Shown) -> Table:
     """Return QUANTILES of each launch in µs."""
     rows = []
-    for part, times in zip(case.parts, case.times(), strict=True):
-        result, enough = case.result(part.launch), len(times) >= PERCENTILES["p99"]
+    for launch, times in case.times.items():
+        result, enough = case.find_result(launch), len(times) >= PERCENTILES["p99"]
         quantiles = [
             float(np.percentile(times, percent)) * 1e6 if name != "p99" or enough else None
             for name, percent in QUANTILES.items()
         ]
         first = scaled(result.cold_seconds, 1e6) if result else None
-        rows.append((part.launch, len(times), *quantiles, first))
+        rows.append((launch, len(times), *quantiles, first))
     headings = ("launch", "repetitions", *(f"{name} µs" for name in QUANTILES), "first µs")
     return make_table(case.label, headings, rows)

@@ -14,8 +14,8 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.present.columns import (
     Column,
     Value,
+    build_interval_and_faster,
     by_name,
-    compared,
     digits,
     flags_column,
     scaled,
@@ -25,7 +25,6 @@ from ddpbench.records.schema import LAUNCH_HIDDEN
 
 if TYPE_CHECKING:
     from ddpbench.analysis.lines import Line
-    from ddpbench.records.schema import Result
 
 Number = Callable[["Line"], "float | None"]
 
@@ -42,7 +41,7 @@ def _limit_rate(line: Line) -> float | None:
 
 
 def _modes(line: Line) -> str | None:
-    """Format both usual times with their shares, "402.1:68% 4100:32%"; None if there is one."""
+    """Format both modes with their shares, "402.1:68% 4100:32%"; None unless there are two."""
     return " ".join(f"{digits(m.seconds * 1e6)}:{m.share:.0%}" for m in line.modes) or None
 
 
@@ -55,33 +54,45 @@ def _faults(line: Line) -> float | None:
     return max(((r.page_faults or 0) / r.calls for r in line.results if r.calls), default=None)
 
 
-def _extra(
-    name: str, value: Callable[[Line], Value], meaning: str, unit: str = "", **more: Any
-) -> Column[Line]:
+def _hides_launch(line: Line) -> bool:
+    return line.case.time_definition in LAUNCH_HIDDEN
+
+
+def _extra(name: str, value: Callable[[Line], Value], meaning: str, **more: Any) -> Column[Line]:
     """Build a column that a table shows with --columns only. more: of Column."""
-    return Column(name, value, unit=unit, meaning=meaning, **{"default": False, **more})
+    return Column(name, value, meaning=meaning, **{"default": False, **more})
 
 
-def _case(name: str, meaning: str) -> Column[Line]:
+def _case(name: str, meaning: str, field: str = "") -> Column[Line]:
     """Build a column of a field of the case that a table's title shows."""
-    field = {"op": "operation", "type": "dtype", "redop": "reduce_op"}.get(name, name)
-    return _extra(name, lambda line: getattr(line.case, field), meaning)
+    return _extra(name, lambda line: getattr(line.case, field or name), meaning)
 
 
 def _time(name: str, seconds: Number, meaning: str, **more: Any) -> Column[Line]:
     """Build a column of a time. more: of Column."""
-    return _extra(name, lambda line: scaled(seconds(line), 1e6), meaning, "µs", **more)
+    return _extra(name, lambda line: scaled(seconds(line), 1e6), meaning, unit="µs", **more)
 
 
 def _statistic(
-    name: str, over_launches: Callable[[list[float]], float] = statistics.median
+    name: str, meaning: str, over_launches: Callable[[list[float]], float] = statistics.median
+) -> Column[Line]:
+    """Build the column of a time in the summary of each launch, over launches."""
+    return _time(name, _over_launches(f"{name}_seconds", over_launches), meaning)
+
+
+def _over_launches(
+    field: str, combine: Callable[[list[float]], float] = statistics.median
 ) -> Number:
     def seconds(line: Line) -> float | None:
-        values = [getattr(r.summary, name) for r in line.results if r.summary]
+        values = [getattr(r.summary, field) for r in line.results if r.summary]
         known = [value for value in values if value is not None]
-        return over_launches(known) if known else None
+        return combine(known) if known else None
 
     return seconds
+
+
+def _bound(name: str) -> Number:
+    return lambda line: getattr(line.interval, name, None)
 
 
 def _percentile(name: str) -> Column[Line]:
@@ -89,78 +100,69 @@ def _percentile(name: str) -> Column[Line]:
     return _time(name, lambda line: line.percentiles.get(name), meaning)
 
 
-def _bound(name: str) -> Number:
-    return lambda line: getattr(line.interval, name, None)
-
-
-def _other_tool(measures_alike: Callable[[Result], bool]) -> Number:
-    return lambda line: peers.seconds(line.results, measures_alike)
-
-
-def _hides_launch(line: Line) -> bool:
-    return line.case.time_definition in LAUNCH_HIDDEN
-
-
 COLUMNS: dict[str, Column[Line]] = by_name(
-    _case("op", "operation"),
+    _case("op", "operation", "operation"),
     Column(
         "size",
         lambda line: line.case.nbytes,
         lambda line: readable(line.case.nbytes),
         meaning="total buffer in bytes, as in nccl-tests; 1 KiB = 1024 bytes",
     ),
-    _case("count", "elements, of one rank where the buffer has a block for each"),
-    _case("type", "data type"),
-    _case("redop", "reduce operation"),
-    _case("root", "rank that sends to all, or that gets the result"),
-    _case("form", "tensor, or list: a list of tensors, one for each rank"),
+    _case("count", "elements; of one rank if the buffer has a block per rank"),
+    _case("type", "data type", "dtype"),
+    _case("redop", "reduce operation", "reduce_op"),
+    _case("root", "rank that sends to all, or that receives the result"),
+    _case("form", "tensor, or list: a list of tensors, one per rank"),
     _extra(
         "place",
         lambda line: "in" if line.case.in_place else "out",
         "in or out: whether the result replaces the input",
     ),
-    _case("group", "who works together: world, host (the ranks of each), cross (one of each)"),
+    _case(
+        "group",
+        "subgroups: world (all ranks), host (the ranks of each host), cross (one rank of each)",
+    ),
     text_column("backend", lambda line: line.case.backend, "backend"),
     _case("provider", "implementation of the backend"),
     _time(
         "time",
         lambda line: line.seconds,
-        'time of one call; "how" above states from where to where, and over what',
+        'time of one call, as "how" above defines it',
         default=True,
     ),
-    *compared("time"),
+    *build_interval_and_faster("time"),
     _time("low", _bound("low"), "lower end of the 95 % interval of the time"),
     _time("high", _bound("high"), "upper end of the 95 % interval of the time"),
     *map(_percentile, ("p90", "p99", "p99.9")),
-    _time("mean", _statistic("mean_seconds"), "mean over the calls"),
-    _time("min", _statistic("min_seconds", min), "shortest call"),
-    _time("max", _statistic("max_seconds", max), "longest call"),
-    _time("rank_mean", _statistic("rank_mean_seconds"), "time of a call, mean over ranks"),
-    _time("rank_min", _statistic("rank_min_seconds"), "time of a call on the fastest rank"),
+    _statistic("mean", "mean over the calls"),
+    _statistic("min", "shortest call", min),
+    _statistic("max", "longest call", max),
+    _statistic("rank_mean", "time of a call, mean over ranks"),
+    _statistic("rank_min", "time of a call on the fastest rank"),
     _time(
         "osu",
-        _other_tool(peers.of_osu),
+        lambda line: peers.seconds(line.results, peers.of_osu),
         "as OSU prints it: mean over calls and ranks of calls between barriers",
     ),
     _time(
         "nccl_tests",
-        _other_tool(peers.of_nccl_tests),
+        lambda line: peers.seconds(line.results, peers.of_nccl_tests),
         "as nccl-tests prints it: time of the calls in flight / their number, mean over ranks",
     ),
-    _time("last_in", _statistic("last_in_seconds"), "from the last rank's entry to the last exit"),
-    _time("global", _statistic("global_seconds"), "from the first rank's entry to the last exit"),
+    _statistic("last_in", "from the last rank's entry to the last exit"),
+    _statistic("global", "from the first rank's entry to the last exit"),
     _time(
         "skew",
         lambda line: line.skew,
-        "how long after the first rank the last rank entered, median; unknown if the hosts' "
-        "clocks may differ by more than 5 % of the time",
+        "from the first rank's entry to the last rank's, median; unknown if the hosts' clocks may "
+        "differ by more than 5 % of the time",
         applies=lambda line: not _hides_launch(line),
     ),
     _time(
         "launch",
-        _statistic("launch_seconds"),
-        "how long the slowest rank's call took to return to the host, median; the device was kept "
-        "busy meanwhile, so the time does not include it",
+        _over_launches("launch_seconds"),
+        "until the slowest rank's call returned to the host, median; the device was busy "
+        "meanwhile, so the time does not include it",
         default=True,
         applies=_hides_launch,
     ),
@@ -187,9 +189,9 @@ COLUMNS: dict[str, Column[Line]] = by_name(
         lambda line: line.fraction,
         lambda line: "-" if line.fraction is None else f"{line.fraction * 100:.1f}",
         unit="%",
-        meaning="busbw as a share of what the links between the ranks can carry",
+        meaning="busbw / the limit of the links between the ranks",
     ),
-    _extra("limit_rate", _limit_rate, "what the links between the ranks can carry", unit="GB/s"),
+    _extra("limit_rate", _limit_rate, "the limit of the links between the ranks", unit="GB/s"),
     text_column("check", _check, "whether the results were right"),
     _extra(
         "repetitions",
@@ -206,16 +208,16 @@ COLUMNS: dict[str, Column[Line]] = by_name(
     _extra(
         "modes",
         _modes,
-        "both usual times of the calls, with their shares, if there are two",
+        "both modes of the calls' times with their shares, if there are two",
         unit="µs",
     ),
     _extra(
         "handoffs",
         lambda line: _microseconds(line.handoffs),
-        "round trip of a cache line between the ranks' cores, of the launches that know it",
+        "round trip of a cache line between the ranks' cores, of the launches that measured it",
         unit="µs",
     ),
-    _extra("faults", _faults, "page faults of a call, in the launch with most"),
+    _extra("faults", _faults, "page faults per call, in the launch with most"),
     flags_column(),
     _extra("reason", lambda line: line.reason, "why it was not measured"),
 )

@@ -19,11 +19,10 @@ TOOLTIPS = {
     "rate": ("size", "backend", "busbw", "limit", "check"),
 }
 FASTEST = (
-    "Colour: the backend whose 95 % interval lies below those of all others. Number: how many "
-    "times as long the next backend takes. Empty: not measured, or none is clearly the fastest."
+    "Colour: the backend whose 95 % interval is below all others. Number: time of the "
+    "second-fastest backend / its time. Empty: not measured, or none is clearly the fastest."
 )
 Point = tuple[ReportRun, Line]
-STATES = ("no flag", "flagged", "do not use")  # of a point
 AXES = {
     "seconds": Axis("time of a call", theme.TIME_LABELS, log=True),
     "rate": Axis("busbw", theme.RATE_LABELS, log=True),
@@ -61,17 +60,15 @@ def draw_fastest(run: ReportRun) -> Iterator[Chart]:
 
 
 def draw_sizes(shown: Sequence[Point], value: str) -> Drawing | None:
-    """Return the chart of time or bandwidth, its interval and its limit: along sizes, or in a row
-    for each backend if there is one size. None: there is nothing to draw.
+    """Return the chart of time or bandwidth over sizes, or of one size with a row per backend.
 
-    value: of AXES.
+    value: of AXES. None: there is nothing to draw.
     """
     several = len({run.label for run, _ in shown}) > 1
     points = [
         {**({"run": run.label} if several else {}), **_point(line, value)} for run, line in shown
     ]
     points = [point for point in points if point["_y"]]
-    look: dict[str, Any] = {"shape": "_state", "shapes": STATES}
     if not points:
         return None
     if len({point["_x"] for point in points}) == 1:
@@ -79,26 +76,23 @@ def draw_sizes(shown: Sequence[Point], value: str) -> Drawing | None:
             {**p, "_end": p["_y"], "_row": f"{p['backend']} {p.get('run', '')}".strip()}
             for p in points
         ]
-        return Bars(data=rows, x=AXES[value], row="_row", dots=True, **look)
+        return Bars(data=rows, x=AXES[value], row="_row", dots=True)
     return Lines(
         data=[point for point in points if point["_x"]],  # the axis is logarithmic
         x=Axis("message size", theme.SIZE_LABELS, log=True),
         y=AXES[value],
         dash="run" if several else "",
-        **look,
     )
 
 
 def _point(line: Line, value: str) -> dict[str, Any]:
     """Return a point of a chart: its numbers, and the texts of its tooltip."""
-    unflagged, flagged, unusable = STATES
-    state = unusable if UNUSABLE & set(line.flags) else flagged if line.flags else unflagged
     ends = (line.interval.low, line.interval.high) if line.interval else (None, None)
     point: dict[str, Any] = {
         **{COLUMNS[name].heading: COLUMNS[name].show(line) for name in TOOLTIPS[value]},
         "flags": " ".join(line.flags),
         "_x": line.case.nbytes,
-        "_state": state,
+        "_marked": "do not use" if UNUSABLE & set(line.flags) else "",
     }
     if value == "seconds":
         return {**point, "_y": line.seconds, "_low": ends[0], "_high": ends[1]}
@@ -115,5 +109,5 @@ def _point(line: Line, value: str) -> dict[str, Any]:
 
 
 def _rate(line: Line, seconds: float | None) -> float | None:
-    """Return the busbw of a call that takes so many seconds."""
+    """Return the busbw of a call of this duration."""
     return seconds and line.busbw and line.seconds and line.busbw * line.seconds / seconds

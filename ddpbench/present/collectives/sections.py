@@ -1,6 +1,6 @@
 """Collectives: a table per operation, charts of time and bandwidth, fits, limits, skipped cases.
 
-The charts show the texts of the table's columns, so that both say the same.
+The tooltips of the charts show the texts of the table's columns.
 """
 
 from __future__ import annotations
@@ -60,24 +60,28 @@ def build_sections(
     shown = [line for group in groups.values() for _, line in group]
     columns = choose_columns(wanted, COLUMNS, shown, ALSO if drawn else ())
     names, rows, fits = titles(groups), [], list[Fit]()
+    if drawn:
+        rows += [(chart,) for run in runs for chart in draw_fastest(run)]
     for kind, group in groups.items():
         own = [each for run in runs if fitted for each in _fit(run, group)]
         fits += own
         table = _tabulate(kind, group, columns, map(_format_fit, own))
-        rows.append(_draw(kind, names[kind], group, table) if drawn else (_list(table),))
-    if drawn:
-        rows = [*((chart,) for run in runs for chart in draw_fastest(run)), *rows]
+        if drawn:
+            rows.append(_draw(kind, names[kind], group, table))
+        else:
+            grouped = table.columns[0].heading == "size"
+            rows.append((Chart("", "", "", table, grouped=grouped),))
     if rows:
         legend = tuple(_explain(shown, columns, fits))
         yield Section("collectives", "Collectives", rows=tuple(rows), legend=legend)
-    if skipped := tuple(_skipped(line for _, line in points)):
+    if skipped := tuple(_explain_skipped(line for _, line in points)):
         yield Section("skipped", "Skipped cases", lines=skipped)
 
 
 def _tabulate(
     kind: Kind, group: Sequence[Point], columns: Sequence[Column[Line]], fits: Iterable[str]
 ) -> Table:
-    """Return a row for each line; its title states what they have in common."""
+    """Return a row per line; the title states what the lines share."""
     operation, form, *others = kind
     title = "  ".join(filter(None, (operation, f"({form})" if form else "", *others)))
     table = show_rows(title, columns, [line for _, line in group], fits)
@@ -88,38 +92,21 @@ def _tabulate(
     return replace(table, columns=(TableColumn("run", "left"), *table.columns), rows=rows)
 
 
-def _list(table: Table) -> Chart:
-    return Chart("", "", "", table, grouped=table.columns[0].heading == "size")
-
-
 def _draw(kind: Kind, title: str, group: Sequence[Point], table: Table) -> tuple[Chart, ...]:
     """Return the charts of time, which has the table, and of bandwidth, if there is any."""
-    name = plain_name(title)
+    name, operation = plain_name(title), kind[0]
     timed = [point for point in group if point[1].seconds]  # 0: too short for a device's clock
-    caption = f"{_statistic(timed)} {', '.join(filter(None, kind[1:]))}."
-    time = Chart(
-        f"{name}-time",
-        f"{title}: time",
-        caption,
-        table,
-        draw_sizes(timed, "seconds"),
-        operation=kind[0],
-    )
-    if not any(line.busbw for _, line in timed):
+    caption = f"{_describe_times(timed)} {', '.join(filter(None, kind[1:]))}."
+    seconds, rate = draw_sizes(timed, "seconds"), draw_sizes(timed, "rate")
+    time = Chart(f"{name}-time", f"{title}: time", caption, table, seconds, operation)
+    if rate is None:
         return (time,)
-    bandwidth = Chart(
-        f"{name}-bandwidth",
-        f"{title}: bandwidth",
-        BANDWIDTH,
-        NO_VALUES,
-        draw_sizes(timed, "rate"),
-        operation=kind[0],
-    )
-    return time, bandwidth
+    words = f"{name}-bandwidth", f"{title}: bandwidth", BANDWIDTH, NO_VALUES
+    return time, Chart(*words, rate, operation)
 
 
-def _statistic(timed: Sequence[Point]) -> str:
-    """Return the sentences of a caption that name the statistic."""
+def _describe_times(timed: Sequence[Point]) -> str:
+    """Return the sentences of a caption on the statistic."""
     ranks = {"max": "the slowest rank", "mean": "all ranks"}
     names = dict.fromkeys(
         f"{case.statistic} over calls, of {ranks.get(case.rank_reduction, case.rank_reduction)}"
@@ -160,8 +147,8 @@ def _format_half(half: Estimate) -> str:
     return _format_estimate(half, 1 / size, f" {prefix}{'iB' if prefix else 'B'}")
 
 
-def _skipped(every: Iterable[Line]) -> list[str]:
-    """Explain why cases have no row, the sizes of one reason together."""
+def _explain_skipped(every: Iterable[Line]) -> list[str]:
+    """Explain why cases have no row; one line per case and reason, with its sizes."""
     reasons: dict[tuple[str, str, str], list[int]] = {}
     for line in every:
         if line.reason is not None:
@@ -193,7 +180,7 @@ def _explain(
 
 
 def _limits(shown: Sequence[Line]) -> Iterator[str]:
-    """Name the rates that the column `limit` refers to: one line per backend, source, group."""
+    """Yield the rates behind the column `limit`: one line per backend, source and group."""
     rates: dict[tuple[str, str, str], list[float]] = {}
     operations: dict[tuple[str, str, str], dict[str, None]] = {}
     for line in shown:
@@ -208,7 +195,7 @@ def _limits(shown: Sequence[Line]) -> Iterator[str]:
         span = low if low == high else f"{low} … {high} (by size)"
         names = ", ".join(operations[key])
         yield f"limit on {backend} of {names}: busbw as a share of {span} GB/s, {source}"
-    # Where ddpbench has looked for limits, it has found the hard one.
+    # A hard limit shows that ddpbench looked for limits.
     looked = (r for line in shown for r in line.results if r.hard_limit and r.case.nbytes)
     if any(result.limit is None and result.case.world_size > 1 for result in looked):
         yield "limit -: no rate of these links is known here; give one with --peak-bandwidth GB/S"

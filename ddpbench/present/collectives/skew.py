@@ -8,27 +8,32 @@ from typing import Any
 
 import numpy as np
 
-from ddpbench.analysis.stats import Floats
 from ddpbench.present.charts.kinds import draw_heat
 from ddpbench.present.columns import title_parts
 from ddpbench.present.document import Chart, ReportRun, Section, draw_chart, titles
 from ddpbench.present.repetitions import Repetitions
 
-UNIT = "% of the call"
 MOST_RANKS = 64  # rows of a heat map that can be read
 INTRO = (
     "A rank that enters late makes all others wait, so that it stays shortest itself. Ranks that "
     "enter together and stay equally long are healthy."
 )
+# Begin of the chart's name and of its title, caption, and the palest and darkest percentages.
 LATE = (
-    "How long after the first rank each rank enters: median over calls and sizes, as a share of "
-    "the time of the call on its slowest rank. The darkest: half of it or more."
+    "skew-late",
+    "Enters late",
+    "Delay of each rank's entry after the first rank's: median over calls and sizes, as a share of "
+    "the time of the call on its slowest rank. The darkest: half of it or more.",
+    (0, 50),
 )
 STAY = (
-    "How long each rank stays in the call: median over calls and sizes, as a share of the time of "
-    "the call on its slowest rank. Darker: shorter."
+    "skew-stay",
+    "Stays in the call",
+    "Time of each rank in the call: median over calls and sizes, as a share of the time of the "
+    "call on its slowest rank. Darker: shorter.",
+    (100, 0),
 )
-Shares = dict[tuple[str, int], list[float]]  # operation and rank → shares of the call, by size
+Shares = dict[tuple[str, int], list[float]]  # operation and rank → percentages of the call, by size
 
 
 def build_sections(run: ReportRun) -> Iterator[Section]:
@@ -36,19 +41,17 @@ def build_sections(run: ReportRun) -> Iterator[Section]:
     rows = []
     for backend in dict.fromkeys(line.case.backend for line in run.lines):
         late, stay = _measure(run, backend)
-        shown = [
-            _draw(f"skew-late-{backend}", f"Enters late: {backend}", LATE, late, (0, 50)),
-            _draw(f"skew-stay-{backend}", f"Stays in the call: {backend}", STAY, stay, (100, 0)),
-        ]
-        rows.append(tuple(filter(None, shown)))
-    if any(rows):
-        yield Section("skew", "Skew of the ranks", INTRO, rows=tuple(filter(None, rows)))
+        kinds = ((LATE, late), (STAY, stay))
+        charts = tuple(_draw(backend, kind, shares) for kind, shares in kinds if shares)
+        rows += [charts] if charts else []
+    if rows:
+        yield Section("skew", "Skew of the ranks", INTRO, rows=tuple(rows))
 
 
 def _measure(run: ReportRun, backend: str) -> tuple[Shares, Shares]:
     """Return how late each rank enters, and how long it stays, in percent of the call.
 
-    The first is without cases of subgroups, and empty where the clocks of the ranks are not
+    The first is without cases of subgroups, and empty unless the clocks of the ranks are
     comparable.
     """
     parts: dict[str, list[Repetitions]] = {}
@@ -65,28 +68,16 @@ def _measure(run: ReportRun, backend: str) -> tuple[Shares, Shares]:
         ]
         for part in parts[line.case.key]:
             seconds = float(np.median(part.seconds))
-            if seconds:
-                _add(stay, name, part, 100 * part.stay / seconds)
+            for i, rank in enumerate(part.ranks.tolist() if seconds else ()):
+                stay.setdefault((name, rank), []).append(float(100 * part.stay[i] / seconds))
                 if part.launch in skewed and line.case.group == "world":
-                    _add(late, name, part, 100 * part.late / seconds)
+                    late.setdefault((name, rank), []).append(float(100 * part.late[i] / seconds))
     return late, stay
 
 
-def _add(shares: Shares, name: str, part: Repetitions, values: Floats) -> None:
-    for rank, value in zip(part.ranks.tolist(), values.tolist(), strict=True):
-        shares.setdefault((name, rank), []).append(value)
-
-
-def _draw(
-    name: str, title: str, caption: str, shares: Shares, domain: tuple[float, float]
-) -> Chart | None:
-    """Return a heat map; of very many ranks only those with a share that is the darkest.
-
-    domain: percentages that are palest and darkest.
-    """
-    if not shares:
-        return None
-    pale, dark = domain
+def _draw(backend: str, kind: tuple[str, str, str, tuple[int, int]], shares: Shares) -> Chart:
+    """Return a heat map; of very many ranks only those with the darkest cells."""
+    name, title, caption, (pale, dark) = kind
     darkness: dict[int, float] = {}
     cells: list[dict[str, Any]] = []
     for (operation, rank), values in sorted(shares.items(), key=lambda each: each[0][1]):
@@ -95,6 +86,6 @@ def _draw(
         darkness[rank] = max(darkness.get(rank, 0.0), (share - pale) / (dark - pale))
     darkest = sorted(darkness, key=lambda rank: -darkness[rank])[:MOST_RANKS]
     shown = [cell for cell in cells if cell["rank"] in darkest]
-    look: dict[str, Any] = {"titles": (None, "rank"), "domain": domain}
-    drawing = draw_heat(shown, UNIT, column="operation", row="rank", **look)
-    return draw_chart(name, title, caption, drawing)
+    look: dict[str, Any] = {"titles": (None, "rank"), "domain": (pale, dark)}
+    drawing = draw_heat(shown, "% of the call", column="operation", row="rank", **look)
+    return draw_chart(f"{name}-{backend}", f"{title}: {backend}", caption, drawing)

@@ -1,4 +1,4 @@
-"""The breakdown of a step: its parts, and what could be gained."""
+"""The breakdown of a step: its parts, and the possible gain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.document import Chart, tabulate_rows
-from ddpbench.present.steps.columns import bounded, ms, percent, uncertain
+from ddpbench.present.steps.columns import bounded, percent, uncertain
 from ddpbench.records.schema import Figure, Part
 
 STEP, LATE = "= step", "waiting for a rank"
@@ -21,19 +21,19 @@ COMPONENTS = (steps.TRANSFER, *EXPOSED_OF.values(), steps.OVERHEAD)  # of the ex
 BEFORE = (steps.HIDDEN, *HIDDEN_OF.values())  # drawn so that they end where it begins
 CAPTION = (
     "Median, and share of the step. Each part begins where the one before ends; hidden "
-    "communication lies before what is exposed. Pale: not clearly above 0. Rules: 95 % interval."
+    "communication ends where exposed communication begins. Pale: not clearly above 0. Rules: "
+    "95 % interval."
 )
 
 
 def build_breakdown(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
-    """Yield the parts of a step, and what could be gained."""
+    """Yield the parts of a step, and the possible gain."""
     measured = [line for line in group if line.summary and line.summary.budget]
     known = [line for line in measured if any(map(is_known, _parts(line)))]
     rows = [row for line in known for row in _rows(line)]
     notes = [*_state_gain(known)]
     if few := [line.case.backend for line in measured if line not in known]:
         notes.append(f"no breakdown on {', '.join(few)}: it needs six rounds, or six launches")
-    notes += [text for line in measured for text in (*_disagreement(line), *_timers(line))]
     notes += [text for line in group for text in _peak_memory(line)]
     if rows or notes:
         table = replace(tabulate_rows("breakdown", rows, ("from",)), legend=tuple(notes))
@@ -75,7 +75,7 @@ def _rows(line: StepLine) -> Iterator[dict[str, Any]]:
     """Format one row per part, and the step below the parts that make it up."""
     total = 0.0
     for part in _parts(line):
-        # An unresolved wait accuses no rank.
+        # An unresolved wait names no rank.
         unnamed = part.rank is not None and not part.resolved
         yield _row(line, replace(part, name="waiting for any one rank") if unnamed else part)
         total += part.figure.value
@@ -123,7 +123,7 @@ def _bar(line: StepLine, part: Part, place: float, way: int) -> dict[str, Any]:
 
 
 def _state_gain(known: Sequence[StepLine]) -> Iterator[str]:
-    """State what could be gained at most if communication took no time."""
+    """State the largest gain that is possible if communication takes no time."""
     factors = [(line.case.backend, _factor(line)) for line in known]
     gains = [f"{factor} faster on {backend}" for backend, factor in factors if factor]
     if gains:
@@ -142,29 +142,9 @@ def _factor(line: StepLine) -> str | None:
     return f"×{speed_up.value:.2f} [{low:.2f} … {high:.2f}]"
 
 
-def _disagreement(line: StepLine) -> Iterator[str]:
-    """State by how much the exposed communication of the arms differs from that of the spans."""
-    overhead, exposed = line.part(steps.OVERHEAD), line.part(steps.EXPOSED)
-    if overhead and exposed and line.summary and line.summary.collectives:
-        arms = exposed.figure.value
-        spans = ms(arms - overhead.figure.value, line.seconds)
-        yield (
-            f"exposed communication on {line.case.backend}: {ms(arms, line.seconds)} ms from arms, "
-            f"{spans} ms from spans; they differ by {percent(abs(overhead.share or 0.0))} % of "
-            "the step"
-        )
-
-
 def _peak_memory(line: StepLine) -> Iterator[str]:
     if line.summary and line.summary.peak_nbytes:
         on_device = line.case.clock == "device"
         what = "tensors" if on_device else "resident memory, with Python and its libraries"
         size = f"{line.summary.peak_nbytes / 1e6:.0f} MB of {what}"
         yield f"peak of a step on {line.case.backend}: {size}, in the rank that needs most"
-
-
-def _timers(line: StepLine) -> Iterator[str]:
-    timers = line.summary.timers if line.summary else {}
-    if timers:
-        texts = [f"{name} {ms(seconds, line.seconds)}" for name, seconds in timers.items()]
-        yield f"DDP's own timers, slowest rank's ms on {line.case.backend}: {', '.join(texts)}"

@@ -15,8 +15,8 @@ from ddpbench.analysis import spans
 from ddpbench.present.columns import (
     Column,
     Value,
+    build_interval_and_faster,
     by_name,
-    compared,
     flags_column,
     scaled,
     text_column,
@@ -24,10 +24,9 @@ from ddpbench.present.columns import (
 
 if TYPE_CHECKING:
     from ddpbench.analysis.step_lines import StepLine
-    from ddpbench.records.schema import Figure, Interval, Part
+    from ddpbench.records.schema import Interval, Part
 
-Values = Callable[["StepLine"], Value]
-Seconds = Callable[["StepLine"], "float | None"]
+Values = Callable[["StepLine"], Any]
 
 
 def ms(seconds: float | None, step: float | None) -> str:
@@ -65,7 +64,7 @@ def _extra(name: str, value: Values, meaning: str, unit: str = "") -> Column[Ste
     return Column(name, value, unit=unit, meaning=meaning, default=False)
 
 
-def _ms(name: str, seconds: Seconds, meaning: str, *, default: bool = False) -> Column[StepLine]:
+def _ms(name: str, seconds: Values, meaning: str, *, default: bool = False) -> Column[StepLine]:
     """Build a column of a time in ms, with the places of the step."""
     return Column(
         name,
@@ -77,46 +76,42 @@ def _ms(name: str, seconds: Seconds, meaning: str, *, default: bool = False) -> 
     )
 
 
-def _figure(
-    name: str,
-    figure: Callable[[StepLine], Figure | None],
-    meaning: str,
-    build: Callable[[str, Seconds, str], Column[StepLine]] = _ms,
+def _read(path: str, of: Values = lambda line: line) -> Values:
+    """Return a function that reads attributes, such as "summary.speed_up.value", or None."""
+
+    def read(line: StepLine) -> Any:
+        value = of(line)
+        for name in path.split("."):
+            value = getattr(value, name, None)  # None has no attributes
+        return value
+
+    return read
+
+
+def _known(path: str) -> Values:
+    """Return a function that reads a number; 0 is unknown."""
+    return lambda line: _read(path)(line) or None
+
+
+def _ends(
+    name: str, figure: Values, build: Callable[[str, Values, str], Column[StepLine]] = _ms
 ) -> Iterator[Column[StepLine]]:
-    """Yield the columns of a figure: its value and the ends of its interval."""
-
-    def end(of: str) -> Seconds:
-        def read(line: StepLine) -> float | None:
-            known = figure(line)
-            interval = known.interval if known else None
-            return float(getattr(interval, of)) if interval else None
-
-        return read
-
-    yield build(name, lambda line: known.value if (known := figure(line)) else None, meaning)
-    yield build(f"{name}_low", end("low"), f"lower end of the 95 % interval of {name}")
-    yield build(f"{name}_high", end("high"), f"upper end of the 95 % interval of {name}")
+    """Yield the columns of the interval of a figure."""
+    for end, where in (("low", "lower"), ("high", "upper")):
+        meaning = f"{where} end of the 95 % interval of {name}"
+        yield build(f"{name}_{end}", _read(f"interval.{end}", figure), meaning)
 
 
 def _part(name: str, part_name: str) -> Iterator[Column[StepLine]]:
-    """Yield the columns of a part of the budget."""
+    """Yield the columns of a part of the budget: its value and the ends of its interval."""
 
     def text(line: StepLine) -> str:
         part = line.part(part_name)
         return bounded(part, line.seconds)[0] if part else "-"
 
-    def figure(line: StepLine) -> Figure | None:
-        part = line.part(part_name)
-        return part.figure if part else None
-
-    value, *ends = _figure(name, figure, f"{part_name}, per step")
-    yield from (replace(value, text=text), *ends)
-
-
-def _operation_parts() -> Iterator[Column[StepLine]]:
-    for names in (spans.EXPOSED_OF, spans.HIDDEN_OF):
-        for part in names.values():
-            yield from _part(part.replace(" ", "_"), part)
+    figure = _read("figure", lambda line: line.part(part_name))
+    yield replace(_ms(name, _read("value", figure), f"{part_name}, per step"), text=text)
+    yield from _ends(name, figure)
 
 
 def _fields(**meanings: str) -> Iterator[Column[StepLine]]:
@@ -125,27 +120,15 @@ def _fields(**meanings: str) -> Iterator[Column[StepLine]]:
     def read(name: str, line: StepLine) -> Value:
         field: Any = getattr(line.case, name)
         if type(field) is int and field == 0:
-            return None  # not told
+            return None  # unknown
         return " ".join(map(str, field)) if isinstance(field, tuple) else field
 
     for name, meaning in meanings.items():
         yield _extra(name, partial(read, name), meaning)
 
 
-def _summary(name: str) -> Values:
-    """Read a number of the summary; 0 is unknown."""
-    return lambda line: getattr(line.summary, name, None) or None
-
-
-def _bound(name: str) -> Seconds:
-    return lambda line: getattr(line.interval, name, None)
-
-
 def _phase(name: str, column: str, more: str = "") -> Column[StepLine]:
-    def seconds(line: StepLine) -> float | None:
-        phase = line.phase(name)
-        return phase.slowest.value if phase else None
-
+    seconds = _read("slowest.value", lambda line: line.phase(name))
     return _ms(column, seconds, f"{name} on the slowest rank, median{more}", default=True)
 
 
@@ -153,7 +136,7 @@ def _timer(name: str) -> Column[StepLine]:
     def seconds(line: StepLine) -> float | None:
         return line.summary.timers.get(name) if line.summary else None
 
-    return _ms(f"ddp_{name}", seconds, f"{name} as DDP's own timers have it")
+    return _ms(f"ddp_{name}", seconds, f"{name} by DDP's own timers")
 
 
 def _late_rank(line: StepLine) -> int | None:
@@ -161,9 +144,9 @@ def _late_rank(line: StepLine) -> int | None:
     return part.rank if part is not None and part.resolved else None
 
 
-def _slowest(name: str) -> Values:
-    """Read a field of the forward phase: from backward on, the ranks wait for each other."""
-    return lambda line: getattr(line.phase("forward"), name, None)
+def _forward(name: str) -> Values:
+    """Read a field of the forward phase: in backward, the ranks wait for each other."""
+    return _read(name, lambda line: line.phase("forward"))
 
 
 def _slowest_text(line: StepLine) -> str:
@@ -173,8 +156,9 @@ def _slowest_text(line: StepLine) -> str:
 
 def _replicas_equal(line: StepLine) -> bool | None:
     replicas = line.replicas
-    unknown = replicas is None or (replicas.unproved and not replicas.failed)
-    return None if replicas is None or unknown else replicas.equal
+    if replicas is None or (replicas.unproved and not replicas.failed):
+        return None
+    return replicas.equal
 
 
 def _replicas_equal_text(line: StepLine) -> str:
@@ -192,9 +176,9 @@ def _last_epoch(name: str) -> Values:
 
 STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     *_fields(
-        workload="model that is trained",
+        workload="trained model",
         settings="settings of the workload",
-        parallel="way of parallel training: ddp, fsdp, …",
+        parallel="kind of parallel training: ddp, fsdp, …",
         mesh="sizes of the device mesh",
         prefetch="whether fully_shard gathers the next layer early",
         reshard_after_forward="whether fully_shard frees a layer after its forward",
@@ -221,15 +205,15 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     _ms(
         "step",
         lambda line: line.seconds,
-        "time of a step: of K steps in a row / K, median over rounds",
+        "time of K steps in a row / K, median over rounds",
         default=True,
     ),
-    *compared("step"),
-    _ms("low", _bound("low"), "lower end of the 95 % interval of the step"),
-    _ms("high", _bound("high"), "upper end of the 95 % interval of the step"),
+    *build_interval_and_faster("step"),
+    _ms("low", _read("interval.low"), "lower end of the 95 % interval of the step"),
+    _ms("high", _read("interval.high"), "upper end of the 95 % interval of the step"),
     Column(
         "samples",
-        _summary("samples_per_second"),
+        _known("summary.samples_per_second"),
         unit="/s",
         meaning="samples of all ranks per second",
     ),
@@ -238,13 +222,13 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     _phase("optimizer", "optim"),
     Column(
         "slowest_rank",
-        _slowest("slowest_rank"),
+        _forward("slowest_rank"),
         _slowest_text,
-        meaning="rank most often slowest in forward, and in how many of the steps; later, ranks "
-        "wait for each other",
+        meaning="rank most often slowest in forward, and its share of the steps; in backward, "
+        "ranks wait for each other",
         default=False,
     ),
-    _extra("slowest_share", _slowest("slowest_share"), "share of the steps in which it was"),
+    _extra("slowest_share", _forward("slowest_share"), "share of the steps in which it was"),
     _ms(
         "cold",
         lambda line: next((r.cold_seconds for r in line.results), None),
@@ -257,27 +241,33 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     *_part("overhead", "communication overhead"),
     *_part("hidden", "hidden communication"),
     *_part("communication", "communication"),
-    *_operation_parts(),
+    *(
+        column
+        for names in (spans.EXPOSED_OF, spans.HIDDEN_OF)
+        for part in names.values()
+        for column in _part(part.replace(" ", "_"), part)
+    ),
     *_part("prefetch_saves", spans.SAVES),
     *_part("prefetch_would_save", spans.WOULD_SAVE),
     _extra(
         "peak",
         lambda line: (line.summary.peak_nbytes / 1e6 or None) if line.summary else None,
-        "most memory that tensors took on a GPU",
+        "peak of the memory of tensors on a GPU",
         unit="MB",
     ),
     *_part("waiting", "waiting for rank"),
     _extra("late_rank", _late_rank, "rank that the others wait for"),
-    *_figure(
+    _extra(
         "speed_up",
-        lambda line: line.summary.speed_up if line.summary else None,
+        _read("summary.speed_up.value"),
         "how many times faster a step without any communication is",
-        partial(_extra, unit="×"),
+        "×",
     ),
+    *_ends("speed_up", _read("summary.speed_up"), partial(_extra, unit="×")),
     *map(_timer, ("forward", "backward", "communication", "overlap")),
     _ms(
         "observer",
-        lambda line: x.figure.value if line.summary and (x := line.summary.observer) else None,
+        _read("summary.observer.figure.value"),
         "what timing the buckets or collectives adds to a step",
     ),
     _extra(
@@ -293,19 +283,15 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     ),
     _ms(
         "verify",
-        lambda line: x.cost.value if (x := line.replicas) and x.cost else None,
+        _read("replicas.cost.value"),
         "time of a comparison of the replicas",
     ),
-    _extra(
-        "verify_share",
-        lambda line: line.replicas.share if line.replicas else None,
-        "the same as a share of a step",
-    ),
+    _extra("verify_share", _read("replicas.share"), "the same as a share of a step"),
     _extra("epochs", _last_epoch("number"), "epochs of training"),
     _extra("train_loss", _last_epoch("train_loss"), "loss in the last epoch"),
     _extra("validation_loss", _last_epoch("validation_loss"), "validation loss after it"),
-    _extra("rounds", _summary("rounds"), "rounds of all launches"),
-    _extra("in_a_row", _summary("in_a_row"), "K: steps in a row"),
+    _extra("rounds", _known("summary.rounds"), "rounds of all launches"),
+    _extra("in_a_row", _known("summary.in_a_row"), "K: steps in a row"),
     _extra("launches", lambda line: len(line.results), "launches"),
     flags_column(),
     _extra("reason", lambda line: line.reason, "why it was not measured"),

@@ -1,4 +1,4 @@
-"""What a step communicates: DDP's buckets, and layer groups."""
+"""Communication of a step: DDP's buckets, or the layer groups of a sharded step."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ BUCKETS = 12  # rows of a text
 NAME = 24  # characters of a parameter's name
 LAYERS = 12  # rows; with more, equal layer groups share one
 LAYER_CAPTION = (
-    "How long each group of layers communicates in a step, in the rank that waits least; "
-    "median over rounds. Full colour: exposed, the compute waits. Pale: hidden, the compute "
-    "goes on."
+    "Communication time of each group of layers in a step, in the rank that waits least; median "
+    "over rounds. Full colour: exposed, the compute waits. Pale: hidden, the compute goes on."
 )
 
 
 def build_buckets(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
     """Yield DDP's buckets in the order of reduction, if they were timed."""
     known = [(line, b) for line in group if line.summary for b in line.summary.buckets]
-    if not known:
-        return
-    table = tabulate_rows("buckets", [_format_bucket(*each) for each in known], ("parameters",))
-    table = replace(table, legend=_timing_cost(group, "buckets"))
-    more: dict[str, Any] = {"grouped": True, "most": BUCKETS, "spread": True}
-    yield Chart(name, "Buckets", "", table, **more)
+    if known:
+        rows = [_format_bucket(line, bucket) for line, bucket in known]
+        table = tabulate_rows("buckets", rows, ("parameters",))
+        table = replace(table, legend=_state_timing_cost(group, "buckets"))
+        yield Chart(name, "Buckets", "", table, grouped=True, most=BUCKETS, spread=True)
 
 
 def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
-    first, last = _shorten(bucket.first), _shorten(bucket.last)
+    names = bucket.first, bucket.last
+    first, last = (n if len(n) <= NAME else f"…{n[1 - NAME :]}" for n in names)
     return {
         "backend": line.case.backend,
         "#": str(bucket.index),
@@ -51,12 +50,8 @@ def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
     }
 
 
-def _shorten(name: str) -> str:
-    return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
-
-
-def _timing_cost(group: Sequence[StepLine], what: str) -> tuple[str, ...]:
-    """State by how much taking the time of the buckets, or the collectives, lengthens a step."""
+def _state_timing_cost(group: Sequence[StepLine], what: str) -> tuple[str, ...]:
+    """State by how much timing the buckets or collectives lengthens a step."""
     costs = []
     for line in group:
         summary = line.summary
@@ -68,13 +63,12 @@ def _timing_cost(group: Sequence[StepLine], what: str) -> tuple[str, ...]:
 
 
 def build_layers(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
-    """Yield what each layer group communicates, if the collectives were timed."""
-    timed = [line for line in group if line.summary and line.summary.collectives]
-    if not timed:
+    """Yield the communication of each layer group, if the collectives were timed."""
+    merged = [(line, same) for line in group for same in _merge_layers(line)]
+    if not merged:
         return
-    merged = [(line, same) for line in timed for same in _merge_layers(line)]
-    rows = [_format_layers(*each) for each in merged]
-    table = replace(tabulate_rows("layer groups", rows), legend=_timing_cost(group, "collectives"))
+    table = tabulate_rows("layer groups", [_format_layers(*each) for each in merged])
+    table = replace(table, legend=_state_timing_cost(group, "collectives"))
     drawing = Bars(
         data=[bar for each in merged for bar in _draw_layers(*each)],
         x=Axis("time in a step", theme.TIME_LABELS),
@@ -87,14 +81,12 @@ def build_layers(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
 
 
 def _merge_layers(line: StepLine) -> list[list[Collective]]:
-    """Put equal layer groups together: of one phase, operation and size, in order of the calls."""
+    """Join layer groups of equal phase, operation and size if there are many; in call order."""
     collectives = line.summary.collectives if line.summary else ()
-    if len(collectives) <= LAYERS:
-        return [[each] for each in collectives]
-    merged: dict[tuple[str, str, int, int], list[Collective]] = {}
-    for each in collectives:
-        key = (each.phase, each.operation, each.nbytes, each.calls)
-        merged.setdefault(key, []).append(each)
+    merged: dict[tuple[Any, ...], list[Collective]] = {}
+    for i, each in enumerate(collectives):
+        alike = (each.phase, each.operation, each.nbytes, each.calls)
+        merged.setdefault(alike if len(collectives) > LAYERS else (i,), []).append(each)
     return list(merged.values())
 
 
@@ -124,15 +116,15 @@ def _format_layers(line: StepLine, same: Sequence[Collective]) -> dict[str, str]
 
 
 def _draw_layers(line: StepLine, same: Sequence[Collective]) -> Iterator[dict[str, Any]]:
-    """Yield the exposed and the hidden time of each operation, one behind the other in a row."""
-    for what in ("exposed", "hidden"):
-        seconds = sum(getattr(each, what).value for each in same)
+    """Yield the exposed and the hidden time of an operation, which share a row."""
+    for part in ("exposed", "hidden"):
+        seconds = sum(getattr(each, part).value for each in same)
         yield {
             "layers": f"{_name_layers(same)}, {same[0].phase}",
             "operation": same[0].operation,
-            "part": what,
+            "part": part,
             "backend": line.case.backend,
             "ms": ms(seconds, line.seconds),
             "_end": seconds,
-            "_pale": what == "hidden",
+            "_pale": part == "hidden",
         }

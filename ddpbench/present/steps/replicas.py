@@ -1,4 +1,4 @@
-"""Verdicts on the replicas: since when they were not equal, and what the proof cost."""
+"""Verdicts on the replicas: the steps after which they differed, and the cost of verifying."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from ddpbench.present.columns import digits
 from ddpbench.present.document import Chart, make_table
 from ddpbench.present.steps.columns import ms, percent
 from ddpbench.records.schema import Replicas
+from ddpbench.records.wording import counted
 
 LOSSES = 8  # ranks
 _, DIFFERENT, EQUAL, NOT_FINITE, UNKNOWN = theme.VERDICTS
 MOST_TENSORS = 6  # that are named
 CAPTION = (
-    "What was found over the steps, warm-up included. Not known: between the last good "
-    "verification and the first bad one."
+    "Results of the verifications over the steps, warm-up included. Not known: between the last "
+    "good verification and the first bad one."
 )
-KINDS = {
-    "parameter": "parameters",
-    "gradient": "gradients",
-    "buffer": "buffers",
-    "optimizer": "optimizer options and states",
-}
+KINDS = {"optimizer": "optimizer options and states"}  # kind → plural
 
 
 def build_replicas(name: str, group: Sequence[StepLine], every: int) -> Iterator[Chart]:
@@ -35,9 +31,9 @@ def build_replicas(name: str, group: Sequence[StepLine], every: int) -> Iterator
     """
     rows = []
     for line in group:
-        texts = [*_verdict(line, every)]
-        if below := [*_verification_cost(line), *_losses(line)]:
-            texts.append("; ".join(below))
+        texts = [*_state_verdict(line, every)]
+        if details := "; ".join(_list_details(line)):
+            texts.append(details)
         rows += [["" if i else line.case.backend, text] for i, text in enumerate(texts)]
     if not rows:
         return
@@ -59,9 +55,9 @@ def build_replicas(name: str, group: Sequence[StepLine], every: int) -> Iterator
 
 
 def _draw(case: str, replicas: Replicas) -> Iterator[dict[str, Any]]:
-    """Yield what was found over the steps. A step lies left of its number."""
-    until, bad, last = replicas.equal_until or 0, replicas.first_bad, replicas.last_step
-    first = last + 1 if bad is None else bad
+    """Yield the states over the steps. The span of a step ends at its number."""
+    until, last = replicas.equal_until or 0, replicas.last_step
+    first = last + 1 if replicas.first_bad is None else replicas.first_bad
     state = EQUAL if not replicas.failed else NOT_FINITE if replicas.equal else DIFFERENT
     ends = [(EQUAL, 0, until), (UNKNOWN, until, first - 1), (state, first - 1, last)]
     for found, begin, end in ends:
@@ -73,30 +69,28 @@ def _draw(case: str, replicas: Replicas) -> Iterator[dict[str, Any]]:
             yield {**bar, "_begin": begin, "_end": end}
 
 
-def _verdict(line: StepLine, every: int) -> Iterator[str]:
+def _state_verdict(line: StepLine, every: int) -> Iterator[str]:
     replicas = line.replicas
     if replicas is None:
         if line.summary is not None:
             yield "not verified"
-    elif line.case.world_size == 1:
+        return
+    if line.case.world_size == 1:
         yield "one rank: there is no other replica to compare with"
-    elif replicas.failed:
-        yield _failure(replicas)
+        return
+    if replicas.failed or replicas.unproved:
+        yield _describe_failure(replicas) if replicas.failed else replicas.unproved
         yield from (f"  {text}" for text in replicas.text.splitlines())
     else:
-        if replicas.unproved:
-            yield replicas.unproved
-            yield from (f"  {text}" for text in replicas.text.splitlines())
-        else:
-            yield f"replicas equal {_when(line, every)}, bit for bit: {_compared(replicas)}"
-        if replicas.buffers:
-            yield (
-                f"except {replicas.buffers} of {replicas.compared.get('buffer', 0)} buffers, each "
-                "rank's own statistics: DDP sends rank 0's before the next forward"
-            )
+        yield _describe_equality(line, replicas, every)
+    if replicas.buffers and not replicas.failed:
+        yield (
+            f"except {replicas.buffers} of {replicas.compared.get('buffer', 0)} buffers, each "
+            "rank's own statistics: DDP sends rank 0's before the next forward"
+        )
 
 
-def _failure(replicas: Replicas) -> str:
+def _describe_failure(replicas: Replicas) -> str:
     until, count = replicas.equal_until, replicas.differing
     verdict = "equal, but NOT FINITE" if replicas.equal else "NOT EQUAL"
     before = "" if until is None else f"; equal until step {until}"
@@ -106,31 +100,25 @@ def _failure(replicas: Replicas) -> str:
     return f"{verdict} after step {replicas.first_bad}{before}{after}"
 
 
-def _verification_cost(line: StepLine) -> Iterator[str]:
+def _describe_equality(line: StepLine, replicas: Replicas, every: int) -> str:
+    count = counted(sum(r.replicas.verified for r in line.results if r.replicas), "step")
+    when = f"after each of {count}" if every == 1 else f"after {count}, one in every {every}"
+    launches = f" in {len(line.results)} launches" if len(line.results) > 1 else ""
+    compared = ", ".join(
+        f"{number} {KINDS[kind]}" if kind in KINDS else counted(number, kind)
+        for kind, number in replicas.compared.items()
+        if number
+    )
+    size = f"({replicas.nbytes / 1e6:.1f} MB)"
+    return f"replicas equal {when}{launches}, bit for bit: {compared} {size}"
+
+
+def _list_details(line: StepLine) -> Iterator[str]:
+    """Yield the cost of a verification, and the losses of the ranks."""
     replicas = line.replicas
     if replicas is not None and replicas.cost is not None:
         share = "" if replicas.share is None else f" = {percent(replicas.share)} % of a step"
         yield f"one verification takes {ms(replicas.cost.value, line.seconds)} ms{share}"
-
-
-def _losses(line: StepLine) -> Iterator[str]:
-    losses = next((r.losses for r in line.results if r.losses), ())
-    if losses:
+    if losses := next((r.losses for r in line.results if r.losses), ()):
         shown = "  ".join(digits(loss) for loss in losses[:LOSSES])
         yield f"loss of each rank's last batch: {shown}{' …' if len(losses) > LOSSES else ''}"
-
-
-def _when(line: StepLine, every: int) -> str:
-    verified = sum(r.replicas.verified for r in line.results if r.replicas)
-    count = f"{verified} step{'' if verified == 1 else 's'}"
-    when = f"after each of {count}" if every == 1 else f"after {count}, one in every {every}"
-    return when + (f" in {len(line.results)} launches" if len(line.results) > 1 else "")
-
-
-def _compared(replicas: Replicas) -> str:
-    counts = [
-        f"{count} {KINDS.get(kind, kind) if count > 1 else KINDS.get(kind, kind).rstrip('s')}"
-        for kind, count in replicas.compared.items()
-        if count
-    ]
-    return f"{', '.join(counts)} ({replicas.nbytes / 1e6:.1f} MB)"

@@ -1,4 +1,4 @@
-"""DDP steps: table, timeline, budget, buckets and layer groups, then replicas and training."""
+"""DDP steps: table, timeline, breakdown and communication, then replicas and training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.parallel import WAYS
-from ddpbench.present.columns import Column, choose_columns, digits, explain, format_ranks
+from ddpbench.present.columns import choose_columns, digits, explain, format_ranks
 from ddpbench.present.document import Chart, ReportRun, Section, plain_name, show_rows
 from ddpbench.present.header import of_watch
 from ddpbench.present.steps.breakdown import build_breakdown
@@ -57,8 +57,8 @@ def build_sections(
 ) -> Iterator[Section]:
     """Yield the sections on the steps, the replicas and a training, then remarks.
 
-    wanted: columns of the only table; default: those that fit, and the tables below them. drawn:
-    with timelines, and without watched jobs, which have a section of their own.
+    wanted: columns of the only table; None: the default ones, and all other tables. drawn: with
+    timelines, and without watched jobs, which have a section of their own.
     """
     if drawn and of_watch(run.run):
         return
@@ -71,7 +71,8 @@ def build_sections(
     charts: dict[str, list[Chart]] = {"step": [], "replicas": [], "training": []}
     for number, group in enumerate(groups.values()):
         name = plain_name(group[0].case.workload) + (f"-{number + 1}" if number else "")
-        charts["step"].append(_show_steps(f"step-{name}", group, columns))
+        table = show_rows(_describe_case(group[0].case), columns, group)
+        charts["step"].append(Chart(f"step-{name}", group[0].case.workload, table.title, table))
         if wanted is None:
             charts["step"] += _draw_timelines(f"step-{name}", run, group) if drawn else []
             charts["step"] += build_breakdown(f"step-{name}-budget", group)
@@ -89,11 +90,6 @@ def build_sections(
         yield Section("remarks", "Remarks", lines=left_out)
 
 
-def _show_steps(name: str, group: Sequence[StepLine], columns: Sequence[Column[StepLine]]) -> Chart:
-    table = show_rows(title(group[0].case), columns, group)
-    return Chart(name, group[0].case.workload, table.title, table)
-
-
 def _draw_timelines(name: str, run: ReportRun, group: Sequence[StepLine]) -> Iterator[Chart]:
     from ddpbench.present.steps.timeline import draw_timeline  # loads pandas
 
@@ -104,12 +100,15 @@ def _draw_timelines(name: str, run: ReportRun, group: Sequence[StepLine]) -> Ite
         yield from draw_timeline(f"{name}-{plain_name(case.backend + by)}", words, run, line)
 
 
-def title(case: StepCase) -> str:
-    """State what all rows of a workload's tables have in common."""
+def _describe_case(case: StepCase) -> str:
+    """Return the properties that all rows of a workload's tables share."""
+    millions, nbytes = digits(case.parameters / 1e6), digits(case.parameter_nbytes / 1e6)
+    times = f" × {case.accumulate}" if case.accumulate > 1 else ""
+    model = f"{millions} M parameters ({nbytes} MB)  batch {case.batch} per rank{times}"
     parts = [
         case.workload,
         " ".join(case.settings),
-        _format_model(case) if case.parameters else "",
+        model if case.parameters else "",  # unknown for a watched job
         case.optimizer,
         f"autocast {case.amp}" if case.amp else "",
         "" if case.comm_hook in ("none", "") else f"hook {case.comm_hook}",
@@ -117,36 +116,26 @@ def title(case: StepCase) -> str:
         "gradients in buckets" if case.gradient_as_bucket_view else "",
         "static graph" if case.static_graph else "",
         "unused parameters searched" if case.find_unused_parameters else "",
-        parallel(case),
+        _format_parallel(case),
         format_ranks(case),
         case.device,
     ]
     return "  ".join(filter(None, parts))
 
 
-def parallel(case: StepCase) -> str:
-    """Name the way of parallel training and its mesh; "" for DDP."""
+def _format_parallel(case: StepCase) -> str:
+    """Return the kind of parallel training and its mesh; "" for DDP."""
     if not case.mesh:
         return ""
     names = WAYS[case.parallel].dimensions if case.parallel in WAYS else ()
     sizes = [f"{name}={size}" for name, size in zip(names, case.mesh, strict=False)]
-    parts = [
-        f"{case.parallel} over {' × '.join(sizes)}",
-        "prefetch off" if case.prefetch is False else "",
-        "no reshard after forward" if case.reshard_after_forward is False else "",
-    ]
-    return "  ".join(filter(None, parts))
-
-
-def _format_model(case: StepCase) -> str:
-    """Format what is known of a model, except of that of a watched job."""
-    millions, nbytes = digits(case.parameters / 1e6), digits(case.parameter_nbytes / 1e6)
-    times = f" × {case.accumulate}" if case.accumulate > 1 else ""
-    return f"{millions} M parameters ({nbytes} MB)  batch {case.batch} per rank{times}"
+    prefetch = "  prefetch off" if case.prefetch is False else ""
+    reshard = "  no reshard after forward" if case.reshard_after_forward is False else ""
+    return f"{case.parallel} over {' × '.join(sizes)}{prefetch}{reshard}"
 
 
 def _left_out(all_lines: list[StepLine]) -> list[str]:
-    """Explain missing rows and figures, the backends of one reason together."""
+    """Explain missing rows and figures; one line per reason."""
     reasons: dict[tuple[str, str, str], dict[str, None]] = {}
     for line in all_lines:
         case, notes = line.case, [note for result in line.results for note in result.notes]
@@ -161,7 +150,7 @@ def _left_out(all_lines: list[StepLine]) -> list[str]:
 
 
 def _legend(shown: list[StepLine]) -> list[str]:
-    """Explain the tables below that of the steps, whose headings do not."""
+    """Explain the headings of the breakdown, the buckets and the layer groups."""
     summaries = [line.summary for line in shown if line.summary]
     sharded = any(line.case.mesh for line in shown)
     timed = any(summary.collectives for summary in summaries)

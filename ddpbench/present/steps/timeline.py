@@ -1,4 +1,4 @@
-"""A typical DDP step as a timeline: a lane for each rank, its buckets above its compute."""
+"""A typical DDP step as a timeline: a lane per rank, with its buckets above its compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_LANES = 8  # ranks
 PHASES = ("forward", "backward", "optimizer")
 CAPTION = (
     "Median of each span over the steps of the launch with the median step, summed over "
-    "micro-batches. The stamps of the ranks are aligned where their steps begin."
+    "micro-batches. The stamps of the ranks are aligned at the beginning of their steps."
 )
 BUCKETS = (
     "Above: each bucket of gradients of the last micro-batch from its handover until it is "
@@ -32,31 +32,29 @@ BUCKETS = (
 class Lane:
     """The median step of one rank, in seconds."""
 
-    name: str
+    rank: int
     phases: tuple[float, ...]  # by PHASES
     # Of each bucket: handed over and reduced, since the last backward began, and its transfer.
-    buckets: tuple[tuple[float, ...], ...]
+    buckets: tuple[tuple[float, float, float], ...]
 
     @property
-    def own_seconds(self) -> float:
-        """The time until the rank has computed all gradients."""
-        return self.phases[0] + max((bucket[0] for bucket in self.buckets), default=self.phases[1])
+    def handed_seconds(self) -> float:
+        """Return the time from the start of backward until the last bucket is handed over."""
+        return max((bucket[0] for bucket in self.buckets), default=self.phases[1])
 
-    def spans(self, infos: Sequence[Bucket], accumulate: int) -> Iterator[dict[str, Any]]:
-        """Yield what was when, and above the lane the buckets, the first one uppermost.
+    def list_spans(self, infos: Sequence[Bucket], accumulate: int) -> Iterator[dict[str, Any]]:
+        """Yield the spans of the lane, then those of the buckets above it, the first uppermost.
 
-        accumulate: the micro-batches; their backwards are one span, whose end is the last one's.
+        accumulate: the micro-batches; their backwards are one span, which ends with the last one.
         """
         forward, backward, optimizer = self.phases
         ends = forward + backward
         reduced = max((bucket[1] for bucket in self.buckets), default=0.0)
         began = forward if accumulate == 1 else ends - reduced
-        handed = max((bucket[0] for bucket in self.buckets), default=backward)
-        blocked = min(ends, max(forward, began + handed))
-        phases = ("forward", "backward", "blocked", "optimizer")
+        blocked = min(ends, max(forward, began + self.handed_seconds))
         places = (0.0, forward, blocked, ends, ends + optimizer)
-        for phase, begin, end in zip(phases, places, places[1:], strict=False):
-            yield {"span": phase, "_phase": phase, "_begin": begin, "_end": end}
+        for i, phase in enumerate(("forward", "backward", "blocked", "optimizer")):
+            yield {"span": phase, "_phase": phase, "_begin": places[i], "_end": places[i + 1]}
         buckets = zip(infos, self.buckets, strict=True)
         for above, (info, (begin, end, wire)) in enumerate(buckets, 1):
             what = f"bucket {info.index}, {info.nbytes / 1e6:.2f} MB"
@@ -68,59 +66,36 @@ class Lane:
 
 
 def draw_timeline(name: str, title: str, run: ReportRun, line: StepLine) -> Iterator[Chart]:
-    """Yield the timeline of a case, in the launch whose step is the median of all.
-
-    It needs the samples.
-    """
+    """Yield the timeline of a case, in the launch whose step is the median, if it has samples."""
     measured = [(r.launch, r.summary) for r in line.results if r.summary is not None]
-    if not measured:
+    if not measured or run.samples is None:
         return
     measured.sort(key=lambda each: each[1].step.value)
     launch, summary = measured[(len(measured) - 1) // 2]
-    late = _late_ranks(line)
-    lanes = _choose_lanes(_list_lanes(run.samples, line.case.key, launch, summary), late)
+    late = {bucket.late_rank for bucket in line.summary.buckets} if line.summary else set()
+    late |= {part.rank for part in line.summary.budget if part.resolved} if line.summary else set()
+    lanes = _measure_lanes(run.samples, line.case.key, launch, summary)
+    if len(lanes) > MOST_LANES:  # those that compute longest and shortest
+        half = MOST_LANES // 2
+        lanes.sort(key=lambda x: (x.rank not in late, -x.phases[0] - x.handed_seconds))
+        lanes = sorted(lanes[:half] + lanes[-half:], key=lambda lane: lane.rank)
     if lanes:
+        texts = [CAPTION]
+        if len(lanes) < line.case.world_size:
+            shown = f"{len(lanes)} of {line.case.world_size} ranks"
+            texts.append(f"{shown}: those that compute longest and shortest.")
+        texts += [BUCKETS] if lanes[0].buckets else []
         drawing = _draw(lanes, late, line, summary.buckets)
-        yield draw_chart(name, title, _caption(line, lanes), drawing)
+        yield draw_chart(name, title, " ".join(texts), drawing)
 
 
-def _late_ranks(line: StepLine) -> set[int]:
-    """Return the ranks for which the others wait."""
-    summary = line.summary
-    if summary is None:
-        return set()
-    late = {bucket.late_rank for bucket in summary.buckets}
-    late |= {part.rank for part in summary.budget if part.resolved}
-    return {rank for rank in late if rank is not None}
-
-
-def _caption(line: StepLine, lanes: Sequence[Lane]) -> str:
-    texts = [CAPTION]
-    if len(lanes) < line.case.world_size:
-        shown = f"{len(lanes)} of {line.case.world_size} ranks"
-        texts.append(f"{shown}: those that compute longest and shortest.")
-    texts += [BUCKETS] if lanes[0].buckets else []
-    return " ".join(texts)
-
-
-def _choose_lanes(lanes: dict[int, Lane], late: set[int]) -> list[Lane]:
-    """Return at most MOST_LANES: those that compute longest and shortest."""
-    if len(lanes) <= MOST_LANES:
-        return list(lanes.values())
-    order = sorted(lanes, key=lambda rank: (rank not in late, -lanes[rank].own_seconds))
-    half = MOST_LANES // 2
-    return [lanes[rank] for rank in sorted({*order[:half], *order[-half:]})]
-
-
-def _list_lanes(
-    samples: pd.DataFrame | None, key: str, launch: int, summary: StepSummary
-) -> dict[int, Lane]:
-    """Return the median step of each rank; empty without samples.
+def _measure_lanes(
+    samples: pd.DataFrame, key: str, launch: int, summary: StepSummary
+) -> list[Lane]:
+    """Return the median step of each rank; empty if samples are missing.
 
     If the buckets were timed, these are the steps in which they were: the last of each round.
     """
-    if samples is None:
-        return {}
     arm = "timed" if summary.buckets else "ddp"
     cases = [f"{key}/{arm}/{phase}" for phase in PHASES]
     cases += [f"{key}/bucket/{number}" for number in range(len(summary.buckets))]
@@ -130,40 +105,36 @@ def _list_lanes(
     kept = (number >= len(PHASES)) | ((number >= 0) & (last if summary.buckets else True))
     chosen = chosen[kept & (chosen["launch"] == launch)]
     if chosen["number"].nunique() < len(cases):
-        return {}
+        return []
     chosen["spent"] = chosen["exit_ns"] - chosen["entry_ns"]
     middle = chosen.groupby(["rank", "number"])[["entry_ns", "exit_ns", "spent"]].median() * 1e-9
     wire = chosen.groupby(["number", "repetition"])["spent"].min().groupby("number").median() * 1e-9
-    ranks = middle.index.unique("rank")
     # [rank, number] of the begin, the end, and the time of each span
-    begin, end, spent = (middle[name].unstack().to_numpy() for name in middle)
-    count = len(PHASES)
-    return {
-        int(rank): Lane(
-            f"rank {rank}",
-            tuple(map(float, spent[row, :count])),
-            tuple(
-                (float(begin[row, n]), float(end[row, n]), float(wire[n]))
-                for n in range(count, len(cases))
-            ),
+    begin, end, spent = (middle[name].unstack().to_numpy().tolist() for name in middle)
+    count, wires = len(PHASES), wire.tolist()
+    return [
+        Lane(
+            int(rank),
+            tuple(spent[row][:count]),
+            tuple(zip(begin[row][count:], end[row][count:], wires[count:], strict=True)),
         )
-        for row, rank in enumerate(ranks)
-    }
-
-
-def _draw(lanes: Sequence[Lane], late: set[int], line: StepLine, infos: Sequence[Bucket]) -> Spans:
-    marked = {f"rank {rank}": f"rank {rank}: late" for rank in late}
-    rows = [
-        {"_pale": False, "_above": 0, "of": lane.name, **span}
-        for lane in lanes
-        for span in lane.spans(infos, line.case.accumulate)
-        if span["_end"] > span["_begin"]
+        for row, rank in enumerate(middle.index.unique("rank"))
     ]
-    for row in rows:
-        begin, end = row["_begin"], row["_end"]
-        times = {"begin ms": begin, "end ms": end, "ms": end - begin}
-        row |= {name: ms(seconds, line.seconds) for name, seconds in times.items()}
-        row["_lane"] = marked.get(row["of"], row["of"])
+
+
+def _draw(
+    lanes: Sequence[Lane], late: set[int | None], line: StepLine, infos: Sequence[Bucket]
+) -> Spans:
+    rows = []
+    for lane in lanes:
+        name = f"rank {lane.rank}"
+        label = f"{name}: late" if lane.rank in late else name
+        for span in lane.list_spans(infos, line.case.accumulate):
+            begin, end = span["_begin"], span["_end"]
+            times = {"begin ms": begin, "end ms": end, "ms": end - begin}
+            texts = {heading: ms(seconds, line.seconds) for heading, seconds in times.items()}
+            row = {"_pale": False, "_above": 0, "of": name, **span, **texts, "_lane": label}
+            rows += [row] if end > begin else []
     return Spans(
         data=rows,
         x=Axis("time since the step began", theme.TIME_LABELS),

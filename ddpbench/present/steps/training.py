@@ -1,4 +1,4 @@
-"""A training: its epochs, their losses as lines, and what the ranks' load was meanwhile."""
+"""A training: its epochs, their losses as lines, and the load of the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import digits
 from ddpbench.present.document import Chart, tabulate_rows
-from ddpbench.present.load import load_charts
+from ddpbench.present.load import draw_loads
 from ddpbench.present.steps.columns import percent
 from ddpbench.records.schema import Epoch
 
@@ -25,13 +25,11 @@ CAPTION = (
     "were not equal."
 )
 
-Trained = tuple[StepLine, int, Epoch]  # a case, its launch from 1, an epoch
-
 
 def build_training(name: str, group: Sequence[StepLine], *, loads: bool) -> Iterator[Chart]:
     """Yield the losses of a workload's training, and the load of its ranks.
 
-    loads: whether the load over the epochs is drawn; it is summed up below the table in any case.
+    loads: draw the load over the epochs. A line below the table summarises it in any case.
     """
     trained = [
         (line, launch, epoch)
@@ -54,17 +52,31 @@ def build_training(name: str, group: Sequence[StepLine], *, loads: bool) -> Iter
         }
         for line, launch, epoch in trained
     ]
-    notes = [f"load of a rank on {x.case.backend}: {load}" for x in group for load in _load(x)]
-    table = replace(tabulate_rows("training", rows, ("replicas",)), legend=tuple(notes))
+    notes = tuple(note for line in group for note in _summarise_load(line))
+    table = replace(tabulate_rows("training", rows, ("replicas",)), legend=notes)
+    numbers = [epoch.number for *_, epoch in trained]
+    x = Axis("epoch", theme.COUNT_LABELS, domain=(min(numbers) - 1, max(numbers)))
+    points = [
+        {"backend": line.case.backend, "launch": launch, "epoch": epoch.number, **point}
+        for line, launch, epoch in trained
+        for point in _list_points(epoch)
+    ]
+    losses = [point["_y"] for point in points if point["_y"] is not None]
+    log = bool(losses) and 0 < DECADE * min(losses) <= max(losses)
+    y = Axis("loss", theme.NUMBER_LABELS, log=log)
+    drawing = Lines(data=points, x=x, y=y, dash="loss of") if losses else None
     title = f"Loss of {group[0].case.workload}"
-    drawing = _draw(trained)
     yield Chart(name, title, CAPTION, table, drawing, grouped=True, most=EPOCHS, spread=True)
     if loads:
-        yield from _draw_loads(name, trained)
+        moments = [
+            ({"backend": line.case.backend, "launch": n, "epoch": e.number, "_x": e.number}, e.load)
+            for line, n, e in trained
+        ]
+        yield from draw_loads(name, moments, x, "epoch")
 
 
-def _load(line: StepLine) -> Iterator[str]:
-    """Yield how busy the ranks were over the epochs: medians, and the most memory."""
+def _summarise_load(line: StepLine) -> Iterator[str]:
+    """Yield the load of the ranks over the epochs: medians, and the most memory."""
     epochs = next((r.epochs for r in line.results if r.epochs), ())
     loads = [epoch.load for epoch in epochs if epoch.load is not None]
     if not loads:
@@ -76,53 +88,19 @@ def _load(line: StepLine) -> Iterator[str]:
         texts.append(f"GPU busy for {percent(statistics.median(shares))} %")
     if held := [load.gpu_memory_nbytes for load in loads if load.gpu_memory_nbytes is not None]:
         texts.append(f"{max(held) / 1e6:.0f} MB of GPU memory")
-    yield ", ".join(texts)
+    yield f"load of a rank on {line.case.backend}: {', '.join(texts)}"
 
 
-def _axis(trained: Sequence[Trained]) -> Axis:
-    numbers = [epoch.number for *_, epoch in trained]
-    return Axis("epoch", theme.COUNT_LABELS, domain=(min(numbers) - 1, max(numbers)))
-
-
-def _draw_loads(name: str, trained: Sequence[Trained]) -> Iterator[Chart]:
-    loads = [
-        (
-            {"backend": line.case.backend, "launch": launch, "epoch": e.number, "_x": e.number},
-            e.load,
-        )
-        for line, launch, e in trained
-    ]
-    yield from load_charts(name, loads, _axis(trained), "epoch")
-
-
-def _draw(trained: Sequence[Trained]) -> Lines | None:
-    rows = [
-        {"backend": line.case.backend, "launch": launch, **point}
-        for line, launch, epoch in trained
-        for point in _points(epoch)
-    ]
-    losses = [row["_y"] for row in rows if row["_y"] is not None]
-    if not losses:
-        return None
-    y = Axis("loss", theme.NUMBER_LABELS, log=0 < DECADE * min(losses) <= max(losses))
-    return Lines(data=rows, x=_axis(trained), y=y, dash="loss of")
-
-
-def _points(epoch: Epoch) -> Iterator[dict[str, Any]]:
-    """Yield the losses of an epoch: those of its parts at their middle, the others at its end."""
-    number, parts = epoch.number, epoch.train_losses or (epoch.train_loss,)
+def _list_points(epoch: Epoch) -> Iterator[dict[str, Any]]:
+    """Yield the losses of an epoch: of its parts at their middle, of the validation at its end."""
+    end, parts = float(epoch.number), epoch.train_losses or (epoch.train_loss,)
     verdict = VERDICTS[epoch.replicas_equal]
-    points = [
-        (number - 1 + (i + 0.5) / len(parts), "training", loss) for i, loss in enumerate(parts)
-    ]
-    for x, kind, loss in [*points, (float(number), "validation", epoch.validation_loss)]:
-        wrong = kind == "validation" and epoch.replicas_equal is False
-        yield {
-            "epoch": number,
-            "loss of": kind,
-            "loss": digits(loss),
-            "replicas": verdict,
-            "_x": x,
-            "_y": loss,
-            "_marked": verdict if wrong else "",
-        }
+    for i, loss in enumerate(parts):
+        yield _make_point(end - 1 + (i + 0.5) / len(parts), "training", loss, verdict)
+    point = _make_point(end, "validation", epoch.validation_loss, verdict)
+    yield {**point, "_marked": verdict if epoch.replicas_equal is False else ""}
+
+
+def _make_point(x: float, kind: str, loss: float | None, verdict: str) -> dict[str, Any]:
+    known = {"loss of": kind, "loss": digits(loss), "replicas": verdict}
+    return {**known, "_x": x, "_y": loss, "_marked": ""}

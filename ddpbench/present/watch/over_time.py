@@ -13,13 +13,13 @@ from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines, Rows
 from ddpbench.present.columns import digits
 from ddpbench.present.document import Chart, tabulate_rows
-from ddpbench.present.load import load_charts
+from ddpbench.present.load import draw_loads
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import COLUMNS, LOSS, Watched
 
 LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
 RARE, CUT = 0.98, 3.0  # values beyond this quantile are cut if they exceed it so many times
-LABEL_ROW, LABEL_ROWS = 14, 8  # pixels of a label, labels one below the other
+LABEL_ROW, LABEL_ROWS = 14, 8  # pixels of a label; labels one below the other
 CUT_NOTE = " Rare larger values are cut off; the table has them."
 
 Values = Mapping[str, Sequence[float | None]]  # name → a value for each moment
@@ -27,11 +27,11 @@ Values = Mapping[str, Sequence[float | None]]  # name → a value for each momen
 
 @dataclass(frozen=True)
 class Timeline:
-    """The moments of a job, which all charts have in common."""
+    """The moments of a job, which all charts share."""
 
     facts: tuple[dict[str, Any], ...]  # of each moment: _x, and columns
     x: Axis
-    rules: Rows  # where findings begin and end: Lines.rules
+    rules: Rows  # begins and ends of findings: Lines.rules
 
     def draw(
         self,
@@ -45,45 +45,43 @@ class Timeline:
 
         words: name, title and caption. show: formats a value. look: of Lines.
         """
-        texts = [
-            {n: "-" if (value := each[i]) is None else show(value) for n, each in values.items()}
-            for i in range(len(self.facts))
-        ]
-        rows = [
-            {**facts, "name": name, "value": text, "_y": values[name][i]}
-            for i, facts in enumerate(self.facts)
-            for name, text in texts[i].items()
-            if text != "-"
-        ]
-        known = zip(self.facts, texts, strict=True)
-        cells = [{**facts, **each} for facts, each in known if set(each.values()) != {"-"}]
-        table = tabulate_rows(words[1], cells)
+        rows, cells = [], []
+        for i, facts in enumerate(self.facts):
+            known = {name: each[i] for name, each in values.items()}
+            texts = {name: "-" if y is None else show(y) for name, y in known.items()}
+            rows += [
+                {**facts, "name": name, "value": texts[name], "_y": value}
+                for name, value in known.items()
+                if value is not None
+            ]
+            if set(known.values()) != {None}:
+                cells.append({**facts, **texts})
         look = {"color": "name", "order": tuple(values), "height": 130, **look}
         look.setdefault("rules", self.unlabelled)
-        return Chart(*words, table, Lines(data=rows, x=self.x, y=y, **look))
+        drawing = Lines(data=rows, x=self.x, y=y, **look)
+        return Chart(*words, tabulate_rows(words[1], cells), drawing)
 
     @property
     def unlabelled(self) -> Rows:
-        """The rules for charts below the one that names them."""
+        """Return the rules without labels, for charts below the one that has them."""
         return [{**rule, "_label": ""} for rule in self.rules]
 
 
 def draw(run: Run, watched: Watched, backend: str) -> Iterator[Chart]:
     """Yield all charts over time, one below the other on the same axis. They need a moment."""
-    timeline = build_timeline(run, watched)
+    timeline = _build_timeline(run, watched)
     yield _draw_parts(timeline, watched)
     yield from _draw_lateness(timeline, run, watched)
     yield from _draw_values(timeline, watched)
     moments = zip(timeline.facts, watched.moments, strict=True)
     loads = [({**facts, "backend": backend}, moment.load) for facts, moment in moments]
     when, rules = "report of the ranks", timeline.unlabelled
-    yield from load_charts("watch-load", loads, timeline.x, when, rules)
+    yield from draw_loads("watch-load", loads, timeline.x, when, rules)
 
 
-def build_timeline(run: Run, watched: Watched) -> Timeline:
+def _build_timeline(run: Run, watched: Watched) -> Timeline:
     """Return the time axis of a job, which begins with its first moment."""
     moments = watched.moments
-    ends = [datetime.fromtimestamp(moment.ended, timezone.utc) for moment in moments]
     total = moments[-1].ended - moments[0].ended
     scale, unit = (3600, "hours") if total >= 7200 else (60, "minutes")
     scale, unit = (scale, unit) if total >= 120 else (1, "seconds")
@@ -91,28 +89,28 @@ def build_timeline(run: Run, watched: Watched) -> Timeline:
     facts = tuple(
         {
             "_x": x,
-            "UTC": end.strftime("%H:%M:%S"),
+            "UTC": format_clock(moment.ended),
             "step": moment.step,
-            "whole step": milliseconds(moment.step_seconds),
+            "whole step": format_milliseconds(moment.step_seconds),
         }
-        for x, end, moment in zip(at, ends, moments, strict=True)
+        for x, moment in zip(at, moments, strict=True)
     )
+    steps = [moment.step for moment in moments]
     events = sorted(
-        (float(np.interp(step, [moment.step for moment in moments], at)), label, finding.sentence)
+        (float(np.interp(step, steps, at)), label, finding.sentence)
         for finding in run.findings
-        for step, label in _find_events(finding)
+        for step, label in _list_events(finding)
     )
     rules = [
         {"_x": x, "finding": text, "_label": label, "_row": 8 + LABEL_ROW * (i % LABEL_ROWS)}
         for i, (x, label, text) in enumerate(events)
     ]
     title = f"{unit} since {facts[0]['UTC']} UTC"
-    x = Axis(title, theme.NUMBER_LABELS, domain=(0.0, at[-1]))
-    return Timeline(facts, x, rules)
+    return Timeline(facts, Axis(title, theme.NUMBER_LABELS, domain=(0.0, at[-1])), rules)
 
 
-def _find_events(finding: Finding) -> Iterator[tuple[float, str]]:
-    """Yield the steps at which a finding begins and ends, and what happens there."""
+def _list_events(finding: Finding) -> Iterator[tuple[float, str]]:
+    """Yield the steps at which a finding begins and ends, each with a label."""
     place = finding.place
     rank = f"rank {place['rank']}: " if "rank" in place else ""
     for name, word in (("since_step", ""), ("until_step", "end of "), ("step", "")):
@@ -122,17 +120,23 @@ def _find_events(finding: Finding) -> Iterator[tuple[float, str]]:
 
 
 def _find_top(values: Sequence[float]) -> float | None:
-    """Return where to cut an axis so that a few huge values do not flatten the others."""
+    """Return the end of an axis that a few huge values must not flatten; None: show all."""
     usual, most = (float(q) for q in np.quantile(values, [RARE, 1.0]))
     return 1.5 * usual if most > CUT * usual > 0 else None
 
 
-def milliseconds(seconds: float) -> str:
+def format_clock(stamp: float) -> str:
+    """Format seconds since 1970 as HH:MM:SS in UTC."""
+    return datetime.fromtimestamp(stamp, timezone.utc).strftime("%H:%M:%S")
+
+
+def format_milliseconds(seconds: float) -> str:
+    """Format seconds as "12.34 ms"."""
     return f"{digits(seconds * 1e3)} ms"
 
 
-def find_named(run: Run) -> dict[int, str]:
-    """Return the ranks that findings on late ranks name, directly or by their host, with a code."""
+def find_late_ranks(run: Run) -> dict[int, str]:
+    """Return the ranks in findings on late ranks and hosts, each with the finding's code."""
     named: dict[int, str] = {}
     for finding in run.findings:
         if finding.code in LATE_CODES:
@@ -149,17 +153,17 @@ def _draw_parts(timeline: Timeline, watched: Watched) -> Chart:
     top = _find_top([sum(m.seconds) for m in moments])
     y = Axis("time of a step", theme.TIME_LABELS, domain=(0.0, top) if top else None)
     caption = (
-        "Time of each part in the median rank, median over the steps of each point. Dashed: where "
-        f"a finding begins or ends.{CUT_NOTE if top else ''}"
+        "Time of each part in the median rank, median over the steps of each point. Dashed: a "
+        f"finding begins or ends.{CUT_NOTE if top else ''}"
     )
     words = "watch-parts", "Parts of a step", caption
     look: dict[str, Any] = {"order": theme.PHASES, "stacked": True, "height": 260}
-    return timeline.draw(words, parts, y, milliseconds, rules=timeline.rules, **look)
+    return timeline.draw(words, parts, y, format_milliseconds, rules=timeline.rules, **look)
 
 
 def _draw_lateness(timeline: Timeline, run: Run, watched: Watched) -> Iterator[Chart]:
-    """Yield the own time of the latest ranks beyond that of the others, those named first."""
-    count, named = len(watched.moments), find_named(run)
+    """Yield the own time of the latest ranks beyond that of the others, named ranks first."""
+    count, named = len(watched.moments), find_late_ranks(run)
     ranks = [rank for rank in watched.ranks if len(rank.late_seconds) == count]
     ranks.sort(key=lambda rank: (rank.rank not in named, rank.rank))
     late = {f"rank {rank.rank}": rank.late_seconds for rank in ranks}
@@ -173,11 +177,11 @@ def _draw_lateness(timeline: Timeline, run: Run, watched: Watched) -> Iterator[C
         f"above 0, the others wait for it.{CUT_NOTE if top else ''}"
     )
     words = "watch-lateness", "Lateness of the latest ranks", caption
-    yield timeline.draw(words, late, y, milliseconds)
+    yield timeline.draw(words, late, y, format_milliseconds)
 
 
 def _draw_values(timeline: Timeline, watched: Watched) -> Iterator[Chart]:
-    """Yield the loss, with recorded values that are losses too, and each other recorded value."""
+    """Yield one chart of all losses, and one per other recorded value."""
     moments = watched.moments
     values: dict[str, list[float | None]] = {"training loss": [m.loss for m in moments]}
     for name in dict.fromkeys(name for m in moments for name in m.values):

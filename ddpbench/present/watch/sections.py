@@ -1,9 +1,8 @@
-"""A watched job: where a step's time goes, pauses, ranks, collectives, links and the timeline."""
+"""A watched job: the breakdown of a step, pauses, ranks, collectives, links and the timeline."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
 
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
@@ -23,8 +22,8 @@ GROUP = 32  # characters of a group's name
 LEGEND = (
     "input … other: a rank's own time; input: waiting for the data loader; blocked: waiting in "
     "collectives, send and recv for other ranks, and for the transfer",
-    "slowest rank: the one with the most, and in how many of the steps; the straggler has the most "
-    "own time and is blocked least",
+    "slowest rank: the rank with the longest part, and its share of the steps; the straggler has "
+    "the most own time and is blocked least",
     "exposed communication: the least that any rank was blocked in a step",
 )
 WAIT = (
@@ -37,38 +36,37 @@ def build_sections(run: ReportRun, *, drawn: bool = False) -> Iterator[Section]:
     """Yield the section on the job. drawn: with charts over time instead of the table."""
     if not of_watch(run.run):
         return
-    whole = all(finding.code != "missing-ranks" for finding in run.run.findings)
     rows: list[tuple[Chart, ...]] = []
-    legend: dict[str, None] = {}
+    legend: list[str] = []
     for line in step_lines.lines(run.run):
-        case = line.case
-        parts = [case.workload, " ".join(case.settings), format_ranks(case), case.backend]
-        title = "  ".join(filter(None, [*parts, case.device]))
-        rows.append((Chart("watch-step", "Step", "", _parts(line, title, whole)),))
+        rows.append((Chart("watch-step", "Step", "", _list_parts(line, run.run)),))
         for watched in (result.watched for result in line.results if result.watched):
-            rows += _rows(run.run, watched, case.backend, drawn=drawn)
-            legend |= dict.fromkeys(
-                [*(LEGEND if watched.steps else ()), *[WAIT] * bool(watched.collectives)]
-            )
+            rows += _list_rows(run.run, watched, line.case.backend, drawn=drawn)
+            legend += LEGEND if watched.steps else ()
+            legend += [WAIT] if watched.collectives else []
     if rows:
-        kept = tuple(filter(None, rows))
-        yield Section("watch", "Watched job", rows=kept, legend=tuple(legend))
+        known = tuple(filter(None, rows))
+        yield Section("watch", "Watched job", rows=known, legend=tuple(dict.fromkeys(legend)))
 
 
-def _rows(run: Run, watched: Watched, backend: str, *, drawn: bool) -> Iterator[tuple[Chart, ...]]:
-    yield (*_balance(watched), *_pauses(watched))
+def _list_rows(
+    run: Run, watched: Watched, backend: str, *, drawn: bool
+) -> Iterator[tuple[Chart, ...]]:
+    yield (*_draw_balance(watched), *_draw_pauses(watched))
     if drawn and len(watched.moments) > 1:
-        for chart in over_time.draw(run, watched, backend):
-            yield (chart,)
-    yield tuple(_ranks(run, watched))
-    yield tuple(_collectives(watched))
-    yield tuple(_links(run, watched))
+        yield from ((chart,) for chart in over_time.draw(run, watched, backend))
+    yield tuple(_draw_ranks(run, watched))
+    yield tuple(_draw_collectives(watched))
+    yield tuple(_draw_links(run, watched))
     if not drawn:
-        yield tuple(_timeline(watched))
+        yield tuple(_list_moments(watched))
 
 
-def _parts(line: StepLine, title: str, whole: bool) -> Table:
-    """Return where the time of a step goes, in the median rank and in the slowest one."""
+def _list_parts(line: StepLine, run: Run) -> Table:
+    """Return the breakdown of a step, in the median rank and in the slowest one."""
+    case = line.case
+    parts = [case.workload, " ".join(case.settings), format_ranks(case), case.backend, case.device]
+    title = "  ".join(filter(None, parts))
     watched = next((result.watched for result in line.results if result.watched), None)
     if watched is None or not watched.steps:
         why = line.reason or "no optimizer step was seen on all ranks"
@@ -90,12 +88,13 @@ def _parts(line: StepLine, title: str, whole: bool) -> Table:
     if watched.balance:
         cells.append(["= mean step", ms(mean, step), percent(mean / step), "", "", ""])
     headings = ["part of a step", "ms", "% of step", "slowest ms", "slowest rank", "fastest ms"]
-    gain = mean / max(mean - watched.exposed_seconds, 1e-9)
     text = (
         f"{watched.steps} of {watched.last_step + 1} steps; 95 % interval of a step "
         f"{format_half_width(line)}"
     )
-    if whole:  # else the ranks may wait for one that is missing
+    # If a rank is missing, the others may wait for it.
+    if all(finding.code != "missing-ranks" for finding in run.findings):
+        gain = mean / max(mean - watched.exposed_seconds, 1e-9)
         text += (
             f"; exposed communication {ms(watched.exposed_seconds, step)} ms per step: without it "
             f"at most ×{gain:.2f} faster"
@@ -105,35 +104,37 @@ def _parts(line: StepLine, title: str, whole: bool) -> Table:
 
 def _draw_bars(
     words: tuple[str, str, str], title: str, rows: Rows, most: int | None = None
-) -> Chart:
-    """Return a table of these rows, and a bar of time for each. words: of the chart."""
-    drawing = Bars(data=rows, x=Axis("time", theme.TIME_LABELS), row="_row", color="")
-    return Chart(*words, tabulate_rows(title, rows, ("group",)), drawing, most=most)
+) -> Iterator[Chart]:
+    """Yield a table of these rows, and a bar of time for each. words: of the chart."""
+    if rows:
+        drawing = Bars(data=rows, x=Axis("time", theme.TIME_LABELS), row="_row", color="")
+        yield Chart(*words, tabulate_rows(title, rows, ("group",)), drawing, most=most)
 
 
-def _balance(watched: Watched) -> Iterator[Chart]:
-    """Yield where all the time of the job went."""
+def _draw_balance(watched: Watched) -> Iterator[Chart]:
+    """Yield the parts of all the time of the job."""
     balance = watched.balance
     if balance is None:
         return
-    parts = balance.parts() | {"= wall time": balance.wall_seconds}
     rows = []
-    for name, seconds in parts.items():
+    for name, seconds in {**balance.parts(), "= wall time": balance.wall_seconds}.items():
         share = percent(seconds / balance.wall_seconds)
         cells = {"time": name, "s": f"{seconds:.3f}", "% of time": share}
         rows.append({**cells, "_row": name, "_end": seconds, "_text": f"{share} %"})
     caption = (
-        "Where the time of rank 0 went while it was watched. A long step takes at least 1.5 times "
-        "as long as usual; its extra time is a part of its own."
+        "Time of rank 0 while it was watched. A long step takes at least 1.5 times as long as "
+        "usual; its extra time is a part of its own."
     )
-    yield _draw_bars(("watch-balance", "Total time", caption), "total time of rank 0", rows)
+    yield from _draw_bars(("watch-balance", "Total time", caption), "total time of rank 0", rows)
 
 
-def _pauses(watched: Watched) -> Iterator[Chart]:
-    """Yield the steps that took much longer than usual, by what delayed them."""
-    rows = [
-        {
-            "rank": "all" if pause.rank is None else str(pause.rank),
+def _draw_pauses(watched: Watched) -> Iterator[Chart]:
+    """Yield the steps that took much longer than usual, by cause."""
+    rows = []
+    for pause in watched.pauses:
+        rank = "all" if pause.rank is None else str(pause.rank)
+        cells = {
+            "rank": rank,
             "part": pause.phase,
             "line": pause.line or "-",
             "times": str(pause.count),
@@ -141,22 +142,19 @@ def _pauses(watched: Watched) -> Iterator[Chart]:
             "ms": f"{pause.seconds * 1e3:.1f}",
             "longest ms": f"{pause.longest_seconds * 1e3:.1f}",
             "ms per step": ms(pause.mean_seconds, watched.step_seconds),
-            "_row": f"{'all' if pause.rank is None else pause.rank}: {pause.line or pause.phase}",
-            "_end": pause.mean_seconds,
-            "_text": f"{pause.count} of {pause.seconds * 1e3:.3g} ms",
         }
-        for pause in watched.pauses
-    ]
+        text = f"{pause.count} of {pause.seconds * 1e3:.3g} ms"
+        name = f"{rank}: {pause.line or pause.phase}"
+        rows.append({**cells, "_row": name, "_end": pause.mean_seconds, "_text": text})
     caption = (
-        "What the extra time of long steps costs per step, the average over all steps, by rank "
-        "and line; beside each bar, number and median size of the pauses."
+        "Extra time of long steps per step, the average over all steps, by rank and line; beside "
+        "each bar, number and median size of the pauses."
     )
-    if rows:
-        words = "watch-pauses", "Pauses", caption
-        yield _draw_bars(words, "pauses, the most costly first", rows, PAUSES)
+    words = "watch-pauses", "Pauses", caption
+    yield from _draw_bars(words, "pauses, the most costly first", rows, PAUSES)
 
 
-def _ranks(run: Run, watched: Watched) -> Iterator[Chart]:
+def _draw_ranks(run: Run, watched: Watched) -> Iterator[Chart]:
     """Yield the ranks with the most own time, if there are several."""
     ranks = sorted(watched.ranks, key=lambda rank: -sum(rank.seconds[:-1]))
     if len(ranks) < 2:
@@ -169,19 +167,12 @@ def _ranks(run: Run, watched: Watched) -> Iterator[Chart]:
     known = f", {len(ranks)} of {count}" if len(ranks) < count else ""
     headings = ["rank", "host", "own ms", *COLUMNS]
     table = make_table(f"ranks, the most own time first{known}", headings, cells, ("host",))
-    caption = "Mean of each part of a step, the rank with the most own time first."
-    bars = _draw_ranks(run, watched)
-    yield Chart("watch-ranks", "Ranks", caption, table, bars, most=RANKS)
-
-
-def _draw_ranks(run: Run, watched: Watched) -> Bars:
-    """Return where each rank's step goes, the most own time first."""
-    named, several = over_time.find_named(run), len(watched.hosts) > 1
+    named, several = over_time.find_late_ranks(run), len(watched.hosts) > 1
     bars = [
         {
             "rank": f"{rank.rank} on {rank.host}" if several else f"rank {rank.rank}",
             "part": part,
-            "mean": over_time.milliseconds(seconds),
+            "mean": over_time.format_milliseconds(seconds),
             "_end": seconds,
             "_text": named.get(rank.rank, "") if part == COLUMNS[-1] else "",
         }
@@ -189,10 +180,12 @@ def _draw_ranks(run: Run, watched: Watched) -> Bars:
         for part, seconds in zip(COLUMNS, rank.mean_seconds, strict=True)
     ]
     x = Axis("time of a step", theme.TIME_LABELS)
-    return Bars(data=bars, x=x, row="rank", color="part", order=theme.PHASES)
+    drawing = Bars(data=bars, x=x, row="rank", color="part", order=theme.PHASES)
+    caption = "Mean of each part of a step, the rank with the most own time first."
+    yield Chart("watch-ranks", "Ranks", caption, table, drawing, most=RANKS)
 
 
-def _collectives(watched: Watched) -> Iterator[Chart]:
+def _draw_collectives(watched: Watched) -> Iterator[Chart]:
     """Yield how long the earliest rank waits for the latest in each kind of call."""
     rows = []
     for row in watched.collectives:
@@ -214,18 +207,15 @@ def _collectives(watched: Watched) -> Iterator[Chart]:
         }
         rows.append(cells)
     caption = (
-        f"Wait per {'step' if watched.steps else 'call'}; beside each bar the rank that is last "
-        "most often, in which share of the calls."
+        f"Wait per {'step' if watched.steps else 'call'}; beside each bar, the rank that is last "
+        "most often, and its share of the calls."
     )
-    if rows:
-        words = "watch-collectives", "Waits in collectives", caption
-        yield _draw_bars(words, "collectives, the longest waits first", rows, COLLECTIVES)
+    words = "watch-collectives", "Waits in collectives", caption
+    yield from _draw_bars(words, "collectives, the longest waits first", rows, COLLECTIVES)
 
 
-def _links(run: Run, watched: Watched) -> Iterator[Chart]:
+def _draw_links(run: Run, watched: Watched) -> Iterator[Chart]:
     """Yield the links between hosts."""
-    if not watched.links:
-        return
     rows = [
         {
             "link": f"{link.host} → {link.peer}",
@@ -237,16 +227,17 @@ def _links(run: Run, watched: Watched) -> Iterator[Chart]:
         }
         for link in watched.links
     ]
-    table = tabulate_rows("links, the busiest first", rows)
     caption = (
-        "Rate of the job's connections from host to host while data is on its way, in MB/s; more "
+        "Rate of the job's connections from host to host while data is in transfer, in MB/s; more "
         "is better. Outlined: slow."
     )
-    heat = _draw_links(run, watched)
-    yield Chart("watch-links", "Links of the job", caption, table, heat, most=LINKS)
+    if rows:
+        table = tabulate_rows("links, the busiest first", rows)
+        heat = _draw_rates(run, watched)
+        yield Chart("watch-links", "Links of the job", caption, table, heat, most=LINKS)
 
 
-def _draw_links(run: Run, watched: Watched) -> Matrix | None:
+def _draw_rates(run: Run, watched: Watched) -> Matrix | None:
     """Return the rates of the links between hosts; None if they are unknown."""
     hosts = [host for host in watched.hosts if any(host in (x.host, x.peer) for x in watched.links)]
     known = [
@@ -262,9 +253,7 @@ def _draw_links(run: Run, watched: Watched) -> Matrix | None:
         for link in watched.links
         if link.bytes_per_second and {link.host, link.peer} <= set(hosts)
     ]
-    if len(hosts) < 2 or not known:
-        return None
-    return draw_pairs(known, hosts, "host", "MB/s")
+    return draw_pairs(known, hosts, "host", "MB/s") if len(hosts) > 1 and known else None
 
 
 def _is_named(link: WatchedLink, finding: Finding) -> bool:
@@ -276,7 +265,7 @@ def _is_named(link: WatchedLink, finding: Finding) -> bool:
     return finding.place.get("hosts") in named
 
 
-def _timeline(watched: Watched) -> Iterator[Chart]:
+def _list_moments(watched: Watched) -> Iterator[Chart]:
     step, known, rows = watched.step_seconds, dict[str, float](), []
     for moment in watched.moments:  # not each has a report of the ranks: the newest counts
         load = moment.load
@@ -286,10 +275,9 @@ def _timeline(watched: Watched) -> Iterator[Chart]:
             "GPU %": scaled(load.gpu_share, 100) if load else None,
         }
         known |= {name: value for name, value in read.items() if value is not None}
-        clock = datetime.fromtimestamp(moment.ended, timezone.utc).strftime("%H:%M:%S")
         parts = dict(zip(COLUMNS, _ms(moment.seconds, step), strict=True))
-        row = {"UTC": clock, "step": moment.step, "ms": ms(moment.step_seconds, step), **parts}
-        rows.append({**row, **read, **known})
+        clock, whole = over_time.format_clock(moment.ended), ms(moment.step_seconds, step)
+        rows.append({"UTC": clock, "step": moment.step, "ms": whole, **parts, **read, **known})
     if len(rows) > 1:
         table = tabulate_rows("timeline", rows)
         yield Chart("watch-timeline", "Timeline", "", table, most=MOMENTS, spread=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddpbench.present.document import Document
 from ddpbench.records.table import Table
-from ddpbench.records.terminal_text import escape_record
+from ddpbench.records.terminal_text import escape
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -15,9 +14,9 @@ if TYPE_CHECKING:
 
 def write(document: Document) -> str:
     """Return a line of names, and one for each row."""
-    values = document.values
-    printable = replace(values, rows=escape_record(values.rows))
-    return str(make_frame(printable).to_csv(index=False))
+    frame = make_frame(document.values)
+    printable = frame.map(lambda cell: escape(cell) if isinstance(cell, str) else cell)
+    return str(printable.to_csv(index=False))
 
 
 def make_frame(values: Table) -> pd.DataFrame:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import quote
@@ -12,11 +11,10 @@ from urllib.parse import quote
 from ddpbench.present.document import Chart, Document, Section
 from ddpbench.present.writers.text import format_finding, lay_out
 from ddpbench.records.schema import Finding
-from ddpbench.records.table import Table
 from ddpbench.records.terminal_text import escape
 from ddpbench.records.wording import counted
 
-MOST_ROWS = 12  # of a table that is not folded away
+MOST_ROWS = 12  # of a titled table that is not folded away
 NO_PICTURES: Mapping[str, Path] = MappingProxyType({})
 
 
@@ -49,36 +47,25 @@ def _item(finding: Finding) -> str:
 def _chart(chart: Chart, pictures: Mapping[str, Path]) -> Iterator[str]:
     """Yield the chart's title, its picture or its caption, and its table.
 
-    A picture has the caption in it.
+    A picture contains the caption. The table below a picture and a long one are folded away.
     """
     yield f"### {_text(chart.title)}" if chart.title else ""
-    if drawn := pictures.get(chart.name):
-        yield f"![{_text(chart.title)}]({quote(drawn.as_posix())})"
+    picture, table = pictures.get(chart.name), chart.table
+    if picture:
+        yield f"![{_text(chart.title)}]({quote(picture.as_posix())})"
     else:
         yield _text(chart.caption)
-    rows = len(chart.table.rows)
-    most = rows if rows <= MOST_ROWS else 0
-    if drawn:
-        most = 0
-    elif chart.remarkable is not None:
-        most = chart.remarkable
-    yield _lay_out(chart.table, slice(most))
-    if (more := rows - most) > 0:
-        summary = counted(more, "more row") if most else f"The table of {counted(more, 'row')}"
-        folded = _lay_out(chart.table, slice(most, None))
-        yield f"<details><summary>{summary}</summary>\n\n{folded}\n\n</details>"
-
-
-def _lay_out(table: Table, part: slice) -> str:
-    """Return these rows of a table and, below the first, the legend."""
-    table = replace(table, rows=table.rows[part])
     if not table.rows:
-        return ""
+        return
     if not any(column.heading for column in table.columns):
-        return f"```\n{lay_out(table)}\n```"
-    body = lay_out(table, "github", lambda cell: _text(cell).replace("|", "\\|"))
-    legend = "\n".join(f"- {_text(line)}" for line in table.legend if not part.start)
-    return f"{body}\n\n{legend}" if legend else body
+        body = f"```\n{lay_out(table)}\n```"
+    else:
+        body = lay_out(table, "github", lambda cell: _text(cell).replace("|", "\\|"))
+    if picture or (chart.name and len(table.rows) > MOST_ROWS):
+        summary = f"The table of {counted(len(table.rows), 'row')}"
+        body = f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"
+    yield body
+    yield "\n".join(f"- {_text(line)}" for line in table.legend)
 
 
 def _text(text: str) -> str:

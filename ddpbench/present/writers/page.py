@@ -25,7 +25,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def write(document: Document) -> str:
-    """Return HTML that loads nothing."""
+    """Return HTML that makes no requests."""
     from ddpbench.present.theme import CONFIGS, backend_swatches
 
     templates = _environment()
@@ -46,7 +46,7 @@ def write(document: Document) -> str:
 
 @cache
 def _bundle_vega() -> str:
-    """Return the JavaScript that draws the charts. Making it takes a second."""
+    """Return the JavaScript that draws the charts. Bundling takes a second."""
     from vl_convert import javascript_bundle
 
     return javascript_bundle("window.vegaEmbed = vegaEmbed;")
@@ -74,7 +74,7 @@ def _environment() -> jinja2.Environment:
 
 
 def json_in_html(value: Any) -> str:
-    """Return JSON for a <script>: floats rounded, and nothing that could end the element."""
+    """Return JSON for a <script>: floats rounded, without characters that end the element."""
     import markupsafe
 
     text = json.dumps(_rounded(value), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -96,9 +96,9 @@ def _rounded(value: Any) -> Any:
 
 
 def figure(chart: Chart) -> dict[str, Any]:
-    """Return what the page's script reads of a chart: its spec, without its datasets.
+    """Return the spec of a chart for the page's script, and its datasets.
 
-    Datasets become columns, which are half the size of rows.
+    Datasets are columns, which take half the space of rows.
     """
     spec = dict(chart.spec or {})
     datasets = {
@@ -123,7 +123,7 @@ def table_data(table: Table) -> dict[str, Any]:
 
 
 def _list_backends(charts: Iterable[Chart]) -> set[str]:
-    """Return the backends that readers can hide: those of the charts' parameters."""
+    """Return the backends that readers can hide: the values of the charts' parameters."""
     parameters = [p for chart in charts for p in (chart.spec or {}).get("params", ())]
     return {name for p in parameters if p["name"] == "backends" for name in p["value"]}
 

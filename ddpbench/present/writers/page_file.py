@@ -18,18 +18,18 @@ PACKAGES = ("altair", "jinja2", "vl_convert")  # what a page needs of the extra 
 
 
 def explain_missing(wanted: str) -> str | None:
-    """Return the sentence on a missing package; None if a page can be made. Imports no package.
+    """Return the sentence on a missing package; None if there is none. Imports no package.
 
-    wanted: what needs the package, such as "--report".
+    wanted: the option or command that needs the package, such as "--report".
     """
     missing = next((name for name in PACKAGES if find_spec(name) is None), None)
     return missing and f"{wanted} needs {missing}: {install_extra('report')}"
 
 
 def explain_unusable(output: Path, what: str = "page", name: str = NAME) -> str | None:
-    """Return the sentence on a path that cannot become a page; None if it may.
+    """Return the sentence on a path that cannot become a file; None if it can.
 
-    what: is to be written, in words. name: an example of a file for it.
+    what: the content of the file, in words. name: an example of its name.
     """
     if output.is_dir():
         return f"{output} is a folder: name a file for the {what}, such as {output / name}"

@@ -1,6 +1,6 @@
-"""Charts as pictures, drawn without a browser: SVG and PNG on white, in a font of its own.
+"""Charts as pictures, drawn without a browser: SVG and PNG on white, in a font of their own.
 
-A picture has its title and caption in it, because it is shown away from its page.
+A picture contains its title and caption, because readers see it outside its page.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ CAPTION_COLUMNS = 116  # characters of a caption's line in this width
 # vl-convert measures text in Liberation Sans, which it brings along. Arial and Helvetica have the
 # same widths, so labels have room for their text wherever the picture is opened.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
-# What captions contain and this font lacks; one such sign changes the font.
+# Characters of captions that this font lacks; one such character changes the font.
 LACKS = str.maketrans({"⁹": "^9"})
 
 
 def choose(sections: Sequence[Section], names: Sequence[str], tables: bool = True) -> list[Section]:
     """Return the summary, and the charts of these names. Raises ValueError.
 
-    names: of charts; none: all that there are. tables: whether a name may be that of a table.
+    names: of charts; empty: all. tables: whether charts without a drawing can be chosen.
     """
     charts = [chart for section in sections for chart in section.charts]
     known = [chart.name for chart in charts if tables or chart.spec is not None]
@@ -42,11 +42,15 @@ def choose(sections: Sequence[Section], names: Sequence[str], tables: bool = Tru
         )
     if not names:
         return list(sections)
-    chosen = []
-    for section in sections:
+    chosen = [sections[0]]
+    for i, section in enumerate(sections):
         rows = [tuple(chart for chart in row if chart.name in names) for row in section.rows]
-        chosen.append(replace(section, rows=tuple(filter(None, rows))))
-    return [s for i, s in enumerate(chosen) if i == 0 or s.rows]
+        kept = replace(section, rows=tuple(filter(None, rows)))
+        if i == 0:
+            chosen[0] = kept
+        elif kept.rows:
+            chosen.append(kept)
+    return chosen
 
 
 def write(charts: Iterable[Chart], folder: Path, form: str) -> Iterator[tuple[str, Path]]:

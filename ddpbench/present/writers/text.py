@@ -1,4 +1,4 @@
-"""A document as text for a terminal. What matters most comes last, where a terminal stops."""
+"""A document as text for a terminal. The most important facts come last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(document: Document) -> str:
 
 
 def _blocks(section: Section) -> Iterator[str]:
-    """Yield what blank lines separate; some of it may be empty."""
+    """Yield blocks, which blank lines separate; some may be empty."""
     yield "\n".join(map(_wrap, section.lines))
     for table in (chart.table for chart in section.charts):
         yield "\n".join(filter(None, (escape(table.title), lay_out(table))))
@@ -37,10 +37,8 @@ def _blocks(section: Section) -> Iterator[str]:
 
 def _wrap(line: str) -> str:
     indent = line[: len(line) - len(line.lstrip())]
-    return textwrap.fill(
-        escape(line), WIDTH, subsequent_indent=f"{indent}  ", break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
+    look = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(escape(line), WIDTH, subsequent_indent=f"{indent}  ", **look)
 
 
 def format_finding(finding: Finding) -> str:

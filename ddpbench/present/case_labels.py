@@ -10,13 +10,13 @@ from ddpbench.records.wording import counted
 from ddpbench.verdicts.matching import AnyCase
 
 
-def label(case: AnyCase) -> str:
-    """Name a case; --only searches in this text."""
+def name_case(case: AnyCase) -> str:
+    """Return the name of a case, in which --only searches."""
     return " ".join(filter(None, label_parts(case)))
 
 
 def label_parts(case: AnyCase) -> list[str]:
-    """Return the parts of a label, each meaning the same at its position; "" is left out."""
+    """Return the parts of a label. A position always has the same meaning; "" is left out."""
     ranks = counted(case.world_size, "rank")
     device = "" if case.device == "cpu" else case.device
     if isinstance(case, StepCase):
@@ -24,14 +24,14 @@ def label_parts(case: AnyCase) -> list[str]:
         model = [case.workload, " ".join(case.settings), batch, case.optimizer]
         way = f"{case.parallel} {format_mesh(case.mesh)}" if case.mesh else ""
         return [*model, way, case.backend, device, ranks]
+    place = "in place" if case.in_place else "out of place"
     return [
         case.operation,
-        readable(case.nbytes) if case.nbytes else "",
-        case.dtype if case.nbytes else "",
+        *((readable(case.nbytes), case.dtype) if case.nbytes else ("", "")),
         case.reduce_op or "",
         "" if case.root is None else f"root {case.root}",
         "" if case.form == "tensor" else "list",
-        ("in place" if case.in_place else "out of place") if case.nbytes else "",
+        place if case.nbytes else "",
         case.backend,
         device,
         ranks,

@@ -1,0 +1,86 @@
+"""The tests of a pytest session that measured ranks, and verdicts if there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ddpbench.present.case_labels import format_time, name_case
+from ddpbench.present.changes import draw_changes, format_noticeable, list_changes
+from ddpbench.present.columns import Column, text_column
+from ddpbench.present.document import Chart, Section, tabulate_rows
+from ddpbench.records.schema import Finding
+from ddpbench.records.wording import counted
+from ddpbench.verdicts.regression import JudgedTest, Measured
+from ddpbench.verdicts.rows import ONLY_NEW, count_verdicts
+
+COLUMNS: tuple[Column[JudgedTest], ...] = (
+    text_column("saved in", lambda row: row.saved.source if row.saved else ""),
+    text_column(
+        "torch",
+        lambda row: " → ".join(
+            dict.fromkeys(filter(None, (row.saved and row.saved.torch, row.measured.torch)))
+        ),
+    ),
+    Column("margin", lambda row: f"±{row.margin * 100:.3g} %"),
+)
+
+
+def build_section(
+    measured: Mapping[str, Measured], rows: Sequence[JudgedTest] = (), *, drawn: bool = False
+) -> Section:
+    """Return the section of a session.
+
+    measured: test → its measurement. rows: the verdicts, if the tests were compared with saved
+    ones. drawn: draw the changes, and list all launches.
+    """
+    names = {test: test.rpartition("::")[2] for test in measured}  # without files, if distinct
+    if len(set(names.values())) < len(names):
+        names = {test: test for test in measured}
+    verdicts = ", ".join(f"{count} {name}" for name, count in count_verdicts(rows).items())
+    judged = [row for row in rows if row.saved is not None]
+    label: Column[JudgedTest] = text_column("test", lambda row: names[row.test])
+    charts = [list_changes("tests-changes", label, judged, *COLUMNS)] if judged else []
+    if drawn:
+        charts = [draw_changes(chart, label, judged) for chart in charts]
+        charts.append(_list_launches(names, measured, {row.test: row for row in judged}))
+    return Section(
+        "tests",
+        "Tests",
+        f"{counted(len(names), 'test')} measured{f': {verdicts}' if verdicts else ''}.",
+        findings=tuple(_find(names, measured, rows)),
+        rows=tuple((chart,) for chart in charts),
+    )
+
+
+def _list_launches(
+    names: Mapping[str, str], measured: Mapping[str, Measured], judged: Mapping[str, JudgedTest]
+) -> Chart:
+    """Return the table of all launches, with the saved ones that they were compared with."""
+    rows = []
+    for test, new in measured.items():
+        row = judged.get(test)
+        sides = {"saved": row.base if row else None, "new": row.new if row else new.side}
+        for name, side in sides.items():
+            if side is not None:
+                median = format_time(new.case, side.seconds)
+                cells = {"test": names[test], "side": name, "case": name_case(new.case)}
+                times = ", ".join(format_time(new.case, seconds) for seconds in side.times)
+                rows.append({**cells, "median": median, "launches": times})
+    caption = "The time that each launch measured."
+    return Chart("tests-launches", "Launches of each test", caption, tabulate_rows("", rows))
+
+
+def _find(
+    names: Mapping[str, str], measured: Mapping[str, Measured], rows: Sequence[JudgedTest]
+) -> Iterator[Finding]:
+    """Yield warnings about times, and tests without verdicts."""
+    bases = {row.test: row.saved for row in rows if row.saved is not None}
+    for side, every in (("base", bases), ("new", measured)):
+        for test, one in every.items():
+            for warning in one.warnings:
+                yield Finding("warning", "conditions", f"{side}, {names[test]}: {warning}")
+    if unknown := [names[row.test] for row in rows if row.saved is None]:
+        sentence = f"{ONLY_NEW}, no saved run to compare with: {', '.join(unknown)}"
+        yield Finding("note", "not-compared", sentence)
+    if text := format_noticeable(rows):
+        yield Finding("note", "sensitivity", text)

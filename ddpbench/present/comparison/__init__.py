@@ -1,1 +1,0 @@
-"""Documents on comparisons of runs."""
