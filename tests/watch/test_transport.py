@@ -192,7 +192,7 @@ def test_1024_ranks_report_to_rank_0(box: tuple[Inbox, tuple[str, int]]) -> None
 def test_rounds_begin_at_multiples_of_the_period() -> None:
     """A moment after them, so that no clock is before; and not twice, though a clock is set back.
     A rank that is alone gets its own window, whatever its store is."""
-    now_ns = 1_700_000_000 * SECOND + 3 * SECOND
+    now_ns: int = 1_700_000_000 * SECOND + 3 * SECOND
     alone = Transport(dist.HashStore(), "", 0, 1, now_ns=lambda: now_ns)
     for number in (1, 2):
         now_ns += round(alone.seconds_to_round() * SECOND)

@@ -79,7 +79,8 @@ class Transport:
         self._rank, self._world_size, self._now_ns = rank, world_size, now_ns
         self._period_ns = round(period * 1e9) * (1 + world_size // ROUND_RANKS)
         self._prefix = f"{prefix}/{placement.read_restarts()}"
-        self._place, self._client = find_store(store), None
+        self._place = find_store(store)
+        self._client: StoreClient | None = None
         if isinstance(self._place, Address):  # a watch waits for less than the job itself
             self._place = self._place._replace(timeout=STORE_TIMEOUT)
         self._identity = self_report.identify(rank)
@@ -160,15 +161,15 @@ class Transport:
         self._job = Job(token, self._addresses, int(server.getsockname()[1]))
         self._hosts = Inbox(server, token, self._now_ns)
         self._ranks = self._lead(self._job)  # before any other rank knows the name
-        data = msgspec.msgpack.encode(self._job)
-        self._ask_store(lambda store: store.set(f"{self._prefix}/job", data))
+        text = msgspec.json.encode(self._job).decode()
+        self._ask_store(lambda store: store.set(f"{self._prefix}/job", text))
 
     def _find_job(self, seconds: float) -> Job | None:
         """Return the job; None if rank 0 does not publish it within this time."""
         if self._job is None:
             data = self._ask_store(lambda store: _read(store, f"{self._prefix}/job", seconds))
             if data:
-                self._job = msgspec.msgpack.decode(data, type=Job)
+                self._job = msgspec.json.decode(data, type=Job)
                 self._close_store()  # it need not serve all ranks twice
         return self._job
 

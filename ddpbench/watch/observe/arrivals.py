@@ -126,8 +126,17 @@ class Arrivals:
     def _arrive(
         self, group: Group, number: int, operation: str, nbytes: int, entered_ns: int
     ) -> JoinedCall:
-        times_ns = [entered_ns] * 3
-        return JoinedCall(_name_group(group), number, operation, nbytes, -1, *times_ns, self._rank)
+        return JoinedCall(
+            group=_name_group(group),
+            number=number,
+            operation=operation,
+            nbytes=nbytes,
+            step=-1,
+            first_ns=entered_ns,
+            second_ns=entered_ns,
+            last_ns=entered_ns,
+            last_rank=self._rank,
+        )
 
 
 def _explain_unavailable(backends: set[str]) -> str:

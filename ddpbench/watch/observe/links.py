@@ -126,5 +126,5 @@ def parse(info: bytes) -> Counters | None:
     """Return the counters in a struct tcp_info; None if the kernel does not count busy time."""
     if len(info) < TCP_INFO.size:
         return None
-    *counters, busy, blocked = TCP_INFO.unpack_from(info)
-    return Counters(*counters, busy - blocked)
+    rtt, retransmitted, nbytes, segments, rate, busy, blocked = TCP_INFO.unpack_from(info)
+    return Counters(rtt, retransmitted, nbytes, segments, rate, busy - blocked)
