@@ -55,8 +55,8 @@ class Inbox:
     def collect(self, number: int, ranks: int, seconds: float, last: bool = False) -> list[Window]:
         """Return the windows of a round, and those of senders that have ended.
 
-        Waits until they stand for so many ranks, or for this time. Last windows are whole once,
-        and empty when they are returned again. last: wait for last windows alone.
+        Waits until they stand for so many ranks, or for this time. Each window is returned once; a
+        last one is returned again, but empty. last: wait for last windows alone.
         """
 
         def is_complete() -> bool:
@@ -70,12 +70,14 @@ class Inbox:
         with self._changed:
             self._changed.wait_for(is_complete, seconds)
             windows = []
-            for sender, one in self._deliveries.items():
+            for sender, one in list(self._deliveries.items()):
                 if one.window.last or one.number == number:
                     windows.append(one.window)
                 if one.window.last:
                     ended = one.window.without_news()
                     self._deliveries[sender] = Delivery(number, one.ranks, ended)
+                elif one.number <= number:
+                    del self._deliveries[sender]
             return windows
 
     def close(self) -> None:
