@@ -1,7 +1,7 @@
 """The message of a watch: what one rank, the ranks of a host, or all ranks learned. No torch.
 
-A window covers the latest steps and collective calls, up to a fixed number of each. So a message
-does not grow with the steps of a job, and a host's message does not grow with its ranks.
+A window covers the latest steps and collective calls, up to a fixed number of each: a message does
+not grow with the steps of a job, and a host's message does not grow with its ranks.
 """
 
 from __future__ import annotations

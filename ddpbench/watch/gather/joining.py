@@ -211,9 +211,9 @@ def _summarize(parts: Sequence[Mapping[str, T]], statistic: Callable[[list[T]], 
     return {name: statistic([part[name] for part in parts if name in part]) for name in names}
 
 
-def _find_median_pair(known: Sequence[tuple[int, float]]) -> tuple[int, float]:
+def _find_median_pair(pairs: Sequence[tuple[int, float]]) -> tuple[int, float]:
     """Return the median of the steps, and that of the values."""
-    steps, values = zip(*known, strict=True)
+    steps, values = zip(*pairs, strict=True)
     return int(statistics.median(steps)), statistics.median(values)
 
 
@@ -223,5 +223,5 @@ def _name_peers(links: Sequence[Link], hosts: Sequence[Window]) -> list[Link]:
     for window in hosts:
         for address in window.addresses:
             owners.setdefault(address, []).extend(window.hosts)
-    names = {address: found[0] for address, found in owners.items() if len(found) == 1}
+    names = {address: hosts[0] for address, hosts in owners.items() if len(hosts) == 1}
     return [structs.replace(link, peer=names.get(link.peer, link.peer)) for link in links]

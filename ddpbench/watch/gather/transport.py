@@ -85,7 +85,8 @@ class Transport:
             self._place = self._place._replace(timeout=STORE_TIMEOUT)
         self._identity = self_report.identify(rank)
         addresses = (address.partition("/")[0] for address in sockets.list_interfaces().values())
-        self._addresses = [each for each in addresses if not sockets.is_loopback(each)][:LINKS]
+        outward = [address for address in addresses if not sockets.is_loopback(address)]
+        self._addresses = outward[:LINKS]
         self._job: Job | None = None
         self._ahead, self._compared_ns = Ahead(0, 0), 0  # rank 0's clock, and when it was compared
         self._latest = 0  # round
@@ -145,9 +146,9 @@ class Transport:
 
     def close(self) -> None:
         """Close all connections."""
-        for one in (self._ranks, self._hosts, self._client):
-            if one is not None:
-                one.close()
+        for connection in (self._ranks, self._hosts, self._client):
+            if connection is not None:
+                connection.close()
 
     def _job_ns(self) -> int:
         """Return rank 0's time, as far as this rank knows it."""
@@ -246,7 +247,7 @@ class Transport:
         if self._target is None:
             targets = [(address, job.port) for address in job.addresses]
             failed = sockets.try_connections(targets, CONNECT_SECONDS)
-            self._target = next((each for each in targets if each not in failed), None)
+            self._target = next((target for target in targets if target not in failed), None)
         return self._target
 
     def _compare(self, ahead: Ahead) -> None:
