@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import secrets
 import socket
 import time
@@ -77,6 +78,7 @@ class Transport:
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._rank, self._world_size, self._now_ns = rank, world_size, now_ns
+        self._local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # at most
         self._period_ns = round(period * 1e9) * (1 + world_size // ROUND_RANKS)
         self._prefix = f"{prefix}/{placement.read_restarts()}"
         self._place = find_store(store)
@@ -125,7 +127,7 @@ class Transport:
             return []
         assert self._ranks is not None
         seconds = LAST_HOST_SECONDS if window.last else HOST_SECONDS
-        others = self._ranks.collect(number, self._count_ranks() - 1, seconds, window.last)
+        others = self._ranks.collect(number, self._local_size - 1, seconds, window.last)
         windows = [window, *others]
         if self._rank:
             self._report(job, number, windows)
@@ -192,14 +194,6 @@ class Transport:
         if self._client is not None:
             self._client.close()
         self._client = None
-
-    def _count_ranks(self) -> int:
-        """Return how many ranks this host has, as far as the launcher says."""
-        placed = None
-        with contextlib.suppress(placement.Refused):
-            placed = placement.read_placement()
-        local = placed.local_world_size if placed is not None else None
-        return min(local or self._world_size, self._world_size)
 
     def _lead(self, job: Job) -> Inbox | None:
         """Become the leader of this host; return None if another rank is."""
