@@ -110,9 +110,13 @@ class GroupStatus(msgspec.Struct):
 
 
 class Dump(msgspec.Struct):
-    """The content of a recorder: its entries, the oldest first, and a status for each pg_id."""
+    """The content of a recorder: its entries, the oldest first, and a status for each pg_id.
+
+    pg_config: has an entry for each group if the recorder is on.
+    """
 
     entries: list[Entry] = []
+    pg_config: dict[str, Any] = {}
     pg_status: dict[int, GroupStatus] = {}
 
 
@@ -141,8 +145,16 @@ def read_dump(recorder: Recorder, lines: bool = False) -> Dump:
     Raises msgspec.ValidationError, a ValueError, if torch's format has changed.
     """
     with relaxed_capture(), _uncompiled() if lines else contextlib.nullcontext(False) as ready:
-        data = pickle.loads(recorder.entries(includeStackTraces=ready))
-    return msgspec.convert({k: v for k, v in data.items() if v}, Dump, strict=False)
+        return _convert(pickle.loads(recorder.entries(includeStackTraces=ready)))
+
+
+def _read_status(recorder: Recorder) -> Dump:
+    return _convert(json.loads(recorder.status(includeCollectives=False)))
+
+
+def _convert(data: dict[str, Any]) -> Dump:
+    known = {name: part for name, part in data.items() if part}
+    return msgspec.convert(known, Dump, strict=False)
 
 
 def find_missing_setting(backend: str) -> str:
@@ -151,8 +163,7 @@ def find_missing_setting(backend: str) -> str:
     if backend == "nccl" and (variable := torch_settings.find_blocking_wait()):
         return f"unset {variable}"
     recorder = recorders.get(find_recorder(backend))
-    # One that is on has an entry for each group.
-    if backend not in ("gloo", "nccl") or recorder is None or _read_status(recorder)["pg_config"]:
+    if backend not in ("gloo", "nccl") or recorder is None or _read_status(recorder).pg_config:
         return ""
     name, older = torch_settings.BUFFER_SIZES
     variable = name if "_dump_fr_trace" in recorders else older
@@ -169,7 +180,7 @@ class Flight:
         self._known: frozenset[tuple[int, str]] = frozenset()
         for name, recorder in find_recorders().items() if fresh else ():
             with contextlib.suppress(*UNKNOWN):
-                self._keys |= {(name, number): None for number in _read_numbers(recorder)}
+                self._keys |= {(name, number): None for number in _read_status(recorder).pg_status}
 
     def read_logs(self, inside: str, whole: bool, lines: bool = True) -> tuple[Log, ...]:
         """Return one log for each group and backend.
@@ -226,7 +237,7 @@ class Flight:
         return self._groups
 
     def _brief(self, name: str, recorder: Recorder) -> Records:
-        numbers = _read_numbers(recorder)
+        numbers = _read_status(recorder).pg_status
         if any((name, number) not in self._keys for number in numbers):
             self._full(name, recorder)
             for number in numbers:  # ignore one whose entries are gone
@@ -278,16 +289,6 @@ def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
         phrase = group.phrase if len(group.backends) == 1 else f"{group.phrase} on {backend}"
         moves = max(count, known.started) if backend == "gloo" else known.moves
         yield replace(known, group=phrase.strip(), members=group.members, moves=moves)
-
-
-def _read_numbers(recorder: Recorder) -> dict[int, GroupStatus]:
-    status = _read_status(recorder)["pg_status"]
-    return msgspec.convert(status, dict[int, GroupStatus], strict=False)
-
-
-def _read_status(recorder: Recorder) -> dict[str, Any]:
-    status = json.loads(recorder.status(includeCollectives=False))
-    return {"pg_config": {}, "pg_status": {}} | {name: part or {} for name, part in status.items()}
 
 
 @contextlib.contextmanager

@@ -45,6 +45,12 @@ def find_buffer_size() -> str:
     return name if hasattr(c10d, "_dump_fr_trace") else older
 
 
+def count_entries() -> int:
+    """Return how many calls torch's recorder keeps, as the environment says."""
+    size = next(filter(None, map(os.environ.get, BUFFER_SIZES)), ENTRIES)
+    return int(size) if size.isdecimal() else int(ENTRIES)
+
+
 def find_blocking_wait() -> str:
     """Return the variable that makes nccl wait on the host; "" none.
 

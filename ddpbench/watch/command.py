@@ -19,13 +19,8 @@ USAGE = """%(prog)s [options] SCRIPT [the script's own options]
 
 DESCRIPTION = """Run a training script unmodified in this rank, and show why it is slow.
 
-A launcher starts the ranks:
-
-torchrun --nproc-per-node 4 -m ddpbench.watch train.py --epochs 3
-mpirun -n 4 python -m ddpbench.watch train.py
-srun -n 4 python -m ddpbench.watch -m mypackage.train
-
-All options before the script belong to ddpbench, all after it to the script.
+torchrun, mpirun or srun starts the ranks; `ddpbench watch` starts them on this host. All options
+before the script belong to ddpbench, all after it to the script.
 """
 OPTIONS = """
 --ranks       number of ranks to start on this host if no launcher started them (default: 2, or one

@@ -44,7 +44,7 @@ from ddpbench.watch.output.report import Outputs
 from ddpbench.watch.output.stored import identify_job, store_end
 from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.settings import Settings
-from ddpbench.watch.window import COLUMNS, STEPS, JoinedCall, Round, Window, list_calls, make_window
+from ddpbench.watch.window import COLUMNS, STEPS, JoinedCall, Round, Window, make_window
 
 POLL_SECONDS = 0.2  # between two looks for a process group
 LOAD_SECONDS = 1.0  # a load over less may be that of the job's end
@@ -261,7 +261,7 @@ class _Reports:
         if self._outputs is None or not hosts:
             return
         joined = join_hosts(hosts)
-        self._history.add(joined, self._choose_complete(list_calls(joined)))
+        self._history.add(joined, self._choose_complete(joined.calls))
         self._history.balance = rank.make_balance()
         if window.last:
             self._history.long_steps.finish()

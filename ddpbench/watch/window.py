@@ -1,7 +1,7 @@
 """The message of a watch: what one rank, the ranks of a host, or all ranks learned. No torch.
 
-A window covers the latest steps and collective calls, up to a fixed number of each. So a message
-does not grow with the steps of a job, and a host's message does not grow with its ranks.
+A window covers the latest steps and collective calls, up to a fixed number of each: a message does
+not grow with the steps of a job, and a host's message does not grow with its ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -36,28 +35,10 @@ ROUND_RANKS = 256  # whose rows are in the window of all ranks: again those that
 ALL = -1  # in place of a rank: all of them
 
 Rows = npt.NDArray[np.float32]  # [steps, COLUMNS], or [steps]
-Table = npt.NDArray[np.void]  # of CALL
 Values = dict[str, tuple[int, float]]  # what a script computes: name → step, value
 
-# A table of calls has the fields of JoinedCall; names of groups and operations are their crc32.
-CALL = np.dtype(
-    [
-        ("group", "u4"),
-        ("number", "i8"),
-        ("operation", "u4"),
-        ("nbytes", "i8"),
-        ("step", "i8"),
-        ("first_ns", "i8"),
-        ("second_ns", "i8"),
-        ("last_ns", "i8"),
-        ("last_rank", "u4"),
-        ("ranks", "u4"),
-        ("wire_ns", "i8"),
-    ]
-)
 
-
-class JoinedCall(msgspec.Struct, frozen=True):
+class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
     """A collective as one or several ranks arrived at it.
 
     group: name and members of the group, equal in all its ranks; number: of the call in its group;
@@ -167,12 +148,12 @@ class Window(msgspec.Struct, frozen=True):
     hosts: host → those of its ranks that have these steps or have ended; ended_ns: the end of
     their last step, by the clock of the rank's host, and by rank 0's in that of a host; rows: of
     the ranks that look slowest; medians: host → [steps, COLUMNS]; least_blocked: [steps], over all
-    ranks; calls: a table of CALL; names: its groups and operations by their crc32; facts: of the
-    ranks in rows, name → value, such as "gc_seconds"; host_facts: host → the medians over its
-    ranks; addresses: of the host, to name the peers of other hosts' links; load: medians over
-    ranks, then over hosts; values: the newest of each name, medians over ranks; findings: by rank;
-    lines: seconds of a usual step by line of the program, by rank and under ALL; last: the ranks'
-    script has ended. There may be no steps but calls: a job without an optimizer.
+    ranks; calls: the newest last; facts: of the ranks in rows, name → value, such as "gc_seconds";
+    host_facts: host → the medians over its ranks; addresses: of the host, to name the peers of
+    other hosts' links; load: medians over ranks, then over hosts; values: the newest of each name,
+    medians over ranks; findings: by rank; lines: seconds of a usual step by line of the program, by
+    rank and under ALL; last: the ranks' script has ended. There may be no steps but calls: a job
+    without an optimizer.
     """
 
     hosts: dict[str, list[int]]
@@ -181,8 +162,7 @@ class Window(msgspec.Struct, frozen=True):
     rows: dict[int, Rows] = {}
     medians: dict[str, Rows] = {}
     least_blocked: Rows = msgspec.field(default_factory=lambda: np.empty(0, np.float32))
-    calls: Table = msgspec.field(default_factory=lambda: np.empty(0, CALL))
-    names: dict[int, str] = {}
+    calls: list[JoinedCall] = []
     facts: dict[int, dict[str, float]] = {}
     host_facts: dict[str, dict[str, float]] = {}
     links: list[Link] = []
@@ -221,7 +201,6 @@ def make_window(
     rows: float32[steps, COLUMNS], from first_step on; facts, lines, findings: of this rank; others:
     other fields of a Window.
     """
-    table, names = _tabulate(calls)
     return Window(
         hosts={"": [rank]},
         ended_ns=ended_ns,
@@ -229,33 +208,13 @@ def make_window(
         rows={rank: rows},
         medians={"": rows},
         least_blocked=rows[:, BLOCKED],
-        calls=table,
-        names=names,
+        calls=list(calls),
         facts={rank: dict(facts)},
         host_facts={"": dict(facts)},
         lines={rank: dict(lines), ALL: dict(lines)},
         findings={rank: list(findings)} if findings else {},
         **others,
     )
-
-
-def _tabulate(calls: Sequence[JoinedCall]) -> tuple[Table, dict[int, str]]:
-    texts = {text for call in calls for text in (call.group, call.operation)}
-    numbers = {text: crc32(text.encode()) for text in texts}
-    table = np.empty(len(calls), CALL)
-    for field in CALL.names or ():
-        values = [getattr(call, field) for call in calls]
-        is_text = field in ("group", "operation")
-        table[field] = [numbers[value] for value in values] if is_text else values
-    return table, {number: text for text, number in numbers.items()}
-
-
-def list_calls(window: Window) -> list[JoinedCall]:
-    """Return the calls of a window, the newest last."""
-    columns = {field: window.calls[field].tolist() for field in CALL.names or ()}
-    for field in ("group", "operation"):
-        columns[field] = [window.names[number] for number in columns[field]]
-    return [JoinedCall(*values) for values in zip(*columns.values(), strict=True)]
 
 
 def join_long_steps(steps: Iterable[LongStep]) -> list[LongStep]:
@@ -287,13 +246,13 @@ def decode(message: bytes) -> Window:
     return _DECODER.decode(message)
 
 
-def _pack(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], bytes]:
+def _pack(array: Rows) -> tuple[tuple[int, ...], bytes]:
     return array.shape, array.tobytes()
 
 
-def _unpack(kind: Any, packed: tuple[list[int], bytes]) -> npt.NDArray[Any]:
+def _unpack(_kind: object, packed: tuple[list[int], bytes]) -> Rows:
     shape, data = packed
-    return np.frombuffer(data, CALL if kind == Table else np.float32).reshape(shape)
+    return np.frombuffer(data, np.float32).reshape(shape)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_pack)

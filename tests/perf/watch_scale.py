@@ -44,7 +44,6 @@ from ddpbench.watch.window import (
     Window,
     decode,
     encode,
-    list_calls,
     make_window,
 )
 
@@ -73,9 +72,13 @@ def a_window(rank: int, first: int, noise: np.random.Generator) -> Window:
 
 def as_other(host: Window, number: int) -> Window:
     """The same window as another host would send it."""
-    calls, name = host.calls.copy(), f"host{number}"
-    calls["last_rank"] += A_HOST * number
-    calls["last_ns"] += number
+    name = f"host{number}"
+    calls = [
+        msgspec.structs.replace(
+            call, last_rank=call.last_rank + A_HOST * number, last_ns=call.last_ns + number
+        )
+        for call in host.calls
+    ]
     return msgspec.structs.replace(
         host,
         hosts={name: [rank + A_HOST * number for rank in host.ranks]},
@@ -136,7 +139,7 @@ def measure_growth(steps: int) -> float:
     for number, first in enumerate(range(0, steps + STEPS, STEPS)):
         windows = [decode(encode(a_window(rank, first, noise))) for rank in range(2)]
         round_ = joining.join_hosts([joining.join_ranks(windows, "host0")])
-        history.add(round_, list_calls(round_))
+        history.add(round_, round_.calls)
         if number in (steps // 10 // STEPS, steps // STEPS):
             sizes.append(psutil.Process().memory_info().rss)
     return (sizes[1] - sizes[0]) / 1e6
@@ -166,9 +169,9 @@ def measure(world: int) -> dict[str, float]:
         round_, join_seconds = timed(lambda: joining.join_hosts([host, *others]))
     with Holds() as adding:
         history = History()
-        _, add_seconds = timed(lambda: history.add(round_, list_calls(round_)))
+        _, add_seconds = timed(lambda: history.add(round_, round_.calls))
     assert sum(map(len, round_.hosts.values())) == world
-    assert round_.calls["ranks"][-1] == world
+    assert round_.calls[-1].ranks == world
     inbox.close()
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {

@@ -41,7 +41,7 @@ class Inbox:
     """Receives windows in threads of its own, and answers questions about the time.
 
     server: a socket that listens; token: of the job, which every sender must have; now_ns: rank 0's
-    time, as far as it is known.
+    time, as far as this rank knows it.
     """
 
     def __init__(self, server: socket.socket, token: bytes, now_ns: Callable[[], int]) -> None:
@@ -55,27 +55,30 @@ class Inbox:
     def collect(self, number: int, ranks: int, seconds: float, last: bool = False) -> list[Window]:
         """Return the windows of a round, and those of senders that have ended.
 
-        Waits until they stand for so many ranks, or for this time. Last windows are whole once,
-        and empty when they are returned again. last: wait for last windows alone.
+        Waits until they stand for so many ranks, or for this time. Each window is returned once; a
+        last one is returned again, but empty. last: wait for last windows alone.
         """
 
         def is_complete() -> bool:
             present = [
-                one.ranks
-                for one in self._deliveries.values()
-                if one.window.last or (one.number == number and not last)
+                delivery.ranks
+                for delivery in self._deliveries.values()
+                if delivery.window.last or (delivery.number == number and not last)
             ]
             return sum(present) >= ranks
 
         with self._changed:
             self._changed.wait_for(is_complete, seconds)
             windows = []
-            for sender, one in self._deliveries.items():
-                if one.window.last or one.number == number:
-                    windows.append(one.window)
-                if one.window.last:
-                    ended = one.window.without_news()
-                    self._deliveries[sender] = Delivery(number, one.ranks, ended)
+            for sender, delivery in list(self._deliveries.items()):
+                window = delivery.window
+                if window.last or delivery.number == number:
+                    windows.append(window)
+                if window.last:
+                    ended = window.without_news()
+                    self._deliveries[sender] = Delivery(number, delivery.ranks, ended)
+                elif delivery.number <= number:
+                    del self._deliveries[sender]
             return windows
 
     def close(self) -> None:

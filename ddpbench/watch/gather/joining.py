@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -16,15 +16,14 @@ from ddpbench.records.watched import MOST_VALUES
 from ddpbench.watch.window import (
     ALL,
     BLOCKED,
-    CALL,
     CALLS,
     HOST_CALLS,
     LINKS,
     RANKS,
     ROUND_RANKS,
+    JoinedCall,
     Link,
     Rows,
-    Table,
     Window,
     add_links,
     join_long_steps,
@@ -42,10 +41,17 @@ def join_ranks(
     the joined window are by rank 0's clock.
     """
     joined = _join([_rename(window, host) for window in windows], RANKS, HOST_CALLS)
-    for name in ("first_ns", "second_ns", "last_ns"):
-        joined.calls[name] += ahead_ns
     return structs.replace(
         joined,
+        calls=[
+            structs.replace(
+                call,
+                first_ns=call.first_ns + ahead_ns,
+                second_ns=call.second_ns + ahead_ns,
+                last_ns=call.last_ns + ahead_ns,
+            )
+            for call in joined.calls
+        ],
         ended_ns=joined.ended_ns + ahead_ns,
         links=add_links(joined.links),
         addresses=list(addresses)[:LINKS],
@@ -93,8 +99,7 @@ def _join(windows: Sequence[Window], most_ranks: int, most_calls: int) -> Window
             for host, rows in _group(members, "medians").items()
         },
         least_blocked=np.minimum.reduce(least) if least else np.empty(0, np.float32),
-        calls=_join_calls([window.calls for window in windows])[-most_calls:],
-        names=dict(chain.from_iterable(window.names.items() for window in windows)),
+        calls=_join_calls(chain(*(window.calls for window in windows)))[-most_calls:],
         facts={rank: facts for w in windows for rank, facts in w.facts.items() if rank in shown},
         host_facts={
             host: _summarize(facts, statistics.median)
@@ -161,39 +166,34 @@ def _choose_slowest(windows: Sequence[Window], most: int) -> dict[int, Rows]:
     return {rank: rows for rank, rows in rows_of.items() if rank in slowest}
 
 
-def _join_calls(tables: Sequence[Table]) -> Table:
+def _join_calls(calls: Iterable[JoinedCall]) -> list[JoinedCall]:
     """Join what ranks or hosts report of the same calls: those of a group with the same number.
 
-    Returns a table of CALL, the newest call last.
+    Returns the newest call last.
     """
-    # One column at a time: a single copy of all would hold the interpreter for long.
-    columns = {name: np.concatenate([table[name] for table in tables]) for name in CALL.names or ()}
-    order = np.lexsort((columns["last_ns"], columns["number"], columns["group"]))
-    columns = {name: column[order] for name, column in columns.items()}
-    groups, numbers, last_ns = columns["group"], columns["number"], columns["last_ns"]
-    changed = np.ones(len(groups), dtype=bool)
-    changed[1:] = (groups[1:] != groups[:-1]) | (numbers[1:] != numbers[:-1])
-    starts = np.flatnonzero(changed)
-    lasts = np.append(starts[1:], len(groups))[: len(starts)] - 1
-    joined = np.zeros(len(starts), CALL)
-    if not len(starts):
-        return joined
-    for name in ("group", "operation", "number", "nbytes", "last_ns", "last_rank"):
-        joined[name] = columns[name][lasts]
-    joined["ranks"] = np.add.reduceat(columns["ranks"], starts)
-    joined["step"] = np.maximum.reduceat(columns["step"], starts)
-    joined["first_ns"] = np.minimum.reduceat(columns["first_ns"], starts)
-    # The last arrival but one is of the same host as the last, or the last of another host.
-    second, ranks = columns["second_ns"][lasts], columns["ranks"][lasts]
-    before = last_ns[np.maximum(lasts - 1, starts)]
-    several = np.where(ranks > 1, np.maximum(before, second), before)
-    joined["second_ns"] = np.where(lasts > starts, several, second)
-    # The shortest known transfer: only the last rank to arrive waits for nobody.
-    unknown = np.iinfo(np.int64).max
-    wire_ns = np.where(columns["wire_ns"] < 0, unknown, columns["wire_ns"])
-    least = np.minimum.reduceat(wire_ns, starts)
-    joined["wire_ns"] = np.where(least == unknown, -1, least)
-    return joined[np.argsort(joined["last_ns"], kind="stable")]
+    joined: dict[tuple[str, int], JoinedCall] = {}
+    for call in sorted(calls, key=_find_last_ns):
+        before = joined.get((call.group, call.number))
+        joined[call.group, call.number] = call if before is None else _join_call(before, call)
+    return sorted(joined.values(), key=_find_last_ns)
+
+
+def _find_last_ns(call: JoinedCall) -> int:
+    return call.last_ns
+
+
+def _join_call(before: JoinedCall, last: JoinedCall) -> JoinedCall:
+    """Join two reports of a call, the last arrival of which is in the second one."""
+    wires_ns = [call.wire_ns for call in (before, last) if call.wire_ns >= 0]
+    return structs.replace(
+        last,
+        step=max(before.step, last.step),
+        first_ns=min(before.first_ns, last.first_ns),
+        # The last arrival but one is of the same host as the last, or the last of another host.
+        second_ns=max(before.last_ns, last.second_ns if last.ranks > 1 else 0),
+        ranks=before.ranks + last.ranks,
+        wire_ns=min(wires_ns, default=-1),  # only the last rank to arrive waits for nobody
+    )
 
 
 def _group(windows: Sequence[Window], field: str) -> dict[str, list[Any]]:
@@ -211,9 +211,9 @@ def _summarize(parts: Sequence[Mapping[str, T]], statistic: Callable[[list[T]], 
     return {name: statistic([part[name] for part in parts if name in part]) for name in names}
 
 
-def _find_median_pair(known: Sequence[tuple[int, float]]) -> tuple[int, float]:
+def _find_median_pair(pairs: Sequence[tuple[int, float]]) -> tuple[int, float]:
     """Return the median of the steps, and that of the values."""
-    steps, values = zip(*known, strict=True)
+    steps, values = zip(*pairs, strict=True)
     return int(statistics.median(steps)), statistics.median(values)
 
 
@@ -223,5 +223,5 @@ def _name_peers(links: Sequence[Link], hosts: Sequence[Window]) -> list[Link]:
     for window in hosts:
         for address in window.addresses:
             owners.setdefault(address, []).extend(window.hosts)
-    names = {address: found[0] for address, found in owners.items() if len(found) == 1}
+    names = {address: hosts[0] for address, hosts in owners.items() if len(hosts) == 1}
     return [structs.replace(link, peer=names.get(link.peer, link.peer)) for link in links]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import secrets
 import socket
 import time
@@ -77,14 +78,17 @@ class Transport:
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._rank, self._world_size, self._now_ns = rank, world_size, now_ns
+        self._local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # at most
         self._period_ns = round(period * 1e9) * (1 + world_size // ROUND_RANKS)
         self._prefix = f"{prefix}/{placement.read_restarts()}"
-        self._place, self._client = find_store(store), None
+        self._place = find_store(store)
+        self._client: StoreClient | None = None
         if isinstance(self._place, Address):  # a watch waits for less than the job itself
             self._place = self._place._replace(timeout=STORE_TIMEOUT)
         self._identity = self_report.identify(rank)
         addresses = (address.partition("/")[0] for address in sockets.list_interfaces().values())
-        self._addresses = [each for each in addresses if not sockets.is_loopback(each)][:LINKS]
+        outward = [address for address in addresses if not sockets.is_loopback(address)]
+        self._addresses = outward[:LINKS]
         self._job: Job | None = None
         self._ahead, self._compared_ns = Ahead(0, 0), 0  # rank 0's clock, and when it was compared
         self._latest = 0  # round
@@ -123,7 +127,7 @@ class Transport:
             return []
         assert self._ranks is not None
         seconds = LAST_HOST_SECONDS if window.last else HOST_SECONDS
-        others = self._ranks.collect(number, self._count_ranks() - 1, seconds, window.last)
+        others = self._ranks.collect(number, self._local_size - 1, seconds, window.last)
         windows = [window, *others]
         if self._rank:
             self._report(job, number, windows)
@@ -144,9 +148,9 @@ class Transport:
 
     def close(self) -> None:
         """Close all connections."""
-        for one in (self._ranks, self._hosts, self._client):
-            if one is not None:
-                one.close()
+        for connection in (self._ranks, self._hosts, self._client):
+            if connection is not None:
+                connection.close()
 
     def _job_ns(self) -> int:
         """Return rank 0's time, as far as this rank knows it."""
@@ -160,15 +164,15 @@ class Transport:
         self._job = Job(token, self._addresses, int(server.getsockname()[1]))
         self._hosts = Inbox(server, token, self._now_ns)
         self._ranks = self._lead(self._job)  # before any other rank knows the name
-        data = msgspec.msgpack.encode(self._job)
-        self._ask_store(lambda store: store.set(f"{self._prefix}/job", data))
+        text = msgspec.json.encode(self._job).decode()
+        self._ask_store(lambda store: store.set(f"{self._prefix}/job", text))
 
     def _find_job(self, seconds: float) -> Job | None:
         """Return the job; None if rank 0 does not publish it within this time."""
         if self._job is None:
             data = self._ask_store(lambda store: _read(store, f"{self._prefix}/job", seconds))
             if data:
-                self._job = msgspec.msgpack.decode(data, type=Job)
+                self._job = msgspec.json.decode(data, type=Job)
                 self._close_store()  # it need not serve all ranks twice
         return self._job
 
@@ -190,14 +194,6 @@ class Transport:
         if self._client is not None:
             self._client.close()
         self._client = None
-
-    def _count_ranks(self) -> int:
-        """Return how many ranks this host has, as far as the launcher says."""
-        placed = None
-        with contextlib.suppress(placement.Refused):
-            placed = placement.read_placement()
-        local = placed.local_world_size if placed is not None else None
-        return min(local or self._world_size, self._world_size)
 
     def _lead(self, job: Job) -> Inbox | None:
         """Become the leader of this host; return None if another rank is."""
@@ -245,7 +241,7 @@ class Transport:
         if self._target is None:
             targets = [(address, job.port) for address in job.addresses]
             failed = sockets.try_connections(targets, CONNECT_SECONDS)
-            self._target = next((each for each in targets if each not in failed), None)
+            self._target = next((target for target in targets if target not in failed), None)
         return self._target
 
     def _compare(self, ahead: Ahead) -> None:

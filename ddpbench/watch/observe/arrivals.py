@@ -18,7 +18,7 @@ from zlib import crc32
 
 from msgspec import structs
 
-from ddpbench.hang import flight_recorder
+from ddpbench.hang import flight_recorder, torch_settings
 from ddpbench.hang.flight_recorder import BATCH, DTYPES, Entry
 from ddpbench.hang.process_groups import Group, list_groups
 from ddpbench.records.wording import spans
@@ -28,7 +28,8 @@ from ddpbench.watch.window import CALLS, JoinedCall, Round
 if TYPE_CHECKING:
     from ddpbench.mpi_backend.stamps import Stamp
 
-READ_ROUNDS = 6  # from one read of a recorder, which takes up to 50 ms, to the next
+READ_ROUNDS = 6  # from one read of a recorder of so many entries, in up to 50 ms, to the next:
+ENTRIES = 2000
 
 
 class Arrivals:
@@ -40,6 +41,7 @@ class Arrivals:
     def __init__(self, rank: int, since_ns: int) -> None:
         self.unavailable = ""
         self._rank, self._since_ns = rank, since_ns  # earlier calls may be of groups that have gone
+        self._rounds = READ_ROUNDS * max(1, torch_settings.count_entries() // ENTRIES)
         self._newest: dict[str, int] = {}  # recorder → the newest entry that was read
         self._groups: dict[str, Group] = {}
         self._waiting: list[JoinedCall] = []  # for the end of their step
@@ -51,12 +53,12 @@ class Arrivals:
 
         steps: the latest of this rank, to find in which one a call was made; ahead_ns: of the
         system clock to perf_counter; final: nothing will be read after this. Otherwise recorders
-        are read in every READ_ROUNDS-th round, the same in all ranks.
+        are read in every READ_ROUNDS-th round, longer ones in fewer: the same ones in all ranks.
         """
         until_ns = round_.began_ns
         self._groups |= {group.name: group for group in list_groups()}
         calls = [*self._waiting, *self._read_mpi()]
-        if final or round_.number % READ_ROUNDS == 0:
+        if final or round_.number % self._rounds == 0:
             calls += self._read_recorders(until_ns)
         calls.sort(key=lambda call: call.last_ns)
         if steps and not final:
@@ -126,8 +128,17 @@ class Arrivals:
     def _arrive(
         self, group: Group, number: int, operation: str, nbytes: int, entered_ns: int
     ) -> JoinedCall:
-        times_ns = [entered_ns] * 3
-        return JoinedCall(_name_group(group), number, operation, nbytes, -1, *times_ns, self._rank)
+        return JoinedCall(
+            group=_name_group(group),
+            number=number,
+            operation=operation,
+            nbytes=nbytes,
+            step=-1,
+            first_ns=entered_ns,
+            second_ns=entered_ns,
+            last_ns=entered_ns,
+            last_rank=self._rank,
+        )
 
 
 def _explain_unavailable(backends: set[str]) -> str:

@@ -89,8 +89,9 @@ class Links:
 
     def _find_interface(self, address: str) -> str:
         if address not in self._interfaces:
-            known = {text.partition("/")[0]: n for n, text in sockets.list_interfaces().items()}
-            self._interfaces |= {address: ""} | known
+            interfaces = sockets.list_interfaces().items()
+            names = {text.partition("/")[0]: name for name, text in interfaces}
+            self._interfaces |= {address: ""} | names
         return self._interfaces[address]
 
 
@@ -104,11 +105,11 @@ def _read_connections() -> Iterator[tuple[Ends, Counters]]:
         with contextlib.suppress(OSError):  # not a connection, or gone meanwhile
             connection = sockets.wrap_file(int(path.name))
             try:
-                found = _read_connection(connection)
+                counted = _read_connection(connection)
             finally:
                 connection.detach()
-            if found is not None:
-                yield found
+            if counted is not None:
+                yield counted
 
 
 def _read_connection(connection: socket.socket) -> tuple[Ends, Counters] | None:
@@ -126,5 +127,5 @@ def parse(info: bytes) -> Counters | None:
     """Return the counters in a struct tcp_info; None if the kernel does not count busy time."""
     if len(info) < TCP_INFO.size:
         return None
-    *counters, busy, blocked = TCP_INFO.unpack_from(info)
-    return Counters(*counters, busy - blocked)
+    rtt, retransmitted, nbytes, segments, rate, busy, blocked = TCP_INFO.unpack_from(info)
+    return Counters(rtt, retransmitted, nbytes, segments, rate, busy - blocked)

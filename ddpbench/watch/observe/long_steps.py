@@ -119,11 +119,11 @@ class LongSteps:
         ahead_ns: of the system clock to perf_counter.
         """
         until_ns -= ahead_ns
-        ended = [one for one in self._found if one.ended_ns <= until_ns]
-        self._found = [one for one in self._found if one.ended_ns > until_ns]
-        longest = sorted(ended, key=lambda one: -sum(one.extra))[:LONG_STEPS]
-        longest.sort(key=lambda one: one.number)
-        return [structs.replace(one, ended_ns=one.ended_ns + ahead_ns) for one in longest]
+        ended = [step for step in self._found if step.ended_ns <= until_ns]
+        self._found = [step for step in self._found if step.ended_ns > until_ns]
+        longest = sorted(ended, key=lambda step: -sum(step.extra))[:LONG_STEPS]
+        longest.sort(key=lambda step: step.number)
+        return [structs.replace(step, ended_ns=step.ended_ns + ahead_ns) for step in longest]
 
     def usual_lines(self) -> dict[str, float]:
         """Return the seconds of a usual step by line of the program: the lines with the most."""

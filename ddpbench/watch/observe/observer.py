@@ -7,7 +7,7 @@ optimizer steps for the first time, or when a group of ranks first meets in a ba
 modules would slow each submodule and make torch.compile warn.
 
 On GPUs a wait delays the current stream. Marks of input and waits are added only where that is the
-stream of the steps: fully_shard, for one, waits in streams of its own.
+stream of the steps: fully_shard, for example, waits in streams of its own.
 
 All marks come from one thread: the first one that steps an optimizer or meets other ranks in a
 backward. Only the end of a rank's own backward is marked where autograd ends it, which for GPUs may
@@ -114,13 +114,14 @@ class Observer:
     @property
     def modules(self) -> list[nn.Module]:
         """Return the root modules found that are still alive."""
-        return [module for one in self._roots if (module := one()) is not None]
+        return [module for root in self._roots if (module := root()) is not None]
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that have stepped and are still alive, the anchor first."""
-        alive = [one for each in self._optimizers.values() if (one := each()) is not None]
-        return sorted(alive, key=lambda one: not self._is_anchor(one))
+        references = self._optimizers.values()
+        alive = [optimizer for one in references if (optimizer := one()) is not None]
+        return sorted(alive, key=lambda optimizer: not self._is_anchor(optimizer))
 
     @property
     def steps_by_backward(self) -> bool:
@@ -203,11 +204,11 @@ class Observer:
 
     def _meet(self, optimizer: Optimizer) -> None:
         """Look at an optimizer that steps for the first time."""
-        self._optimizers = {key: one for key, one in self._optimizers.items() if one() is not None}
+        self._optimizers = {id(alive): weakref.ref(alive) for alive in self.optimizers}
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         self._others.pop(id(optimizer), None)  # of another one that was there before
         self._wrap_waits()
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if self._anchor is None:
             self._anchor = weakref.ref(optimizer)
             self._marks.use_device(parameters[0].device)

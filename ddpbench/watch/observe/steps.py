@@ -5,7 +5,7 @@ each moment once, so that a row's sum is the step:
 
 input      in a DataLoader's iter() and next().
 forward    in a root module while gradients are enabled, and the gap before backward, in which the
-           loss is computed. So where no root module could be found, forward is all between what
+           loss is computed. Where no root module could be found, forward is all between what
            came before it (input, the step's begin, another backward) and backward.
 backward   in torch.autograd.backward until this rank's own work is done: until the engine has run
            the graph, before the callbacks in which DDP waits for its reductions.
