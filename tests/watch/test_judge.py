@@ -11,8 +11,7 @@ from msgspec import structs
 from synthetic_rounds import Fault, Job
 
 from ddpbench.records.schema import Finding
-from ddpbench.watch.judging import samples
-from ddpbench.watch.judging.history import SILENT, History
+from ddpbench.watch.judging.history import NEWEST, SILENT, History, Samples
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.judging.series import find_parts, find_period
 from ddpbench.watch.judging.slow_links import find_slow_links
@@ -323,11 +322,11 @@ def test_memory_and_time_do_not_grow_with_the_job() -> None:
 
 def test_older_steps_are_thinned_without_regard_to_periods() -> None:
     """Of every residue of every period about as many old steps are kept."""
-    kept = samples.empty("f8")
+    kept = Samples("f8")
     for first in range(0, 50_000, 50):
         number = np.arange(first, first + 50)
         kept.add(number, number)
-    old = kept.number[: -samples.NEWEST]
+    old = kept.number[:-NEWEST]
     for period in (2, 4, 5, 8, 10):
         counts = np.bincount(old % period, minlength=period)
         assert counts.min() > 0.8 * len(old) / period
@@ -436,9 +435,10 @@ def test_periods_are_found_and_noise_has_none() -> None:
     draw = np.random.default_rng(2)
     for every in (2, 5, 60):
         series = draw.normal(0, 1, 512)
-        assert find_period(series).every == 0
+        assert find_period(series) is None
         series[3 % every :: every] += 4
         found = find_period(series)
+        assert found is not None
         assert (found.every, found.first) == (every, 3 % every)
 
 

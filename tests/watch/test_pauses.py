@@ -194,8 +194,8 @@ def test_pauses_at_different_lines_are_different() -> None:
     """Also after one pause was at both lines."""
     lines = {n: {SAVE: 0.2} for n in range(50, 300, 50)} | {300: {SAVE: 0.1, MODEL: 0.1}}
     lines |= {n: {MODEL: 0.2} for n in range(307, 500, 50)}
-    kinds = remember([a_long_step(n, 0, 0.2, lines=one) for n, one in lines.items()]).kinds
-    assert [(kind.line, kind.count) for kind in kinds] == [(SAVE, 6), (MODEL, 4)]
+    history = remember([a_long_step(n, 0, 0.2, lines=one) for n, one in lines.items()])
+    assert [(kind.line, kind.count) for kind in history.summarize(500)] == [(SAVE, 6), (MODEL, 4)]
 
 
 def test_kinds_of_pauses_are_bounded() -> None:

@@ -17,8 +17,7 @@ from ddpbench.records.watched import COLUMNS, MOST_PAUSES, WatchedPause
 from ddpbench.watch.window import ALL, BLOCKED, LongStep, join_long_steps
 
 KINDS = 64  # of pauses
-NEWEST = 1024  # pauses of a kind, whose steps and sizes are kept
-OLDEST = 8  # of these
+NEWEST = 512  # pauses of a kind, whose steps and sizes are kept
 LINES = 16  # of a kind
 OF_ALL = 0.5  # of the additional time of one rank, that all ranks have as well
 ALIKE = 0.3  # of the time of two pauses, at the same lines
@@ -34,8 +33,8 @@ class Pauses:
 
     rank: that pauses, or ALL; phase: index of COLUMNS, BLOCKED if every rank is blocked for longer;
     count, seconds: how many, and how long together; lines, waits: seconds by line of the rank that
-    pauses, and of the rank that waits for it longest; oldest, recent: step, end, and seconds of
-    some.
+    pauses, and of the rank that waits for it longest; first, recent: step, end in ns, and seconds
+    of the first pause and of the newest ones.
     """
 
     rank: int
@@ -43,23 +42,18 @@ class Pauses:
     count: float = 0.0
     seconds: float = 0.0
     longest_seconds: float = 0.0
-    last_step: int = 0
     lines: dict[str, float] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
-    every: int | None = None  # the period, once it was asked for since the last pause
-    oldest: list[tuple[int, int, float]] = field(default_factory=list)
+    first: tuple[int, int, float] | None = None
     recent: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=NEWEST))
 
     def add(self, step: LongStep, seconds: float) -> None:
         """Add a pause of so many seconds."""
-        self.every = None
         self.count += 1
         self.seconds += seconds
         self.longest_seconds = max(self.longest_seconds, seconds)
-        self.last_step = step.number
         self.recent.append((step.number, step.ended_ns, seconds))
-        if len(self.oldest) < OLDEST:
-            self.oldest.append(self.recent[-1])
+        self.first = self.first or self.recent[0]
         _add_lines(self.lines, step.lines)
         if self.rank != ALL and step.waited >= seconds / 2 and step.waits_at:
             _add_lines(self.waits, {step.waits_at: step.waited})
@@ -79,46 +73,8 @@ class Pauses:
         every = self.find_period()
         return every > 0 and (step.number - self.recent[-1][0]) % every == 0
 
-    @property
-    def line(self) -> str:
-        """The line of the program with most of the time; "" unknown."""
-        return max(self.lines, key=self.lines.__getitem__, default="")
-
-    @property
-    def waits_at(self) -> str:
-        """The line at which other ranks wait most of the time; "" unknown or nowhere."""
-        return max(self.waits, key=self.waits.__getitem__, default="")
-
-    def summarize(self, steps: int) -> WatchedPause:
-        """Return these pauses in figures. steps: of the job."""
-        every = self.find_period()
-        residues = Counter(every and step % every for step, _, _ in self.recent)
-        ((residue, _),) = residues.most_common(1)
-        # One of another reason may have come before.
-        regular = [one for one in self.oldest if every and one[0] % every == residue]
-        first_step, first_ns, _ = next(iter(regular), self.oldest[0])
-        return WatchedPause(
-            rank=None if self.rank == ALL else self.rank,
-            phase=COLUMNS[self.phase],
-            line=self.line,
-            waits_at=self.waits_at,
-            count=round(self.count),
-            every=every,
-            first_step=first_step,
-            first_ended=first_ns * 1e-9,
-            last_step=self.last_step,
-            seconds=float(np.median([seconds for _, _, seconds in self.recent])),
-            longest_seconds=self.longest_seconds,
-            mean_seconds=self.seconds / steps,
-        )
-
     def find_period(self) -> int:
         """Return the steps from one pause to the next; 0 if that varies."""
-        if self.every is None:
-            self.every = self._find_period()
-        return self.every
-
-    def _find_period(self) -> int:
         steps = [step for step, _, _ in self.recent]
         known = set(steps)
         apart = Counter(
@@ -131,6 +87,28 @@ class Pauses:
             if follow >= max(2.0, PERIODIC * (len(steps) - 1)) and every <= LONGEST_PERIOD:
                 return every
         return 0
+
+    def summarize(self, steps: int) -> WatchedPause:
+        """Return these pauses in figures. steps: of the job."""
+        every, pauses = self.find_period(), [self.first or self.recent[0], *self.recent]
+        first_step, first_ns, _ = pauses[0]
+        if every:  # one of another reason may have come before
+            ((phase, _),) = Counter(step % every for step, _, _ in pauses).most_common(1)
+            first_step, first_ns, _ = next(one for one in pauses if one[0] % every == phase)
+        return WatchedPause(
+            rank=None if self.rank == ALL else self.rank,
+            phase=COLUMNS[self.phase],
+            line=max(self.lines, key=self.lines.__getitem__, default=""),
+            waits_at=max(self.waits, key=self.waits.__getitem__, default=""),
+            count=round(self.count),
+            every=every,
+            first_step=first_step,
+            first_ended=first_ns * 1e-9,
+            last_step=self.recent[-1][0],
+            seconds=float(np.median([seconds for _, _, seconds in self.recent])),
+            longest_seconds=self.longest_seconds,
+            mean_seconds=self.seconds / steps,
+        )
 
 
 class PauseHistory:

@@ -28,10 +28,9 @@ from ddpbench.records.watched import COLUMNS
 from ddpbench.session.run_end import interrupted
 from ddpbench.verdicts import comparison, matching
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.output import stored as jobs
-from ddpbench.watch.output.report import Outputs
-from ddpbench.watch.output.stored import Job
+from ddpbench.watch.outputs import Outputs
 from ddpbench.watch.settings import Settings
+from ddpbench.watch.stored import TIME, make_run
 from ddpbench.watch.window import JoinedCall, Link, Window
 
 COMPLETE = End("complete", None, 0)
@@ -43,13 +42,13 @@ NOTE = Finding("note", "exposed-communication", "5 ms of each step is exposed co
 LINK = Finding("warning", "slow-link", "the link from a to b is slow", "", {"hosts": ["a", "b"]})
 
 
-def a_job(script: str = "train.py", arguments: tuple[str, ...] = ("--epochs", "3")) -> Job:
-    """A job of four ranks on gloo."""
+def a_job(script: str = "train.py", arguments: tuple[str, ...] = ("--epochs", "3")) -> Run:
+    """The run of a job of four ranks on gloo, before its first report."""
     case = a_step_case(
-        workload=script, settings=arguments, world_size=4, time_definition=jobs.TIME,
+        workload=script, settings=arguments, world_size=4, time_definition=TIME,
         parameters=0, parameter_nbytes=0, batch=0, accumulate=0, optimizer="", comm_hook="",
     )  # fmt: skip
-    return Job(case, Launch(0, case.backend, "native", "gloo", "torchrun", 4, started="2026"))
+    return make_run(case, Launch(0, case.backend, "native", "gloo", "torchrun", 4, started="2026"))
 
 
 def a_round(number: int = 0, steps: int = 60) -> Window:
