@@ -161,7 +161,7 @@ def test_the_store_does_not_grow_with_the_comparisons(results: list[dict[str, An
     """The keys of one comparison are left in it, however many there were."""
     for one in results:
         first, *later = one["stored"]["keys"]
-        assert set(later) == {first + 4}
+        assert set(later) == {first + 3}
 
 
 def test_what_each_rank_holds_alone_is_a_note(

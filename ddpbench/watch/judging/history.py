@@ -47,9 +47,10 @@ JOB = np.dtype(
         ("slowest_rank", "f8", (COLUMNS,)),
     ]
 )
-# The samples of a tracked rank: its row, and how much larger than the base each of its values, and
-# its own time in all phases, is.
-RANK = np.dtype([("row", "f4", (COLUMNS,)), ("excess", "f4", (COLUMNS,)), ("own", "f4")])
+# The samples of a tracked rank: its row, and how much larger than the base each of its values is;
+# the last value is its own time in all phases.
+RANK = np.dtype([("row", "f4", (COLUMNS,)), ("excess", "f4", (COLUMNS + 1,))])
+OWN = COLUMNS
 
 
 class Samples:
@@ -212,10 +213,10 @@ class History:
         self.job.add(number, _summarize_steps(window, known, rows, peers))
         self.spreads.append(_find_spread(peers) * max(1.0, averaged))
         excess = _add_own(rows) - _find_median_of_others(_add_own(peers))[place]
-        most_late = np.argsort(-excess[:, :, -1].mean(axis=1))[:TRACKED]
+        most_late = np.argsort(-excess[:, :, OWN].mean(axis=1))[:TRACKED]
         for i in most_late.tolist():
             kept = np.empty(new, RANK)
-            kept["row"], kept["excess"], kept["own"] = rows[i], excess[i, :, :-1], excess[i, :, -1]
+            kept["row"], kept["excess"] = rows[i], excess[i]
             self.ranks.setdefault(known[i], Samples(RANK)).add(number, kept)
         while len(self.ranks) > 2 * TRACKED:
             del self.ranks[min(self.ranks, key=lambda rank: self.ranks[rank].number[-1])]

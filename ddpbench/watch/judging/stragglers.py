@@ -7,7 +7,7 @@ they wait for it. A rank that only waits has more blocked time, and no more time
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from ddpbench.analysis import stats
 from ddpbench.records.schema import Finding, Interval
 from ddpbench.records.watched import PHASES
 from ddpbench.records.wording import name_ranks
-from ddpbench.watch.judging.history import Floats, History, Integers, format_time
+from ddpbench.watch.judging.history import OWN, Floats, History, Integers, format_time
 from ddpbench.watch.judging.series import find_parts, find_period, find_standard_error
 from ddpbench.watch.window import ALL, BLOCKED
 
@@ -82,38 +82,33 @@ class Late:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Steps of one rank. values: RANK[steps]; least: seconds from which a difference counts."""
+    """Steps of one rank, and how much longer than in the other ranks their parts are.
+
+    excess: float64[steps, COLUMNS + 1], as in RANK; least: seconds from which a difference counts;
+    step_seconds: of the job.
+    """
 
     rank: int
     number: Integers
-    values: npt.NDArray[np.void]
+    excess: Floats
     least: float
-    step_seconds: float  # of the job
+    step_seconds: float
 
     def __getitem__(self, chosen: slice | npt.NDArray[np.bool_]) -> _Steps:
-        return replace(self, number=self.number[chosen], values=self.values[chosen])
+        return replace(self, number=self.number[chosen], excess=self.excess[chosen])
 
     def __len__(self) -> int:
         return len(self.number)
 
     @property
-    def own(self) -> Floats:
-        """How much more own time than the other ranks it has."""
-        return self.values["own"].astype(np.float64)
+    def phases(self) -> Floats:
+        """The excess of each phase: [steps, phase]."""
+        return self.excess[:, :BLOCKED]
 
     @property
-    def excess(self) -> Floats:
-        """How much longer than in the other ranks each phase is: [steps, phase]."""
-        return self.values["excess"][:, :BLOCKED].astype(np.float64)
-
-    @property
-    def blocked(self) -> float:
-        """How much longer than the other ranks it is blocked, median."""
-        return float(np.median(self.values["excess"][:, BLOCKED]))
-
-    def in_phases(self, names: Iterable[str]) -> Floats:
-        """How much longer than in the other ranks these phases together are."""
-        return np.asarray(self.excess[:, [PHASES.index(name) for name in names]].sum(axis=1))
+    def medians(self) -> Floats:
+        """The medians over these steps: [COLUMNS + 1]."""
+        return np.asarray(np.median(self.excess, axis=0))
 
 
 def find_late(history: History) -> list[Late]:
@@ -125,8 +120,9 @@ def find_late(history: History) -> list[Late]:
     least = max(LEAST_SHARE * step_seconds, usual)
     late = []
     for rank, kept in history.ranks.items():
-        steps = _Steps(rank, kept.number, kept.values, least, step_seconds)
         is_tracked = np.isin(recent, kept.number).mean() > TRACKED_SHARE
+        excess = kept.values["excess"].astype(np.float64)
+        steps = _Steps(rank, kept.number, excess, least, step_seconds)
         if is_tracked and _may_be_late(steps) and (one := _judge_rank(steps)):
             late.append(one)
     return sorted(late, key=lambda one: -one.cost)
@@ -134,10 +130,10 @@ def find_late(history: History) -> list[Late]:
 
 def _may_be_late(steps: _Steps) -> bool:
     """Whether the averages allow for a verdict: the cheap question."""
-    chunks = np.array_split(steps.own, max(1, len(steps) // 64))
-    if max(chunk.mean() for chunk in chunks) > steps.least / 2:
-        return True
-    return bool((steps[-RECENT:].excess.mean(axis=0) > ALLOWED * steps.step_seconds).any())
+    chunks = np.array_split(steps.excess[:, OWN], max(1, len(steps) // 64))
+    means = steps.phases[-RECENT:].mean(axis=0)
+    most = max(chunk.mean() for chunk in chunks)
+    return bool(most > steps.least / 2 or (means > ALLOWED * steps.step_seconds).any())
 
 
 def _judge_rank(steps: _Steps) -> Late | None:
@@ -148,9 +144,8 @@ def _judge_rank(steps: _Steps) -> Late | None:
     first = last = len(parts) - 1
     if levels[last] is None:
         first = last = max(range(len(parts)), key=lambda i: len(parts[i]) if levels[i] else 0)
-    else:
-        while first and levels[first - 1] is not None:
-            first -= 1
+    while first and levels[last] and levels[first - 1]:
+        first -= 1
     if (late := levels[last]) is None:
         return None
     until = None if last == len(parts) - 1 else int(parts[last].number[-1])
@@ -160,7 +155,7 @@ def _judge_rank(steps: _Steps) -> Late | None:
 def _divide(steps: _Steps) -> list[_Steps]:
     """Divide the steps of a rank where its level changes, by the phase that shows it best."""
     best, slices = 0.0, [slice(0, len(steps))]
-    for series in (*steps.excess.T, steps.own):
+    for series in (*steps.phases.T, steps.excess[:, OWN]):
         parts = find_parts(series, steps.least)
         levels = [float(np.median(series[part])) for part in parts]
         rest = series - np.repeat(levels, [part.stop - part.start for part in parts])
@@ -182,14 +177,10 @@ def _judge_part(part: _Steps, clear: float) -> Late | None:
 
 def _find_constant(part: _Steps, clear: float) -> Late | None:
     """Judge a rank that is late in all steps: in single phases, or in all of them together."""
-    level = sum(_find_clear_level(series, part.least, clear) for series in part.excess.T)
-    level = level or _find_clear_level(part.own, 1.5 * part.least, clear)
-    late_seconds = min(float(np.median(part.own)), -part.blocked)
-    if not level or late_seconds < WAITED_FOR * level:
-        return None
-    phases = _name_phases(part.excess)
-    series = part.in_phases(phases)
-    return Late(part.rank, phases, float(np.median(series)), stats.median_interval(series))
+    level = sum(_find_clear_level(series, part.least, clear) for series in part.phases.T)
+    level = level or _find_clear_level(part.excess[:, OWN], 1.5 * part.least, clear)
+    is_waited_for = min(part.medians[OWN], -part.medians[BLOCKED]) >= WAITED_FOR * level
+    return _measure(part, part.phases) if level and is_waited_for else None
 
 
 def _find_clear_level(series: Floats, least: float, clear: float) -> float:
@@ -200,39 +191,36 @@ def _find_clear_level(series: Floats, least: float, clear: float) -> float:
 
 def _find_periodic(part: _Steps) -> Late | None:
     """Judge a rank that is late in every so many steps. part: steps that follow one another."""
-    late_phases = [s for s in part.excess.T if s.mean() > ALLOWED * part.step_seconds]
-    periods = [period for series in late_phases if (period := find_period(series))]
+    phases = [s for s in part.phases.T if s.mean() > ALLOWED * part.step_seconds]
+    periods = [period for series in phases if (period := find_period(series))]
     if not periods:
         return None
     best = max(periods, key=lambda period: period.clear)
     is_late = np.arange(len(part)) % best.every == best.first
-    late, usual = part[is_late], part[~is_late]
-    if np.median(usual.own) >= part.least:  # it is always late, and in some steps more so
-        return None
-    phases = _name_phases(late.excess - np.median(usual.excess, axis=0))
-    seconds = sum(phases.values())
-    if seconds < max(part.least, PERIODIC_COST * part.step_seconds * best.every):
-        return None
-    # The other ranks wait for a late optimizer in the backward of the next step.
     after = np.roll(is_late, 1)
     after[0] = False
-    less_blocked = max(part[~each].blocked - part[each].blocked for each in (is_late, after))
-    if less_blocked < WAITED_FOR * seconds:
-        return None
-    series = late.in_phases(phases) - np.median(usual.in_phases(phases))
-    interval, first = stats.median_interval(series), int(late.number[0])
-    return Late(
-        part.rank, phases, float(np.median(series)), interval, every=best.every, first=first
+    steps, usual = part[is_late], part[~is_late].medians
+    late = _measure(steps, steps.phases - usual[:BLOCKED])
+    # The other ranks wait for a late optimizer in the backward of the next step.
+    less_blocked = max(
+        part[~each].medians[BLOCKED] - part[each].medians[BLOCKED] for each in (is_late, after)
     )
+    is_seldom = usual[OWN] < part.least  # else it is always late, and in some steps more so
+    is_large = late.seconds >= max(part.least, PERIODIC_COST * part.step_seconds * best.every)
+    if is_seldom and is_large and less_blocked >= WAITED_FOR * late.seconds:
+        return replace(late, every=best.every, first=int(steps.number[0]))
+    return None
 
 
-def _name_phases(excess: Floats) -> dict[str, float]:
-    """Return the phases to name, the one that is longer by most first. excess: [steps, phase]."""
+def _measure(steps: _Steps, excess: Floats) -> Late:
+    """Return how late a rank is in these steps, and in which phases. excess: [steps, phase]."""
     longer = np.median(excess, axis=0)
-    most = int(longer.argmax())
     clear = [CLEAR * find_standard_error(series) for series in excess.T]
-    named = [i for i in np.argsort(-longer) if longer[i] >= max(ALSO * longer[most], clear[i])]
-    return {PHASES[i]: float(longer[i]) for i in named or [most]}
+    named = [i for i in range(BLOCKED) if longer[i] >= max(ALSO * longer.max(), clear[i])]
+    named = sorted(named or [int(longer.argmax())], key=lambda i: -longer[i])
+    series = excess[:, named].sum(axis=1)
+    phases = {PHASES[i]: float(longer[i]) for i in named}
+    return Late(steps.rank, phases, float(np.median(series)), stats.median_interval(series))
 
 
 class _Cause(NamedTuple):

@@ -23,7 +23,14 @@ from ddpbench.records.watched import (
     WatchedPhase,
     WatchedRank,
 )
-from ddpbench.watch.judging.history import Floats, History, Integers, Samples, find_most_frequent
+from ddpbench.watch.judging.history import (
+    OWN,
+    Floats,
+    History,
+    Integers,
+    Samples,
+    find_most_frequent,
+)
 from ddpbench.watch.judging.slow_links import find_rate
 from ddpbench.watch.window import BLOCKED
 
@@ -110,7 +117,7 @@ def _summarize_steps(history: History) -> StepSummary:
 
 
 def _make_figure(seconds: Floats) -> Figure:
-    return Figure(float(np.median(seconds)), stats.median_interval(seconds))
+    return Figure(float(np.median(seconds)), stats.median_interval(np.asarray(seconds, np.float64)))
 
 
 def _list_moments(history: History) -> list[Moment]:
@@ -149,26 +156,29 @@ def _list_ranks(history: History, moments: Sequence[Moment]) -> Iterator[Watched
     """Yield the ranks with the most own time, in order of their numbers."""
     host_of = history.host_of
     known = [rank for rank in history.ranks if rank in host_of]
-    known.sort(key=lambda rank: -history.ranks[rank].values["own"].mean())
-    ends = np.array([moment.step for moment in moments])
+    known.sort(key=lambda rank: -history.ranks[rank].values["excess"][:, OWN].mean())
     for rank in sorted(known[: watched.MOST_RANKS]):
         kept = history.ranks[rank]
         even = kept.values[kept.evenly()]
-        is_late = rank in known[: watched.MOST_LATE]
-        late = _take_means(kept, kept.values["own"][:, None], ends)[:, 0].round(DECIMALS).tolist()
+        row = even["row"].mean(axis=0, dtype=np.float64).round(DECIMALS)
+        excess = even["excess"].mean(axis=0, dtype=np.float64).round(DECIMALS)
+        is_latest = rank in known[: watched.MOST_LATE]
         yield WatchedRank(
             rank=rank,
             host=host_of[rank],
             seconds=tuple(np.median(even["row"], axis=0).tolist()),
             steps=kept.steps,
-            late_seconds=tuple(x if math.isfinite(x) else None for x in late) if is_late else (),
-            mean_seconds=_take_mean(even["row"]),
-            extra_seconds=_take_mean(even["excess"])[:BLOCKED],
+            late_seconds=_find_lateness(kept, moments) if is_latest else (),
+            mean_seconds=tuple(row.tolist()),
+            extra_seconds=tuple(excess[:BLOCKED].tolist()),
         )
 
 
-def _take_mean(values: Floats) -> tuple[float, ...]:
-    return tuple(values.mean(axis=0, dtype=np.float64).round(DECIMALS).tolist())
+def _find_lateness(kept: Samples, moments: Sequence[Moment]) -> tuple[float | None, ...]:
+    """Return a rank's own time beyond that of the others in each moment; None: unknown."""
+    own = kept.values["excess"][:, [OWN]]
+    late = _take_means(kept, own, np.array([moment.step for moment in moments])).round(DECIMALS)
+    return tuple(each if math.isfinite(each) else None for each in late[:, 0].tolist())
 
 
 def _list_collectives(history: History) -> list[WatchedCollective]:
