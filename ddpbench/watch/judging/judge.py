@@ -17,9 +17,10 @@ from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.records.watched import COLUMNS, PHASES, WatchedPause
 from ddpbench.records.wording import list_all, name_ranks
-from ddpbench.watch.judging import slow_links, stragglers
+from ddpbench.watch.judging import stragglers
 from ddpbench.watch.judging.history import History, format_time
 from ddpbench.watch.judging.series import find_parts
+from ddpbench.watch.judging.slow_links import find_slow_links
 from ddpbench.watch.judging.stragglers import RECENT, Late
 from ddpbench.watch.window import ALL, BLOCKED
 
@@ -78,9 +79,7 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
 
 def _judge_links(job: Job) -> Iterator[Finding]:
     history = job.history
-    links = history.links.values()
-    for slow in slow_links.find_slow_links(links, history.hosts, history.link_seconds):
-        yield slow_links.describe_slow_link(slow)
+    yield from find_slow_links(history.links.values(), history.hosts, history.link_seconds)
 
 
 def _judge_missing(job: Job) -> Iterator[Finding]:
