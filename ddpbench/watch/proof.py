@@ -74,11 +74,10 @@ class Record:
     compared: int = 0
     equal: int = 0
     missed: int = 0
-    differs: bool = False  # so it is compared no more
-    finite: bool = True  # as far as was reported
+    failed: bool = False  # so it is compared no more
     equal_until: int | None = None
     contents: dict[str, int] = field(default_factory=dict)  # of the last comparison, by kind
-    reason: str = ""  # why it is compared no more
+    reason: str = ""  # why it cannot be compared
     store: dist.Store | None = None  # of the last comparison
     noted: bool = False  # whether what is not compared is reported
 
@@ -86,8 +85,8 @@ class Record:
 class Proof:
     """Compares the replicas that an observer finds. `findings` has what was found, in every rank.
 
-    every: steps from one comparison to the next; 0: none. Each replica is compared until it first
-    differs. A step has the number that it has for the first of the replica's ranks.
+    every: steps from one comparison to the next; 0: none. Each replica is compared until its first
+    error. A step has the number that it has for the first of the replica's ranks.
     """
 
     def __init__(self, every: int, observer: Observer) -> None:
@@ -129,7 +128,7 @@ class Proof:
     def _compare(self, point: str, number: int, one: Replica) -> None:
         """Compare a replica if all of its ranks come to this point."""
         record = self._records.setdefault(one.name, Record(one.ranks))
-        if record.differs or record.reason:
+        if record.failed or record.reason:
             return
         ddp: Any = wrapper(one.module)
         step = self._meet(point, number, one, record)
@@ -145,7 +144,7 @@ class Proof:
     def _compare_now(self, step: int, one: Replica, record: Record) -> None:
         options = Options(
             gradients=None,
-            finite=record.finite,
+            finite=True,
             locate=LOCATED,
             step=step,
             equal_until=record.equal_until,
@@ -158,7 +157,7 @@ class Proof:
         record.compared += 1
         errors = [f for f in report.findings if f.severity == "error"]
         self._add(one.ranks, *(replace(f, sentence=f"step {step}: {f.sentence}") for f in errors))
-        record.differs, record.finite = report.differs, not errors and record.finite
+        record.failed = report.failed
         if not report.differs:
             record.equal += 1
             record.equal_until = step

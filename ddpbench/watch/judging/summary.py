@@ -54,46 +54,39 @@ def summarize(history: History) -> Summary | None:
     if not history.job and not history.calls:
         return None
     known = Watched(
-        steps=0,
-        last_step=-1,
-        step_seconds=0.0,
-        phases=(),
-        exposed_seconds=0.0,
         hosts={host: len(ranks) for host, ranks in history.hosts.items()},
         collectives=tuple(_list_collectives(history)),
         links=tuple(_list_links(history)),
     )
     if not history.job:  # as of a job without an optimizer
         return Summary(steps=None, watched=known, latest=None)
-    steps = _summarize_steps(history)
-    moments = _list_moments(history)
+    steps, moments = _summarize_steps(history), _list_moments(history)
+    medians = np.median(history.job.values["median"][history.job.evenly()], axis=0).tolist()
     phases = [
         WatchedPhase(
             name=phase.name,
-            seconds=float(np.median(history.job.values["median"][history.job.evenly(), column])),
+            seconds=median,
             slowest_seconds=phase.slowest.value,
             fastest_seconds=phase.fastest_seconds,
             slowest_rank=phase.slowest_rank,
             slowest_share=phase.slowest_share,
         )
-        for column, phase in enumerate(steps.phases)
+        for phase, median in zip(steps.phases, medians, strict=True)
     ]
-    return Summary(
-        steps=steps,
-        watched=replace(
-            known,
-            steps=history.steps,
-            last_step=history.last_step,
-            step_seconds=steps.step.value,
-            phases=tuple(phases),
-            exposed_seconds=steps.budget[0].figure.value,
-            moments=tuple(moments),
-            ranks=tuple(_list_ranks(history, moments)),
-            balance=history.balance,
-            pauses=history.pauses,
-        ),
-        latest=next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:])),
+    complete = replace(
+        known,
+        steps=history.steps,
+        last_step=history.last_step,
+        step_seconds=steps.step.value,
+        phases=tuple(phases),
+        exposed_seconds=steps.budget[0].figure.value,
+        moments=tuple(moments),
+        ranks=tuple(_list_ranks(history, moments)),
+        balance=history.balance,
+        pauses=history.pauses,
     )
+    latest = next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:]))
+    return Summary(steps, complete, latest)
 
 
 def _summarize_steps(history: History) -> StepSummary:
@@ -187,18 +180,18 @@ def _list_collectives(history: History) -> list[WatchedCollective]:
     for (group, operation, nbytes), calls in history.calls.items():
         last_rank, share = calls.find_last()
         stands_out = share >= min(STANDS_OUT / calls.ranks, (1 + 1 / calls.ranks) / 2)
-        wires_ns = [call.wire_ns for call in calls.newest if call.wire_ns >= 0]
-        waits_ns = [call.last_ns - call.first_ns for call in calls.newest]
+        wires = [call.wire_ns * 1e-9 for call in calls.newest if call.wire_ns >= 0]
+        waits = [(call.last_ns - call.first_ns) * 1e-9 for call in calls.newest]
         row = WatchedCollective(
             group=group,
             ranks=calls.ranks,
             operation=operation,
             nbytes=nbytes,
             calls=calls.count / (history.call_steps or 1),
-            wait_seconds=float(np.median(waits_ns)) * 1e-9,
+            wait_seconds=float(np.median(waits)),
             last_rank=last_rank if stands_out and calls.ranks > 1 else None,
             last_share=share,
-            wire_seconds=float(np.median(wires_ns)) * 1e-9 if wires_ns else None,
+            wire_seconds=float(np.median(wires)) if wires else None,
         )
         rows.append(row)
     rows.sort(key=lambda row: -row.wait_seconds * row.calls)
