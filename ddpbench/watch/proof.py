@@ -191,40 +191,31 @@ class Proof:
         return [_explain_never_compared(reason)]
 
     def _list_replicas(self) -> list[Replica]:
-        """Return this rank's replicas with names that are the same in all ranks, in the same order.
-
-        Their order is that of their parameters in the optimizers.
-        """
+        """Return this rank's replicas with names that are the same in all ranks, in their order."""
         stepped = self._observer.optimizers
         # ZeroRedundancyOptimizer steps another one, which has this rank's part of the state.
-        inner = [getattr(one, "optim", None) for one in stepped if shards_state(one)]
+        inner = {id(getattr(one, "optim", None)) for one in stepped if shards_state(one)}
         owners: dict[int, list[Optimizer]] = {}  # by parameter
-        for optimizer in stepped:
-            if not any(optimizer is one for one in inner):
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        owners.setdefault(id(parameter), []).append(optimizer)
-        position = {key: place for place, key in enumerate(owners)}
-        modules: list[tuple[int, nn.Module, list[Optimizer]]] = []
+        for optimizer in (one for one in stepped if id(one) not in inner):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    owners.setdefault(id(parameter), []).append(optimizer)
+        count: Counter[str] = Counter()
+        replicas = []
         for module in itertools.chain.from_iterable(map(_list_parts, self._observer.modules)):
             keys = [id(p) for p in module.parameters() if id(p) in owners]
             ddp: Any = wrapper(module)
+            meshes = _list_meshes(module)
             if ddp is not None and ddp.process_group not in distributed_c10d._world.pg_map:
                 continue  # of a training before: its group is destroyed
-            if keys or ddp is not None or _list_meshes(module):
-                own = {id(one): one for key in keys for one in owners[key]}
-                first = min((position[key] for key in keys), default=len(position))
-                modules.append((first, module, [*own.values()]))
-        modules.sort(key=lambda one: one[0])
-        count: Counter[str] = Counter()
-        replicas = []
-        for _, module, optimizers in modules:
-            target, _ = channel.choose_target(None, wrapper(module), _list_meshes(module))
-            ranks, groups = _list_ranks(target)
-            name = _name_model(module, ranks)
-            count[name] += 1
-            replicas.append(Replica(f"{name} {count[name]}", module, optimizers, ranks, groups))
-        return replicas
+            if keys or ddp is not None or meshes:
+                optimizers = {id(one): one for key in keys for one in owners[key]}
+                ranks, groups = _list_ranks(channel.choose_target(None, ddp, meshes)[0])
+                name = _name_model(module, ranks)
+                count[name] += 1
+                name = f"{name} {count[name]}"
+                replicas.append(Replica(name, module, [*optimizers.values()], ranks, groups))
+        return sorted(replicas, key=lambda one: one.name)
 
     def _meet(self, point: str, step: int, one: Replica, record: Record) -> int | None:
         """Wait for the ranks of a replica; return the first one's step, None if not all came."""

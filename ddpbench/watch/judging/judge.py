@@ -329,15 +329,15 @@ def _judge_hosts(job: Job) -> Iterator[Finding]:
     medians = {host: float(np.median(values)) for host, values in shares.items()}
     busy = {host: share for host, share in medians.items() if share > BUSY_SHARE}
     if busy:
-        least, most = f"{min(busy.values()):.0%}", f"{max(busy.values()):.0%}"
+        most = max(busy.values())
         where = {"host": next(iter(busy))} if len(busy) == 1 else {"hosts": list(busy)}
         yield Finding(
             "note",
             "busy-host",
-            f"{list_all(busy)}: other programs use "
-            f"{most if least == most else f'{least} to {most}'} of the cores",
+            f"{list_all(busy)}: other programs use {'up to ' if len(busy) > 1 else ''}{most:.0%} "
+            "of the cores",
             "run top there to see them; stop them, or run the job elsewhere",
-            where | {"share": max(busy.values())},
+            where | {"share": most},
         )
 
 
