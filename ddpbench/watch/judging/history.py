@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.records.load import Load
 from ddpbench.records.watched import MOST_VALUES, WatchedBalance, WatchedPause
 from ddpbench.watch.judging.pauses import PauseHistory
 from ddpbench.watch.window import BLOCKED, COLUMNS, RANKS, WARM_UP, JoinedCall, Link, Window
@@ -121,7 +120,7 @@ class History:
         self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.rounds = 0
-        self.loads = Samples(np.dtype(("f8", (len(fields(Load)),))))  # None as NaN
+        self.loads: dict[str, Samples] = {}  # by field of Load
         self.values: dict[str, Samples] = {}  # by name
         self.calls: dict[tuple[str, str, int], Calls] = {}  # by group, operation and bytes
         self.call_steps = 0  # in which any of these calls was made
@@ -226,13 +225,13 @@ class History:
     def _add_readings(self, window: Window) -> None:
         self.facts.append({rank: window.facts[rank] for rank in self.ranks if rank in window.facts})
         self.host_facts.append(window.host_facts)
-        if window.load is not None:
-            load = np.array([astuple(window.load)], np.float64)
-            self.loads.add(np.array([self.last_step]), load)
+        load = {} if window.load is None else asdict(window.load)
+        for name, reading in load.items():
+            if reading is not None:
+                _add_reading(self.loads, name, self.last_step, reading)
         for name, (step, value) in window.values.items():
             if name in self.values or len(self.values) <= MOST_VALUES:
-                kept = self.values.setdefault(name, Samples("f8"))
-                kept.add(np.array([step]), np.array([value]))
+                _add_reading(self.values, name, step, value)
 
     def _add_links(self, window: Window) -> None:
         self.links = {pair: link.scale(FADE) for pair, link in self.links.items()}
@@ -253,6 +252,10 @@ class History:
             key = call.group, call.operation, call.nbytes
             if key in self.calls or len(self.calls) < KINDS:
                 self.calls.setdefault(key, Calls()).add(call)
+
+
+def _add_reading(kept: dict[str, Samples], name: str, step: int, value: float) -> None:
+    kept.setdefault(name, Samples("f8")).add(np.array([step]), np.array([value]))
 
 
 def format_time(seconds: float) -> str:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from ddpbench.analysis import stats
 from ddpbench.records.schema import Finding, Interval
 from ddpbench.records.watched import PHASES
-from ddpbench.records.wording import name_ranks
 from ddpbench.watch.judging.history import OWN, Floats, History, Integers, format_time
 from ddpbench.watch.judging.series import find_parts, find_period, find_standard_error
 from ddpbench.watch.window import ALL, BLOCKED
@@ -55,13 +54,13 @@ NEXT_STEPS = {
 class Late:
     """A rank that is late.
 
-    phases: name → how much longer a late step takes in it, the largest first; seconds: their sum;
+    phases: which take longer, by most first; seconds: how much longer a late step takes in them;
     since, until: numbers of its first late step, None from the start, and of its last one, None if
     it is still late; every: a step in so many is late; first: number of a late step.
     """
 
     rank: int
-    phases: dict[str, float]
+    phases: tuple[str, ...]
     seconds: float
     interval: Interval | None
     since: int | None = None
@@ -77,7 +76,7 @@ class Late:
     @property
     def phase(self) -> str:
         """The phase that takes longer by most."""
-        return next(iter(self.phases))
+        return self.phases[0]
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,7 @@ def _measure(steps: _Steps, excess: Floats) -> Late:
     named = [i for i in range(BLOCKED) if longer[i] >= max(ALSO * longer.max(), clear[i])]
     named = sorted(named or [int(longer.argmax())], key=lambda i: -longer[i])
     series = excess[:, named].sum(axis=1)
-    phases = {PHASES[i]: float(longer[i]) for i in named}
+    phases = tuple(PHASES[i] for i in named)
     return Late(steps.rank, phases, float(np.median(series)), stats.median_interval(series))
 
 
@@ -264,7 +263,7 @@ SWAP = _Cause(
 
 
 def describe_late(history: History, late: Sequence[Late]) -> Iterator[Finding]:
-    """Yield a finding for each host whose ranks are all late, and for each other late rank."""
+    """Yield a finding for each host whose ranks are all late, and for the latest other ranks."""
     hosts = _find_slow_hosts(history, late)
     for host, ranks in hosts.items():
         seconds = float(np.median([one.seconds for one in ranks]))
@@ -279,12 +278,7 @@ def describe_late(history: History, late: Sequence[Late]) -> Iterator[Finding]:
             {**place, "seconds": seconds, "share": seconds / history.mean_seconds},
         )
     rest = [one for one in late if history.host_of.get(one.rank) not in hosts]
-    for one in rest[:MOST]:
-        yield _describe_rank(history, one)
-    if more := [one.rank for one in rest[MOST:]]:
-        sentence = f"{name_ranks(more)}: also late, each by less"
-        next_step = "fix the ranks named above first"
-        yield Finding("note", "straggler", sentence, next_step, {"ranks": more})
+    yield from (_describe_rank(history, one) for one in rest[:MOST])
 
 
 def _find_slow_hosts(history: History, late: Sequence[Late]) -> dict[str, list[Late]]:
@@ -322,25 +316,19 @@ def _describe_rank(history: History, late: Late) -> Finding:
         "until": None if late.until is None else history.find_end(late.until),
     }
     next_step = cause.next_step if cause else NEXT_STEPS[late.phase]
+    phases = f"{' and '.join(late.phases)} {'take' if len(late.phases) > 1 else 'takes'}"
+    size = f"{late.seconds * 1e3:.3g} ms"
+    if late.interval is not None:
+        size += f" [{late.interval.low * 1e3:.3g}, {late.interval.high * 1e3:.3g}]"
     return Finding(
         "warning" if late.until is None or lasted >= LASTING else "note",
         "straggler" if late.every == 1 else "intermittent-straggler",
-        f"rank {late.rank} on {host} {_describe_steps(history, late)}: its {_describe_size(late)} "
+        f"rank {late.rank} on {host} {_describe_steps(history, late)}: its {phases} {size} "
         f"longer than the other ranks'{f', at {line}' if line else ''}: "
         f"{history.describe_cost(cost)}{f'; {cause.sentence}' if cause else ''}",
         next_step.format(rank=late.rank),
         {name: value for name, value in place.items() if value is not None},
     )
-
-
-def _describe_size(late: Late) -> str:
-    """Return "forward and input (…) take 20 ms [19, 21]"."""
-    names = [f"{phase} ({seconds * 1e3:.3g} ms)" for phase, seconds in late.phases.items()]
-    text = f"{' and '.join(names)} take" if len(names) > 1 else f"{late.phase} takes"
-    text += f" {late.seconds * 1e3:.3g} ms"
-    if late.interval is not None:
-        text += f" [{late.interval.low * 1e3:.3g}, {late.interval.high * 1e3:.3g}]"
-    return text
 
 
 def _describe_steps(history: History, late: Late) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -118,18 +118,29 @@ def _list_moments(history: History) -> list[Moment]:
     even = history.job.evenly()
     width = math.ceil(len(even) / watched.MOST_MOMENTS)
     moments = list(_take_medians(history, even[len(even) % width :].reshape(-1, width)))
-    ends = np.array([moment.step for moment in moments])
-    loads = _take_means(history.loads, history.loads.values, ends).tolist()
-    values: list[dict[str, float]] = [{} for _ in moments]
-    for name, kept in history.values.items():
-        means = _take_means(kept, kept.values[:, None], ends)[:, 0].tolist()
-        for of_moment, mean in zip(values, means, strict=True):
-            if math.isfinite(mean):
-                of_moment[name] = float(f"{mean:.{DIGITS}g}")
+    loads, values = _list_means(history.loads, moments), _list_means(history.values, moments)
     return [
         replace(moment, load=_make_load(load), loss=named.pop(LOSS, None), values=named)
         for moment, load, named in zip(moments, loads, values, strict=True)
     ]
+
+
+def _list_means(kept: Mapping[str, Samples], moments: Sequence[Moment]) -> list[dict[str, float]]:
+    """Return the mean of what was read in each moment, by name."""
+    means: list[dict[str, float]] = [{} for _ in moments]
+    for name, samples in kept.items():
+        of_moments = _take_means(samples, samples.values, moments)
+        for named, mean in zip(means, of_moments, strict=True):
+            if mean is not None:
+                named[name] = float(f"{mean:.{DIGITS}g}")
+    return means
+
+
+def _make_load(read: Mapping[str, float]) -> Load | None:
+    if not read:
+        return None
+    fields = {name: round(mean) if "nbytes" in name else mean for name, mean in read.items()}
+    return Load(**fields)  # type: ignore[arg-type]
 
 
 def _take_medians(history: History, steps: Integers) -> Iterator[Moment]:
@@ -155,23 +166,16 @@ def _list_ranks(history: History, moments: Sequence[Moment]) -> Iterator[Watched
         even = kept.values[kept.evenly()]
         row = even["row"].mean(axis=0, dtype=np.float64).round(DECIMALS)
         excess = even["excess"].mean(axis=0, dtype=np.float64).round(DECIMALS)
-        is_latest = rank in known[: watched.MOST_LATE]
+        late = _take_means(kept, kept.values["excess"][:, OWN], moments)
         yield WatchedRank(
             rank=rank,
             host=host_of[rank],
             seconds=tuple(np.median(even["row"], axis=0).tolist()),
             steps=kept.steps,
-            late_seconds=_find_lateness(kept, moments) if is_latest else (),
+            late_seconds=tuple(late) if rank in known[: watched.MOST_LATE] else (),
             mean_seconds=tuple(row.tolist()),
             extra_seconds=tuple(excess[:BLOCKED].tolist()),
         )
-
-
-def _find_lateness(kept: Samples, moments: Sequence[Moment]) -> tuple[float | None, ...]:
-    """Return a rank's own time beyond that of the others in each moment; None: unknown."""
-    own = kept.values["excess"][:, [OWN]]
-    late = _take_means(kept, own, np.array([moment.step for moment in moments])).round(DECIMALS)
-    return tuple(each if math.isfinite(each) else None for each in late[:, 0].tolist())
 
 
 def _list_collectives(history: History) -> list[WatchedCollective]:
@@ -212,27 +216,17 @@ def _list_links(history: History) -> Iterator[WatchedLink]:
         )
 
 
-def _make_load(row: Sequence[float]) -> Load | None:
-    cores, most_cores, memory, gpu_share, gpu_memory = row
-    if not math.isfinite(cores):
-        return None
-    return Load(
-        cpu_cores=round(cores, 3),
-        most_cpu_cores=round(most_cores, 3),
-        memory_nbytes=round(memory),
-        gpu_share=round(gpu_share, 3) if math.isfinite(gpu_share) else None,
-        gpu_memory_nbytes=round(gpu_memory) if math.isfinite(gpu_memory) else None,
-    )
+def _take_means(kept: Samples, values: Floats, moments: Sequence[Moment]) -> list[float | None]:
+    """Return the mean of the values of each moment; None where it has none.
 
-
-def _take_means(kept: Samples, values: Floats, ends: Integers) -> Floats:
-    """Return the mean of the values of each moment; NaN where it has none, or an unknown one.
-
-    values: [kept, columns], of these samples; ends: the last step of each moment. The result is
-    [moments, columns]. What is newer than the last moment counts there.
+    values: [kept], of these samples. What is newer than the last moment counts there.
     """
-    even, count = kept.evenly(), len(ends)
+    even, count = kept.evenly(), len(moments)
+    ends = np.array([moment.step for moment in moments])
     place = np.minimum(np.searchsorted(ends, kept.number[even]), count - 1)
-    sums = [np.bincount(place, column, minlength=count) for column in values[even].T]
-    with np.errstate(invalid="ignore"):
-        return np.stack(sums, axis=1) / np.bincount(place, minlength=count)[:, None]
+    sums = np.bincount(place, values[even], minlength=count).tolist()
+    counts = np.bincount(place, minlength=count).tolist()
+    return [
+        round(total / each, DECIMALS) if each else None
+        for total, each in zip(sums, counts, strict=True)
+    ]
