@@ -35,8 +35,8 @@ from ddpbench.watch.judging.slow_links import find_rate
 from ddpbench.watch.window import BLOCKED
 
 LATEST = 64  # steps of `Summary.latest`, at most
-DECIMALS = 7  # of stored seconds
-DIGITS = 6  # of a stored value
+DECIMALS = 7  # of the seconds of a stored mean step
+DIGITS = 6  # of a stored mean in a moment
 STANDS_OUT = 2.0  # times the share that each rank would have, to be named as last
 
 
@@ -132,7 +132,7 @@ def _list_means(kept: Mapping[str, Samples], moments: Sequence[Moment]) -> list[
         of_moments = _take_means(samples, samples.values, moments)
         for named, mean in zip(means, of_moments, strict=True):
             if mean is not None:
-                named[name] = float(f"{mean:.{DIGITS}g}")
+                named[name] = mean
     return means
 
 
@@ -227,6 +227,6 @@ def _take_means(kept: Samples, values: Floats, moments: Sequence[Moment]) -> lis
     sums = np.bincount(place, values[even], minlength=count).tolist()
     counts = np.bincount(place, minlength=count).tolist()
     return [
-        round(total / each, DECIMALS) if each else None
+        float(f"{total / each:.{DIGITS}g}") if each else None
         for total, each in zip(sums, counts, strict=True)
     ]
