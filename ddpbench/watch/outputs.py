@@ -100,9 +100,7 @@ class Outputs:
     def _open_metrics(self) -> None:
         if self._settings.prometheus is not None:
             metrics = Metrics(self._settings.prometheus)
-            self._outputs["metrics for Prometheus"] = lambda *report: metrics.update(
-                describe_report(*report)
-            )
+            self._outputs["metrics for Prometheus"] = metrics.update
 
     def _show_line(self, run: Run, latest: Moment | None) -> None:
         """Print the line, if it is time and the job goes on. latest: None before any step."""
@@ -163,14 +161,14 @@ class Metrics:
             serve: Any = prometheus_client.start_http_server
             self._server, _ = serve(int(where), registry=self._registry)
 
-    def update(self, report: dict[str, Any]) -> None:
-        """Show the metrics of a report (`describe_report`). After the last one, serve no more."""
-        self._report = report
+    def update(self, run: Run, latest: Moment | None) -> None:
+        """Show the metrics of a report. After the last one, serve no more."""
+        self._report = describe_report(run, latest)
         if self._server is None:
             from prometheus_client import write_to_textfile
 
             write_to_textfile(self._file, self._registry)
-        elif report["state"] != "running":
+        elif run.state != "running":
             self._server.shutdown()
             self._server.server_close()
 

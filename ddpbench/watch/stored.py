@@ -11,14 +11,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import torch
 
 from ddpbench.catalog import backends
 from ddpbench.launch import placement
 from ddpbench.mpi_backend.base import NAME
 from ddpbench.present.formats import FORMATS
-from ddpbench.records import codec, redact, store
+from ddpbench.records import redact, store
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Finding, Plan, Run, StepCase, StepResult
 from ddpbench.records.store import End
@@ -123,20 +122,12 @@ class StoredRun:
         self.update(replace(run, id=self.folder.name))
 
     def update(self, run: Run) -> None:
-        """Replace the record, and store the table of a job that has ended.
-
-        While the job goes on, the record is encoded fast: a watch must not hold the interpreter.
-        """
+        """Replace the record, and store the table of a job that has ended."""
         path = self.folder / "run.json"
         if run.state != "running":
             _write(self.folder, run)
         elif not self._inode or path.stat().st_ino == self._inode:  # else another stored the end
-            owner = redact.owner()
-            (launch,) = run.launches
-            owner = replace(owner, hosts=(*owner.hosts, *{r["hostname"] for r in launch.ranks}))
-            findings = redact.record({"findings": msgspec.to_builtins(run.findings)}, owner)
-            data = codec.encode({**msgspec.to_builtins(run), **findings}, indent=None)
-            store.replace_file(path, data)
+            store.write(self.folder, run)
             self._inode = path.stat().st_ino
 
 

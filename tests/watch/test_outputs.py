@@ -131,7 +131,7 @@ def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
 
 def test_the_record_does_not_grow(tmp_path: Path) -> None:
     """The record of a long job is not larger than that of a short one by more than its timeline,
-    and never more than 100 kB."""
+    and never more than 150 kB."""
     outputs, history = Outputs(Settings(output=tmp_path), a_job()), History()
     sizes = []
     for number in range(120):
@@ -139,7 +139,7 @@ def test_the_record_does_not_grow(tmp_path: Path) -> None:
         if number in (39, 79, 119):
             outputs.update(history, [SLOW])
             sizes.append((tmp_path / the_run(tmp_path).id / "run.json").stat().st_size)
-    assert max(sizes) < 100_000
+    assert max(sizes) < 150_000
     assert sizes[2] < sizes[0] * 1.3
 
 
