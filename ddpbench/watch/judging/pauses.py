@@ -39,7 +39,7 @@ class Pauses:
 
     rank: int
     phase: int
-    count: float = 0.0
+    count: int = 0
     seconds: float = 0.0
     longest_seconds: float = 0.0
     lines: dict[str, float] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Pauses:
             phase=COLUMNS[self.phase],
             line=max(self.lines, key=self.lines.__getitem__, default=""),
             waits_at=max(self.waits, key=self.waits.__getitem__, default=""),
-            count=round(self.count),
+            count=self.count,
             every=every,
             first_step=first_step,
             first_ended=first_ns * 1e-9,
