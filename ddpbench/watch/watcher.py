@@ -263,8 +263,6 @@ class _Reports:
         joined = join_hosts(hosts)
         self._history.add(joined, self._choose_complete(list_calls(joined)))
         self._history.balance = rank.make_balance()
-        if window.last:
-            self._history.long_steps.finish()
         if time.monotonic() < self._output_at and not window.last:
             return
         began = time.thread_time()

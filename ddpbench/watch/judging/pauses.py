@@ -7,11 +7,10 @@ all ranks, and the same phase, and are at the same lines of the program.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from msgspec import structs
 
 from ddpbench.records.watched import COLUMNS, MOST_PAUSES, WatchedPause
 from ddpbench.watch.window import ALL, BLOCKED, LongStep, join_long_steps
@@ -116,52 +115,29 @@ class PauseHistory:
 
     def __init__(self) -> None:
         self.kinds: list[Pauses] = []
-        self._pending: dict[int, LongStep] = {}  # whose other reports may come a round later
 
     def add(self, steps: Sequence[LongStep]) -> None:
-        """Add the long steps of a round."""
-        before = self._pending
-        joined = {one.number: one for one in join_long_steps([*before.values(), *steps])}
-        self._finish(joined, before)
-        self._pending = {number: one for number, one in joined.items() if number not in before}
+        """Add the long steps of a round, each of one rank or of several."""
+        for step in join_long_steps(steps):
+            rank, phase, seconds = step.rank, int(np.argmax(step.extra[:BLOCKED])), step.own
+            if seconds < step.waited / 2:
+                rank, phase, seconds = ALL, BLOCKED, step.waited
+            elif step.ranks > 1 and step.shared >= OF_ALL * seconds:
+                rank = ALL
+            alike = [kind for kind in self.kinds if (kind.rank, kind.phase) == (rank, phase)]
+            same = [kind for kind in alike if kind.resembles(step, seconds)]
+            kind = max(same, key=lambda kind: kind.count, default=None)
+            if kind is None:
+                kind = Pauses(rank, phase)
+                self.kinds.append(kind)
+                if len(self.kinds) > KINDS:
+                    self.kinds.remove(min(self.kinds[:-1], key=lambda kind: kind.seconds))
+            kind.add(step, seconds)
 
     def summarize(self, steps: int) -> tuple[WatchedPause, ...]:
         """Return the kinds of pauses, those that cost most first. steps: of the job so far."""
         kinds = sorted(self.kinds, key=lambda kind: -kind.seconds)[:MOST_PAUSES]
         return tuple(kind.summarize(steps) for kind in kinds)
-
-    def finish(self) -> None:
-        """Add what waits for further reports: there will be none."""
-        self._finish(self._pending, list(self._pending))
-        self._pending = {}
-
-    def _finish(self, steps: dict[int, LongStep], numbers: Iterable[int]) -> None:
-        for number in sorted(numbers):
-            step, after = steps.get(number), steps.get(number + 1)
-            if step is None:
-                continue
-            half = step.own / 2
-            # The other ranks wait for a late optimizer in the backward of the next step.
-            if after and after.own < half <= after.waited and step.waited < half:
-                step = structs.replace(step, waited=after.waited, waits_at=after.waits_at)
-                del steps[number + 1]
-            self._add(step)
-
-    def _add(self, step: LongStep) -> None:
-        rank, phase, seconds = step.rank, int(np.argmax(step.extra[:BLOCKED])), step.own
-        if seconds < step.waited / 2:
-            rank, phase, seconds = ALL, BLOCKED, step.waited
-        elif step.ranks > 1 and step.shared >= OF_ALL * seconds:
-            rank = ALL
-        alike = [kind for kind in self.kinds if (kind.rank, kind.phase) == (rank, phase)]
-        same = [kind for kind in alike if kind.resembles(step, seconds)]
-        kind = max(same, key=lambda kind: kind.count, default=None)
-        if kind is None:
-            kind = Pauses(rank, phase)
-            self.kinds.append(kind)
-            if len(self.kinds) > KINDS:
-                self.kinds.remove(min(self.kinds[:-1], key=lambda kind: kind.seconds))
-        kind.add(step, seconds)
 
 
 def _find_shares(lines: Mapping[str, float]) -> dict[str, float]:
