@@ -1,4 +1,4 @@
-"""What a watch finds in made-up jobs with the noise of a busy host, and that it finds no more."""
+"""Findings of a watch on made-up jobs with the noise of a busy host, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 gives out of a watch: the line, the table, the stored run, metrics, the callback."""
+"""Outputs of rank 0: the line, the table, the stored run, metrics, the callback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 remembers of a watched job: bounded, however long it runs and on however many ranks.
+"""Rank 0's memory of a watched job: bounded for any length of job and number of ranks.
 
 Each rank is compared step by step with the other ranks. Their median is the base: what all ranks
 do, and what slows all of them down, cancels out.
@@ -28,7 +28,7 @@ GOLDEN = 0x9E3779B9  # 2**32 / the golden ratio: its multiples are evenly spread
 TRACKED = 64  # ranks whose steps are kept
 RECENT = 12  # rounds whose facts are kept
 SILENT = 24  # rounds without a report of a rank: of hosts, some report in fewer
-KINDS = 128  # of calls that are told apart
+KINDS = 128  # of calls that are counted apart
 CALLS = 256  # of one kind, the newest
 LINKS = 16384
 FADE = 0.95  # of what a link carried, from one of its rounds to the next
@@ -113,7 +113,7 @@ class History:
         self.job = Samples(JOB)
         self.ranks: dict[int, Samples] = {}  # of RANK
         self.hosts: Mapping[str, Sequence[int]] = {}
-        self._heard: dict[int, int] = {}  # rank → the latest round with its steps, if there are any
+        self._reported: dict[int, int] = {}  # rank → the latest round with its steps, if any
         self.steps = 0  # that all ranks reported, without the warm-up
         self.last_step = -1
         self.spreads: deque[float] = deque(maxlen=RECENT)  # of ranks' own time
@@ -166,12 +166,12 @@ class History:
     def find_missing(self, world_size: int) -> list[int]:
         """Return the ranks without a report that can be compared, in any recent round."""
         since = self.rounds - SILENT
-        return [rank for rank in range(world_size) if self._heard.get(rank, -SILENT) < since]
+        return [rank for rank in range(world_size) if self._reported.get(rank, -SILENT) < since]
 
     def add(self, window: Window, calls: Sequence[JoinedCall] = ()) -> None:
         """Add the window of all ranks, every few seconds, and the calls that are new in it."""
         self._add_hosts(window.hosts)
-        self._hear(window)
+        self._note_reports(window)
         skipped = max(self.last_step, WARM_UP - 1) + 1 - window.first_step
         new = len(window.least_blocked) - max(skipped, 0)
         if new > 0 and window.rows:
@@ -191,13 +191,13 @@ class History:
             hosts = dict(sorted({**silent, **hosts}.items(), key=lambda host: min(host[1])))
         self.hosts = hosts
 
-    def _hear(self, window: Window) -> None:
+    def _note_reports(self, window: Window) -> None:
         """Note whose steps this round has; in a job without steps, who has reported."""
         if window.rows and not self.job:
-            self._heard.clear()
+            self._reported.clear()
         if window.rows or not self.job:
             known = window.rows if window.rows and _has_all_rows(window) else window.ranks
-            self._heard |= dict.fromkeys(known, self.rounds)
+            self._reported |= dict.fromkeys(known, self.rounds)
 
     def _add_steps(self, window: Window, new: int) -> None:
         known = sorted(window.rows)
@@ -264,7 +264,7 @@ def format_time(seconds: float) -> str:
 
 
 def _has_all_rows(window: Window) -> bool:
-    """Whether a window has the rows of all ranks, not only of those that look slowest."""
+    """Return whether a window has the rows of all ranks, not only of those that look slowest."""
     sizes = [len(window.hosts[host]) for host in window.medians]
     return max(sizes) <= RANKS and sum(sizes) <= TRACKED
 

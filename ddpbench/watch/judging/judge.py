@@ -44,12 +44,12 @@ NOTABLE_PAUSE, CLEAR_PAUSE, LARGE_PAUSE = 0.01, 0.03, 0.05  # of the job's time
 FEWEST_PAUSES = 3
 LONG_SECONDS, LONG_STEPS = 1.0, 10.0  # a pause that counts even if it is the only one
 UNUSUAL = 0.1  # of a step: a line at which ranks are for less
-LATE_PERIODS = 2  # from the begin of the job to the first pause, which then began later
+LATE_PERIODS = 2  # before the first pause, from which on pauses began later
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a judge is given. missing: ranks without comparable reports."""
+    """The input of a judge. missing: ranks without comparable reports."""
 
     history: History
     world_size: int
@@ -68,12 +68,13 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
     missing, nothing is said of all ranks: those that are missing may be the reason.
     """
     job = Job(history, world_size, history.find_missing(world_size))
-    known = {ANYTHING}
+    conditions = {ANYTHING}
     if len(history.job) >= FEWEST:
-        known |= {STEPS} if job.missing else {STEPS, ALL_RANKS}
+        conditions |= {STEPS} if job.missing else {STEPS, ALL_RANKS}
     elif not history.call_steps:
-        known |= {CALLS_ONLY}
-    findings = [one for needed, each in JUDGES if needed in known for one in each(job)]
+        conditions |= {CALLS_ONLY}
+    judges = [judge_job for condition, judge_job in JUDGES if condition in conditions]
+    findings = [finding for judge_job in judges for finding in judge_job(job)]
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
@@ -87,9 +88,8 @@ def _judge_missing(job: Job) -> Iterator[Finding]:
         yield Finding(
             "note",
             "missing-ranks",
-            f"the findings rest on {job.world_size - len(job.missing)} of {job.world_size} ranks, "
-            "so none is about all ranks: no comparable report comes from "
-            f"{name_ranks(job.missing)}",
+            f"only {job.world_size - len(job.missing)} of {job.world_size} ranks send comparable "
+            f"reports, so no finding is about all ranks; missing: {name_ranks(job.missing)}",
             "start all ranks under the watch; look in the job's output for why a watch has failed",
             {"ranks": [*job.missing]},
         )
@@ -149,8 +149,10 @@ def _judge_pauses(job: Job) -> Iterator[Finding]:
 
 
 def _is_clear(history: History, pause: WatchedPause) -> bool:
-    """Whether a pause is the script's: it comes regularly, or at a line where steps usually are not
-    found, or it is very long. Others are more likely the host's."""
+    """Return whether the script causes a pause, not the host.
+
+    It is regular, at a line at which steps usually are not found, or very long.
+    """
     at_line = history.lines.get(ALL, {}).get(pause.line, 0.0)
     unusual = bool(pause.line) and at_line < UNUSUAL * history.mean_seconds
     if pause.phase == COLUMNS[BLOCKED]:  # a busy host delays transfers, too
@@ -229,10 +231,10 @@ def _judge_speed(job: Job) -> Iterator[Finding]:
     old, new, since = np.median(series[parts[-2]]), np.median(now), int(number[first])
     ends = history.job.values["ended_ns"]
     lasts = len(now) >= FEWEST_CHANGED and (ends[-1] - ends[first]) * 1e-9 >= SHORTEST_SECONDS
-    # Two speeds that take turns are no change.
-    known = np.percentile(before, 5) < new < np.percentile(before, 95)
-    explained = any(one.since and abs(one.since - since) <= BESIDE for one in job.late)
-    if not lasts or known or explained:
+    # Two speeds that alternate are no change.
+    alternates = np.percentile(before, 5) < new < np.percentile(before, 95)
+    is_explained = any(one.since and abs(one.since - since) <= BESIDE for one in job.late)
+    if not lasts or alternates or is_explained:
         return
     change = float(new / old - 1)
     when = history.find_end(since)
@@ -330,14 +332,14 @@ def _judge_hosts(job: Job) -> Iterator[Finding]:
     busy = {host: share for host, share in medians.items() if share > BUSY_SHARE}
     if busy:
         most = max(busy.values())
-        where = {"host": next(iter(busy))} if len(busy) == 1 else {"hosts": list(busy)}
+        place = {"host": next(iter(busy))} if len(busy) == 1 else {"hosts": list(busy)}
         yield Finding(
             "note",
             "busy-host",
             f"{list_all(busy)}: other programs use {'up to ' if len(busy) > 1 else ''}{most:.0%} "
             "of the cores",
             "run top there to see them; stop them, or run the job elsewhere",
-            where | {"share": most},
+            place | {"share": most},
         )
 
 
@@ -349,9 +351,9 @@ def _find_share(history: History, name: str) -> float:
     shares = []
     is_first = history.rounds == len(history.host_facts)
     for hosts in [*history.host_facts][int(is_first) :]:
-        known = [facts for facts in hosts.values() if name in facts and facts.get("seconds")]
-        if known:
-            shares.append(float(np.mean([facts[name] / facts["seconds"] for facts in known])))
+        reads = [facts for facts in hosts.values() if name in facts and facts.get("seconds")]
+        if reads:
+            shares.append(float(np.mean([facts[name] / facts["seconds"] for facts in reads])))
     return float(np.median(shares)) if len(shares) >= ROUNDS else 0.0
 
 

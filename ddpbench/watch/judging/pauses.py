@@ -58,9 +58,11 @@ class Pauses:
             _add_lines(self.waits, {step.waits_at: step.waited})
 
     def resembles(self, step: LongStep, seconds: float) -> bool:
-        """Whether a pause is at the lines of these, or is about as long where its line is unknown
-        or is one that the thread had come to when it was looked at, as after a call that held
-        Python's lock: then the step must be the next of a period."""
+        """Return whether a pause is of this kind.
+
+        It is at the same lines, or it is about as long and has no line or is the next of a period:
+        after a call that held Python's lock, the line is one that the thread has come to since.
+        """
         own, others = _find_shares(step.lines), _find_shares(self.lines)
         if sum(min(share, others.get(line, 0.0)) for line, share in own.items()) >= ALIKE:
             return True

@@ -88,6 +88,6 @@ def find_period(series: Floats) -> Period | None:
 
 
 def _fits(series: Floats, is_late: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> bool:
-    """Whether nearly all late values are on their own side of the middle."""
+    """Return whether nearly all late values are on their own side of the middle."""
     middle = (np.median(series[is_late]) + np.median(series[~is_late])) / 2
     return bool((series[is_late] > middle).mean() >= FITS)

@@ -53,7 +53,7 @@ def find_slow_links(links: Iterable[Link], hosts: Container[str], seconds: float
 
 
 def _waits_for_answers(link: Link, links: Sequence[Link], slow: Sequence[Link]) -> bool:
-    """Whether a link only looks slow: its acknowledgements queue behind data on a slower way."""
+    """Return whether a link only looks slow: its acknowledgements queue on a slower way."""
     ways = (
         [k for k in links if k.host == link.peer],
         [k for k in links if k.peer == link.host],

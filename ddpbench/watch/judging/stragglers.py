@@ -128,7 +128,7 @@ def find_late(history: History) -> list[Late]:
 
 
 def _may_be_late(steps: _Steps) -> bool:
-    """Whether the averages allow for a verdict: the cheap question."""
+    """Return whether the averages allow for a verdict: the cheap question."""
     chunks = np.array_split(steps.excess[:, OWN], max(1, len(steps) // 64))
     means = steps.phases[-RECENT:].mean(axis=0)
     most = max(chunk.mean() for chunk in chunks)

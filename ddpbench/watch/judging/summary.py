@@ -42,7 +42,7 @@ STANDS_OUT = 2.0  # times the share that each rank would have, to be named as la
 
 @dataclass(frozen=True)
 class Summary:
-    """What a watch knows of a job. `steps` and `latest` are None in a job without steps."""
+    """A job in figures. `steps` and `latest` are None in a job without steps."""
 
     steps: StepSummary | None
     watched: Watched
@@ -53,13 +53,13 @@ def summarize(history: History) -> Summary | None:
     """Summarize a job; None before its first step or call."""
     if not history.job and not history.calls:
         return None
-    known = Watched(
+    record = Watched(
         hosts={host: len(ranks) for host, ranks in history.hosts.items()},
         collectives=tuple(_list_collectives(history)),
         links=tuple(_list_links(history)),
     )
     if not history.job:  # as of a job without an optimizer
-        return Summary(steps=None, watched=known, latest=None)
+        return Summary(steps=None, watched=record, latest=None)
     steps, moments = _summarize_steps(history), _list_moments(history)
     medians = np.median(history.job.values["median"][history.job.evenly()], axis=0).tolist()
     phases = [
@@ -73,8 +73,8 @@ def summarize(history: History) -> Summary | None:
         )
         for phase, median in zip(steps.phases, medians, strict=True)
     ]
-    complete = replace(
-        known,
+    record = replace(
+        record,
         steps=history.steps,
         last_step=history.last_step,
         step_seconds=steps.step.value,
@@ -86,7 +86,7 @@ def summarize(history: History) -> Summary | None:
         pauses=history.pauses,
     )
     latest = next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:]))
-    return Summary(steps, complete, latest)
+    return Summary(steps, record, latest)
 
 
 def _summarize_steps(history: History) -> StepSummary:
