@@ -78,9 +78,6 @@ class Outputs:
                 end = store.End(run.state, run.state_reason, run.exit_code)
         self.update(history, findings, end)
         self._attempt("the table", print_table, self._run, self._settings.format, self.folder)
-        for finding in findings:  # what was asked for and not done is the last that is printed
-            if (finding.severity, finding.code) == ("error", "replicas-not-compared"):
-                tell(finding.sentence)
 
     def _attempt(self, name: str, action: Callable[..., object], *arguments: object) -> None:
         """Run a part of the output; if it fails, report that and end this output."""

@@ -1,15 +1,13 @@
 """Slow links and hosts, from what the job's own connections carried. Pure, no torch.
 
-In a ring every link carries the same bytes, and all ranks wait for the slowest. That link is busy
-while the others carry in bursts: bytes per second tell them apart. Between a link of 100 Mbit/s
-and one of 1 Gbit/s, bursts read 21 to 72 MB/s of busy time, because the last acknowledgement of
-each is delayed. The rate of transfers varies, and was up to twice the planted one. So a link is
-slow if the larger of its two rates is below half of what other links surely carry. Findings and
-tables state the rate of busy time. That of a slow link was within 10 % of the planted one, because
-its bursts are long.
+In a ring every link carries the same bytes, and all ranks wait for the slowest, which is busy while
+the others carry in bursts. The last acknowledgement of a burst is delayed, so a fast link may look
+slow by its busy time, and its rate of transfers varies. A link is slow if the larger of the two
+rates is below half of what other links surely carry. Findings and tables state the rate of busy
+time, which is right for a slow link, because its bursts are long.
 
-Where one direction of a host is slow, the acknowledgements of what it carries in the other
-one queue behind that, so these links seem to carry a tenth of what they can. They are no finding.
+Where one direction of a host is slow, the acknowledgements of what it carries in the other one
+queue behind that, so these links seem slow too. They are no finding.
 """
 
 from __future__ import annotations
