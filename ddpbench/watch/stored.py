@@ -92,10 +92,13 @@ def update_run(
         result = StepResult(case, 0, reason, summary=summary.steps, watched=summary.watched)
         ranks = tuple({"hostname": host} for host, count in hosts.items() for _ in range(count))
         run = replace(run, steps=(result,), launches=(replace(launch, ranks=ranks),))
-    if end is not None:  # Python does not tell of a code 0
-        run = replace(run, state=end.state, state_reason=end.reason, exit_code=end.code or None)
-        run = replace(run, ended=store.format_now())
-    return run
+    return run if end is None else _end_run(run, end)
+
+
+def _end_run(run: Run, end: End) -> Run:
+    code = end.code or None  # Python does not tell of a code 0
+    reason, now = end.reason, store.format_now()
+    return replace(run, state=end.state, state_reason=reason, exit_code=code, ended=now)
 
 
 class StoredRun:
@@ -122,8 +125,7 @@ class StoredRun:
 
 def store_end(folder: Path, end: End) -> Run:
     """Store how a job ended, with the table of what is known."""
-    run = replace(store.read(folder), state=end.state, state_reason=end.reason, exit_code=end.code)
-    run = replace(run, ended=store.format_now())
+    run = _end_run(store.read(folder), end)
     _write(folder, run)
     return run
 

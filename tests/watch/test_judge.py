@@ -12,6 +12,7 @@ from synthetic_rounds import Fault, Job
 
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import format_rate
+from ddpbench.watch.judging import judge as judges
 from ddpbench.watch.judging.history import NEWEST, SILENT, History, Samples
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.judging.series import find_parts, find_period
@@ -295,6 +296,14 @@ def test_a_slow_link_is_blamed_and_no_rank(frozen: Frozen) -> None:
     assert rate is not None
     assert f"carries {format_rate(rate)}" in finding.sentence
     assert history.links["h1", "h2"].nbytes > 2 * 10**8
+
+
+def test_a_judge_is_added_by_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function in the table is asked once its condition is met, and its finding is reported."""
+    note = Finding("note", "idle", "rank 0 is idle in 3 % of its time", "")
+    monkeypatch.setattr(judges, "JUDGES", ((judges.STEPS, lambda job: iter([note])),))
+    assert judge(History(), 4) == ()
+    assert judge(Job().watch(60), 4) == (note,)
 
 
 # --- memory ---------------------------------------------------------------------------------------
