@@ -264,9 +264,11 @@ def _describe_record(name: str, record: Record) -> Finding:
     if not record.compared:
         reason = record.reason or "some of its ranks never came to a comparison together"
         return _explain_never_compared(f"{model}: {reason}")
-    what = "replicas" if "parameter" in record.contents else "no parameter, but what all ranks hold"
+    subject = "replicas"
+    if "parameter" not in record.contents:
+        subject = "replicated tensors, none of them a parameter,"
     times = counted(record.compared, "comparison")
-    sentence = f"{what} of {model} were equal in {record.equal} of {times}"
+    sentence = f"{subject} of {model} were equal in {record.equal} of {times}"
     if record.equal:
         sentence += f", the last one at step {record.equal_until}"
     sentence += f": {listed_kinds(record.contents)}"
@@ -287,8 +289,8 @@ def _describe_uncompared(module: nn.Module, report: Report) -> Finding:
     if not report.not_compared:
         sentence = (
             f"nothing to compare in {type(unwrap(module)).__name__}: each element of each "
-            "parameter is in one rank only, so no other rank can show whether it is right. "
-            f"Held once: {listed_kinds(report.held_once)}"
+            "parameter is in one rank only, so no other rank can show whether it is right. In one "
+            f"rank only: {listed_kinds(report.held_once)}"
         )
         return Finding("note", "nothing-to-compare", sentence, "", {"held_once": report.held_once})
     reasons = sorted({skipped.reason for skipped in report.not_compared})

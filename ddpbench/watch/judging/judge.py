@@ -1,6 +1,6 @@
 """The verdicts of a watch on its job. No torch.
 
-To add a finding, write a function that takes the job and yields findings, and list it in JUDGES,
+To add a finding, write a function that takes a Context and yields findings, and list it in JUDGES,
 at the end of this module. A finding states what, where, how much, and what to do next.
 """
 
@@ -48,7 +48,7 @@ LATE_PERIODS = 2  # before the first pause, from which on pauses began later
 
 
 @dataclass(frozen=True)
-class Job:
+class Context:
     """The input of a judge. missing: ranks without comparable reports."""
 
     history: History
@@ -67,37 +67,38 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
     Nothing is an error: a watch does not change the exit code of its job. If reports of ranks are
     missing, nothing is said of all ranks: those that are missing may be the reason.
     """
-    job = Job(history, world_size, history.find_missing(world_size))
+    context = Context(history, world_size, history.find_missing(world_size))
     conditions = {ANYTHING}
     if len(history.job) >= FEWEST:
-        conditions |= {STEPS} if job.missing else {STEPS, ALL_RANKS}
+        conditions |= {STEPS} if context.missing else {STEPS, ALL_RANKS}
     elif not history.call_steps:
         conditions |= {CALLS_ONLY}
-    judges = [judge_job for condition, judge_job in JUDGES if condition in conditions]
-    findings = [finding for judge_job in judges for finding in judge_job(job)]
+    judges = [function for condition, function in JUDGES if condition in conditions]
+    findings = [finding for function in judges for finding in function(context)]
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
-def _judge_links(job: Job) -> Iterator[Finding]:
-    history = job.history
+def _judge_links(context: Context) -> Iterator[Finding]:
+    history = context.history
     yield from find_slow_links(history.links.values(), history.hosts, history.link_seconds)
 
 
-def _judge_missing(job: Job) -> Iterator[Finding]:
-    if job.missing and (job.history.job or job.history.calls):
+def _judge_missing(context: Context) -> Iterator[Finding]:
+    missing, world_size = context.missing, context.world_size
+    if missing and (context.history.job or context.history.calls):
         yield Finding(
             "note",
             "missing-ranks",
-            f"only {job.world_size - len(job.missing)} of {job.world_size} ranks send comparable "
-            f"reports, so no finding is about all ranks; missing: {name_ranks(job.missing)}",
+            f"only {world_size - len(missing)} of {world_size} ranks send comparable reports, so "
+            f"no finding is about all ranks; missing: {name_ranks(missing)}",
             "start all ranks under the watch; look in the job's output for why a watch has failed",
-            {"ranks": [*job.missing]},
+            {"ranks": [*missing]},
         )
 
 
-def _judge_arrivals(job: Job) -> Iterator[Finding]:
+def _judge_arrivals(context: Context) -> Iterator[Finding]:
     """Report calls at which the same rank is nearly always the last to arrive."""
-    for (group, operation, nbytes), calls in job.history.calls.items():
+    for (group, operation, nbytes), calls in context.history.calls.items():
         if calls.ranks < 2 or len(calls.newest) < FEWEST_CALLS:
             continue
         rank, often = calls.find_last()
@@ -111,7 +112,7 @@ def _judge_arrivals(job: Job) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "late-arrival",
-            f"rank {rank} on {job.history.host_of.get(rank, 'an unknown host')} is the last to "
+            f"rank {rank} on {context.history.host_of.get(rank, 'an unknown host')} is the last to "
             f"arrive at {operation} of {nbytes / 1e3:.4g} kB on group {group} in {often:.0%} of "
             f"the calls: {seconds * 1e3:.3g} ms [{interval.low * 1e3:.3g}, "
             f"{interval.high * 1e3:.3g}] after the other ranks, {seconds / between:.1%} of the "
@@ -123,12 +124,12 @@ def _judge_arrivals(job: Job) -> Iterator[Finding]:
         )
 
 
-def _judge_pauses(job: Job) -> Iterator[Finding]:
+def _judge_pauses(context: Context) -> Iterator[Finding]:
     """Report kinds of pauses that cost much; of all ranks if none is missing."""
-    history = job.history
+    history = context.history
     if not history.job and history.balance is None:
         return
-    kinds = [one for one in history.pauses if not (job.missing and one.rank is None)]
+    kinds = [one for one in history.pauses if not (context.missing and one.rank is None)]
     for pause in kinds[:MOST_PAUSES]:
         share = pause.mean_seconds / history.mean_seconds
         is_clear = _is_clear(history, pause)
@@ -212,16 +213,16 @@ def _find_next_step(pause: WatchedPause, severity: str) -> str:
     return "do this less often, or in a background thread"
 
 
-def _judge_stragglers(job: Job) -> Iterator[Finding]:
+def _judge_stragglers(context: Context) -> Iterator[Finding]:
     """Report late ranks; a rank whose pauses are reported is not late in some steps as well."""
-    pausing = {finding.place.get("rank") for finding in _judge_pauses(job)}
-    late = [one for one in job.late if one.every == 1 or one.rank not in pausing]
-    return stragglers.describe_late(job.history, late)
+    pausing = {finding.place.get("rank") for finding in _judge_pauses(context)}
+    late = [one for one in context.late if one.every == 1 or one.rank not in pausing]
+    return stragglers.describe_late(context.history, late)
 
 
-def _judge_speed(job: Job) -> Iterator[Finding]:
+def _judge_speed(context: Context) -> Iterator[Finding]:
     """Report the latest lasting change of the step time that no late rank explains."""
-    history = job.history
+    history = context.history
     number, series = history.job.number, history.job.values["seconds"]
     parts = find_parts(series, LEAST_CHANGE * float(np.median(series)))
     if len(parts) < 2:
@@ -233,7 +234,7 @@ def _judge_speed(job: Job) -> Iterator[Finding]:
     lasts = len(now) >= FEWEST_CHANGED and (ends[-1] - ends[first]) * 1e-9 >= SHORTEST_SECONDS
     # Two speeds that alternate are no change.
     alternates = np.percentile(before, 5) < new < np.percentile(before, 95)
-    is_explained = any(one.since and abs(one.since - since) <= BESIDE for one in job.late)
+    is_explained = any(one.since and abs(one.since - since) <= BESIDE for one in context.late)
     if not lasts or alternates or is_explained:
         return
     change = float(new / old - 1)
@@ -251,8 +252,8 @@ def _judge_speed(job: Job) -> Iterator[Finding]:
     )
 
 
-def _judge_input(job: Job) -> Iterator[Finding]:
-    steps = job.history.job.values[-RECENT:]
+def _judge_input(context: Context) -> Iterator[Finding]:
+    steps = context.history.job.values[-RECENT:]
     fastest = float(np.median(steps["fastest"][:, PHASES.index("input")]))
     step = float(np.median(steps["seconds"]))
     if fastest >= NOTABLE * step:
@@ -266,13 +267,13 @@ def _judge_input(job: Job) -> Iterator[Finding]:
         )
 
 
-def _judge_communication(job: Job) -> Iterator[Finding]:
-    history = job.history
+def _judge_communication(context: Context) -> Iterator[Finding]:
+    history = context.history
     exposed = float(np.median(history.job.values["exposed"][-RECENT:]))
     step = history.mean_seconds
     # A wait for a message is no transfer: what comes before it may take that long.
     has_messages = any(facts.get("messages") for ranks in history.facts for facts in ranks.values())
-    if job.world_size > 1 and not has_messages and exposed >= NOTABLE * step:
+    if context.world_size > 1 and not has_messages and exposed >= NOTABLE * step:
         yield Finding(
             "note",
             "exposed-communication",
@@ -286,8 +287,8 @@ def _judge_communication(job: Job) -> Iterator[Finding]:
         )
 
 
-def _judge_garbage_collection(job: Job) -> Iterator[Finding]:
-    history = job.history
+def _judge_garbage_collection(context: Context) -> Iterator[Finding]:
+    history = context.history
     share = _find_share(history, "gc_seconds")
     if share < NOTABLE_GC:
         return
@@ -306,8 +307,8 @@ def _judge_garbage_collection(job: Job) -> Iterator[Finding]:
     )
 
 
-def _judge_compilation(job: Job) -> Iterator[Finding]:
-    share = _find_share(job.history, "compile_seconds")
+def _judge_compilation(context: Context) -> Iterator[Finding]:
+    share = _find_share(context.history, "compile_seconds")
     if share >= NOTABLE_COMPILING:
         yield Finding(
             "warning",
@@ -319,9 +320,9 @@ def _judge_compilation(job: Job) -> Iterator[Finding]:
         )
 
 
-def _judge_hosts(job: Job) -> Iterator[Finding]:
+def _judge_hosts(context: Context) -> Iterator[Finding]:
     """Report hosts whose cores other programs use, all in one note."""
-    history, shares = job.history, dict[str, list[float]]()
+    history, shares = context.history, dict[str, list[float]]()
     for hosts in history.host_facts:
         for host, facts in hosts.items():
             if facts.get("seconds") and "host_busy_seconds" in facts and host in history.hosts:
@@ -359,7 +360,7 @@ def _find_share(history: History, name: str) -> float:
 
 # All judges in the order of their findings, each with what must be known before it is asked.
 ANYTHING, STEPS, ALL_RANKS, CALLS_ONLY = "", "steps", "steps of all ranks", "calls but no steps"
-JUDGES: tuple[tuple[str, Callable[[Job], Iterator[Finding]]], ...] = (
+JUDGES: tuple[tuple[str, Callable[[Context], Iterator[Finding]]], ...] = (
     (ANYTHING, _judge_links),
     (ANYTHING, _judge_missing),
     (ANYTHING, _judge_pauses),
