@@ -46,7 +46,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         end = scripts.run_on_host(line, namespace.ranks or command.usual_ranks())
         folder = Path(note.name).read_text()
     if folder:
-        from ddpbench.watch.output import stored
+        from ddpbench.watch import stored
 
         stored.correct_end(Path(folder), end, namespace.format)
     return end.code

@@ -204,30 +204,30 @@ class Finding:
     place: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepCase:
     """The identity of one measured DDP step. Numbers whose cases differ are incomparable.
 
     For a job that `watch` observed, only the script, its arguments and its ranks are known: the
-    fields of the model, its data and its optimizer are 0, False or "".
+    fields of the model, its data and its optimizer keep their defaults.
     """
 
     workload: str  # its name, the user's "package.module:function", or the watched script
     settings: tuple[str, ...]  # "width=1024", …: they define the model and its data
-    parameters: int
-    parameter_nbytes: int
+    parameters: int = 0
+    parameter_nbytes: int = 0
     backend: str
     provider: str
     device: str
-    batch: int  # samples of one rank in one micro-batch
-    accumulate: int  # micro-batches of a step
-    optimizer: str
-    amp: str | None  # "bf16"
-    bucket_cap_mb: float | None  # None: DDP's default, whose first bucket is smaller
-    gradient_as_bucket_view: bool
-    static_graph: bool
-    find_unused_parameters: bool
-    comm_hook: str  # "none", "fp16", …
+    batch: int = 0  # samples of one rank in one micro-batch
+    accumulate: int = 0  # micro-batches of a step
+    optimizer: str = ""
+    amp: str | None = None  # "bf16"
+    bucket_cap_mb: float | None = None  # None: DDP's default, whose first bucket is smaller
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    comm_hook: str = ""  # "none", "fp16", …
     threads: int  # of compute, in one rank
     world_size: int
     ranks_per_host: tuple[int, ...]

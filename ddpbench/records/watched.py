@@ -151,14 +151,14 @@ class WatchedBalance:
 
 @dataclass(frozen=True)
 class Watched:
-    """The stored record of a watched job."""
+    """The stored record of a watched job. Without steps, only hosts, collectives and links."""
 
-    steps: int  # that all ranks reported
-    last_step: int  # its number, counted from the start of the job
-    step_seconds: float  # median over steps
-    phases: tuple[WatchedPhase, ...]  # by COLUMNS
-    exposed_seconds: float  # the least that any rank was blocked, median: exposed communication
     hosts: dict[str, int]  # host → its ranks
+    steps: int = 0  # that all ranks reported
+    last_step: int = -1  # its number, counted from the start of the job
+    step_seconds: float = 0.0  # median over steps
+    phases: tuple[WatchedPhase, ...] = ()  # by COLUMNS
+    exposed_seconds: float = 0.0  # the least that any rank was blocked, median
     moments: tuple[Moment, ...] = ()  # the timeline, at most MOST_MOMENTS, oldest first
     ranks: tuple[WatchedRank, ...] = ()  # those that look slowest, at most MOST_RANKS
     collectives: tuple[WatchedCollective, ...] = ()  # the longest waits, at most MOST_COLLECTIVES

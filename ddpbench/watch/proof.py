@@ -3,7 +3,8 @@
 A comparison is a collective call of the ranks that hold a replica, so it takes place where they
 meet anyway: at the end of their n-th synchronised backward, one in which each of their process
 groups had collectives, such as DDP's reductions. Optimizer steps, which a rank may skip, count only
-for models without such a backward. Models that train apart are compared after torch averages them.
+for models without such a backward. Models under Join, and those that torch averages now and then,
+are not compared.
 
 Before they compare, the ranks meet at the store. A rank that waits in vain gives this comparison up
 and goes on. What such waits may cost is bounded: FREE_SECONDS and SHARE of the job's time.
@@ -39,10 +40,14 @@ from ddpbench.watch.observe.observer import Meetings, Observer
 
 FREE_SECONDS, SHARE = 1.0, 0.005  # of waits in vain, in all: so long, and this share of the job
 LOCATED = 16  # differing tensors of a kind that are compared element by element
-MET, LATE = b"met", b"late"  # what the ranks have agreed on
+MET, LATE = "met", "late"  # what the ranks agree on
 COMPARED, NOT_COMPARED = "replicas-compared", "replicas-not-compared"  # codes of findings
 JOIN = "within Join some ranks ran out of data, so no comparison has all ranks"
 AVERAGED = "averaged-now-and-then"  # the cause of a difference between two averages
+APART = (
+    "its ranks train apart and average their parameters now and then; call ddpbench.Verifier "
+    "after an average"
+)
 
 _times = itertools.count()  # how often a proof began in this process, equal in all ranks
 
@@ -69,21 +74,19 @@ class Record:
     compared: int = 0
     equal: int = 0
     missed: int = 0
-    differs: bool = False  # so it is compared no more
-    finite: bool = True  # as far as was reported
-    averaged: bool = False  # so only parameters and buffers are compared, after an average
+    failed: bool = False  # so it is compared no more
     equal_until: int | None = None
     contents: dict[str, int] = field(default_factory=dict)  # of the last comparison, by kind
-    reason: str = ""  # why it is not compared
-    point: str = ""  # of its last comparison
+    reason: str = ""  # why it cannot be compared
+    store: dist.Store | None = None  # of the last comparison
     noted: bool = False  # whether what is not compared is reported
 
 
 class Proof:
     """Compares the replicas that an observer finds. `findings` has what was found, in every rank.
 
-    every: steps from one comparison to the next; 0: none. Each replica is compared until it first
-    differs. A step has the number that it has for the first of the replica's ranks.
+    every: steps from one comparison to the next; 0: none. Each replica is compared until its first
+    error. A step has the number that it has for the first of the replica's ranks.
     """
 
     def __init__(self, every: int, observer: Observer) -> None:
@@ -123,52 +126,42 @@ class Proof:
                     self._compare(f"step/{number}", number, one)
 
     def _compare(self, point: str, number: int, one: Replica) -> None:
+        """Compare a replica if all of its ranks come to this point."""
         record = self._records.setdefault(one.name, Record(one.ranks))
-        ddp: Any = wrapper(one.module)
-        is_stopped = record.differs or record.reason == JOIN
-        if is_stopped or (record.averaged and point.startswith("step")):
+        if record.failed or record.reason:
             return
-        met_at = self._meet(point, number, one, record)
-        if met_at is not None:
-            self._compare_now(met_at, one, record)
+        ddp: Any = wrapper(one.module)
+        step = self._meet(point, number, one, record)
+        if step is not None:
+            self._compare_now(step, one, record)
         elif ddp is not None and ddp._join_config.enable:
             record.reason = JOIN
         else:
             record.missed += 1
             if record.missed == 1:
-                sentence = (
-                    f"{one.name.split()[0]} was not compared at step {number}: some of ranks "
-                    f"{spans(one.ranks)} did not reach it with such a model when the others did"
-                )
-                step = (
-                    "ignore this if it happened once on a busy host; otherwise print len(loader) "
-                    "and the model in every rank: all must take the same steps"
-                )
-                place = {"step": number}
-                self._add(one.ranks, Finding("warning", NOT_COMPARED, sentence, step, place))
+                self._add(one.ranks, _describe_missed(one, number))
 
-    def _compare_now(self, number: int, one: Replica, record: Record) -> None:
+    def _compare_now(self, step: int, one: Replica, record: Record) -> None:
         options = Options(
             gradients=None,
-            finite=record.finite,
+            finite=True,
             locate=LOCATED,
-            step=number,
+            step=step,
             equal_until=record.equal_until,
         )
         report = gather_report(one.module, tuple(one.optimizers), None, options)
-        if report.cause is not None and report.cause.code == AVERAGED and not record.averaged:
-            record.averaged = True
+        if report.cause is not None and report.cause.code == AVERAGED:
+            record.reason = APART
             return
         record.contents = {kind: count for kind, count in report.compared.items() if count}
         record.compared += 1
         errors = [f for f in report.findings if f.severity == "error"]
-        self._add(one.ranks, *(replace(f, sentence=f"step {number}: {f.sentence}") for f in errors))
-        record.differs, record.finite = report.differs, not errors and record.finite
+        self._add(one.ranks, *(replace(f, sentence=f"step {step}: {f.sentence}") for f in errors))
+        record.failed = report.failed
         if not report.differs:
             record.equal += 1
-            record.equal_until = number
-        is_partial = report.not_compared or report.nothing_to_compare
-        if is_partial and not record.noted:
+            record.equal_until = step
+        if not record.noted and (report.not_compared or report.nothing_to_compare):
             record.noted = True
             self._add(one.ranks, _describe_uncompared(one.module, report))
 
@@ -198,81 +191,71 @@ class Proof:
         return [_explain_never_compared(reason)]
 
     def _list_replicas(self) -> list[Replica]:
-        """Return this rank's replicas with names that are the same in all ranks, in the same order.
-
-        Their order is that of their parameters in the optimizers.
-        """
-        position: dict[int, int] = {}
-        owners: dict[int, list[Optimizer]] = {}
+        """Return this rank's replicas with names that are the same in all ranks, in their order."""
         stepped = self._observer.optimizers
         # ZeroRedundancyOptimizer steps another one, which has this rank's part of the state.
-        inner = [getattr(one, "optim", None) for one in stepped if shards_state(one)]
-        for optimizer in stepped:
-            if any(optimizer is one for one in inner):
-                continue
-            for parameter in itertools.chain.from_iterable(
-                group["params"] for group in optimizer.param_groups
-            ):
-                position.setdefault(id(parameter), len(position))
-                owners.setdefault(id(parameter), []).append(optimizer)
-        found: list[tuple[int, nn.Module, list[Optimizer]]] = []
-        for module in itertools.chain.from_iterable(map(_list_parts, self._observer.modules)):
-            ids = [id(p) for p in module.parameters() if id(p) in position]
-            ddp: Any = wrapper(module)
-            if ddp is not None and ddp.process_group not in distributed_c10d._world.pg_map:
-                continue  # of a training before: its group is destroyed
-            if ids or ddp is not None or _list_meshes(module):
-                own = {id(one): one for key in ids for one in owners[key]}
-                first = min((position[key] for key in ids), default=len(position))
-                found.append((first, module, [*own.values()]))
-        found.sort(key=lambda one: one[0])
+        inner = {id(getattr(one, "optim", None)) for one in stepped if shards_state(one)}
+        owners: dict[int, list[Optimizer]] = {}  # by parameter
+        for optimizer in (one for one in stepped if id(one) not in inner):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    owners.setdefault(id(parameter), []).append(optimizer)
         count: Counter[str] = Counter()
         replicas = []
-        for _, module, optimizers in found:
-            target, _ = channel.choose_target(None, wrapper(module), _list_meshes(module))
-            ranks = _list_ranks(target)
-            name = _describe(module, ranks)
-            count[name] += 1
-            place = tuple(ranks), _list_groups(target)
-            replicas.append(Replica(f"{name} {count[name]}", module, optimizers, *place))
-        return replicas
+        for module in itertools.chain.from_iterable(map(_list_parts, self._observer.modules)):
+            keys = [id(p) for p in module.parameters() if id(p) in owners]
+            ddp: Any = wrapper(module)
+            meshes = _list_meshes(module)
+            if ddp is not None and ddp.process_group not in distributed_c10d._world.pg_map:
+                continue  # of a training before: its group is destroyed
+            if keys or ddp is not None or meshes:
+                optimizers = {id(one): one for key in keys for one in owners[key]}
+                ranks, groups = _list_ranks(channel.choose_target(None, ddp, meshes)[0])
+                name = _name_model(module, ranks)
+                count[name] += 1
+                name = f"{name} {count[name]}"
+                replicas.append(Replica(name, module, [*optimizers.values()], ranks, groups))
+        return sorted(replicas, key=lambda one: one.name)
 
     def _meet(self, point: str, step: int, one: Replica, record: Record) -> int | None:
         """Wait for the ranks of a replica; return the first one's step, None if not all came."""
-        store = self._open_store(point, one)
+        default = distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"{self._prefix}/{one.name}/{point}", default)
         if dist.get_rank() == one.ranks[0]:
             store.set("step", str(step))
-        is_last = store.add("arrived", 1) == len(one.ranks)
-        # Once all are here, all have left the point before.
-        if is_last and record.point:
-            with contextlib.suppress(RuntimeError):  # where the store cannot
-                for key in ("step", "arrived", "decided", "decision"):
-                    self._open_store(record.point, one).delete_key(key)
-        record.point = point
-        began = time.monotonic()
+        decision = b""
+        if store.add("arrived", 1) == len(one.ranks):
+            decision = store.compare_set("decision", "", MET)
+            if record.store is not None:  # all are here, so all have left the point before
+                with contextlib.suppress(RuntimeError):  # where the store cannot
+                    for key in ("step", "arrived", "decision"):
+                        record.store.delete_key(key)
+        record.store = store
+        began, pause = time.monotonic(), 0.0005
         until = began + FREE_SECONDS + SHARE * (began - self._began) - self._lost
-        pause, is_met = 0.0005, _decide(store, MET) if is_last else None
-        while is_met is None:
+        while not decision:
             if store.check(["decision"]) or time.monotonic() > until:
-                is_met = _decide(store, LATE)
+                decision = store.compare_set("decision", "", LATE)
             else:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
+        is_met = decision == MET.encode()
         # Ranks that meet in a backward anyway lose nothing by waiting for each other.
         if not is_met or point.startswith("step"):
             self._lost += time.monotonic() - began
         return int(store.get("step")) if is_met else None
 
-    def _open_store(self, point: str, one: Replica) -> dist.Store:
-        prefix = f"{self._prefix}/{one.name}/{point}"
-        return dist.PrefixStore(prefix, distributed_c10d._get_default_store())
 
-
-def _decide(store: dist.Store, decision: bytes) -> bool:
-    """Decide for all ranks, unless another one has decided already; return whether they met."""
-    if store.add("decided", 1) == 1:
-        store.set("decision", decision.decode())
-    return store.get("decision") == MET
+def _describe_missed(one: Replica, number: int) -> Finding:
+    sentence = (
+        f"{one.name.split()[0]} was not compared at step {number}: some of ranks "
+        f"{spans(one.ranks)} did not reach it with such a model when the others did"
+    )
+    step = (
+        "ignore this if it happened once on a busy host; otherwise print len(loader) and the model "
+        "in every rank: all must take the same steps"
+    )
+    return Finding("warning", NOT_COMPARED, sentence, step, {"step": number})
 
 
 def _describe_record(name: str, record: Record) -> Finding:
@@ -281,13 +264,13 @@ def _describe_record(name: str, record: Record) -> Finding:
     if not record.compared:
         reason = record.reason or "some of its ranks never came to a comparison together"
         return _explain_never_compared(f"{model}: {reason}")
-    what = "replicas" if "parameter" in record.contents else "no parameter, but what all ranks hold"
+    subject = "replicas"
+    if "parameter" not in record.contents:
+        subject = "replicated tensors, none of them a parameter,"
     times = counted(record.compared, "comparison")
-    sentence = f"{what} of {model} were equal in {record.equal} of {times}"
+    sentence = f"{subject} of {model} were equal in {record.equal} of {times}"
     if record.equal:
         sentence += f", the last one at step {record.equal_until}"
-    if record.averaged:
-        sentence += " (after averages of the parameters, without the optimizer)"
     sentence += f": {listed_kinds(record.contents)}"
     if record.missed:
         sentence += f"; {counted(record.missed, 'comparison')} given up, because ranks did not come"
@@ -300,6 +283,21 @@ def _explain_never_compared(reason: str) -> Finding:
     """Return the error of a job whose replicas were never compared although that was asked for."""
     step = "a smaller N in --verify N, or ddpbench.Verifier: ddpbench guide replicas"
     return Finding("error", NOT_COMPARED, f"the replicas were never compared: {reason}", step)
+
+
+def _describe_uncompared(module: nn.Module, report: Report) -> Finding:
+    if not report.not_compared:
+        sentence = (
+            f"nothing to compare in {type(unwrap(module)).__name__}: each element of each "
+            "parameter is in one rank only, so no other rank can show whether it is right. In one "
+            f"rank only: {listed_kinds(report.held_once)}"
+        )
+        return Finding("note", "nothing-to-compare", sentence, "", {"held_once": report.held_once})
+    reasons = sorted({skipped.reason for skipped in report.not_compared})
+    names = [skipped.name for skipped in report.not_compared]
+    kinds = listed_kinds(Counter(skipped.kind for skipped in report.not_compared))
+    sentence = f"not compared: {kinds}: {few(names)} ({'; '.join(reasons)})"
+    return Finding("note", "not-compared", sentence, "", {"tensors": names})
 
 
 def _list_parts(root: nn.Module) -> list[nn.Module]:
@@ -315,46 +313,28 @@ def _list_meshes(module: nn.Module) -> list[Any]:
     return [parameter.device_mesh for parameter in held if state.is_dtensor(parameter)]
 
 
-def _list_ranks(target: channel.Target) -> list[int]:
-    """Return the ranks that a verification of this target compares."""
-    if isinstance(target, DeviceMesh):
-        return sorted(channel.read_grid(target).ranks)
-    return dist.get_process_group_ranks(target or dist.group.WORLD)
+def _list_ranks(target: channel.Target) -> tuple[tuple[int, ...], Meetings]:
+    """Return the ranks that are compared, and those of each process group of the target.
 
-
-def _list_groups(target: channel.Target) -> Meetings:
-    """Return the ranks of each process group of a target: of a mesh, one per dimension."""
+    A mesh has a group per dimension.
+    """
     if not isinstance(target, DeviceMesh):
-        return frozenset({tuple(_list_ranks(target))})
-    sizes = channel.read_grid(target).shape
-    sized = [number for number, size in enumerate(sizes) if size > 1] or [0]
-    return frozenset(tuple(_list_ranks(target.get_group(number))) for number in sized)
+        ranks = tuple(dist.get_process_group_ranks(target or dist.group.WORLD))
+        return ranks, frozenset({ranks})
+    grid = channel.read_grid(target)
+    sized = [number for number, size in enumerate(grid.shape) if size > 1] or [0]
+    groups = [dist.get_process_group_ranks(target.get_group(number)) for number in sized]
+    return tuple(sorted(grid.ranks)), frozenset(map(tuple, groups))
 
 
-def _describe(module: nn.Module, ranks: list[int]) -> str:
+def _name_model(module: nn.Module, ranks: tuple[int, ...]) -> str:
     """Return the class of a module, and a digest of its ranks and of its parameters.
 
     On a mesh the parameters are left out: the stages of a pipeline hold other layers of one model,
     and the verification knows them.
     """
-    inner = unwrap(module)
-    form: object = "mesh"
+    inner, form = unwrap(module), list[object]()
     if not _list_meshes(module):
         form = [(name, tuple(p.shape)) for name, p in inner.named_parameters()]
     digest = hashlib.sha256(repr((form, ranks)).encode()).hexdigest()
     return f"{type(inner).__name__} {digest[:8]}"
-
-
-def _describe_uncompared(module: nn.Module, report: Report) -> Finding:
-    if not report.not_compared:
-        sentence = (
-            f"nothing to compare in {type(unwrap(module)).__name__}: each element of each "
-            "parameter is in one rank only, so no other rank can show whether it is right. "
-            f"Held once: {listed_kinds(report.held_once)}"
-        )
-        return Finding("note", "nothing-to-compare", sentence, "", {"held_once": report.held_once})
-    reasons = sorted({skipped.reason for skipped in report.not_compared})
-    names = [skipped.name for skipped in report.not_compared]
-    kinds = listed_kinds(Counter(skipped.kind for skipped in report.not_compared))
-    sentence = f"not compared: {kinds}: {few(names)} ({'; '.join(reasons)})"
-    return Finding("note", "not-compared", sentence, "", {"tensors": names})

@@ -40,10 +40,10 @@ from ddpbench.watch.observe.links import Links
 from ddpbench.watch.observe.long_steps import LongSteps, Stacks
 from ddpbench.watch.observe.observer import Observer
 from ddpbench.watch.observe.steps import Marks, Step, StepBuilder
-from ddpbench.watch.output.report import Outputs
-from ddpbench.watch.output.stored import identify_job, store_end
+from ddpbench.watch.outputs import Outputs
 from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.settings import Settings
+from ddpbench.watch.stored import identify_job, store_end
 from ddpbench.watch.window import COLUMNS, STEPS, JoinedCall, Round, Window, make_window
 
 POLL_SECONDS = 0.2  # between two looks for a process group
@@ -263,8 +263,6 @@ class _Reports:
         joined = join_hosts(hosts)
         self._history.add(joined, self._choose_complete(joined.calls))
         self._history.balance = rank.make_balance()
-        if window.last:
-            self._history.long_steps.finish()
         if time.monotonic() < self._output_at and not window.last:
             return
         began = time.thread_time()

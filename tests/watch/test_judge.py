@@ -1,4 +1,4 @@
-"""What a watch finds in made-up jobs with the noise of a busy host, and that it finds no more."""
+"""Findings of a watch on made-up jobs with the noise of a busy host, and no others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from msgspec import structs
 from synthetic_rounds import Fault, Job
 
 from ddpbench.records.schema import Finding
-from ddpbench.watch.judging import samples
-from ddpbench.watch.judging.history import SILENT, History
+from ddpbench.records.wording import format_rate
+from ddpbench.watch.judging import judge as judges
+from ddpbench.watch.judging.history import NEWEST, SILENT, History, Samples
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.judging.series import find_parts, find_period
-from ddpbench.watch.judging.slow_links import find_slow_links
 from ddpbench.watch.judging.summary import summarize
 from ddpbench.watch.window import COLUMNS, JoinedCall, Link, Window
 
@@ -292,9 +292,18 @@ def test_a_slow_link_is_blamed_and_no_rank(frozen: Frozen) -> None:
     summary = summarize(history)
     assert summary is not None
     assert [link.host for link in summary.watched.links] == list(hosts)
-    (slow,) = find_slow_links(history.links.values(), hosts, history.link_seconds)
-    assert slow.rates == {"carries": summary.watched.links[1].bytes_per_second}
+    rate = summary.watched.links[1].bytes_per_second
+    assert rate is not None
+    assert f"carries {format_rate(rate)}" in finding.sentence
     assert history.links["h1", "h2"].nbytes > 2 * 10**8
+
+
+def test_a_judge_is_added_by_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function in the table is asked once its condition is met, and its finding is reported."""
+    note = Finding("note", "idle", "rank 0 is idle in 3 % of its time", "")
+    monkeypatch.setattr(judges, "JUDGES", ((judges.STEPS, lambda context: iter([note])),))
+    assert judge(History(), 4) == ()
+    assert judge(Job().watch(60), 4) == (note,)
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -323,11 +332,11 @@ def test_memory_and_time_do_not_grow_with_the_job() -> None:
 
 def test_older_steps_are_thinned_without_regard_to_periods() -> None:
     """Of every residue of every period about as many old steps are kept."""
-    kept = samples.empty("f8")
+    kept = Samples("f8")
     for first in range(0, 50_000, 50):
         number = np.arange(first, first + 50)
         kept.add(number, number)
-    old = kept.number[: -samples.NEWEST]
+    old = kept.number[:-NEWEST]
     for period in (2, 4, 5, 8, 10):
         counts = np.bincount(old % period, minlength=period)
         assert counts.min() > 0.8 * len(old) / period
@@ -436,9 +445,10 @@ def test_periods_are_found_and_noise_has_none() -> None:
     draw = np.random.default_rng(2)
     for every in (2, 5, 60):
         series = draw.normal(0, 1, 512)
-        assert find_period(series).every == 0
+        assert find_period(series) is None
         series[3 % every :: every] += 4
         found = find_period(series)
+        assert found is not None
         assert (found.every, found.first) == (every, 3 % every)
 
 

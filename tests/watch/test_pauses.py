@@ -131,7 +131,6 @@ def remember(steps: Sequence[LongStep], count: int = 1000) -> PauseHistory:
     history = PauseHistory()
     for first in range(0, count, 50):
         history.add([step for step in steps if first <= step.number < first + 50])
-    history.finish()
     return history
 
 
@@ -170,16 +169,6 @@ def test_pauses_at_random_steps_have_no_period() -> None:
     assert sum(map(bool, found)) <= 1
 
 
-def test_a_late_optimizer_is_one_pause_with_those_who_wait_in_the_next_step() -> None:
-    """Also where the two steps are reported in two rounds."""
-    steps = []
-    for number in range(49, 1000, 50):
-        steps.append(a_long_step(number, 0, 0.25, lines={SAVE: 0.25}))
-        steps.append(a_long_step(number + 1, 1, 0.0, 0.25, lines={WAIT: 0.2}, waits_at=WAIT))
-    (pause,) = remember(steps).summarize(1000)
-    assert (pause.rank, pause.every, pause.count, pause.waits_at) == (0, 50, 20, WAIT)
-
-
 def test_what_all_ranks_do_is_a_pause_of_all() -> None:
     """And of none if all are only blocked for longer."""
     every = range(50, 1000, 50)
@@ -194,8 +183,8 @@ def test_pauses_at_different_lines_are_different() -> None:
     """Also after one pause was at both lines."""
     lines = {n: {SAVE: 0.2} for n in range(50, 300, 50)} | {300: {SAVE: 0.1, MODEL: 0.1}}
     lines |= {n: {MODEL: 0.2} for n in range(307, 500, 50)}
-    kinds = remember([a_long_step(n, 0, 0.2, lines=one) for n, one in lines.items()]).kinds
-    assert [(kind.line, kind.count) for kind in kinds] == [(SAVE, 6), (MODEL, 4)]
+    history = remember([a_long_step(n, 0, 0.2, lines=one) for n, one in lines.items()])
+    assert [(kind.line, kind.count) for kind in history.summarize(500)] == [(SAVE, 6), (MODEL, 4)]
 
 
 def test_kinds_of_pauses_are_bounded() -> None:
@@ -210,7 +199,6 @@ def judge_pauses(steps: Sequence[LongStep], lines: dict[str, float], count: int 
     """The findings on a job with steps of 10 ms and these pauses; lines: of a usual step."""
     history = History()
     history.add(Window({"a": [0, 1]}, 10**9, long_steps=[*steps], lines={ALL: lines}))
-    history.long_steps.finish()
     together = sum(kind.seconds for kind in history.long_steps.kinds)
     history.balance = WatchedBalance(1.0, count, 0.01 * count, len(steps), together, 1.0)
     return [finding for finding in judge(history, 2) if finding.code == "pauses"]

@@ -169,7 +169,8 @@ def test_moments_have_the_means_of_what_was_read_in_them(rounds: int) -> None:
     names = {name for moment in moments for name in moment.values}
     assert names == {f"v{i}" for i in range(MOST_VALUES)}
     loads = [moment.load for moment in moments if moment.load is not None]
-    assert all(load.most_cpu_cores == 2 and load.memory_nbytes == 2**30 for load in loads)
+    assert {load.most_cpu_cores for load in loads} == {2}
+    assert [load.memory_nbytes for load in loads] == pytest.approx([2**30] * len(loads), rel=1e-5)
     assert np.mean([load.cpu_cores for load in loads]) == pytest.approx(1.0, abs=0.2)
     late = [rank.late_seconds for rank in summary.watched.ranks if rank.late_seconds]
     assert 0 < len(late) <= MOST_LATE

@@ -1,4 +1,4 @@
-"""What a watch says, and does not say, of real ranks of which it does not see everything."""
+"""Findings, and no others, on real ranks of which a watch does not see everything."""
 
 import subprocess
 from collections.abc import Sequence

@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from command_lines import clean_environment
+from command_lines import run_ddpbench
 from frozen import Frozen, finding_facts
-from patience import PATIENCE_SECONDS
-from warm_python import warm_python
 
-from ddpbench.launch.placement import free_port
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 
 SCRIPT = Path(__file__).parent / "scripts" / "sharded.py"
 RANKS = 4
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("warm_ranks")]
 needs_average = pytest.mark.skipif(
     torch.__version__ < "2.9", reason="gloo of this torch cannot average, which HSDP needs"
 )
 
 
 def watch(folder: Path, *words: str, code: int = 0) -> Run:
-    """Watch the script in four ranks with --verify 2; return the stored run. `code`: rank 0's."""
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    python = [*warm_python(), "-m", "ddpbench.watch", "--verify", "2", str(SCRIPT), *words]
-    ranks = [
-        subprocess.Popen(
-            python,
-            cwd=folder,
-            env=clean_environment(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), **variables
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    texts = [rank.communicate(timeout=2 * PATIENCE_SECONDS) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [code, 0, 0, 0], texts
-    errors = "".join(err for _, err in texts)
-    assert "watch of rank" not in errors, errors  # a failure of the watch itself
+    """Watch the script in four ranks with --verify 2; return the stored run. `code`: of the job."""
+    options = ("-n", str(RANKS), "--verify", "2")
+    done = run_ddpbench(folder, "watch", *options, str(SCRIPT), *words)
+    assert done.returncode == code, done.stderr
+    assert "watch of rank" not in done.stderr, done.stderr  # a failure of the watch itself
     (path,) = store.list_runs(folder / "results")
     return store.read(path)
 

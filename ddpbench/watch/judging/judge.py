@@ -1,26 +1,64 @@
-"""The verdicts of a watch on its job. No torch."""
+"""The verdicts of a watch on its job. No torch.
+
+To add a finding, write a function that takes a Context and yields findings, and list it in JUDGES,
+at the end of this module. A finding states what, where, how much, and what to do next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from ddpbench.analysis import stats
+from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import SEVERITIES, Finding
-from ddpbench.records.wording import name_ranks
-from ddpbench.watch.judging import (
-    sentences,
-    shares,
-    slow_links,
-    stragglers,
-)
-from ddpbench.watch.judging.history import Calls, History, who_most_often
+from ddpbench.records.watched import COLUMNS, PHASES, WatchedPause
+from ddpbench.records.wording import list_all, name_ranks
+from ddpbench.watch.judging import stragglers
+from ddpbench.watch.judging.history import History, format_time
+from ddpbench.watch.judging.series import find_parts
+from ddpbench.watch.judging.slow_links import find_slow_links
+from ddpbench.watch.judging.stragglers import RECENT, Late
+from ddpbench.watch.window import ALL, BLOCKED
 
 FEWEST = stragglers.FEWEST  # steps that any verdict on steps needs
 FEWEST_CALLS = 24  # calls that a verdict needs
 MOST_OFTEN = 0.6  # of the calls, at which the same rank is last
 LEAST_SHARE = 0.05  # of the time between two calls
+
+NOTABLE, LARGE = 0.1, 0.3  # of the step, in input or communication
+NOTABLE_GC, LARGE_GC = 0.01, 0.03  # of the time, in garbage collections
+LASTING_SECONDS = 60.0  # shorter jobs, and starts, have garbage collections of their own
+NOTABLE_COMPILING = 0.03  # of the time, in torch.compile
+ROUNDS = 3  # recent ones that a verdict on these needs, after the first, which has the start
+
+LEAST_CHANGE, LARGE_CHANGE = 0.1, 0.25  # of the step
+FEWEST_CHANGED, SHORTEST_SECONDS = 64, 60.0  # of the new level: a shorter one may be the host's
+BESIDE = 32  # steps between a change of the job and that of a rank that explains it
+
+MOST_PAUSES = 4  # findings
+NOTABLE_PAUSE, CLEAR_PAUSE, LARGE_PAUSE = 0.01, 0.03, 0.05  # of the job's time
+FEWEST_PAUSES = 3
+LONG_SECONDS, LONG_STEPS = 1.0, 10.0  # a pause that counts even if it is the only one
+UNUSUAL = 0.1  # of a step: a line at which ranks are for less
+LATE_PERIODS = 2  # before the first pause, from which on pauses began later
+
+
+@dataclass(frozen=True)
+class Context:
+    """The input of a judge. missing: ranks without comparable reports."""
+
+    history: History
+    world_size: int
+    missing: Sequence[int]
+
+    @cached_property
+    def late(self) -> list[Late]:
+        """The ranks that are late, or were; at least FEWEST steps must be known."""
+        return stragglers.find_late(self.history)
 
 
 def judge(history: History, world_size: int) -> tuple[Finding, ...]:
@@ -29,82 +67,309 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
     Nothing is an error: a watch does not change the exit code of its job. If reports of ranks are
     missing, nothing is said of all ranks: those that are missing may be the reason.
     """
-    missing = history.find_missing(world_size)
-    links = slow_links.find_slow_links(history.links.values(), history.hosts, history.link_seconds)
-    findings = [slow_links.describe_slow_link(link) for link in links]
-    if missing and (history.job or history.calls):
-        findings.append(_describe_missing(missing, world_size))
-    pauses = list(sentences.describe_pauses(history, missing))
-    findings += pauses
+    context = Context(history, world_size, history.find_missing(world_size))
+    conditions = {ANYTHING}
     if len(history.job) >= FEWEST:
-        step_seconds = float(np.median(history.job.values["seconds"][-stragglers.RECENT :]))
-        late = stragglers.find_late(history, step_seconds)
-        pausing = {finding.place.get("rank") for finding in pauses}
-        late = [one for one in late if one.every == 1 or one.rank not in pausing]
-        findings.extend(sentences.describe_late(history, late))
-        if not missing:
-            since = [one.since for one in late if one.since is not None]
-            findings.extend(shares.judge_speed(history, since))
-            findings.extend(shares.judge_shares(history))
-        findings.extend(shares.judge_hosts(history))
+        conditions |= {STEPS} if context.missing else {STEPS, ALL_RANKS}
     elif not history.call_steps:
-        findings.extend(_judge_arrivals(history))
+        conditions |= {CALLS_ONLY}
+    judges = [function for condition, function in JUDGES if condition in conditions]
+    findings = [finding for function in judges for finding in function(context)]
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
-def _describe_missing(missing: list[int], world_size: int) -> Finding:
-    return Finding(
-        "note",
-        "missing-ranks",
-        f"the findings rest on {world_size - len(missing)} of {world_size} ranks, so none is about "
-        f"all ranks: no comparable report comes from {name_ranks(missing)}",
-        "start all ranks under the watch; look in the job's output for why a watch has failed",
-        {"ranks": missing},
-    )
+def _judge_links(context: Context) -> Iterator[Finding]:
+    history = context.history
+    yield from find_slow_links(history.links.values(), history.hosts, history.link_seconds)
 
 
-def _judge_arrivals(history: History) -> Iterator[Finding]:
-    """Yield a finding for the calls at which the same rank is nearly always the last to arrive.
-
-    For a job without steps.
-    """
-    host_of = history.host_of
-    for (group, operation, nbytes), calls in history.calls.items():
-        if calls.ranks < 2 or len(calls.newest) < FEWEST_CALLS:
-            continue
-        rank, often = who_most_often(calls.last_ranks)
-        seconds, low, high = _measure(calls, rank)
-        between = float(np.median(np.diff(sorted(call.last_ns for call in calls.newest)))) * 1e-9
-        if often < MOST_OFTEN or low < LEAST_SHARE * between:
-            continue
-        name = f"{operation} of {nbytes / 1e3:.4g} kB on group {group}"
+def _judge_missing(context: Context) -> Iterator[Finding]:
+    missing, world_size = context.missing, context.world_size
+    if missing and (context.history.job or context.history.calls):
         yield Finding(
-            "warning",
-            "late-arrival",
-            f"rank {rank} on {host_of.get(rank, 'an unknown host')} is the last to arrive "
-            f"at {name} in {often:.0%} of the calls: {seconds * 1e3:.3g} ms [{low * 1e3:.3g}, "
-            f"{high * 1e3:.3g}] after the other ranks, {seconds / between:.1%} of the time from "
-            "one call to the next",
-            f"find what rank {rank} does longer than the others before this call; to compare the "
-            "ranks' devices: ddpbench doctor --only stragglers",
-            {
-                "rank": rank,
-                "group": group,
-                "operation": operation,
-                "nbytes": nbytes,
-                "seconds": seconds,
-                "share": seconds / between,
-            },
+            "note",
+            "missing-ranks",
+            f"only {world_size - len(missing)} of {world_size} ranks send comparable reports, so "
+            f"no finding is about all ranks; missing: {name_ranks(missing)}",
+            "start all ranks under the watch; look in the job's output for why a watch has failed",
+            {"ranks": [*missing]},
         )
 
 
-def _measure(calls: Calls, rank: int) -> tuple[float, float, float]:
-    """How long the others waited for this rank alone: seconds, median and its interval.
+def _judge_arrivals(context: Context) -> Iterator[Finding]:
+    """Report calls at which the same rank is nearly always the last to arrive."""
+    for (group, operation, nbytes), calls in context.history.calls.items():
+        if calls.ranks < 2 or len(calls.newest) < FEWEST_CALLS:
+            continue
+        rank, often = calls.find_last()
+        # Where another rank was last, the others did not wait for this one.
+        alone_ns = [(c.last_ns - c.second_ns) * (c.last_rank == rank) for c in calls.newest]
+        waited = np.array(alone_ns) * 1e-9
+        interval, seconds = stats.median_interval(waited), float(np.median(waited))
+        between = float(np.median(np.diff(sorted(c.last_ns for c in calls.newest)))) * 1e-9
+        if not interval or often < MOST_OFTEN or interval.low < LEAST_SHARE * between:
+            continue
+        yield Finding(
+            "warning",
+            "late-arrival",
+            f"rank {rank} on {context.history.host_of.get(rank, 'an unknown host')} is the last to "
+            f"arrive at {operation} of {nbytes / 1e3:.4g} kB on group {group} in {often:.0%} of "
+            f"the calls: {seconds * 1e3:.3g} ms [{interval.low * 1e3:.3g}, "
+            f"{interval.high * 1e3:.3g}] after the other ranks, {seconds / between:.1%} of the "
+            "time from one call to the next",
+            f"find what rank {rank} does longer than the others before this call; to compare the "
+            "ranks' devices: ddpbench doctor --only stragglers",
+            {"rank": rank, "group": group, "operation": operation, "nbytes": nbytes}
+            | {"seconds": seconds, "share": seconds / between},
+        )
 
-    Where another rank was last, they did not.
+
+def _judge_pauses(context: Context) -> Iterator[Finding]:
+    """Report kinds of pauses that cost much; of all ranks if none is missing."""
+    history = context.history
+    if not history.job and history.balance is None:
+        return
+    kinds = [one for one in history.pauses if not (context.missing and one.rank is None)]
+    for pause in kinds[:MOST_PAUSES]:
+        share = pause.mean_seconds / history.mean_seconds
+        is_clear = _is_clear(history, pause)
+        if share < (NOTABLE_PAUSE if is_clear else LARGE_PAUSE):
+            continue
+        severity = "warning" if is_clear and share >= CLEAR_PAUSE else "note"
+        place = {"rank": pause.rank} if pause.rank is not None else {}
+        yield Finding(
+            severity,
+            "pauses",
+            f"{_describe_pause(history, pause)}; {history.describe_cost(pause.mean_seconds)}",
+            _find_next_step(pause, severity),
+            place
+            | {"phase": pause.phase, "line": pause.line, "seconds": pause.seconds}
+            | {"every": pause.every, "count": pause.count, "first_step": pause.first_step}
+            | {"share": share},
+        )
+
+
+def _is_clear(history: History, pause: WatchedPause) -> bool:
+    """Return whether the script causes a pause, not the host.
+
+    It is regular, at a line at which steps usually are not found, or very long.
     """
-    waited_ns = [(c.last_ns - c.second_ns) * (c.last_rank == rank) for c in calls.newest]
-    waited = np.array(waited_ns) * 1e-9
-    interval = stats.median_interval(waited)
-    seconds = float(np.median(waited))
-    return (seconds, interval.low, interval.high) if interval else (seconds, 0.0, seconds)
+    at_line = history.lines.get(ALL, {}).get(pause.line, 0.0)
+    unusual = bool(pause.line) and at_line < UNUSUAL * history.mean_seconds
+    if pause.phase == COLUMNS[BLOCKED]:  # a busy host delays transfers, too
+        return False
+    if pause.every:
+        return unusual or pause.count > FEWEST_PAUSES
+    very_long = max(LONG_SECONDS, LONG_STEPS * history.mean_seconds)
+    return (unusual and pause.count >= FEWEST_PAUSES) or pause.longest_seconds >= very_long
+
+
+def _describe_pause(history: History, pause: WatchedPause) -> str:
+    first, when = pause.first_step, format_time(pause.first_ended)
+    where = f" at {pause.line}" if pause.line else f" in {pause.phase}"
+    if pause.phase == COLUMNS[BLOCKED]:
+        who = "all ranks are blocked for longer than usual"
+        where = where if pause.line else ""
+    elif pause.rank is None:
+        who = "all ranks pause"
+    else:
+        who = f"rank {pause.rank} on {history.host_of.get(pause.rank, '')} pauses"
+    size = f"{pause.seconds:.3g} s" if pause.seconds >= 1 else f"{pause.seconds * 1e3:.3g} ms"
+    often = f"{pause.count} times (steps {first} to {pause.last_step})"
+    if pause.count == 1:
+        often = f"once, in step {first} ({when})"
+    elif pause.every:
+        since = f", since {when}" if first > LATE_PERIODS * pause.every else ""
+        often = f"every {pause.every} steps, {often}{since}"
+    else:
+        often = f"without a fixed period, {often}"
+    waits = f", while others wait at {pause.waits_at}" if pause.waits_at else ""
+    return f"{who}{where}: {size} {often}{waits}"
+
+
+def _find_next_step(pause: WatchedPause, severity: str) -> str:
+    if pause.phase == "input":
+        return (
+            "at the start of an epoch, keep the workers: DataLoader(persistent_workers=True), with "
+            "num_workers above 0; otherwise raise prefetch_factor, or check the storage"
+        )
+    if pause.phase == COLUMNS[BLOCKED]:
+        return (
+            "look for what else uses the network at these times; to measure each link: ddpbench "
+            "doctor --only links"
+        )
+    if pause.count == 1:
+        return (
+            "find what happened then: recompilation, storage, other programs on the host; ignore "
+            "it if it does not come back"
+        )
+    if severity == "note" and not pause.every:
+        return "usual steps are at this line, too, so suspect the host: run top there at such times"
+    if pause.line.endswith("save"):
+        return (
+            "save less often, or in the background: call torch.distributed.checkpoint.async_save "
+            "on all ranks (it needs a CPU backend, such as cpu:gloo,cuda:nccl)"
+        )
+    return "do this less often, or in a background thread"
+
+
+def _judge_stragglers(context: Context) -> Iterator[Finding]:
+    """Report late ranks; a rank whose pauses are reported is not late in some steps as well."""
+    pausing = {finding.place.get("rank") for finding in _judge_pauses(context)}
+    late = [one for one in context.late if one.every == 1 or one.rank not in pausing]
+    return stragglers.describe_late(context.history, late)
+
+
+def _judge_speed(context: Context) -> Iterator[Finding]:
+    """Report the latest lasting change of the step time that no late rank explains."""
+    history = context.history
+    number, series = history.job.number, history.job.values["seconds"]
+    parts = find_parts(series, LEAST_CHANGE * float(np.median(series)))
+    if len(parts) < 2:
+        return
+    first = parts[-1].start
+    before, now = series[:first], series[first:]
+    old, new, since = np.median(series[parts[-2]]), np.median(now), int(number[first])
+    ends = history.job.values["ended_ns"]
+    lasts = len(now) >= FEWEST_CHANGED and (ends[-1] - ends[first]) * 1e-9 >= SHORTEST_SECONDS
+    # Two speeds that alternate are no change.
+    alternates = np.percentile(before, 5) < new < np.percentile(before, 95)
+    is_explained = any(one.since and abs(one.since - since) <= BESIDE for one in context.late)
+    if not lasts or alternates or is_explained:
+        return
+    change = float(new / old - 1)
+    when = history.find_end(since)
+    yield Finding(
+        "warning" if change >= LARGE_CHANGE else "note",
+        "slower-since" if change > 0 else "faster-since",
+        f"since step {since} ({format_time(when)}) steps take {abs(change):.0%} "
+        f"{'longer' if change > 0 else 'less'}: {new * 1e3:.4g} ms instead of {old * 1e3:.4g} ms",
+        "find what changed at that time: shapes of batches, other jobs on the hosts, clocks; to "
+        "see the timeline: ddpbench show last"
+        if change > 0
+        else "",
+        {"since_step": since, "since": when, "seconds": float(new), "before_seconds": float(old)},
+    )
+
+
+def _judge_input(context: Context) -> Iterator[Finding]:
+    steps = context.history.job.values[-RECENT:]
+    fastest = float(np.median(steps["fastest"][:, PHASES.index("input")]))
+    step = float(np.median(steps["seconds"]))
+    if fastest >= NOTABLE * step:
+        yield Finding(
+            "warning" if fastest >= LARGE * step else "note",
+            "waits-for-input",
+            f"all ranks wait for their data loaders, even the fastest {fastest * 1e3:.3g} ms of "
+            f"each {step * 1e3:.4g} ms step ({fastest / step:.0%})",
+            "raise num_workers or prefetch_factor of the DataLoader, or use cheaper transforms",
+            {"phase": "input", "seconds": fastest, "share": fastest / step},
+        )
+
+
+def _judge_communication(context: Context) -> Iterator[Finding]:
+    history = context.history
+    exposed = float(np.median(history.job.values["exposed"][-RECENT:]))
+    step = history.mean_seconds
+    # A wait for a message is no transfer: what comes before it may take that long.
+    has_messages = any(facts.get("messages") for ranks in history.facts for facts in ranks.values())
+    if context.world_size > 1 and not has_messages and exposed >= NOTABLE * step:
+        yield Finding(
+            "note",
+            "exposed-communication",
+            f"{exposed * 1e3:.3g} ms of each step, {exposed / step:.0%} of the job's time, is "
+            "exposed communication: without any, the job would be at most "
+            f"{step / max(step - exposed, 1e-9):.3g} times as fast",
+            "communicate less often (no_sync with more micro-batches, a larger batch) or send "
+            "fewer bytes (a compressing communication hook); to see what a hook gains: "
+            'ddpbench ab --a "--comm-hook none" --b "--comm-hook fp16" ddp',
+            {"seconds": exposed, "share": exposed / step},
+        )
+
+
+def _judge_garbage_collection(context: Context) -> Iterator[Finding]:
+    history = context.history
+    share = _find_share(history, "gc_seconds")
+    if share < NOTABLE_GC:
+        return
+    ends = history.job.values["ended_ns"]
+    lasts = (ends[-1] - ends[0]) * 1e-9 >= LASTING_SECONDS
+    facts = [facts for ranks in history.facts for facts in ranks.values()]
+    longest = max((one.get("gc_longest_seconds", 0.0) for one in facts), default=0.0)
+    yield Finding(
+        "warning" if share >= LARGE_GC and lasts else "note",
+        "gc-pauses",
+        f"Python's garbage collector stops the ranks for {share:.1%} of the time, at the longest "
+        f"for {longest * 1e3:.3g} ms",
+        "after the set-up, call gc.freeze() and gc.disable(); then call gc.collect() on all ranks "
+        "every few hundred steps",
+        {"share": share, "seconds": longest},
+    )
+
+
+def _judge_compilation(context: Context) -> Iterator[Finding]:
+    share = _find_share(context.history, "compile_seconds")
+    if share >= NOTABLE_COMPILING:
+        yield Finding(
+            "warning",
+            "recompilations",
+            f"torch.compile still compiles, long after the start: {share:.0%} of the time",
+            "to see why, start the job again after: export TORCH_LOGS=recompiles; mark dimensions "
+            "that change with torch._dynamo.mark_dynamic",
+            {"share": share},
+        )
+
+
+def _judge_hosts(context: Context) -> Iterator[Finding]:
+    """Report hosts whose cores other programs use, all in one note."""
+    history, shares = context.history, dict[str, list[float]]()
+    for hosts in history.host_facts:
+        for host, facts in hosts.items():
+            if facts.get("seconds") and "host_busy_seconds" in facts and host in history.hosts:
+                own = facts.get("cpu_seconds", 0.0) + facts.get("worker_seconds", 0.0)
+                others = facts["host_busy_seconds"] - own * len(history.hosts[host])
+                shares.setdefault(host, []).append(others / (facts["seconds"] * facts["cores"]))
+    medians = {host: float(np.median(values)) for host, values in shares.items()}
+    busy = {host: share for host, share in medians.items() if share > BUSY_SHARE}
+    if busy:
+        most = max(busy.values())
+        place = {"host": next(iter(busy))} if len(busy) == 1 else {"hosts": list(busy)}
+        yield Finding(
+            "note",
+            "busy-host",
+            f"{list_all(busy)}: other programs use {'up to ' if len(busy) > 1 else ''}{most:.0%} "
+            "of the cores",
+            "run top there to see them; stop them, or run the job elsewhere",
+            place | {"share": most},
+        )
+
+
+def _find_share(history: History, name: str) -> float:
+    """Return the share of the time that a fact in seconds takes, without the job's first round.
+
+    Of hosts the mean, of rounds the median; 0 if too few rounds have the fact.
+    """
+    shares = []
+    is_first = history.rounds == len(history.host_facts)
+    for hosts in [*history.host_facts][int(is_first) :]:
+        reads = [facts for facts in hosts.values() if name in facts and facts.get("seconds")]
+        if reads:
+            shares.append(float(np.mean([facts[name] / facts["seconds"] for facts in reads])))
+    return float(np.median(shares)) if len(shares) >= ROUNDS else 0.0
+
+
+# All judges in the order of their findings, each with what must be known before it is asked.
+ANYTHING, STEPS, ALL_RANKS, CALLS_ONLY = "", "steps", "steps of all ranks", "calls but no steps"
+JUDGES: tuple[tuple[str, Callable[[Context], Iterator[Finding]]], ...] = (
+    (ANYTHING, _judge_links),
+    (ANYTHING, _judge_missing),
+    (ANYTHING, _judge_pauses),
+    (STEPS, _judge_stragglers),
+    (ALL_RANKS, _judge_speed),
+    (ALL_RANKS, _judge_input),
+    (ALL_RANKS, _judge_communication),
+    (ALL_RANKS, _judge_garbage_collection),
+    (ALL_RANKS, _judge_compilation),
+    (STEPS, _judge_hosts),
+    (CALLS_ONLY, _judge_arrivals),
+)

@@ -7,18 +7,16 @@ all ranks, and the same phase, and are at the same lines of the program.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from msgspec import structs
 
 from ddpbench.records.watched import COLUMNS, MOST_PAUSES, WatchedPause
 from ddpbench.watch.window import ALL, BLOCKED, LongStep, join_long_steps
 
 KINDS = 64  # of pauses
-NEWEST = 1024  # pauses of a kind, whose steps and sizes are kept
-OLDEST = 8  # of these
+NEWEST = 512  # pauses of a kind, whose steps and sizes are kept
 LINES = 16  # of a kind
 OF_ALL = 0.5  # of the additional time of one rank, that all ranks have as well
 ALIKE = 0.3  # of the time of two pauses, at the same lines
@@ -34,40 +32,37 @@ class Pauses:
 
     rank: that pauses, or ALL; phase: index of COLUMNS, BLOCKED if every rank is blocked for longer;
     count, seconds: how many, and how long together; lines, waits: seconds by line of the rank that
-    pauses, and of the rank that waits for it longest; oldest, recent: step, end, and seconds of
-    some.
+    pauses, and of the rank that waits for it longest; first, recent: step, end in ns, and seconds
+    of the first pause and of the newest ones.
     """
 
     rank: int
     phase: int
-    count: float = 0.0
+    count: int = 0
     seconds: float = 0.0
     longest_seconds: float = 0.0
-    last_step: int = 0
     lines: dict[str, float] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
-    every: int | None = None  # the period, once it was asked for since the last pause
-    oldest: list[tuple[int, int, float]] = field(default_factory=list)
+    first: tuple[int, int, float] | None = None
     recent: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=NEWEST))
 
     def add(self, step: LongStep, seconds: float) -> None:
         """Add a pause of so many seconds."""
-        self.every = None
         self.count += 1
         self.seconds += seconds
         self.longest_seconds = max(self.longest_seconds, seconds)
-        self.last_step = step.number
         self.recent.append((step.number, step.ended_ns, seconds))
-        if len(self.oldest) < OLDEST:
-            self.oldest.append(self.recent[-1])
+        self.first = self.first or self.recent[0]
         _add_lines(self.lines, step.lines)
         if self.rank != ALL and step.waited >= seconds / 2 and step.waits_at:
             _add_lines(self.waits, {step.waits_at: step.waited})
 
     def resembles(self, step: LongStep, seconds: float) -> bool:
-        """Whether a pause is at the lines of these, or is about as long where its line is unknown
-        or is one that the thread had come to when it was looked at, as after a call that held
-        Python's lock: then the step must be the next of a period."""
+        """Return whether a pause is of this kind.
+
+        It is at the same lines, or it is about as long and has no line or is the next of a period:
+        after a call that held Python's lock, the line is one that the thread has come to since.
+        """
         own, others = _find_shares(step.lines), _find_shares(self.lines)
         if sum(min(share, others.get(line, 0.0)) for line, share in own.items()) >= ALIKE:
             return True
@@ -79,46 +74,8 @@ class Pauses:
         every = self.find_period()
         return every > 0 and (step.number - self.recent[-1][0]) % every == 0
 
-    @property
-    def line(self) -> str:
-        """The line of the program with most of the time; "" unknown."""
-        return max(self.lines, key=self.lines.__getitem__, default="")
-
-    @property
-    def waits_at(self) -> str:
-        """The line at which other ranks wait most of the time; "" unknown or nowhere."""
-        return max(self.waits, key=self.waits.__getitem__, default="")
-
-    def summarize(self, steps: int) -> WatchedPause:
-        """Return these pauses in figures. steps: of the job."""
-        every = self.find_period()
-        residues = Counter(every and step % every for step, _, _ in self.recent)
-        ((residue, _),) = residues.most_common(1)
-        # One of another reason may have come before.
-        regular = [one for one in self.oldest if every and one[0] % every == residue]
-        first_step, first_ns, _ = next(iter(regular), self.oldest[0])
-        return WatchedPause(
-            rank=None if self.rank == ALL else self.rank,
-            phase=COLUMNS[self.phase],
-            line=self.line,
-            waits_at=self.waits_at,
-            count=round(self.count),
-            every=every,
-            first_step=first_step,
-            first_ended=first_ns * 1e-9,
-            last_step=self.last_step,
-            seconds=float(np.median([seconds for _, _, seconds in self.recent])),
-            longest_seconds=self.longest_seconds,
-            mean_seconds=self.seconds / steps,
-        )
-
     def find_period(self) -> int:
         """Return the steps from one pause to the next; 0 if that varies."""
-        if self.every is None:
-            self.every = self._find_period()
-        return self.every
-
-    def _find_period(self) -> int:
         steps = [step for step, _, _ in self.recent]
         known = set(steps)
         apart = Counter(
@@ -132,58 +89,57 @@ class Pauses:
                 return every
         return 0
 
+    def summarize(self, steps: int) -> WatchedPause:
+        """Return these pauses in figures. steps: of the job."""
+        every, pauses = self.find_period(), [self.first or self.recent[0], *self.recent]
+        first_step, first_ns, _ = pauses[0]
+        if every:  # one of another reason may have come before
+            ((phase, _),) = Counter(step % every for step, _, _ in pauses).most_common(1)
+            first_step, first_ns, _ = next(one for one in pauses if one[0] % every == phase)
+        return WatchedPause(
+            rank=None if self.rank == ALL else self.rank,
+            phase=COLUMNS[self.phase],
+            line=max(self.lines, key=self.lines.__getitem__, default=""),
+            waits_at=max(self.waits, key=self.waits.__getitem__, default=""),
+            count=self.count,
+            every=every,
+            first_step=first_step,
+            first_ended=first_ns * 1e-9,
+            last_step=self.recent[-1][0],
+            seconds=float(np.median([seconds for _, _, seconds in self.recent])),
+            longest_seconds=self.longest_seconds,
+            mean_seconds=self.seconds / steps,
+        )
+
 
 class PauseHistory:
     """All pauses of a job, by kind."""
 
     def __init__(self) -> None:
         self.kinds: list[Pauses] = []
-        self._pending: dict[int, LongStep] = {}  # whose other reports may come a round later
 
     def add(self, steps: Sequence[LongStep]) -> None:
-        """Add the long steps of a round."""
-        before = self._pending
-        joined = {one.number: one for one in join_long_steps([*before.values(), *steps])}
-        self._finish(joined, before)
-        self._pending = {number: one for number, one in joined.items() if number not in before}
+        """Add the long steps of a round, each of one rank or of several."""
+        for step in join_long_steps(steps):
+            rank, phase, seconds = step.rank, int(np.argmax(step.extra[:BLOCKED])), step.own
+            if seconds < step.waited / 2:
+                rank, phase, seconds = ALL, BLOCKED, step.waited
+            elif step.ranks > 1 and step.shared >= OF_ALL * seconds:
+                rank = ALL
+            alike = [kind for kind in self.kinds if (kind.rank, kind.phase) == (rank, phase)]
+            same = [kind for kind in alike if kind.resembles(step, seconds)]
+            kind = max(same, key=lambda kind: kind.count, default=None)
+            if kind is None:
+                kind = Pauses(rank, phase)
+                self.kinds.append(kind)
+                if len(self.kinds) > KINDS:
+                    self.kinds.remove(min(self.kinds[:-1], key=lambda kind: kind.seconds))
+            kind.add(step, seconds)
 
     def summarize(self, steps: int) -> tuple[WatchedPause, ...]:
         """Return the kinds of pauses, those that cost most first. steps: of the job so far."""
         kinds = sorted(self.kinds, key=lambda kind: -kind.seconds)[:MOST_PAUSES]
         return tuple(kind.summarize(steps) for kind in kinds)
-
-    def finish(self) -> None:
-        """Add what waits for further reports: there will be none."""
-        self._finish(self._pending, list(self._pending))
-        self._pending = {}
-
-    def _finish(self, steps: dict[int, LongStep], numbers: Iterable[int]) -> None:
-        for number in sorted(numbers):
-            step, after = steps.get(number), steps.get(number + 1)
-            if step is None:
-                continue
-            half = step.own / 2
-            # The other ranks wait for a late optimizer in the backward of the next step.
-            if after and after.own < half <= after.waited and step.waited < half:
-                step = structs.replace(step, waited=after.waited, waits_at=after.waits_at)
-                del steps[number + 1]
-            self._add(step)
-
-    def _add(self, step: LongStep) -> None:
-        rank, phase, seconds = step.rank, int(np.argmax(step.extra[:BLOCKED])), step.own
-        if seconds < step.waited / 2:
-            rank, phase, seconds = ALL, BLOCKED, step.waited
-        elif step.ranks > 1 and step.shared >= OF_ALL * seconds:
-            rank = ALL
-        alike = [kind for kind in self.kinds if (kind.rank, kind.phase) == (rank, phase)]
-        same = [kind for kind in alike if kind.resembles(step, seconds)]
-        kind = max(same, key=lambda kind: kind.count, default=None)
-        if kind is None:
-            kind = Pauses(rank, phase)
-            self.kinds.append(kind)
-            if len(self.kinds) > KINDS:
-                self.kinds.remove(min(self.kinds[:-1], key=lambda kind: kind.seconds))
-        kind.add(step, seconds)
 
 
 def _find_shares(lines: Mapping[str, float]) -> dict[str, float]:

@@ -10,9 +10,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from ddpbench.watch.judging.history import Floats, FloatsOrLess
+from ddpbench.watch.judging.history import Floats
 
 SHORTEST = 16  # steps of one level
 CHANCE = 1e-4  # of a split where there is none, if neighbouring steps are independent
@@ -23,12 +22,11 @@ FAR = 6.0  # spreads, at which single steps are clipped
 FITS = 0.8  # of the late steps are nearer to their level than to the others'
 
 
-def find_parts(values: FloatsOrLess, least: float) -> list[slice]:
+def find_parts(values: Floats, least: float) -> list[slice]:
     """Divide a series into parts whose medians differ from their neighbours' by at least this."""
-    splits = _splits(values, 0)
+    splits = _find_splits(values, 0)
     while splits:
-        levels = [float(np.median(part)) for part in np.split(values, splits)]
-        changes = np.abs(np.diff(levels))
+        changes = np.abs(np.diff([np.median(part) for part in np.split(values, splits)]))
         smallest = int(changes.argmin())
         if changes[smallest] >= least:
             break
@@ -36,7 +34,7 @@ def find_parts(values: FloatsOrLess, least: float) -> list[slice]:
     return [slice(a, b) for a, b in zip([0, *splits], [*splits, len(values)], strict=True)]
 
 
-def _splits(values: FloatsOrLess, first: int) -> list[int]:
+def _find_splits(values: Floats, first: int) -> list[int]:
     """Return the indices, plus `first`, at which parts of unlike distribution meet."""
     count = len(values)
     if count < 2 * SHORTEST:
@@ -47,53 +45,49 @@ def _splits(values: FloatsOrLess, first: int) -> list[int]:
     split = int(apart.argmax()) + SHORTEST
     if 2 * math.exp(-6 * float(apart.max()) ** 2 / (count**3 + count**2)) > CHANCE:
         return []
-    before, later = _splits(values[:split], first), _splits(values[split:], first + split)
-    return [*before, first + split, *later]
+    before, later = values[:split], values[split:]
+    return [*_find_splits(before, first), first + split, *_find_splits(later, first + split)]
 
 
-def standard_error(values: FloatsOrLess) -> float:
+def find_standard_error(values: Floats) -> float:
     """Return the standard error of the median of neighbouring steps, which resemble each other."""
     low, middle, high = np.percentile(values, [25, 50, 75])
     deviation = float(high - low) / 1.349
     clipped = np.clip(values, middle - 3 * deviation, middle + 3 * deviation) - middle
     power = float((clipped**2).mean())
-    alike = max(0.0, float((clipped[1:] * clipped[:-1]).mean()) / power) if power else 0.0
-    alike = min(alike, 0.95)
+    alike = float((clipped[1:] * clipped[:-1]).mean()) / power if power else 0.0
+    alike = min(max(alike, 0.0), 0.95)
     return 1.2533 * deviation * math.sqrt((1 + alike) / (1 - alike) / len(values))
 
 
 @dataclass(frozen=True)
 class Period:
-    """Steps first, first + every, … are larger by `clear` standard errors. every 0: none is."""
+    """Steps first, first + every, … of a series are larger, by `clear` standard errors."""
 
     every: int
     first: int
     clear: float
 
 
-def find_period(series: Floats) -> Period:
-    """Return the period in a series of steps."""
+def find_period(series: Floats) -> Period | None:
+    """Return the clearest period in a series of steps; None without one."""
     low, usual, middle = np.percentile(series, [10, 25, 40])
-    spread = float(middle - low) / 1.028
-    clipped = np.clip(series, usual - FAR * spread, usual + FAR * spread) - usual
-    place, count, total, power = np.arange(len(series)), len(series), clipped.sum(), clipped**2
-    best = Period(0, 0, CLEAR)
+    far = FAR * float(middle - low) / 1.028
+    clipped = np.clip(series, usual - far, usual + far) - usual
+    place, count, best = np.arange(len(series)), len(series), None
     for every in range(2, min(LONGEST, count // FEWEST) + 1):
-        residue = place % every
-        sums = np.bincount(residue, clipped)
-        sizes = np.bincount(residue)
+        sums, sizes = np.bincount(place % every, clipped), np.bincount(place % every)
         first = int((sums / sizes).argmax())
-        size, rest = int(sizes[first]), count - int(sizes[first])
-        rest_mean = (total - sums[first]) / rest
-        variance = (power.sum() - power[first::every].sum()) / rest - rest_mean**2
-        error = (max(variance, 0.0) / size) ** 0.5
-        clear = float(sums[first] / size - rest_mean) / (error or 1e-9)
-        if clear > best.clear and _fits(series, residue == first):
+        is_late = place % every == first
+        others = clipped[~is_late]
+        error = float(others.std()) / math.sqrt(sizes[first])
+        clear = float(sums[first] / sizes[first] - others.mean()) / (error or 1e-9)
+        if clear > (best.clear if best else CLEAR) and _fits(series, is_late):
             best = Period(every, first, clear)
-    return best if best.every else Period(0, 0, 0.0)
+    return best
 
 
-def _fits(series: Floats, chosen: npt.NDArray[np.bool_]) -> bool:
-    """Whether nearly all chosen values are on their own side of the middle."""
-    middle = (np.median(series[chosen]) + np.median(series[~chosen])) / 2
-    return bool((series[chosen] > middle).mean() >= FITS)
+def _fits(series: Floats, is_late: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> bool:
+    """Return whether nearly all late values are on their own side of the middle."""
+    middle = (np.median(series[is_late]) + np.median(series[~is_late])) / 2
+    return bool((series[is_late] > middle).mean() >= FITS)

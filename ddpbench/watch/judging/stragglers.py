@@ -1,4 +1,4 @@
-"""Which ranks are late, in which phase, how much, in which steps and since when. No torch.
+"""Which ranks are late: in which phase, how much, in which steps, since when, and why. No torch.
 
 A rank is late if its own time is larger than the other ranks' and it is blocked less than they are:
 they wait for it. A rank that only waits has more blocked time, and no more time of its own.
@@ -7,18 +7,19 @@ they wait for it. A rank that only waits has more blocked time, and no more time
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ddpbench.analysis import stats
-from ddpbench.records.schema import Interval
+from ddpbench.records.schema import Finding, Interval
 from ddpbench.records.watched import PHASES
-from ddpbench.watch.judging.history import Floats, History, find_spread
-from ddpbench.watch.judging.series import SHORTEST, Period, find_parts, find_period, standard_error
-from ddpbench.watch.window import BLOCKED, COLUMNS
+from ddpbench.watch.judging.history import OWN, Floats, History, Integers, format_time
+from ddpbench.watch.judging.series import find_parts, find_period, find_standard_error
+from ddpbench.watch.window import ALL, BLOCKED
 
 LEAST_SHARE = 0.03  # of a step, from which a rank is a straggler
 FEWEST = 16  # steps that a verdict needs
@@ -29,230 +30,361 @@ ALSO = 0.25  # of the largest phase: a phase that is named beside it
 WAITED_FOR = 0.4  # of its lateness, that a late rank is blocked less
 TRACKED_SHARE = 0.8  # of the latest steps
 PERIODIC_COST = 0.008  # of a step, the average over all steps
-GROWTH = 1.5  # times as late, or as little, as at first
 ALLOWED = 0.75 * PERIODIC_COST  # with noise
-# Of a tracked rank's samples, as RANK but with more digits for sums.
-EXACT = np.dtype([("row", "f8", (COLUMNS,)), ("excess", "f8", (COLUMNS,)), ("own", "f8")])
-
-
-@dataclass(frozen=True)
-class Part:
-    """Steps of one rank. number: int64[steps]; values: its samples, EXACT[steps]."""
-
-    rank: int
-    number: npt.NDArray[np.int64]
-    values: npt.NDArray[np.void]
-    step_seconds: float  # of the job
-    apart: float  # by how much ranks differ that are not late
-
-    def __getitem__(self, chosen: slice | npt.NDArray[np.bool_]) -> Part:
-        return replace(self, number=self.number[chosen], values=self.values[chosen])
-
-    def __len__(self) -> int:
-        return len(self.number)
-
-    @property
-    def own(self) -> Floats:
-        """How much more own time than the other ranks it has."""
-        return np.asarray(self.values["own"])
-
-    @property
-    def excess(self) -> Floats:
-        """How much longer than in the other ranks each phase is: [steps, phase]."""
-        return np.asarray(self.values["excess"][:, :BLOCKED])
-
-    @property
-    def blocked(self) -> float:
-        """How much longer than the other ranks it is blocked, median."""
-        return float(np.median(self.values["excess"][:, BLOCKED]))
-
-    @property
-    def least(self) -> float:
-        """Seconds from which a difference counts."""
-        return max(LEAST_SHARE * self.step_seconds, self.apart)
-
-    def in_phases(self, names: Iterable[str]) -> Floats:
-        """How much longer than in the other ranks these phases together are."""
-        chosen = [PHASES.index(name) for name in names]
-        return np.asarray(self.excess[:, chosen].sum(axis=1))
+LASTING = 0.2  # of the steps: a rank that was late for less is worth a note
+MOST = 8  # findings on ranks
+LINE_SHARE = 0.25  # of the lateness, that a line must explain
+EXPLAINS = 0.4  # of the lateness, that a cause must explain
+PAGES = 10.0  # read from a disk in a second, that name a lack of memory
+GPU = "gpu_slowed_by_"
+MORE_OFTEN = 0.5  # of the reads: by which a late rank's GPU is slowed more often than others
+COMPARE = "to compare the ranks' devices: ddpbench doctor --only stragglers"
+NEXT_STEPS = {
+    "input": "give rank {rank}'s DataLoader more workers, or check the disk that holds its files",
+    "forward": "compare the shapes of rank {rank}'s batches with those of other ranks; " + COMPARE,
+    "backward": "compare the shapes of rank {rank}'s batches with those of other ranks; " + COMPARE,
+    "optimizer": "check whether rank {rank} holds more parameters or optimizer state than the "
+    "others; " + COMPARE,
+    "other": "look for what only rank {rank} does between its steps: making batches without a "
+    "DataLoader, logging, checkpoints, evaluation",
+}
 
 
 @dataclass(frozen=True)
 class Late:
     """A rank that is late.
 
-    phases: name → how much longer a late step takes in it, the largest first; seconds: their sum;
+    phases: which take longer, by most first; seconds: how much longer a late step takes in them;
     since, until: numbers of its first late step, None from the start, and of its last one, None if
-    it is still late; every: a step in so many is late; first: number of a late step; step_seconds:
-    of the job; grew_from: seconds at first, if the lateness has only grown, or only shrunk, since.
+    it is still late; every: a step in so many is late; first: number of a late step.
     """
 
     rank: int
-    phases: dict[str, float]
+    phases: tuple[str, ...]
     seconds: float
     interval: Interval | None
     since: int | None = None
     until: int | None = None
     every: int = 1
     first: int = 0
-    step_seconds: float = 0.0
-    grew_from: float | None = None
 
     @property
     def cost(self) -> float:
-        """Seconds of an average step."""
+        """Seconds of an average step while the rank is late."""
         return self.seconds / self.every
 
+    @property
+    def phase(self) -> str:
+        """The phase that takes longer by most."""
+        return self.phases[0]
 
-def find_late(history: History, step_seconds: float) -> list[Late]:
+
+@dataclass(frozen=True)
+class _Steps:
+    """Steps of one rank, and how much longer than in the other ranks their parts are.
+
+    excess: float64[steps, COLUMNS + 1], as in RANK; least: seconds from which a difference counts;
+    step_seconds: of the job.
+    """
+
+    rank: int
+    number: Integers
+    excess: Floats
+    least: float
+    step_seconds: float
+
+    def __getitem__(self, chosen: slice | npt.NDArray[np.bool_]) -> _Steps:
+        return replace(self, number=self.number[chosen], excess=self.excess[chosen])
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    @property
+    def phases(self) -> Floats:
+        """The excess of each phase: [steps, phase]."""
+        return self.excess[:, :BLOCKED]
+
+    @property
+    def medians(self) -> Floats:
+        """The medians over these steps: [COLUMNS + 1]."""
+        return np.asarray(np.median(self.excess, axis=0))
+
+
+def find_late(history: History) -> list[Late]:
     """Return the ranks that are late now, or were, the worst first."""
-    apart = _usual_largest(history)
-    late: list[Late] = []
+    recent = history.job.number[-RECENT:]
+    step_seconds = float(np.median(history.job.values["seconds"][-RECENT:]))
+    # So much is the slowest of so many ranks usually slower than the median one.
+    usual = float(np.median(history.spreads)) * (1 + math.sqrt(2 * math.log(history.world_size)))
+    least = max(LEAST_SHARE * step_seconds, usual)
+    late = []
     for rank, kept in history.ranks.items():
-        part = Part(rank, kept.number, kept.values.astype(EXACT), step_seconds, apart)
-        if _is_tracked(history, part) and _may_be_late(part):
-            late.extend(_judge_rank(part))
-    late = [replace(one, step_seconds=step_seconds) for one in late]
+        is_tracked = np.isin(recent, kept.number).mean() > TRACKED_SHARE
+        excess = kept.values["excess"].astype(np.float64)
+        steps = _Steps(rank, kept.number, excess, least, step_seconds)
+        if is_tracked and _may_be_late(steps) and (one := _judge_rank(steps)):
+            late.append(one)
     return sorted(late, key=lambda one: -one.cost)
 
 
-def _usual_largest(history: History) -> float:
-    """Return by how much the slowest of so many ranks is usually slower than the median one."""
-    if history.spreads:
-        spread = float(np.median(history.spreads))
-    else:
-        own = [kept.values["own"][-RECENT:] for kept in history.ranks.values()]
-        spread = find_spread(np.array([np.median(series) for series in own]))
-    return spread * (1 + math.sqrt(2 * math.log(max(1, history.world_size))))
+def _may_be_late(steps: _Steps) -> bool:
+    """Return whether the averages allow for a verdict: the cheap question."""
+    chunks = np.array_split(steps.excess[:, OWN], max(1, len(steps) // 64))
+    means = steps.phases[-RECENT:].mean(axis=0)
+    most = max(chunk.mean() for chunk in chunks)
+    return bool(most > steps.least / 2 or (means > ALLOWED * steps.step_seconds).any())
 
 
-def _is_tracked(history: History, part: Part) -> bool:
-    """Whether a rank was among the slowest nearly all the time lately."""
-    return bool(np.isin(history.job.number[-512:], part.number).mean() > TRACKED_SHARE)
-
-
-def _may_be_late(part: Part) -> bool:
-    """Whether the averages allow for a verdict: the cheap question."""
-    chunks = np.array_split(part.own, max(1, len(part) // 64))
-    if max(float(chunk.mean()) for chunk in chunks) > part.least / 2:
-        return True
-    return bool((part[-RECENT:].excess.mean(axis=0) > ALLOWED * part.step_seconds).any())
-
-
-def _judge_rank(rank: Part) -> Iterator[Late]:
-    """Yield what holds now; if the rank is not late now, the longest time in which it was."""
-    parts = _divide(rank)
-    found = [_judge_part(part, CLEAR if len(parts) == 1 else CLEAR_OF_PART) for part in parts]
-    ended = [(len(parts[i]), i, late) for i, late in enumerate(found) if late]
-    if (now := found[-1]) is not None:
-        start = next(i for i in range(len(found)) if None not in found[i:])
-        since = int(parts[start].number[0]) if start else None
-        yield replace(now, since=since, grew_from=_find_growth(found[start:]))
-    elif ended:
-        _, i, longest = max(ended, key=lambda one: one[0])
-        since = int(parts[i].number[0]) if i else None
-        yield replace(longest, since=since, until=int(parts[i].number[-1]))
-
-
-def _find_growth(levels: Sequence[Late | None]) -> float | None:
-    """Return the first of these levels, if they lead to the last one in steps of one direction."""
-    seconds = [late.seconds for late in levels if late and late.every == 1]
-    steps = np.diff(seconds)
-    if len(steps) < 2 or not (np.all(steps > 0) or np.all(steps < 0)):
+def _judge_rank(steps: _Steps) -> Late | None:
+    """Return what holds now; if the rank is not late now, the longest time in which it was."""
+    parts = _divide(steps)
+    clear = CLEAR if len(parts) == 1 else CLEAR_OF_PART
+    levels = [_judge_part(part, clear) for part in parts]
+    first = last = len(parts) - 1
+    if levels[last] is None:
+        first = last = max(range(len(parts)), key=lambda i: len(parts[i]) if levels[i] else 0)
+    while first and levels[last] and levels[first - 1]:
+        first -= 1
+    if (late := levels[last]) is None:
         return None
-    ratio = seconds[-1] / seconds[0]
-    return seconds[0] if max(ratio, 1 / ratio) >= GROWTH else None
+    until = None if last == len(parts) - 1 else int(parts[last].number[-1])
+    return replace(late, since=int(parts[first].number[0]) if first else None, until=until)
 
 
-def _divide(rank: Part) -> list[Part]:
+def _divide(steps: _Steps) -> list[_Steps]:
     """Divide the steps of a rank where its level changes, by the phase that shows it best."""
-    best, slices = 0.0, [slice(0, len(rank))]
-    for series in (*rank.excess.T, rank.own):
-        if not _varies(series, rank.least):
-            continue
-        parts = find_parts(series, rank.least)
+    best, slices = 0.0, [slice(0, len(steps))]
+    for series in (*steps.phases.T, steps.excess[:, OWN]):
+        parts = find_parts(series, steps.least)
         levels = [float(np.median(series[part])) for part in parts]
         rest = series - np.repeat(levels, [part.stop - part.start for part in parts])
-        clear = max(np.abs(np.diff(levels)), default=0.0) / (standard_error(rest) or 1e-9)
+        change = max(np.abs(np.diff(levels)), default=0.0)
+        clear = change / (find_standard_error(rest) or 1e-9)
         if clear > best:
             best, slices = clear, parts
-    return [rank[part] for part in slices]
+    return [steps[part] for part in slices]
 
 
-def _varies(series: Floats, least: float) -> bool:
-    """Whether short parts of a series differ by so much: the cheap question."""
-    whole = series[: len(series) // SHORTEST * SHORTEST]
-    levels = np.median(whole.reshape(-1, SHORTEST), axis=1)
-    return bool(len(levels) > 1 and np.ptp(levels) >= least)
-
-
-def _judge_part(part: Part, clear: float) -> Late | None:
+def _judge_part(part: _Steps, clear: float) -> Late | None:
     """Judge steps of one level. clear: standard errors from which a difference is one."""
     if len(part) < FEWEST:
         return None
     gaps = np.flatnonzero(np.diff(part.number) != 1)
-    newest = part[int(gaps[-1]) + 1 if len(gaps) else 0 :][-RECENT:]
-    return _periodically(newest) or _always(part, clear)
+    consecutive = part[int(gaps[-1]) + 1 if len(gaps) else 0 :][-RECENT:]
+    return _find_periodic(consecutive) or _find_constant(part, clear)
 
 
-def _always(part: Part, clear: float) -> Late | None:
+def _find_constant(part: _Steps, clear: float) -> Late | None:
     """Judge a rank that is late in all steps: in single phases, or in all of them together."""
-    level = sum(_clear_level(series, part.least, clear) for series in part.excess.T)
-    level = level or _clear_level(part.own, 1.5 * part.least, clear)
-    late_seconds = min(float(np.median(part.own)), -part.blocked)
-    if not level or late_seconds < WAITED_FOR * level:
-        return None
-    phases = _name_phases(part.excess)
-    series = part.in_phases(phases)
-    return Late(part.rank, phases, float(np.median(series)), stats.median_interval(series))
+    level = sum(_find_clear_level(series, part.least, clear) for series in part.phases.T)
+    level = level or _find_clear_level(part.excess[:, OWN], 1.5 * part.least, clear)
+    is_waited_for = min(part.medians[OWN], -part.medians[BLOCKED]) >= WAITED_FOR * level
+    return _measure(part, part.phases) if level and is_waited_for else None
 
 
-def _clear_level(series: Floats, least: float, clear: float) -> float:
+def _find_clear_level(series: Floats, least: float, clear: float) -> float:
     """Return the median of a series if it is at least this and more than noise, else 0."""
-    level, error = float(np.median(series)), standard_error(series)
+    level, error = float(np.median(series)), find_standard_error(series)
     return level if level >= max(least + 2 * error, clear * error) else 0.0
 
 
-def _periodically(part: Part) -> Late | None:
+def _find_periodic(part: _Steps) -> Late | None:
     """Judge a rank that is late in every so many steps. part: steps that follow one another."""
-    best = Period(0, 0, 0.0)
-    for series in part.excess.T:
-        if series.mean() > ALLOWED * part.step_seconds:
-            best = max(best, find_period(series), key=lambda period: period.clear)
-    if not best.every:
+    phases = [s for s in part.phases.T if s.mean() > ALLOWED * part.step_seconds]
+    periods = [period for series in phases if (period := find_period(series))]
+    if not periods:
         return None
+    best = max(periods, key=lambda period: period.clear)
     is_late = np.arange(len(part)) % best.every == best.first
-    late, usual = part[is_late], part[~is_late]
-    if np.median(usual.own) >= part.least:  # it is always late, and in some steps more so
-        return None
-    phases = _name_phases(late.excess - np.median(usual.excess, axis=0))
-    seconds = sum(phases.values())
-    if seconds < max(part.least, PERIODIC_COST * part.step_seconds * best.every):
-        return None
-    if _less_blocked(part, is_late) < WAITED_FOR * seconds:
-        return None
-    series = late.in_phases(phases) - np.median(usual.in_phases(phases))
-    return Late(
-        *(part.rank, phases, float(np.median(series)), stats.median_interval(series)),
-        every=best.every,
-        first=int(late.number[0]),
+    after = np.roll(is_late, 1)
+    after[0] = False
+    steps, usual = part[is_late], part[~is_late].medians
+    late = _measure(steps, steps.phases - usual[:BLOCKED])
+    # The other ranks wait for a late optimizer in the backward of the next step.
+    less_blocked = max(
+        part[~each].medians[BLOCKED] - part[each].medians[BLOCKED] for each in (is_late, after)
+    )
+    is_seldom = usual[OWN] < part.least  # else it is always late, and in some steps more so
+    is_large = late.seconds >= max(part.least, PERIODIC_COST * part.step_seconds * best.every)
+    if is_seldom and is_large and less_blocked >= WAITED_FOR * late.seconds:
+        return replace(late, every=best.every, first=int(steps.number[0]))
+    return None
+
+
+def _measure(steps: _Steps, excess: Floats) -> Late:
+    """Return how late a rank is in these steps, and in which phases. excess: [steps, phase]."""
+    longer = np.median(excess, axis=0)
+    clear = [CLEAR * find_standard_error(series) for series in excess.T]
+    named = [i for i in range(BLOCKED) if longer[i] >= max(ALSO * longer.max(), clear[i])]
+    named = sorted(named or [int(longer.argmax())], key=lambda i: -longer[i])
+    series = excess[:, named].sum(axis=1)
+    phases = tuple(PHASES[i] for i in named)
+    return Late(steps.rank, phases, float(np.median(series)), stats.median_interval(series))
+
+
+class _Cause(NamedTuple):
+    """Why a rank is late, and what to do about it."""
+
+    name: str
+    sentence: str
+    next_step: str
+
+
+# Of a rank's seconds, more than its host's ranks usually have: name of the fact → cause.
+SECONDS = {
+    "throttled_seconds": _Cause(
+        "throttled",
+        "the CPU quota of its control group stops it",
+        "raise the CPU quota of rank {rank}'s container, or use fewer threads",
+    ),
+    "queued_seconds": _Cause(
+        "host busy",
+        "its main thread waits for a core",
+        "find what shares the cores of rank {rank} (top, taskset -cp PID), or use fewer threads",
+    ),
+    "gc_seconds": _Cause(
+        "gc",
+        "Python's garbage collector stops it",
+        "after the set-up, call gc.freeze() and gc.disable(); then call gc.collect() on all ranks "
+        "in the same step",
+    ),
+    "compile_seconds": _Cause(
+        "compile",
+        "torch.compile spends the time compiling",
+        "to see why rank {rank} recompiles, start the job again after: export "
+        "TORCH_LOGS=recompiles",
+    ),
+}
+SWAP = _Cause(
+    "swap",
+    "it reads pages of its memory from a disk",
+    "see on rank {rank}'s host whether its memory is full: free -h; then use less of it",
+)
+
+
+def describe_late(history: History, late: Sequence[Late]) -> Iterator[Finding]:
+    """Yield a finding for each host whose ranks are all late, and for the latest other ranks."""
+    hosts = _find_slow_hosts(history, late)
+    for host, ranks in hosts.items():
+        seconds = float(np.median([one.seconds for one in ranks]))
+        place = {"host": host, "ranks": [one.rank for one in ranks], "phase": ranks[0].phase}
+        yield Finding(
+            "warning",
+            "slow-host",
+            f"{host} is slow: {ranks[0].phase} takes its ranks {seconds * 1e3:.3g} ms longer than "
+            f"those of other hosts: {history.describe_cost(seconds)}",
+            f"compare cores, memory and clocks: run on {host}, and on another host: ddpbench "
+            "doctor --only stragglers",
+            {**place, "seconds": seconds, "share": seconds / history.mean_seconds},
+        )
+    rest = [one for one in late if history.host_of.get(one.rank) not in hosts]
+    yield from (_describe_rank(history, one) for one in rest[:MOST])
+
+
+def _find_slow_hosts(history: History, late: Sequence[Late]) -> dict[str, list[Late]]:
+    """Return the hosts of which all known ranks, at least two, are always late in one phase."""
+    always = {one.rank: one for one in late if one.every == 1 and one.until is None}
+    slow: dict[str, list[Late]] = {}
+    for host, ranks in history.hosts.items():
+        known = [always.get(rank) for rank in ranks if rank in history.ranks]
+        members = [one for one in known if one is not None]
+        if 1 < len(members) == len(known) and len({one.phase for one in members}) == 1:
+            slow[host] = members
+    return slow if len(slow) < len(history.hosts) else {}
+
+
+def _describe_rank(history: History, late: Late) -> Finding:
+    host, last = history.host_of.get(late.rank, ""), history.last_step
+    until = last if late.until is None else late.until
+    lasted = (until + 1 - (late.since or 0)) / (last + 1)  # of the job's steps
+    cost = late.cost * lasted
+    # Facts and lines are only kept of the latest rounds.
+    cause = _find_cause(history, late) if late.until is None else None
+    line = _find_line(history, late) if late.until is None else ""
+    place = {
+        "rank": late.rank,
+        "host": host,
+        "phase": late.phase,
+        "seconds": late.seconds,
+        "share": cost / history.mean_seconds,
+        "every": late.every,
+        "cause": cause and cause.name,
+        "line": line or None,
+        "since_step": late.since,
+        "since": None if late.since is None else history.find_end(late.since),
+        "until_step": late.until,
+        "until": None if late.until is None else history.find_end(late.until),
+    }
+    next_step = cause.next_step if cause else NEXT_STEPS[late.phase]
+    phases = f"{' and '.join(late.phases)} {'take' if len(late.phases) > 1 else 'takes'}"
+    size = f"{late.seconds * 1e3:.3g} ms"
+    if late.interval is not None:
+        size += f" [{late.interval.low * 1e3:.3g}, {late.interval.high * 1e3:.3g}]"
+    return Finding(
+        "warning" if late.until is None or lasted >= LASTING else "note",
+        "straggler" if late.every == 1 else "intermittent-straggler",
+        f"rank {late.rank} on {host} {_describe_steps(history, late)}: its {phases} {size} "
+        f"longer than the other ranks'{f', at {line}' if line else ''}: "
+        f"{history.describe_cost(cost)}{f'; {cause.sentence}' if cause else ''}",
+        next_step.format(rank=late.rank),
+        {name: value for name, value in place.items() if value is not None},
     )
 
 
-def _less_blocked(part: Part, is_late: npt.NDArray[np.bool_]) -> float:
-    """Return how much less a rank is blocked in late steps, or else in the steps after them.
+def _describe_steps(history: History, late: Late) -> str:
+    """Return "is late in one of 5 steps (3, 8, …) since step 3 (14:32:10 UTC)"."""
+    text = "is late" if late.until is None else "was late"
+    if late.every > 1:
+        text += f" in one of {late.every} steps ({late.first}, {late.first + late.every}, …)"
+    since = "since" if late.until is None else "from"
+    for word, step in ((since, late.since), ("until", late.until)):
+        if step is not None:
+            text += f" {word} step {step} ({format_time(history.find_end(step))})"
+    return text
 
-    The other ranks wait for a late optimizer in the backward of the next step.
-    """
-    after = np.roll(is_late, 1)
-    after[0] = False
-    return max(part[~where].blocked - part[where].blocked for where in (is_late, after))
+
+def _find_line(history: History, late: Late) -> str:
+    """Return the line of the program where a late rank spends more time than others; "" unknown."""
+    own, usual = history.lines.get(late.rank, {}), history.lines.get(ALL, {})
+    longer = {line: seconds - usual.get(line, 0.0) for line, seconds in own.items()}
+    line = max(longer, key=longer.__getitem__, default="")
+    # The means over all ranks contain the late one.
+    least = LINE_SHARE * late.cost * (1 - 1 / history.world_size)
+    return line if line and longer[line] >= least else ""
 
 
-def _name_phases(excess: Floats) -> dict[str, float]:
-    """Return the phases to name, the one that is longer by most first. excess: [steps, phase]."""
-    longer = np.median(excess, axis=0)
-    most = int(longer.argmax())
-    clear = [CLEAR * standard_error(series) for series in excess.T]
-    named = [i for i in np.argsort(-longer) if longer[i] >= max(ALSO * longer[most], clear[i])]
-    return {PHASES[i]: float(longer[i]) for i in named or [most]}
+def _find_cause(history: History, late: Late) -> _Cause | None:
+    """Return what explains most of a rank's lateness; None if no fact does."""
+    host = history.host_of.get(late.rank, "")
+    more: dict[str, list[float]] = {}  # by fact: per second, more than usual on its host
+    for ranks, hosts in zip(history.facts, history.host_facts, strict=True):
+        facts, usual = ranks.get(late.rank, {}), hosts.get(host, {})
+        for name in (*SECONDS, "major_faults"):
+            if name in facts and facts.get("seconds"):
+                common = usual.get(name, 0.0) / (usual.get("seconds") or 1.0)
+                more.setdefault(name, []).append(facts[name] / facts["seconds"] - common)
+    means = {name: float(np.mean(values)) for name, values in more.items()}
+    most = max(SECONDS, key=lambda name: means.get(name, 0.0))
+    step_seconds = float(np.median(history.job.values["seconds"][-RECENT:]))
+    if means.get(most, 0.0) * step_seconds >= EXPLAINS * late.cost:
+        return SECONDS[most]
+    if reasons := ", ".join(_find_slowdowns(history, late.rank)):
+        return _Cause(
+            "gpu clock",
+            f"its GPU lowers its clock ({reasons})",
+            "run on rank {rank}'s host: nvidia-smi -q -d PERFORMANCE",
+        )
+    return SWAP if means.get("major_faults", 0.0) >= PAGES else None
+
+
+def _find_slowdowns(history: History, rank: int) -> list[str]:
+    """Return the reasons that the rank's GPU gives for a lower clock, and other ranks' do not."""
+    own = [ranks[rank] for ranks in history.facts if rank in ranks]
+    others = [facts for ranks in history.facts for r, facts in ranks.items() if r != rank]
+    names = {name for facts in own for name in facts if name.startswith(GPU)}
+
+    def share(reads: Sequence[Mapping[str, float]], name: str) -> float:
+        return sum(name in facts for facts in reads) / max(1, len(reads))
+
+    slowed = [name for name in names if share(own, name) - share(others, name) >= MORE_OFTEN]
+    return sorted(name.removeprefix(GPU) for name in slowed)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ddpbench.analysis import stats
 from ddpbench.analysis.steps import EXPOSED
@@ -16,6 +14,7 @@ from ddpbench.records import watched
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Figure, Part, Phase, StepSummary
 from ddpbench.records.watched import (
+    COLUMNS,
     LOSS,
     Moment,
     Watched,
@@ -25,27 +24,25 @@ from ddpbench.records.watched import (
     WatchedRank,
 )
 from ddpbench.watch.judging.history import (
-    Calls,
+    OWN,
     Floats,
-    FloatsOrLess,
     History,
-    who_most_often,
+    Integers,
+    Samples,
+    find_most_frequent,
 )
-from ddpbench.watch.judging.samples import Samples
 from ddpbench.watch.judging.slow_links import find_rate
 from ddpbench.watch.window import BLOCKED
 
 LATEST = 64  # steps of `Summary.latest`, at most
-MEAN_DECIMALS = 7  # of seconds
+DECIMALS = 7  # of the seconds of a stored mean step
+DIGITS = 6  # of a stored mean in a moment
 STANDS_OUT = 2.0  # times the share that each rank would have, to be named as last
-Array = npt.NDArray[Any]
-DIGITS = 6  # of a stored mean
-RESOLUTION = 6  # decimals of a lateness in seconds
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a watch knows of a job. `steps` and `latest` are None in a job without steps."""
+    """A job in figures. `steps` and `latest` are None in a job without steps."""
 
     steps: StepSummary | None
     watched: Watched
@@ -56,216 +53,180 @@ def summarize(history: History) -> Summary | None:
     """Summarize a job; None before its first step or call."""
     if not history.job and not history.calls:
         return None
-    known = Watched(
-        steps=0,
-        last_step=-1,
-        step_seconds=0.0,
-        phases=(),
-        exposed_seconds=0.0,
+    record = Watched(
         hosts={host: len(ranks) for host, ranks in history.hosts.items()},
-        collectives=tuple(_collectives(history)),
-        links=tuple(_links(history)),
+        collectives=tuple(_list_collectives(history)),
+        links=tuple(_list_links(history)),
     )
     if not history.job:  # as of a job without an optimizer
-        return Summary(steps=None, watched=known, latest=None)
-    job = history.job.values[history.job.evenly()]
-    moments = _moments(history)
-    phases = [_phase(name, job, column) for column, name in enumerate(watched.COLUMNS)]
-    steps = _summarize_steps(history, job, phases)
-    return Summary(
-        steps=steps,
-        watched=replace(
-            known,
-            steps=history.steps,
-            last_step=history.last_step,
-            step_seconds=steps.step.value,
-            phases=tuple(phases),
-            exposed_seconds=steps.budget[0].figure.value,
-            moments=tuple(moments),
-            ranks=tuple(_ranks(history, moments)),
-            balance=history.balance,
-            pauses=history.pauses,
-        ),
-        latest=next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:])),
+        return Summary(steps=None, watched=record, latest=None)
+    steps, moments = _summarize_steps(history), _list_moments(history)
+    medians = np.median(history.job.values["median"][history.job.evenly()], axis=0).tolist()
+    phases = [
+        WatchedPhase(
+            name=phase.name,
+            seconds=median,
+            slowest_seconds=phase.slowest.value,
+            fastest_seconds=phase.fastest_seconds,
+            slowest_rank=phase.slowest_rank,
+            slowest_share=phase.slowest_share,
+        )
+        for phase, median in zip(steps.phases, medians, strict=True)
+    ]
+    record = replace(
+        record,
+        steps=history.steps,
+        last_step=history.last_step,
+        step_seconds=steps.step.value,
+        phases=tuple(phases),
+        exposed_seconds=steps.budget[0].figure.value,
+        moments=tuple(moments),
+        ranks=tuple(_list_ranks(history, moments)),
+        balance=history.balance,
+        pauses=history.pauses,
     )
+    latest = next(_take_medians(history, np.arange(len(history.job))[None, -LATEST:]))
+    return Summary(steps, record, latest)
 
 
-def _summarize_steps(history: History, job: Array, phases: Sequence[WatchedPhase]) -> StepSummary:
-    step, exposed = figure(job["seconds"]), float(np.median(job["exposed"]))
+def _summarize_steps(history: History) -> StepSummary:
+    job = history.job.values[history.job.evenly()]
+    step, exposed = _make_figure(job["seconds"]), float(np.median(job["exposed"]))
+    phases = []
+    for column, name in enumerate(COLUMNS):
+        rank, share = find_most_frequent(job["slowest_rank"][:, column])
+        slowest = _make_figure(job["slowest"][:, column])
+        fastest = float(np.median(job["fastest"][:, column]))
+        phases.append(Phase(name, slowest, fastest, rank, share))
     return StepSummary(
         rounds=history.steps,
         in_a_row=1,
         warm_up=max(0, history.last_step + 1 - history.steps),
         step=step,
         samples_per_second=0.0,
-        phases=tuple(
-            Phase(
-                name=phase.name,
-                slowest=figure(job["slowest"][:, column]),
-                fastest_seconds=phase.fastest_seconds,
-                slowest_rank=phase.slowest_rank,
-                slowest_share=phase.slowest_share,
-            )
-            for column, phase in enumerate(phases)
-        ),
+        phases=tuple(phases),
         budget=(Part(EXPOSED, Figure(exposed, None), exposed / step.value, resolved=True),),
     )
 
 
-def figure(seconds: Floats) -> Figure:
-    """Return the median of steps and its interval."""
-    return Figure(float(np.median(seconds)), stats.median_interval(seconds))
+def _make_figure(seconds: Floats) -> Figure:
+    return Figure(float(np.median(seconds)), stats.median_interval(np.asarray(seconds, np.float64)))
 
 
-def _means(values: FloatsOrLess) -> tuple[float, ...]:
-    return tuple(values.astype(float).mean(axis=0).round(MEAN_DECIMALS).tolist())
-
-
-def _phase(name: str, job: Array, column: int) -> WatchedPhase:
-    median, slowest, fastest = (
-        float(np.median(job[part][:, column])) for part in ("median", "slowest", "fastest")
-    )
-    rank, share = who_most_often(job["slowest_rank"][:, column])
-    return WatchedPhase(name, median, slowest, fastest, rank, share)
-
-
-def _moments(history: History) -> list[Moment]:
-    """Divide the steps evenly, so that the timeline is of the whole run."""
+def _list_moments(history: History) -> list[Moment]:
+    """Divide the steps evenly, so that the timeline is of the whole run, and add what was read."""
     even = history.job.evenly()
     width = math.ceil(len(even) / watched.MOST_MOMENTS)
     moments = list(_take_medians(history, even[len(even) % width :].reshape(-1, width)))
-    return add_readings(history, moments)
-
-
-def _take_medians(history: History, steps: npt.NDArray[np.int64]) -> Iterator[Moment]:
-    """Yield the medians of some steps. steps: [moments, steps], their indices in the samples."""
-    values = history.job.values[steps]
-    seconds, rows, exposed = (
-        np.median(values[name], axis=1).tolist() for name in ("seconds", "median", "exposed")
-    )
-    for i, end in enumerate(steps[:, -1].tolist()):
-        ended = float(history.job.values["ended_ns"][end]) * 1e-9
-        number = int(history.job.number[end])
-        yield Moment(ended, number, seconds[i], tuple(rows[i]), exposed[i])
-
-
-def _ranks(history: History, moments: Sequence[Moment]) -> Iterator[WatchedRank]:
-    """Yield the ranks with the most own time, in order of their numbers."""
-    host_of = history.host_of
-    excess = {
-        rank: float(kept.values["own"].mean())
-        for rank, kept in history.ranks.items()
-        if rank in host_of
-    }
-    latest_last = sorted(excess, key=excess.__getitem__)[-watched.MOST_RANKS :]
-    for rank in sorted(latest_last):
-        kept = history.ranks[rank]
-        even = kept.values[kept.evenly()]
-        is_late = rank in latest_last[-watched.MOST_LATE :]
-        yield WatchedRank(
-            rank=rank,
-            host=host_of[rank],
-            seconds=tuple(np.median(even["row"], axis=0).astype(float).tolist()),
-            steps=kept.steps,
-            late_seconds=find_lateness(kept, moments) if is_late else (),
-            mean_seconds=_means(even["row"]),
-            extra_seconds=_means(even["excess"])[:BLOCKED],
-        )
-
-
-def _collectives(history: History) -> list[WatchedCollective]:
-    """Return the collectives, those with the longest waits first."""
-    rows = [_collective(*key, calls, history.call_steps) for key, calls in history.calls.items()]
-    rows.sort(key=lambda row: -row.wait_seconds * row.calls)
-    return rows[: watched.MOST_COLLECTIVES]
-
-
-def _collective(
-    group: str, operation: str, nbytes: int, calls: Calls, steps: int
-) -> WatchedCollective:
-    last_rank, share = who_most_often(calls.last_ranks)
-    wires = calls.wires
-    stands_out = share >= min(STANDS_OUT / calls.ranks, (1 + 1 / calls.ranks) / 2)
-    return WatchedCollective(
-        group=group,
-        ranks=calls.ranks,
-        operation=operation,
-        nbytes=nbytes,
-        calls=calls.count / (steps or 1),
-        wait_seconds=float(np.median([(c.last_ns - c.first_ns) * 1e-9 for c in calls.newest])),
-        last_rank=last_rank if stands_out and calls.ranks > 1 else None,
-        last_share=share,
-        wire_seconds=float(np.median(wires)) if wires else None,
-    )
-
-
-def _links(history: History) -> Iterator[WatchedLink]:
-    most = sorted(history.links.items(), key=lambda item: -item[1].nbytes)
-    for (host, peer), link in most[: watched.MOST_LINKS]:
-        yield WatchedLink(
-            host=host,
-            peer=peer,
-            interface=link.interface,
-            nbytes=int(link.nbytes),
-            bytes_per_second=find_rate(link) if link.busy_seconds else None,
-            rtt_seconds=link.rtt_seconds or None,
-            retransmitted=int(link.retransmitted),
-        )
-
-
-def add_readings(history: History, moments: Sequence[Moment]) -> list[Moment]:
-    """Return the moments with the load, the loss and the values of their time."""
-    if not moments:
-        return []
-    ends = np.array([moment.ended for moment in moments])
-    loads = [_make_load(row) for row in _take_means(history.loads, ends).tolist()]
-    steps = np.array([moment.step for moment in moments])
-    values: list[dict[str, float]] = [{} for _ in moments]
-    for name, kept in history.values.items():
-        means = _take_means(kept, steps)[:, 0]
-        for place in np.flatnonzero(np.isfinite(means)).tolist():
-            values[place][name] = float(f"{means[place]:.{DIGITS}g}")
+    loads, values = _list_means(history.loads, moments), _list_means(history.values, moments)
     return [
-        replace(moment, load=load, loss=named.pop(LOSS, None), values=named)
+        replace(moment, load=_make_load(load), loss=named.pop(LOSS, None), values=named)
         for moment, load, named in zip(moments, loads, values, strict=True)
     ]
 
 
-def find_lateness(kept: Samples, moments: Sequence[Moment]) -> tuple[float | None, ...]:
-    """Return a rank's own time beyond that of the others, the mean in each moment, in seconds."""
-    even = kept.evenly()
-    steps = np.array([moment.step for moment in moments])
-    excess = kept.values["own"][even][:, None]
-    late = _find_means(kept.number[even], excess, steps)[:, 0].tolist()
-    return tuple(round(each, RESOLUTION) if math.isfinite(each) else None for each in late)
+def _list_means(kept: Mapping[str, Samples], moments: Sequence[Moment]) -> list[dict[str, float]]:
+    """Return the mean of what was read in each moment, by name."""
+    means: list[dict[str, float]] = [{} for _ in moments]
+    for name, samples in kept.items():
+        of_moments = _take_means(samples, samples.values, moments)
+        for named, mean in zip(means, of_moments, strict=True):
+            if mean is not None:
+                named[name] = mean
+    return means
 
 
-def _make_load(row: Sequence[float]) -> Load | None:
-    cores, most_cores, memory, gpu_share, gpu_memory = row
-    if not math.isfinite(cores):
+def _make_load(read: Mapping[str, float]) -> Load | None:
+    if not read:
         return None
-    return Load(
-        cpu_cores=round(cores, 3),
-        most_cpu_cores=round(most_cores, 3),
-        memory_nbytes=round(memory),
-        gpu_share=round(gpu_share, 3) if math.isfinite(gpu_share) else None,
-        gpu_memory_nbytes=round(gpu_memory) if math.isfinite(gpu_memory) else None,
-    )
+    fields = {name: round(mean) if "nbytes" in name else mean for name, mean in read.items()}
+    return Load(**fields)  # type: ignore[arg-type]
 
 
-def _take_means(kept: Samples, ends: Array) -> Floats:
-    read = kept.values[kept.evenly()]
-    return _find_means(read["when"], read["read"], ends)
+def _take_medians(history: History, steps: Integers) -> Iterator[Moment]:
+    """Yield the medians of some steps. steps: [moments, steps], their indices in the samples."""
+    for chosen in steps:
+        values = history.job.values[chosen]
+        yield Moment(
+            ended=float(values["ended_ns"][-1]) * 1e-9,
+            step=int(history.job.number[chosen[-1]]),
+            step_seconds=float(np.median(values["seconds"])),
+            seconds=tuple(np.median(values["median"], axis=0).tolist()),
+            exposed_seconds=float(np.median(values["exposed"])),
+        )
 
 
-def _find_means(when: Array, values: Array, ends: Array) -> Floats:
-    """Return the mean of the values of each moment; NaN where it has none, or an unknown one.
+def _list_ranks(history: History, moments: Sequence[Moment]) -> Iterator[WatchedRank]:
+    """Yield the ranks with the most own time, in order of their numbers."""
+    host_of = history.host_of
+    known = [rank for rank in history.ranks if rank in host_of]
+    known.sort(key=lambda rank: -history.ranks[rank].values["excess"][:, OWN].mean())
+    for rank in sorted(known[: watched.MOST_RANKS]):
+        kept = history.ranks[rank]
+        even = kept.values[kept.evenly()]
+        row = even["row"].mean(axis=0, dtype=np.float64).round(DECIMALS)
+        excess = even["excess"].mean(axis=0, dtype=np.float64).round(DECIMALS)
+        late = _take_means(kept, kept.values["excess"][:, OWN], moments)
+        yield WatchedRank(
+            rank=rank,
+            host=host_of[rank],
+            seconds=tuple(np.median(even["row"], axis=0).tolist()),
+            steps=kept.steps,
+            late_seconds=tuple(late) if rank in known[: watched.MOST_LATE] else (),
+            mean_seconds=tuple(row.tolist()),
+            extra_seconds=tuple(excess[:BLOCKED].tolist()),
+        )
 
-    when: of each value; values: [values, columns]; ends: of the moments, in the unit of `when`; the
-    result: [moments, columns]. What is newer than the last moment counts there.
+
+def _list_collectives(history: History) -> list[WatchedCollective]:
+    """Return the collectives, those with the longest waits first."""
+    rows = []
+    for (group, operation, nbytes), calls in history.calls.items():
+        last_rank, share = calls.find_last()
+        stands_out = share >= min(STANDS_OUT / calls.ranks, (1 + 1 / calls.ranks) / 2)
+        wires = [call.wire_ns * 1e-9 for call in calls.newest if call.wire_ns >= 0]
+        waits = [(call.last_ns - call.first_ns) * 1e-9 for call in calls.newest]
+        row = WatchedCollective(
+            group=group,
+            ranks=calls.ranks,
+            operation=operation,
+            nbytes=nbytes,
+            calls=calls.count / (history.call_steps or 1),
+            wait_seconds=float(np.median(waits)),
+            last_rank=last_rank if stands_out and calls.ranks > 1 else None,
+            last_share=share,
+            wire_seconds=float(np.median(wires)) if wires else None,
+        )
+        rows.append(row)
+    rows.sort(key=lambda row: -row.wait_seconds * row.calls)
+    return rows[: watched.MOST_COLLECTIVES]
+
+
+def _list_links(history: History) -> Iterator[WatchedLink]:
+    busiest = sorted(history.links.values(), key=lambda link: -link.nbytes)
+    for link in busiest[: watched.MOST_LINKS]:
+        yield WatchedLink(
+            host=link.host,
+            peer=link.peer,
+            interface=link.interface,
+            nbytes=link.nbytes,
+            bytes_per_second=find_rate(link) if link.busy_seconds else None,
+            rtt_seconds=link.rtt_seconds or None,
+            retransmitted=link.retransmitted,
+        )
+
+
+def _take_means(kept: Samples, values: Floats, moments: Sequence[Moment]) -> list[float | None]:
+    """Return the mean of the values of each moment; None where it has none.
+
+    values: [kept], of these samples. What is newer than the last moment counts there.
     """
-    place = np.minimum(np.searchsorted(ends, when), len(ends) - 1)
-    counts = np.bincount(place, minlength=len(ends))
-    sums = [np.bincount(place, column, minlength=len(ends)) for column in values.T]
-    with np.errstate(invalid="ignore"):
-        return np.stack(sums, axis=1) / counts[:, None]
+    even, count = kept.evenly(), len(moments)
+    ends = np.array([moment.step for moment in moments])
+    place = np.minimum(np.searchsorted(ends, kept.number[even]), count - 1)
+    sums = np.bincount(place, values[even], minlength=count).tolist()
+    counts = np.bincount(place, minlength=count).tolist()
+    return [
+        float(f"{total / each:.{DIGITS}g}") if each else None
+        for total, each in zip(sums, counts, strict=True)
+    ]

@@ -1,1 +1,0 @@
-"""What rank 0 gives out: line, table, stored run, metrics, callback."""
