@@ -57,9 +57,7 @@ BAD = Verdict(WRONG, "rank 1 got 2 at index 3", {"rank": 1, "index": 3})
 
 
 def test_every_combination_is_tried_once_the_important_ones_first() -> None:
-    """Sums of the first dtype come first. One rank alone does not try operations that need a
-    partner."""
-    everything = measure.list_combinations(2)
+    everything = measure.list_combinations()
     assert everything[0] == SUM
     assert len(set(everything)) == len(everything)
     forms = {(each.operation, each.form) for each in everything}
@@ -68,9 +66,6 @@ def test_every_combination_is_tried_once_the_important_ones_first() -> None:
     assert reduced == {*REDUCE_OPS}
     assert {each.dtype for each in everything if each.operation == "reduce"} == {*DTYPES}
     assert [each for each in everything if each.dtype is None] == [BARRIER]
-    alone = measure.list_combinations(1)
-    paired = {each.operation for each in everything if each not in alone}
-    assert paired == {"send_recv", "bidirectional"}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +177,8 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def test_gloo_alone_is_never_wrong(walk: Callable[..., Any]) -> None:
     """Each combination is right or refused with a reason; float32 sums work."""
-    wanted = measure.list_combinations(1)
+    everything = measure.list_combinations()
+    wanted = [each for each in everything if not OPERATIONS[each.operation].paired]
     verdicts, reports = walk(wanted)
     assert len(verdicts) == len(wanted)
     assert {verdict.outcome for verdict in verdicts} == {OK, UNSUPPORTED}
@@ -283,7 +279,7 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
             yield SimpleNamespace(folder=folder, process=ranks, states=states, end=ranks.end)
 
         monkeypatch.setattr(throwaway_ranks, "started", started)
-        trials = Trials(request_trials(measure.list_combinations(2)[:3]))
+        trials = Trials(request_trials(measure.list_combinations()[:3]))
         assert {*try_all(trials, seconds, clock)} <= {None}
         assert left == []
         return trials
@@ -432,7 +428,7 @@ def test_two_ranks_have_their_backend_tried(pool: RankPool, tmp_path: Path) -> N
     assert not bad or torch.__version__ < "2.9"
     assert found.unchecked == ()
     rows = found.figures["verdicts"]
-    assert len(rows) == found.figures["wanted"] == len(measure.list_combinations(2))
+    assert len(rows) == len(measure.list_combinations())
     works = {(v["operation"], v["dtype"]) for v in rows if v["outcome"] == OK}
     assert works >= {(name, "float32") for name in ("all_reduce", "broadcast", "all_gather")}
     assert [table.title in done.stdout for table in found.tables] == [True]
