@@ -98,12 +98,8 @@ def list_combinations() -> list[Combination]:
         for reduce_op in (REDUCE_OPS if operation.reduces else (None,))
         for dtype in (DTYPES if operation.sized else (None,))
     ]
-    order = list(DTYPES)
-
-    def urgency(each: Combination) -> tuple[bool, int]:
-        return each.reduce_op not in (None, "sum"), order.index(each.dtype) if each.dtype else 0
-
-    return sorted(found, key=urgency)
+    order = {None: 0, **{dtype: number for number, dtype in enumerate(DTYPES)}}
+    return sorted(found, key=lambda c: (c.reduce_op not in (None, "sum"), order[c.dtype]))
 
 
 def examine(context: Context) -> Outcome:
