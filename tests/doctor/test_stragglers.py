@@ -36,7 +36,7 @@ LOADS = {"matmul": Load("matmul", 1e9, "GFLOP/s"), "copy": Load("copy", 1e8, "GB
 WORK = 5e-3
 WILD = {"matmul": [0.01, 0.01, 0.02, 0.02, 0.02]}
 ROUND = (1.0, 1.01, 0.99, 1.02, 1.0)  # what a repetition takes in each, to the usual
-FREE = {"throttled": 0.0, "stolen": 0.0, "queued": 0.01}
+FREE: dict[str, float | None] = {"throttled": 0.0, "stolen": 0.0, "queued": 0.01}
 
 
 def a_rank_pass(

@@ -98,7 +98,10 @@ def list_combinations() -> list[Combination]:
         for reduce_op in (REDUCE_OPS if operation.reduces else (None,))
         for dtype in (DTYPES if operation.sized else (None,))
     ]
-    order = {None: 0, **{dtype: number for number, dtype in enumerate(DTYPES)}}
+    order: dict[str | None, int] = {
+        None: 0,
+        **{dtype: number for number, dtype in enumerate(DTYPES)},
+    }
     return sorted(found, key=lambda c: (c.reduce_op not in (None, "sum"), order[c.dtype]))
 
 
