@@ -16,8 +16,7 @@ from simulated_gpu import GUARD_VARIABLE
 
 from ddpbench.doctor.links import judge
 from ddpbench.doctor.links.judge import Cell, Network, Suspect
-from ddpbench.doctor.links.measure import list_suspects, plan_circle, plan_schedule
-from ddpbench.doctor.links.wire import Reading
+from ddpbench.doctor.links.measure import Reading, list_suspects, plan_circle, plan_schedule
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records.schema import Finding
 
@@ -301,6 +300,7 @@ import os
 os.environ["{variable}"] = "{guard}"
 import pretend_gpu
 import torch.distributed as dist
+from dataclasses import replace
 from ddpbench.catalog import backends
 from ddpbench.runtime import devices
 
