@@ -324,7 +324,9 @@ def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
     rates = {(a, b): " / ".join(filter(None, both)) for a, b, *both, _ in shown}
     latencies = {(a, b): latency for a, b, _, _, latency in shown}
     return (
-        _matrix(f"{unit} {' / '.join(ways)}", rates, list(names.values())),
+        _matrix(
+            f"{unit} between {figures['kind']}, {' / '.join(ways)}", rates, list(names.values())
+        ),
         _matrix("latency µs, half a round trip", latencies, list(names.values())),
     )
 

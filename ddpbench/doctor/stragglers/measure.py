@@ -322,9 +322,7 @@ def summarise(measured: Measured) -> Iterator[str]:
             for name, load in measured.loads.items()
         ]
         yield f"best rate of each rank, {WORDS[when]}: {', '.join(rates)}"
-    waits = [
-        wait * 1e3 for one in passes for wait in judge.median_wait_seconds(one) if wait is not None
-    ]
+    waits = [wait * 1e3 for one in passes for wait in judge.median_wait_seconds(one)]
     if waits:
         yield (
             f"after {measured.work_seconds * 1e3:.3g} ms of equal work the ranks wait for the "
@@ -350,7 +348,7 @@ def build_tables(measured: Measured) -> tuple[Table, ...]:
 
 def _row(measured: Measured, rank: int) -> dict[TableColumn, object]:
     last = measured.passes[-1]
-    wait = judge.median_wait_seconds(last)[rank]
+    waits = judge.median_wait_seconds(last)
     row: dict[TableColumn, object] = {
         TableColumn("rank"): rank,
         TableColumn("host"): measured.setup.host(rank),
@@ -359,7 +357,7 @@ def _row(measured: Measured, rank: int) -> dict[TableColumn, object]:
         for when in last[rank].seconds:
             heading = f"{name} {load.unit if when == ALONE else 'at once'}"
             row[TableColumn(heading)] = load.amount / measured.best_seconds(rank, when, name) / 1e9
-    row[TableColumn("wait ms", decimals=2)] = None if wait is None else wait * 1e3
+    row[TableColumn("wait ms", decimals=2)] = waits[rank] * 1e3 if waits else None
     for reason, heading in LOST.items():
         share = last[rank].lost[ALONE][reason]
         row[TableColumn(heading, decimals=0)] = None if share is None else min(share, 1.0) * 100.0
