@@ -131,7 +131,7 @@ def _barrier_alone(world: World, efforts: Efforts, seconds: float, work: Effort)
     return RankPass(
         seconds={ALONE: turns.seconds},
         lost={ALONE: turns.lost},
-        hertz=cpu.core_hertz(cores),
+        hertz=turns.hertz,
         gpu=read_gpu_at_work(work),
         neighbours=sorted(used, key=lambda name: -used[name]),
     )
@@ -142,6 +142,7 @@ class Turns(NamedTuple):
 
     seconds: dict[str, list[float]]  # load → of a repetition, one value per round
     lost: dict[str, float | None]  # reason → share of the time in which the rank did not run
+    hertz: float | None  # of its cores at the end of the last turn
 
 
 def barrier_turns(world: World, efforts: Efforts, seconds: float, alone: bool) -> Turns:
@@ -155,7 +156,7 @@ def barrier_turns(world: World, efforts: Efforts, seconds: float, alone: bool) -
     own, threads = world.neighbours.index(world.rank), torch.get_num_threads()
     busy_threads = threads if alone else threads * len(world.neighbours)
     spent: dict[str, list[float]] = {name: [] for name in efforts}
-    uses = []
+    uses, hertz = [], None
     for number, effort, place in itertools.product(range(ROUNDS), efforts.values(), range(places)):
         world.watchdog.rearm()
         control.barrier_all()
@@ -163,11 +164,13 @@ def barrier_turns(world: World, efforts: Efforts, seconds: float, alone: bool) -
             repetition_seconds, use = take_turn(effort, seconds)
             spent[effort.name].append(repetition_seconds)
             uses.append(use)
+            hertz = cpu.core_hertz(os.sched_getaffinity(0))  # before the cores rest
     control.barrier_all()
     wall, throttled, stolen, queued = (_add_up(column) for column in zip(*uses, strict=True))
     stolen = None if stolen is None else stolen / busy_threads
     lost = {"throttled": throttled, "stolen": stolen, "queued": queued}
-    return Turns(spent, {name: None if s is None else s / (wall or 1) for name, s in lost.items()})
+    shares = {name: None if s is None else s / (wall or 1) for name, s in lost.items()}
+    return Turns(spent, shares, hertz)
 
 
 def take_turn(effort: Effort, seconds: float) -> tuple[float, tuple[float | None, ...]]:
