@@ -26,16 +26,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench.commands import compare
+from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs import turns
+from ddpbench.nested_runs.command_line import MEASURING
 from ddpbench.nested_runs.turns import Variant
 from ddpbench.present.writers import WRITERS
 from ddpbench.records import store
+from ddpbench.records.store import InvalidRun
+from ddpbench.records.terminal_text import tell
+from ddpbench.records.wording import list_choices
 from ddpbench.session import options
 from ddpbench.session.progress import open_progress
 
 if TYPE_CHECKING:
     from ddpbench.verdicts.comparison import Comparison
 
+USUAL = "collectives"  # the command to measure if none is given
 GROUP = "compare"
 HELP = "measure two variants in turns until the verdict is clear"
 # Blocks, and the confidence of the look after them: 3.2 + 1 + 0.5 + 0.25 % false verdicts at most.
@@ -63,20 +69,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "long they take (default: 900)",
     )
     compare.add_judging(parser, margin_percent=3.0)
-    turns.add_measured(parser)
+    parser.add_argument(
+        "words",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND …",
+        help=f"command to measure: {list_choices(MEASURING)}, with its options (default: {USUAL})",
+    )
+    parser.add_argument(
+        "--seed", type=options.whole(0), metavar="N", help="seed of all orders (default: random)"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="folder for the two runs (default: a new one in results/)",
+    )
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Measure both variants, store and print the comparison; return the exit code.
 
-    If a side fails, what was measured is printed all the same. Raises Refused and InvalidRun.
+    If a side fails, the comparison of what was measured is printed. Raises Refused and InvalidRun.
     """
+    typed = list(namespace.words)
+    namespace.words = typed[typed[:1] == ["--"] :] or [USUAL]
     variants = [turns.parse_variant(name, getattr(namespace, name)) for name in ("a", "b")]
     folder = turns.prepare(namespace, variants)
     began, confidence = time.monotonic(), LOOKS[0][1]
 
-    from ddpbench.present.compared_runs import build_document  # loads numpy
-    from ddpbench.verdicts.verdict import INCONCLUSIVE
+    from ddpbench.verdicts.verdict import INCONCLUSIVE  # loads numpy
 
     def measure_blocks(measure_block: Callable[[], None]) -> None:
         nonlocal confidence
@@ -93,17 +113,28 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
             if INCONCLUSIVE not in _compare(namespace, variants, folder, confidence).counts:
                 return
 
-    def show() -> int:
-        comparison = _compare(namespace, variants, folder, confidence)
-        document = build_document(comparison)
-        for form, suffix in (("json", "json"), ("table", "txt")):
-            text = WRITERS[form](document)
-            store.replace_file(folder / f"comparison.{suffix}", text.encode())
-        return compare.show(comparison, namespace)
-
     with open_progress("ab", LOOKS[-1][0]) as progress:
         end = turns.measure(namespace, variants, folder, LOOKS[-1][0], measure_blocks)
-    return turns.conclude(folder, end, show)
+    code = 0
+    try:
+        code = _show(_compare(namespace, variants, folder, confidence), namespace, folder)
+    except (InvalidRun, Refused):
+        if end is None:  # else results can be missing
+            raise
+    if end is not None and end.reason:
+        tell(end.reason)
+    tell(f"stored in {folder}")
+    return code if end is None else end.code
+
+
+def _show(comparison: Comparison, namespace: argparse.Namespace, folder: Path) -> int:
+    """Store and print the comparison; return the exit code."""
+    from ddpbench.present.compared_runs import build_document
+
+    document = build_document(comparison)
+    for form, suffix in (("json", "json"), ("table", "txt")):
+        store.replace_file(folder / f"comparison.{suffix}", WRITERS[form](document).encode())
+    return compare.show(comparison, namespace)
 
 
 def _compare(
@@ -115,11 +146,11 @@ def _compare(
 
     base, new = (
         Source(
-            f"{variant.name}: {variant.describe(other) or '(no changes)'}",
+            f"{variant.name}: {str(variant) or '(no changes)'}",
             (store.read(folder / variant.name),),
             (folder / variant.name,),
         )
-        for variant, other in zip(variants, reversed(variants), strict=True)
+        for variant in variants
     )
     rule = Rule(
         namespace.margin / 100,

@@ -51,9 +51,9 @@ class Options(RunOptions):
 
 EXAMINED = """
 --only       run only these examinations (default: all). {examinations}
---case-time    approximate time for each examination
+--case-time  approximate time for each examination
 --by         measure links between ranks or between hosts (default: rank)
---max-pairs  measure up to N pairs one by one; with more, only many pairs at the same time
+--max-pairs  measure up to N pairs one by one; with more, one rank per host, or only all at once
 --fail-on    lowest severity that makes the exit code 1
 """
 

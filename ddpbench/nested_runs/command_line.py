@@ -31,14 +31,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(rest)
 
 
-def check(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line, as `parse`, before it is run.
-
-    Raises Refused, as `parse`, and for options that exclude each other.
-    """
-    namespace = parse(words)
-    IN_RANKS[words[0]].Options.of(namespace).check()
-    return namespace
+def check(words: Sequence[str]) -> None:
+    """Validate a command line before it is run. Raises Refused and SystemExit, as `parse`."""
+    IN_RANKS[words[0]].Options.of(parse(words)).check()
 
 
 def run(words: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ from ddpbench.verdicts.matching import AnyCase, SideCase
 from ddpbench.verdicts.regression import Measured
 
 PATIENCE_SECONDS = 15.0  # between asking to end and killing
-TOLD = (0, 1, 4)  # exit codes of a run whose findings explain what is wrong
+EXPLAINED = (0, 1, 4)  # exit codes of a run whose findings explain what is wrong
 
 
 class Unmeasured(Exception):
@@ -35,25 +35,25 @@ def words(settings: Mapping[str, Any]) -> list[str]:
 
     True gives an option without a value; `options` is one word, or several, as typed.
     """
-    found: list[str] = []
+    arguments: list[str] = []
     for name, value in settings.items():
         option = "--" + name.replace("_", "-")
         if name == "options":
-            found += [value] if isinstance(value, str) else value
+            arguments += [value] if isinstance(value, str) else value
         elif value is True:
-            found.append(option)
+            arguments.append(option)
         elif value is not None and value is not False:
-            found.append(f"{option}={value}")
-    return found
+            arguments.append(f"{option}={value}")
+    return arguments
 
 
-def measure(command: str, asked: Sequence[str], folder: Path, deadline_seconds: float) -> Run:
-    """Run `ddpbench COMMAND ASKED` and return the run that it stores in `folder`; its ranks use the
-    import path of this program.
+def measure(command: str, arguments: Sequence[str], folder: Path, deadline_seconds: float) -> Run:
+    """Run `ddpbench COMMAND ARGUMENTS` and return the run that it stores in `folder`.
 
-    Raises Unmeasured if it was refused, a rank died, a result was wrong, or it took too long.
+    Its ranks use the import path of this program. Raises Unmeasured if it was refused, a rank died,
+    a result was wrong, or it took too long.
     """
-    line = [sys.executable, "-m", "ddpbench", command, *asked]
+    line = [sys.executable, "-m", "ddpbench", command, *arguments]
     process = subprocess.Popen(
         [*line, f"--output={folder}", "--quiet", "--format=json"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -64,33 +64,27 @@ def measure(command: str, asked: Sequence[str], folder: Path, deadline_seconds: 
         start_new_session=True,  # so that all its ranks can be ended
     )
     try:
-        _, said = process.communicate(timeout=deadline_seconds)
+        _, errors = process.communicate(timeout=deadline_seconds)
     except subprocess.TimeoutExpired:
-        raise Unmeasured(
-            f"`ddpbench {command} {' '.join(asked)}` did not end within {deadline_seconds:g} s"
-        ) from None
+        typed = " ".join(["ddpbench", command, *arguments])
+        raise Unmeasured(f"`{typed}` did not end within {deadline_seconds:g} s") from None
     finally:
-        _end(process)
+        for number in (signal.SIGTERM, signal.SIGKILL):  # the first lets the ranks store results
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=PATIENCE_SECONDS)
     try:
         run = store.read(folder)
     except store.InvalidRun:
-        raise Unmeasured(last_message(said)) from None
+        raise Unmeasured(last_message(errors)) from None
     measured = any(outcome.summary is not None for outcome in run.outcomes)
-    if run.state != "complete" or (process.returncode not in TOLD and measured):
-        raise Unmeasured(last_message(said))
+    if run.state != "complete" or (process.returncode not in EXPLAINED and measured):
+        raise Unmeasured(last_message(errors))
     for finding in run.findings:
         if finding.severity == "error":
             raise Unmeasured(f"{finding.sentence}. Next: {finding.next_step}")
     return run
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End the process and its ranks; first let them store their results."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=PATIENCE_SECONDS)
 
 
 def only_case(run: Run) -> SideCase:

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import functools
 import importlib.util
-import json
 import os
 import random
 import re
@@ -24,40 +23,24 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ddpbench
 from ddpbench.launch.placement import Refused
 from ddpbench.launch.turn import ENDED, YOURS
 from ddpbench.nested_runs.command_line import MEASURING, check, last_message
 from ddpbench.records import redact, store
-from ddpbench.records.store import End, InvalidRun
-from ddpbench.records.terminal_text import tell
+from ddpbench.records.store import End
 from ddpbench.records.wording import list_choices
-from ddpbench.session import options, run_folder
+from ddpbench.session import run_folder
 
-USUAL = "collectives"  # the command to measure if none is given
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
-SAME_ON_BOTH = (  # options that change what is measured
-    *("--op", "--sizes", "--dtype", "--reduce-op", "--groups", "--root", "-n", "--ranks"),
-    *("--workload", "--batch", "--optimizer", "--accumulate", "--parallel", "--mesh"),
-)
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
 CHECK_SECONDS = 120.0  # for another Python to import torch and ddpbench
-# The packages that ddpbench needs: name for import → name for pip.
-NEEDED = (
-    *("torch", "numpy", "pandas", "pyarrow", "tabulate"),
-    *("scipy", "psutil", "rich", "xxhash", "msgspec"),
-)
-# Another Python runs this; it prints the missing packages, or the paths of Python and torch.
+# Another Python runs this.
 CHECK = f"""
-import importlib.util, json, sys
-missing = [name for name in {NEEDED} if importlib.util.find_spec(name) is None]
-facts = {{"missing": missing, "python": sys.executable, "prefix": sys.prefix}}
-if not missing:
-    import torch, {", ".join(f"ddpbench.commands.{name}" for name in MEASURING)}
-    facts["torch"] = torch.__file__
-print("\\n" + json.dumps(facts))
+import sys, torch, {", ".join(f"ddpbench.commands.{name}" for name in MEASURING)}
+print(sys.prefix)
+print(torch.__file__)
 """
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=(?!=)")
 
@@ -72,130 +55,13 @@ class Variant:
     words: tuple[str, ...]
 
     def __str__(self) -> str:
-        return self.describe(self)
-
-    def describe(self, other: Variant) -> str:
-        """Return the variant as typed; of a secret only whether the other variant has the same."""
+        """Return the variant as typed, without its secrets."""
         python = [] if self.python == sys.executable else ["--python", self.python]
         variables = []
         for name, value in self.environ.items():
-            text = shlex.quote(redact.text(value))
-            if redact.is_secret_name(name) or redact.HIDDEN in text:
-                same = other.environ.get(name, value) == value
-                text = "(hidden)" if same else "(hidden, differs)"
-            variables.append(f"{name}={text}")
+            hidden = redact.is_secret_name(name)
+            variables.append(f"{name}={'(hidden)' if hidden else shlex.quote(redact.text(value))}")
         return " ".join([*variables, shlex.join(redact.arguments([*python, *self.words]))]).strip()
-
-
-class Failed(Exception):
-    """A side could not be measured; the sentence names the side, the reason and the command."""
-
-    def __init__(self, side: Side, reason: str, code: int) -> None:
-        super().__init__(f"side {side.variant.name}: {reason}. Next: run {side.command}")
-        self.code = code if code in PASSED_ON else 5
-
-
-def add_measured(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the command to measure, the seed and the output folder."""
-    parser.add_argument(
-        "words",
-        nargs=argparse.REMAINDER,
-        metavar="COMMAND …",
-        help=f"command to measure: {list_choices(MEASURING)}, with its options (default: {USUAL})",
-    )
-    parser.add_argument(
-        "--seed", type=options.whole(0), metavar="N", help="seed of all orders (default: random)"
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FOLDER",
-        help="folder for the two runs (default: a new one in results/)",
-    )
-
-
-def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
-    """Validate the request, choose a seed, and create the output folder.
-
-    Raises Refused, or SystemExit with a sentence.
-    """
-    words = list(namespace.words)
-    namespace.words = words[words[:1] == ["--"] :] or [USUAL]
-    if namespace.words[0] not in MEASURING:
-        raise Refused(
-            f"cannot measure the command {namespace.words[0]!r}: choose {list_choices(MEASURING)}"
-        )
-    for variant in variants:
-        words = [*namespace.words, *variant.words]
-        for word in words:
-            if word.split("=")[0] in SET_HERE:
-                raise Refused(f"leave out {word}: ddpbench sets it for both sides")
-        for word in variant.words:
-            if word.split("=")[0] in SAME_ON_BOTH:
-                raise Refused(
-                    f"--{variant.name} {' '.join(variant.words)!r}: {word} changes what is "
-                    f"measured. Write it after the command: … {namespace.words[0]} {word} …"
-                )
-        check(words)
-    for variant in variants:
-        _check_python(variant)
-    if namespace.seed is None:
-        namespace.seed = random.SystemRandom().randrange(2**31)
-    try:
-        if namespace.output is None:
-            return store.new_folder("ab")
-        folder = Path(namespace.output)
-        folder.mkdir(parents=True, exist_ok=False)
-    except OSError as error:
-        raise Refused(run_folder.explain_unwritable(error)) from None
-    return folder
-
-
-def measure(
-    namespace: argparse.Namespace,
-    variants: Sequence[Variant],
-    folder: Path,
-    launches: int,
-    measure_blocks: Callable[[Callable[[], None]], None],
-) -> End | None:
-    """Start a process for each variant and measure blocks; return how it ended, if early.
-
-    launches: the maximum per variant. measure_blocks: called with a function that measures one
-    block.
-    """
-    order = random.Random(namespace.seed)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: what was measured is shown
-        signal.signal(number, signal.default_int_handler)
-    try:
-        with _opened(variants, namespace, folder, launches) as sides:
-            measure_blocks(lambda: measure_block(sides, order))
-    except KeyboardInterrupt:
-        return End("interrupted", None, 130)
-    except Failed as error:
-        return End("failed", str(error), error.code)
-    for side in sides:
-        run = store.read(side.folder)
-        if run.exit_code == 4:
-            errors = [finding.sentence for finding in run.findings if finding.severity == "error"]
-            failed = Failed(side, next(iter(errors), "a result was wrong"), 4)
-            return End("failed", str(failed), 4)
-    return None
-
-
-def conclude(folder: Path, end: End | None, show: Callable[[], int]) -> int:
-    """Show the results, then why the measurement ended early; return the exit code.
-
-    Raises InvalidRun and Refused, as `show`, unless a side failed: then results may be missing.
-    """
-    code = 0
-    try:
-        code = show()
-    except (InvalidRun, Refused):
-        if end is None:
-            raise
-    if end is not None and end.reason:
-        tell(end.reason)
-    tell(f"stored in {folder}")
-    return code if end is None else end.code
 
 
 def parse_variant(name: str, text: str) -> Variant:
@@ -224,6 +90,94 @@ def parse_variant(name: str, text: str) -> Variant:
             f'--{name} "NAME=VALUE", --{name} "--python PATH" or --{name} "--option value"'
         )
     return Variant(name, python, environ, tuple(words))
+
+
+def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
+    """Validate the request, choose a seed, and create the output folder.
+
+    Raises Refused, or SystemExit with a sentence.
+    """
+    if namespace.words[0] not in MEASURING:
+        raise Refused(
+            f"cannot measure the command {namespace.words[0]!r}: choose {list_choices(MEASURING)}"
+        )
+    for variant in variants:
+        words = [*namespace.words, *variant.words]
+        for word in words:
+            if word.split("=")[0] in SET_HERE:
+                raise Refused(f"leave out {word}: ddpbench sets it for both sides")
+        check(words)
+    for variant in variants:
+        _check_python(variant)
+    if namespace.seed is None:
+        namespace.seed = random.SystemRandom().randrange(2**31)
+    try:
+        if namespace.output is None:
+            return store.new_folder("ab")
+        folder = Path(namespace.output)
+        folder.mkdir(parents=True, exist_ok=False)
+    except OSError as error:
+        raise Refused(run_folder.explain_unwritable(error)) from None
+    return folder
+
+
+@functools.cache
+def _package_folder() -> tempfile.TemporaryDirectory[str]:
+    """Create a folder that contains only a link to ddpbench, because pip puts it beside torch."""
+    folder = tempfile.TemporaryDirectory(prefix="ddpbench-package-")
+    (Path(folder.name) / "ddpbench").symlink_to(Path(ddpbench.__file__).resolve().parent)
+    return folder
+
+
+def _environ(variant: Variant) -> dict[str, str]:
+    environ = {**os.environ, **variant.environ}
+    paths = (_package_folder().name, environ.get("PYTHONPATH", ""))
+    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _check_python(variant: Variant) -> None:
+    """Raise Refused if another Python cannot measure, or would measure with this one's torch."""
+    if variant.python == sys.executable:
+        return
+    try:
+        done = subprocess.run(
+            [variant.python, "-c", CHECK],
+            env=_environ(variant),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CHECK_SECONDS,
+            check=False,
+        )
+        prefix, torch_file = done.stdout.splitlines()[-2:]
+        own = getattr(importlib.util.find_spec("torch"), "origin", None)
+        if not own or prefix == sys.prefix or not Path(own).samefile(torch_file):
+            return
+        reason = (
+            f"it imports the torch of this environment ({torch_file}): unset PYTHONPATH, or "
+            "install torch there"
+        )
+    except ValueError:  # it failed, or is something else
+        error = (done.stderr.strip().splitlines() or ["it is not a Python interpreter"])[-1]
+        install = shlex.join([variant.python, "-m", "pip", "install", "."])
+        reason = f"{error}. Next, in a checkout of ddpbench: {install}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    raise Refused(
+        f"--{variant.name} {str(variant)!r}: {variant.python} cannot run ddpbench: {reason}"
+    )
+
+
+# --- the measurement ------------------------------------------------------------------------------
+
+
+class Failed(Exception):
+    """A side could not be measured; the sentence names the side, the reason and the command."""
+
+    def __init__(self, side: Side, reason: str, code: int) -> None:
+        super().__init__(f"side {side.variant.name}: {reason}. Next: run {side.command}")
+        self.code = code if code in PASSED_ON else 5
 
 
 class Side:
@@ -347,58 +301,32 @@ def _pipe(folder: Path) -> Path:
     return folder.absolute().with_suffix(".turn")
 
 
-@functools.cache
-def _package_folder() -> tempfile.TemporaryDirectory[str]:
-    """Create a folder that contains only a link to ddpbench, because pip puts it beside torch."""
-    folder = tempfile.TemporaryDirectory(prefix="ddpbench-package-")
-    (Path(folder.name) / "ddpbench").symlink_to(Path(ddpbench.__file__).resolve().parent)
-    return folder
+def measure(
+    namespace: argparse.Namespace,
+    variants: Sequence[Variant],
+    folder: Path,
+    launches: int,
+    measure_blocks: Callable[[Callable[[], None]], None],
+) -> End | None:
+    """Start a process for each variant and measure blocks; return how it ended, if early.
 
-
-def _environ(variant: Variant) -> dict[str, str]:
-    environ = {**os.environ, **variant.environ}
-    paths = (_package_folder().name, environ.get("PYTHONPATH", ""))
-    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def _check_python(variant: Variant) -> None:
-    """Raise Refused if another Python cannot measure, or would measure with this one's torch."""
-    if variant.python == sys.executable:
-        return
+    launches: the maximum per variant. measure_blocks: called with a function that measures one
+    block.
+    """
+    order = random.Random(namespace.seed)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: what was measured is shown
+        signal.signal(number, signal.default_int_handler)
     try:
-        done = subprocess.run(
-            [variant.python, "-c", CHECK],
-            env=_environ(variant),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=CHECK_SECONDS,
-            check=False,
-        )
-        facts = json.loads(done.stdout.splitlines()[-1])
-        reason = _find_objection(variant.python, facts)
-    except (IndexError, ValueError):  # it failed, or is something else
-        reason = (done.stderr.strip().splitlines() or ["it is not a Python interpreter"])[-1]
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = str(error)
-    if reason:
-        raise Refused(
-            f"--{variant.name} {str(variant)!r}: {variant.python} cannot run ddpbench: {reason}"
-        )
-
-
-def _find_objection(python: str, facts: Mapping[str, Any]) -> str:
-    """Return why the Python with these facts cannot measure a variant, "" if it can."""
-    if facts["missing"]:
-        names = " ".join(facts["missing"])
-        return f"missing {names}. Next: {shlex.join([python, '-m', 'pip', 'install'])} {names}"
-    if os.path.abspath(facts["python"]) != os.path.abspath(python):  # noqa: PTH100 - keeps links
-        return f"it starts another Python: use --python {facts['python']}"
-    own = getattr(importlib.util.find_spec("torch"), "origin", None)
-    if own and facts["prefix"] != sys.prefix and Path(own).samefile(facts["torch"]):
-        return (
-            f"it imports the torch of this environment ({facts['torch']}): unset PYTHONPATH, or "
-            "install torch there"
-        )
-    return ""
+        with _opened(variants, namespace, folder, launches) as sides:
+            measure_blocks(lambda: measure_block(sides, order))
+    except KeyboardInterrupt:
+        return End("interrupted", None, 130)
+    except Failed as error:
+        return End("failed", str(error), error.code)
+    for side in sides:
+        run = store.read(side.folder)
+        if run.exit_code == 4:
+            errors = [finding.sentence for finding in run.findings if finding.severity == "error"]
+            failed = Failed(side, next(iter(errors), "a result was wrong"), 4)
+            return End("failed", str(failed), 4)
+    return None

@@ -200,7 +200,7 @@ def draw_links(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Ch
     name: ends the names of the charts. where: backend and launch.
     """
     kind, slow = figures["kind"].removesuffix("s"), _find_slow_ways(figures)
-    labels = _name_ends(figures)
+    labels = name_ends(figures)
     alone = all(cell[2] is not None for cell in figures["cells"])
     rates = [cell[3] if cell[2] is None else cell[2] for cell in figures["cells"]]
     scale, unit = (1e9, "GB/s") if min(rates) >= 1e9 else (1e6, "MB/s")
@@ -225,7 +225,7 @@ def draw_links(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Ch
     yield draw_chart(f"links-latency{name}", f"Latency, {where}", caption, drawing)
 
 
-def _name_ends(figures: Mapping[str, Any]) -> dict[int, str]:
+def name_ends(figures: Mapping[str, Any]) -> dict[int, str]:
     """Return a short name per end: its host, its rank, or both if there is room."""
     hosts = {host for _, host in figures["ends"]}
     if figures["kind"] == "hosts" and len(hosts) == len(figures["ends"]):

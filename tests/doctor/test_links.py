@@ -16,8 +16,7 @@ from simulated_gpu import GUARD_VARIABLE
 
 from ddpbench.doctor.links import judge
 from ddpbench.doctor.links.judge import Cell, Network, Suspect
-from ddpbench.doctor.links.measure import list_suspects, plan_circle, plan_schedule
-from ddpbench.doctor.links.wire import Reading
+from ddpbench.doctor.links.measure import Reading, list_suspects, plan_circle, plan_schedule
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records.schema import Finding
 
@@ -252,7 +251,7 @@ def test_few_links_are_shown_as_a_matrix_many_by_their_slowest(frozen: Frozen) -
     assert " ".join(row) == "h1 1 / 50 - 100 / 50"
     assert latencies.count("100") == 6
     (alone, _) = show(2, lambda _: "h", None)
-    assert "rank 1" in alone
+    assert alone.splitlines()[1].split() == ["0", "1"]
     (slowest,) = show(12, lambda rank: f"h{rank // 2}")
     assert slowest.splitlines()[3].split() == ["1", "h0", "0", "h0", "1", "50", "100"]
     frozen.text("\n".join(text.splitlines()[0] for text in (rates, alone, slowest)))
@@ -301,6 +300,7 @@ import os
 os.environ["{variable}"] = "{guard}"
 import pretend_gpu
 import torch.distributed as dist
+from dataclasses import replace
 from ddpbench.catalog import backends
 from ddpbench.runtime import devices
 

@@ -1,17 +1,15 @@
 """Faults planted in real ranks, and the finding that each must have.
 
-    python -m pytest tests/doctor/test_planted_faults.py -q -s       also prints the table of both
-
-What each must have is frozen: exit code, and code, severity and place of the findings. Where a run
-ends without one, the code is that of its end, "refused" or "failed", and the place is the rank that
-the message names, with the calls.
+Frozen: the exit code, and code, severity and place of the findings. If a run ends without one, the
+code is that of its end, "refused" or "failed", and the place is the rank that the message names,
+with the calls.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,7 +23,6 @@ from frozen import Frozen
 from patience import PATIENCE_SECONDS
 from rank_pool import RankPool
 from simulated_hosts import PORT, Hosts
-from tabulate import tabulate
 from warm_python import warm_python
 
 from ddpbench.records import store
@@ -34,7 +31,6 @@ from ddpbench.runtime import cpu
 
 # Code, severity and place of each finding, with its sentence.
 Results = list[tuple[tuple[str, str, str], str]]
-Table = list[list[object]]  # a row: fault, exit code, code, severity, place
 ENDS = {2: "refused", 5: "failed"}  # exit code → code of a run that ends without a finding
 # Of a place: the same in all trials, of this machine, or repeated by the code or the tensor.
 LEFT_OUT = {"workload", "backend", "host", "tensors"}
@@ -105,15 +101,6 @@ MISMATCHED = (
 )
 
 
-@pytest.fixture(scope="module")
-def table() -> Iterator[Table]:
-    """The results of all trials, printed at the end."""
-    rows: Table = []
-    yield rows
-    heads = ("fault", "exit code", "finding", "severity", "place")
-    print("", tabulate(rows, heads, maxcolwidths=[*[None] * 4, 58]), sep="\n")
-
-
 def format_place(finding: Finding) -> str:
     """Format the place of a finding, without what differs between machines."""
     words = (
@@ -144,29 +131,25 @@ def read_message(trial: Trial, exit_code: int, stderr: str) -> Results:
     return [((ENDS[exit_code], "error", place), lines[0])]
 
 
-def check(trial: Trial, exit_code: int, results: Results, frozen: Frozen, table: Table) -> None:
+def check(trial: Trial, exit_code: int, results: Results, frozen: Frozen) -> None:
     """Assert that a fault has its frozen exit code and findings, one of them with its figure."""
     facts = [[trial.fault, exit_code, *result] for result, _ in results]
-    table += facts
     frozen.facts(facts)
     assert any(trial.token in sentence for _, sentence in results), results
 
 
-def test_faults_in_the_set_up_are_found(
-    pool: RankPool, tmp_path: Path, frozen: Frozen, table: Table
-) -> None:
-    """With rank and variable, in one launch if none ends it; and in the same ranks without the
-    faults no longer."""
+def test_faults_in_the_set_up_are_found(pool: RankPool, tmp_path: Path, frozen: Frozen) -> None:
+    """With rank and variable. Without the faults, the same ranks have no such finding."""
     names = [name(trial) for trial in SET_UP]
     done = pool.call(2, tmp_path, *PREFLIGHT.split(), "--inject", REFUSED.fault)
     results = read_message(REFUSED, done.returncode, done.stderr)
-    check(REFUSED, done.returncode, results, frozen, table)
+    check(REFUSED, done.returncode, results, frozen)
     planted = [word for trial in SET_UP for word in ("--inject", trial.fault)]
     done = pool.call(2, tmp_path, *PREFLIGHT.split(), "--output", "planted", *planted)
     for trial in SET_UP:
         run = store.read(tmp_path / "planted")
         own = [each for each in list_results(run, *names) if each[0][0] == name(trial)]
-        check(trial, done.returncode, own, frozen, table)
+        check(trial, done.returncode, own, frozen)
     done = pool.call(2, tmp_path, *PREFLIGHT.split(), "--output", "healthy")
     assert done.returncode not in ENDS
     assert list_results(store.read(tmp_path / "healthy"), *names) == []
@@ -181,14 +164,13 @@ def first_quick(*trials: Trial) -> pytest.MarkDecorator:
 
 @first_quick(*DDP)
 def test_a_fault_in_a_replica_is_found_at_its_step(
-    pool: RankPool, tmp_path: Path, trial: Trial, frozen: Frozen, table: Table
+    pool: RankPool, tmp_path: Path, trial: Trial, frozen: Frozen
 ) -> None:
-    """Right after the step in which it was planted: the tensor, the ranks and the cause; the steps
-    before are known to have been equal."""
+    """Right after the step in which it was planted, with the tensor, the ranks and the cause."""
     words = f"{STEP} {FEW} --timeout 60 {trial.words}"
     done = pool.call(3, tmp_path, *words.split(), "--inject", trial.fault)
     run = read_stored_run(tmp_path)[1]
-    check(trial, done.returncode, list_results(run), frozen, table)
+    check(trial, done.returncode, list_results(run), frozen)
     (result,) = run.steps
     assert result.replicas is not None
     assert not result.replicas.ok
@@ -202,7 +184,7 @@ def test_a_fault_in_a_replica_is_found_at_its_step(
 @pytest.mark.thorough
 @pytest.mark.parametrize("trial", MESH, ids=name)
 def test_a_fault_in_a_mesh_is_found(
-    pool: RankPool, tmp_path: Path, trial: Trial, frozen: Frozen, table: Table
+    pool: RankPool, tmp_path: Path, trial: Trial, frozen: Frozen
 ) -> None:
     """With the first bad step, the coordinates, the tensor and the shard."""
     version = torch.__version__.split(".")
@@ -210,7 +192,7 @@ def test_a_fault_in_a_mesh_is_found(
         pytest.skip("gloo of this torch cannot average, which HSDP needs")
     words = f"{STEP} {FEW} --timeout 60 {trial.words}"
     done = pool.call(4, tmp_path, *words.split(), "--inject", trial.fault)
-    check(trial, done.returncode, list_results(read_stored_run(tmp_path)[1]), frozen, table)
+    check(trial, done.returncode, list_results(read_stored_run(tmp_path)[1]), frozen)
     assert "NOT EQUAL" in done.stdout
 
 
@@ -238,20 +220,20 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[Trial, tuple[Path, A
     ids=name,
 )
 def test_a_rank_that_ends_the_run_is_named(
-    ended: dict[Trial, tuple[Path, Any]], trial: Trial, frozen: Frozen, table: Table
+    ended: dict[Trial, tuple[Path, Any]], trial: Trial, frozen: Frozen
 ) -> None:
     """With its line or its call; what was measured is marked as partial."""
     folder, done = ended[trial]
-    check(trial, done.returncode, read_message(trial, done.returncode, done.stderr), frozen, table)
+    check(trial, done.returncode, read_message(trial, done.returncode, done.stderr), frozen)
     assert read_stored_run(folder)[1].state == "failed"
 
 
 @pytest.mark.thorough
-def test_a_full_disk_is_named(tmp_path: Path, frozen: Frozen, table: Table) -> None:
+def test_a_full_disk_is_named(tmp_path: Path, frozen: Frozen) -> None:
     """The file that cannot be written, and why."""
     trial = Trial("full-disk", "File too large")
     done = run_ddpbench(tmp_path, *PREFLIGHT.split(), "-n", "2", "--inject", trial.fault)
-    check(trial, done.returncode, read_message(trial, done.returncode, done.stderr), frozen, table)
+    check(trial, done.returncode, read_message(trial, done.returncode, done.stderr), frozen)
 
 
 # --- slow -----------------------------------------------------------------------------------------
@@ -261,10 +243,10 @@ def test_a_full_disk_is_named(tmp_path: Path, frozen: Frozen, table: Table) -> N
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a rank needs a core of its own")
 @pytest.mark.skipif(cpu.queued_seconds() is None, reason="this kernel counts no wait for a core")
 def test_a_rank_beside_busy_processes_is_named(
-    pool: RankPool, tmp_path: Path, frozen: Frozen, table: Table
+    pool: RankPool, tmp_path: Path, frozen: Frozen
 ) -> None:
-    """Rank 1 is bound to a core that three processes keep busy: it is slow, by its neighbours. If
-    rank 0, which is free, waits for a core as well, nobody is named, and the report says why."""
+    """Rank 1 is bound to a core that three processes keep busy. If rank 0, which is free, waits for
+    a core as well, no rank is named, and the report says why."""
     trial = Trial("slow-rank:rank=1")
     words = "doctor --only stragglers --case-time 1 --fail-on warning --backend gloo --device cpu"
     done = pool.call(2, tmp_path, *words.split(), "--inject", trial.fault)
@@ -272,19 +254,19 @@ def test_a_rank_beside_busy_processes_is_named(
     results = list_results(run, "slow-rank")
     if not results and any("the host is busy" in each for each in run.examinations[0].unchecked):
         return
-    check(trial, done.returncode, results, frozen, table)
+    check(trial, done.returncode, results, frozen)
 
 
 def test_a_rank_with_a_slow_forward_is_named(
-    pool: RankPool, tmp_path: Path, frozen: Frozen, table: Table
+    pool: RankPool, tmp_path: Path, frozen: Frozen
 ) -> None:
-    """A rank whose forward takes 40 ms more is the one the others wait for; that they are ahead of
-    it after an arm without communication lengthens no step of the next."""
+    """A rank whose forward takes 40 ms more is the one the others wait for. The lead of the others
+    after an arm without communication lengthens no step of the next arm."""
     trial = Trial("slow-rank:rank=1,step=1,ms=40")
     words = "ddp --backend gloo --device cpu --workload linear --rounds 12 --steps-per-round 1"
     done = pool.call(3, tmp_path, *words.split(), "--inject", trial.fault)
     run = read_stored_run(tmp_path)[1]
-    check(trial, done.returncode, list_results(run, "late-rank"), frozen, table)
+    check(trial, done.returncode, list_results(run, "late-rank"), frozen)
     (result,) = run.steps
     assert result.summary is not None
     budget = result.summary.budget
@@ -296,11 +278,10 @@ def test_a_rank_with_a_slow_forward_is_named(
 
 @pytest.mark.measures_time
 def test_a_slow_link_and_a_slow_host_are_found(
-    hosts: Callable[..., Hosts], tmp_path: Path, frozen: Frozen, table: Table
+    hosts: Callable[..., Hosts], tmp_path: Path, frozen: Frozen
 ) -> None:
     """Of four hosts at 1 Gbit/s, the fourth, and the first two to each other, have a tenth of that.
-    The link is named by both its hosts, the host by its name, nothing else; with rates that are
-    about the planted ones (how close, tests/perf/slow_links.py measures)."""
+    The rates are about the planted ones; tests/perf/slow_links.py measures how close."""
     trial = Trial("host1-host2 and host4 at 100 Mbit/s")
     bench = hosts(4, rate=[1e9, 1e9, 1e9, 1e8], pairs={(0, 1): 1e8})
     words = "doctor --only links --by host --case-time 4 --fail-on warning --backend gloo"
@@ -312,7 +293,7 @@ def test_a_slow_link_and_a_slow_host_are_found(
         )  # fmt: skip
     run = store.read(tmp_path / "run")
     warnings = {finding.code for finding in run.findings if finding.severity == "warning"}
-    check(trial, done.returncode, list_results(run, *warnings), frozen, table)
+    check(trial, done.returncode, list_results(run, *warnings), frozen)
     confirmed = [each for each in run.examinations[0].figures["again"] if each["confirmed"]]
     assert len(confirmed) == 2
     for again in confirmed:

@@ -36,7 +36,7 @@ LOADS = {"matmul": Load("matmul", 1e9, "GFLOP/s"), "copy": Load("copy", 1e8, "GB
 WORK = 5e-3
 WILD = {"matmul": [0.01, 0.01, 0.02, 0.02, 0.02]}
 ROUND = (1.0, 1.01, 0.99, 1.02, 1.0)  # what a repetition takes in each, to the usual
-FREE = {"throttled": 0.0, "stolen": 0.0, "queued": 0.01}
+FREE: dict[str, float | None] = {"throttled": 0.0, "stolen": 0.0, "queued": 0.01}
 
 
 def a_rank_pass(
@@ -286,7 +286,6 @@ def gpu_of_events(simulated_gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kind, "in_use", lambda: events.given.append("state"))
     monkeypatch.setattr(measure, "SIDE", {"cpu": 8, "cuda": 16})
     monkeypatch.setattr(measure, "COPY_NBYTES", {"cpu": 64, "cuda": 128})
-    monkeypatch.setattr(measure, "LEAST_COPY_NBYTES", 64)
     return events
 
 
@@ -294,7 +293,7 @@ def gpu_of_events(simulated_gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) 
 def test_a_gpu_times_its_own_loads(gpu_of_events: Events, simulated_gpu: SimulatedGpu) -> None:
     """A rank with a GPU has the CPU's loads too, on the host's clock. Those of the GPU run between
     two events."""
-    efforts = prepare_efforts(torch.device("cuda", 0), 64)
+    efforts = prepare_efforts(torch.device("cuda", 0))
     assert {name: effort.amount for name, effort in efforts.items()} == {
         "matmul": 2.0 * 8**3,
         "memory copy": 64.0,
@@ -315,12 +314,12 @@ def test_a_gpu_times_its_own_loads(gpu_of_events: Events, simulated_gpu: Simulat
 def test_the_state_of_a_gpu_is_read_while_it_computes(gpu_of_events: Events) -> None:
     """Between the start of some work and its end; never on the CPU."""
     device, given = torch.device("cuda", 0), gpu_of_events.given
-    work = prepare_efforts(device, 0)["GPU matmul"]
+    work = prepare_efforts(device)["GPU matmul"]
     busy = replace(work, call=lambda: given.append("work"))
     measure.read_gpu_at_work(busy)
     assert [*dict.fromkeys(given)] == ["work", "state", "all"]
     assert given.count("work") == measure.GPU_CALLS
-    on_cpu = prepare_efforts(torch.device("cpu"), 0)["matmul"]
+    on_cpu = prepare_efforts(torch.device("cpu"))["matmul"]
     assert measure.read_gpu_at_work(on_cpu) is None
 
 

@@ -1,4 +1,4 @@
-"""A case measured by another process: the words it is given, its run and its end, its JSON."""
+"""A case measured by another process: its command line, its run and end, and its JSON."""
 
 import json
 from dataclasses import asdict, replace
@@ -35,7 +35,7 @@ sys.exit(script["code"])
 
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a ddpbench that ends as told, which other processes run."""
+    """Return a folder with a ddpbench that follows a script, which other processes run."""
     package = tmp_path / "path" / "ddpbench"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -45,7 +45,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ended(stub: Path, run: Run | None, code: int, stderr: str = "", sleep: float = 0) -> Run:
-    """What is made of a command that ends so."""
+    """Return the result of a command that ends in this way."""
     text = json.dumps(asdict(run)) if run else ""
     script = {"run": text, "code": code, "stderr": stderr, "sleep": sleep > 0}
     (stub / "script.json").write_text(json.dumps(script))
@@ -54,7 +54,6 @@ def ended(stub: Path, run: Run | None, code: int, stderr: str = "", sleep: float
 
 
 def test_the_run_of_a_clean_command_is_read(stub: Path) -> None:
-    """The command line is ddpbench's own, with a folder; the run is the stored one."""
     run = a_run(a_result())
     assert ended(stub, run, 0) == run
     assert json.loads((stub / "words.json").read_text()) == [
@@ -80,14 +79,13 @@ ERROR = Finding("error", "wrong-result", "rank 1 got 4, expected 3", "do not tra
 def test_what_went_wrong_is_one_sentence(
     stub: Path, frozen: Frozen, run: Run | None, code: int, stderr: str
 ) -> None:
-    """A refusal, a crash, silence, a dead rank, a wrong result: each in ddpbench's own words."""
     with pytest.raises(one_case.Unmeasured) as caught:
         ended(stub, run, code, stderr)
     frozen.text(str(caught.value))
 
 
 def test_a_case_that_the_backend_does_not_have_is_a_run(stub: Path) -> None:
-    """All skipped, exit code 2: the reason is in the run, and is no failure."""
+    """All cases were skipped, with exit code 2: the run has the reason, and this is no failure."""
     skipped = replace(a_result(), summary=None, reason="mpi has no max of complex numbers")
     run = ended(stub, a_run(skipped, exit_code=2), 2)
     found = one_case.only_case(run)
@@ -95,7 +93,7 @@ def test_a_case_that_the_backend_does_not_have_is_a_run(stub: Path) -> None:
 
 
 def test_when_time_is_up_all_its_processes_end(stub: Path) -> None:
-    """A command that hangs, with a child of its own, is ended as a whole and named."""
+    """A command that hangs is ended together with its child, and named."""
     for seconds in (0.5, 5, 50):  # until it has come so far as to have a child
         with pytest.raises(one_case.Unmeasured, match=r"`ddpbench collectives "):
             ended(stub, None, 0, sleep=seconds)
@@ -105,7 +103,7 @@ def test_when_time_is_up_all_its_processes_end(stub: Path) -> None:
 
 
 def test_keywords_are_options() -> None:
-    """True is a flag, False and None are left out, `options` are words as they are."""
+    """True is a flag, False and None are left out, `options` are passed as they are."""
     asked = {"sizes": "1M", "ranks": 2, "no_check": True, "limit": None, "static_graph": False}
     assert one_case.words({**asked, "options": ("--import", "x")}) == [
         "--sizes=1M", "--ranks=2", "--no-check", "--import", "x",
@@ -114,7 +112,7 @@ def test_keywords_are_options() -> None:
 
 
 def test_only_one_valid_case_is_taken(frozen: Frozen) -> None:
-    """Several cases, or a wrong one, are refused with what they are."""
+    """Several cases, or a wrong one, are refused."""
     two = a_run(a_result(), a_result(a_case(nbytes=8, count=2)))
     wrong = a_run(a_result(wrong=(Wrong(1, 0, 0, "3", "4"),)))
     for run in (two, wrong):
@@ -124,8 +122,8 @@ def test_only_one_valid_case_is_taken(frozen: Frozen) -> None:
 
 
 def test_json_gives_the_same_again(tmp_path: Path) -> None:
-    """Case and medians survive JSON, of a collective and of a DDP step; rates are those of
-    the median; what is no such record is told from which file it is."""
+    """Case and medians of a collective and of a DDP step survive JSON, and rates are those of the
+    median. A wrong record is refused with the name of its file."""
     results = [a_result(a_case(), i, a_summary(1e-3 * (i + 1))) for i in range(6)]
     for run, key in ((a_run(*results), "busbw_bytes_per_second"),
                      (a_step_run(a_step_result()), "steps_verified")):  # fmt: skip

@@ -116,11 +116,8 @@ def test_a_stored_run_is_clean(tmp_path: Path) -> None:
     }
 
 
-def test_the_sides_of_an_ab_are_told_apart_without_their_secrets(frozen: Frozen) -> None:
-    """What is hidden says whether the other side has the same."""
-    one = turns.parse_variant("a", "HF_TOKEN=abc1 OMP_NUM_THREADS=1 --api-key x1")
-    two = turns.parse_variant("b", "HF_TOKEN=abc2 OMP_NUM_THREADS=2")
-    frozen.text(f"{one.describe(two)}\n{one}")
+def test_a_side_of_an_ab_is_shown_without_its_secrets(frozen: Frozen) -> None:
+    frozen.text(str(turns.parse_variant("a", "HF_TOKEN=abc1 OMP_NUM_THREADS=1 --api-key x1")))
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,6 @@ class Outcome(NamedTuple):
     """How an outcome is shown and, unless it is information only, found."""
 
     cell: str
-    words: str  # after a number
     severity: str = ""
     code: str = ""
     predicate: str = ""
@@ -70,11 +69,10 @@ class Outcome(NamedTuple):
 
 
 OUTCOMES = {
-    OK: Outcome("ok", "work"),
-    UNSUPPORTED: Outcome("–", "are not supported"),
+    OK: Outcome("ok"),
+    UNSUPPORTED: Outcome("–"),
     WRONG: Outcome(
         "WRONG",
-        "give a wrong result",
         "error",
         "wrong-result",
         "gives a wrong result",
@@ -82,7 +80,6 @@ OUTCOMES = {
     ),
     CRASH: Outcome(
         "CRASH",
-        "crash",
         "warning",
         "operation-crashes",
         "crashes instead of raising an error",
@@ -90,7 +87,6 @@ OUTCOMES = {
     ),
     HANG: Outcome(
         "HANG",
-        "hang",
         "warning",
         "operation-hangs",
         "hangs instead of raising an error",
@@ -128,10 +124,9 @@ def find_bad(backend: str, rows: Sequence[Row]) -> tuple[Finding, ...]:
 
 
 def count_outcomes(rows: Sequence[Row]) -> str:
-    """Return "221 work, 70 are not supported"."""
+    """Return "221 ok, 70 unsupported"."""
     counts = Counter(row["outcome"] for row in rows)
-    shown = (name for name in OUTCOMES if counts[name] or name == OK)
-    return ", ".join(f"{counts[name]} {OUTCOMES[name].words}" for name in shown)
+    return ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
 
 
 def build_table(rows: Sequence[Row], title: str) -> Table:

@@ -4,14 +4,9 @@ Separate ranks on the host of rank 0 try them while the ranks wait, one combinat
 and agree on each verdict over the control group. Fresh ranks go on after a combination that
 crashes, hangs or breaks the group.
 
-figures: {
-    "ranks": number of ranks that tried,
-    "elements": [elements of a block; each combination is tried with all of them],
-    "wanted": number of combinations,
-    "verdicts": [{"operation", "form", "reduce_op" (null: none), "dtype" (null: no data),
-                  "outcome": "ok", "unsupported", "wrong", "crash" or "hang", "why": "",
-                  "wrong": place and values of a wrong result}, …]
-}
+figures: {"verdicts": [{"operation", "form", "reduce_op" (null: none), "dtype" (null: no data),
+"outcome": "ok", "unsupported", "wrong", "crash" or "hang", "why": "", "wrong": place and values of
+a wrong result}, …]}
 """
 
 from __future__ import annotations
@@ -90,29 +85,24 @@ class Trials:
 def make_request(backend: str, device: str, modules: Sequence[str]) -> Request:
     """Return a request for all combinations on this backend. modules: imported first."""
     ranks, launcher = throwaway_ranks.RANKS, backends.get(backend).launcher
-    wanted = list_combinations(ranks)
+    wanted = list_combinations()
     return Request(backend, device, WAIT_SECONDS, list(modules), launcher, ranks, wanted)
 
 
-def list_combinations(ranks: int) -> list[Combination]:
-    """Return all that so many ranks can try, the most important first.
-
-    Sums come before other reduce ops.
-    """
+def list_combinations() -> list[Combination]:
+    """Return all combinations, the most important first: sums before other reduce ops."""
     found = [
         Combination(name, form, reduce_op, dtype)
         for name, operation in OPERATIONS.items()
-        if ranks > 1 or not operation.paired
         for form in operation.forms
         for reduce_op in (REDUCE_OPS if operation.reduces else (None,))
         for dtype in (DTYPES if operation.sized else (None,))
     ]
-    order = list(DTYPES)
-
-    def urgency(each: Combination) -> tuple[bool, int]:
-        return each.reduce_op not in (None, "sum"), order.index(each.dtype) if each.dtype else 0
-
-    return sorted(found, key=urgency)
+    order: dict[str | None, int] = {
+        None: 0,
+        **{dtype: number for number, dtype in enumerate(DTYPES)},
+    }
+    return sorted(found, key=lambda c: (c.reduce_op not in (None, "sum"), order[c.dtype]))
 
 
 def examine(context: Context) -> Outcome:
@@ -138,12 +128,6 @@ def _outcome(context: Context, trials: Trials) -> Outcome:
         unchecked.append(f"{trials.untried} of {wanted} combinations were not tried: {reason}")
     pairs = zip(trials.request.wanted, trials.verdicts, strict=False)
     rows = [{**asdict(combination), **asdict(verdict)} for combination, verdict in pairs]
-    figures = {
-        "ranks": trials.request.ranks,
-        "elements": list(ELEMENTS),
-        "wanted": wanted,
-        "verdicts": rows,
-    }
     lines = [
         f"tried {len(rows)} combinations of operation, reduce op and dtype, each with "
         f"{' and '.join(map(str, ELEMENTS))} elements per block, in separate processes "
@@ -157,7 +141,7 @@ def _outcome(context: Context, trials: Trials) -> Outcome:
         lines=tuple(lines),
         unchecked=tuple(unchecked),
         findings=judge.find_bad(backend, rows),
-        figures=figures,
+        figures={"verdicts": rows},
         tables=(judge.build_table(rows, f"what {backend} can do"),) if rows else (),
     )
 

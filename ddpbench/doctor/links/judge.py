@@ -19,6 +19,7 @@ from statistics import median, median_high, median_low
 from typing import Any
 
 from ddpbench.analysis.rates import upper_quartile
+from ddpbench.present.examinations import name_ends
 from ddpbench.records.schema import Finding
 from ddpbench.records.table import Table, TableColumn
 from ddpbench.records.wording import format_rate
@@ -302,7 +303,7 @@ def _range(values: Sequence[float]) -> str:
 
 def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
     """Return matrices of rates and latencies; with many ends a list of the slowest cells."""
-    cells, names = figures["cells"], _name_ends(figures)
+    cells, names = figures["cells"], name_ends(figures)
     measured = [rate for cell in cells for rate in cell[2:4] if rate]
     scale, unit = (1e9, "GB/s") if min(measured) >= 1e9 else (1e6, "MB/s")
     shown = [
@@ -323,7 +324,9 @@ def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
     rates = {(a, b): " / ".join(filter(None, both)) for a, b, *both, _ in shown}
     latencies = {(a, b): latency for a, b, _, _, latency in shown}
     return (
-        _matrix(f"{unit} {' / '.join(ways)}", rates, list(names.values())),
+        _matrix(
+            f"{unit} between {figures['kind']}, {' / '.join(ways)}", rates, list(names.values())
+        ),
         _matrix("latency µs, half a round trip", latencies, list(names.values())),
     )
 
@@ -334,16 +337,6 @@ def _matrix(content: str, cells: Mapping[tuple[str, str], str], names: Sequence[
         tuple(map(TableColumn, ["", *names])),
         tuple((sender, *(cells.get((sender, receiver)) for receiver in names)) for sender in names),
     )
-
-
-def _name_ends(figures: Mapping[str, Any]) -> dict[int, str]:
-    """Return a name for each end: its host, its rank, or both."""
-    hosts = {host for _, host in figures["ends"]}
-    if figures["kind"] == "hosts" and len(hosts) == len(figures["ends"]):
-        return dict(figures["ends"])
-    if len(hosts) == 1:
-        return {rank: f"rank {rank}" for rank, _ in figures["ends"]}
-    return {rank: f"{rank} {host}" for rank, host in figures["ends"]}
 
 
 def _short(value: float) -> str:

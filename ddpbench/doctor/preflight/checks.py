@@ -7,7 +7,8 @@
 | that a variable does not slow training down | COSTLY          |
 
 Facts have the names that runtime/environment.py, measure.py and `describe_facts` below give them.
-analysis/findings.py has the checks that every command makes, such as those of versions.
+Test a new check with an entry of WRONG in tests/doctor/test_preflight.py. The checks that every
+command makes, such as those of versions, are in analysis/findings.py.
 """
 
 from __future__ import annotations

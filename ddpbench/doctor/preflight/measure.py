@@ -99,8 +99,6 @@ def _unchecked(
         yield "differences between ranks: there is only one rank"
     if any(facts.get("gpu_uuid") and facts.get("gpu_before") is None for facts in recorded):
         yield f"clocks, NVLinks and memory errors of GPUs: {gpu_facts.explain_unknown_gpu()}"
-    if not any(facts.get("allowed_cpus") for facts in setup.ranks):
-        yield "cores that are free for binding: the control group does not list its cores"
 
 
 # --- the facts of all ranks, for pasting into an issue --------------------------------------------

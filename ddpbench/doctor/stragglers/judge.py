@@ -124,18 +124,17 @@ def find_unjudged(passes: Sequence[Pass]) -> dict[str, float]:
     }
 
 
-def median_wait_seconds(one_pass: Pass) -> list[float | None]:
+def median_wait_seconds(one_pass: Pass) -> list[float]:
     """Return how long each rank waits for the latest one in an all_reduce, the median.
 
     That is its time in the all_reduce minus the least of all ranks, which needs no common clock.
-    None: nothing was measured.
+    Empty: nothing was measured.
     """
     least = [min(waits) for waits in zip(*(one.waited_ns for one in one_pass), strict=True)]
-    if not least:
-        return [None] * len(one_pass)
     return [
         statistics.median(ns - first for ns, first in zip(one.waited_ns, least, strict=True)) * 1e-9
         for one in one_pass
+        if least
     ]
 
 
@@ -245,9 +244,7 @@ def _describe_rates(
 
 def _describe_waiting(passes: Sequence[Pass], late_rank: int) -> str:
     waits = [median_wait_seconds(one) for one in passes]
-    others = [
-        s for one in waits for rank, s in enumerate(one) if s is not None and rank != late_rank
-    ]
+    others = [seconds for one in waits for rank, seconds in enumerate(one) if rank != late_rank]
     return f"the others wait {statistics.median(others) * 1e3:.3g} ms for it in an all_reduce"
 
 

@@ -30,7 +30,6 @@ SLICE_SECONDS = 0.02, 0.1  # least and most time of a turn at one load
 PERIOD_SECONDS = 0.12  # of a turn with a CPU quota: longer than the kernel's period of 0.1 s
 ALONE_SHARE = 0.25  # of the time of the examination, for the first pass
 WORK_SECONDS = 5e-3  # of equal work before each all_reduce
-MEMORY_SHARE = 1 / 16  # of the free memory, for one of two buffers of all ranks of a machine
 ROUNDS = 5  # each rank has one turn in each, at changing places
 REPETITIONS = 40  # of the all_reduce
 NEIGHBOUR_SHARE = 0.1  # of a core; a process that uses more is reported
@@ -40,10 +39,8 @@ GPU_CALLS = 10  # some ms each, until the clocks of a GPU are those under load
 def examine(context: Context) -> Outcome:
     """Measure and judge all ranks. All ranks call it."""
     world = context.world
-    full_hosts = _find_full_hosts(context)
-    share = MEMORY_SHARE * (cpu.free_memory_nbytes() or 0) / len(world.neighbours)
-    most_nbytes = min(map(int, control.gather_values(world, share)))
-    efforts = prepare_efforts(context.device, most_nbytes)
+    full_hosts = [crowd.host for crowd in crowded(context.launch.ranks)]
+    efforts = prepare_efforts(context.device)
     together = world.world_size > 1 and not full_hosts
     passes, work_seconds = _gather_passes(context, efforts, together)
     setup = Setup(context.launch.ranks, list(world.hosts.values()))
@@ -54,19 +51,6 @@ def examine(context: Context) -> Outcome:
         findings=judge.find_all(measured),
         tables=build_tables(measured),
     )
-
-
-def _find_full_hosts(context: Context) -> list[str]:
-    """Return a host name for each machine with more compute threads than cores.
-
-    Containers of one machine share its cores, so machines count, not host names.
-    """
-    found = []
-    for members in context.world.machines.values():
-        ranks = [context.launch.ranks[rank] for rank in members]
-        hostname = ranks[0].get("hostname")
-        found += [crowd.host for crowd in crowded([{**r, "hostname": hostname} for r in ranks])]
-    return found
 
 
 def _unchecked(measured: Measured, full_hosts: Sequence[str]) -> Iterator[str]:
@@ -83,8 +67,6 @@ def _unchecked(measured: Measured, full_hosts: Sequence[str]) -> Iterator[str]:
             f"which rank is slow ({WORDS[when]}) or late: the host is busy, and ranks "
             f"waited for a core for {min(share, 1.0) * 100:.0f} % of the time"
         )
-    if passes[0][0].lost[ALONE]["queued"] is None:
-        yield "waiting for a core: this kernel does not report it"
     on_gpu = any(load.memory != "host" for load in measured.loads.values())
     if on_gpu and any(rank.gpu is None for rank in passes[0]):
         yield f"why a GPU is slow: {gpu_facts.explain_unknown_gpu()}"
@@ -149,7 +131,7 @@ def _barrier_alone(world: World, efforts: Efforts, seconds: float, work: Effort)
     return RankPass(
         seconds={ALONE: turns.seconds},
         lost={ALONE: turns.lost},
-        hertz=cpu.core_hertz(cores),
+        hertz=turns.hertz,
         gpu=read_gpu_at_work(work),
         neighbours=sorted(used, key=lambda name: -used[name]),
     )
@@ -160,6 +142,7 @@ class Turns(NamedTuple):
 
     seconds: dict[str, list[float]]  # load → of a repetition, one value per round
     lost: dict[str, float | None]  # reason → share of the time in which the rank did not run
+    hertz: float | None  # of its cores at the end of the last turn
 
 
 def barrier_turns(world: World, efforts: Efforts, seconds: float, alone: bool) -> Turns:
@@ -173,7 +156,7 @@ def barrier_turns(world: World, efforts: Efforts, seconds: float, alone: bool) -
     own, threads = world.neighbours.index(world.rank), torch.get_num_threads()
     busy_threads = threads if alone else threads * len(world.neighbours)
     spent: dict[str, list[float]] = {name: [] for name in efforts}
-    uses = []
+    uses, hertz = [], None
     for number, effort, place in itertools.product(range(ROUNDS), efforts.values(), range(places)):
         world.watchdog.rearm()
         control.barrier_all()
@@ -181,11 +164,13 @@ def barrier_turns(world: World, efforts: Efforts, seconds: float, alone: bool) -
             repetition_seconds, use = take_turn(effort, seconds)
             spent[effort.name].append(repetition_seconds)
             uses.append(use)
+            hertz = cpu.core_hertz(os.sched_getaffinity(0))  # before the cores rest
     control.barrier_all()
     wall, throttled, stolen, queued = (_add_up(column) for column in zip(*uses, strict=True))
     stolen = None if stolen is None else stolen / busy_threads
     lost = {"throttled": throttled, "stolen": stolen, "queued": queued}
-    return Turns(spent, {name: None if s is None else s / (wall or 1) for name, s in lost.items()})
+    shares = {name: None if s is None else s / (wall or 1) for name, s in lost.items()}
+    return Turns(spent, shares, hertz)
 
 
 def take_turn(effort: Effort, seconds: float) -> tuple[float, tuple[float | None, ...]]:
@@ -257,7 +242,6 @@ def read_gpu_at_work(work: Effort) -> dict[str, object] | None:
 SIDE = {"cpu": 512, "cuda": 4096}  # of the square matrices: some ms on a core, or on a GPU
 COPY_NBYTES = {"cpu": 2**26, "cuda": 2**28}  # beyond all caches that one rank can use
 COPIES = {"cpu": 1, "cuda": 4}  # in a repetition
-LEAST_COPY_NBYTES = 2**23
 LEAST_REPETITIONS = 2  # of a turn
 Call = Callable[[], object]
 
@@ -277,7 +261,7 @@ class Effort(Load):
 Efforts = Mapping[str, Effort]
 
 
-def _matmul(device: torch.device, most_nbytes: int) -> tuple[float, Call]:
+def _matmul(device: torch.device) -> tuple[float, Call]:
     """Return the FLOP of a repetition, and the call."""
     import torch
 
@@ -287,20 +271,18 @@ def _matmul(device: torch.device, most_nbytes: int) -> tuple[float, Call]:
     return 2.0 * side**3, lambda: torch.mm(one, other, out=out)
 
 
-def _copy(device: torch.device, most_nbytes: int) -> tuple[float, Call]:
+def _copy(device: torch.device) -> tuple[float, Call]:
     """Return the bytes that a repetition copies, and the call."""
     import torch
 
     kind = devices.of(device)
     size, count = COPY_NBYTES[kind.defaults], COPIES[kind.defaults]
-    if kind.memory == "host":
-        size = max(LEAST_COPY_NBYTES, min(size, most_nbytes))
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     return float(size * count), lambda: [target.copy_(source) for _ in range(count)]
 
 
-LOADS: tuple[tuple[str, str, str, Callable[[torch.device, int], tuple[float, Call]]], ...] = (
+LOADS: tuple[tuple[str, str, str, Callable[[torch.device], tuple[float, Call]]], ...] = (
     ("matmul", "GFLOP/s", "host", _matmul),  # name, unit, memory, how to prepare it
     ("memory copy", "GB/s", "host", _copy),
     ("GPU matmul", "GFLOP/s", "GPU", _matmul),
@@ -308,18 +290,15 @@ LOADS: tuple[tuple[str, str, str, Callable[[torch.device, int], tuple[float, Cal
 )
 
 
-def prepare_efforts(device: torch.device, most_nbytes: int) -> dict[str, Effort]:
-    """Return the loads of this rank's CPU and, if it has one, of its GPU.
-
-    most_nbytes: of a buffer in the memory of the host.
-    """
+def prepare_efforts(device: torch.device) -> dict[str, Effort]:
+    """Return the loads of this rank's CPU and, if it has one, of its GPU."""
     import torch
 
     efforts, own = {}, devices.of(device).memory
     for name, unit, memory, prepare in LOADS:
         if memory in ("host", own):
             where = device if memory == own else torch.device("cpu")
-            amount, call = prepare(where, most_nbytes)
+            amount, call = prepare(where)
             efforts[name] = Effort(name, amount, unit, memory, device=where, call=call)
     return efforts
 
@@ -346,9 +325,7 @@ def summarise(measured: Measured) -> Iterator[str]:
             for name, load in measured.loads.items()
         ]
         yield f"best rate of each rank, {WORDS[when]}: {', '.join(rates)}"
-    waits = [
-        wait * 1e3 for one in passes for wait in judge.median_wait_seconds(one) if wait is not None
-    ]
+    waits = [wait * 1e3 for one in passes for wait in judge.median_wait_seconds(one)]
     if waits:
         yield (
             f"after {measured.work_seconds * 1e3:.3g} ms of equal work the ranks wait for the "
@@ -374,7 +351,7 @@ def build_tables(measured: Measured) -> tuple[Table, ...]:
 
 def _row(measured: Measured, rank: int) -> dict[TableColumn, object]:
     last = measured.passes[-1]
-    wait = judge.median_wait_seconds(last)[rank]
+    waits = judge.median_wait_seconds(last)
     row: dict[TableColumn, object] = {
         TableColumn("rank"): rank,
         TableColumn("host"): measured.setup.host(rank),
@@ -383,7 +360,7 @@ def _row(measured: Measured, rank: int) -> dict[TableColumn, object]:
         for when in last[rank].seconds:
             heading = f"{name} {load.unit if when == ALONE else 'at once'}"
             row[TableColumn(heading)] = load.amount / measured.best_seconds(rank, when, name) / 1e9
-    row[TableColumn("wait ms", decimals=2)] = None if wait is None else wait * 1e3
+    row[TableColumn("wait ms", decimals=2)] = waits[rank] * 1e3 if waits else None
     for reason, heading in LOST.items():
         share = last[rank].lost[ALONE][reason]
         row[TableColumn(heading, decimals=0)] = None if share is None else min(share, 1.0) * 100.0
