@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -23,7 +22,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from ddpbench.hang.self_report import RankIdentity, observe_state
-from ddpbench.hang.status import ALIVE, DIED, LEFT, OVER, STOPPED, RankStatus, SilentRank
+from ddpbench.hang.status import ALIVE, DIED, LEFT, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family, sockets
 from ddpbench.launch.clock import Clock
 from ddpbench.records import codec, redact
@@ -55,18 +54,12 @@ class StoreClient:
     host may accept connections late. Raises RuntimeError after that.
     """
 
-    def __init__(self, place: Address | weakref.ref[dist.Store]) -> None:
+    def __init__(self, place: Address | dist.Store) -> None:
         self.gone = False  # whether the store has closed the connection
-        self.has_server = isinstance(place, Address)
-        self._find_store, self._connection = _open_client(place)
+        self.store, self._connection = _open_client(place)
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="ddpbench-store", daemon=True)
         self._thread.start()
-
-    @property
-    def store(self) -> dist.Store | None:
-        """The store; None if it was a file that was removed with the process group."""
-        return self._find_store()
 
     def request(self, seconds: float, function: Callable[[dist.Store], T]) -> T | None:
         """Return what the function of the store returns, None if it fails or takes longer."""
@@ -77,8 +70,7 @@ class StoreClient:
             try:
                 if self._is_closed():  # a request would print a C++ stack
                     raise RuntimeError("the store has closed the connection")
-                if (store := self.store) is not None:
-                    answers.append(function(store))
+                answers.append(function(self.store))
             except (RuntimeError, ValueError):
                 self.gone = True
             done.set()
@@ -129,37 +121,32 @@ def unwrap(store: dist.Store) -> dist.Store:
     return store
 
 
-def find_store(store: dist.Store) -> Address | weakref.ref[dist.Store]:
-    """Return the address of the server behind a store, else a weak reference to the store.
+def find_store(store: dist.Store) -> Address | dist.Store:
+    """Return the address of the server behind a store; the store itself if it has no server.
 
-    A reference to a TCPStore would keep its server alive after the process group, one to a
-    FileStore its file. If the script then made another group, ranks could meet there.
+    A reference to a TCPStore would keep its server alive after the process group.
     """
     import torch.distributed as dist
 
-    server = unwrap(store)
+    server: Any = unwrap(store)  # torch's stubs lack its timeout
     if isinstance(server, dist.TCPStore):
-        waits: Any = server  # torch's stubs lack its timeout
-        return Address(server.host, server.port, waits.timeout)
-    return weakref.ref(store)
+        return Address(server.host, server.port, server.timeout)
+    return server
 
 
-def _open_client(
-    place: Address | weakref.ref[dist.Store],
-) -> tuple[Callable[[], dist.Store | None], socket.socket | None]:
-    """A function for a client of the store, and its connection where it has one."""
+def _open_client(place: Address | dist.Store) -> tuple[dist.Store, socket.socket | None]:
+    """Return a client of the store, and its connection where it has one."""
     import torch.distributed as dist
 
     if not isinstance(place, Address):
         return place, None
     await_server(place, place.timeout.total_seconds())
-    earlier = _open_sockets()
+    earlier = _list_sockets()
     client = dist.TCPStore(
         *place[:2], is_master=False, timeout=place.timeout, wait_for_workers=False
     )
     client.set_timeout(STORE_TIMEOUT)
-    new = [file for name, file in _open_sockets().items() if name not in earlier]
-    return lambda: client, _find_connection(new, place.port)
+    return client, _find_connection([f for _, f in _list_sockets() - earlier], place.port)
 
 
 def await_server(server: Address, seconds: float) -> None:
@@ -179,13 +166,13 @@ def await_server(server: Address, seconds: float) -> None:
         pause = min(2 * pause, ANSWER_SECONDS)
 
 
-def _open_sockets() -> dict[str, int]:
-    files: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for path in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                files[str(path.readlink())] = int(path.name)
-    return {name: file for name, file in files.items() if name.startswith("socket:")}
+def _list_sockets() -> set[tuple[str, int]]:
+    """Return name and number of each open socket of this process."""
+    files: set[tuple[str, int]] = set()
+    for path in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            files.add((str(path.readlink()), int(path.name)))
+    return {file for file in files if file[0].startswith("socket:")}
 
 
 def _find_connection(files: Iterable[int], port: int) -> socket.socket | None:
@@ -229,16 +216,21 @@ class Board:
         assert identity is not None
         return identity
 
-    def publish(self, text: str, *parts: object) -> None:
-        """Store a text under a key."""
-        self.client.request(ANSWER_SECONDS, lambda store: store.set(self.key(*parts), text))
+    def publish(self, record: Any, *parts: object) -> bool:
+        """Store a record as JSON under a key; return whether the store answered in time."""
+        text, key = json.dumps(asdict(record)), self.key(*parts)
 
-    def claim(self, *parts: object) -> bool:
-        """Return whether this rank is the first to ask, or the store does not answer."""
+        def put(store: dist.Store) -> bool:
+            store.set(key, text)
+            return store.check([key])
+
+        return self.client.request(ANSWER_SECONDS, put) is not None
+
+    def mark(self, *parts: object) -> bool:
+        """Create a key; return whether this rank is the first to, or the store does not answer."""
         key = self.key(*parts)
-        return (
-            self.client.request(ANSWER_SECONDS, lambda store: store.add(key, 1) == 1) is not False
-        )
+        first = self.client.request(ANSWER_SECONDS, lambda store: store.add(key, 1) == 1)
+        return first is not False
 
     def await_keys(self, keys: list[str], seconds: float) -> bytes | None:
         """Return the value of the first key once all exist, None after this time."""
@@ -257,7 +249,7 @@ class Board:
 
         def exchange(store: dist.Store) -> bool:
             store.set(self.key("beat", self.rank), text)
-            if self.rank and (self._heartbeat_0 is not None or store.check([key_0])):
+            if self.rank and store.check([key_0]):
                 self._heartbeat_0 = store.get(key_0)
             return True
 
@@ -266,15 +258,10 @@ class Board:
     def introduce(self, identity: RankIdentity) -> None:
         """Publish this rank's identity, and read those that other ranks have published."""
         self.identities[self.rank] = identity
-
-        def exchange(store: dist.Store) -> None:
-            store.set(self.key("who", self.rank), json.dumps(asdict(identity)))
-            for rank, known in enumerate(self.identities):
-                if known is None and store.check([self.key("who", rank)]):
-                    data = json.loads(store.get(self.key("who", rank)))
-                    self.identities[rank] = codec.decode(RankIdentity, data)
-
-        self.client.request(ANSWER_SECONDS, exchange)
+        self.publish(identity, "who", self.rank)
+        absent = [rank for rank, other in enumerate(self.identities) if other is None]
+        for rank, data in (self._read("who", absent) or {}).items():
+            self.identities[rank] = codec.decode(RankIdentity, json.loads(data))
 
     def collect_statuses(
         self, topic: str, status: RankStatus, seconds: float
@@ -285,25 +272,14 @@ class Board:
         failed. Does not wait for ranks that have left, died or are stopped.
         """
         statuses = {self.rank: status}
-        left: set[int] = set()
         until = self.clock.monotonic() + seconds
-
-        def put(store: dist.Store) -> bool:
-            store.set(self.key(topic, self.rank), json.dumps(asdict(status)))
-            return store.check([self.key(topic, self.rank)])
-
-        def read(store: dist.Store) -> dict[int, RankStatus]:
-            left.update(r for r in absent if store.check([self.key("left", r)]))
-            return _read_statuses(store, {rank: self.key(topic, rank) for rank in absent})
-
-        answers = self.client.request(ANSWER_SECONDS, put) is not None
-        while answers and (absent := self._missing(statuses)):
-            found = self.client.request(ANSWER_SECONDS, read)
-            answers = found is not None
-            statuses |= found or {}
-            hopeless = all(
-                r in left or self._observe(r) in (DIED, STOPPED) for r in self._missing(statuses)
-            )
+        answers = self.publish(status, topic, self.rank)
+        while answers and (absent := self._list_absent(statuses)):
+            found, left = self._read(topic, absent), self._read("left", absent)
+            answers = found is not None and left is not None
+            statuses |= {rank: _decode_status(data) for rank, data in (found or {}).items()}
+            absent = [rank for rank in self._list_absent(statuses) if rank not in (left or ())]
+            hopeless = all(self.observe(rank) in (DIED, STOPPED) for rank in absent)
             if hopeless or self.clock.monotonic() > until:
                 break
             self.clock.sleep(POLL_SECONDS)
@@ -311,24 +287,32 @@ class Board:
 
     def find_silent(self, heard: Iterable[int], store_answers: bool) -> list[SilentRank]:
         """Return the ranks that did not answer, with their state and last heartbeat."""
-        absent = self._missing(heard)
-        if store_answers and None in (self.identities[rank] for rank in absent):
-            self.introduce(self.identity)  # a rank may have come and left since the last look
-        keys = {rank: self.key("beat", rank) for rank in absent}
+        absent = self._list_absent(heard)
         heartbeats: dict[int, RankStatus] = {}
-        if absent and store_answers:
-            read = self.client.request(ANSWER_SECONDS, lambda store: _read_statuses(store, keys))
-            heartbeats = read or {}
-        if 0 in absent and 0 not in heartbeats and self._heartbeat_0 is not None:
-            heartbeats[0] = _decode_status(self._heartbeat_0)
+        left: dict[int, bytes] = {}
+        if store_answers:
+            self.introduce(self.identity)  # a rank may have come and left since the last look
+            heartbeats, left = self.read_heartbeats(absent), self._read("left", absent) or {}
+        if self._heartbeat_0 is not None:
+            heartbeats.setdefault(0, _decode_status(self._heartbeat_0))
         silent = []
         for rank in absent:
-            identity, seen = self.identities[rank], heartbeats.get(rank)
-            state = LEFT if seen is not None and seen.left else self._observe(rank)
-            if state == DIED and not self.client.has_server:  # it cannot report that it has left
-                state = OVER
-            silent.append(SilentRank(rank, str(identity or f"rank {rank}"), state, seen))
+            state = LEFT if rank in left else self.observe(rank)
+            name = str(self.identities[rank] or f"rank {rank}")
+            silent.append(SilentRank(rank, name, state, heartbeats.get(rank)))
         return silent
+
+    def read_heartbeats(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
+        """Return the last heartbeats of these ranks, of those that have published one."""
+        found = self._read("beat", ranks) or {}
+        return {rank: _decode_status(data) for rank, data in found.items()}
+
+    def observe(self, rank: int) -> str:
+        """Return the state of a rank's process, as the end of "rank 3 (host, pid 7) …"."""
+        identity = self.identities[rank]
+        if identity is None:
+            return "has not called ddpbench.watchdog"
+        return observe_state(identity, self.identity)
 
     def kill_ranks(self, ranks: Iterable[int]) -> None:
         """Kill these ranks if they are on this host, because a launcher waits for a stopped one."""
@@ -344,21 +328,19 @@ class Board:
         A launcher ends all ranks when the first one ends.
         """
         until = self.clock.monotonic() + seconds
-        while ALIVE in map(self._observe, ranks) and self.clock.monotonic() < until:
+        while ALIVE in map(self.observe, ranks) and self.clock.monotonic() < until:
             self.clock.sleep(POLL_SECONDS)
 
-    def _missing(self, ranks: Iterable[int]) -> list[int]:
+    def _list_absent(self, ranks: Iterable[int]) -> list[int]:
         return sorted(set(range(len(self.identities))) - set(ranks))
 
-    def _observe(self, rank: int) -> str:
-        identity = self.identities[rank]
-        if identity is None:
-            return "has not called ddpbench.watchdog"
-        return observe_state(identity, self.identity)
-
-
-def _read_statuses(store: dist.Store, keys: dict[int, str]) -> dict[int, RankStatus]:
-    return {r: _decode_status(store.get(key)) for r, key in keys.items() if store.check([key])}
+    def _read(self, topic: str, ranks: Iterable[int]) -> dict[int, bytes] | None:
+        """Return what ranks have published under a topic; None if the store does not answer."""
+        keys = {rank: self.key(topic, rank) for rank in ranks}
+        return self.client.request(
+            ANSWER_SECONDS,
+            lambda store: {r: store.get(key) for r, key in keys.items() if store.check([key])},
+        )
 
 
 def _decode_status(data: bytes) -> RankStatus:

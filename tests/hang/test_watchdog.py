@@ -18,7 +18,7 @@ from patience import wait_until
 from ddpbench.hang import watchdog
 from ddpbench.hang.self_report import RankIdentity, identify, observe_state
 from ddpbench.hang.status import ALIVE, DIED, STOPPED
-from ddpbench.hang.watchdog import Watchdog
+from ddpbench.hang.watchdog import CommandWatchdog
 
 CUT_OFF = "did not answer (stopped, dead or cut off)"
 
@@ -76,14 +76,14 @@ def test_a_process_of_another_namespace_cannot_be_seen(child: subprocess.Popen[b
     )
 
 
-def a_watchdog(mode: str, left: list[int]) -> Watchdog:
+def a_watchdog(mode: str, left: list[int]) -> CommandWatchdog:
     """Of the only rank, with a deadline of 0.2 s."""
 
     def leave(code: int) -> NoReturn:
         left.append(code)
         sys.exit()  # the watchdog's thread
 
-    return Watchdog(dist.HashStore(), 0, [identify(0)], 0.2, leave=leave, mode=mode)
+    return CommandWatchdog(dist.HashStore(), 0, [identify(0)], 0.2, leave=leave, mode=mode)
 
 
 @pytest.mark.parametrize(("mode", "told"), [("report", 2), ("off", 0)])

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpbench
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.hang.self_report import read_heartbeat
+from ddpbench.hang.self_report import read_status
 from ddpbench.launch import forks
 
 RANKS, WARM = 2, 2
@@ -117,7 +117,7 @@ def main(blocks: int, calls: int) -> int:
     flight, beats = Flight(), []
     for _ in range(200):
         began = time.perf_counter()
-        read_heartbeat(flight)
+        read_status(flight, heartbeat=True)
         beats.append(time.perf_counter() - began)
     if rank == 0:
         head = ["", "without", "with", "difference", "%"]
