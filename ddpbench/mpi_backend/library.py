@@ -14,8 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -24,8 +23,7 @@ from ddpbench.launch.placement import free_port, read_placement
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import install_extra
 
-# Called before MPI is finalised. A returned sentence is the reason why finalising would hang.
-BEFORE_END: list[Callable[[], str | None]] = []
+NAME = "mpi4py"  # of the backend
 _YIELD_LOCK = threading.Lock()
 _yielding, _before = 0, False
 HUNG = 5  # the exit code of a job that hung
@@ -112,20 +110,6 @@ def library() -> str:
     return " ".join(re.sub(r"\bv(?=\d)|\bVersion:|\bfor .*", "", first).split())
 
 
-def thread_level() -> str:
-    """Return the thread support that MPI provides: SINGLE, FUNNELED, SERIALIZED or MULTIPLE."""
-    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
-    return {getattr(mpi(), f"THREAD_{name}"): name for name in names}[mpi().Query_thread()]
-
-
-@cache
-def shared_lock() -> AbstractContextManager[object] | None:
-    """Return the lock for calls that several threads may make, or None if MPI needs none."""
-    if thread_level() == "MULTIPLE":
-        return None
-    return threading.RLock()  # a request that is collected meanwhile is tested in the same thread
-
-
 @cache
 def cuda_aware() -> bool:
     """Whether this MPI accepts addresses of CUDA memory."""
@@ -171,11 +155,6 @@ def world() -> tuple[int, int]:
     return mpi().COMM_WORLD.Get_rank(), mpi().COMM_WORLD.Get_size()
 
 
-def broadcast_text(text: str | None) -> str:
-    """The text of MPI rank 0, on every rank of COMM_WORLD."""
-    return str(mpi().COMM_WORLD.bcast(text or ""))
-
-
 def broadcast_meeting_point(
     local: bool, address: str | None = None, port: str | int | None = None
 ) -> str:
@@ -184,7 +163,8 @@ def broadcast_meeting_point(
     A missing address or port is filled in with rank 0's host or a free port there.
     """
     host = address or ("127.0.0.1" if local else socket.getfqdn())
-    return broadcast_text(f"{host}:{port or free_port()}" if world()[0] == 0 else None)
+    point = f"{host}:{port or free_port()}" if world()[0] == 0 else ""
+    return str(mpi().COMM_WORLD.bcast(point))
 
 
 def abort(code: int, reason: str = "") -> None:
@@ -198,12 +178,9 @@ def abort(code: int, reason: str = "") -> None:
 
 
 def _leave(pid: int, finalise: bool) -> None:
-    """Stop the workers and finalise MPI; abort if finalising would hang."""
+    """Finalise MPI; abort if finalising would hang."""
     if os.getpid() != pid:
         return  # a child by os.fork: the job continues without it
-    for stop in BEFORE_END:
-        if reason := stop():
-            abort(HUNG, reason)
     # Other ranks may wait in a collective for a rank that dies of an exception, and MPI_Finalize
     # would wait for them.
     if getattr(sys, "last_type", None) is not None and world()[1] > 1:

@@ -79,9 +79,9 @@ def refused(call: Callable[[], Any], text: str, kind: Any = ValueError) -> None:
 @contextlib.contextmanager
 def lane_timeout(group: Group, timeout: timedelta) -> Iterator[None]:
     """Give what this rank calls on a group another time-out; the ranks have met with a long one."""
-    before, group._lane.timeout = group._lane.timeout, timeout
+    before, group._queue.timeout = group._queue.timeout, timeout
     yield
-    group._lane.timeout = before
+    group._queue.timeout = before
 
 
 # --- the checks: each runs in every rank of a group
@@ -428,14 +428,11 @@ def check_functional(group: Group, rank: int, size: int) -> None:
 
 
 def check_helpers(group: Group, rank: int, size: int) -> None:
-    """The helpers tell library, thread level and world, and broadcast a text of any length."""
+    """The library's name and version, and the world."""
     assert mpi_library.library().split()[0] in {"Open", "MPICH", "Intel(R)"}
     assert mpi_library.library().split()[-1][0].isdigit()
     assert "\n" not in mpi_library.library()
-    assert mpi_library.thread_level() == "MULTIPLE"
     assert mpi_library.world() == (rank, size)
-    for text in ("10.0.0.1:29500", "", "µ" * 1000):
-        assert mpi_library.broadcast_text(text if rank == 0 else None) == text
     assert dist.get_backend(group) == mpi.NAME
     assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, size)
     mpi.register()
@@ -496,16 +493,6 @@ def job_leave(folder: Path) -> None:
     builtins.kept = dist.group.WORLD  # type: ignore[attr-defined]  # and deleted last of all
 
 
-def job_one_thread(folder: Path) -> None:
-    dist.init_process_group("mpi4py")
-    assert mpi_library.thread_level() == "SERIALIZED"
-    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    for check in (check_queue, check_futures, check_point_to_point, check_errors):
-        check(group, rank, size)
-    assert not workers()
-    dist.destroy_process_group()
-
-
 def job_die(folder: Path) -> None:
     start_group(mpi.NAME, folder)
     if dist.get_rank() == 1:
@@ -525,7 +512,7 @@ def meet_and_leave(folder: Path, groups: int = 1) -> Any:
     if dist.get_rank() == 1:
         time.sleep(4 * PATIENCE_SECONDS)
     for group in made:
-        group._lane.timeout = timedelta(seconds=1)
+        group._queue.timeout = timedelta(seconds=1)
     return replica, *made
 
 
@@ -763,16 +750,16 @@ def test_clean_end(jobs: Callable[..., Any], job: Callable[..., None], ranks: in
     [
         (job_leave, 2, {}),
         (job_memory, 2, {}),
-        (job_one_thread, 2, {"MPI4PY_RC_THREAD_LEVEL": "serialized", "MASTER_ADDR": "localhost"}),
         (job_script, 1, {}),
+        (job_script, 2, {"MASTER_ADDR": "localhost"}),
     ],
 )
 def test_job(
     tmp_path: Path, job: Callable[..., None], ranks: int, variables: dict[str, str]
 ) -> None:
     """These end with code 0 and without a complaint: with a collective in flight and a group that
-    is not destroyed; 3,500 operations, which leave memory and threads as they were; with
-    MPI_THREAD_SERIALIZED, which has no worker thread, and a given address; a single rank."""
+    is not destroyed; 3,500 operations, which leave memory and threads as they were; a single rank;
+    a given address."""
     process = run_job(job, ranks, tmp_path, **variables)
     assert process.returncode == 0, process.stderr
     assert not COMPLAINTS.search(process.stderr), process.stderr
