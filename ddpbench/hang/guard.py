@@ -127,8 +127,6 @@ def _handle_terminate() -> object:
 class Guard(Watchdog):
     """The watchdog of one rank of a script."""
 
-    rank_0_may_end = True
-
     def __init__(self, board: Board, flight: Flight, timeout: float, end: bool) -> None:
         super().__init__(board, flight, timeout)
         self._end, self._pid = end, os.getpid()

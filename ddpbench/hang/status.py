@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 DIED, STOPPED, ALIVE = "has died", "is stopped (SIGSTOP)", "is alive but did not answer"
 LEFT = "has left"  # its script has ended
-# Rank 0 whose store has gone: it has destroyed its process group, or its process has ended.
-ENDED, OVER = "has ended its process group", "has ended or died"
+ENDED = "has ended its process group or died"  # rank 0, if it has closed the store
 
 # Ranks may call these with different sizes.
 UNEVEN = ("all_to_all", "alltoall")

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from ddpbench.hang.self_report import RankIdentity, observe_state
-from ddpbench.hang.status import ALIVE, DIED, LEFT, STOPPED, RankStatus, SilentRank
+from ddpbench.hang.status import ALIVE, DIED, ENDED, LEFT, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family, sockets
 from ddpbench.launch.clock import Clock
 from ddpbench.records import codec, redact
@@ -298,6 +298,8 @@ class Board:
         silent = []
         for rank in absent:
             state = LEFT if rank in left else self.observe(rank)
+            if rank == 0 and self.client.gone and state in (ALIVE, DIED):
+                state = ENDED
             name = str(self.identities[rank] or f"rank {rank}")
             silent.append(SilentRank(rank, name, state, heartbeats.get(rank)))
         return silent

@@ -15,7 +15,6 @@ from ddpbench.hang.status import (
     DIED,
     ENDED,
     LEFT,
-    OVER,
     STOPPED,
     Call,
     Hang,
@@ -54,7 +53,7 @@ def explain_hang(
     explained = bool(parts) or any(not SYMPTOM.search(s.cause) for s in failed.values())
     if causes := _find_silent_causes(silent, statuses, explained, store_answers):
         texts = [_describe_silent(rank, hangs, statuses) for rank in causes]
-        ended = all(rank.state in (LEFT, ENDED, OVER) for rank in causes)
+        ended = all(rank.state in (LEFT, ENDED) for rank in causes)
         parts.append("; ".join(texts) + _format_waiting(statuses, statuses, ended))
     elif missing := [] if explained else _describe_missing(failed, statuses):
         parts += missing
@@ -103,7 +102,7 @@ def _find_silent_causes(
     else:
         # No rank can answer: name the ranks that are visibly gone, else rank 0, which usually has
         # the store. If rank 0 has ended the store, all other ranks end soon after.
-        causes = [rank for rank in silent if rank.state in (ENDED, OVER)]
+        causes = [rank for rank in silent if rank.state == ENDED]
         causes = causes or [rank for rank in silent if rank.state in (DIED, STOPPED, LEFT)]
         causes = causes or [rank for rank in silent if rank.rank == 0]
     owing = [r.rank for r in causes if _find_owed_call(r.rank, r.seen, statuses)]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ddpbench.hang import self_report, verdict
 from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.self_report import RankIdentity, observe_state
-from ddpbench.hang.status import ALIVE, DIED, ENDED, OVER, STOPPED, RankStatus, SilentRank
+from ddpbench.hang.status import ALIVE, DIED, STOPPED, RankStatus, SilentRank
 from ddpbench.hang.status_board import Board, print_message
 from ddpbench.launch import siblings
 from ddpbench.records import codec
@@ -73,8 +73,6 @@ class Judgement:
 class Watchdog:
     """The part that commands and scripts share. Waits are by the clock of the board."""
 
-    rank_0_may_end = False  # if the store has gone, its process may have ended normally
-
     def __init__(self, board: Board, flight: Flight, timeout: float) -> None:
         self._board, self._rank, self._clock = board, board.rank, board.clock
         self._flight, self._timeout = flight, timeout
@@ -103,9 +101,6 @@ class Watchdog:
     def _judge(self, topic: str, status: RankStatus) -> Judgement:
         statuses, store_answers = self._board.collect_statuses(topic, status, GRACE_SECONDS)
         silent = self._board.find_silent(statuses, store_answers)
-        if self.rank_0_may_end and self._board.client.gone and silent and silent[0].rank == 0:
-            state = {ALIVE: ENDED, DIED: OVER}.get(silent[0].state, silent[0].state)
-            silent[0] = replace(silent[0], state=state)
         return Judgement(
             sentence=verdict.explain_hang(silent, statuses, store_answers),
             heard=tuple(statuses),
