@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from ddpbench.hang import self_report, status_board
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.hang.places import describe_error, find_main_frame, walk_outwards
+from ddpbench.hang.places import describe_error
 from ddpbench.hang.status import RankStatus
 from ddpbench.hang.status_board import Board
 from ddpbench.hang.verdict import format_places
@@ -196,7 +196,8 @@ class Guard(Watchdog):
         if None in self._board.identities:
             self._board.introduce(self._board.identity)
         progress = _progress_key(self._heartbeat)
-        if answered and self._is_published("judge"):
+        key = self._board.key(f"round {self._round}", "judge")
+        if answered and self._board.await_keys([key], 0.0) is not None:
             self._await_settling()
             self._alarm()
         elif self._waits_too_long(progress):
@@ -208,17 +209,10 @@ class Guard(Watchdog):
         """Let a rank that destroys its groups leave, or fail, before it takes part in a verdict."""
         import torch.distributed as dist
 
-        until = self._clock.monotonic() + SETTLE_SECONDS
-        if self._heartbeat.inside != "destroy_process_group" and dist.is_initialized():
-            return
+        destroys = self._heartbeat.inside == "destroy_process_group" or not dist.is_initialized()
+        until = self._clock.monotonic() + SETTLE_SECONDS * destroys
         while not (self._failure or self._closed.is_set()) and self._clock.monotonic() < until:
-            if self._is_published("judgement"):
-                return
             self._clock.sleep(status_board.POLL_SECONDS)
-
-    def _is_published(self, name: str) -> bool:
-        key = self._board.key(f"round {self._round}", name)
-        return self._board.await_keys([key], 0.0) is not None
 
     def _waits_too_long(self, progress: Key) -> bool:
         now, since = self._clock.monotonic(), self._since
@@ -284,18 +278,19 @@ class Guard(Watchdog):
             error, place = self._failure or ("", "")
             status = self_report.read_status(self._flight, place=place)
             status = replace(status, cause=error or cause, late=late and not error)
-            judgement = self._agree_judgement(f"round {self._round}", status)
+            topic = f"round {self._round}"
+            self._round += 1
+            judgement = self._agree_judgement(topic, status)
             first = judgement.speaks(self._rank) or not judgement.store_answers
             stacks = judgement.stacks if first else ""
             status_board.print_message(f"ddpbench: {judgement.sentence}\n{stacks}")
-            self._round += 1
             heartbeat = self_report.read_status(self._flight, heartbeat=True)
             self._reported |= {_progress_key(heartbeat), *find_waits(heartbeat)}
             if self._end or not leave:
                 self._code = FAILURE if judgement.failed or self._failure else HANG
                 for call in before_end:
                     call(End("failed", judgement.sentence, self._code))
-                self._await_prints(judgement)
+                self._await_prints(f"{topic}/printed", judgement)
             self._board.kill_ranks(judgement.stopped if self._end else ())
         if self._end and leave:
             if self._code == FAILURE:  # other ranks' ends may unblock this main thread, which ends
@@ -304,10 +299,9 @@ class Guard(Watchdog):
             if not (self._ending or self._closed.is_set()):
                 status_board.end_process(self._code)
 
-    def _await_prints(self, judgement: Judgement) -> None:
+    def _await_prints(self, topic: str, judgement: Judgement) -> None:
         """Let all ranks print before this process ends, because a launcher then ends them all."""
         if judgement.store_answers:
-            topic = f"round {self._round - 1}/printed"
             self._board.mark(topic, self._rank)
             keys = [self._board.key(topic, rank) for rank in judgement.heard]
             self._board.await_keys(keys, LEAVE_SECONDS)
@@ -329,10 +323,8 @@ def _progress_key(status: RankStatus) -> Key:
     """Return a key that changes when the rank calls something of torch.distributed; where no calls
     are counted, when its main thread moves."""
     counts = _counts(status)
-    if any(n > 0 for n in counts):
-        return ("progress", status.call, *counts)
-    outwards = walk_outwards(find_main_frame())
-    return ("progress", status.place, *((id(outer.f_code), outer.f_lasti) for outer in outwards))
+    place = "" if any(n > 0 for n in counts) else status.place
+    return ("progress", place, status.call, *counts)
 
 
 def _counts(status: RankStatus) -> list[int]:

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -24,8 +24,6 @@ from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import install_extra
 
 NAME = "mpi4py"  # of the backend
-_YIELD_LOCK = threading.Lock()
-_yielding, _before = 0, False
 HUNG = 5  # the exit code of a job that hung
 # Until a script's ranks name a stopped rank; for ddpbench's own ranks, beyond their deadline.
 REPORT_SECONDS, LATE_SECONDS = 60.0, 30.0
@@ -119,12 +117,15 @@ def cuda_aware() -> bool:
 
 
 @cache
-def _set_yield() -> Any:
-    """Open MPI's switch for whether a waiting thread yields its core; None in other libraries."""
+def _find_yield_switch() -> tuple[Callable[[bool], bool], bool]:
+    """Open MPI's switch for whether a waiting thread yields its core, and its first position."""
     switch = getattr(ctypes.CDLL(mpi().__file__), "opal_progress_set_yield_when_idle", None)
-    if switch is not None:
-        switch.argtypes, switch.restype = [ctypes.c_bool], ctypes.c_bool
-    return switch
+    if switch is None:  # another library
+        return lambda _: False, False
+    switch.argtypes, switch.restype = [ctypes.c_bool], ctypes.c_bool
+    first = switch(True)
+    switch(first)
+    return switch, first
 
 
 @contextlib.contextmanager
@@ -133,21 +134,12 @@ def yield_core() -> Iterator[None]:
 
     It adds a microsecond to a small call. A DDP step is faster with it if each rank has one core.
     """
-    global _yielding, _before
-    if (switch := _set_yield()) is None:
-        yield
-        return
-    with _YIELD_LOCK:
-        _yielding += 1
-        if _yielding == 1:
-            _before = switch(True)
+    switch, first = _find_yield_switch()
+    switch(True)
     try:
         yield
     finally:
-        with _YIELD_LOCK:
-            _yielding -= 1
-            if _yielding == 0:
-                switch(_before)
+        switch(first)
 
 
 def world() -> tuple[int, int]:

@@ -6,7 +6,6 @@ That form is contiguous memory, on the CPU unless MPI is CUDA-aware.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -201,14 +200,3 @@ def on_device(call: Callable[[], Any], device: torch.device) -> Callable[[], Any
         return result
 
     return run
-
-
-def complete(future: torch.futures.Future[Any], outputs: Sequence[Tensor]) -> None:
-    """End a future while the outputs' GPU is current.
-
-    In a new thread GPU 0 is current, so torch and the future's callbacks would begin to use it.
-    """
-    device = next((tensor.device for tensor in outputs if not tensor.is_cpu), None)
-    module: Any = None if device is None else torch.get_device_module(device)
-    with module.device(device) if module else nullcontext():
-        future.set_result(None)

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.mpi_backend.library import mpi
-from ddpbench.mpi_backend.tensors import complete
+from ddpbench.mpi_backend.tensors import on_device
 
 LOOK_SECONDS = 2e-4  # between two polls of the queue by an awake worker
 AWAKE_SECONDS = 5e-3  # after the last call that was queued
@@ -67,13 +67,6 @@ class Work(dist.Work):
 
     def exception(self) -> Exception | None:
         return self.error
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return self.outputs
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         raise NotImplementedError
@@ -129,7 +122,9 @@ class Call(Work):
             self.ended, futures = True, self._futures
         self._gate.release()
         if futures is not None:
-            complete(futures[0], self.outputs)
+            # In a new thread GPU 0 is current: torch and callbacks would begin to use it.
+            device = self.outputs[0].device if self.outputs else torch.device("cpu")
+            on_device(partial(futures[0].set_result, None), device)()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout else -1  # zero is C++'s kNoTimeout
