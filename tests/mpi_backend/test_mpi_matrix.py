@@ -507,18 +507,6 @@ def check_objects(group: Group, rank: int, size: int) -> None:
                 assert listed == [root, every[rank]]
 
 
-def check_views(group: Group, rank: int, size: int) -> None:
-    """Expanded, permuted and graph-bound tensors are read and written by their elements."""
-    wide = torch.tensor([float(rank + 1)]).expand(4)
-    got = [torch.zeros(2, 2, requires_grad=True) for _ in range(size)]
-    dist.all_gather(got, wide.view(2, 2), group)
-    assert [each.unique().item() for each in got] == [r + 1 for r in range(size)]
-    images = torch.arange(48.0).view(2, 2, 3, 4).to(memory_format=torch.channels_last)
-    images.requires_grad_()
-    dist.all_reduce(images, OP.SUM, group)
-    assert torch.equal(images, torch.arange(48.0).view(2, 2, 3, 4) * size)
-
-
 def check_lazy_views(group: Group, rank: int, size: int) -> None:
     """What torch conjugates or negates lazily arrives conjugated and negated."""
     direct = [ROWS[n] for n in ("reduce", "gather", "reduce_scatter", "reduce_scatter_single")]
