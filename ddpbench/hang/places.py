@@ -150,7 +150,7 @@ def find_peer(frame: FrameType, inside: str) -> tuple[bool, int]:
             end = "src" if name.endswith("recv") else "dst"
             rank, group_rank = names.get(end), names.get(f"group_{end}")
             if isinstance(group_rank, int) and rank is None:
-                group = names.get("group") or dist.group.WORLD
+                group: Any = names.get("group") or dist.group.WORLD
                 rank = dist.get_global_rank(group, group_rank)
             return end == "dst", rank if isinstance(rank, int) else -1
         lists = [value for value in names.values() if inside == WAIT and isinstance(value, list)]

@@ -128,9 +128,10 @@ def find_store(store: dist.Store) -> Address | dist.Store:
     """
     import torch.distributed as dist
 
-    server: Any = unwrap(store)  # torch's stubs lack its timeout
+    server = unwrap(store)
     if isinstance(server, dist.TCPStore):
-        return Address(server.host, server.port, server.timeout)
+        waits: Any = server  # torch's stubs lack its timeout
+        return Address(server.host, server.port, waits.timeout)
     return server
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from ddpbench.mpi_backend.collectives import SYNCED, Collectives, TensorList, TensorLists
-from ddpbench.mpi_backend.library import NAME, mpi, world
+from ddpbench.mpi_backend.library import NAME as NAME
+from ddpbench.mpi_backend.library import mpi, world
 from ddpbench.mpi_backend.tensors import (
     DEVICES,
     finish,

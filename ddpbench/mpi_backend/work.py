@@ -97,7 +97,7 @@ class Call(Work):
 
     def run(self) -> None:
         """Make the call, in the thread that has the queue's turn."""
-        error = None
+        error: Exception | None = None
         self._queue.current = self
         try:
             if self._run is not None:

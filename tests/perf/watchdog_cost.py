@@ -82,14 +82,14 @@ def row(name: str, without: list[float], watched: list[float], unit: float) -> l
 
 def noted(calls: int) -> float:
     """Seconds that the count of a call over mpi4py takes: its three statements, alone."""
-    lane = type("Lane", (), {})()
+    queue = type("Queue", (), {})()
     past: deque[object] = deque(maxlen=64)
-    names = {"lane": lane, "count": count(1).__next__, "keep": past.append, "kind": torch.float32}
+    names = {"queue": queue, "count": count(1).__next__, "keep": past.append, "kind": torch.float32}
     many = 250 * calls
-    new = "lane.inside = this = (count(), 'all_reduce', kind, 4)\nkeep(this)"
+    new = "queue.running = noted = (count(), 'all_reduce', kind, 4)\nkeep(noted)"
     with_it, before = (
         min(timeit.repeat(code, globals=names, number=many, repeat=5))
-        for code in (new, "lane.inside = kind")
+        for code in (new, "queue.running = kind")
     )
     return (with_it - before) / many
 
