@@ -88,9 +88,9 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     _times += 1
     prefix = f"ddpbench/guard/{placement.read_restarts()}/{_times}"
     _handle_terminate()
-    identities = [None] * dist.get_world_size()
+    identity, absent = self_report.identify(dist.get_rank()), [None] * dist.get_world_size()
     # Keep no variable with the store: this frame may live until a garbage collection.
-    board = Board(distributed_c10d._get_default_store(), prefix, dist.get_rank(), identities)
+    board = Board(distributed_c10d._get_default_store(), prefix, identity, absent)
     flight = Flight()
     if dist.get_rank() == 0 and _times == 1 and (warning := flight.explain_unseen_hangs()):
         status_board.print_message(f"ddpbench: {warning}\n")
@@ -140,7 +140,6 @@ class Guard(Watchdog):
 
     def start(self) -> None:
         """Introduce this rank to the others, and watch it in a thread."""
-        self._board.introduce(self_report.identify(self._rank))
         self._heartbeat = self_report.read_status(self._flight, heartbeat=True)
         self._board.publish_heartbeat(self._heartbeat)
         self._previous_hook = sys.excepthook
@@ -193,8 +192,6 @@ class Guard(Watchdog):
     def _beat(self) -> None:
         self._heartbeat = self_report.read_status(self._flight, heartbeat=True)
         answered = self._board.publish_heartbeat(self._heartbeat)
-        if None in self._board.identities:
-            self._board.introduce(self._board.identity)
         progress = _progress_key(self._heartbeat)
         key = self._board.key(f"round {self._round}", "judge")
         if answered and self._board.await_keys([key], 0.0) is not None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -187,35 +187,36 @@ def _find_connection(files: Iterable[int], port: int) -> socket.socket | None:
     return None
 
 
-class Board:
-    """One rank's view of the published statuses of all ranks.
+@dataclass(frozen=True)
+class Heartbeat:
+    """A rank's identity, and its brief status."""
 
-    `identities[r]` is None until rank r has introduced itself.
+    identity: RankIdentity
+    status: RankStatus
+
+
+class Board:
+    """One rank's view of the statuses that all ranks publish.
+
+    identities: by rank; None for one of which no heartbeat was read.
     """
 
     def __init__(
         self,
         store: dist.Store,
         prefix: str,
-        rank: int,
+        identity: RankIdentity,
         identities: Sequence[RankIdentity | None],
         clock: Clock = time,
     ) -> None:
-        self.client, self.rank = StoreClient(find_store(store)), rank
-        self.identities = list(identities)
-        self._prefix, self.clock = prefix, clock
+        self.client, self.clock = StoreClient(find_store(store)), clock
+        self.identity, self.rank, self.identities = identity, identity.rank, list(identities)
+        self._prefix = prefix
         self._heartbeat_0: bytes | None = None
 
     def key(self, *parts: object) -> str:
         """Return a key of the store."""
         return "/".join([self._prefix, *map(str, parts)])
-
-    @property
-    def identity(self) -> RankIdentity:
-        """This rank's own."""
-        identity = self.identities[self.rank]
-        assert identity is not None
-        return identity
 
     def publish(self, record: Any, *parts: object) -> bool:
         """Store a record as JSON under a key; return whether the store answered in time."""
@@ -244,9 +245,9 @@ class Board:
 
         return self.client.request(seconds + ANSWER_SECONDS, read)
 
-    def publish_heartbeat(self, heartbeat: RankStatus, seconds: float = ANSWER_SECONDS) -> bool:
+    def publish_heartbeat(self, status: RankStatus, seconds: float = ANSWER_SECONDS) -> bool:
         """Publish a heartbeat and fetch rank 0's; return whether the store answered in time."""
-        text, key_0 = json.dumps(asdict(heartbeat)), self.key("beat", 0)
+        text, key_0 = json.dumps(asdict(Heartbeat(self.identity, status))), self.key("beat", 0)
 
         def exchange(store: dist.Store) -> bool:
             store.set(self.key("beat", self.rank), text)
@@ -256,59 +257,48 @@ class Board:
 
         return self.client.request(seconds, exchange) is not None
 
-    def introduce(self, identity: RankIdentity) -> None:
-        """Publish this rank's identity, and read those that other ranks have published."""
-        self.identities[self.rank] = identity
-        self.publish(identity, "who", self.rank)
-        absent = [rank for rank, other in enumerate(self.identities) if other is None]
-        for rank, data in (self._read("who", absent) or {}).items():
-            self.identities[rank] = codec.decode(RankIdentity, json.loads(data))
+    def read_heartbeats(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
+        """Return the last heartbeats of the ranks that have published one; of rank 0 even if the
+        store does not answer."""
+        found = {0: self._heartbeat_0} if self._heartbeat_0 is not None else {}
+        found |= self._read("beat", ranks) or {}
+        heartbeats = {r: codec.decode(Heartbeat, json.loads(data)) for r, data in found.items()}
+        for rank, heartbeat in heartbeats.items():
+            self.identities[rank] = heartbeat.identity
+        return {rank: heartbeat.status for rank, heartbeat in heartbeats.items()}
 
     def collect_statuses(
         self, topic: str, status: RankStatus, seconds: float
-    ) -> tuple[dict[int, RankStatus], bool]:
+    ) -> tuple[dict[int, RankStatus], list[SilentRank], bool]:
         """Publish this rank's status under a topic and read those of the others.
 
-        Returns the statuses by rank, and whether the store answered, because its host may have
-        failed. Does not wait for ranks that have left, died or are stopped.
+        Returns the statuses by rank, the ranks that did not answer, and whether the store answered:
+        its host may have failed. Does not wait for ranks that have left, died or are stopped.
         """
-        statuses = {self.rank: status}
+        statuses, left, ranks = {self.rank: status}, set[int](), range(len(self.identities))
         until = self.clock.monotonic() + seconds
         answers = self.publish(status, topic, self.rank)
-        while answers and (absent := self._list_absent(statuses)):
-            found, left = self._read(topic, absent), self._read("left", absent)
-            answers = found is not None and left is not None
-            statuses |= {rank: _decode_status(data) for rank, data in (found or {}).items()}
-            absent = [rank for rank in self._list_absent(statuses) if rank not in (left or ())]
-            hopeless = all(self.observe(rank) in (DIED, STOPPED) for rank in absent)
-            if hopeless or self.clock.monotonic() > until:
+        self.read_heartbeats(ranks)
+        while answers and (absent := set(ranks) - set(statuses)):
+            found, gone = self._read(topic, absent), self._read("left", absent)
+            answers = found is not None and gone is not None
+            left |= set(gone or ())
+            for rank, data in (found or {}).items():
+                statuses[rank] = codec.decode(RankStatus, json.loads(data))
+            states = {self.observe(rank) for rank in absent - left - set(statuses)}
+            if states <= {DIED, STOPPED} or self.clock.monotonic() > until:
                 break
             self.clock.sleep(POLL_SECONDS)
-        return statuses, answers
-
-    def find_silent(self, heard: Iterable[int], store_answers: bool) -> list[SilentRank]:
-        """Return the ranks that did not answer, with their state and last heartbeat."""
-        absent = self._list_absent(heard)
-        heartbeats: dict[int, RankStatus] = {}
-        left: dict[int, bytes] = {}
-        if store_answers:
-            self.introduce(self.identity)  # a rank may have come and left since the last look
-            heartbeats, left = self.read_heartbeats(absent), self._read("left", absent) or {}
-        if self._heartbeat_0 is not None:
-            heartbeats.setdefault(0, _decode_status(self._heartbeat_0))
+        heartbeats = self.read_heartbeats(ranks)
         silent = []
-        for rank in absent:
-            state = LEFT if rank in left else self.observe(rank)
-            if rank == 0 and self.client.gone and state in (ALIVE, DIED):
-                state = ENDED
-            name = str(self.identities[rank] or f"rank {rank}")
-            silent.append(SilentRank(rank, name, state, heartbeats.get(rank)))
-        return silent
-
-    def read_heartbeats(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
-        """Return the last heartbeats of these ranks, of those that have published one."""
-        found = self._read("beat", ranks) or {}
-        return {rank: _decode_status(data) for rank, data in found.items()}
+        for rank, identity in enumerate(self.identities):
+            if rank not in statuses:
+                state = LEFT if rank in left else self.observe(rank)
+                if rank == 0 and self.client.gone and state in (ALIVE, DIED):
+                    state = ENDED
+                name = str(identity or f"rank {rank}")
+                silent.append(SilentRank(rank, name, state, heartbeats.get(rank)))
+        return statuses, silent, answers
 
     def observe(self, rank: int) -> str:
         """Return the state of a rank's process, as the end of "rank 3 (host, pid 7) …"."""
@@ -334,9 +324,6 @@ class Board:
         while ALIVE in map(self.observe, ranks) and self.clock.monotonic() < until:
             self.clock.sleep(POLL_SECONDS)
 
-    def _list_absent(self, ranks: Iterable[int]) -> list[int]:
-        return sorted(set(range(len(self.identities))) - set(ranks))
-
     def _read(self, topic: str, ranks: Iterable[int]) -> dict[int, bytes] | None:
         """Return what ranks have published under a topic; None if the store does not answer."""
         keys = {rank: self.key(topic, rank) for rank in ranks}
@@ -344,10 +331,6 @@ class Board:
             ANSWER_SECONDS,
             lambda store: {r: store.get(key) for r, key in keys.items() if store.check([key])},
         )
-
-
-def _decode_status(data: bytes) -> RankStatus:
-    return codec.decode(RankStatus, json.loads(data))
 
 
 def ends_with_rank_0(store: dist.Store | None) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ddpbench.hang import self_report, verdict
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.hang.self_report import RankIdentity, observe_state
+from ddpbench.hang.self_report import RankIdentity
 from ddpbench.hang.status import ALIVE, DIED, STOPPED, RankStatus, SilentRank
 from ddpbench.hang.status_board import Board, print_message
 from ddpbench.launch import siblings
@@ -92,15 +92,17 @@ class Watchdog:
             board.publish(status, topic, self._rank)
             key = board.key(topic, "judgement")
             if text := board.await_keys([key], GRACE_SECONDS + 1.0):
-                return codec.decode(Judgement, json.loads(text))
+                judgement = codec.decode(Judgement, json.loads(text))
+                board.read_heartbeats([*judgement.failed, *judgement.stopped])  # to observe them
+                return judgement
         judgement = self._judge(topic, status)
         if judgement.store_answers:
             board.publish(judgement, topic, "judgement")
         return judgement
 
     def _judge(self, topic: str, status: RankStatus) -> Judgement:
-        statuses, store_answers = self._board.collect_statuses(topic, status, GRACE_SECONDS)
-        silent = self._board.find_silent(statuses, store_answers)
+        collected = self._board.collect_statuses(topic, status, GRACE_SECONDS)
+        statuses, silent, store_answers = collected
         return Judgement(
             sentence=verdict.explain_hang(silent, statuses, store_answers),
             heard=tuple(statuses),
@@ -130,7 +132,7 @@ class CommandWatchdog(Watchdog):
         mode: str = "end",
     ) -> None:
         """leave: ends the process; mode: as --watchdog, for a missed deadline."""
-        board = Board(store, "ddpbench/watch", rank, identities)
+        board = Board(store, "ddpbench/watch", identities[rank], identities)
         super().__init__(board, Flight(fresh=True), timeout_seconds)
         self._signal_seconds, self._leave, self._mode = signal_seconds, leave, mode
         self._phase, self._beat_time, self._reports = "start", -math.inf, 0
@@ -225,8 +227,7 @@ class CommandWatchdog(Watchdog):
         self.signal = number
         self._interrupted = True
         # A launcher that lost a rank kills the others soon after.
-        own = self._board.identity
-        lost = DIED in (observe_state(other, own) for other in self._board.identities if other)
+        lost = DIED in map(self._board.observe, range(len(self._board.identities)))
         allowed = 0.0 if again or lost else self._signal_seconds[signal.Signals(number)]
         self._deadline = min(self._deadline, time.monotonic() + allowed)
 

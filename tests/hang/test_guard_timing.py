@@ -18,7 +18,7 @@ from ddpbench.hang.guard import BEAT_SECONDS, SETTLE_SECONDS, Guard
 from ddpbench.hang.process_groups import Group
 from ddpbench.hang.self_report import RankIdentity
 from ddpbench.hang.status import ALIVE, DIED, STOPPED, Call, Log, RankStatus
-from ddpbench.hang.status_board import Board
+from ddpbench.hang.status_board import Board, Heartbeat
 from ddpbench.hang.watchdog import GRACE_SECONDS
 
 TIMEOUT = 100.0
@@ -84,7 +84,7 @@ class Watched:
             monkeypatch.setattr(module, name, stand_in)
         self.store = dist.HashStore()
         identities = [RankIdentity(rank, "node", rank, "boot") for rank in range(2)]
-        self.board = Board(self.store, "guard", 0, identities, self.clock)
+        self.board = Board(self.store, "guard", identities[0], identities, self.clock)
         self.guard = Guard(self.board, self.flight, TIMEOUT, end=False)
 
     def run(self, seconds: float) -> list[float]:
@@ -101,7 +101,7 @@ class Watched:
 
     def answer(self, status: RankStatus) -> None:
         """Let rank 1 report this whenever it is asked, and in its heartbeat."""
-        self.write(status, "beat", 1)
+        self.write(Heartbeat(self.board.identities[1], status), "beat", 1)  # type: ignore[arg-type]
         for number in range(9):
             self.write(status, f"round {number}", 1)
 
