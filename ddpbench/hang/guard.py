@@ -177,8 +177,9 @@ class Guard(Watchdog):
             status = self_report.read_status(self._flight, place=self._heartbeat.place)
             self._board.publish_heartbeat(status, CLOSE_SECONDS)
             self._board.mark("left", self._rank)
-            has_store = status_board.ends_with_rank_0(self._board.client.store)
-            if at_exit and self._rank == 0 and has_store:
+            # torchrun may have the store in its own process.
+            elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if at_exit and self._rank == 0 and not elsewhere:
                 ranks = range(len(self._board.identities))
                 self._board.await_keys([self._board.key("left", r) for r in ranks], LINGER_SECONDS)
         self._board.client.close()

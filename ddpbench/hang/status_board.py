@@ -55,8 +55,21 @@ class StoreClient:
     """
 
     def __init__(self, place: Address | dist.Store) -> None:
+        import torch.distributed as dist
+
         self.gone = False  # whether the store has closed the connection
-        self.store, self._connection = _open_client(place)
+        self._connection: socket.socket | None = None
+        if not isinstance(place, Address):
+            self.store = place
+        else:
+            await_server(place, place.timeout.total_seconds())
+            earlier = _list_sockets()
+            self.store = dist.TCPStore(
+                *place[:2], is_master=False, timeout=place.timeout, wait_for_workers=False
+            )
+            self.store.set_timeout(STORE_TIMEOUT)
+            files = [file for _, file in _list_sockets() - earlier]
+            self._connection = _find_connection(files, place.port)
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="ddpbench-store", daemon=True)
         self._thread.start()
@@ -133,21 +146,6 @@ def find_store(store: dist.Store) -> Address | dist.Store:
         waits: Any = server  # torch's stubs lack its timeout
         return Address(server.host, server.port, waits.timeout)
     return server
-
-
-def _open_client(place: Address | dist.Store) -> tuple[dist.Store, socket.socket | None]:
-    """Return a client of the store, and its connection where it has one."""
-    import torch.distributed as dist
-
-    if not isinstance(place, Address):
-        return place, None
-    await_server(place, place.timeout.total_seconds())
-    earlier = _list_sockets()
-    client = dist.TCPStore(
-        *place[:2], is_master=False, timeout=place.timeout, wait_for_workers=False
-    )
-    client.set_timeout(STORE_TIMEOUT)
-    return client, _find_connection([f for _, f in _list_sockets() - earlier], place.port)
 
 
 def await_server(server: Address, seconds: float) -> None:
@@ -331,16 +329,6 @@ class Board:
             ANSWER_SECONDS,
             lambda store: {r: store.get(key) for r, key in keys.items() if store.check([key])},
         )
-
-
-def ends_with_rank_0(store: dist.Store | None) -> bool:
-    """Whether the store is in rank 0's process, rather than in torchrun's."""
-    import torch.distributed as dist
-
-    return (
-        isinstance(store, dist.TCPStore)
-        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    )
 
 
 def print_message(text: str) -> None:
