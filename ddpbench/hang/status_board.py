@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -218,7 +218,7 @@ class Board:
 
     def publish(self, record: Any, *parts: object) -> bool:
         """Store a record as JSON under a key; return whether the store answered in time."""
-        text, key = json.dumps(asdict(record)), self.key(*parts)
+        text, key = codec.encode(record, None), self.key(*parts)
 
         def put(store: dist.Store) -> bool:
             store.set(key, text)
@@ -245,7 +245,7 @@ class Board:
 
     def publish_heartbeat(self, status: RankStatus, seconds: float = ANSWER_SECONDS) -> bool:
         """Publish a heartbeat and fetch rank 0's; return whether the store answered in time."""
-        text, key_0 = json.dumps(asdict(Heartbeat(self.identity, status))), self.key("beat", 0)
+        text, key_0 = codec.encode(Heartbeat(self.identity, status), None), self.key("beat", 0)
 
         def exchange(store: dist.Store) -> bool:
             store.set(self.key("beat", self.rank), text)
