@@ -72,7 +72,10 @@ def find_error_place(error: BaseException) -> str:
 
 
 def is_of_program(error: BaseException, innermost: bool = True) -> bool:
-    """Whether the program's own code raised an error; not innermost: or called code that did."""
+    """Return whether the program's own code raised an error.
+
+    innermost: False if it may also have called the code that did.
+    """
     paths = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = [Path(path).is_absolute() and _distance(path) == 0 for path in paths]  # else: compiled
     return own[-1] if innermost else any(own)

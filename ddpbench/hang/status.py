@@ -66,7 +66,7 @@ class Log:
 
     @property
     def is_open(self) -> bool:
-        """Whether a collective that the rank called has not ended."""
+        """Return whether a collective that the rank called has not ended."""
         return self.started > self.finished
 
 

@@ -1,4 +1,4 @@
-"""torch's collectives as MPI's, on whole tensors and lists of them."""
+"""Torch's collectives as calls of MPI, on whole tensors and lists of them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
     # --- how a call is issued
 
     def _is_free(self, opts: Any) -> bool:
-        """Whether the caller waits for the result, and no other call is queued before it."""
+        """Return whether the caller waits for the result, and no other call is queued before it."""
         try:
             return not (opts.asyncOp or self._queued or self._taken())
         except AttributeError:
@@ -192,7 +192,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
     # --- reductions
 
     def allreduce(self, tensors: TensorList, opts: Any = None) -> Any:
-        """tensors[0] of every rank becomes the reduction of all ranks' tensors[0]."""
+        """Reduce all ranks' tensors[0] into tensors[0] of every rank."""
         name, tensor = "all_reduce", self._single("all_reduce", tensors)
         # The plain case needs no preparation. At 4 bytes that saves half of the time that the group
         # adds to torch and MPI; the same holds for broadcast and all_gather_single.
@@ -212,7 +212,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         return self._issue(name, opts, run, tensor, outputs=tensors, flats=(flat,), mean=mean)
 
     def reduce(self, tensors: TensorList, opts: Any = None) -> Any:
-        """tensors[0] of the root becomes the reduction of all ranks' tensors[0]."""
+        """Reduce all ranks' tensors[0] into tensors[0] of the root."""
         name, opts, tensor = "reduce", opts or dist.ReduceOptions(), self._single("reduce", tensors)
         flat, root = flatten(name, tensor), opts.rootRank
         kind, op, mean = self._reduction(name, flat, opts)
@@ -224,13 +224,13 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         return self._issue(name, opts, run, tensor, outputs=tensors, flats=(flat,), mean=mean)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
-        """output of rank r becomes part r of the reduction of all ranks' sources (size × it)."""
+        """Reduce all ranks' sources; part r of the result becomes the output of rank r."""
         name = "reduce_scatter"
         self._require_whole(name, source, output)
         return self._reduce_scatter(opts, output, flatten(name, source), [output.numel()])
 
     def reduce_scatter(self, outputs: TensorList, inputs: TensorLists, opts: Any = None) -> Any:
-        """outputs[0] of rank r becomes the reduction of all inputs[0][r]; sizes may differ by r."""
+        """Reduce all ranks' inputs[0][r] into outputs[0] of rank r; sizes may differ by r."""
         name = "reduce_scatter"
         (parts,), output = inputs, self._single(name, outputs)
         counts = self._counts(name, parts, output, even=False)
@@ -238,8 +238,8 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         return self._reduce_scatter(opts, output, join(name, parts), counts)
 
     def _reduce_scatter(self, opts: Any, output: Tensor, whole: Tensor, counts: list[int]) -> Any:
-        """counts: elements per rank."""
-        name, opts, target = "reduce_scatter", opts or dist.ReduceScatterOptions(), output
+        """Reduce and scatter `whole`. counts: elements per rank, a single one if all are equal."""
+        name, opts = "reduce_scatter", opts or dist.ReduceScatterOptions()
         target = room_for(name, output)
         whole = keep_apart(whole, target)
         kind, op, mean = self._reduction(name, target, opts)
@@ -254,16 +254,12 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
     # --- from one rank to all and back
 
     def broadcast(self, tensors: TensorList, opts: Any = None) -> Any:
-        """tensors[0] of every rank becomes the root's."""
+        """Copy the root's tensors[0] to every rank."""
         name, tensor = "broadcast", self._single("broadcast", tensors)
-        if (
-            self._is_free(opts)
-            and is_plain(tensor)
-            and (nbytes := tensor.nbytes) <= mpi_tensors.most
-        ):
+        if self._is_free(opts) and is_plain(tensor):
+            dtype, nbytes = tensor.dtype, tensor.nbytes
             message = self._memory(tensor.data_ptr(), nbytes), self._byte
-            queue, comm = self._queue, self._comm
-            queue.call(name, tensor.dtype, nbytes, comm.Bcast, message, opts.rootRank)
+            self._queue.call(name, dtype, nbytes, self._comm.Bcast, message, opts.rootRank)
             return SYNCED
         opts = opts or dist.BroadcastOptions()
         at_root = opts.rootRank == self._rank
@@ -273,7 +269,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         return self._issue(name, opts, run, tensor, outputs=tensors, flats=flats, keep=flat)
 
     def scatter(self, outputs: TensorList, inputs: TensorLists, opts: Any = None) -> Any:
-        """outputs[0] of rank r becomes the root's inputs[0][r]; other ranks pass no inputs."""
+        """Copy the root's inputs[0][r] to outputs[0] of rank r; other ranks pass no inputs."""
         name, opts = "scatter", opts or dist.ScatterOptions()
         output = self._single(name, outputs)
         target, root, whole, source = room_for(name, output), opts.rootRank, None, None
@@ -285,7 +281,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         return self._issue(name, opts, run, output, outputs=outputs, flats=(target,), keep=whole)
 
     def gather(self, outputs: TensorLists, inputs: TensorList, opts: Any = None) -> Any:
-        """outputs[0][r] of the root becomes rank r's inputs[0]; other ranks pass no outputs."""
+        """Copy inputs[0] of rank r to the root's outputs[0][r]; other ranks pass no outputs."""
         name, opts = "gather", opts or dist.GatherOptions()
         tensor = self._single(name, inputs)
         source, root, target = flatten(name, tensor), opts.rootRank, None
@@ -303,7 +299,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
     # --- from all ranks to all
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
-        """output (size × the source) becomes all ranks' sources in rank order."""
+        """Gather all ranks' sources, in rank order, into the output of every rank."""
         name = "all_gather"
         if self._is_free(opts) and is_plain(output) and is_plain(source):
             nbytes, total = source.nbytes, output.nbytes
@@ -319,7 +315,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         return self._all_gather(opts, source, [source.numel()] * self._size, whole, [output])
 
     def allgather(self, outputs: TensorLists, inputs: TensorList, opts: Any = None) -> Any:
-        """outputs[0][r] of every rank becomes rank r's inputs[0]; sizes may differ by r."""
+        """Copy inputs[0] of rank r to outputs[0][r] of every rank; sizes may differ by r."""
         name = "all_gather"
         (parts,), source = outputs, self._single(name, inputs)
         counts = self._counts(name, parts, source, even=False)
@@ -357,7 +353,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
     def all_to_all_single(
         self, output: Tensor, source: Tensor, to: list[int], of: list[int], opts: Any = None
     ) -> Any:
-        """Every rank r gets part r of the source.
+        """Send part r of the source to rank r.
 
         to, of: rows of the output and of the source per rank, [] for even parts; all ranks pass
         them or none does.
@@ -373,7 +369,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         return self._all_to_all(opts, whole, target, shares, [output], [target])
 
     def alltoall(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Any:
-        """outputs[r] becomes rank r's inputs[this rank]; sizes may differ."""
+        """Send inputs[r] to rank r, whose outputs[this rank] it becomes; sizes may differ."""
         name = "all_to_all"
         require(name, len(inputs) == self._size, f"the list must contain {self._size} tensors")
         for tensors in (inputs, outputs):
@@ -403,7 +399,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         return self._issue(name, opts, run, outputs[0], outputs=outputs, flats=flats, keep=source)
 
     def barrier(self, opts: Any = None) -> Any:
-        """No rank's barrier ends before every rank has issued it."""
+        """Wait until every rank has issued this barrier."""
         return self._issue("barrier", opts, self._comm.Barrier)
 
     # Their names in torch before 2.13 and after it.

@@ -1,4 +1,4 @@
-"""The process group: torch's calls as MPI's, on a communicator of its own.
+"""The process group: torch's calls as calls of MPI, on a communicator of its own.
 
 As on every backend, all ranks issue a group's operations in one order, each from one thread at a
 time. See ddpbench/mpi.py for its use, and work.py for the order of calls.
@@ -90,14 +90,14 @@ class ProcessGroupMPI4PY(Collectives):
         return JoinedWork(name, self._rank, works) if isinstance(works[0], Work) else SYNCED
 
     def allreduce_coalesced(self, tensors: TensorList, opts: Any = None) -> Any:
-        """allreduce of each tensor."""
+        """Make an allreduce of each tensor."""
         works = [self.allreduce([tensor], opts) for tensor in tensors]
         return self._join("all_reduce_coalesced", works)
 
     def allgather_coalesced(
         self, outputs: TensorLists, inputs: TensorList, opts: Any = None
     ) -> Any:
-        """outputs[r][k] of every rank becomes rank r's inputs[k]."""
+        """Copy inputs[k] of rank r to outputs[r][k] of every rank."""
         parts = zip(*outputs, strict=True)
         works = [self.allgather([list(p)], [t], opts) for p, t in zip(parts, inputs, strict=True)]
         return self._join("all_gather_coalesced", works)
@@ -105,7 +105,7 @@ class ProcessGroupMPI4PY(Collectives):
     def all_gather_single_coalesced(
         self, outputs: TensorList, inputs: TensorList, opts: Any = None
     ) -> Any:
-        """all_gather_single of each pair."""
+        """Make an all_gather_single of each pair."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self.all_gather_single(*pair, opts) for pair in pairs]
         return self._join("all_gather_coalesced", works)
@@ -113,7 +113,7 @@ class ProcessGroupMPI4PY(Collectives):
     def reduce_scatter_single_coalesced(
         self, outputs: TensorList, inputs: TensorList, opts: Any = None
     ) -> Any:
-        """reduce_scatter_single of each pair."""
+        """Make a reduce_scatter_single of each pair."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self.reduce_scatter_single(output, source, opts) for output, source in pairs]
         return self._join("reduce_scatter_coalesced", works)

@@ -39,7 +39,7 @@ def start(seconds: float) -> None:
 
 @cache
 def mpi() -> Any:
-    """mpi4py's MPI module; the first call starts MPI and arranges for its end."""
+    """Return mpi4py's MPI module; the first call starts MPI and arranges for its end."""
     try:
         import mpi4py
 
@@ -110,7 +110,7 @@ def library() -> str:
 
 @cache
 def cuda_aware() -> bool:
-    """Whether this MPI accepts addresses of CUDA memory."""
+    """Return whether this MPI accepts addresses of CUDA memory."""
     # A look-up in mpi4py's extension also finds symbols of the MPI library that it has loaded.
     query = getattr(ctypes.CDLL(mpi().__file__), "MPIX_Query_cuda_support", None)
     return bool(query is not None and query())

@@ -25,7 +25,7 @@ Reduction = tuple[Any, Any, bool]  # MPI's datatype, MPI's op, whether to divide
 
 @cache
 def reductions() -> dict[torch.dtype, dict[int, Reduction]]:
-    """dtype → hash of torch's reduce op → how MPI reduces.
+    """Return how MPI reduces: dtype → hash of torch's reduce op → Reduction.
 
     The key is a hash because comparing a ReduceOp costs more than the MPI call.
     """
@@ -73,7 +73,7 @@ def require(name: str, holds: bool, rule: str) -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether any MPI can use the memory of a CPU tensor directly."""
+    """Return whether any MPI can use the memory of a CPU tensor directly."""
     try:
         # A negated view can be contiguous, although its memory is not negated yet.
         lazy = tensor.is_neg() or tensor.is_conj()
@@ -83,14 +83,14 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _is_direct(tensor: Tensor) -> bool:
-    """Whether MPI can use the tensor's memory directly, in host or GPU memory."""
+    """Return whether MPI can use the tensor's memory directly, in host or GPU memory."""
     # A conjugated or negated view can be contiguous, although its memory is neither yet.
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.is_contiguous() and not lazy and not _is_staged(tensor)
 
 
 def _is_staged(tensor: Tensor) -> bool:
-    """Whether MPI needs the tensor in host memory; halves are reduced there, by torch."""
+    """Return whether MPI needs the tensor in host memory; halves are reduced there, by torch."""
     return not tensor.is_cpu and (tensor.itemsize == 2 or not cuda_aware())
 
 
