@@ -26,7 +26,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -274,11 +273,9 @@ class Guard(Watchdog):
             if self._closed.is_set() or self._code or os.getpid() != self._pid:
                 return
             error, place = self._failure or ("", "")
-            status = self_report.read_status(self._flight, place=place)
-            status = replace(status, cause=error or cause, late=late and not error)
             topic = f"round {self._round}"
             self._round += 1
-            judgement = self._agree_judgement(topic, status)
+            judgement = self._agree_judgement(topic, error or cause, late and not error, place)
             first = judgement.speaks(self._rank) or not judgement.store_answers
             stacks = judgement.stacks if first else ""
             status_board.print_message(f"ddpbench: {judgement.sentence}\n{stacks}")

@@ -75,19 +75,24 @@ class Watchdog:
 
     def __init__(self, board: Board, flight: Flight, timeout: float) -> None:
         self._board, self._rank, self._clock = board, board.rank, board.clock
-        self._flight, self._timeout = flight, timeout
+        self._flight, self._timeout, self._phase = flight, timeout, ""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ddpbench-watchdog", daemon=True)
 
     def _watch(self) -> None:
         raise NotImplementedError
 
-    def _agree_judgement(self, topic: str, status: RankStatus) -> Judgement:
+    def _agree_judgement(
+        self, topic: str, cause: str, late: bool = False, place: str = ""
+    ) -> Judgement:
         """Judge all ranks if this one is the first, else return the first rank's judgement.
 
-        Judges after all if that rank is lost, or the store does not answer.
+        cause, late: as in RankStatus; place: the line of an error. Judges after all if the first
+        rank is lost, or the store does not answer.
         """
         board = self._board
+        status = self_report.read_status(self._flight, self._phase, place)
+        status = replace(status, cause=cause, late=late)
         if not board.mark(topic, "judge"):
             board.publish(status, topic, self._rank)
             key = board.key(topic, "judgement")
@@ -233,8 +238,7 @@ class CommandWatchdog(Watchdog):
 
     def _report(self, topic: str, cause: str, late: bool, place: str = "") -> int:
         """Let one rank print the verdict; return the exit code of this rank."""
-        status = self_report.read_status(self._flight, self._phase, place)
-        judgement = self._agree_judgement(topic, replace(status, cause=cause, late=late))
+        judgement = self._agree_judgement(topic, cause, late, place)
         # After a failed rank, the launcher also signals the other ranks.
         alone = judgement.interrupted and not judgement.silent
         interrupted = self.signal is not None and alone

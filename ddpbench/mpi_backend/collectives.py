@@ -40,8 +40,8 @@ SYNCED: Any = None if hasattr(dist.AllreduceOptions(), "asyncOp") else _ENDED
 UNKNOWN: mpi_tensors.Reduction = (None, None, True)  # a reduction that MPI cannot do
 
 
-class Collectives(_ProcessGroup):  # type: ignore[misc]
-    """The collectives over an MPI communicator, by the names that torch calls."""
+class GroupBase(_ProcessGroup):  # type: ignore[misc]
+    """A process group over an MPI communicator, without its operations."""
 
     # torch's own properties ask a C++ backend, which this group does not have.
     group_name = ""
@@ -69,7 +69,7 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         made = self in dist.distributed_c10d._world.pg_map
         return [torch.device(device) for device in DEVICES] if made else []
 
-    def _get_backend(self, _: Any) -> Collectives:
+    def _get_backend(self, _: Any) -> GroupBase:
         return self
 
     def _get_sequence_number_for_group(self) -> int:
@@ -188,6 +188,10 @@ class Collectives(_ProcessGroup):  # type: ignore[misc]
         fits = len(rows) == self._size and sum(rows) == length
         require(name, fits, f"splits {rows} do not fit {length} rows and {self._size} ranks")
         return [count * (tensor.nbytes // max(length, 1)) for count in rows]
+
+
+class Collectives(GroupBase):
+    """The collectives, by the names that torch calls. A watch takes each of them for a wait."""
 
     # --- reductions
 

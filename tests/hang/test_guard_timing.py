@@ -67,7 +67,9 @@ class Watched:
         self.status, self.state, self.destroyed = COMPUTES, ALIVE, False
         self.printed: list[tuple[float, str]] = []
 
-        def read(flight: Any, place: str = "", heartbeat: bool = False) -> RankStatus:
+        def read(
+            flight: Any, phase: str = "", place: str = "", heartbeat: bool = False
+        ) -> RankStatus:
             logs = flight.read_logs(self.status.inside, not heartbeat)
             return replace(self.status, place=place or self.status.place, logs=logs)
 
