@@ -218,7 +218,7 @@ class Board:
 
     def publish(self, record: Any, *parts: object) -> bool:
         """Store a record as JSON under a key; return whether the store answered in time."""
-        text, key = codec.encode(record, None), self.key(*parts)
+        text, key = codec.encode(record, None).decode(), self.key(*parts)
 
         def put(store: dist.Store) -> bool:
             store.set(key, text)
@@ -245,7 +245,8 @@ class Board:
 
     def publish_heartbeat(self, status: RankStatus, seconds: float = ANSWER_SECONDS) -> bool:
         """Publish a heartbeat and fetch rank 0's; return whether the store answered in time."""
-        text, key_0 = codec.encode(Heartbeat(self.identity, status), None), self.key("beat", 0)
+        text = codec.encode(Heartbeat(self.identity, status), None).decode()
+        key_0 = self.key("beat", 0)
 
         def exchange(store: dist.Store) -> bool:
             store.set(self.key("beat", self.rank), text)

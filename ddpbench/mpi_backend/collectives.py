@@ -128,7 +128,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
             self._queue.call(name, dtype, nbytes, run)
             finish(outputs, flats, divisor)
 
-        made = call if like is None else on_device(call, like.device)
+        made = call if like is None else on_device(call, like)
         if self._is_free(opts):
             made()
             return SYNCED

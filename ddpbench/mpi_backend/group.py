@@ -53,7 +53,7 @@ class ProcessGroupMPI4PY(Collectives):
         message = self._message(name, flat)
         self._queue.posted += 1
         try:
-            request = on_device(partial(start, message, peer, tag), tensor.device)()
+            request = on_device(partial(start, message, peer, tag), tensor)()
         except Exception as error:
             raise failure(name, self._rank, error) from error
 
@@ -62,7 +62,7 @@ class ProcessGroupMPI4PY(Collectives):
                 received = status.Get_count(mpi().BYTE)
                 if received != flat.nbytes:
                     raise ValueError(f"received {received} bytes, but the tensor has {flat.nbytes}")
-                on_device(partial(finish, (tensor,), (flat,), 0), tensor.device)()
+                on_device(partial(finish, (tensor,), (flat,), 0), tensor)()
 
         work = Request(
             name, self._rank, tensor, request, finish=finish_receive, timeout=self._queue.timeout

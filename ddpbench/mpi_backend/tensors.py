@@ -182,14 +182,15 @@ def _divide(flat: Tensor, size: int) -> None:
         flat.div_(size, rounding_mode="trunc")
 
 
-def on_device(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """Return a call with the tensors' GPU current, whose work has ended when it returns.
+def on_device(call: Callable[[], Any], like: Tensor) -> Callable[[], Any]:
+    """Return a call with the tensor's GPU current, whose work has ended when it returns.
 
     Waits for the current work of the caller's stream first: MPI does not support streams, and can
     use a GPU's memory only if that GPU is current.
     """
-    if device.type == "cpu":
+    if like.is_cpu:
         return call
+    device = like.device
     module: Any = torch.get_device_module(device)
     module.current_stream(device).synchronize()
 

@@ -123,8 +123,8 @@ class Call(Work):
         self._gate.release()
         if futures is not None:
             # In a new thread GPU 0 is current: torch and callbacks would begin to use it.
-            device = self.outputs[0].device if self.outputs else torch.device("cpu")
-            on_device(partial(futures[0].set_result, None), device)()
+            end = partial(futures[0].set_result, None)
+            (on_device(end, self.outputs[0]) if self.outputs else end)()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout else -1  # zero is C++'s kNoTimeout
