@@ -130,15 +130,15 @@ class Call(Work):
         seconds = timeout.total_seconds() if timeout else -1  # zero is C++'s kNoTimeout
         # A thread that waits without a time-out makes the call itself. Otherwise two threads wake
         # each other, which takes half the time of a small call.
-        if not self.ended and not (seconds < 0 and self._queue.advance(self)):
-            self._queue.hurry(self)
-            if self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-                self._gate.release()
+        if not self.ended:
+            self._queue.advance(self, take_turn=seconds < 0)
+        if not self.ended and self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            self._gate.release()
         return self.outcome(timeout)
 
     def get_future(self) -> torch.futures.Future[Any]:
         if not self.ended:
-            self._queue.hurry(self)  # a thread that waits in C++ cannot make the call
+            self._queue.advance(self, take_turn=False)  # C++ may wait, and cannot make the call
         # Future.set_exception works in Python only: DDP would read the exception as a list of
         # tensors and crash. An exception raised in a chained callback is a failure in C++ too.
         with _ENDING:
@@ -317,24 +317,19 @@ class CallQueue:
         elif not self._awake:
             self._wake.put(True)
 
-    def hurry(self, call: Call) -> None:
-        """Wake the worker; in a callback, whose thread has the turn, make the calls here."""
-        if self._holder == threading.get_ident():
-            self._drain(call)
-        else:
-            self._wake.put(True)
-
-    def advance(self, call: Call) -> bool:
-        """Run the queue up to this call. False if it has not ended: another thread has the turn."""
+    def advance(self, call: Call, take_turn: bool) -> None:
+        """Run the queue up to this call if this thread has the turn, as in a callback, or takes it
+        because it is free. Otherwise wake the worker."""
         holds = self._holder == threading.get_ident()
-        if not holds and not self.turn.acquire(blocking=False):
-            return False
-        try:
+        if holds:
             self._drain(call)
-        finally:
-            if not holds:
+        elif take_turn and self.turn.acquire(blocking=False):
+            try:
+                self._drain(call)
+            finally:
                 self.turn.release()
-        return call.ended
+        if not call.ended and not holds:
+            self._wake.put(True)
 
     def _drain(self, last: Call | None) -> None:
         before = self._holder  # a callback may wait for a later call
