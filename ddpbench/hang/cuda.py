@@ -41,20 +41,3 @@ def relaxed_capture() -> Iterator[None]:
         yield
     finally:
         exchange(ctypes.byref(mode))
-
-
-def is_gpu_busy() -> bool:
-    """Return whether a GPU of this process was busy, with kernels of any process, a second ago.
-
-    This queries NVML and torch's allocator, which neither wait for the GPU nor take part in a
-    capture. False if they do not answer.
-    """
-    import torch
-
-    if not torch.cuda.is_initialized():
-        return False
-    try:
-        used = [i for i in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(i)]
-        return any(map(torch.cuda.utilization, used))
-    except Exception:  # NVML is missing, or raises its own error for this GPU
-        return False

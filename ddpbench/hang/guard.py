@@ -11,9 +11,9 @@ A rank has waited too long when, for the time-out,
 - a collective that it has called, on any group, has not ended; or
 - its main thread is in a function of torch.distributed, in `wait()` of an earlier call, or in the
   store, and no call of any group begins or ends meanwhile.
-Computing never raises this alarm. Other waits cannot be recognised: if a rank does not call
-torch.distributed for 1.25 times the time-out plus 1 s, while its GPU is idle, the ranks print once
-where each of them is, and the job continues.
+Computing never raises this alarm. Other waits cannot be recognised: if rank 0 does not call
+torch.distributed for 1.25 times the time-out plus 1 s, it prints once where each rank is, and the
+job continues.
 """
 
 from __future__ import annotations
@@ -21,39 +21,37 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
-import json
 import math
 import os
 import sys
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, replace
 from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ddpbench.hang import cuda, self_report, status_board
+from ddpbench.hang import self_report, status_board
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.hang.judge import Judgement, find_waits, judge, progress_key
 from ddpbench.hang.places import describe_error
 from ddpbench.hang.status import RankStatus
 from ddpbench.hang.status_board import Board
+from ddpbench.hang.verdict import format_places
+from ddpbench.hang.watchdog import Judgement, Watchdog
 from ddpbench.launch import placement
-from ddpbench.records import codec
 from ddpbench.records.store import End
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 BEAT_SECONDS = 0.5
-# For the statuses of the other ranks; the verdict comes within the time-out and 5 s.
-GRACE_SECONDS = 3.0
 LEAVE_SECONDS = 3.0  # for the other ranks to print the verdict, and for a watch to print its table
 SETTLE_SECONDS = 1.0  # for a rank that has destroyed its groups, or lost a peer, to end or fail
 CLOSE_SECONDS = 2.0
 HANG, FAILURE = 5, 1  # exit codes; the second is that of Python after an exception
 END_SECONDS = 10.0  # for a rank that has failed to end as Python does, with its own handlers
 LINGER_SECONDS = 3.0  # how long the rank with the store waits at its end for the other ranks
+
+Key = tuple[Hashable, ...]  # of a wait: it stays equal as long as nothing happens
 
 before_end: list[Callable[[End], object]] = []  # called with a verdict that ends this process
 _on: Guard | None = None
@@ -64,8 +62,9 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     """Watch all ranks of this job for hangs. Call it in every rank, after init_process_group.
 
     timeout: seconds within which every collective, send and receive must end.
-    end: after a verdict, exit with code 5; False: print the verdict and continue. A "no progress"
-    line never ends the job. A job that ends with an exception keeps its own exit code.
+    end: after a verdict, exit with code 5; False: print the verdict and continue. A line about
+    ranks that only call nothing never ends the job. A job that ends with an exception keeps its own
+    exit code.
     Returns a guard: call `close()` to stop, or use it in `with`. If a watchdog is already running,
     as under `ddpbench watch --timeout`, returns that one; it runs until every caller has closed it.
     Raises ValueError if timeout is not above 0 and finite, RuntimeError without a process group.
@@ -88,9 +87,9 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     _times += 1
     prefix = f"ddpbench/guard/{placement.read_restarts()}/{_times}"
     _handle_terminate()
-    identities = [None] * dist.get_world_size()
+    identity, absent = self_report.identify(dist.get_rank()), [None] * dist.get_world_size()
     # Keep no variable with the store: this frame may live until a garbage collection.
-    board = Board(distributed_c10d._get_default_store(), prefix, dist.get_rank(), identities)
+    board = Board(distributed_c10d._get_default_store(), prefix, identity, absent)
     flight = Flight()
     if dist.get_rank() == 0 and _times == 1 and (warning := flight.explain_unseen_hangs()):
         status_board.print_message(f"ddpbench: {warning}\n")
@@ -124,28 +123,23 @@ def _handle_terminate() -> object:
     return handler
 
 
-class Guard:
-    """The watchdog of one rank. Its waits and their ages are by the clock of its board."""
+class Guard(Watchdog):
+    """The watchdog of one rank of a script."""
 
-    def __init__(self, own_board: Board, flight: Flight, timeout: float, end: bool) -> None:
-        self._board, self._rank, self._clock = own_board, own_board.rank, own_board.clock
-        self._timeout, self._end = timeout, end
-        self._flight, self._pid = flight, os.getpid()
-        self._since: dict[Hashable, float] = {}  # when each wait began
-        self._deferred: set[Hashable] = set()  # while another rank waits, its alarm shows more
-        self._reported: set[Hashable] = set()
+    def __init__(self, board: Board, flight: Flight, timeout: float, end: bool) -> None:
+        super().__init__(board, flight, timeout)
+        self._end, self._pid = end, os.getpid()
+        self._since: dict[Key, float] = {}  # when each wait began
+        self._reported: set[Key] = set()
         self._failure: tuple[str, str] | None = None  # an error that ends this rank, its place
         self._round, self._ending = 0, False
         self._code = 0  # with which this process is about to end
         self.callers = 1  # number of callers that have not closed it
         self._judging = threading.RLock()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="ddpbench-watchdog", daemon=True)
 
     def start(self) -> None:
         """Introduce this rank to the others, and watch it in a thread."""
-        self._board.introduce(self_report.identify(self._rank))
-        self._heartbeat = self_report.read_heartbeat(self._flight)
+        self._heartbeat = self_report.read_status(self._flight, heartbeat=True)
         self._board.publish_heartbeat(self._heartbeat)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._handle_exception
@@ -180,10 +174,11 @@ class Guard:
         if not self._code:  # else the others leave, too
             # At exit the main thread no longer has a line.
             status = self_report.read_status(self._flight, place=self._heartbeat.place)
-            self._board.publish_heartbeat(replace(status, left=True), CLOSE_SECONDS)
-            self._board.publish("1", "left", self._rank)
-            has_store = status_board.ends_with_rank_0(self._board.client.store)
-            if at_exit and self._rank == 0 and has_store:
+            self._board.publish_heartbeat(status, CLOSE_SECONDS)
+            self._board.mark("left", self._rank)
+            # torchrun may have the store in its own process.
+            elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if at_exit and self._rank == 0 and not elsewhere:
                 ranks = range(len(self._board.identities))
                 self._board.await_keys([self._board.key("left", r) for r in ranks], LINGER_SECONDS)
         self._board.client.close()
@@ -195,63 +190,59 @@ class Guard:
             self._beat()
 
     def _beat(self) -> None:
-        self._heartbeat = heartbeat = self_report.read_heartbeat(self._flight)
-        answered = self._board.publish_heartbeat(heartbeat)
-        if None in self._board.identities:
-            self._board.introduce(self._board.identity)
-        if answered and self._is_published("alarm"):
-            self._await_settling(heartbeat)
+        self._heartbeat = self_report.read_status(self._flight, heartbeat=True)
+        answered = self._board.publish_heartbeat(self._heartbeat)
+        progress = _progress_key(self._heartbeat)
+        key = self._board.key(f"round {self._round}", "judge")
+        if answered and self._board.await_keys([key], 0.0) is not None:
+            self._await_settling()
             self._alarm()
-        elif self._waits_too_long(heartbeat, progress := progress_key(heartbeat)):
+        elif self._waits_too_long(progress):
             self._alarm(f"has waited longer than {self._timeout:g} s", late=True)
-        elif self._stands_still(progress):
-            self._alarm(f"no progress for {self._patience():g} s", still=True)
+        elif self._rank == 0:
+            self._report_no_progress(progress)
 
-    def _await_settling(self, heartbeat: RankStatus) -> None:
+    def _await_settling(self) -> None:
         """Let a rank that destroys its groups leave, or fail, before it takes part in a verdict."""
-        until = self._clock.monotonic() + SETTLE_SECONDS
-        if not (heartbeat.destroyed or heartbeat.inside == "destroy_process_group"):
-            return
+        import torch.distributed as dist
+
+        destroys = self._heartbeat.inside == "destroy_process_group" or not dist.is_initialized()
+        until = self._clock.monotonic() + SETTLE_SECONDS * destroys
         while not (self._failure or self._closed.is_set()) and self._clock.monotonic() < until:
-            if self._is_published("verdict"):
-                return
             self._clock.sleep(status_board.POLL_SECONDS)
 
-    def _patience(self) -> float:
-        return 1.25 * self._timeout + 2 * BEAT_SECONDS
-
-    def _is_published(self, topic: str) -> bool:
-        return self._board.await_keys([self._board.key(topic, self._round)], 0.0) is not None
-
-    def _waits_too_long(self, heartbeat: RankStatus, progress: Hashable) -> bool:
+    def _waits_too_long(self, progress: Key) -> bool:
         now, since = self._clock.monotonic(), self._since
-        waits = find_waits(heartbeat)
+        waits = find_waits(self._heartbeat)
         self._since = {wait: since.get(wait, now) for wait in (*waits, progress)}
-        ages = {wait: now - self._since[wait] for wait in set(waits) - self._reported}
-        late = {wait for wait, age in ages.items() if age >= self._timeout}
+        late = {wait for wait in waits if now - self._since[wait] >= self._timeout}
+        late -= self._reported
         if not late:
             return False
         # gloo's threads may count ends out of order, so a number may be stale; nccl's ends are
         # unknown without a dump. The entry of each call is right.
-        logs = self._flight.read_logs(heartbeat.inside, whole=True, lines=False)
-        open_groups = {log.group for log in logs if log.started > log.finished}
+        logs = self._flight.read_logs(self._heartbeat.inside, whole=True, lines=False)
+        open_groups = {log.group for log in logs if log.is_open}
         confirmed = {wait for wait in late if len(wait) > 2 or wait[0] in open_groups}
         self._since |= dict.fromkeys(late - confirmed, now)
         return bool(confirmed)
 
-    def _stands_still(self, progress: Hashable) -> bool:
-        """Whether this rank has not moved for even longer, and this is not reported yet.
+    def _report_no_progress(self, progress: Key) -> None:
+        """Print once where each rank is, if this rank has called nothing for long.
 
-        A training that replays CUDA graphs makes no calls, but keeps its GPU busy. So does a
-        hanging collective: report both if no recorder shows the call.
+        It may compute, so the job continues. A rank that waits raises an alarm, which shows more.
         """
-        stood = self._clock.monotonic() - self._since[progress]
-        if stood < self._patience() / 2 or progress in self._reported:
-            return False
-        if cuda.is_gpu_busy() and not self._flight.explain_unseen_hangs():
-            self._since[progress] = self._clock.monotonic()
-            return False
-        return stood >= self._patience()
+        patience = 1.25 * self._timeout + 2 * BEAT_SECONDS
+        if progress in self._reported or self._clock.monotonic() - self._since[progress] < patience:
+            return
+        self._since[progress] = self._clock.monotonic()
+        statuses = self._board.read_heartbeats(range(len(self._board.identities)))
+        if not any(map(find_waits, statuses.values())):
+            self._reported.add(progress)
+            places = format_places(statuses, ())
+            status_board.print_message(
+                f"ddpbench: no progress for {patience:g} s: {places}; the job goes on\n"
+            )
 
     def _handle_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -272,37 +263,29 @@ class Guard:
             with self._judging:  # the other ranks may still print
                 pass
 
-    def _alarm(
-        self, cause: str = "", *, late: bool = False, still: bool = False, leave: bool = True
-    ) -> None:
+    def _alarm(self, cause: str = "", *, late: bool = False, leave: bool = True) -> None:
         """Publish the status, let one rank judge, print its verdict; then end the process, or not.
 
-        cause: why this rank raises the alarm, "" if another does or an error follows; late, still:
-        as in RankStatus; leave: end this process, which otherwise may end by itself.
+        cause: why this rank raises the alarm, "" if another does or an error follows; late: as in
+        RankStatus; leave: end this process, which otherwise may end by itself.
         """
         with self._judging:
             if self._closed.is_set() or self._code or os.getpid() != self._pid:
                 return
-            if self._board.client.store is None:  # its file was removed with the process group
-                return
-            status = self._read_status(cause, late, still)
-            judgement = self._judge(status)
-            self._print(judgement)
+            error, place = self._failure or ("", "")
+            topic = f"round {self._round}"
             self._round += 1
-            heartbeat = self_report.read_heartbeat(self._flight)
-            progress = progress_key(heartbeat)
-            (self._reported if judgement.sentence else self._deferred).add(progress)
-            self._since[progress] = self._clock.monotonic()
-            if judgement.notice:
-                if status.cause and not still:  # the others have not received it: raise it again
-                    self._alarm(cause, late=late, still=still, leave=leave)
-                return
-            self._reported |= set(find_waits(heartbeat))
+            judgement = self._agree_judgement(topic, error or cause, late and not error, place)
+            first = judgement.speaks(self._rank) or not judgement.store_answers
+            stacks = judgement.stacks if first else ""
+            status_board.print_message(f"ddpbench: {judgement.sentence}\n{stacks}")
+            heartbeat = self_report.read_status(self._flight, heartbeat=True)
+            self._reported |= {_progress_key(heartbeat), *find_waits(heartbeat)}
             if self._end or not leave:
                 self._code = FAILURE if judgement.failed or self._failure else HANG
                 for call in before_end:
                     call(End("failed", judgement.sentence, self._code))
-                self._await_prints(judgement)
+                self._await_prints(f"{topic}/printed", judgement)
             self._board.kill_ranks(judgement.stopped if self._end else ())
         if self._end and leave:
             if self._code == FAILURE:  # other ranks' ends may unblock this main thread, which ends
@@ -311,37 +294,33 @@ class Guard:
             if not (self._ending or self._closed.is_set()):
                 status_board.end_process(self._code)
 
-    def _read_status(self, cause: str, late: bool, still: bool) -> RankStatus:
-        error, place = self._failure or ("", "")
-        status = self_report.read_status(self._flight, place=place)
-        return replace(status, cause=error or cause, late=late and not error, still=still)
-
-    def _judge(self, status: RankStatus) -> Judgement:
-        topic, key = f"words/{self._round}", self._board.key("verdict", self._round)
-        if not self._board.claim("alarm", self._round):
-            self._board.publish(json.dumps(asdict(status)), topic, self._rank)
-            if text := self._board.await_keys([key], GRACE_SECONDS + 1.0):
-                return codec.decode(Judgement, json.loads(text))
-        judgement = judge(self._board, topic, status, GRACE_SECONDS, rank_0_may_end=True)
-        early = judgement.notice and judgement.waiting
-        progress = progress_key(self_report.read_heartbeat(self._flight))
-        if early and progress not in self._deferred:
-            judgement = replace(judgement, sentence="")
-        if judgement.store_answers:
-            self._board.publish(json.dumps(asdict(judgement)), "verdict", self._round)
-        return judgement
-
-    def _print(self, judgement: Judgement) -> None:
-        first = self._rank == min(judgement.heard) or not judgement.store_answers
-        stacks = judgement.stacks if first and not judgement.notice else ""
-        if judgement.sentence and (first or not judgement.notice):
-            status_board.print_message(f"ddpbench: {judgement.sentence}\n{stacks}")
-
-    def _await_prints(self, judgement: Judgement) -> None:
+    def _await_prints(self, topic: str, judgement: Judgement) -> None:
         """Let all ranks print before this process ends, because a launcher then ends them all."""
         if judgement.store_answers:
-            self._board.publish("1", "told", self._round, self._rank)
-            keys = [self._board.key("told", self._round, rank) for rank in judgement.heard]
+            self._board.mark(topic, self._rank)
+            keys = [self._board.key(topic, rank) for rank in judgement.heard]
             self._board.await_keys(keys, LEAVE_SECONDS)
         if self._rank == 0:  # it usually has the store
             self._clock.sleep(LEAVE_SECONDS / 4)
+
+
+def find_waits(status: RankStatus) -> list[Key]:
+    """Return a key for each wait of a rank: pairs for open collectives."""
+    waits: list[Key] = [(log.group, log.started) for log in status.logs if log.is_open]
+    moves = [log.moves for log in status.logs]
+    # A receive in a loop looks alike, but moves, or is another call.
+    if status.inside and (status.call >= 0 or min(moves, default=-1) >= 0):
+        waits.append((status.inside, status.place, status.call, *_counts(status)))
+    return waits
+
+
+def _progress_key(status: RankStatus) -> Key:
+    """Return a key that changes when the rank calls something of torch.distributed; where no calls
+    are counted, when its main thread moves."""
+    counts = _counts(status)
+    place = "" if any(n > 0 for n in counts) else status.place
+    return ("progress", place, status.call, *counts)
+
+
+def _counts(status: RankStatus) -> list[int]:
+    return [n for log in status.logs for n in (log.started, log.finished, log.moves)]

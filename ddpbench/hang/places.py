@@ -10,8 +10,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable, Iterator
-from functools import cache, lru_cache
-from itertools import islice
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,16 +31,13 @@ IN_C = (
 )
 
 WAIT = "wait"  # for an earlier call, with async_op or isend
+# Calls that wait for other ranks in C++, where they have no frame of their own.
+WAITS_IN_C = re.compile(r"(?<!\bos)\.wait\s*\(|store\w*\.(get|barrier)\s*\(", re.IGNORECASE)
+CALLS = re.compile(r"([^\W\d][\w.]*)\s*\(")  # names of functions
 
 Line = tuple[str, str, int]  # function, file, line
 
 _marks = 0  # how many calls of torch.distributed were seen
-
-# Calls that wait for other ranks in C++, where they have no frame of their own.
-_WAITS = re.compile(r"(?<!\bos)\.wait\s*\(|store\w*\.(get|barrier)\s*\(", re.IGNORECASE)
-
-
-_NAME = re.compile(r"[^\W\d][\w.]*$")  # of a function or an object
 
 
 def find_main_frame() -> FrameType:
@@ -56,23 +52,15 @@ def find_place(frame: FrameType) -> str:
 
 
 def describe_line(frame: FrameType) -> str:
-    """Return the innermost line of the program's own code, and the name of what it calls there, as
-    "train.py:31 torch.save"; "" if the program's own code is not on the stack."""
+    """Return the innermost line of the program's own code, as "train.py:31", and the function that
+    it calls, as "train.py:31 torch.save", if it is the only one; "" if no such code is on the
+    stack."""
     own = next((f for f in walk_outwards(frame) if _distance(f.f_code.co_filename) == 0), None)
     if own is None:
         return ""
-    line = own.f_lineno  # the thread may continue while its source is read
-    text = " ".join(_calling(own.f_code, own.f_lasti, line).split())
-    while text.endswith(")"):  # what is called, without its arguments
-        opened = [
-            i
-            for i, sign in enumerate(text)
-            if sign == "(" and text.count("(", i) == text.count(")", i)
-        ]
-        text = text[: opened[-1]].rstrip() if opened else ""
-    name = _NAME.search(text)
-    place = f"{Path(own.f_code.co_filename).name}:{line}"
-    return f"{place} {name[0]}" if name else place
+    path, line = own.f_code.co_filename, own.f_lineno  # the thread may continue meanwhile
+    names = set(CALLS.findall(linecache.getline(path, line)))
+    return " ".join([f"{Path(path).name}:{line}", *(names if len(names) == 1 else ())])
 
 
 def find_error_place(error: BaseException) -> str:
@@ -84,7 +72,10 @@ def find_error_place(error: BaseException) -> str:
 
 
 def is_of_program(error: BaseException, innermost: bool = True) -> bool:
-    """Whether the program's own code raised an error; not innermost: or called code that did."""
+    """Return whether the program's own code raised an error.
+
+    innermost: False if it may also have called the code that did.
+    """
     paths = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = [Path(path).is_absolute() and _distance(path) == 0 for path in paths]  # else: compiled
     return own[-1] if innermost else any(own)
@@ -131,7 +122,7 @@ def find_distributed_call(frame: FrameType) -> tuple[str, int]:
             name = name or WAIT  # over mpi4py that is a function of ours
         elif name and _distance(path) == 0:
             break
-    return (name, _number_call(call)) if name else (_awaited(frame), -1)
+    return (name, _number_call(call)) if name else (_find_wait_in_c(frame), -1)
 
 
 def _number_call(frame: FrameType | None) -> int:
@@ -148,64 +139,39 @@ def _number_call(frame: FrameType | None) -> int:
     return _marks
 
 
-def find_peers(frame: FrameType, inside: str) -> tuple[int, int]:
-    """Return the ranks from which a frame receives and to which it sends; -1: unknown.
+def find_peer(frame: FrameType, inside: str) -> tuple[bool, int]:
+    """Return whether a frame sends, else receives, and the other rank; -1: unknown.
 
     inside: the result of `find_distributed_call`. This reads variables of the frames, which keeps
     their values alive for a while: call it only at the end.
     """
+    import torch.distributed as dist
+
     for outer in walk_outwards(frame):
         path, name, names = outer.f_code.co_filename, outer.f_code.co_name, outer.f_locals
         if path.endswith("distributed_c10d.py") and name in ("recv", "irecv", "send", "isend"):
             end = "src" if name.endswith("recv") else "dst"
-            rank = _global_rank(names.get(end), names.get(f"group_{end}"), names.get("group"))
-            return (rank, -1) if end == "src" else (-1, rank)
-        posted = [op for value in names.values() for op in _posted(value)] if inside == WAIT else []
+            rank, group_rank = names.get(end), names.get(f"group_{end}")
+            if isinstance(group_rank, int) and rank is None:
+                group: Any = names.get("group") or dist.group.WORLD
+                rank = dist.get_global_rank(group, group_rank)
+            return end == "dst", rank if isinstance(rank, int) else -1
+        lists = [value for value in names.values() if inside == WAIT and isinstance(value, list)]
+        posted = [op for ops in lists for op in ops if isinstance(op, dist.P2POp)]
         receives = [op.peer for op in posted if op.op.__name__ == "irecv"]
         if posted:
-            only = receives or [op.peer for op in posted]
-            peer = int(only[0]) if len(set(only)) == 1 else -1
-            return (peer, -1) if receives else (-1, peer)
+            peers = set(receives or [op.peer for op in posted])
+            return not receives, peers.pop() if len(peers) == 1 else -1
         if _distance(path) == 0:
             break
-    return -1, -1
+    return False, -1
 
 
-def _global_rank(rank: Any, group_rank: Any, group: Any) -> int:
-    import torch.distributed as dist
-
-    if isinstance(rank, int):
-        return rank
-    if not isinstance(group_rank, int):
-        return -1
-    return dist.get_global_rank(group or dist.distributed_c10d._get_default_group(), group_rank)
-
-
-def _posted(value: Any) -> list[Any]:
-    import torch.distributed as dist
-
-    return [op for op in value if isinstance(op, dist.P2POp)] if isinstance(value, list) else []
-
-
-def _awaited(frame: FrameType) -> str:
-    match = _WAITS.search(_calling(frame.f_code, frame.f_lasti, frame.f_lineno))
+def _find_wait_in_c(frame: FrameType) -> str:
+    match = WAITS_IN_C.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0))
     if match is None:
         return ""
     return f"store.{match[1]}" if match[1] else WAIT
-
-
-@lru_cache(maxsize=256)
-def _calling(code: Any, instruction: int, line: int) -> str:
-    first, last, start, end = None, None, None, None
-    if hasattr(code, "co_positions"):
-        span = next(islice(code.co_positions(), max(0, instruction) // 2, None), None)
-        first, last, start, end = span or (None, None, None, None)
-    if first is None or last is None or first > last or start is None or end is None:
-        return linecache.getline(code.co_filename, line or 0)
-    lines = [linecache.getline(code.co_filename, n).encode() for n in range(first, last + 1)]
-    lines[-1] = lines[-1][:end]
-    lines[0] = lines[0][start:]
-    return b"".join(lines).decode(errors="replace")
 
 
 def walk_outwards(frame: FrameType | None) -> Iterator[FrameType]:

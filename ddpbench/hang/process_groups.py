@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ddpbench.hang.verdict import format_ranks
+
 # Errors of a private function with another signature, or of a group that ends meanwhile.
 UNKNOWN = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
@@ -54,8 +56,11 @@ def _group(group: Any, ranks: Iterable[int]) -> Group:
     devices = {backend: torch.device(device) for device, _, backend in pairs}
     name = str(distributed_c10d._world.pg_names.get(group, ""))
     title = getattr(group, "group_desc", "")
-    phrase = f"of group {name[:12]}" if title in ("", "undefined") else f"of group {title!r}"
-    phrase = "" if group is dist.group.WORLD else phrase
+    phrase = f"of group {name[:12]}"
+    if group is dist.group.WORLD:
+        phrase = ""
+    elif title not in ("", "undefined"):  # the rows of a mesh share a title
+        phrase = f"of group {title!r} ({format_ranks(sorted(ranks))})"
     count = partial(_count, weakref.ref(group), devices)  # a group ends with its last owner
     return Group(name, phrase, tuple(sorted(ranks)), tuple(sorted(devices)), count)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -15,10 +15,10 @@ from ddpbench.hang.places import (
     describe_handled_error,
     find_distributed_call,
     find_main_frame,
-    find_peers,
+    find_peer,
     find_place,
 )
-from ddpbench.hang.status import ALIVE, DIED, STOPPED, Log, RankStatus
+from ddpbench.hang.status import ALIVE, DIED, STOPPED, RankStatus
 from ddpbench.launch import family
 
 STACK_FRAMES = 30  # the innermost frames of a reported stack
@@ -69,48 +69,31 @@ def observe_state(identity: RankIdentity, own: RankIdentity) -> str:
         return ALIVE
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return DIED
-    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return STOPPED
-    return ALIVE
+    stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return STOPPED if stopped else ALIVE
 
 
-def read_heartbeat(flight: Flight, phase: str = "") -> RankStatus:
-    """Return the brief status: the place of the main thread, and numbers of collectives."""
-    frame = find_main_frame()
-    inside, call = find_distributed_call(frame)
-    logs = flight.read_logs(inside, whole=False)
-    destroyed = _is_destroyed(logs)
-    return RankStatus(find_place(frame), inside, logs, phase, destroyed=destroyed, call=call)
+def read_status(
+    flight: Flight, phase: str = "", place: str = "", heartbeat: bool = False
+) -> RankStatus:
+    """Return this rank's status.
 
-
-def read_status(flight: Flight, phase: str = "", place: str = "") -> RankStatus:
-    """Return the full status, with the latest collectives and the main thread's stack.
-
-    place: the line of an error that has unwound the stack already.
+    place: the line of an error that has unwound the stack already; heartbeat: only the place of the
+    main thread and the numbers of collectives.
     """
     if place:
-        logs = flight.read_logs("", whole=True)
-        return RankStatus(place, "", logs, phase, destroyed=_is_destroyed(logs))
+        return RankStatus(place, "", flight.read_logs("", whole=True), phase)
     frame = find_main_frame()
     inside, call = find_distributed_call(frame)
-    logs = flight.read_logs(inside, whole=True)
-    stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
-    source, destination = find_peers(frame, inside) if inside else (-1, -1)
-    return RankStatus(
-        find_place(frame),
-        inside,
-        logs,
-        phase,
-        stack=stack,
-        source=source,
-        destination=destination,
-        destroyed=_is_destroyed(logs),
+    logs = flight.read_logs(inside, whole=not heartbeat)
+    status = RankStatus(find_place(frame), inside, logs, phase, call=call)
+    if heartbeat:
+        return status
+    sends, peer = find_peer(frame, inside) if inside else (False, -1)
+    return replace(
+        status,
+        stack="".join(traceback.format_stack(frame)[-STACK_FRAMES:]),
+        sends=sends,
+        peer=peer,
         handles=describe_handled_error(),
-        call=call,
     )
-
-
-def _is_destroyed(logs: tuple[Log, ...]) -> bool:
-    import torch.distributed as dist
-
-    return bool(logs) and not dist.is_initialized()

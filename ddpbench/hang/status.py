@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 DIED, STOPPED, ALIVE = "has died", "is stopped (SIGSTOP)", "is alive but did not answer"
 LEFT = "has left"  # its script has ended
-# Rank 0 whose store has gone: it has destroyed its process group, or its process has ended.
-ENDED, OVER = "has ended its process group", "has ended or died"
+ENDED = "has ended its process group or died"  # rank 0, if it has closed the store
 
 # Ranks may call these with different sizes.
 UNEVEN = ("all_to_all", "alltoall")
@@ -65,6 +64,11 @@ class Log:
     exact: bool = True
     moves: int = -1
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether a collective that the rank called has not ended."""
+        return self.started > self.finished
+
 
 @dataclass(frozen=True)
 class RankStatus:
@@ -72,12 +76,10 @@ class RankStatus:
 
     place: the innermost line of the program's own code in the main thread, "f (data.py:22)";
     inside: the function of torch.distributed that this line called, "": none; call: a number of
-    this call, different in the rank's next call, -1 if unknown; source, destination: the rank from
-    which it receives, to which it sends, -1: none; phase: the step of a ddpbench command; cause:
-    why this rank raises the alarm, "": it does not; late: it has waited too long; still: it has not
-    moved for long, which may be normal; left: its script has ended; destroyed: it has destroyed its
-    process groups; handles: the error that its main thread handles, as in a `finally`, and its
-    line; stack: of the main thread.
+    this call, different in the rank's next call, -1 if unknown; peer: the rank from which it
+    receives, or to which it sends, -1: none; phase: the step of a ddpbench command; cause: why this
+    rank raises the alarm, "": it does not; late: it has waited too long; handles: the error that
+    its main thread handles, as in a `finally`, and its line; stack: of the main thread.
     """
 
     place: str
@@ -86,21 +88,18 @@ class RankStatus:
     phase: str = ""
     cause: str = ""
     late: bool = False
-    left: bool = False
     stack: str = ""
-    source: int = -1
-    destination: int = -1
-    still: bool = False
-    destroyed: bool = False
+    sends: bool = False
+    peer: int = -1
     handles: str = ""
     call: int = -1
 
     @property
     def waits_in(self) -> str:
         """Return the wait: "all_reduce", "recv from rank 1", "" outside torch.distributed."""
-        if self.source >= 0:
-            return f"recv from rank {self.source}"
-        return f"send to rank {self.destination}" if self.destination >= 0 else self.inside
+        if self.peer < 0:
+            return self.inside
+        return f"{'send to' if self.sends else 'recv from'} rank {self.peer}"
 
 
 @dataclass(frozen=True)
@@ -135,9 +134,7 @@ def find_hangs(statuses: Mapping[int, RankStatus]) -> list[Hang]:
     """Return each group's first collective that some ranks have called and that has not ended."""
     hangs = []
     for group, logs in group_logs(statuses).items():
-        waiting = {
-            rank: log.finished + 1 for rank, log in logs.items() if log.started > log.finished
-        }
+        waiting = {rank: log.finished + 1 for rank, log in logs.items() if log.is_open}
         if not waiting:
             continue
         number = min(waiting.values())

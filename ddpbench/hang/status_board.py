@@ -14,16 +14,15 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from ddpbench.hang.self_report import RankIdentity, observe_state
-from ddpbench.hang.status import ALIVE, DIED, LEFT, OVER, STOPPED, RankStatus, SilentRank
+from ddpbench.hang.status import ALIVE, DIED, ENDED, LEFT, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family, sockets
 from ddpbench.launch.clock import Clock
 from ddpbench.records import codec, redact
@@ -55,18 +54,25 @@ class StoreClient:
     host may accept connections late. Raises RuntimeError after that.
     """
 
-    def __init__(self, place: Address | weakref.ref[dist.Store]) -> None:
+    def __init__(self, place: Address | dist.Store) -> None:
+        import torch.distributed as dist
+
         self.gone = False  # whether the store has closed the connection
-        self.has_server = isinstance(place, Address)
-        self._find_store, self._connection = _open_client(place)
+        self._connection: socket.socket | None = None
+        if not isinstance(place, Address):
+            self.store = place
+        else:
+            await_server(place, place.timeout.total_seconds())
+            earlier = _list_sockets()
+            self.store = dist.TCPStore(
+                *place[:2], is_master=False, timeout=place.timeout, wait_for_workers=False
+            )
+            self.store.set_timeout(STORE_TIMEOUT)
+            files = [file for _, file in _list_sockets() - earlier]
+            self._connection = _find_connection(files, place.port)
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="ddpbench-store", daemon=True)
         self._thread.start()
-
-    @property
-    def store(self) -> dist.Store | None:
-        """The store; None if it was a file that was removed with the process group."""
-        return self._find_store()
 
     def request(self, seconds: float, function: Callable[[dist.Store], T]) -> T | None:
         """Return what the function of the store returns, None if it fails or takes longer."""
@@ -77,8 +83,7 @@ class StoreClient:
             try:
                 if self._is_closed():  # a request would print a C++ stack
                     raise RuntimeError("the store has closed the connection")
-                if (store := self.store) is not None:
-                    answers.append(function(store))
+                answers.append(function(self.store))
             except (RuntimeError, ValueError):
                 self.gone = True
             done.set()
@@ -129,11 +134,10 @@ def unwrap(store: dist.Store) -> dist.Store:
     return store
 
 
-def find_store(store: dist.Store) -> Address | weakref.ref[dist.Store]:
-    """Return the address of the server behind a store, else a weak reference to the store.
+def find_store(store: dist.Store) -> Address | dist.Store:
+    """Return the address of the server behind a store; the store itself if it has no server.
 
-    A reference to a TCPStore would keep its server alive after the process group, one to a
-    FileStore its file. If the script then made another group, ranks could meet there.
+    A reference to a TCPStore would keep its server alive after the process group.
     """
     import torch.distributed as dist
 
@@ -141,25 +145,7 @@ def find_store(store: dist.Store) -> Address | weakref.ref[dist.Store]:
     if isinstance(server, dist.TCPStore):
         waits: Any = server  # torch's stubs lack its timeout
         return Address(server.host, server.port, waits.timeout)
-    return weakref.ref(store)
-
-
-def _open_client(
-    place: Address | weakref.ref[dist.Store],
-) -> tuple[Callable[[], dist.Store | None], socket.socket | None]:
-    """A function for a client of the store, and its connection where it has one."""
-    import torch.distributed as dist
-
-    if not isinstance(place, Address):
-        return place, None
-    await_server(place, place.timeout.total_seconds())
-    earlier = _open_sockets()
-    client = dist.TCPStore(
-        *place[:2], is_master=False, timeout=place.timeout, wait_for_workers=False
-    )
-    client.set_timeout(STORE_TIMEOUT)
-    new = [file for name, file in _open_sockets().items() if name not in earlier]
-    return lambda: client, _find_connection(new, place.port)
+    return server
 
 
 def await_server(server: Address, seconds: float) -> None:
@@ -179,13 +165,13 @@ def await_server(server: Address, seconds: float) -> None:
         pause = min(2 * pause, ANSWER_SECONDS)
 
 
-def _open_sockets() -> dict[str, int]:
-    files: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for path in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                files[str(path.readlink())] = int(path.name)
-    return {name: file for name, file in files.items() if name.startswith("socket:")}
+def _list_sockets() -> set[tuple[str, int]]:
+    """Return name and number of each open socket of this process."""
+    files: set[tuple[str, int]] = set()
+    for path in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            files.add((str(path.readlink()), int(path.name)))
+    return {file for file in files if file[0].startswith("socket:")}
 
 
 def _find_connection(files: Iterable[int], port: int) -> socket.socket | None:
@@ -199,46 +185,52 @@ def _find_connection(files: Iterable[int], port: int) -> socket.socket | None:
     return None
 
 
-class Board:
-    """One rank's view of the published statuses of all ranks.
+@dataclass(frozen=True)
+class Heartbeat:
+    """A rank's identity, and its brief status."""
 
-    `identities[r]` is None until rank r has introduced itself.
+    identity: RankIdentity
+    status: RankStatus
+
+
+class Board:
+    """One rank's view of the statuses that all ranks publish.
+
+    identities: by rank; None for one of which no heartbeat was read.
     """
 
     def __init__(
         self,
         store: dist.Store,
         prefix: str,
-        rank: int,
+        identity: RankIdentity,
         identities: Sequence[RankIdentity | None],
         clock: Clock = time,
     ) -> None:
-        self.client, self.rank = StoreClient(find_store(store)), rank
-        self.identities = list(identities)
-        self._prefix, self.clock = prefix, clock
+        self.client, self.clock = StoreClient(find_store(store)), clock
+        self.identity, self.rank, self.identities = identity, identity.rank, list(identities)
+        self._prefix = prefix
         self._heartbeat_0: bytes | None = None
 
     def key(self, *parts: object) -> str:
         """Return a key of the store."""
         return "/".join([self._prefix, *map(str, parts)])
 
-    @property
-    def identity(self) -> RankIdentity:
-        """This rank's own."""
-        identity = self.identities[self.rank]
-        assert identity is not None
-        return identity
+    def publish(self, record: Any, *parts: object) -> bool:
+        """Store a record as JSON under a key; return whether the store answered in time."""
+        text, key = codec.encode(record, None).decode(), self.key(*parts)
 
-    def publish(self, text: str, *parts: object) -> None:
-        """Store a text under a key."""
-        self.client.request(ANSWER_SECONDS, lambda store: store.set(self.key(*parts), text))
+        def put(store: dist.Store) -> bool:
+            store.set(key, text)
+            return store.check([key])
 
-    def claim(self, *parts: object) -> bool:
-        """Return whether this rank is the first to ask, or the store does not answer."""
+        return self.client.request(ANSWER_SECONDS, put) is not None
+
+    def mark(self, *parts: object) -> bool:
+        """Create a key; return whether this rank is the first to, or the store does not answer."""
         key = self.key(*parts)
-        return (
-            self.client.request(ANSWER_SECONDS, lambda store: store.add(key, 1) == 1) is not False
-        )
+        first = self.client.request(ANSWER_SECONDS, lambda store: store.add(key, 1) == 1)
+        return first is not False
 
     def await_keys(self, keys: list[str], seconds: float) -> bytes | None:
         """Return the value of the first key once all exist, None after this time."""
@@ -251,84 +243,68 @@ class Board:
 
         return self.client.request(seconds + ANSWER_SECONDS, read)
 
-    def publish_heartbeat(self, heartbeat: RankStatus, seconds: float = ANSWER_SECONDS) -> bool:
+    def publish_heartbeat(self, status: RankStatus, seconds: float = ANSWER_SECONDS) -> bool:
         """Publish a heartbeat and fetch rank 0's; return whether the store answered in time."""
-        text, key_0 = json.dumps(asdict(heartbeat)), self.key("beat", 0)
+        text = codec.encode(Heartbeat(self.identity, status), None).decode()
+        key_0 = self.key("beat", 0)
 
         def exchange(store: dist.Store) -> bool:
             store.set(self.key("beat", self.rank), text)
-            if self.rank and (self._heartbeat_0 is not None or store.check([key_0])):
+            if self.rank and store.check([key_0]):
                 self._heartbeat_0 = store.get(key_0)
             return True
 
         return self.client.request(seconds, exchange) is not None
 
-    def introduce(self, identity: RankIdentity) -> None:
-        """Publish this rank's identity, and read those that other ranks have published."""
-        self.identities[self.rank] = identity
-
-        def exchange(store: dist.Store) -> None:
-            store.set(self.key("who", self.rank), json.dumps(asdict(identity)))
-            for rank, known in enumerate(self.identities):
-                if known is None and store.check([self.key("who", rank)]):
-                    data = json.loads(store.get(self.key("who", rank)))
-                    self.identities[rank] = codec.decode(RankIdentity, data)
-
-        self.client.request(ANSWER_SECONDS, exchange)
+    def read_heartbeats(self, ranks: Iterable[int]) -> dict[int, RankStatus]:
+        """Return the last heartbeats of the ranks that have published one; of rank 0 even if the
+        store does not answer."""
+        found = {0: self._heartbeat_0} if self._heartbeat_0 is not None else {}
+        found |= self._read("beat", ranks) or {}
+        heartbeats = {r: codec.decode(Heartbeat, json.loads(data)) for r, data in found.items()}
+        for rank, heartbeat in heartbeats.items():
+            self.identities[rank] = heartbeat.identity
+        return {rank: heartbeat.status for rank, heartbeat in heartbeats.items()}
 
     def collect_statuses(
         self, topic: str, status: RankStatus, seconds: float
-    ) -> tuple[dict[int, RankStatus], bool]:
+    ) -> tuple[dict[int, RankStatus], list[SilentRank], bool]:
         """Publish this rank's status under a topic and read those of the others.
 
-        Returns the statuses by rank, and whether the store answered, because its host may have
-        failed. Does not wait for ranks that have left, died or are stopped.
+        Returns the statuses by rank, the ranks that did not answer, and whether the store answered:
+        its host may have failed. Does not wait for ranks that have left, died or are stopped.
         """
-        statuses = {self.rank: status}
-        left: set[int] = set()
+        statuses, left, ranks = {self.rank: status}, set[int](), range(len(self.identities))
         until = self.clock.monotonic() + seconds
-
-        def put(store: dist.Store) -> bool:
-            store.set(self.key(topic, self.rank), json.dumps(asdict(status)))
-            return store.check([self.key(topic, self.rank)])
-
-        def read(store: dist.Store) -> dict[int, RankStatus]:
-            left.update(r for r in absent if store.check([self.key("left", r)]))
-            return _read_statuses(store, {rank: self.key(topic, rank) for rank in absent})
-
-        answers = self.client.request(ANSWER_SECONDS, put) is not None
-        while answers and (absent := self._missing(statuses)):
-            found = self.client.request(ANSWER_SECONDS, read)
-            answers = found is not None
-            statuses |= found or {}
-            hopeless = all(
-                r in left or self._observe(r) in (DIED, STOPPED) for r in self._missing(statuses)
-            )
-            if hopeless or self.clock.monotonic() > until:
+        answers = self.publish(status, topic, self.rank)
+        self.read_heartbeats(ranks)
+        while answers and (absent := set(ranks) - set(statuses)):
+            found, gone = self._read(topic, absent), self._read("left", absent)
+            answers = found is not None and gone is not None
+            left |= set(gone or ())
+            for rank, data in (found or {}).items():
+                statuses[rank] = codec.decode(RankStatus, json.loads(data))
+            states = {self.observe(rank) for rank in absent - left - set(statuses)}
+            if states <= {DIED, STOPPED} or self.clock.monotonic() > until:
                 break
             self.clock.sleep(POLL_SECONDS)
-        return statuses, answers
-
-    def find_silent(self, heard: Iterable[int], store_answers: bool) -> list[SilentRank]:
-        """Return the ranks that did not answer, with their state and last heartbeat."""
-        absent = self._missing(heard)
-        if store_answers and None in (self.identities[rank] for rank in absent):
-            self.introduce(self.identity)  # a rank may have come and left since the last look
-        keys = {rank: self.key("beat", rank) for rank in absent}
-        heartbeats: dict[int, RankStatus] = {}
-        if absent and store_answers:
-            read = self.client.request(ANSWER_SECONDS, lambda store: _read_statuses(store, keys))
-            heartbeats = read or {}
-        if 0 in absent and 0 not in heartbeats and self._heartbeat_0 is not None:
-            heartbeats[0] = _decode_status(self._heartbeat_0)
+        heartbeats = self.read_heartbeats(ranks)
         silent = []
-        for rank in absent:
-            identity, seen = self.identities[rank], heartbeats.get(rank)
-            state = LEFT if seen is not None and seen.left else self._observe(rank)
-            if state == DIED and not self.client.has_server:  # it cannot report that it has left
-                state = OVER
-            silent.append(SilentRank(rank, str(identity or f"rank {rank}"), state, seen))
-        return silent
+        for rank, identity in enumerate(self.identities):
+            if rank not in statuses:
+                state = LEFT if rank in left else self.observe(rank)
+                if rank == 0 and self.client.gone and state in (ALIVE, DIED):
+                    state = ENDED
+                name = str(identity or f"rank {rank}")
+                silent.append(SilentRank(rank, name, state, heartbeats.get(rank)))
+        return statuses, silent, answers
+
+    def observe(self, rank: int) -> str:
+        """Return the state of a rank's process, as the end of "rank 3 (host, pid 7) …"."""
+        identity = self.identities[rank]
+        if identity is None:
+            return "has not called ddpbench.watchdog"
+        return observe_state(identity, self.identity)
 
     def kill_ranks(self, ranks: Iterable[int]) -> None:
         """Kill these ranks if they are on this host, because a launcher waits for a stopped one."""
@@ -344,35 +320,16 @@ class Board:
         A launcher ends all ranks when the first one ends.
         """
         until = self.clock.monotonic() + seconds
-        while ALIVE in map(self._observe, ranks) and self.clock.monotonic() < until:
+        while ALIVE in map(self.observe, ranks) and self.clock.monotonic() < until:
             self.clock.sleep(POLL_SECONDS)
 
-    def _missing(self, ranks: Iterable[int]) -> list[int]:
-        return sorted(set(range(len(self.identities))) - set(ranks))
-
-    def _observe(self, rank: int) -> str:
-        identity = self.identities[rank]
-        if identity is None:
-            return "has not called ddpbench.watchdog"
-        return observe_state(identity, self.identity)
-
-
-def _read_statuses(store: dist.Store, keys: dict[int, str]) -> dict[int, RankStatus]:
-    return {r: _decode_status(store.get(key)) for r, key in keys.items() if store.check([key])}
-
-
-def _decode_status(data: bytes) -> RankStatus:
-    return codec.decode(RankStatus, json.loads(data))
-
-
-def ends_with_rank_0(store: dist.Store | None) -> bool:
-    """Whether the store is in rank 0's process, rather than in torchrun's."""
-    import torch.distributed as dist
-
-    return (
-        isinstance(store, dist.TCPStore)
-        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    )
+    def _read(self, topic: str, ranks: Iterable[int]) -> dict[int, bytes] | None:
+        """Return what ranks have published under a topic; None if the store does not answer."""
+        keys = {rank: self.key(topic, rank) for rank in ranks}
+        return self.client.request(
+            ANSWER_SECONDS,
+            lambda store: {r: store.get(key) for r, key in keys.items() if store.check([key])},
+        )
 
 
 def print_message(text: str) -> None:

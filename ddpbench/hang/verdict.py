@@ -9,32 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from ddpbench.hang.phrases import (
-    format_lines,
-    format_phase,
-    format_place,
-    format_places,
-    format_ranks,
-    format_waiting,
-)
 from ddpbench.hang.status import (
     ALIVE,
     DIED,
     ENDED,
     LEFT,
-    OVER,
     STOPPED,
     Call,
     Hang,
-    Log,
     RankStatus,
     SilentRank,
     find_call,
     find_hangs,
     group_logs,
 )
+from ddpbench.records.wording import spans
 
 Statuses = Mapping[int, RankStatus]
 # Errors with which a backend reacts to another rank that has ended or does not come.
@@ -56,24 +46,27 @@ def explain_hang(
     answers. A silent rank that is alive is a cause only after a deadline, when it should have
     answered.
     """
-    statuses, silent = _qualify_groups(statuses, silent)
-    if is_notice(statuses):
-        cause = next(status.cause for status in statuses.values() if status.still)
-        parts = [_silence(rank, (), statuses) for rank in silent]
-        parts.append(format_places({r: replace(s, cause="") for r, s in statuses.items()}, ()))
-        return f"{cause}: {'; '.join(parts)}; the job goes on"
-    case = _Case(silent, statuses, store_answers)
-    parts = case.mismatches + (
-        case.describe_silent() or case.describe_missing() or case.describe_failed()
-    )
+    hangs, failed = find_hangs(statuses), _find_failed(statuses)
+    # The last heartbeat of a rank that has left may show that it called other things.
+    left = {rank.rank: rank.seen for rank in silent if rank.seen}
+    parts = describe_mismatches({**left, **statuses})
+    explained = bool(parts) or any(not SYMPTOM.search(s.cause) for s in failed.values())
+    if causes := _find_silent_causes(silent, statuses, explained, store_answers):
+        texts = [_describe_silent(rank, hangs, statuses) for rank in causes]
+        ended = all(rank.state in (LEFT, ENDED) for rank in causes)
+        parts.append("; ".join(texts) + _format_waiting(statuses, statuses, ended))
+    elif missing := [] if explained else _describe_missing(failed, statuses):
+        parts += missing
+    elif failed:
+        parts.append(_describe_failed(failed, hangs, statuses))
     if not parts and store_answers:
-        sentence = _describe_deadlock(case.hangs, statuses)
-        parts = [sentence] if sentence else [s for h in case.hangs for s in _absence(h, statuses)]
-        parts = parts or [_stuck(h, statuses) for h in case.hangs if h.exact]
+        parts = _describe_deadlock(hangs, statuses)
+        parts = parts or [s for hang in hangs for s in _describe_absence(hang, statuses)]
+        parts = parts or [_describe_stuck(hang, statuses) for hang in hangs if hang.exact]
         parts = parts or _describe_messages(statuses)
-    sentence = "; ".join(parts) or format_places(statuses, case.hangs)
+    sentence = "; ".join(parts) or format_places(statuses, hangs)
     for rank, status in statuses.items():
-        if status.handles and rank not in case.failed:
+        if status.handles and rank not in failed:
             sentence += f"; rank {rank} is handling {status.handles}"
     if not store_answers:
         viewers = format_ranks([*statuses])
@@ -87,120 +80,37 @@ def is_interrupted(statuses: Statuses) -> bool:
     return all(cause.startswith(BY_SIGNAL) or SYMPTOM.search(cause) for cause in causes)
 
 
-def is_notice(statuses: Statuses) -> bool:
-    """Return whether ranks only do not move, which is not a reason to end the job."""
-    causes = [status for status in statuses.values() if status.cause]
-    return bool(causes) and all(status.still for status in causes)
+def _find_failed(statuses: Statuses) -> dict[int, RankStatus]:
+    """Return the ranks with errors, except errors that are only symptoms of others."""
+    failed = {r: s for r, s in statuses.items() if s.cause and not s.late}
+    return {r: s for r, s in failed.items() if not SYMPTOM.search(s.cause)} or failed
 
 
-@dataclass(frozen=True)
-class _Case:
-    """The evidence: silent ranks, statuses, and conclusions from both."""
+# --- silent ranks, and ranks that did not take part
 
-    silent: Sequence[SilentRank]
-    statuses: Statuses
-    store_answers: bool
 
-    @cached_property
-    def hangs(self) -> list[Hang]:
-        return find_hangs(self.statuses)
+def _find_silent_causes(
+    silent: Sequence[SilentRank], statuses: Statuses, explained: bool, store_answers: bool
+) -> list[SilentRank]:
+    """Return the silent ranks that cause the hang.
 
-    @cached_property
-    def mismatches(self) -> list[str]:
-        # The last heartbeat of a rank that has left may show that it called other things.
-        left = {rank.rank: rank.seen for rank in self.silent if rank.seen}
-        return describe_mismatches({**left, **self.statuses})
-
-    @cached_property
-    def failed(self) -> dict[int, RankStatus]:
-        """The ranks with errors, except errors that are only symptoms of other ranks' errors."""
-        failed = {r: s for r, s in self.statuses.items() if s.cause and not s.late}
-        return {r: s for r, s in failed.items() if not SYMPTOM.search(s.cause)} or failed
-
-    @cached_property
-    def explained(self) -> bool:
-        """Whether a mismatch or an error of a rank's own is the cause."""
-        own = (not SYMPTOM.search(status.cause) for status in self.failed.values())
-        return bool(self.mismatches) or any(own)
-
-    @cached_property
-    def silent_causes(self) -> list[SilentRank]:
-        causes = self._select_silent()
-        owing = [r.rank for r in causes if _owed_call(r.rank, r.seen, self.statuses)]
-        excused = bool(owing) or self.explained
-        return [r for r in causes if r.state != LEFT or r.rank in owing or not excused]
-
-    def _select_silent(self) -> list[SilentRank]:
-        if self.store_answers:
-            late = any(status.late for status in self.statuses.values())
-            return [rank for rank in self.silent if rank.state != ALIVE or late]
+    explained: whether a mismatch or an error of a rank's own is a cause already.
+    """
+    if store_answers:
+        late = any(status.late for status in statuses.values())
+        causes = [rank for rank in silent if rank.state != ALIVE or late]
+    else:
         # No rank can answer: name the ranks that are visibly gone, else rank 0, which usually has
         # the store. If rank 0 has ended the store, all other ranks end soon after.
-        ended = [rank for rank in self.silent if rank.state in (ENDED, OVER)]
-        gone = [rank for rank in self.silent if rank.state in (DIED, STOPPED, LEFT)]
-        return ended or gone or [rank for rank in self.silent if rank.rank == 0]
-
-    def describe_silent(self) -> list[str]:
-        """Return a sentence on the silent ranks that cause the hang, if there are any."""
-        if not self.silent_causes:
-            return []
-        texts = [_silence(rank, self.hangs, self.statuses) for rank in self.silent_causes]
-        ended = all(rank.state in (LEFT, ENDED, OVER) for rank in self.silent_causes)
-        return ["; ".join(texts) + format_waiting(self.statuses, self.statuses, ended)]
-
-    def describe_missing(self) -> list[str]:
-        """Return a sentence on living ranks that did not take part and made others fail."""
-        if self.explained:
-            return []
-        destroyed = [r for r, s in self.statuses.items() if s.destroyed and not s.cause]
-        owing = [r for r in destroyed if _owed_call(r, self.statuses[r], self.statuses)]
-        if missing := owing or (destroyed if self.failed else []):
-            texts = [_destroyed(rank, self.statuses) for rank in missing]
-        else:
-            places: dict[tuple[str, str], list[int]] = {}
-            for rank, status in self.statuses.items():
-                call = _owed_call(rank, status, self.failed)
-                if call and rank not in self.failed:
-                    places.setdefault((call, status.place), []).append(rank)
-            missing = [rank for ranks in places.values() for rank in ranks]
-            texts = [_never_joined(ranks, *key) for key, ranks in places.items()]
-        rest = [rank for rank in self.statuses if rank not in missing]
-        return ["; ".join(texts) + format_waiting(rest, self.statuses, True)] if texts else []
-
-    def describe_failed(self) -> list[str]:
-        """Return a sentence on the ranks with errors, if there are any."""
-        if not self.failed:
-            return []
-        waiting = {rank for hang in self.hangs for rank in hang.waiting}
-        waiting |= {rank for rank, status in self.statuses.items() if status.late or status.cause}
-        rest = [self.statuses[rank] for rank in waiting - set(self.failed)]
-        ended = all(status.cause and not status.late for status in rest)
-        text = format_places(self.failed, self.hangs)
-        return [text + format_waiting(waiting - set(self.failed), self.statuses, ended)]
+        causes = [rank for rank in silent if rank.state == ENDED]
+        causes = causes or [rank for rank in silent if rank.state in (DIED, STOPPED, LEFT)]
+        causes = causes or [rank for rank in silent if rank.rank == 0]
+    owing = [r.rank for r in causes if _find_owed_call(r.rank, r.seen, statuses)]
+    excused = explained or bool(owing)
+    return [r for r in causes if r.state != LEFT or r.rank in owing or not excused]
 
 
-def _qualify_groups(
-    statuses: Statuses, silent: Iterable[SilentRank]
-) -> tuple[dict[int, RankStatus], list[SilentRank]]:
-    """Add the ranks of a group to its name if another group has the same name, as the rows of a
-    mesh do."""
-    members: dict[str, set[tuple[int, ...]]] = {}
-    for status in [*statuses.values(), *(rank.seen for rank in silent if rank.seen)]:
-        for log in status.logs:
-            members.setdefault(log.group, set()).add(log.members)
-
-    def rename(log: Log) -> Log:
-        alone = len(members[log.group]) == 1 or not log.group
-        return log if alone else replace(log, group=f"{log.group} ({format_ranks(log.members)})")
-
-    def qualify(status: RankStatus) -> RankStatus:
-        return replace(status, logs=tuple(rename(log) for log in status.logs))
-
-    ranks = [replace(rank, seen=qualify(rank.seen)) if rank.seen else rank for rank in silent]
-    return {rank: qualify(status) for rank, status in statuses.items()}, ranks
-
-
-def _owed_call(rank: int, status: RankStatus | None, statuses: Statuses) -> str:
+def _find_owed_call(rank: int, status: RankStatus | None, statuses: Statuses) -> str:
     """Return the first call that other ranks of a group made and this rank did not; "": none."""
     started = {log.group: log.started for log in status.logs} if status else {}
     for group, logs in group_logs(statuses).items():
@@ -213,61 +123,68 @@ def _owed_call(rank: int, status: RankStatus | None, statuses: Statuses) -> str:
     return ""
 
 
-def _destroyed(rank: int, statuses: Statuses) -> str:
-    status = statuses[rank]
-    call = _owed_call(rank, status, statuses)
-    before = f" before {call}" if call else ""
-    return (
-        f"rank {rank} has called destroy_process_group{before}; it is in {status.place}"
-        f"{_last_call(status)}"
-    )
-
-
-def _last_call(status: RankStatus) -> str:
-    calls = [(log.calls[-1], log.group) for log in status.logs if log.calls]
-    if not calls:
-        return ""
-    call, group = max(calls, key=lambda pair: (not pair[1], pair[0].number))
-    return f", after {f'{call} {group}'.rstrip()}{format_lines([call.place])}"
-
-
-def _silence(rank: SilentRank, hangs: Sequence[Hang], statuses: Statuses) -> str:
+def _describe_silent(rank: SilentRank, hangs: Sequence[Hang], statuses: Statuses) -> str:
     """ "rank 1 (host, pid 7) is stopped (SIGSTOP), last seen in f (x.py:3), before #4 …"."""
-    text = f"{rank.name} {rank.state}"
-    if rank.seen is None:
+    text, seen = f"{rank.name} {rank.state}", rank.seen
+    if seen is None:
         return text
-    call = _owed_call(rank.rank, rank.seen, statuses) if rank.state == LEFT else ""
-    if call and (last := _last_call(rank.seen)):
-        return f"{text} before {call}{last}"
-    text += f", last seen in {rank.seen.place}"
+    call = _find_owed_call(rank.rank, seen, statuses) if rank.state == LEFT else ""
+    made = [(log.calls[-1], log.group) for log in seen.logs if log.calls]
+    if call and made:
+        last, group = max(made, key=lambda pair: (not pair[1], pair[0].number))
+        return (
+            f"{text} before {call}, after {f'{last} {group}'.rstrip()}{_format_lines([last.place])}"
+        )
+    text += f", last seen in {seen.place}"
     if call:
         return f"{text}, before {call}"
-    started = {log.group: log.started for log in rank.seen.logs}
+    started = {log.group: log.started for log in seen.logs}
     for hang in hangs:
         if hang.group in started and hang.exact:
             return f"{text}, {'in' if started[hang.group] >= hang.call.number else 'before'} {hang}"
     return text
 
 
-def _absence(hang: Hang, statuses: Statuses) -> list[str]:
+def _describe_missing(failed: Statuses, statuses: Statuses) -> list[str]:
+    """Return a sentence on living ranks that did not take part and made others fail."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, status in statuses.items():
+        call = _find_owed_call(rank, status, failed)
+        if call and rank not in failed:
+            places.setdefault((call, status.place), []).append(rank)
+    missing = [rank for ranks in places.values() for rank in ranks]
+    texts = [_describe_never_joined(ranks, *key) for key, ranks in places.items()]
+    waiting = [rank for rank in statuses if rank not in missing]
+    return ["; ".join(texts) + _format_waiting(waiting, statuses, True)] if texts else []
+
+
+def _describe_failed(failed: Statuses, hangs: Sequence[Hang], statuses: Statuses) -> str:
+    waiting = {rank for hang in hangs for rank in hang.waiting}
+    waiting |= {rank for rank, status in statuses.items() if status.cause}
+    waiting -= set(failed)
+    ended = all(statuses[rank].cause and not statuses[rank].late for rank in waiting)
+    return format_places(failed, hangs) + _format_waiting(waiting, statuses, ended)
+
+
+def _describe_absence(hang: Hang, statuses: Statuses) -> list[str]:
     """ "rank 1 never joined #4 …; it is in f (x.py:3); ranks 0, 2, 3 wait", if any is absent."""
     places: dict[str, list[int]] = {}
     for rank in hang.absent:
-        places.setdefault(format_place(statuses[rank], hang.group), []).append(rank)
-    texts = [_never_joined(ranks, str(hang), place) for place, ranks in places.items()]
-    return ["; ".join(texts) + format_waiting(hang.waiting, statuses)] if texts else []
+        places.setdefault(_format_place(statuses[rank], hang.group), []).append(rank)
+    texts = [_describe_never_joined(ranks, str(hang), place) for place, ranks in places.items()]
+    return ["; ".join(texts) + _format_waiting(hang.waiting, statuses)] if texts else []
 
 
-def _never_joined(ranks: Sequence[int], call: str, place: str) -> str:
+def _describe_never_joined(ranks: Sequence[int], call: str, place: str) -> str:
     verb = "it is" if len(ranks) == 1 else "they are"
     return f"{format_ranks(ranks)} never joined {call}; {verb} in {place}"
 
 
-def _stuck(hang: Hang, statuses: Statuses) -> str:
+def _describe_stuck(hang: Hang, statuses: Statuses) -> str:
     verb, joined = ("is", "alone") if len(hang.waiting) == 1 else ("are", "all")
     return (
         f"{format_ranks(hang.waiting)} {verb} {joined} in {hang}, which does not end: the backend "
-        f"or the network does not complete it{format_phase(hang.waiting, statuses)}"
+        f"or the network does not complete it{_format_phase(hang.waiting, statuses)}"
     )
 
 
@@ -283,11 +200,11 @@ class _Wait:
     message: bool
 
 
-def _find_waits(hangs: Sequence[Hang], statuses: Mapping[int, RankStatus]) -> dict[int, _Wait]:
+def _find_waits(hangs: Sequence[Hang], statuses: Statuses) -> dict[int, _Wait]:
     waits: dict[int, _Wait] = {}
     for rank, status in statuses.items():
-        if (other := max(status.source, status.destination)) >= 0:
-            waits[rank] = _Wait(status.waits_in.partition(" ")[0], (other,), True)
+        if status.peer >= 0:
+            waits[rank] = _Wait("send" if status.sends else "recv", (status.peer,), True)
             continue
         own = [h for h in hangs if rank in h.waiting and h.absent and status.inside]
         if len(own) > 1:  # some may have been called with async_op: use the current one
@@ -298,29 +215,28 @@ def _find_waits(hangs: Sequence[Hang], statuses: Mapping[int, RankStatus]) -> di
     return waits
 
 
-def _describe_deadlock(hangs: Sequence[Hang], statuses: Mapping[int, RankStatus]) -> str:
-    """Return a sentence on ranks that wait for each other in a circle; "": none."""
+def _describe_deadlock(hangs: Sequence[Hang], statuses: Statuses) -> list[str]:
+    """Return a sentence on ranks that wait for each other in a circle, if there are any."""
     waits = _find_waits(hangs, statuses)
-    circle = next((c for rank in sorted(waits) if (c := _circle(rank, waits))), [])
+    circle = next((found for rank in sorted(waits) if (found := _find_circle(rank, waits))), [])
     if not circle:
-        return ""
+        return []
     kinds = {waits[rank].what for rank in circle}
-    others = format_waiting([r for r in waits if r not in circle], statuses)
-    at = format_lines(statuses[rank].place for rank in circle)
+    others = _format_waiting([r for r in waits if r not in circle], statuses)
     if all(waits[rank].message for rank in circle) and len(kinds) == 1:
         word = "to" if kinds == {"send"} else "from"
+        at = _format_lines(statuses[rank].place for rank in circle)
         pairs = ", ".join(f"{rank} {word} {waits[rank].ranks[0]}" for rank in sorted(circle))
-        sentence = f"{format_ranks(sorted(circle))} wait in {kinds.pop()}{at} in a ring: {pairs}"
-    else:
-        parts = []
-        for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True):
-            where = f"{waits[rank].what}{format_lines([statuses[rank].place])}"
-            parts.append(f"rank {rank} waits in {where} for rank {following}")
-        sentence = f"{'; '.join(parts)}: a deadlock"
-    return sentence + others
+        ranks = format_ranks(sorted(circle))
+        return [f"{ranks} wait in {kinds.pop()}{at} in a ring: {pairs}{others}"]
+    parts = []
+    for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True):
+        where = f"{waits[rank].what}{_format_lines([statuses[rank].place])}"
+        parts.append(f"rank {rank} waits in {where} for rank {following}")
+    return [f"{'; '.join(parts)}: a deadlock{others}"]
 
 
-def _circle(start: int, waits: Mapping[int, _Wait]) -> list[int]:
+def _find_circle(start: int, waits: Mapping[int, _Wait]) -> list[int]:
     paths, seen = [[start]], {start}
     for path in paths:
         for rank in waits[path[-1]].ranks:
@@ -332,100 +248,128 @@ def _circle(start: int, waits: Mapping[int, _Wait]) -> list[int]:
     return []
 
 
-def _describe_messages(statuses: Mapping[int, RankStatus]) -> list[str]:
+def _describe_messages(statuses: Statuses) -> list[str]:
     """Return where the ranks are that owe a message, then which ranks wait."""
     waits = _find_waits((), statuses)
     awaited = {rank for wait in waits.values() for rank in wait.ranks}
-    first = {rank: statuses[rank] for rank in awaited - set(waits) if rank in statuses}
-    alike: dict[str, list[int]] = {}
-    for rank in waits:
-        alike.setdefault(
-            f"{statuses[rank].waits_in}{format_lines([statuses[rank].place])}", []
-        ).append(rank)
-    if not first:
+    owing = {r: replace(statuses[r], cause="") for r in awaited - set(waits) if r in statuses}
+    if not owing:
         return []
+    lines: dict[str, list[int]] = {}
+    for rank in waits:
+        line = f"{statuses[rank].waits_in}{_format_lines([statuses[rank].place])}"
+        lines.setdefault(line, []).append(rank)
     waiting = [
-        f"{format_ranks(r)} wait{'s' if len(r) == 1 else ''} in {what}" for what, r in alike.items()
+        f"{format_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''} in {line}"
+        for line, ranks in lines.items()
     ]
-    return [format_places({r: replace(s, cause="") for r, s in first.items()}, ()), *waiting]
+    return [format_places(owing, ()), *waiting]
 
 
 # --- the first collective in which ranks called different things
 
 
-def describe_mismatches(statuses: Mapping[int, RankStatus]) -> list[str]:
+def describe_mismatches(statuses: Statuses) -> list[str]:
     """Return one sentence for each group in which ranks called different collectives."""
     sentences = []
     for group, logs in group_logs(statuses).items():
-        calls = {rank: {call.number: call for call in log.calls} for rank, log in logs.items()}
-        for number in sorted({number for numbers in calls.values() for number in numbers}):
-            here = {r: numbers[number] for r, numbers in calls.items() if number in numbers}
-            kinds = _kinds(here)
+        calls: dict[int, dict[int, Call]] = {}  # number → rank → call
+        for rank, log in logs.items():
+            for call in log.calls:
+                calls.setdefault(call.number, {})[rank] = call
+        for number, by_rank in sorted(calls.items()):
+            kinds = _group_equal_calls(by_rank)
             if len(kinds) > 1:
-                lines = {rank: _line(number, here[rank], statuses[rank], group) for rank in here}
-                sentences.append(_mismatch(number, group, kinds, calls, lines))
+                sentences.append(_describe_mismatch(number, group, kinds, statuses))
                 break
     return sentences
 
 
-def _kinds(here: Mapping[int, Call]) -> list[tuple[Call, list[int]]]:
-    kinds: list[tuple[Call, list[int]]] = []
-    for rank, call in sorted(here.items()):
-        alike = next((ranks for kind, ranks in kinds if kind.agrees(call)), None)
-        if alike is None:
-            kinds.append((call, [rank]))
+def _group_equal_calls(by_rank: Mapping[int, Call]) -> list[dict[int, Call]]:
+    """Return the calls that agree, by rank; the most frequent first."""
+    kinds: list[dict[int, Call]] = []
+    for rank, call in sorted(by_rank.items()):
+        agreeing = (kind for kind in kinds if next(iter(kind.values())).agrees(call))
+        kind = next(agreeing, None)
+        if kind is None:
+            kinds.append({rank: call})
         else:
-            alike.append(rank)
-    return sorted(kinds, key=lambda kind: -len(kind[1]))
+            kind[rank] = call
+    return sorted(kinds, key=len, reverse=True)
 
 
-def _line(number: int, call: Call, status: RankStatus, group: str) -> str:
-    waits = any(log.group == group and log.finished + 1 == number for log in status.logs)
-    return call.place or (status.place if waits and status.inside else "")
-
-
-def _mismatch(
-    number: int,
-    group: str,
-    kinds: list[tuple[Call, list[int]]],
-    calls: dict[int, dict[int, Call]],
-    lines: Mapping[int, str],
+def _describe_mismatch(
+    number: int, group: str, kinds: list[dict[int, Call]], statuses: Statuses
 ) -> str:
-    (usual, most), *others = kinds
-    first = True
-    parts = []
-    for call, ranks in others:
-        verb = "calls" if len(ranks) == 1 else "call"
-        text = f"{format_ranks(ranks)} {verb} {f'{call} {group}'.rstrip() if first else call.text}"
-        text += format_lines(lines[rank] for rank in ranks)
-        if first:
-            text += (
-                f" where {format_ranks(most)} {'calls' if len(most) == 1 else 'call'} {usual.text}"
-            )
-            text += format_lines(lines[rank] for rank in most)
-        if how := _shift(calls[ranks[0]], calls[most[0]], number):
-            text += (
-                f": {format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {how} a collective"
-            )
-        parts.append(text)
-        first = False
-    return "; ".join(parts)
+    def describe(kind: Mapping[int, Call], prefix: str = "", suffix: str = "") -> str:
+        verb = "calls" if len(kind) == 1 else "call"
+        text = f"{prefix}{next(iter(kind.values())).text} {suffix}".rstrip()
+        lines = [call.place or find_wait(rank) for rank, call in kind.items()]
+        return f"{format_ranks([*kind])} {verb} {text}{_format_lines(lines)}"
+
+    def find_wait(rank: int) -> str:
+        status = statuses[rank]
+        waits = any(log.group == group and log.finished + 1 == number for log in status.logs)
+        return status.place if waits and status.inside else ""
+
+    usual, first, *others = kinds
+    parts = [f"{describe(first, f'#{number} ', group)} where {describe(usual)}"]
+    return "; ".join([*parts, *map(describe, others)])
 
 
-def _shift(mine: Mapping[int, Call], most: Mapping[int, Call], number: int) -> str:
-    """Return how a rank's calls from this number are shifted against those of the other ranks."""
-    known = dict(most)
-    if number + 1 not in known and number in known:  # they wait: use what followed last time
-        before = [n for n in known if n < number and known[n].agrees(known[number])]
-        if before and max(before) + 1 < number:
-            known[number + 1] = known[max(before) + 1]
+# --- parts of sentences
 
-    def fits(by: int) -> bool:
-        pairs = [(call, known.get(n + by)) for n, call in mine.items() if n >= number]
-        both = [(call, other) for call, other in pairs if other is not None]
-        return number + by in known and all(call.agrees(other) for call, other in both)
 
-    hows = [how for how, by in (("skipped", 1), ("doubled", -1)) if fits(by)]
-    if hows == ["doubled"] and number + 1 not in most:  # the others wait: their next is a guess
-        hows = ["skipped", "doubled"]
-    return " or ".join(hows)
+def format_places(statuses: Statuses, hangs: Sequence[Hang]) -> str:
+    """Return the causes and places of all ranks, equal ones together."""
+    texts: dict[str, list[int]] = {}
+    for rank, status in sorted(statuses.items()):
+        if status.cause:
+            text = f"{status.cause}, at {status.place}"
+            text += f", in {status.waits_in}" if status.waits_in else ""
+        else:
+            text = f"in {_format_place(status, '-')}"
+        before = [hang for hang in hangs if rank in hang.absent]
+        text += f", before {before[0]}" if before else ""
+        text += f" (in {status.phase})" if status.phase else ""
+        texts.setdefault(text, []).append(rank)
+    return "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in texts.items())
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 0, 2, 3"; more than six as "ranks 0–6, 8"."""
+    if len(ranks) <= 6:
+        return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+    return f"ranks {spans(ranks).replace('-', '–')}"
+
+
+def _format_place(status: RankStatus, group: str) -> str:
+    """Return the place of a rank that is not in this group's collective."""
+    for log in status.logs:
+        if log.is_open and log.group != group:
+            call = f"{find_call(log.finished + 1, [log])} {log.group}".rstrip()
+            return f"{call}, called from {status.place}"
+    return f"{status.waits_in}, called from {status.place}" if status.waits_in else status.place
+
+
+def _format_lines(lines: Iterable[str]) -> str:
+    """Return " at f (x.py:3)"; of more than two lines only the first."""
+    known = sorted({line for line in lines if line})
+    if not known:
+        return ""
+    return f" at {' and '.join(known) if len(known) < 3 else f'{known[0]} and elsewhere'}"
+
+
+def _format_waiting(ranks: Iterable[int], statuses: Statuses, ended: bool = False) -> str:
+    """Return "; ranks 0, 2 wait", or "waited for it" when their wait has ended."""
+    waiting = sorted(ranks)
+    if not waiting:
+        return ""
+    verb = "waited for it" if ended else "waits" if len(waiting) == 1 else "wait"
+    return f"; {format_ranks(waiting)} {verb}{_format_phase(waiting, statuses)}"
+
+
+def _format_phase(ranks: Sequence[int], statuses: Statuses) -> str:
+    """Return " in PHASE", the step of a command in which the first of these ranks is."""
+    phase = statuses[min(ranks)].phase
+    return f" in {phase}" if phase else ""

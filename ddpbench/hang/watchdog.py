@@ -1,13 +1,16 @@
-"""The watchdog of ddpbench's commands: end this rank when a deadline passes or a signal comes.
+"""The watchdog of a rank: what commands and scripts share, and the watchdog of ddpbench's commands.
 
-At the end its thread publishes this rank's status, collects those of the others for a moment, and
-the lowest living rank prints one sentence: which rank causes the hang, where, and which ranks wait.
-The thread sleeps between deadlines, so it takes no time from a timed span. When a deadline is
-renewed, about once a second, the rank publishes a heartbeat.
+At a verdict each living rank publishes its status under a topic. The first rank judges all of them
+and publishes the judgement, which the others read: all ranks act on the same one.
+
+In a command, the thread sleeps between deadlines, so it takes no time from a timed span. When a
+deadline is renewed, about once a second, the rank publishes a heartbeat. At the end the lowest
+living rank prints the verdict: which rank causes the hang, where, and which ranks wait.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import select
@@ -15,16 +18,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
+from ddpbench.hang import self_report, verdict
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.hang.judge import judge
-from ddpbench.hang.self_report import RankIdentity, observe_state, read_heartbeat, read_status
-from ddpbench.hang.status import ALIVE, DIED, RankStatus
+from ddpbench.hang.self_report import RankIdentity
+from ddpbench.hang.status import ALIVE, DIED, STOPPED, RankStatus, SilentRank
 from ddpbench.hang.status_board import Board, print_message
-from ddpbench.hang.verdict import BY_SIGNAL
 from ddpbench.launch import siblings
+from ddpbench.records import codec
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,8 +41,89 @@ SIGNAL_SECONDS = {signal.SIGINT: 10.0, signal.SIGTERM: 10.0, signal.SIGUSR1: 10.
 HURRIED_SECONDS = {**SIGNAL_SECONDS, signal.SIGTERM: 0.5}
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """One rank's examination of all ranks.
+
+    sentence: the verdict; heard: the ranks that answered; failed: those of them with an error,
+    which another rank may have caused; stacks: of the ranks that answered; interrupted: whether no
+    rank has a cause of its own; store_answers: whether the other ranks can read this.
+    """
+
+    sentence: str
+    heard: tuple[int, ...]
+    failed: tuple[int, ...]
+    silent: tuple[SilentRank, ...]
+    stacks: str
+    interrupted: bool
+    store_answers: bool
+
+    @property
+    def stopped(self) -> list[int]:
+        """The ranks that are stopped."""
+        return [rank.rank for rank in self.silent if rank.state == STOPPED]
+
+    def speaks(self, rank: int) -> bool:
+        """Return whether this rank prints for all: the lowest one that answered or, without the
+        store, that lives on this host."""
+        alive = [r.rank for r in self.silent if r.state == ALIVE and not self.store_answers]
+        return rank == min([*self.heard, *alive])
+
+
 class Watchdog:
-    """The watchdog of one rank. `begin_phase` names the rank's current work and sets a deadline."""
+    """The part that commands and scripts share. Waits are by the clock of the board."""
+
+    def __init__(self, board: Board, flight: Flight, timeout: float) -> None:
+        self._board, self._rank, self._clock = board, board.rank, board.clock
+        self._flight, self._timeout, self._phase = flight, timeout, ""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ddpbench-watchdog", daemon=True)
+
+    def _watch(self) -> None:
+        raise NotImplementedError
+
+    def _agree_judgement(
+        self, topic: str, cause: str, late: bool = False, place: str = ""
+    ) -> Judgement:
+        """Judge all ranks if this one is the first, else return the first rank's judgement.
+
+        cause, late: as in RankStatus; place: the line of an error. Judges after all if the first
+        rank is lost, or the store does not answer.
+        """
+        board = self._board
+        status = self_report.read_status(self._flight, self._phase, place)
+        status = replace(status, cause=cause, late=late)
+        if not board.mark(topic, "judge"):
+            board.publish(status, topic, self._rank)
+            key = board.key(topic, "judgement")
+            if text := board.await_keys([key], GRACE_SECONDS + 1.0):
+                judgement = codec.decode(Judgement, json.loads(text))
+                board.read_heartbeats([*judgement.failed, *judgement.stopped])  # to observe them
+                return judgement
+        judgement = self._judge(topic, status)
+        if judgement.store_answers:
+            board.publish(judgement, topic, "judgement")
+        return judgement
+
+    def _judge(self, topic: str, status: RankStatus) -> Judgement:
+        collected = self._board.collect_statuses(topic, status, GRACE_SECONDS)
+        statuses, silent, store_answers = collected
+        return Judgement(
+            sentence=verdict.explain_hang(silent, statuses, store_answers),
+            heard=tuple(statuses),
+            failed=tuple(r for r, s in statuses.items() if s.cause and not s.late),
+            silent=tuple(replace(rank, seen=None) for rank in silent),
+            stacks="".join(f"rank {rank}:\n{s.stack}" for rank, s in sorted(statuses.items())),
+            interrupted=verdict.is_interrupted(statuses),
+            store_answers=store_answers,
+        )
+
+
+class CommandWatchdog(Watchdog):
+    """The watchdog of one of ddpbench's ranks: ends it when a deadline passes or a signal comes.
+
+    `begin_phase` names the rank's current work and sets a deadline.
+    """
 
     def __init__(
         self,
@@ -53,23 +137,20 @@ class Watchdog:
         mode: str = "end",
     ) -> None:
         """leave: ends the process; mode: as --watchdog, for a missed deadline."""
-        self._signal_seconds = signal_seconds
-        self._board, self._rank = Board(store, "ddpbench/watch", rank, identities), rank
-        self._timeout, self._leave, self._mode = timeout_seconds, leave, mode
-        self._flight, self._beat_time, self._reports = Flight(fresh=True), -math.inf, 0
-        self._phase, self._closed = "start", False
+        board = Board(store, "ddpbench/watch", identities[rank], identities)
+        super().__init__(board, Flight(fresh=True), timeout_seconds)
+        self._signal_seconds, self._leave, self._mode = signal_seconds, leave, mode
+        self._phase, self._beat_time, self._reports = "start", -math.inf, 0
         self._lock = threading.Lock()
         self.signal: int | None = None
         self._interrupted = self._gets_signal = False
         self.on_end: Callable[[str, str, int], None] = lambda state, sentence, code: None
         self._deadline = self._next_deadline()
-        self._wake, wake = os.pipe()
-        os.set_blocking(wake, False)
         # The C-level handler writes here at once, even while the main thread is inside MPI.
-        self._wake_end = wake
+        self._wake, self._wake_end = os.pipe()
+        os.set_blocking(self._wake_end, False)
         self._previous = {number: signal.signal(number, self._note) for number in SIGNAL_SECONDS}
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._watch, name="ddpbench-watchdog", daemon=True)
+        signal.set_wakeup_fd(self._wake_end, warn_on_full_buffer=False)
         self._thread.start()
 
     def begin_phase(self, name: str) -> None:
@@ -82,7 +163,7 @@ class Watchdog:
         if self.signal is None:
             self._deadline = self._next_deadline()
         if self._mode != "off" and time.monotonic() - self._beat_time > BEAT_SECONDS:
-            heartbeat = read_heartbeat(self._flight, self._phase)
+            heartbeat = self_report.read_status(self._flight, self._phase, heartbeat=True)
             self._board.publish_heartbeat(heartbeat, BEAT_PATIENCE_SECONDS)
             self._beat_time = time.monotonic()
 
@@ -95,7 +176,7 @@ class Watchdog:
 
         After a signal to any rank this one stores its end, and Slurm may signal again meanwhile.
         """
-        self._closed = True
+        self._closed.set()
         os.write(self._wake_end, b"\0")
         self._thread.join()
         self._board.client.close()
@@ -104,6 +185,19 @@ class Watchdog:
             ignored = self.signal is not None or self._gets_signal
             signal.signal(number, signal.SIG_IGN if ignored else handler)
 
+    def end(self, cause: str, late: bool = False, place: str = "") -> NoReturn:
+        """Judge with the other ranks, let one print the verdict, and end this process.
+
+        cause: why this rank ends, e.g. the text of an error; place: its line, by default where the
+        main thread is. Never returns; a second thread that calls it waits for the process's end.
+        """
+        self._lock.acquire()
+        code = 5
+        try:
+            code = self._report("end", cause, late, place)
+        finally:  # end this process even if stderr or the disk fails
+            self._leave(code)
+
     def _next_deadline(self) -> float:
         return math.inf if self._mode == "off" else time.monotonic() + self._timeout
 
@@ -111,7 +205,7 @@ class Watchdog:
         self.signal = number
 
     def _watch(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set():
             wait = self._deadline - time.monotonic()
             if wait <= 0:
                 self._handle_deadline()
@@ -123,13 +217,13 @@ class Watchdog:
 
     def _handle_deadline(self) -> None:
         if self.signal is not None:
-            self.end(f"{BY_SIGNAL}{signal.Signals(self.signal).name}")
+            self.end(f"{verdict.BY_SIGNAL}{signal.Signals(self.signal).name}")
         cause = f"missed the deadline of {self._timeout:g} s (--timeout)"
         if self._mode == "end":
             self.end(cause, late=True)
         self._deadline = math.inf  # until the rank makes progress
         self._reports += 1
-        self._report(f"report/{self._reports}", self._read_status(cause, True), False)
+        self._report(f"report/{self._reports}", cause, late=True)
 
     def _handle_signal(self, number: int) -> None:
         if number not in SIGNAL_SECONDS:
@@ -138,47 +232,26 @@ class Watchdog:
         self.signal = number
         self._interrupted = True
         # A launcher that lost a rank kills the others soon after.
-        own = self._board.identity
-        lost = DIED in (observe_state(other, own) for other in self._board.identities if other)
+        lost = DIED in map(self._board.observe, range(len(self._board.identities)))
         allowed = 0.0 if again or lost else self._signal_seconds[signal.Signals(number)]
         self._deadline = min(self._deadline, time.monotonic() + allowed)
 
-    def end(self, cause: str, late: bool = False, place: str = "") -> NoReturn:
-        """Judge with the other ranks, let one print the verdict, and end this process.
-
-        cause: why this rank ends, e.g. the text of an error; place: its line, by default where the
-        main thread is. Never returns; a second thread that calls it waits for the process's end.
-        """
-        self._lock.acquire()
-        code = 5
-        try:
-            code = self._report("end", self._read_status(cause, late, place), True)
-        finally:  # end this process even if stderr or the disk fails
-            self._leave(code)
-
-    def _read_status(self, cause: str, late: bool, place: str = "") -> RankStatus:
-        return replace(read_status(self._flight, self._phase, place), cause=cause, late=late)
-
-    def _report(self, topic: str, status: RankStatus, ending: bool) -> int:
-        judgement = judge(self._board, topic, status, GRACE_SECONDS)
+    def _report(self, topic: str, cause: str, late: bool, place: str = "") -> int:
+        """Let one rank print the verdict; return the exit code of this rank."""
+        judgement = self._agree_judgement(topic, cause, late, place)
         # After a failed rank, the launcher also signals the other ranks.
         alone = judgement.interrupted and not judgement.silent
         interrupted = self.signal is not None and alone
-        code = 130 if interrupted else 5
-        # Without the store, the lowest rank that lives on this host prints.
-        unheard = any(r.state == ALIVE and r.rank < self._rank for r in judgement.silent)
-        prints = min(judgement.heard) == self._rank and (judgement.store_answers or not unheard)
-        key = self._board.key(topic, "told")
-        # A rank that answers after the others' grace period has more statuses, but is too late.
-        if not prints or (judgement.store_answers and not self._board.claim(topic, "speaker")):
-            if ending:
+        code, key = 130 if interrupted else 5, self._board.key(topic, "printed")
+        if not judgement.speaks(self._rank):
+            if topic == "end":
                 self._board.await_keys([key], GRACE_SECONDS)
             return code
         print_message(f"ddpbench: {judgement.sentence}\n")
-        if ending:
+        if topic == "end":
             siblings.report_verdict(judgement.sentence)
             self.on_end("interrupted" if interrupted else "failed", judgement.sentence, code)
             silent = [rank.rank for rank in judgement.silent]
-            self._board.kill_ranks(silent if status.late else judgement.stopped)
-        self._board.publish("1", topic, "told")
+            self._board.kill_ranks(silent if late else judgement.stopped)
+        self._board.mark(topic, "printed")
         return code

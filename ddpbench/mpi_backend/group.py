@@ -1,4 +1,4 @@
-"""The process group: torch's calls as MPI's, on a communicator of its own.
+"""The process group: torch's calls as calls of MPI, on a communicator of its own.
 
 As on every backend, all ranks issue a group's operations in one order, each from one thread at a
 time. See ddpbench/mpi.py for its use, and work.py for the order of calls.
@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import sys
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddpbench.mpi_backend.base import NAME as NAME
-from ddpbench.mpi_backend.base import SYNCED
-from ddpbench.mpi_backend.collectives import Collectives, TensorList, TensorLists
-from ddpbench.mpi_backend.library import mpi, thread_level, world
+from ddpbench.mpi_backend.collectives import SYNCED, Collectives, TensorList, TensorLists
+from ddpbench.mpi_backend.library import NAME as NAME
+from ddpbench.mpi_backend.library import mpi, world
 from ddpbench.mpi_backend.tensors import (
     DEVICES,
     finish,
     flatten,
-    memory,
+    on_device,
     require,
     room_for,
-    with_idle_stream,
 )
-from ddpbench.mpi_backend.work import JoinedWork, Lane, Request, Work, failure
+from ddpbench.mpi_backend.work import CallQueue, JoinedWork, Request, Work, failure
 
 
 def register() -> None:
@@ -51,11 +50,10 @@ class ProcessGroupMPI4PY(Collectives):
     def _post(self, name: str, tensors: TensorList, start: Any, peer: int, tag: int) -> Request:
         tensor = self._single(name, tensors)
         flat = (room_for if name == "recv" else flatten)(name, tensor)
-        self._require_countable(name, flat.nbytes)
-        self._lane.posted += 1
+        message = self._message(name, flat)
+        self._queue.posted += 1
         try:
-            message = memory(flat), self._byte
-            request = with_idle_stream(lambda: start(message, peer, tag), tensor)
+            request = on_device(partial(start, message, peer, tag), tensor)()
         except Exception as error:
             raise failure(name, self._rank, error) from error
 
@@ -64,10 +62,10 @@ class ProcessGroupMPI4PY(Collectives):
                 received = status.Get_count(mpi().BYTE)
                 if received != flat.nbytes:
                     raise ValueError(f"received {received} bytes, but the tensor has {flat.nbytes}")
-                with_idle_stream(lambda: finish((tensor,), (flat,), 0), tensor)
+                on_device(partial(finish, (tensor,), (flat,), 0), tensor)()
 
         work = Request(
-            name, self._rank, tensor, request, finish=finish_receive, timeout=self._lane.timeout
+            name, self._rank, tensor, request, finish=finish_receive, timeout=self._queue.timeout
         )
         if self._coalescing is not None:
             self._coalescing.append(work)
@@ -92,14 +90,14 @@ class ProcessGroupMPI4PY(Collectives):
         return JoinedWork(name, self._rank, works) if isinstance(works[0], Work) else SYNCED
 
     def allreduce_coalesced(self, tensors: TensorList, opts: Any = None) -> Any:
-        """allreduce of each tensor."""
+        """Make an allreduce of each tensor."""
         works = [self.allreduce([tensor], opts) for tensor in tensors]
         return self._join("all_reduce_coalesced", works)
 
     def allgather_coalesced(
         self, outputs: TensorLists, inputs: TensorList, opts: Any = None
     ) -> Any:
-        """outputs[r][k] of every rank becomes rank r's inputs[k]."""
+        """Copy inputs[k] of rank r to outputs[r][k] of every rank."""
         parts = zip(*outputs, strict=True)
         works = [self.allgather([list(p)], [t], opts) for p, t in zip(parts, inputs, strict=True)]
         return self._join("all_gather_coalesced", works)
@@ -107,7 +105,7 @@ class ProcessGroupMPI4PY(Collectives):
     def all_gather_single_coalesced(
         self, outputs: TensorList, inputs: TensorList, opts: Any = None
     ) -> Any:
-        """all_gather_single of each pair."""
+        """Make an all_gather_single of each pair."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self.all_gather_single(*pair, opts) for pair in pairs]
         return self._join("all_gather_coalesced", works)
@@ -115,7 +113,7 @@ class ProcessGroupMPI4PY(Collectives):
     def reduce_scatter_single_coalesced(
         self, outputs: TensorList, inputs: TensorList, opts: Any = None
     ) -> Any:
-        """reduce_scatter_single of each pair."""
+        """Make a reduce_scatter_single of each pair."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self.reduce_scatter_single(output, source, opts) for output, source in pairs]
         return self._join("reduce_scatter_coalesced", works)
@@ -154,23 +152,20 @@ def _create(request: Any, _: Any) -> dist.ProcessGroup:
             f"a group over mpi4py: {size} ranks of torch are MPI's ranks {ranks}: start them with "
             f"MPI's own launcher: mpirun -n {size} python {script}"
         )
-    if thread_level() in ("SINGLE", "FUNNELED"):
+    if mpi().Query_thread() < mpi().THREAD_MULTIPLE:
         raise ValueError(
-            f"a group over mpi4py: MPI provides only THREAD_{thread_level()}, but threads of "
-            "autograd call it, too: leave mpi4py.rc.thread_level at its default, or use another MPI"
+            "a group over mpi4py: MPI does not provide THREAD_MULTIPLE, but several threads call "
+            "it: leave mpi4py.rc.thread_level at its default, or use another MPI"
         )
-    # Below THREAD_MULTIPLE only one thread at a time may call MPI. With a lock around blocking
-    # calls, one thread's wait could delay the call that a peer waits for. Therefore asynchronous
-    # calls then run at once, on the caller's thread.
-    threaded = thread_level() == "MULTIPLE"
-    lane = Lane(request.group_rank, request.timeout, str(request.group_id), threaded)
-    lane.inside = (0, "new_group", None, 0)
+    name = str(request.group_id)
+    queue = CallQueue(request.group_rank, request.timeout, name)
+    queue.running = (0, "new_group", None, 0)
     try:
-        comm = _agree_communicator(ranks, str(request.group_id))
+        comm = _agree_communicator(ranks, name)
     finally:
-        lane.inside = None
+        queue.running = None
     comm.Set_errhandler(mpi().ERRORS_RETURN)
-    return ProcessGroupMPI4PY(comm, str(request.group_id), lane)
+    return ProcessGroupMPI4PY(comm, name, queue)
 
 
 def _agree_communicator(ranks: list[int], name: str) -> Any:

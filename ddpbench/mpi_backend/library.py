@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -24,10 +23,7 @@ from ddpbench.launch.placement import free_port, read_placement
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import install_extra
 
-# Called before MPI is finalised. A returned sentence is the reason why finalising would hang.
-BEFORE_END: list[Callable[[], str | None]] = []
-_YIELD_LOCK = threading.Lock()
-_yielding, _before = 0, False
+NAME = "mpi4py"  # of the backend
 HUNG = 5  # the exit code of a job that hung
 # Until a script's ranks name a stopped rank; for ddpbench's own ranks, beyond their deadline.
 REPORT_SECONDS, LATE_SECONDS = 60.0, 30.0
@@ -43,7 +39,7 @@ def start(seconds: float) -> None:
 
 @cache
 def mpi() -> Any:
-    """mpi4py's MPI module; the first call starts MPI and arranges for its end."""
+    """Return mpi4py's MPI module; the first call starts MPI and arranges for its end."""
     try:
         import mpi4py
 
@@ -112,35 +108,24 @@ def library() -> str:
     return " ".join(re.sub(r"\bv(?=\d)|\bVersion:|\bfor .*", "", first).split())
 
 
-def thread_level() -> str:
-    """Return the thread support that MPI provides: SINGLE, FUNNELED, SERIALIZED or MULTIPLE."""
-    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
-    return {getattr(mpi(), f"THREAD_{name}"): name for name in names}[mpi().Query_thread()]
-
-
-@cache
-def shared_lock() -> AbstractContextManager[object] | None:
-    """Return the lock for calls that several threads may make, or None if MPI needs none."""
-    if thread_level() == "MULTIPLE":
-        return None
-    return threading.RLock()  # a request that is collected meanwhile is tested in the same thread
-
-
 @cache
 def cuda_aware() -> bool:
-    """Whether this MPI accepts addresses of CUDA memory."""
+    """Return whether this MPI accepts addresses of CUDA memory."""
     # A look-up in mpi4py's extension also finds symbols of the MPI library that it has loaded.
     query = getattr(ctypes.CDLL(mpi().__file__), "MPIX_Query_cuda_support", None)
     return bool(query is not None and query())
 
 
 @cache
-def _set_yield() -> Any:
-    """Open MPI's switch for whether a waiting thread yields its core; None in other libraries."""
+def _find_yield_switch() -> tuple[Callable[[bool], bool], bool]:
+    """Open MPI's switch for whether a waiting thread yields its core, and its first position."""
     switch = getattr(ctypes.CDLL(mpi().__file__), "opal_progress_set_yield_when_idle", None)
-    if switch is not None:
-        switch.argtypes, switch.restype = [ctypes.c_bool], ctypes.c_bool
-    return switch
+    if switch is None:  # another library
+        return lambda _: False, False
+    switch.argtypes, switch.restype = [ctypes.c_bool], ctypes.c_bool
+    first = switch(True)
+    switch(first)
+    return switch, first
 
 
 @contextlib.contextmanager
@@ -149,31 +134,17 @@ def yield_core() -> Iterator[None]:
 
     It adds a microsecond to a small call. A DDP step is faster with it if each rank has one core.
     """
-    global _yielding, _before
-    if (switch := _set_yield()) is None:
-        yield
-        return
-    with _YIELD_LOCK:
-        _yielding += 1
-        if _yielding == 1:
-            _before = switch(True)
+    switch, first = _find_yield_switch()
+    switch(True)
     try:
         yield
     finally:
-        with _YIELD_LOCK:
-            _yielding -= 1
-            if _yielding == 0:
-                switch(_before)
+        switch(first)
 
 
 def world() -> tuple[int, int]:
     """This process's rank in MPI's COMM_WORLD and the number of ranks there."""
     return mpi().COMM_WORLD.Get_rank(), mpi().COMM_WORLD.Get_size()
-
-
-def broadcast_text(text: str | None) -> str:
-    """The text of MPI rank 0, on every rank of COMM_WORLD."""
-    return str(mpi().COMM_WORLD.bcast(text or ""))
 
 
 def broadcast_meeting_point(
@@ -184,7 +155,8 @@ def broadcast_meeting_point(
     A missing address or port is filled in with rank 0's host or a free port there.
     """
     host = address or ("127.0.0.1" if local else socket.getfqdn())
-    return broadcast_text(f"{host}:{port or free_port()}" if world()[0] == 0 else None)
+    point = f"{host}:{port or free_port()}" if world()[0] == 0 else ""
+    return str(mpi().COMM_WORLD.bcast(point))
 
 
 def abort(code: int, reason: str = "") -> None:
@@ -198,12 +170,9 @@ def abort(code: int, reason: str = "") -> None:
 
 
 def _leave(pid: int, finalise: bool) -> None:
-    """Stop the workers and finalise MPI; abort if finalising would hang."""
+    """Finalise MPI; abort if finalising would hang."""
     if os.getpid() != pid:
         return  # a child by os.fork: the job continues without it
-    for stop in BEFORE_END:
-        if reason := stop():
-            abort(HUNG, reason)
     # Other ranks may wait in a collective for a rank that dies of an exception, and MPI_Finalize
     # would wait for them.
     if getattr(sys, "last_type", None) is not None and world()[1] > 1:

@@ -6,7 +6,6 @@ That form is contiguous memory, on the CPU unless MPI is CUDA-aware.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import Tensor
 from ddpbench.mpi_backend.library import cuda_aware, mpi
 
 DEVICES = ["cpu", "cuda"]  # devices of supported tensors
-# The largest count of MPI before version 4: an int in C. Moves count bytes for every dtype, and
-# reductions count elements.
+# The largest count of MPI before version 4: an int in C. Moves count bytes, and reductions count
+# elements.
 most = 2**31 - 1
 
 Reduction = tuple[Any, Any, bool]  # MPI's datatype, MPI's op, whether to divide afterwards
@@ -26,7 +25,7 @@ Reduction = tuple[Any, Any, bool]  # MPI's datatype, MPI's op, whether to divide
 
 @cache
 def reductions() -> dict[torch.dtype, dict[int, Reduction]]:
-    """dtype → hash of torch's reduce op → how MPI reduces.
+    """Return how MPI reduces: dtype → hash of torch's reduce op → Reduction.
 
     The key is a hash because comparing a ReduceOp costs more than the MPI call.
     """
@@ -67,74 +66,52 @@ def _combine(function: Any, dtype: torch.dtype) -> Callable[[Any, Any, Any], Non
     return combine
 
 
-def mean(flat: Tensor, size: int) -> None:
-    """Divide sums in place by the number of ranks; integers towards zero."""
-    flat = flat.detach()
-    if flat.is_complex():  # complex division rounds differently from the division of its parts
-        flat = torch.view_as_real(flat)
-    if flat.is_floating_point():
-        flat.div_(size)
-    elif flat.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch cannot divide these
-        flat = flat.view(-1)
-        flat.copy_(torch.from_numpy(flat.cpu().numpy() // size))
-    else:
-        flat.div_(size, rounding_mode="trunc")
-
-
-def memory(flat: Tensor) -> Any:
-    """A contiguous tensor's memory for mpi4py; the tensor must outlive the call."""
-    return mpi().buffer.fromaddress(flat.data_ptr(), flat.nbytes)
-
-
 def require(name: str, holds: bool, rule: str) -> None:
     """Raise ValueError with the rule unless `holds` is true."""
     if not holds:
         raise ValueError(f"{name} over mpi4py: {rule}")
 
 
-def require_dense(name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor. Raises ValueError unless it is dense and on the CPU or a GPU."""
-    if tensor.layout == torch.strided and tensor.device.type in DEVICES:
-        return tensor
-    where = f"{tensor.layout} on {tensor.device}"
-    raise ValueError(
-        f"{name} over mpi4py: a tensor must be dense and on the CPU or a GPU, not {where}"
-    )
-
-
 def is_plain(tensor: Tensor) -> bool:
-    """Whether MPI can use the tensor's memory directly."""
+    """Return whether any MPI can use the memory of a CPU tensor directly."""
     try:
         # A negated view can be contiguous, although its memory is not negated yet.
         lazy = tensor.is_neg() or tensor.is_conj()
-        return tensor.is_cpu and tensor.is_contiguous() and not lazy
+        return tensor.is_cpu and tensor.is_contiguous() and not lazy and tensor.nbytes <= most
     except RuntimeError:
         return False  # a tensor that is not dense
 
 
-def is_staged(tensor: Tensor) -> bool:
-    """Whether MPI needs the tensor in host memory; halves are reduced there, by torch."""
+def _is_direct(tensor: Tensor) -> bool:
+    """Return whether MPI can use the tensor's memory directly, in host or GPU memory."""
+    # A conjugated or negated view can be contiguous, although its memory is neither yet.
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.is_contiguous() and not lazy and not _is_staged(tensor)
+
+
+def _is_staged(tensor: Tensor) -> bool:
+    """Return whether MPI needs the tensor in host memory; halves are reduced there, by torch."""
     return not tensor.is_cpu and (tensor.itemsize == 2 or not cuda_aware())
 
 
-def new_space(like: Tensor, shape: Sequence[int]) -> Tensor:
+def _require_dense(name: str, tensor: Tensor) -> Tensor:
+    dense = tensor.layout == torch.strided and tensor.device.type in DEVICES
+    where = "" if dense else f"{tensor.layout} on {tensor.device}"
+    require(name, dense, f"a tensor must be dense and on the CPU or a GPU, not {where}")
+    return tensor
+
+
+def _new_space(like: Tensor, shape: Sequence[int]) -> Tensor:
     """New memory that MPI can read and write, in place of a tensor like this."""
-    if is_staged(like):  # torch keeps freed pinned memory for the next call
+    if _is_staged(like):  # torch keeps freed pinned memory for the next call
         return torch.empty(shape, dtype=like.dtype, pin_memory=True)
     return like.new_empty(shape)
 
 
-def is_direct(tensor: Tensor) -> bool:
-    """Whether MPI can use the tensor's memory directly, in host or GPU memory."""
-    lazy = tensor.is_conj() or tensor.is_neg()  # the memory is not conjugated or negated yet
-    return tensor.is_contiguous() and not lazy and not is_staged(tensor)
-
-
 def room_for(name: str, tensor: Tensor) -> Tensor:
     """The tensor, or new memory of its size if MPI cannot write to the tensor."""
-    if is_direct(require_dense(name, tensor)):
-        return tensor
-    return new_space(tensor, tensor.shape)
+    direct = _is_direct(_require_dense(name, tensor))
+    return tensor if direct else _new_space(tensor, tensor.shape)
 
 
 def flatten(name: str, tensor: Tensor) -> Tensor:
@@ -143,23 +120,23 @@ def flatten(name: str, tensor: Tensor) -> Tensor:
     return tensor if room is tensor else room.copy_(tensor.detach(), non_blocking=True)
 
 
-def row_of(tensors: Sequence[Tensor]) -> Tensor | None:
+def _find_row(name: str, tensors: Sequence[Tensor]) -> Tensor | None:
     """Return one flat tensor over the memory of these tensors if they are adjacent; else None."""
-    first = tensors[0]
-    if not all(map(is_direct, tensors)):
+    if not all(_is_direct(_require_dense(name, tensor)) for tensor in tensors):
         return None
-    offset, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    first = tensors[0]
+    start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    end = start
     for tensor in tensors:
-        if tensor.storage_offset() != offset or tensor.untyped_storage().data_ptr() != storage:
+        if tensor.storage_offset() != end or tensor.untyped_storage().data_ptr() != storage:
             return None
-        offset += tensor.numel()
-    start = first.storage_offset()
-    return first.detach().as_strided((offset - start,), (1,), start)
+        end += tensor.numel()
+    return first.detach().as_strided((end - start,), (1,), start)
 
 
 def join(name: str, tensors: Sequence[Tensor]) -> Tensor:
     """A flat tensor with the elements of all tensors, in order."""
-    row = row_of([require_dense(name, tensor) for tensor in tensors])
+    row = _find_row(name, tensors)
     if row is None:
         row = flatten(name, torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
     return row
@@ -167,11 +144,11 @@ def join(name: str, tensors: Sequence[Tensor]) -> Tensor:
 
 def rooms_for(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     """A flat tensor with room for all of these, and its part for each of them."""
-    row = row_of([require_dense(name, tensor) for tensor in tensors])
+    row = _find_row(name, tensors)
     if row is not None:
         return row, tensors
     counts = [tensor.numel() for tensor in tensors]
-    whole = new_space(tensors[0], (sum(counts),))
+    whole = _new_space(tensors[0], (sum(counts),))
     return whole, torch.split(whole, counts)
 
 
@@ -186,50 +163,41 @@ def finish(outputs: Sequence[Tensor], flats: Sequence[Tensor], divisor: int) -> 
     """Divide the sums by the divisor, if any, and copy them to outputs that MPI could not write."""
     for output, flat in zip(outputs, flats, strict=False):
         if divisor:
-            mean(flat, divisor)
+            _divide(flat, divisor)
         if flat is not output:
             output.detach().copy_(flat.view(output.shape))
 
 
-def with_idle_stream(call: Callable[[], Any], like: Tensor) -> Any:
-    """Make a call with the tensor's device current, and its stream empty before and after.
+def _divide(flat: Tensor, size: int) -> None:
+    """Divide sums in place by the number of ranks; integers towards zero."""
+    flat = flat.detach()
+    if flat.is_complex():  # complex division rounds differently from the division of its parts
+        flat = torch.view_as_real(flat)
+    if flat.is_floating_point():
+        flat.div_(size)
+    elif flat.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch cannot divide these
+        flat = flat.view(-1)
+        flat.copy_(torch.from_numpy(flat.cpu().numpy() // size))
+    else:
+        flat.div_(size, rounding_mode="trunc")
 
-    MPI does not support streams, and can use a GPU's memory only if that GPU is current.
+
+def on_device(call: Callable[[], Any], like: Tensor) -> Callable[[], Any]:
+    """Return a call with the tensor's GPU current, whose work has ended when it returns.
+
+    Waits for the current work of the caller's stream first: MPI does not support streams, and can
+    use a GPU's memory only if that GPU is current.
     """
     if like.is_cpu:
-        return call()
-    module: Any = torch.get_device_module(like.device)
-    with module.device(like.device):
-        stream = module.current_stream(like.device)
-        stream.synchronize()
-        result = call()
-        stream.synchronize()
-    return result
-
-
-def after_stream(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return the call, delayed until the GPU has done the current work of the caller's stream.
-
-    The call ends when its work on the stream of its own thread has also ended.
-    """
+        return call
+    device = like.device
     module: Any = torch.get_device_module(device)
-    ready = module.current_stream(device).record_event()
+    module.current_stream(device).synchronize()
 
-    def synchronized() -> None:
+    def run() -> Any:
         with module.device(device):
-            ready.synchronize()
-            call()
+            result = call()
             module.current_stream(device).synchronize()
+        return result
 
-    return synchronized
-
-
-def complete(future: torch.futures.Future[Any], outputs: Sequence[Tensor]) -> None:
-    """End a future while the outputs' GPU is current.
-
-    In a new thread GPU 0 is current, so torch and the future's callbacks would begin to use it.
-    """
-    device = next((tensor.device for tensor in outputs if not tensor.is_cpu), None)
-    module: Any = None if device is None else torch.get_device_module(device)
-    with module.device(device) if module else nullcontext():
-        future.set_result(None)
+    return run

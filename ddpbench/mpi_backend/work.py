@@ -1,11 +1,12 @@
-"""The result of a call over MPI, the order in which queued calls run, and their deadline.
+"""The result of a call over MPI, a group's queue of calls, and their deadline.
 
-A group's queued calls run one after the other, in the thread that has its lane's turn: the lane's
-worker, or a thread that waits for one of them while the turn is free.
+A group's queued calls run one after the other, in the thread that has the queue's turn: its worker,
+or a thread that waits for one of them while the turn is free.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import itertools
@@ -15,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -25,16 +26,16 @@ from torch import Tensor
 
 from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.mpi_backend.library import mpi
-from ddpbench.mpi_backend.tensors import complete
+from ddpbench.mpi_backend.tensors import on_device
 
 LOOK_SECONDS = 2e-4  # between two polls of the queue by an awake worker
 AWAKE_SECONDS = 5e-3  # after the last call that was queued
 
-# A call as a lane records it: its number, counted from 1, its name, dtype and bytes.
+# A call as a queue records it: its number, counted from 1, its name, dtype and bytes.
 Noted = tuple[int, str, torch.dtype | None, int]
 KEPT = 64  # of the latest
 
-_LANES: weakref.WeakKeyDictionary[Lane, None] = weakref.WeakKeyDictionary()
+_QUEUES: weakref.WeakKeyDictionary[CallQueue, None] = weakref.WeakKeyDictionary()
 _DROPPED: list[Request] = []
 _ENDING = threading.Lock()  # to end a call; so brief that one lock suffices for all
 
@@ -67,13 +68,6 @@ class Work(dist.Work):
     def exception(self) -> Exception | None:
         return self.error
 
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return self.outputs
-
-    def synchronize(self) -> None:
-        self.wait()
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         raise NotImplementedError
 
@@ -88,36 +82,34 @@ class Work(dist.Work):
 
 
 class Call(Work):
-    """A collective in a lane; noted: as the lane has recorded it."""
+    """A collective in a queue."""
 
     def __init__(
-        self,
-        noted: Noted,
-        rank: int,
-        outputs: list[Tensor],
-        run: Callable[[], Any],
-        *,
-        lane: Lane,
+        self, name: str, queue: CallQueue, run: Callable[[], Any], outputs: list[Tensor]
     ) -> None:
-        super().__init__(noted[1], rank, outputs)
-        self.noted = noted
+        super().__init__(name, queue.rank, outputs)
+        self.issued_ns = time.time_ns()
         self._run: Callable[[], Any] | None = run  # keeps alive memory known to MPI only
-        self._lane = lane
+        self._queue = queue
         self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
         self._gate = threading.Lock()  # locked until the end: far cheaper than an Event
         self._gate.acquire()
 
     def run(self) -> None:
-        """Make the call, in the thread that has the lane's turn."""
-        error = None
+        """Make the call, in the thread that has the queue's turn."""
+        error: Exception | None = None
+        self._queue.current = self
         try:
             if self._run is not None:
                 self._run()
+        except dist.DistBackendError as raised:
+            error = raised
         except BaseException as raised:
             error = failure(self.name, self.rank, raised)
             if not isinstance(raised, Exception):
                 raise  # Ctrl-C in a waiting thread that makes the call
         finally:
+            self._queue.current = None  # callbacks may make further calls
             self.end(error)
             self._run = None
 
@@ -130,21 +122,23 @@ class Call(Work):
             self.ended, futures = True, self._futures
         self._gate.release()
         if futures is not None:
-            complete(futures[0], self.outputs)
+            # In a new thread GPU 0 is current: torch and callbacks would begin to use it.
+            end = partial(futures[0].set_result, None)
+            (on_device(end, self.outputs[0]) if self.outputs else end)()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout else -1  # zero is C++'s kNoTimeout
         # A thread that waits without a time-out makes the call itself. Otherwise two threads wake
         # each other, which takes half the time of a small call.
-        if not self.ended and not (seconds < 0 and self._lane.advance(self)):
-            self._lane.hurry(self)
-            if self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-                self._gate.release()
+        if not self.ended:
+            self._queue.advance(self, take_turn=seconds < 0)
+        if not self.ended and self._gate.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            self._gate.release()
         return self.outcome(timeout)
 
     def get_future(self) -> torch.futures.Future[Any]:
         if not self.ended:
-            self._lane.hurry(self)  # a thread that waits in C++ cannot make the call
+            self._queue.advance(self, take_turn=False)  # C++ may wait, and cannot make the call
         # Future.set_exception works in Python only: DDP would read the exception as a list of
         # tensors and crash. An exception raised in a chained callback is a failure in C++ too.
         with _ENDING:
@@ -197,7 +191,7 @@ class JoinedWork(Work):
 class Request(Work):
     """A send or a receive, posted on the caller's thread. It has no future, as on gloo.
 
-    In a lane, which runs calls in order, two ranks that both receive first would deadlock.
+    In a queue, which runs calls in order, two ranks that both receive first would deadlock.
     """
 
     def __init__(
@@ -214,7 +208,7 @@ class Request(Work):
         self._request, self._finish, self._timeout = request, finish, timeout
         self._status = mpi().Status()
         # A second Test would see no message.
-        self._testing = mpi_library.shared_lock() or threading.Lock()
+        self._testing = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         timeout = timeout or self._timeout  # zero is C++'s kNoTimeout
@@ -245,79 +239,75 @@ class Request(Work):
 
     _source_rank = source_rank
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        raise NotImplementedError(f"{self.name} over mpi4py has no future: use wait()")
-
     def __del__(self) -> None:
         if not self.is_completed():  # dropped without a wait: MPI still needs the memory
             _DROPPED[:] = [request for request in _DROPPED if not request.is_completed()] + [self]
 
 
-class Lane:
-    """A group's queued calls, the turn to run them, and their time-out.
+class CallQueue:
+    """A group's queued calls, the turn to run them, their record, and their time-out.
 
-    Callers add to the queue. The thread that has the turn takes calls from it, and sets _holder,
-    _running and _doing. The deadline thread only reads, and breaks the lane if a call is late.
-
-    inside: the record of a synchronous call while it runs on its caller's thread, a new tuple for
-    each call. The most frequent calls use count() and past.append() directly.
+    `call` makes every collective, in the caller's thread or in the one that has the turn. The
+    deadline thread only reads, and breaks the queue if a call is late.
     """
 
-    def __init__(self, rank: int, timeout: timedelta, group: str, threaded: bool = True) -> None:
+    def __init__(self, rank: int, timeout: timedelta, group: str) -> None:
         self.calls: deque[Call] = deque()
         self.turn = threading.Lock()
-        self.inside: Noted | None = None
-        self.timeout, self.group = timeout, group
-        self._threaded = threaded  # whether a worker may call MPI
-        self.count = itertools.count(1).__next__
+        self.running: Noted | None = None  # the call inside MPI, a new tuple for each
+        self.current: Call | None = None  # the same, if it was queued
+        self.rank, self.timeout, self.group = rank, timeout, group
         self.past: deque[Noted] = deque(maxlen=KEPT)
         self.posted = 0  # sends and receives
-        self._running: Call | None = None
-        self._doing: Noted | None = None  # the running call, as `inside`
-        self._rank = rank
+        self._count = itertools.count(1).__next__
         self._holder: int | None = None  # ident of the thread that has the turn
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._awake = False  # the worker polls the queue
-        self._submitted = 0
+        self._submitted = 0.0  # when the last call was
         self._broken: Exception | None = None
         self._seen: Noted | None = None
         self._since = 0.0
-        _LANES[self] = None
+        _QUEUES[self] = None
         _start_watch()
 
-    def note(self, name: str, like: Tensor | None) -> Noted:
-        """Record a call on a tensor like this."""
-        noted: Noted = (self.count(), name, None, 0)
-        if like is not None:
-            noted = (*noted[:2], like.dtype, like.nbytes)
+    def call(
+        self,
+        name: str,
+        dtype: torch.dtype | None,
+        nbytes: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+    ) -> None:
+        """Make and record an MPI call on a tensor of this dtype and size, in this thread.
+
+        Raises DistBackendError with operation and rank for any error.
+        """
+        self.running = noted = (self._count(), name, dtype, nbytes)
         self.past.append(noted)
-        return noted
+        try:
+            function(*arguments)
+        except Exception as error:
+            raise failure(name, self.rank, error) from error
+        finally:
+            self.running = None
 
     def recorded(self) -> tuple[int, int, list[Noted], int]:
         """Return the number of the last call made, the number of the last that ended, the latest
         calls, and the number of all calls with sends and receives."""
-        past = list(self.past)
-        started = past[-1][0] if past else 0
-        queued = next(iter(tuple(self.calls)), None)
-        open_ = [self.inside, self._doing, queued.noted if queued else None]
-        first = min((noted[0] for noted in open_ if noted), default=started + 1)
-        return started, max(0, first - 1), past, started + self.posted
+        past, running = list(self.past), self.running
+        begun = past[-1][0] if past else 0
+        ended = begun if running is None else max(0, running[0] - 1)
+        started = begun + len(self.calls)
+        return started, ended, past, started + self.posted
 
     def submit(self, call: Call) -> None:
-        """Queue a call. Make it now without a worker, or in a callback of one of these calls."""
-        if not self._threaded:
-            self.inside = call.noted
-            try:
-                call.run()
-            finally:
-                self.inside = None
-            return
+        """Queue a call. In a callback of one of these calls, make it now."""
         if self._holder == threading.get_ident() and self._broken is None:
             call.run()  # in the queue it would wait for the thread that issued it
             return
         self.calls.append(call)
-        self._submitted += 1
+        self._submitted = time.monotonic()
         if self._broken is not None:
             call.end(self._broken)
         elif self._thread is None:
@@ -327,45 +317,35 @@ class Lane:
         elif not self._awake:
             self._wake.put(True)
 
-    def hurry(self, call: Call) -> None:
-        """Wake the worker; in a callback, whose thread has the turn, make the calls here."""
-        if self._holder == threading.get_ident():
+    def advance(self, call: Call, take_turn: bool) -> None:
+        """Run the queue up to this call if this thread has the turn, as in a callback, or takes it
+        because it is free. Otherwise wake the worker."""
+        holds = self._holder == threading.get_ident()
+        if holds:
             self._drain(call)
-        else:
+        elif take_turn and self.turn.acquire(blocking=False):
+            try:
+                self._drain(call)
+            finally:
+                self.turn.release()
+        if not call.ended and not holds:
             self._wake.put(True)
 
-    def advance(self, call: Call) -> bool:
-        """Run the queue up to this call. False if it has not ended: another thread has the turn."""
-        holds = self._holder == threading.get_ident()
-        if not holds and not self.turn.acquire(blocking=False):
-            return False
-        try:
-            self._drain(call)
-        finally:
-            if not holds:
-                self.turn.release()
-        return call.ended
-
     def _drain(self, last: Call | None) -> None:
-        before = self._holder, self._running, self._doing  # a callback may wait for a later call
+        before = self._holder  # a callback may wait for a later call
         self._holder = threading.get_ident()
         try:
             while self._broken is None and self.calls and not (last is not None and last.ended):
-                self._running = call = self.calls.popleft()
-                self._doing = call.noted
-                call.run()
-                del call
+                self.calls.popleft().run()
         finally:
-            self._holder, self._running, self._doing = before
+            self._holder = before
 
     def _serve(self) -> None:
         # Waking an idle thread takes three times as long as a small call. Therefore the worker,
         # once awake, polls for a while; a thread that waits at once makes its call before that.
-        seen, last, is_open = 0, 0.0, True
+        is_open = True
         while is_open and self._broken is None:
-            if seen != self._submitted:
-                seen, last = self._submitted, time.monotonic()
-            self._awake = time.monotonic() - last < AWAKE_SECONDS
+            self._awake = time.monotonic() - self._submitted < AWAKE_SECONDS
             with contextlib.suppress(Empty):
                 # It reads the queue after it has set _awake, and so misses no call.
                 is_open = self._wake.get(
@@ -382,63 +362,59 @@ class Lane:
             self._wake.put(False)
             thread.join(1 if self._broken else self.timeout.total_seconds())
             if thread.is_alive():
-                return f"{_name(self._doing)} on rank {self._rank} has not ended"
+                name = self.running[1] if self.running else "a call"
+                return f"{name} on rank {self.rank} has not ended"
             self._thread = None
         return None
 
     def check(self, now: float) -> None:
         """End a call that has taken longer than the group's time-out."""
-        doing = self.inside or self._doing
-        if doing is None or doing is not self._seen:
-            self._seen, self._since = doing, now
+        running, call = self.running, self.current
+        if running is None or running is not self._seen:
+            self._seen, self._since = running, now
         elif now - self._since > self.timeout.total_seconds():
-            text = f"{_name(doing)} on rank {self._rank} has not ended within {self.timeout}"
-            if self.inside or self._thread is None or self._holder != self._thread.ident:
+            text = f"{running[1]} on rank {self.rank} has not ended within {self.timeout}"
+            if call is None or self._thread is None or self._holder != self._thread.ident:
                 # A thread of the user is inside MPI, and an exception cannot end that call.
                 with contextlib.suppress(Exception):  # a notebook's stderr is not a file
                     faulthandler.dump_traceback(all_threads=True)
                 mpi_library.abort(mpi_library.HUNG, text)
-            if (running := self._running) is None:
-                return  # it has just ended
+                return
             self._broken = dist.DistBackendError(text)
-            for call in (running, *self.calls):
-                call.end(self._broken)
+            for late in (call, *self.calls):
+                late.end(self._broken)
             if not self.calls:  # never empty again: synchronous calls must queue behind it
-                self.calls.append(running)
-
-
-def _name(doing: Noted | None) -> str:
-    return doing[1] if doing else "a call"
+                self.calls.append(call)
 
 
 def recorded() -> list[tuple[str, int, int, list[Noted], int]]:
-    """Return for each group its name and the record of its lane."""
-    return [(lane.group, *lane.recorded()) for lane in live_lanes()]
+    """Return for each group its name and the record of its queue."""
+    return [(queue.group, *queue.recorded()) for queue in live_queues()]
 
 
-def live_lanes() -> list[Lane]:
-    # Not list(_LANES): the set may grow in another thread meanwhile.
-    return [lane for ref in _LANES.keyrefs() if (lane := ref()) is not None]
+def live_queues() -> list[CallQueue]:
+    """Return the queues of all groups that exist."""
+    # Not list(_QUEUES): the set may grow in another thread meanwhile.
+    return [queue for ref in _QUEUES.keyrefs() if (queue := ref()) is not None]
 
 
 @cache
 def _start_watch() -> None:
-    threading.Thread(target=_check_lanes, name="mpi4py deadline", daemon=True).start()
+    threading.Thread(target=_check_queues, name="mpi4py deadline", daemon=True).start()
+    atexit.register(_close_queues)  # MPI has started: this comes before its end
 
 
-def _check_lanes() -> None:
+def _check_queues() -> None:
     while True:
-        shortest = min((lane.timeout.total_seconds() for lane in live_lanes()), default=10.0)
+        shortest = min((queue.timeout.total_seconds() for queue in live_queues()), default=10.0)
         time.sleep(min(1.0, shortest / 4))
         now = time.monotonic()
-        for lane in live_lanes():
-            lane.check(now)
+        for queue in live_queues():
+            queue.check(now)
 
 
-def close_all() -> str | None:
-    """End the workers of all groups; return a sentence if one cannot be ended."""
-    sentences = [lane.close() for lane in live_lanes()]
-    return next((sentence for sentence in sentences if sentence), None)
-
-
-mpi_library.BEFORE_END.append(close_all)
+def _close_queues() -> None:
+    """End the workers of all groups; abort the job if one cannot be ended."""
+    for queue in live_queues():
+        if reason := queue.close():
+            mpi_library.abort(mpi_library.HUNG, reason)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ddpbench.hang import status_board, torch_settings
 from ddpbench.hang.places import describe_error, is_of_program
 from ddpbench.hang.self_report import RankIdentity
-from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
+from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, CommandWatchdog
 from ddpbench.launch import siblings, sockets
 from ddpbench.launch.placement import PATIENT, Placement, Refused
 from ddpbench.launch.sockets import Connection
@@ -49,7 +49,7 @@ class World:
     placement: Placement
     members: tuple[RankIdentity, ...]  # by rank
     endpoints: tuple[Endpoint, ...]  # by rank
-    watchdog: Watchdog
+    watchdog: CommandWatchdog
     timeout: timedelta
     share_gpu: bool = False
     gpu_mates: list[int] = field(default_factory=list)  # the ranks on this rank's GPU
@@ -214,7 +214,7 @@ def join_world(
     members, endpoints = gather_introductions(store, placement, rendezvous.timeout_seconds)
     with torch_settings.watched_groups(rendezvous.group_timeout):  # it opens the recorders
         hurried = placement.launcher == "mpirun" and PATIENT not in os.environ
-        watchdog = Watchdog(
+        watchdog = CommandWatchdog(
             store,
             placement.rank,
             members,

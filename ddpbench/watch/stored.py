@@ -15,7 +15,7 @@ import torch
 
 from ddpbench.catalog import backends
 from ddpbench.launch import placement
-from ddpbench.mpi_backend.base import NAME
+from ddpbench.mpi_backend.library import NAME
 from ddpbench.present.formats import FORMATS
 from ddpbench.records import redact, store
 from ddpbench.records.launched import Launch

@@ -22,7 +22,7 @@ RECORDER = {"on": "2000", "off": "0"}
 # What the verdict says of rank 1 where the recorder is on.
 VERDICTS = {
     "late": r"rank 1\b.* load_batch \(gpu_hangs\.py:\d+\)",
-    "skipped": r"rank 1\b.*(skipped|never joined)",
+    "skipped": r"rank 1\b.*(calls|never joined)",
     "stopped": r"rank 1\b.* is stopped \(SIGSTOP\)",
 }
 

@@ -87,34 +87,3 @@ def test_a_torch_without_the_function_dumps_all_the_same(
     monkeypatch.setattr(cuda, "open_library", lambda name: SimpleNamespace())
     with cuda.relaxed_capture():
         assert modes.own == GLOBAL
-
-
-@pytest.mark.parametrize(
-    ("reserved", "percents", "busy"),
-    [
-        ((0, 8), (90, 0), False),
-        ((0, 8), (0, 3), True),
-        ((8, 8), (0, 3), True),
-        ((0, 0), (9, 9), False),
-    ],
-    ids=("another's", "its own", "one of two", "none in use"),
-)
-def test_only_a_gpu_that_holds_tensors_of_this_process_counts(
-    modes: Modes,
-    monkeypatch: pytest.MonkeyPatch,
-    reserved: tuple[int, int],
-    percents: tuple[int, int],
-    busy: bool,
-) -> None:
-    """The current device says nothing: it is that of the thread that asks."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: reserved[index])
-    monkeypatch.setattr(torch.cuda, "utilization", lambda index: percents[index])
-    assert cuda.is_gpu_busy() == busy
-
-
-def test_where_nvml_does_not_answer_no_gpu_is_busy(
-    modes: Modes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without nvidia-ml-py, or on a part of a GPU."""
-    assert not cuda.is_gpu_busy()  # this torch has no GPU

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from command_lines import running_command
-from patience import PATIENCE_SECONDS, wait_until
+from patience import PATIENCE_SECONDS
 
-import ddpbench
 from ddpbench.hang.status_board import Address, StoreClient, find_store
 
 LOCAL = "127.0.0.1"
@@ -72,13 +71,3 @@ def test_no_thread_stays_in_a_store_that_does_not_answer(tmp_path: Path) -> None
         assert client.request(0.1, lambda store: store.add("left", 1)) is None
         client.close()
     assert "ddpbench-store" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_the_file_in_which_ranks_met_goes_with_their_group(tmp_path: Path) -> None:
-    """Otherwise a group that meets there again would find the old one's addresses."""
-    path = tmp_path / "store"
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
-    with ddpbench.watchdog():
-        assert path.exists()
-        dist.destroy_process_group()
-        wait_until(lambda: not path.exists(), "the end of the file")

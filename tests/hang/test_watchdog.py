@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -18,7 +19,7 @@ from patience import wait_until
 from ddpbench.hang import watchdog
 from ddpbench.hang.self_report import RankIdentity, identify, observe_state
 from ddpbench.hang.status import ALIVE, DIED, STOPPED
-from ddpbench.hang.watchdog import Watchdog
+from ddpbench.hang.watchdog import CommandWatchdog
 
 CUT_OFF = "did not answer (stopped, dead or cut off)"
 
@@ -62,28 +63,24 @@ def test_a_process_is_seen_alive_stopped_alive_again_and_dead(
     await_state(child, DIED)
 
 
-def test_a_process_of_another_host_cannot_be_seen(child: subprocess.Popen[bytes]) -> None:
-    """Its pid means nothing here, even if a process of this host has the same one."""
-    assert observe_state(RankIdentity(3, "other", child.pid, "other boot"), HERE) == CUT_OFF
-    assert observe_state(RankIdentity(3, "other", os.getpid(), "other boot"), HERE) == CUT_OFF
-
-
-def test_a_process_of_another_namespace_cannot_be_seen(child: subprocess.Popen[bytes]) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [RankIdentity(3, "other", os.getpid(), "other boot"), replace(HERE, processes="other")],
+    ids=("another host", "another namespace"),
+)
+def test_a_process_of_which_a_pid_means_nothing_here_cannot_be_seen(other: RankIdentity) -> None:
     """Two containers of one machine share its boot id, but not their pids."""
-    assert (
-        observe_state(RankIdentity(3, "node", child.pid, "boot", processes="other"), HERE)
-        == CUT_OFF
-    )
+    assert observe_state(other, HERE) == CUT_OFF
 
 
-def a_watchdog(mode: str, left: list[int]) -> Watchdog:
+def a_watchdog(mode: str, left: list[int]) -> CommandWatchdog:
     """Of the only rank, with a deadline of 0.2 s."""
 
     def leave(code: int) -> NoReturn:
         left.append(code)
         sys.exit()  # the watchdog's thread
 
-    return Watchdog(dist.HashStore(), 0, [identify(0)], 0.2, leave=leave, mode=mode)
+    return CommandWatchdog(dist.HashStore(), 0, [identify(0)], 0.2, leave=leave, mode=mode)
 
 
 @pytest.mark.parametrize(("mode", "told"), [("report", 2), ("off", 0)])
@@ -137,12 +134,3 @@ def test_a_signal_that_another_rank_got_may_come_late() -> None:
     for number, handler in previous.items():
         signal.signal(number, handler)
     assert ignored == set(previous)
-
-
-def test_signals_give_the_ranks_time_but_never_for_ever() -> None:
-    """Ctrl-C, a time limit and SIGTERM leave seconds for a common end, well within the half minute
-    after which torchrun and Slurm kill; mpirun's SIGTERM leaves half a second."""
-    asked = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-    assert set(watchdog.SIGNAL_SECONDS) == set(watchdog.HURRIED_SECONDS) == asked
-    assert all(1 < seconds < 20 for seconds in watchdog.SIGNAL_SECONDS.values())
-    assert watchdog.HURRIED_SECONDS[signal.SIGTERM] < 1 < watchdog.HURRIED_SECONDS[signal.SIGINT]

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from patience import PATIENCE_SECONDS, wait_until
 
 import ddpbench
-from ddpbench.hang import guard, status_board
+from ddpbench.hang import guard, status_board, watchdog
 from ddpbench.launch import placement
 
 RANKS = 2
@@ -37,7 +37,7 @@ def be_patient() -> None:
     """Let ranks wait for each other's answers longer than a machine may stop for."""
     status_board.ANSWER_SECONDS = guard.SETTLE_SECONDS = 8.0
     status_board.STORE_TIMEOUT = timedelta(seconds=8)
-    guard.GRACE_SECONDS = guard.LINGER_SECONDS = guard.END_SECONDS = 30.0
+    watchdog.GRACE_SECONDS = guard.LINGER_SECONDS = guard.END_SECONDS = 30.0
     guard.LEAVE_SECONDS = status_board.PRINT_SECONDS = 12.0
 
 

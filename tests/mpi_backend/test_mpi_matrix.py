@@ -1,9 +1,8 @@
 """Torch's own meaning over mpi4py: operation x dtype x reduce op x form x number of ranks.
 
 One MPI job for each number of ranks runs the matrix, a gloo group beside the mpi4py groups; pytest
-then reports it item by item. What must come out is computed here in exact numbers, and what gloo
-can do it does too: both must give these bits, and leave all other bytes alone. The job of four
-ranks runs the usual dtypes alone.
+then reports it item by item. What must come out is computed here in exact numbers: each call must
+give these bits, and leave all other bytes alone. The job of four ranks runs the usual dtypes alone.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import random
 import subprocess
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -45,11 +43,9 @@ COMPLEX = [torch.complex64, torch.complex128]
 EIGHTHS = [torch.float8_e4m3fn, torch.float8_e5m2]
 REAL = [*FLOATS, *SIGNED, *UNSIGNED, torch.bool]
 MOVED = [*REAL, *COMPLEX, *EIGHTHS]
-GLOO = {*FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
 BITWISE = (OP.BAND, OP.BOR, OP.BXOR)
 EXTREMES = (OP.MIN, OP.MAX)
 WAYS = ("synchronous", "wait", "future")
-NEVER = 99  # ranks
 GUARD = 0xA5
 CPU = torch.device("cpu")
 
@@ -324,7 +320,7 @@ ONE, MANY = ("apart", "strided"), ("apart", "adjacent", "strided")
 
 
 class Row(NamedTuple):
-    """An operation: what of the matrix it has, and whether gloo can do it."""
+    """An operation, and what of the matrix it has."""
 
     make: Make
     dtypes: Sequence[torch.dtype] = MOVED
@@ -333,7 +329,6 @@ class Row(NamedTuple):
     roots: bool = False
     reduces: bool = False
     direct: bool = False  # complex tensors reach the backend as such
-    gloo: int = 1  # can do it too, from so many ranks on
 
 
 NUMBERS = [*REAL, *COMPLEX]
@@ -346,7 +341,7 @@ ROWS: dict[str, Row] = {
     "broadcast": Row(broadcast, shapes=((), *SHAPES), roots=True),
     "all_gather": Row(all_gather, layouts=MANY),
     "all_gather_in_place": fewer(partial(all_gather, in_place=True), layouts=MANY),
-    "all_gather_uneven": Row(partial(all_gather, uneven=True), layouts=MANY, gloo=NEVER),
+    "all_gather_uneven": Row(partial(all_gather, uneven=True), layouts=MANY),
     "all_gather_single": Row(all_gather_single),
     "all_gather_single_in_place": fewer(partial(all_gather_single, in_place=True)),
     "gather": Row(gather, layouts=MANY, roots=True),
@@ -361,7 +356,6 @@ ROWS: dict[str, Row] = {
         FEW,
         reduces=True,
         direct=True,
-        gloo=NEVER,
     ),
     "reduce_scatter_single": Row(
         reduce_scatter_single,
@@ -370,18 +364,17 @@ ROWS: dict[str, Row] = {
         FEW,
         reduces=True,
         direct=True,
-        gloo=1 if hasattr(dist, "reduce_scatter_single") else NEVER,  # 2.7's gloo gives wrong ones
     ),
     "reduce_scatter_single_in_place": fewer(
-        partial(reduce_scatter_single, in_place=True), reduces=True, direct=True, gloo=NEVER
+        partial(reduce_scatter_single, in_place=True), reduces=True, direct=True
     ),
-    "all_to_all": Row(all_to_all, layouts=MANY, gloo=NEVER),
-    "all_to_all_uneven": Row(partial(all_to_all, uneven=True), layouts=MANY, gloo=NEVER),
+    "all_to_all": Row(all_to_all, layouts=MANY),
+    "all_to_all_uneven": Row(partial(all_to_all, uneven=True), layouts=MANY),
     "all_to_all_single": Row(all_to_all_single),
     "all_to_all_single_uneven": Row(partial(all_to_all_single, uneven=True)),
-    "all_to_all_single_in_place": fewer(partial(all_to_all_single, in_place=True), gloo=NEVER),
-    "send_recv": Row(pass_on, gloo=2),
-    "batch_isend_irecv": Row(partial(pass_on, batch=True), gloo=2),
+    "all_to_all_single_in_place": fewer(partial(all_to_all_single, in_place=True)),
+    "send_recv": Row(pass_on),
+    "batch_isend_irecv": Row(partial(pass_on, batch=True)),
     "barrier": Row(barrier, [torch.float32], shapes=((1,),)),
     "all_reduce_coalesced": fewer(all_reduce_coalesced, reduces=True),
     "all_gather_coalesced": fewer(all_gather_coalesced),
@@ -392,7 +385,6 @@ for _name in ("all_reduce", "all_gather_single", "reduce_scatter_single"):
             make=partial(coalesced, device=_device, make=ROWS[_name].make),
             dtypes=SOME,
             shapes=FEW,
-            gloo=NEVER,
         )
 
 
@@ -454,24 +446,8 @@ def none(found: Sequence[str]) -> None:
 
 
 def check_cell(row: Row, dtype: torch.dtype, group: Group, rank: int, size: int) -> None:
-    """mpi4py gives the expected bits in every way and layout, and so does gloo where it can."""
-    found = survey(group, row, [dtype])
-    for at in cases(row, dtype, rank, size) if size >= row.gloo and dtype in GLOO else ():
-        if at.op != OP.AVG:
-            gloos = by_gloo(row, at)
-            # Of a reduction to one rank gloo leaves the others' tensors in any state.
-            found += [] if row.reduces and row.roots and rank != at.root else gloos
-    none(found)
-
-
-def by_gloo(row: Row, at: At) -> list[str]:
-    """The faults of gloo's result; none where the gloo of an older torch lacks the operation."""
-    try:
-        return [f"gloo: {fault}" for fault in faults(row, at, "apart", WAYS[0], None)]
-    except RuntimeError as error:
-        if "does not support" not in str(error):
-            raise
-        return []
+    """mpi4py gives the expected bits in every way and layout."""
+    none(survey(group, row, [dtype]))
 
 
 # --- what is no cell of the matrix: these checks run in every rank too
@@ -531,18 +507,6 @@ def check_objects(group: Group, rank: int, size: int) -> None:
                 assert listed == [root, every[rank]]
 
 
-def check_views(group: Group, rank: int, size: int) -> None:
-    """Expanded, permuted and graph-bound tensors are read and written by their elements."""
-    wide = torch.tensor([float(rank + 1)]).expand(4)
-    got = [torch.zeros(2, 2, requires_grad=True) for _ in range(size)]
-    dist.all_gather(got, wide.view(2, 2), group)
-    assert [each.unique().item() for each in got] == [r + 1 for r in range(size)]
-    images = torch.arange(48.0).view(2, 2, 3, 4).to(memory_format=torch.channels_last)
-    images.requires_grad_()
-    dist.all_reduce(images, OP.SUM, group)
-    assert torch.equal(images, torch.arange(48.0).view(2, 2, 3, 4) * size)
-
-
 def check_lazy_views(group: Group, rank: int, size: int) -> None:
     """What torch conjugates or negates lazily arrives conjugated and negated."""
     direct = [ROWS[n] for n in ("reduce", "gather", "reduce_scatter", "reduce_scatter_single")]
@@ -565,31 +529,6 @@ def check_sub_groups(group: Group, rank: int, size: int) -> None:
             dist.broadcast(tensor, members[-1], part)
             assert tensor.item() == members[-1]
             dist.destroy_process_group(part)
-    none(found)
-
-
-def check_unsorted_sub_group(group: Group, rank: int, size: int) -> None:
-    """Every operation is right in a group whose ranks do not ascend, where torch permits it."""
-    members = [*range(1, size), 0][:: 1 if size == 3 else -1]
-    try:
-        part = dist.new_group(members, backend=mpi.NAME, sort_ranks=False)
-    except TypeError:
-        part = dist.new_group(members, backend=mpi.NAME)  # older torch sorts
-    none(survey_all(part, [torch.float32]))
-    dist.destroy_process_group(part)
-
-
-def check_local_synchronization(group: Group, rank: int, size: int) -> None:
-    """Groups that only their own members make, each more than once, work side by side."""
-    # Every rank makes as many: torch 2.15 counts these groups where they are made, and ranks whose
-    # counts differ would wait for each other in the next group of all.
-    first = size - size // 2
-    members = list(range(first) if rank < first else range(first, size))
-    found: list[str] = []
-    for _ in range(2):
-        part = dist.new_group(members, backend=mpi.NAME, use_local_synchronization=True)
-        found += survey_all(part, [torch.float32])
-        dist.destroy_process_group(part)
     none(found)
 
 
@@ -637,25 +576,6 @@ def check_refused_counts(group: Group, rank: int, size: int) -> None:
             with pytest.raises(ValueError, match=words):
                 ROWS[name].make(at, Memory("apart"))(group=group, async_op=later)
     none(survey_all(group, [torch.float32]))
-
-
-def check_threads(group: Group, rank: int, size: int) -> None:
-    """Two threads, each with a group of its own, do not disturb each other."""
-    groups, found = [dist.new_group(backend=mpi.NAME) for _ in range(2)], []
-
-    def run(own: Group, dtype: torch.dtype) -> None:
-        try:
-            found.extend(survey_all(own, [dtype]))
-        except BaseException as error:
-            found.append(repr(error))
-
-    pairs = zip(groups, (torch.float32, torch.int32), strict=True)
-    threads = [threading.Thread(target=run, args=pair) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    none(found)
 
 
 def check_callbacks(group: Group, rank: int, size: int) -> None:

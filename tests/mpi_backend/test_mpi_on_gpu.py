@@ -25,7 +25,6 @@ from ddpbench import mpi
 from ddpbench.mpi_backend import library as mpi_library
 
 DEVICE = torch.device("cuda", 1)  # not the current one of a new thread
-FUTURE = torch.futures.Future
 COPY, CHANGES, NEW = Tensor.copy_, (Tensor.copy_, Tensor.div_), (Tensor.clone, torch.cat)
 
 
@@ -39,9 +38,6 @@ class Stream:
         work, self.work = self.work, []
         for each in work:
             each()
-
-    def record_event(self) -> Stream:
-        return self
 
 
 class Gpu:
@@ -189,22 +185,6 @@ def check_messages(group: Any, dtype: torch.dtype, strided: bool) -> None:
     assert torch.equal(held(target), every[1 - rank])
 
 
-def check_future(group: Any) -> None:
-    """What follows a call in the worker's thread finds the tensor's GPU current, not GPU 0."""
-    rank, size = mpi_library.world()
-    tensor, seen = on_gpu(all_values(size, torch.float32)[rank]), list[torch.device]()
-    go = on_gpu(torch.zeros(1))
-    if rank:
-        group.recv([go], 0).wait()
-    with mock.patch.object(torch.futures, "Future", return_value=FUTURE()):
-        work = group.allreduce([tensor], options(dist.AllreduceOptions, later=True))
-        future = work.get_future().then(lambda done: seen.append(GPU.current))
-    if not rank:
-        group.send([go], 1).wait()  # rank 0's call ends after this alone
-    future.wait()
-    assert rank or seen == [DEVICE]
-
-
 def know_gpus(aware: bool) -> None:
     """Let MPI say whether it takes the memory of GPUs."""
     mpi_library.cuda_aware.cache_clear()
@@ -237,7 +217,6 @@ def job_gpu(folder: Path) -> None:
                     check_messages(group, dtype, strided)
                 # What MPI takes from the GPU itself needs no memory of the host.
                 assert any(pinned) == (not aware or dtype == HALF[0])
-        check_future(group)
     group._comm = comm
     dist.destroy_process_group()
     (folder / f"ended{mpi_library.world()[0]}").touch()

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpbench
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.hang.self_report import read_heartbeat
+from ddpbench.hang.self_report import read_status
 from ddpbench.launch import forks
 
 RANKS, WARM = 2, 2
@@ -82,14 +82,14 @@ def row(name: str, without: list[float], watched: list[float], unit: float) -> l
 
 def noted(calls: int) -> float:
     """Seconds that the count of a call over mpi4py takes: its three statements, alone."""
-    lane = type("Lane", (), {})()
+    queue = type("Queue", (), {})()
     past: deque[object] = deque(maxlen=64)
-    names = {"lane": lane, "count": count(1).__next__, "keep": past.append, "kind": torch.float32}
+    names = {"queue": queue, "count": count(1).__next__, "keep": past.append, "kind": torch.float32}
     many = 250 * calls
-    new = "lane.inside = this = (count(), 'all_reduce', kind, 4)\nkeep(this)"
+    new = "queue.running = noted = (count(), 'all_reduce', kind, 4)\nkeep(noted)"
     with_it, before = (
         min(timeit.repeat(code, globals=names, number=many, repeat=5))
-        for code in (new, "lane.inside = kind")
+        for code in (new, "queue.running = kind")
     )
     return (with_it - before) / many
 
@@ -117,7 +117,7 @@ def main(blocks: int, calls: int) -> int:
     flight, beats = Flight(), []
     for _ in range(200):
         began = time.perf_counter()
-        read_heartbeat(flight)
+        read_status(flight, heartbeat=True)
         beats.append(time.perf_counter() - began)
     if rank == 0:
         head = ["", "without", "with", "difference", "%"]
