@@ -1,4 +1,4 @@
-"""The ranks of a run on one host: the stages they report, and which of them are stopped."""
+"""The other ranks of a run on this host, as one of its ranks sees them."""
 
 from __future__ import annotations
 
@@ -13,40 +13,23 @@ from pathlib import Path
 
 import psutil
 
-from ddpbench.launch.family import (
-    CLEAN_SECONDS,
-    MARK,
-    VERDICT,
-    kill_descendants,
-    process_environ,
-    read_text,
-)
+from ddpbench.launch import family
+from ddpbench.launch.family import MARK, VERDICT, process_environ, read_text
 from ddpbench.launch.placement import Refused, read_placement
 from ddpbench.records.terminal_text import tell
 
 WHO_STOPS = "Next: find what stopped it (a debugger, a batch system, kill -STOP), and start again"
-JOINS, MET, LEFT = "joins", "met", "left"  # the stages of a rank
-
-
-def report_stage(stage: str) -> None:
-    """Report this rank's stage to the process that started it."""
-    if (placement := read_placement()) is not None:
-        _write_to_family(f"rank-{placement.rank}", stage)
 
 
 def report_verdict(sentence: str) -> None:
     """Report to the process that started this rank that the ranks have printed a verdict."""
-    _write_to_family(VERDICT, sentence)
-
-
-def _write_to_family(name: str, text: str) -> None:
     if MARK in os.environ:
         with contextlib.suppress(OSError):
-            (_family_folder() / name).write_text(text)
+            (_family_folder() / VERDICT).write_text(sentence)
 
 
 def _family_folder() -> Path:
-    """The folder of this rank's run; a path that does not exist if the rank belongs to none."""
+    """Return the folder of this rank's run; one that does not exist if it belongs to none."""
     return Path(os.environ.get(MARK, "/nonexistent").split(":")[-1])
 
 
@@ -56,7 +39,7 @@ def end_if_stopped(rank: int, seconds: float, end: bool = True) -> bool:
     seconds: how long this rank has waited for them. end=False: only name them, and return whether
     there are any.
     """
-    pids = find_siblings()
+    pids = _find_siblings()
     stopped = {r: pid for r, pid in pids.items() if r != rank and is_stopped(pid)}
     if not stopped:
         return False
@@ -71,36 +54,34 @@ def end_if_stopped(rank: int, seconds: float, end: bool = True) -> bool:
             report_verdict(sentence)
             tell(sentence)
     elif end:
-        time.sleep(CLEAN_SECONDS)  # a launcher ends all ranks when the first one ends
+        time.sleep(family.CLEAN_SECONDS)  # a launcher ends all ranks when the first one ends
     if end:
         # Open MPI's launcher continues a stopped rank to end it; other launchers would wait.
         for pid in () if "PMIX_NAMESPACE" in os.environ else stopped.values():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        kill_descendants()
+        family.kill_descendants()
         os._exit(5)
     return True
 
 
 def describe_process(name: str, pid: int) -> str:
-    """ "rank 1 (host, pid 7)", for a process on this host."""
+    """Return "rank 1 (host, pid 7)", for a process on this host."""
     return f"{name} ({socket.gethostname()}, pid {pid})"
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP."""
+    """Return whether a process is stopped, as by SIGSTOP."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.Error:
         return False
 
 
-def find_siblings() -> dict[int, int]:
+def _find_siblings() -> dict[int, int]:
     """Return rank → pid of the ranks on this host that this process can see."""
-    if MARK in os.environ:
-        text = read_text(_family_folder() / "pids")
-        if text:
-            return {int(rank): pid for rank, pid in json.loads(text).items()}
+    if text := read_text(_family_folder() / "pids"):
+        return {int(rank): pid for rank, pid in json.loads(text).items()}
     namespace = os.environ.get("PMIX_NAMESPACE")
     children = psutil.Process(os.getppid()).children()
     return {

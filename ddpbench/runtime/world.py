@@ -22,7 +22,7 @@ from ddpbench.hang import status_board, torch_settings
 from ddpbench.hang.places import describe_error, is_of_program
 from ddpbench.hang.self_report import RankIdentity
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, Watchdog
-from ddpbench.launch import siblings, sockets
+from ddpbench.launch import sockets
 from ddpbench.launch.placement import PATIENT, Placement, Refused
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
@@ -209,7 +209,6 @@ def join_world(
     """
     import torch.distributed as dist
 
-    siblings.report_stage(siblings.JOINS)
     store = connect_store(placement, rendezvous)
     members, endpoints = gather_introductions(store, placement, rendezvous.timeout_seconds)
     with torch_settings.watched_groups(rendezvous.group_timeout):  # it opens the recorders
@@ -223,7 +222,6 @@ def join_world(
             signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
             mode=rendezvous.watchdog,
         )
-    siblings.report_stage(siblings.MET)
     try:
         timeout = rendezvous.group_timeout
         rank, size = placement.rank, placement.world_size
@@ -253,7 +251,6 @@ def join_world(
         watchdog.end(cause, place=place)
     finally:
         watchdog.close()
-        siblings.report_stage(siblings.LEFT)
         if dist.is_initialized():
             _destroy_group(None)
 
