@@ -208,7 +208,7 @@ def require_limits(world_size: int, placement: Placement | None) -> None:
         if allowed != resource.RLIM_INFINITY and allowed < needed:
             raise Refused(
                 f"ulimit -{letter} allows {allowed} {unit}, and each of {world_size} ranks needs "
-                f"{needed}: type ulimit -{letter} unlimited first",
+                f"{needed}: raise it with ulimit -{letter} first",
                 speaker,
             )
 

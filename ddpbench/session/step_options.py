@@ -165,7 +165,7 @@ class Options(RunOptions):
         if self.ranks or self.mesh:
             self.lay_out((self.ranks or math.prod(self.mesh),))
 
-    def check(self) -> None:
+    def check(self, world_size: int | None = None) -> None:
         built_in = [WORKLOADS[name] for name in self.subjects if name in WORKLOADS]
         for name, _ in self.settings:
             if not any(name in workload.settings for workload in built_in):
