@@ -116,7 +116,7 @@ class Recorder:
                 break
             self._world.watchdog.begin_phase(describe(case))
             yield case
-            self.progress.advance(1)
+            self.progress.advance()
             self.failure = control.broadcast_value(self._world, self.failure)
             if self.failure is not None:
                 break

@@ -206,16 +206,11 @@ def device(text: str) -> str:
 
 def init_method(text: str) -> str:
     """Parse the value of `--init-method`."""
-    if re.match(r"\w+://[^/]*@|tcp://.*@", text):
+    if not re.fullmatch(r"env://|tcp://[^/@]+:\d{1,5}|file:///.+", text):
         raise argparse.ArgumentTypeError(
-            "must not contain a user name or password: write tcp://HOST:PORT"
+            f"{text!r}: must be env://, tcp://HOST:PORT (without user name) or file:///PATH"
         )
-    tcp = re.fullmatch(r"tcp://[^/]+:(\d{1,5})", text)
-    if tcp and 0 < int(tcp[1]) < 65536:
-        return text
-    if text == "env://" or re.fullmatch(r"file:///.+", text):
-        return text
-    raise argparse.ArgumentTypeError(f"{text!r}: must be env://, tcp://HOST:PORT or file:///PATH")
+    return text
 
 
 def import_modules(words: Sequence[str]) -> None:
