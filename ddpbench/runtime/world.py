@@ -114,25 +114,26 @@ class World:
         return sockets.local_addresses(connections, frozenset().union(*remote))
 
     def agree_device(self, name: str) -> torch.device:
-        """Return this rank's device: its own one, in order of the ranks that see the same devices.
+        """Return this rank's device: of those that it sees, the one with its number on the host.
 
         With --share-gpu, two ranks may share one. Raises Refused with the ranks if more would.
         """
         kind = devices.get(name)
-        visible = [kind.identity(index) for index in range(kind.count())]
-        if None in visible:  # all ranks may share it
+        index = self.placement.local_rank % max(1, kind.count())
+        identity = kind.identity(index)
+        used = control.gather_values(self, identity)
+        if None in used:  # all ranks may share it
             return kind.select(0)
-        rows = control.gather_values(self, visible)
-        chosen = choose_indices(rows)
-        used = [row[index] for row, index in zip(rows, chosen, strict=True)]
-        if (sentence := explain_sharing(used, self.share_gpu)) is not None:
-            raise Refused(sentence)
-        if len(set(used)) < len(used) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        users, most = Counter(used), 2 if self.share_gpu else 1
+        if shared := [rank for rank, device in enumerate(used) if users[device] > most]:
+            advice = "two ranks per GPU" if most == 2 else "one rank per GPU, or add --share-gpu"
+            raise Refused(f"{name_ranks(shared, 3)} would share GPUs: start at most {advice}")
+        if len(users) < len(used) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             # NCCL refuses two ranks of one host on one GPU, so make each rank its own host.
             os.environ.setdefault("NCCL_HOSTID", f"ddpbench-rank-{self.rank}")
             os.environ.setdefault("NCCL_NET", "Socket")
-        self.gpu_mates[:] = [rank for rank, device in enumerate(used) if device == used[self.rank]]
-        return kind.select(chosen[self.rank])
+        self.gpu_mates[:] = [rank for rank, device in enumerate(used) if device == identity]
+        return kind.select(index)
 
     @contextlib.contextmanager
     def agree_group(
@@ -272,36 +273,6 @@ def _destroy_group(group: dist.ProcessGroup | None) -> None:
         time.sleep(0.02)
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group(group)
-
-
-def choose_indices(visible: Sequence[Sequence[str]]) -> list[int]:
-    """Return each rank's index among the devices that it sees.
-
-    visible: by rank, the unique identities of these devices. A container may see a part of its
-    machine's devices, and a task of Slurm only its own. Each rank takes the device that the fewest
-    ranks have, ranks with the least choice first. Ranks that see the same devices take them in
-    order of rank.
-    """
-    users = Counter[str]()
-    chosen = [0] * len(visible)
-    for rank in sorted(range(len(visible)), key=lambda rank: len(visible[rank])):
-        devices = visible[rank]
-        chosen[rank] = min(range(len(devices)), key=lambda index: users[devices[index]])
-        users[devices[chosen[rank]]] += 1
-    return chosen
-
-
-def explain_sharing(used: Sequence[str], allowed: bool) -> str | None:
-    """Return a sentence if too many ranks would use one device.
-
-    used: identities, by rank. allowed: whether two ranks may share one.
-    """
-    users, most = Counter(used), 2 if allowed else 1
-    shared = [rank for rank, device in enumerate(used) if users[device] > most]
-    if not shared:
-        return None
-    advice = "two ranks per GPU" if allowed else "one rank per GPU, or add --share-gpu for two"
-    return f"{name_ranks(shared, 3)} would share GPUs: start at most {advice}"
 
 
 class Turns:
