@@ -115,21 +115,20 @@ def test_facts_are_true_here() -> None:
 
 
 def test_a_machine_that_withholds_everything_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without /proc, /sys, torch, git and network facts there is still a JSON-able answer."""
+    """Without /proc, /sys, git and network facts there is still a JSON-able answer."""
 
     def withheld(*_: object) -> None:
         raise PermissionError
 
-    for module, name in ((environment, "read"), (cpu, "read"), (environment, "_module"),
-                         (environment, "_output")):  # fmt: skip
+    for module, name in ((environment, "read"), (cpu, "read"), (environment, "_output")):
         monkeypatch.setattr(module, name, lambda *_: None)
     for name in ("net_if_addrs", "net_if_stats", "virtual_memory"):
         monkeypatch.setattr(psutil, name, withheld)
     run, rank = environment.run_facts(), environment.rank_facts()
     json.dumps([run, rank])
-    for name in ("torch", "torch_build", "cuda", "nccl", "git_revision", "git_dirty", "driver"):
+    for name in ("git_revision", "git_dirty", "driver", "memory_nbytes"):
         assert run[name] is None
-    for name in ("boot_id", "threads", "gpu_uuid", "free_memory_nbytes", "cgroup_cpu_quota_cores"):
+    for name in ("boot_id", "free_memory_nbytes", "cgroup_cpu_quota_cores"):
         assert rank[name] is None
     assert environment.interface_of("127.0.0.1")["name"] is None
     use = cpu.CpuMeter().stop()
@@ -150,8 +149,10 @@ def test_import_starts_nothing() -> None:
 def test_clock_domain_sees_a_time_namespace() -> None:
     """A process in another time namespace reports another clock domain on the same boot."""
     program = (
-        "from ddpbench.runtime import environment as e; e._module = lambda name: None; "
-        "facts = e.rank_facts(); print(facts['boot_id'], facts['time_namespace'])"
+        "import sys; from types import SimpleNamespace as N; "
+        "sys.modules['torch'] = N(__version__='', get_num_threads=lambda: 1); "
+        "from ddpbench.runtime import environment; facts = environment.rank_facts(); "
+        "print(facts['boot_id'], facts['time_namespace'])"
     )
     python = [sys.executable, "-c", program]
     same = subprocess.run(python, capture_output=True, text=True, check=True).stdout
@@ -307,8 +308,8 @@ def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
             "sys__fs__cgroup__cpu__cpu.cfs_period_us": "100000\n",
         },
     )
-    facts = cpu.cgroup_limits(tmp_path)
-    assert list(facts.values()) == [0.5, 2000, 1500]
+    assert list(cpu.cgroup_limits(tmp_path / "nowhere").values()) == [None, None, None]
+    assert list(cpu.cgroup_limits(tmp_path).values()) == [0.5, 2000, 1500]
     write(
         tmp_path,
         **{
@@ -316,11 +317,6 @@ def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
             "sys__fs__cgroup__cpu__cpu.cfs_quota_us": "-1\n",
         },
     )
-    assert list(cpu.cgroup_limits(tmp_path).values()) == [None, None, None]
-
-
-def test_no_cgroup_no_limit(tmp_path: Path) -> None:
-    """Without control groups every limit is None."""
     assert list(cpu.cgroup_limits(tmp_path).values()) == [None, None, None]
 
 
@@ -345,23 +341,19 @@ def test_throttled_time_in_either_unit(tmp_path: Path) -> None:
 # Interfaces
 
 
-def test_interface_of_a_local_address() -> None:
-    """Every routable address that this host carries leads to its interface and that one's MTU."""
+def test_an_address_leads_to_its_interface() -> None:
+    """Every routable address of this host, and 127.0.1.1, Debian's own host name; another address
+    has none."""
     names = {
         entry.address: name
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address
     }
-    for address, name in names.items():
+    for address, name in {**names, "127.0.1.1": "lo"}.items():
         facts = environment.interface_of(address)
         mtu = int(Path(f"/sys/class/net/{name}/mtu").read_text())
         assert (facts["name"], facts["mtu_nbytes"]) == (name, mtu)
-
-
-def test_interface_of_loopback_and_of_strangers() -> None:
-    """127.0.1.1, Debian's own host name, is loopback; what is no local address has none."""
-    assert environment.interface_of("127.0.1.1")["name"] == "lo"
     for stranger in ("203.0.113.7", "2001:db8::7", "localhost", ""):
         assert set(environment.interface_of(stranger).values()) == {None}
 
@@ -416,23 +408,6 @@ def test_own_time_counts_every_thread() -> None:
     assert use.own_seconds == pytest.approx(own, abs=0.01)
     assert use.host_busy_seconds is not None
     assert use.host_busy_seconds > 0.9 * own - 0.03
-
-
-def test_switches_count_every_thread() -> None:
-    """A thread that sleeps fifty times adds fifty voluntary switches; a meter can be read twice."""
-    meter = cpu.CpuMeter()
-
-    def sleep() -> None:
-        for _ in range(50):
-            time.sleep(1e-4)
-
-    thread = threading.Thread(target=sleep)
-    thread.start()
-    thread.join()
-    first, second = meter.stop(), meter.stop()
-    assert first.voluntary_switches >= 50
-    assert second.wall_seconds > first.wall_seconds
-    assert second.voluntary_switches >= first.voluntary_switches
 
 
 @pytest.mark.measures_time
