@@ -8,7 +8,6 @@ janitor removes everything: a process that only waits for this.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import shutil
@@ -16,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -60,10 +59,6 @@ class Family:
         """Count all processes in the session of this child as members."""
         with (self.folder / "sessions").open("a") as file:
             file.write(f"{pid}\n")
-
-    def note_pids(self, pids: Mapping[int, int]) -> None:
-        """Store the pids of all ranks, by rank, for the ranks."""
-        (self.folder / "pids").write_text(json.dumps(pids))
 
     def disown(self) -> None:
         """In a forked child: let the janitor wait for the parent only."""

@@ -86,7 +86,6 @@ def run(
                 watch.pids[rank] = pid
                 kin.add(pid)
             os.close(gate)
-            kin.note_pids(watch.pids)
             # The store's server is a thread, so it starts when all are forked.
             store = sockets.serve("127.0.0.1", 0, timedelta(minutes=5))
             os.write(opener, store.port.to_bytes(4, "big") * nproc)

@@ -25,9 +25,9 @@ from ddpbench.records.terminal_text import tell
 
 # Seconds between looks while ranks start, how long that lasts, and seconds between looks later.
 FIND_SECONDS, START_SECONDS, LOOK_SECONDS = 0.05, 10.0, 0.5
-LATE_SECONDS = 6.0  # beyond the deadline, for the ranks to report by themselves
 END_SECONDS = 20.0  # for the ranks to end after a signal
 GRACE_SECONDS = (0.0, 30.0)  # once a rank has failed: until SIGTERM, then until SIGKILL
+WHO_STOPS = "Next: find what stopped it (a debugger, a batch system, kill -STOP), and start again"
 WHO_KILLS = "Next: check in `dmesg` whether memory ran out, else find what killed it"
 
 
@@ -138,14 +138,14 @@ class Watch:
         stopped = {pid: name for pid, name in names.items() if siblings.is_stopped(pid)}
         now = time.monotonic()
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
-        limit = self.deadline.seconds + LATE_SECONDS
+        limit = self.deadline.seconds + siblings.LATE_SECONDS
         late = [pid for pid, since in self._stopped_since.items() if now - since >= limit]
         if not late or not self.deadline.ends:
             return ""
         named = "; ".join(siblings.describe_process(stopped[pid], pid) for pid in late)
         return (
             f"{named} {'is' if len(late) == 1 else 'are'} stopped (SIGSTOP) for longer than "
-            f"{self.deadline.seconds:g} s (--timeout). {siblings.WHO_STOPS}"
+            f"{self.deadline.seconds:g} s (--timeout). {WHO_STOPS}"
         )
 
     def _describe_endless(self) -> str:

@@ -114,7 +114,7 @@ def core_hertz(cores: Iterable[int]) -> float | None:
 
 
 def process_seconds(cores: Container[int]) -> dict[str, float]:
-    """Return CPU seconds so far of the processes that last ran on these cores: "python3 (pid 7)" → s.
+    """Return CPU seconds so far of processes that last ran on these cores: "python3 (pid 7)" → s.
 
     Includes processes of other users and containers, as far as they are visible.
     """

@@ -56,7 +56,7 @@ def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
     """Return the store that all ranks share. Raises Refused if it cannot be reached."""
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=rendezvous.timeout_seconds)
+    timeout = timedelta(seconds=siblings.add_patience(rendezvous.timeout_seconds))
     url = _choose_url(placement, rendezvous)
     try:
         if not url.startswith("tcp://"):  # torchrun's own store, or a file
@@ -73,10 +73,9 @@ def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
         return dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
         reason = control.first_line(error)
-        siblings.end_if_stopped(placement.rank, rendezvous.timeout_seconds)
         raise Refused(
             f"rank {placement.rank} could not connect to the other ranks at {url} within "
-            f"{timeout.total_seconds():g} s: {reason}",
+            f"{rendezvous.timeout_seconds:g} s: {reason}",
             speaker=placement.rank,
         ) from None
 
@@ -174,19 +173,17 @@ def _gather_over_store(
     """Return all ranks' JSON-able values. Raises Refused with the ranks that did not come."""
     keys = {rank: f"ddpbench/{topic}/{rank}" for rank in range(placement.world_size)}
     store.set(keys[placement.rank], json.dumps(value))
-    deadline, absent = time.monotonic() + seconds, list(keys)
+    deadline, absent = time.monotonic() + siblings.add_patience(seconds), list(keys)
     try:
         while absent := [rank for rank in absent if not store.check([keys[rank]])]:
             if time.monotonic() > deadline or store.check(["ddpbench/given up"]):
                 break
             time.sleep(0.01)
     except RuntimeError:
-        siblings.end_if_stopped(placement.rank, seconds)
         others = [rank for rank in keys if rank > 0 and rank not in absent]
         speaker = next(iter(others), placement.rank)
         raise Refused("rank 0 exited during rendezvous: see its error above", speaker) from None
     if absent:
-        siblings.end_if_stopped(placement.rank, seconds)
         present = [rank for rank in keys if rank not in absent]
         store.set("ddpbench/given up", "1")
         _leave_together(store, placement.rank, present)

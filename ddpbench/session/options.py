@@ -206,11 +206,12 @@ def device(text: str) -> str:
 
 def init_method(text: str) -> str:
     """Parse the value of `--init-method`."""
-    if not re.fullmatch(r"env://|tcp://[^/@]+:\d{1,5}|file:///.+", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: must be env://, tcp://HOST:PORT (without user name) or file:///PATH"
-        )
-    return text
+    tcp = re.fullmatch(r"tcp://[^/@?]+:(\d{1,5})", text)
+    if text == "env://" or text.startswith("file:///") or (tcp and 0 < int(tcp[1]) < 65536):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: must be env://, tcp://HOST:PORT (without user name) or file:///PATH"
+    )
 
 
 def import_modules(words: Sequence[str]) -> None:
