@@ -36,4 +36,5 @@ class LoadMeter:
         if uuid not in self._nvml:
             self._nvml[uuid] = gpu_facts.open_nvml(uuid)
         nvml = self._nvml[uuid]
-        return Load(cores, cores, memory_nbytes, nvml and nvml.busy_share(), gpu_nbytes)
+        share = None if nvml is None else nvml.busy_share()
+        return Load(cores, cores, memory_nbytes, share, gpu_nbytes)
