@@ -94,7 +94,7 @@ def run(
             del store
         codes = [rank.returncode or 0 for rank in ranks]
         if killed := [rank for rank in failed if codes[rank] < 0]:
-            watch.report_death(f"rank {killed[0]}", watch.pids[killed[0]], -codes[killed[0]])
+            watch.report_death({ranks[killed[0]].pid: f"rank {killed[0]}"}, -codes[killed[0]])
     own = [code for i, code in enumerate(codes) if i in failed or code not in ENDED]
     # The others were asked to end: the rank that failed reports why.
     return max((5 if code < 0 else code for code in (own if failed else codes)), default=0)

@@ -8,6 +8,7 @@ asked to. It names a rank that was killed if no other rank has done so.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -61,13 +62,13 @@ class Watch:
     pids: dict[int, int] = field(default_factory=dict)  # rank → pid
     sentence: str = ""  # the verdict of this watch
     _began: float = field(default_factory=time.monotonic)
-    _end_requested: float | None = None  # when all ranks were asked to end
+    _end_requested: float = math.inf  # when all ranks were asked to end
     _stopped_since: dict[int, float] = field(default_factory=dict)  # by pid
-    _gone: list[list[int]] = field(default_factory=list)  # ranks that ended, by look
+    _gone: dict[int, float] = field(default_factory=dict)  # rank → when its end was seen
 
     def request_end(self) -> None:
         """Note that the ranks have been asked to end; kill stopped ones, which cannot."""
-        self._end_requested = self._end_requested or time.monotonic()
+        self._end_requested = min(self._end_requested, time.monotonic())
         for pid in filter(siblings.is_stopped, self.pids.values()):
             send_signal(pid, signal.SIGKILL)
 
@@ -76,27 +77,53 @@ class Watch:
 
         Ends the launch if a rank has been stopped for too long, or does not end after a signal.
         """
-        if self.starter is not None and len(self.pids) < self.nproc:
-            with contextlib.suppress(psutil.Error):
-                started = psutil.Process(self.starter).children(recursive=True)
-                for rank, process in siblings.find_ranks(started).items():
-                    self.pids.setdefault(rank, process.pid)
-        sentence = self._describe_stopped() or self._describe_endless()
+        names = {pid: f"rank {rank}" for rank, pid in self.pids.items()}
+        names |= self._find_ranks() if self.starter is not None else {}
+        sentence = self._describe_stopped(names)
+        if time.monotonic() > self._end_requested + END_SECONDS:
+            sentence = f"{_name_all(names)} did not end within {END_SECONDS:g} s: killed"
         if sentence and not self.sentence:
-            self.sentence = sentence
             if not self.kin.verdict:
                 self.kin.mark_verdict(sentence)
                 self.deadline.report(sentence)
+            self.sentence = sentence
             self.kin.kill()
             for pid in self.pids.values():
                 send_signal(pid, signal.SIGKILL)  # it may not have reached its own session
-        gone = {rank for ranks in self._gone for rank in ranks}
-        ranks = {pid: rank for rank, pid in self.pids.items() if rank not in gone}
+        living = {pid: rank for rank, pid in self.pids.items() if rank not in self._gone}
         starting = len(self.pids) < self.nproc and time.monotonic() < self._began + START_SECONDS
-        seconds = FIND_SECONDS if starting else LOOK_SECONDS
-        ended = await_first_end({*children, *ranks}, seconds)
-        if ended := [ranks[pid] for pid in ended if pid in ranks]:
-            self._gone.append(ended)
+        ended = await_first_end({*children, *living}, FIND_SECONDS if starting else LOOK_SECONDS)
+        now = time.monotonic()
+        self._gone |= {living[pid]: now for pid in ended if pid in living}
+
+    def _find_ranks(self) -> dict[int, str]:
+        """Find the ranks that mpirun has started. Return pid → name of mpirun and new children."""
+        assert self.starter is not None
+        names = {self.starter: "mpirun"}
+        missing = [rank for rank in range(self.nproc) if rank not in self.pids]
+        if not missing:
+            return names
+        with contextlib.suppress(psutil.Error):
+            started = psutil.Process(self.starter).children(recursive=True)
+            for rank, process in siblings.find_ranks(started).items():
+                self.pids.setdefault(rank, process.pid)
+            name = f"rank {missing[0]}" if len(missing) == 1 else "a rank that is starting"
+            unnamed = [each.pid for each in started if each.pid not in self.pids.values()]
+            names |= dict.fromkeys(unnamed, name)
+        return names
+
+    def _describe_stopped(self, names: Mapping[int, str]) -> str:
+        """Return a sentence on processes that have been stopped for too long; "" if none."""
+        now, limit = time.monotonic(), self.deadline.seconds + siblings.LATE_SECONDS
+        stopped = [pid for pid in names if siblings.is_stopped(pid)]
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+        late = {pid: names[pid] for pid in stopped if now - self._stopped_since[pid] >= limit}
+        if not late or not self.deadline.ends:
+            return ""
+        return (
+            f"{_name_all(late)} {'is' if len(late) == 1 else 'are'} stopped (SIGSTOP) for longer "
+            f"than {self.deadline.seconds:g} s (--timeout). {WHO_STOPS}"
+        )
 
     def await_mpirun(self, process: Child) -> int:
         """Wait for mpirun. Return the exit code of the launch: 5 if a process was lost.
@@ -106,58 +133,29 @@ class Watch:
         await_children([process], self.wait)
         code = process.poll() or 0
         if code < 0:
-            self.report_death("mpirun", process.pid, -code)
+            self.report_death({process.pid: "mpirun"}, -code)
         elif code > 130:
-            first = next(iter(self._gone), [])
-            missing = [rank for rank in range(self.nproc) if rank not in self.pids]
-            names = [siblings.describe_process(f"rank {rank}", self.pids[rank]) for rank in first]
-            if missing:  # it ended before it was found
-                names = [f"rank {missing[0]}"] if len(missing) == 1 else []
-            self._report_death(" or ".join(names) or "one of the ranks", code - 128)
+            lost = [rank for rank in range(self.nproc) if rank not in self.pids]
+            if not lost:
+                first = min(self._gone.values(), default=0.0)
+                lost = [rank for rank, gone in self._gone.items() if gone == first]
+            # Of several ranks that were never found, any may be the lost one: none is named.
+            known = len(lost) == 1 or all(rank in self.pids for rank in lost)
+            names = {self.pids.get(rank, 0): f"rank {rank}" for rank in lost if known}
+            self.report_death(names, code - 128)
         return 5 if self.sentence or not 0 <= code <= 130 or code in (128, 129) else code
 
-    def report_death(self, name: str, pid: int, number: int) -> None:
-        """Name a process that this signal has ended, unless a rank has reported a verdict."""
-        self._report_death(siblings.describe_process(name, pid), number)
-
-    def _report_death(self, name: str, number: int) -> None:
+    def report_death(self, names: Mapping[int, str], number: int) -> None:
+        """Name processes that this signal has ended, unless a rank has reported a verdict."""
         if not self.sentence and not self.kin.verdict:
-            self.sentence = describe_death(name, number)
+            self.sentence = describe_death(_name_all(names) or "one of the ranks", number)
             self.deadline.report(self.sentence)
 
-    def _describe_stopped(self) -> str:
-        """Return a sentence on processes that have been stopped for too long; "" if none."""
-        names = {pid: f"rank {rank}" for rank, pid in self.pids.items()}
-        if self.starter is not None:
-            names[self.starter] = "mpirun"
-            missing = [rank for rank in range(self.nproc) if rank not in self.pids]
-            name = f"rank {missing[0]}" if len(missing) == 1 else "a rank that is starting"
-            with contextlib.suppress(psutil.Error):
-                for child in psutil.Process(self.starter).children() if missing else ():
-                    names.setdefault(child.pid, name)
-        stopped = {pid: name for pid, name in names.items() if siblings.is_stopped(pid)}
-        now = time.monotonic()
-        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
-        limit = self.deadline.seconds + siblings.LATE_SECONDS
-        late = [pid for pid, since in self._stopped_since.items() if now - since >= limit]
-        if not late or not self.deadline.ends:
-            return ""
-        named = "; ".join(siblings.describe_process(stopped[pid], pid) for pid in late)
-        return (
-            f"{named} {'is' if len(late) == 1 else 'are'} stopped (SIGSTOP) for longer than "
-            f"{self.deadline.seconds:g} s (--timeout). {WHO_STOPS}"
-        )
 
-    def _describe_endless(self) -> str:
-        """Return a sentence on ranks that do not end although they were asked to; "" if none."""
-        if self._end_requested is None or time.monotonic() < self._end_requested + END_SECONDS:
-            return ""
-        names = [
-            siblings.describe_process(f"rank {rank}", pid)
-            for rank, pid in self.pids.items()
-            if psutil.pid_exists(pid)
-        ]
-        return f"{', '.join(names) or 'the ranks'} did not end within {END_SECONDS:g} s: killed"
+def _name_all(names: Mapping[int, str]) -> str:
+    """Return "rank 1 (host, pid 7); rank 2 (host, pid 8)"; pid 0 is unknown."""
+    named = [siblings.describe_process(name, pid) if pid else name for pid, name in names.items()]
+    return "; ".join(named)
 
 
 def describe_death(name: str, number: int) -> str:
