@@ -59,7 +59,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # cli imports the commands by name, when they are called.
     "cli": ("version", "records", "session", "commands"),
     "pytest_plugin": (
-        "version", "records", "analysis", "verdicts", "present", "nested_runs", "commands",
+        "version", "records", "analysis", "verdicts", "present", "session", "nested_runs",
+        "commands",
     ),
     "__main__": ("cli",),
 }  # fmt: skip

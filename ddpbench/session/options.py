@@ -30,34 +30,34 @@ SAME = {  # names of dtypes elsewhere
     **dict.fromkeys(("double", "fp64", "f64"), "float64"),
     "bf16": "bfloat16",
 }
-SIZES = "--sizes FIRST:LAST:xFACTOR, such as --sizes 8:128M:x2"
-TORCHRUN = "it for torchrun, before the module: torchrun --nnodes 2 … -m ddpbench.COMMAND …"
-RANKS = "-n N, the number of ranks on this host"
-REPEATED = "--precision PERCENT or --case-time SECONDS, which end a case; ddp also takes --rounds N"
-INSTEAD = {  # options of torchrun, nccl-tests, OSU and others → what to write
-    **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--nproc", "--world-size"), RANKS),
-    **dict.fromkeys(("-g", "--ngpus", "--gpus"), RANKS),
-    **dict.fromkeys(("--iters", "--iterations", "--steps"), REPEATED),
-    **dict.fromkeys(("-i", "--stepbytes"), "--sizes 4:1K:+256 for a step of 256 bytes"),
-    **dict.fromkeys(
-        ("--warmup", "--warmup_iters", "-w", "-x"), "nothing: every case warms up itself"
+# What to write → the options of torchrun, nccl-tests, OSU and others that it replaces.
+ANSWERS = {
+    "-n N, the number of ranks on this host": (
+        "--nproc-per-node --nproc_per_node --nproc --world-size -g --ngpus --gpus -np"
     ),
-    **dict.fromkeys(("-b", "-e", "-f", "--minbytes", "--maxbytes", "--stepfactor"), SIZES),
-    **dict.fromkeys(("-s", "--size", "--message-size"), SIZES),
-    **dict.fromkeys(("-d", "--datatype"), "--dtype float32"),
-    **dict.fromkeys(("-o", "--redop"), "--reduce-op sum"),
-    **dict.fromkeys(("-m", "--agg_iters", "--pipelined"), "--mode pipelined --in-flight N"),
-    **dict.fromkeys(("--nnodes", "--node-rank", "--node_rank", "--standalone"), TORCHRUN),
-    **dict.fromkeys(("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"), TORCHRUN),
-    **dict.fromkeys(("-c", "--check"), "nothing: results are checked unless you write --no-check"),
-    **dict.fromkeys(("--fsdp", "--tp", "--hsdp"), "--parallel fsdp, hsdp, tp or fsdp+tp in ddp"),
-    **dict.fromkeys(("--hostfile", "-H", "--host"), "it for mpirun, before python"),
-    "-np": RANKS,
-    **dict.fromkeys(("-r", "--root-rank"), "--root RANK"),
-    **dict.fromkeys(("-J", "--json"), "--format json"),
-    "--model": "--workload package.module:function",
-    "--collective": "--op all_reduce",
+    "--precision PERCENT or --case-time SECONDS, which end a case; ddp also takes --rounds N": (
+        "--iters --iterations --steps"
+    ),
+    "--sizes FIRST:LAST:xFACTOR, such as --sizes 8:128M:x2": (
+        "-b -e -f --minbytes --maxbytes --stepfactor -s --size --message-size"
+    ),
+    "--sizes 4:1K:+256 for a step of 256 bytes": "-i --stepbytes",
+    "nothing: every case warms up itself": "--warmup --warmup_iters -w -x",
+    "nothing: results are checked unless you write --no-check": "-c --check",
+    "--dtype float32": "-d --datatype",
+    "--reduce-op sum": "-o --redop",
+    "--root RANK": "-r --root-rank",
+    "--op all_reduce": "--collective",
+    "--mode pipelined --in-flight N": "-m --agg_iters --pipelined",
+    "--format json": "-J --json",
+    "--workload package.module:function": "--model",
+    "--parallel fsdp, hsdp, tp or fsdp+tp in ddp": "--fsdp --tp --hsdp",
+    "it for mpirun, before python": "--hostfile -H --host",
+    "it for torchrun, before the module: torchrun --nnodes 2 … -m ddpbench.COMMAND …": (
+        "--nnodes --node-rank --node_rank --standalone --rdzv-backend --rdzv-endpoint --rdzv-id"
+    ),
 }
+INSTEAD = {option: answer for answer, options in ANSWERS.items() for option in options.split()}
 VARIANT = "VARIANT"  # metavar of an option whose value consists of options
 
 
