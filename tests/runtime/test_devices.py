@@ -39,16 +39,6 @@ def test_an_unknown_kind_is_refused_with_the_kinds_that_exist(frozen: Frozen) ->
     frozen.text(str(caught.value))
 
 
-def test_the_cpu_needs_no_arguments_that_a_gpu_needs() -> None:
-    """DDP, barriers and generators get no device on the CPU."""
-    kind = devices.of(CPU)
-    assert kind.ddp_device_ids(CPU) is None
-    assert kind.seeded_devices(CPU) == []
-    assert len(kind.random_states(CPU)) == 1
-    assert kind.unusable() is None
-    assert kind.free_nbytes(CPU) is not None
-
-
 def test_a_device_has_one_identity_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU or a part of one (MIG) as nvidia-smi writes it, although torch's UUID lacks the prefix
     and CUDA may report the GPU's UUID for each part; a device without UUID by its host."""

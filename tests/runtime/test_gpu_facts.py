@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ddpbench.runtime import environment, gpu_facts
-from ddpbench.watch.observe.facts import Facts
 
 BODY = "1f2e3d4c-0000-1111-2222-333344445555"
 PROPERTIES = {
@@ -112,32 +111,6 @@ def test_a_part_of_a_gpu_is_found_and_its_gpu_answers(
     assert state["sm_clock_hertz"] == 1_410_000_000
     assert gpu_facts.gpu()["gpu_uuid"] == f"MIG-{BODY}"
     assert gpu_facts.gpu_links()["gpu_nvlinks"] is None
-
-
-def test_another_thread_asks_for_the_gpu_that_holds_the_tensors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The current GPU of a thread is its own: the watch names the GPU on which this rank holds most
-    memory, not the one that is current in its thread."""
-    held = {0: 0, 1: 5 << 30, 2: 0}
-    bodies = [f"{index}{BODY[1:]}" for index in held]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(held))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held[device.index])
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda index: SimpleNamespace(name="", uuid=bodies[index]),
-    )
-    reasons = {"gpu 0": 6, "gpu 1": 4, "gpu 2": 6}
-    queries = SINCE_535 | {"nvmlDeviceGetCurrentClocksEventReasons": reasons.__getitem__}
-    a_nvml(monkeypatch, {f"GPU-{bodies[n]}": f"gpu {n}" for n in held}, **queries)
-    watched = Facts({})
-    facts = watched.read()
-    watched.close()
-    assert facts["gpu_slowed_by_SwPowerCap"] == 1
-    state = gpu_facts.gpu_state(f"GPU-{bodies[0]}")
-    assert state is not None
-    assert state["throttle_reasons"] == ["ApplicationsClocksSetting", "SwPowerCap"]
 
 
 def test_without_nvml_torch_still_tells(monkeypatch: pytest.MonkeyPatch) -> None:
