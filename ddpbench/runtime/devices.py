@@ -330,7 +330,6 @@ class Cuda(Accelerator):
             return None
         hidden = [f"{name}={shlex.quote(os.environ[name])}" for name in HIDING & os.environ.keys()]
         place = f" with {' '.join(hidden)}" if hidden and NO_DEVICE.search(error) else ""
-        # GPUs behind an NVSwitch wait for this service.
         hint = " (check that nvidia-fabricmanager runs)" if "Error 802" in error else ""
         # CUDA's own number and text, else the first sentence.
         line = error.strip().splitlines()[0]

@@ -46,7 +46,7 @@ class Rendezvous:
 
     @property
     def group_timeout(self) -> timedelta:
-        """The time-out of torch's groups: longer than the watchdog's, which can name ranks."""
+        """Return the time-out of torch's groups: later than the watchdog, which can name ranks."""
         if self.watchdog != "end":
             return timedelta(days=20)  # more would overflow 32 bits of milliseconds
         return timedelta(seconds=self.timeout_seconds + 30)
@@ -176,7 +176,7 @@ def _gather_over_store(
     deadline, absent = time.monotonic() + siblings.add_patience(seconds), list(keys)
     try:
         while absent := [rank for rank in absent if not store.check([keys[rank]])]:
-            if time.monotonic() > deadline or store.check(["ddpbench/given up"]):
+            if time.monotonic() > deadline or store.check(["ddpbench/gave up"]):
                 break
             time.sleep(0.01)
     except RuntimeError:
@@ -185,7 +185,7 @@ def _gather_over_store(
         raise Refused("rank 0 exited during rendezvous: see its error above", speaker) from None
     if absent:
         present = [rank for rank in keys if rank not in absent]
-        store.set("ddpbench/given up", "1")
+        store.set("ddpbench/gave up", "1")
         _leave_together(store, placement.rank, present)
         raise Refused(
             f"{len(absent)} of {placement.world_size} ranks did not join within {seconds:g} s "

@@ -65,18 +65,18 @@ class World:
 
     @property
     def interrupted(self) -> str | None:
-        """Name of the signal that asked this rank to stop; None if none did."""
+        """Return the name of the signal that asked this rank to stop; None if none did."""
         number = self.watchdog.signal
         return None if number is None else signal.Signals(number).name
 
     @property
     def machines(self) -> dict[str, list[int]]:
-        """Boot id → ranks that share cores, memory and clock."""
+        """Return boot id → ranks that share cores, memory and clock."""
         return self._group_ranks(lambda member: member.boot_id)
 
     @property
     def hosts(self) -> dict[str, list[int]]:
-        """Network → ranks that share it: containers of one machine can be several hosts."""
+        """Return network → ranks that share it: containers of one machine can be several hosts."""
         return self._group_ranks(lambda member: f"{member.boot_id}/{member.network}")
 
     def _group_ranks(self, key: Callable[[RankIdentity], str]) -> dict[str, list[int]]:
@@ -87,23 +87,23 @@ class World:
 
     @property
     def neighbours(self) -> list[int]:
-        """The ranks on this rank's machine, including itself."""
+        """Return the ranks on this rank's machine, including itself."""
         return self.machines[self.members[self.rank].boot_id]
 
     def memory_mates(self, device: torch.device) -> list[int]:
-        """The ranks that share the memory of this rank's device, including itself."""
+        """Return the ranks that share the memory of this rank's device, including itself."""
         return self.neighbours if devices.of(device).memory == "host" else self.gpu_mates
 
     @property
     def address(self) -> str:
-        """This rank's address for gloo on the other hosts."""
+        """Return this rank's address for gloo on the other hosts."""
         if len(self.hosts) == 1:
             return "127.0.0.1"
         return next(iter(self.endpoints[self.rank].listening), "127.0.0.1")
 
     @property
     def addresses(self) -> list[str]:
-        """Local addresses from which the tested backend reaches other hosts, most used first.
+        """Return local addresses from which the backend reaches other hosts, the most used first.
 
         Read from this process's sockets once the backend has connected; empty for a backend
         without sockets.

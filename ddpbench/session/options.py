@@ -226,9 +226,9 @@ def import_modules(words: Sequence[str]) -> None:
             try:
                 import_module(module)
             except (ImportError, TypeError, ValueError) as error:
-                found = isinstance(error, ImportError) and error.name != module.split(".")[0]
-                name = "" if found else ". Write my_op for the file my_op.py in this folder"
-                raise placement.Refused(f"--import {module}: {error}{name}") from None
+                exists = isinstance(error, ImportError) and error.name != module.split(".")[0]
+                hint = "" if exists else ". Write my_op for the file my_op.py in this folder"
+                raise placement.Refused(f"--import {module}: {error}{hint}") from None
 
 
 def add_group(parser: argparse.ArgumentParser, title: str, texts: str) -> Callable[..., None]:

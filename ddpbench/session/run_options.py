@@ -55,9 +55,9 @@ class RunOptions:
 
     @classmethod
     def of(cls, namespace: argparse.Namespace) -> Self:
-        given = {field.name: getattr(namespace, field.name) for field in fields(cls)}
-        paced = given["paced"] and tuple(given["paced"])
-        return cls(**{**given, "modules": tuple(given["modules"]), "paced": paced})
+        values = {field.name: getattr(namespace, field.name) for field in fields(cls)}
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values | lists)
 
     @property
     def subjects(self) -> tuple[str, ...]:
