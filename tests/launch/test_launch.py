@@ -47,6 +47,10 @@ BY_SRUN = Placement("srun", 3, 4, 1, None)
         (SRUN, BY_SRUN),
         (SRUN_PMI2, BY_SRUN),
         (BATCH, None),
+        # The shell of salloc, that of `srun --pty`, and a task that is started from such a shell.
+        ({**BATCH, "SLURM_STEP_ID": "4294967290"}, None),
+        ({**BATCH, "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "41511"}, None),
+        ({**SRUN, "SLURM_PTY_PORT": "41511"}, BY_SRUN),
         ({**BATCH, **TORCHRUN}, BY_TORCHRUN),
         ({**SRUN, **TORCHRUN}, BY_TORCHRUN),
         ({**OPEN_MPI, **TORCHRUN}, BY_TORCHRUN),

@@ -125,17 +125,6 @@ def test_a_machine_that_withholds_everything_gives_none(monkeypatch: pytest.Monk
     assert (use.host_busy_seconds, use.steal_seconds, use.throttled_seconds) == (None, None, None)
 
 
-def test_import_starts_nothing() -> None:
-    """Importing the module loads neither torch nor NVML and starts no process."""
-    program = (
-        "import sys; sys.addaudithook(lambda event, _: event in ('subprocess.Popen', 'os.fork', "
-        "'os.posix_spawn', 'os.system') and sys.exit(event)); import ddpbench.runtime.environment; "
-        "sys.exit(' '.join({'torch', 'numpy', 'pynvml'} & set(sys.modules)) or 0)"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
-
-
 def test_clock_domain_sees_a_time_namespace() -> None:
     """A process in another time namespace reports another clock domain on the same boot."""
     program = (
@@ -161,22 +150,6 @@ def test_numbers_are_written_as_the_kernel_writes_a_cpuset() -> None:
     """Ranges and single numbers, in ascending order, each once."""
     numbers = ([0, 1, 2, 3, 8], [5], [9, 1, 0, 9], [])
     assert list(map(environment.compact, numbers)) == ["0-3,8", "5", "0-1,9", ""]
-
-
-def test_cpuset_is_the_affinity_of_this_process() -> None:
-    """A process pinned to one core says so, in the kernel's own notation."""
-    allowed = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {max(allowed)})
-        assert environment.rank_facts()["cpuset"] == str(max(allowed))
-    finally:
-        os.sched_setaffinity(0, allowed)
-    (line,) = (
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("Cpus_allowed_list")
-    )
-    assert environment.rank_facts()["cpuset"] == line.split()[1]
 
 
 # Variables
