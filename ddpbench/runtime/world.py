@@ -114,12 +114,13 @@ class World:
         return sockets.local_addresses(connections, frozenset().union(*remote))
 
     def agree_device(self, name: str) -> torch.device:
-        """Return this rank's device: of those that it sees, the one with its number on the host.
+        """Return this rank's device: of those that it sees, the one with its number on its host.
 
         With --share-gpu, two ranks may share one. Raises Refused with the ranks if more would.
         """
         kind = devices.get(name)
-        index = self.placement.local_rank % max(1, kind.count())
+        host = next(ranks for ranks in self.hosts.values() if self.rank in ranks)
+        index = host.index(self.rank) % max(1, kind.count())
         identity = kind.identity(index)
         used = control.gather_values(self, identity)
         if None in used:  # all ranks may share it
