@@ -290,8 +290,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     add("--master-addr", metavar="HOST")
     add("--master-port", kind=whole(1, 65535), metavar="PORT")
     add("--timeout", kind=time_limit, default=60.0, metavar="SECONDS")
-    choices = ("end", "report", "off")
-    add("--watchdog", default="end", choices=choices)
+    add("--watchdog", default="end", choices=("end", "report", "off"))
 
 
 REPEATS = """
