@@ -1,17 +1,18 @@
 """The command line: find the command, parse its options, run it, report its errors.
 
 Each module of ddpbench/commands/ is a command with the module's name. It has a docstring (the
-description in its --help), the string constants GROUP (one of GROUPS) and HELP (its line in the
-overview), and two functions: add_arguments(parser), and run(namespace, words) → the exit code.
+description in its --help), two constants, each in one line, GROUP (one of GROUPS) and HELP (its
+line in the overview), and two functions: add_arguments(parser), and run(namespace, words) → the
+exit code.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import get_data, iter_modules
 
 from ddpbench import commands
 from ddpbench.records.terminal_text import prepare_streams
@@ -80,21 +81,9 @@ def read_groups() -> dict[str, dict[str, str]]:
 
 
 def _read_constants(name: str) -> dict[str, str]:
-    """Return the string constants that a command's module assigns at its top level."""
-    import ast
-    from importlib.util import find_spec
-
-    spec = find_spec(f"{commands.__name__}.{name}")
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_bytes())
-    return {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name) and isinstance(node.value.value, str)
-    }
+    """Return the string constants that a command's module assigns at its top level, in one line."""
+    source = get_data(commands.__name__, f"{name}.py") or b""
+    return dict(re.findall(r'^([A-Z]+) = "(.*)"$', source.decode(), re.MULTILINE))
 
 
 def _format_overview() -> str:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ddpbench.catalog import sizes
 from ddpbench.catalog.backends import Backend
@@ -20,7 +20,7 @@ from ddpbench.runtime import control, cpu, devices
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, launch_loop
-from ddpbench.session.launch_loop import LaunchContext, Work
+from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.session.sweep_options import Options as Options
 from ddpbench.session.sweep_options import add_arguments as add_arguments  # used by cli
 from ddpbench.session.sweep_options import default_sizes
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from ddpbench.measure import pace
     from ddpbench.measure.calibrate import Rates
     from ddpbench.runtime.subgroups import Subgroup
-    from ddpbench.session.recorder import Recorder
 
 
+Requested = tuple[Case, int]  # a case, and the bytes that the user requested
 Links = dict[tuple[str, str], "Limit | None"]  # (partition, operation) → limit of the GPUs' links
 
 
 def run(options: Options, placement: Placement) -> int:
     """Run one rank's part of a sweep over the backends. Return the exit code."""
-    return launch_loop.run(options, placement, prepare)
+    return launch_loop.run(options, placement, measure_launch)
 
 
-def prepare(context: LaunchContext[Options]) -> Work[Numbered]:
-    """List the cases of one launch in random order, and measure the limits of these ranks."""
+def measure_launch(context: LaunchContext[Options]) -> Recorder:
+    """Measure the cases of one launch in random order, in all ranks together."""
     from ddpbench.measure import calibrate, loop
 
     world, options, plan = context.world, context.options, context.plan
@@ -54,30 +54,24 @@ def prepare(context: LaunchContext[Options]) -> Work[Numbered]:
         launch_loop.barrier_to_connect(world, context.backend, subgroup.group, context.device)
     loop.settle()
     partitions = [subgroup.partition for subgroup in subgroups.values()]
-    requests = list_cases(options, context.backend, plan, partitions)
-    random.Random(f"{plan.seed}/{context.index}").shuffle(requests)
+    cases = list_cases(options, context.backend, plan, partitions)
+    random.Random(f"{plan.seed}/{context.index}").shuffle(cases)
     world.watchdog.begin_phase("the calibration of limits")
     rates = calibrate.Rates()
     if options.peak_bandwidth is None:
-        copied = {case.nbytes for case, _ in requests}
+        copied = {case.nbytes for case, _ in cases}
         rates = calibrate.measure_rates(world, context.device, copied, partitions)
-    return Work(
-        [Numbered(number, *request) for number, request in enumerate(requests, 1)],
-        lambda request: (
-            f"case {request.number} of {len(requests)}: {request.case.called} "
-            f"{sizes.readable(request.case.nbytes)} on {context.backend.name}"
-        ),
-        lambda recorder, progress: Sweep(context, subgroups, rates, recorder).measure,
-        {"rates": asdict(rates)},
-    )
+    recorder = context.gather_recorder(len(cases), rates=asdict(rates))
+    sweep = Sweep(context, subgroups, rates, recorder)
 
+    def describe(numbered: tuple[int, Requested]) -> str:
+        number, (case, _) = numbered
+        size = sizes.readable(case.nbytes)
+        return f"case {number} of {len(cases)}: {case.called} {size} on {case.backend}"
 
-class Numbered(NamedTuple):
-    """A case, its number in the order of measurement, and the size that the user requested."""
-
-    number: int
-    case: Case
-    requested_nbytes: int
+    for _, requested in recorder.agree_cases([*enumerate(cases, 1)], describe):
+        recorder.add(*sweep.measure(*requested))
+    return recorder
 
 
 class Sweep:
@@ -117,12 +111,12 @@ class Sweep:
         self.meter = cpu.CpuMeter()
         self.others_share: float | None = None  # of the cores, used by other processes
 
-    def measure(self, request: Numbered) -> tuple[Result, dict[str, Any] | None]:
+    def measure(self, case: Case, requested_nbytes: int) -> tuple[Result, dict[str, Any] | None]:
         """Measure one case. Return its result and, in rank 0, the columns of its samples."""
         from ddpbench.measure import pace
         from ddpbench.session.summary import summarise_result
 
-        context, case, started = self.context, request.case, time.monotonic()
+        context, started = self.context, time.monotonic()
         world, options, plan = context.world, context.options, context.plan
         operation, subgroup = OPERATIONS[case.operation], self.subgroups[case.group]
         objection = subgroup.partition.objection or _objection(case, world, context.device)
@@ -145,7 +139,7 @@ class Sweep:
             launch=context.index,
             bus_factor=operation.bus_factor(case.world_size),
             least_nbytes=operation.least_nbytes(case),
-            requested_nbytes=request.requested_nbytes,
+            requested_nbytes=requested_nbytes,
             reason=samples.objection,
             wrong=tuple(pace.gather_wrong(world, samples)),
             **facts,
@@ -176,7 +170,7 @@ class Sweep:
 
 def list_cases(
     options: Options, backend: Backend, plan: Plan, partitions: Sequence[Partition]
-) -> list[tuple[Case, int]]:
+) -> list[Requested]:
     """List the cases of a sweep on one backend, each once, with the size that was requested."""
     requested = options.sizes or default_sizes(backend.name, options.device)
     cases: dict[Case, int] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddpbench.catalog import workloads
 from ddpbench.catalog.backends import Backend
@@ -11,24 +11,21 @@ from ddpbench.launch.placement import Placement, Refused
 from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, launch_loop
-from ddpbench.session.launch_loop import LaunchContext, Measure, Work
-from ddpbench.session.recorder import Outcome
+from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.session.step_options import Options as Options
 from ddpbench.session.step_options import add_arguments as add_arguments  # used by cli
 
 if TYPE_CHECKING:
     from ddpbench.measure.parallel.meshes import Meshes
-    from ddpbench.session.progress import Progress
-    from ddpbench.session.recorder import Recorder
 
 
 def run(options: Options, placement: Placement) -> int:
     """Run one rank's part over all backends and workloads. Return the exit code."""
-    return launch_loop.run(options, placement, prepare)
+    return launch_loop.run(options, placement, measure_launch)
 
 
-def prepare(context: LaunchContext[Options]) -> Work[str]:
-    """Prepare the workloads of one launch."""
+def measure_launch(context: LaunchContext[Options]) -> Recorder:
+    """Measure the workloads of one launch, in all ranks together."""
     import torch
 
     from ddpbench.session.trial import Trial
@@ -38,23 +35,17 @@ def prepare(context: LaunchContext[Options]) -> Work[str]:
     torch.set_num_threads(threads)
     _agree_hook(context.world, options, context.backend)
     meshes = _agree_meshes(context)
+    recorder = context.gather_recorder(len(options.subjects), threads=threads)
+    trial = Trial(context, threads, meshes)
     step = "DDP step" if meshes is None else f"{options.parallel} step"
 
-    def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
-        trial = Trial(context, threads, meshes)
+    def describe(name: str) -> str:
+        return f"the {step} of {name} on {context.backend.name}"
 
-        def measure(name: str) -> tuple[Outcome, dict[str, Any] | None]:
-            torch.manual_seed(context.plan.seed)  # models draw the same numbers in all ranks
-            return trial.measure(workloads.get(name), progress)
-
-        return measure
-
-    return Work(
-        options.subjects,
-        lambda name: f"the {step} of {name} on {context.backend.name}",
-        begin,
-        {"threads": threads},
-    )
+    for name in recorder.agree_cases(options.subjects, describe):
+        torch.manual_seed(context.plan.seed)  # models draw the same numbers in all ranks
+        recorder.add(*trial.measure(workloads.get(name), recorder.progress))
+    return recorder
 
 
 def _agree_meshes(context: LaunchContext[Options]) -> Meshes | None:

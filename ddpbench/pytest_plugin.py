@@ -19,7 +19,6 @@ A test that was SLOWER does not become the base of the next run. To accept it, s
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import re
@@ -39,12 +38,8 @@ KEY = "ddpbench"  # in a benchmark's extra_info, and at the top level of a saved
 NO_BENCHMARK = "ddpbench's fixtures need pytest-benchmark: pip install pytest-benchmark"
 # fixture → command, default options, options for a short run that only checks the result
 COMMANDS = {
-    "collective_benchmark": ("collectives", (), ("--case-time=0.05",)),
-    "ddp_benchmark": (
-        "ddp",
-        ("--no-breakdown", "--case-time=5"),
-        ("--rounds=1", "--steps-per-round=1"),
-    ),
+    "collective_benchmark": ("collectives", "", "--case-time=0.05"),
+    "ddp_benchmark": ("ddp", "--no-breakdown --case-time=5", "--rounds=1 --steps-per-round=1"),
 }
 
 
@@ -133,17 +128,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _above_zero(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    from ddpbench.session.options import positive  # only if the option is given
+
+    return positive(text)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Read the saved runs to compare with, before this session saves anything."""
     suite = session.config.stash[SUITE] = Suite(page=_find_page(session.config))
-    wanted = session.config.getoption("--ddpbench-compare")
-    if wanted is None:
+    requested = session.config.getoption("--ddpbench-compare")
+    if requested is None:
         return
     benchmarks = session.config.pluginmanager.get_plugin("pytest-benchmark")
     if benchmarks is None:
@@ -154,13 +148,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             "parallel with -n), so nothing would be compared: leave out one of the two"
         )
     try:
-        files = list(benchmarks.storage.load(*([wanted] if wanted else [])))
-        suite.saved = _saved(files, accepted_only=not wanted)
+        files = list(benchmarks.storage.load(*([requested] if requested else [])))
+        suite.saved = _read_saved(files, accepted_only=not requested)
     except ValueError as error:
         raise pytest.UsageError(f"--ddpbench-compare: {error}") from None
-    if wanted and not files:
+    if requested and not files:
         raise pytest.UsageError(
-            f"--ddpbench-compare={wanted}: {benchmarks.storage} contains no such run: give its "
+            f"--ddpbench-compare={requested}: {benchmarks.storage} contains no such run: give its "
             "number as =0001, the path of a file, or no value for the newest"
         )
 
@@ -174,12 +168,14 @@ def _find_page(config: pytest.Config) -> Path | None:
 
     path: Path = config.invocation_params.dir / name
     missing = page_file.explain_missing("--ddpbench-report-file")
-    if wrong := missing or page_file.explain_unusable(path):
-        raise pytest.UsageError(wrong)
+    if objection := missing or page_file.explain_unusable(path):
+        raise pytest.UsageError(objection)
     return path
 
 
-def _saved(files: Sequence[tuple[Path, Any]], accepted_only: bool) -> dict[str, list[Measured]]:
+def _read_saved(
+    files: Sequence[tuple[Path, Any]], accepted_only: bool
+) -> dict[str, list[Measured]]:
     """Return the measurements of each test in these files, the newest last.
 
     accepted_only: exclude those that were SLOWER when saved, so that no slow run becomes a base.
@@ -197,8 +193,8 @@ def _saved(files: Sequence[tuple[Path, Any]], accepted_only: bool) -> dict[str, 
     from ddpbench.nested_runs import one_case
 
     return {
-        name: [one_case.from_json(stored, number) for number, stored in every[-LEARNT_FROM:]]
-        for name, every in saved.items()
+        test: [one_case.from_json(figures, number) for number, figures in runs[-LEARNT_FROM:]]
+        for test, runs in saved.items()
     }
 
 
@@ -211,8 +207,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         names: list[str] = getattr(item, "fixturenames", [])
         if COMMANDS.keys() & set(names):
             clock = item.stash[CLOCK] = LaunchClock()
-            own = item.get_closest_marker("benchmark")
-            settings = {**(own.kwargs if own else {}), "timer": clock}
+            marker = item.get_closest_marker("benchmark")
+            settings = {**(marker.kwargs if marker else {}), "timer": clock}
             item.add_marker(pytest.mark.benchmark(**settings), append=False)
             if "benchmark" not in names:
                 names.append("benchmark")  # --benchmark-only and --benchmark-skip look for it
@@ -254,30 +250,29 @@ def _benchmark(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Run:
     option, folder = request.config.getoption, _folder(request)
     command, defaults, short = COMMANDS[str(request.fixturename)]
     launches = f"--launches={option('--ddpbench-launches')}"
-    arguments = [*defaults, launches, *one_case.words(settings)]
+    arguments = [*defaults.split(), launches, *one_case.words(settings)]
     if benchmark.disabled:  # checked, not timed
-        arguments += [*short, "--launches=1"]
+        arguments += [*short.split(), "--launches=1"]
     suite, test = request.config.stash[SUITE], request.node.nodeid
     base = (suite.saved or {}).get(test)
     try:
         for suffix in ("", "-again"):
             folder = folder.with_name(folder.name + suffix)
             run = one_case.measure(command, arguments, folder, option("--ddpbench-deadline"))
-            found = one_case.only_case(run)
-            if not (base and found.side and found.side.busy >= BUSY_LAUNCHES):
+            measured = one_case.only_case(run)
+            if not (base and measured.side and measured.side.busy >= BUSY_LAUNCHES):
                 break  # else measure again, as a busy host withholds the verdict
     except one_case.Unmeasured as problem:
         _give_up(benchmark, problem)
         raise pytest.fail.Exception(str(problem), pytrace=False) from None
-    if found.side is None:
+    if measured.side is None:
         if base:
-            suite.skipped[test] = found.reason
-        pytest.skip(found.reason)
-    stored = one_case.to_json(run, found, folder)
-    benchmark.extra_info[KEY] = stored
+            suite.skipped[test] = measured.reason
+        pytest.skip(measured.reason)
+    figures = benchmark.extra_info[KEY] = one_case.to_json(run, measured, folder)
     if not benchmark.disabled:
-        suite.measured[test] = one_case.from_json(stored)
-    _feed(benchmark, clock, found.side.times)
+        suite.measured[test] = one_case.from_json(figures)
+    _feed(benchmark, clock, measured.side.times)
     return run
 
 
@@ -301,23 +296,23 @@ def _pytest_benchmark(request: pytest.FixtureRequest) -> tuple[Any, LaunchClock]
 
 def _folder(request: pytest.FixtureRequest) -> Path:
     name = re.sub(r"[^\w.-]+", "-", request.node.name)[:100].strip("-")
-    kept = request.config.getoption("--ddpbench-results")
-    if kept is None:
+    results = request.config.getoption("--ddpbench-results")
+    if results is None:
         factory: pytest.TempPathFactory = request.getfixturevalue("tmp_path_factory")
         return factory.mktemp(KEY) / name
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%fZ")
-    return Path(kept).absolute() / f"{stamp}-{name}"
+    return Path(results).absolute() / f"{stamp}-{name}"
 
 
 def _feed(benchmark: Any, clock: LaunchClock, medians: Sequence[float]) -> None:
     """Feed one round per launch, each exactly as long as the launch's median."""
-    left = itertools.cycle(medians)
+    seconds = itertools.cycle(medians)
 
     def start_at_zero() -> None:
         clock.seconds = 0.0
 
     def launch() -> None:
-        clock.seconds = next(left)
+        clock.seconds = next(seconds)
 
     benchmark.pedantic(launch, setup=start_at_zero, rounds=len(medians), iterations=1)
 

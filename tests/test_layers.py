@@ -59,7 +59,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # cli imports the commands by name, when they are called.
     "cli": ("version", "records", "session", "commands"),
     "pytest_plugin": (
-        "version", "records", "analysis", "verdicts", "present", "nested_runs", "commands",
+        "version", "records", "analysis", "verdicts", "present", "session", "nested_runs",
+        "commands",
     ),
     "__main__": ("cli",),
 }  # fmt: skip
@@ -204,7 +205,7 @@ def test_the_layers_are_ordered() -> None:
         ("runtime/cpu.py", "from ..catalog import backends"),
         ("runtime/control.py", "from ddpbench import verify_replicas"),
         ("__init__.py", "from ddpbench.replicas import Report"),
-        ("session/recorder.py", "if __name__ != '__main__':\n    import ddpbench.cli"),
+        ("session/launch_loop.py", "if __name__ != '__main__':\n    import ddpbench.cli"),
     ],
 )
 def test_an_upward_import_is_found(path: str, code: str) -> None:
@@ -332,7 +333,6 @@ KINDS_NAMED = {
     "present/case_labels.py": "the CPU is not written out",
     "replicas/channel.py": "a group's own list of the kinds that it carries",
     "runtime/nccl_library.py": "torch's number of the NCCL that it was built with",
-    "session/start_ranks.py": "what was asked for on the CPU is refused without a host's name",
 }  # fmt: skip
 
 

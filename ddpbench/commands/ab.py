@@ -108,7 +108,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
             for number in range(done, blocks):
                 progress.describe(f"block {number + 1}, judged after {blocks}")
                 measure_block()
-                progress.advance(1)
+                progress.advance()
             done, confidence = blocks, level
             if INCONCLUSIVE not in _compare(namespace, variants, folder, confidence).counts:
                 return

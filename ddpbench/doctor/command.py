@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ddpbench.catalog import faults
 from ddpbench.doctor.context import Context
@@ -15,12 +14,8 @@ from ddpbench.launch.placement import Placement
 from ddpbench.present.examinations import FINDING_COLUMNS
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.session import launch_facts, launch_loop, options
-from ddpbench.session.launch_loop import LaunchContext, Measure, Work
+from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.session.run_options import RunOptions
-
-if TYPE_CHECKING:
-    from ddpbench.session.progress import Progress
-    from ddpbench.session.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -89,33 +84,36 @@ def run(options: Options, placement: Placement) -> int:
     with contextlib.ExitStack() as injected:
         for text in options.inject:
             injected.enter_context(faults.parse(text, faults.IN_SET_UP).around(placement))
-        return launch_loop.run(options, placement, prepare)
+        return launch_loop.run(options, placement, examine_launch)
 
 
-def prepare(launch: LaunchContext[Options]) -> Work[str]:
-    """Return the examinations of one launch."""
+def examine_launch(launch: LaunchContext[Options]) -> Recorder:
+    """Run the examinations of one launch, in all ranks together."""
     import torch
 
     torch.set_num_threads(launch_facts.agree_thread_count(launch.world))
     options, backend = launch.options, launch.backend
+    recorder = launch.gather_recorder(len(options.only))
+    context = Context(
+        world=launch.world,
+        backend=backend,
+        process_group=launch.tested,
+        device=launch.device,
+        launch=recorder.launch,
+        seed=launch.plan.seed,
+        seconds=options.case_time,
+        by=options.by,
+        max_pairs=options.max_pairs,
+        modules=options.modules,
+        report_progress=recorder.progress.describe,
+    )
 
-    def begin(recorder: Recorder, progress: Progress) -> Measure[str]:
-        context = Context(
-            world=launch.world,
-            backend=backend,
-            process_group=launch.tested,
-            device=launch.device,
-            launch=recorder.launch,
-            seed=launch.plan.seed,
-            seconds=options.case_time,
-            by=options.by,
-            max_pairs=options.max_pairs,
-            modules=options.modules,
-            report_progress=progress.describe,
-        )
-        return lambda name: (_examine(name, context), None)
+    def describe(name: str) -> str:
+        return f"the examination of {name} on {backend.name}"
 
-    return Work(options.only, lambda name: f"the examination of {name} on {backend.name}", begin)
+    for name in recorder.agree_cases(options.only, describe):
+        recorder.add(_examine(name, context))
+    return recorder
 
 
 def _examine(name: str, context: Context) -> Examination:

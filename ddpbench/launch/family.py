@@ -28,7 +28,7 @@ SHARED = Path("/dev/shm")
 BACKING = tuple(f"OMPI_MCA_{name}_backing_directory" for name in ("btl_sm", "osc_sm", "osc_rdma"))
 # They remove files that other processes left in shared memory, and end after these.
 CLEANERS = ("resource_tracker", "torch_shm_manager")
-CLEAN_SECONDS, KILL_SECONDS, REPORT_SECONDS = 1.0, 5.0, 2.0
+CLEAN_SECONDS, KILL_SECONDS = 1.0, 5.0
 VERDICT = "verdict"  # the file with a verdict that has been printed
 
 
@@ -51,8 +51,8 @@ class Family:
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or compiled,
         }
         if self.shared is not None:
-            unset = [name for name in BACKING if _is_private_folder(os.environ.get(name))]
-            variables |= dict.fromkeys(unset, str(self.shared))
+            own = [name for name in BACKING if is_private(name, os.environ.get(name))]
+            variables |= dict.fromkeys(own, str(self.shared))
         return variables
 
     def add(self, pid: int) -> None:
@@ -65,35 +65,26 @@ class Family:
         os.close(self._janitor)
 
     def kill(self) -> None:
+        """Kill all members of the run."""
         _kill_members(self.folder)
-
-    def stage(self, rank: int) -> str:
-        """The stage that a rank reported last; empty if it reported none."""
-        return read_text(self.folder / f"rank-{rank}")
 
     @property
     def verdict(self) -> str:
-        """The verdict that a rank has printed; empty if none."""
+        """Return the verdict that a rank has printed; "" if none has."""
         return read_text(self.folder / VERDICT)
 
     def mark_verdict(self, sentence: str) -> None:
         """Note that a verdict was printed, so that the ranks print no other."""
         (self.folder / VERDICT).write_text(sentence)
 
-    def is_reporting(self) -> bool:
-        """Whether a rank has just begun to print its verdict, and so is about to end."""
-        try:
-            return time.time() - (self.folder / VERDICT).stat().st_mtime < REPORT_SECONDS
-        except OSError:
-            return False
-
 
 @contextlib.contextmanager
 def open_family() -> Iterator[Family]:
-    """A new run's family; its processes and folders are removed at the end."""
+    """Create a new run's family; at the end, remove its processes and folders."""
     folder = Path(tempfile.mkdtemp(prefix="ddpbench-"))
-    backing = os.environ.get(BACKING[0])
-    base = Path(backing) if backing and _is_private_folder(backing) else SHARED
+    # The processes of a run inside a run share the memory folder of the outer one.
+    base = Path(os.environ.get(BACKING[0], SHARED))
+    base = base if is_private(BACKING[0], str(base)) else SHARED
     memory: Path | None = base / folder.name
     try:
         (base / folder.name).mkdir(0o700)
@@ -118,17 +109,13 @@ def open_family() -> Iterator[Family]:
         os.close(ended)
 
 
-def is_private(name: str, value: str) -> bool:
-    """Whether a run has set this variable, to a folder of its own."""
-    return name in BACKING and _is_private_folder(value)
-
-
-def _is_private_folder(backing: str | None) -> bool:
-    return backing is None or backing.startswith(str(SHARED / "ddpbench-"))
+def is_private(name: str, value: str | None) -> bool:
+    """Return whether a run may set this variable: the user has not set it."""
+    return name in BACKING and (value is None or value.startswith(str(SHARED / "ddpbench-")))
 
 
 def read_text(path: Path) -> str:
-    """The content of a file; empty if it cannot be read."""
+    """Return the content of a file; "" if it cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -145,7 +132,7 @@ def _remove(*folders: Path | None) -> None:
 
 
 def _start_janitor(folder: Path, memory: Path | None) -> tuple[int, int, int]:
-    """Start the janitor through a child, and return that child's pid with the ends of two pipes.
+    """Start the janitor through a child. Return that child's pid and the ends of two pipes.
 
     The janitor cleans up when the first pipe closes; the second closes when the janitor ends.
     """
@@ -195,7 +182,7 @@ def _kill_members(folder: Path) -> None:
     """Kill all members of the run with this folder; those that clean up come last."""
     sessions = {int(line) for line in read_text(folder / "sessions").split()}
     began = time.monotonic()
-    while members := list(_members(str(folder), sessions)):
+    while members := list(_list_members(str(folder), sessions)):
         seconds = time.monotonic() - began
         for process in members:
             with contextlib.suppress(psutil.Error):
@@ -206,7 +193,7 @@ def _kill_members(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _members(mark: str, sessions: set[int]) -> Iterator[psutil.Process]:
+def _list_members(mark: str, sessions: set[int]) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
@@ -226,21 +213,19 @@ def kill_descendants() -> None:
     of this process, as in a pipeline, may share the group and are not killed.
     """
     me = psutil.Process()
-    descendants = {process.pid: process for process in me.children(recursive=True)}
-    if os.getpgid(0) == me.pid:
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if os.getpgid(process.pid) == me.pid and process.ppid() != me.ppid():
-                    descendants[process.pid] = process
-    descendants.pop(me.pid, None)
-    for process in descendants.values():
+    descendants = me.children(recursive=True)
+    for process in psutil.process_iter() if os.getpgid(0) == me.pid else ():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getpgid(process.pid) == me.pid and process.ppid() != me.ppid():
+                descendants.append(process)
+    for process in descendants:
         with contextlib.suppress(psutil.Error):
-            if not _is_cleaner(process):
+            if process.pid != me.pid and not _is_cleaner(process):
                 process.kill()
 
 
 def process_environ(process: psutil.Process) -> dict[str, str]:
-    """The environment of a process; empty if it cannot be read."""
+    """Return the environment of a process; empty if it cannot be read."""
     try:
         return process.environ()
     except (psutil.Error, OSError):

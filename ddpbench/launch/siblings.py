@@ -1,113 +1,48 @@
-"""The ranks of a run on one host: the stages they report, and which of them are stopped."""
+"""The ranks of a run on one host: how to find them, and what they report to their starter."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
 import socket
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
-from ddpbench.launch.family import (
-    CLEAN_SECONDS,
-    MARK,
-    VERDICT,
-    kill_descendants,
-    process_environ,
-    read_text,
-)
+from ddpbench.launch.family import MARK, VERDICT, process_environ
 from ddpbench.launch.placement import Refused, read_placement
-from ddpbench.records.terminal_text import tell
 
-WHO_STOPS = "Next: find what stopped it (a debugger, a batch system, kill -STOP), and start again"
-JOINS, MET, LEFT = "joins", "met", "left"  # the stages of a rank
-
-
-def report_stage(stage: str) -> None:
-    """Report this rank's stage to the process that started it."""
-    if (placement := read_placement()) is not None:
-        _write_to_family(f"rank-{placement.rank}", stage)
+LATE_SECONDS = 6.0  # beyond the deadline, for the ranks to report by themselves before the starter
+REPORTING_SECONDS = 4.0  # for the starter to end the ranks after that
 
 
 def report_verdict(sentence: str) -> None:
     """Report to the process that started this rank that the ranks have printed a verdict."""
-    _write_to_family(VERDICT, sentence)
-
-
-def _write_to_family(name: str, text: str) -> None:
     if MARK in os.environ:
         with contextlib.suppress(OSError):
-            (_family_folder() / name).write_text(text)
+            (Path(os.environ[MARK].split(":")[-1]) / VERDICT).write_text(sentence)
 
 
-def _family_folder() -> Path:
-    """The folder of this rank's run; a path that does not exist if the rank belongs to none."""
-    return Path(os.environ.get(MARK, "/nonexistent").split(":")[-1])
+def add_patience(seconds: float) -> float:
+    """Return how long ranks that have not met wait for each other if their deadline is `seconds`.
 
-
-def end_if_stopped(rank: int, seconds: float, end: bool = True) -> bool:
-    """Name the ranks that are stopped on this host, and end them and this process.
-
-    seconds: how long this rank has waited for them. end=False: only name them, and return whether
-    there are any.
+    The process that started them names a rank that is stopped; ranks see only that it is missing.
     """
-    pids = find_siblings()
-    stopped = {r: pid for r, pid in pids.items() if r != rank and is_stopped(pid)}
-    if not stopped:
-        return False
-    if rank == min({rank, *pids} - {*stopped}):
-        verb, them = ("is", "it") if len(stopped) == 1 else ("are", "them")
-        names = "; ".join(describe_process(f"rank {r}", pid) for r, pid in sorted(stopped.items()))
-        sentence = (
-            f"{names} {verb} stopped (SIGSTOP): rank {rank} has waited for {them} longer than "
-            f"{seconds:g} s (--timeout). {WHO_STOPS}"
-        )
-        if not read_text(_family_folder() / VERDICT):
-            report_verdict(sentence)
-            tell(sentence)
-    elif end:
-        time.sleep(CLEAN_SECONDS)  # a launcher ends all ranks when the first one ends
-    if end:
-        # Open MPI's launcher continues a stopped rank to end it; other launchers would wait.
-        for pid in () if "PMIX_NAMESPACE" in os.environ else stopped.values():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        kill_descendants()
-        os._exit(5)
-    return True
+    return seconds + (LATE_SECONDS + REPORTING_SECONDS if MARK in os.environ else 0.0)
 
 
 def describe_process(name: str, pid: int) -> str:
-    """ "rank 1 (host, pid 7)", for a process on this host."""
+    """Return "rank 1 (host, pid 7)", for a process on this host."""
     return f"{name} ({socket.gethostname()}, pid {pid})"
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP."""
+    """Return whether a process is stopped, as by SIGSTOP."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.Error:
         return False
-
-
-def find_siblings() -> dict[int, int]:
-    """Return rank → pid of the ranks on this host that this process can see."""
-    if MARK in os.environ:
-        text = read_text(_family_folder() / "pids")
-        if text:
-            return {int(rank): pid for rank, pid in json.loads(text).items()}
-    namespace = os.environ.get("PMIX_NAMESPACE")
-    children = psutil.Process(os.getppid()).children()
-    return {
-        rank: process.pid
-        for rank, process in find_ranks(children).items()
-        if process_environ(process).get("PMIX_NAMESPACE") == namespace
-    }
 
 
 def find_ranks(processes: Iterable[psutil.Process]) -> dict[int, psutil.Process]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address, ip_interface
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
@@ -26,8 +26,7 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 STAMP = struct.Struct("!q")
 
 
-@dataclass(frozen=True)
-class Connection:
+class Connection(NamedTuple):
     """One established TCP connection."""
 
     local: str
@@ -36,32 +35,30 @@ class Connection:
 
 
 def list_connections() -> frozenset[Connection]:
-    """The connections of this process; empty if they cannot be read."""
+    """Return the connections of this process; none if they cannot be read."""
     process: Any = psutil.Process()
     # psutil 6 renamed the method.
     read: Callable[..., Any] = getattr(process, "net_connections", None) or process.connections
     try:
-        return frozenset(
-            Connection(
-                plain_address(entry.laddr.ip), entry.laddr.port, plain_address(entry.raddr.ip)
-            )
-            for entry in read(kind="tcp")
-            if entry.status == psutil.CONN_ESTABLISHED
-        )
+        entries = [each for each in read(kind="tcp") if each.status == psutil.CONN_ESTABLISHED]
     except psutil.Error:
         return frozenset()
+    return frozenset(
+        Connection(plain_address(each.laddr.ip), each.laddr.port, plain_address(each.raddr.ip))
+        for each in entries
+    )
 
 
 def local_addresses(connections: Iterable[Connection], remote: frozenset[str]) -> list[str]:
-    """Local addresses of the connections to these remote addresses, the most used first."""
-    used = [connection.local for connection in connections if connection.remote in remote]
-    return sorted(set(used), key=lambda address: (-used.count(address), address))
+    """Return local addresses of the connections to these remote ones, the most used first."""
+    used = Counter(connection.local for connection in connections if connection.remote in remote)
+    return sorted(used, key=lambda address: (-used[address], address))
 
 
 def try_connections(
     targets: Sequence[tuple[str, int]], seconds: float
 ) -> dict[tuple[str, int], str]:
-    """Connect to addresses and ports at once: target → reason, for those that fail."""
+    """Connect to addresses and ports at once. Return target → reason for those that fail."""
 
     def attempt(target: tuple[str, int]) -> str:
         try:
@@ -86,7 +83,7 @@ def wrap_file(number: int) -> socket.socket:
 
 
 def list_interfaces() -> dict[str, str]:
-    """Interfaces that have an IP address: name → "10.0.0.1/24"; IPv4 before IPv6, as in gloo."""
+    """Return interfaces with an IP address: name → "10.0.0.1/24"; IPv4 before IPv6, as in gloo."""
     interfaces: dict[str, str] = {}
     for name, entries in psutil.net_if_addrs().items():
         for entry in sorted(entries, key=lambda entry: entry.family):
@@ -99,17 +96,17 @@ def list_interfaces() -> dict[str, str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches an address, given with or without a prefix."""
+    """Return whether only this host reaches an address, with or without a prefix."""
     return ip_interface(address).is_loopback
 
 
 def address_family(address: str) -> socket.AddressFamily:
-    """The family of an IPv4 or IPv6 address."""
+    """Return the family of an IPv4 or IPv6 address."""
     return FAMILIES[":" in address]
 
 
 def plain_address(address: str) -> str:
-    """The address without a scope; an IPv4 address inside IPv6 as IPv4."""
+    """Return the address without a scope; an IPv4 address inside IPv6 as IPv4."""
     return address.partition("%")[0].removeprefix("::ffff:")
 
 
@@ -161,10 +158,10 @@ def exchange_stamps(
 
     Raises OSError as `receive` does.
     """
-    asked = now_ns()
+    sent_ns = now_ns()
     peer.sendall(question)
     answer = receive(peer, STAMP.size)
-    return asked, STAMP.unpack(answer)[0], now_ns()
+    return sent_ns, STAMP.unpack(answer)[0], now_ns()
 
 
 def answer_stamp(peer: socket.socket, question: bytes, now_ns: Callable[[], int]) -> None:
@@ -186,7 +183,7 @@ def receive(peer: socket.socket, nbytes: int) -> bytes:
 
 
 def _find_own_address(address: str) -> str | None:
-    """This host's address for a name or address, IPv4 first; None if it has none."""
+    """Return this host's address for a name or address, IPv4 first; None if it has none."""
     candidates = [
         (family, str(socket_address[0]))
         for family, *_, socket_address in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)

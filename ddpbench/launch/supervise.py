@@ -1,6 +1,6 @@
 """The watch over the ranks of a launch, in the process that started them; without torch.
 
-The ranks have watchdogs with more information, but only while they are connected. The watch names
+The ranks have watchdogs with more information, but only while they are connected. This watch names
 and ends ranks that are stopped before, after, or in spite of that, and ranks that do not end when
 asked to. It names a rank that was killed if no other rank has done so.
 """
@@ -8,33 +8,38 @@ asked to. It names a rank that was killed if no other rank has done so.
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
 import select
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import psutil
 
 from ddpbench.launch import siblings
 from ddpbench.launch.family import Family
+from ddpbench.launch.placement import ORDERLY, PASSED_ON
 from ddpbench.records.terminal_text import tell
 
 # Seconds between looks while ranks start, how long that lasts, and seconds between looks later.
 FIND_SECONDS, START_SECONDS, LOOK_SECONDS = 0.05, 10.0, 0.5
-# Beyond the deadline, for the ranks to report by themselves: while they connect, and once their
-# watchdogs run; and for them to end after a signal.
-JOIN_SECONDS, LATER_SECONDS, END_SECONDS = 1.0, 4.0, 20.0
-WHEN = {
-    "": "before it joined the other ranks",
-    siblings.JOINS: "while it joined the other ranks",
-    siblings.MET: "while the ranks worked",
-    siblings.LEFT: "at its end",
-}
+END_SECONDS = 20.0  # for the ranks to end after a signal
+GRACE_SECONDS = (0.0, 30.0)  # once a rank has failed: until SIGTERM, then until SIGKILL
+WHO_STOPS = "Next: find what stopped it (a debugger, a batch system, kill -STOP), and start again"
 WHO_KILLS = "Next: check in `dmesg` whether memory ran out, else find what killed it"
+
+
+class Child(Protocol):
+    """A process that this one has started."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """Return the exit code, below 0 if a signal ended it; None while it runs."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Deadline:
     """The longest time that ranks may be stopped, and what happens then."""
 
     seconds: float = 60.0  # --timeout
-    ends: bool = True  # even once the ranks are connected (--watchdog)
+    ends: bool = True  # whether stopped ranks are ended (--watchdog)
     report: Callable[[str], None] = tell  # takes the sentence that names the stopped ranks
 
 
@@ -53,176 +58,189 @@ class Watch:
     kin: Family
     nproc: int
     deadline: Deadline
-    mpirun: psutil.Process | None = None  # if it started the ranks
-    ranks: dict[int, psutil.Process] = field(default_factory=dict)
+    starter: int | None = None  # pid of mpirun, if it starts the ranks
+    pids: dict[int, int] = field(default_factory=dict)  # rank → pid
     sentence: str = ""  # the verdict of this watch
-    end_requested: float | None = None  # when all ranks were asked to end
-    _since: dict[int, float] = field(default_factory=dict)  # pid → when it was first seen stopped
-    _gone: list[list[int]] = field(default_factory=list)  # ranks that ended, by look
-
-    def name(self, rank: int) -> str:
-        """Return "rank 1 (host, pid 7)"."""
-        return siblings.describe_process(f"rank {rank}", self.ranks[rank].pid)
+    _began: float = field(default_factory=time.monotonic)
+    _end_requested: float = math.inf  # when all ranks were asked to end
+    _stopped_since: dict[int, float] = field(default_factory=dict)  # by pid
+    _gone: dict[int, float] = field(default_factory=dict)  # rank → when its end was seen
 
     def request_end(self) -> None:
         """Note that the ranks have been asked to end; kill stopped ones, which cannot."""
-        self.end_requested = self.end_requested or time.monotonic()
-        for process in self.ranks.values():
-            with contextlib.suppress(psutil.Error):
-                if siblings.is_stopped(process.pid):
-                    process.kill()
+        self._end_requested = min(self._end_requested, time.monotonic())
+        for pid in filter(siblings.is_stopped, self.pids.values()):
+            send_signal(pid, signal.SIGKILL)
 
-    def final_code(self, code: int) -> int:
-        """Return the exit code of the launch: 5 if a process was killed or stopped.
+    def wait(self, children: Iterable[int]) -> None:
+        """Look after the ranks, then sleep until a process ends, or until the next look.
 
-        Name that process unless a rank has. code: of the starter; below 0 if it was killed, above
-        128 if a rank was.
+        Ends the launch if a rank has been stopped for too long, or does not end after a signal.
         """
-        if not self.sentence and not self.kin.verdict:
-            self._report(self._explain_code(code))
-        return 5 if self.sentence or not 0 <= code <= 130 or code in (128, 129) else code
-
-    def report_killed(self, rank: int, number: int) -> None:
-        """Name a rank that this signal has ended, unless another rank has."""
-        if not self.sentence and not self.kin.verdict:
-            self._report(describe_death(self.name(rank), number, WHEN[self.kin.stage(rank)]))
-
-    def _explain_code(self, code: int) -> str:
-        if code < 0 and self.mpirun is not None:
-            return describe_death(siblings.describe_process("mpirun", self.mpirun.pid), -code)
-        if code <= 130:
-            return ""
-        missing = [rank for rank in range(self.nproc) if rank not in self.ranks]
-        if len(missing) == 1:
-            return describe_death(f"rank {missing[0]}", code - 128, WHEN[""])
-        early = [r for r in next(iter(self._gone), []) if self.kin.stage(r) != siblings.LEFT]
-        if missing or not early:
-            return describe_death("one of the ranks", code - 128, WHEN[""] if missing else "")
-        return describe_death(
-            " or ".join(map(self.name, early)), code - 128, WHEN[self.kin.stage(early[0])]
-        )
-
-    def _report(self, sentence: str) -> None:
-        if sentence:
+        names = {pid: f"rank {rank}" for rank, pid in self.pids.items()}
+        names |= self._find_ranks() if self.starter is not None else {}
+        sentence = self._describe_stopped(names)
+        if time.monotonic() > self._end_requested + END_SECONDS:
+            sentence = f"{_name_all(names)} did not end within {END_SECONDS:g} s: killed"
+        if sentence and not self.sentence:
+            if not self.kin.verdict:
+                self.kin.mark_verdict(sentence)
+                self.deadline.report(sentence)
             self.sentence = sentence
-            self.deadline.report(sentence)
+            self.kin.kill()
+            for pid in self.pids.values():
+                send_signal(pid, signal.SIGKILL)  # it may not have reached its own session
+        living = {pid: rank for rank, pid in self.pids.items() if rank not in self._gone}
+        starting = len(self.pids) < self.nproc and time.monotonic() < self._began + START_SECONDS
+        ended = await_first_end({*children, *living}, FIND_SECONDS if starting else LOOK_SECONDS)
+        now = time.monotonic()
+        self._gone |= {living[pid]: now for pid in ended if pid in living}
 
-    # --- the thread
+    def _find_ranks(self) -> dict[int, str]:
+        """Find the ranks that mpirun has started. Return pid → name of mpirun and new children."""
+        assert self.starter is not None
+        names = {self.starter: "mpirun"}
+        missing = [rank for rank in range(self.nproc) if rank not in self.pids]
+        if not missing:
+            return names
+        with contextlib.suppress(psutil.Error):
+            started = psutil.Process(self.starter).children(recursive=True)
+            for rank, process in siblings.find_ranks(started).items():
+                self.pids.setdefault(rank, process.pid)
+            name = f"rank {missing[0]}" if len(missing) == 1 else "a rank that is starting"
+            unnamed = [each.pid for each in started if each.pid not in self.pids.values()]
+            names |= dict.fromkeys(unnamed, name)
+        return names
 
-    def run(self, end: int) -> None:
-        """Watch until something can be read from `end`."""
-        poll, fds = select.poll(), {}
-        poll.register(end, select.POLLIN)
-        started = time.monotonic() + START_SECONDS
-        while True:
-            for rank, process in self._find_new_ranks().items():
-                with contextlib.suppress(OSError):
-                    fds[fd := os.pidfd_open(process.pid)] = rank
-                    poll.register(fd, select.POLLIN)
-            starting = len(self.ranks) < self.nproc and time.monotonic() < started
-            seconds = FIND_SECONDS if starting else LOOK_SECONDS
-            events = [fd for fd, _ in poll.poll(seconds * 1000)]
-            if gone := [fds[fd] for fd in events if fd in fds]:
-                self._gone.append(gone)
-            for fd in set(events) & set(fds):
-                poll.unregister(fd)
-                os.close(fd)
-                del fds[fd]
-            if end in events:
-                break
-            sentence = self._describe_stopped() or self._describe_endless()
-            if sentence and not self.kin.is_reporting():
-                if self.kin.verdict:
-                    self.sentence = sentence
-                else:
-                    self.kin.mark_verdict(sentence)
-                    self._report(sentence)
-                self.kin.kill()
-                break
-        for fd in fds:
-            os.close(fd)
-
-    def _find_new_ranks(self) -> Mapping[int, psutil.Process]:
-        if self.mpirun is None or len(self.ranks) == self.nproc:
-            return {}
-        try:
-            children = self.mpirun.children(recursive=True)
-        except psutil.Error:
-            return {}
-        known = {process.pid for process in self.ranks.values()}
-        others = [process for process in children if process.pid not in known]
-        new = {r: p for r, p in siblings.find_ranks(others).items() if r not in self.ranks}
-        self.ranks |= new
-        return new
-
-    def _describe_stopped(self) -> str:
-        """A sentence on processes that have been stopped for too long; empty if none."""
-        watched = {process.pid: (self.name(rank), rank) for rank, process in self.ranks.items()}
-        if self.mpirun is not None:
-            watched[self.mpirun.pid] = siblings.describe_process("mpirun", self.mpirun.pid), -1
-            if len(self.ranks) < self.nproc:
-                watched |= self._list_unnamed(self.mpirun, watched)
-        now, late = time.monotonic(), []
-        for pid, (name, rank) in watched.items():
-            if not siblings.is_stopped(pid):
-                self._since.pop(pid, None)
-                continue
-            stage = self.kin.stage(rank)
-            met = stage == siblings.MET
-            limit = self.deadline.seconds + (LATER_SECONDS if met else JOIN_SECONDS)
-            if now - self._since.setdefault(pid, now) >= limit and (self.deadline.ends or not met):
-                when = WHEN[stage] if rank >= 0 else ""
-                late.append(f"{name} is stopped (SIGSTOP) {when}".rstrip())
-        if not late:
+    def _describe_stopped(self, names: Mapping[int, str]) -> str:
+        """Return a sentence on processes that have been stopped for too long; "" if none."""
+        now, limit = time.monotonic(), self.deadline.seconds + siblings.LATE_SECONDS
+        stopped = [pid for pid in names if siblings.is_stopped(pid)]
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+        late = {pid: names[pid] for pid in stopped if now - self._stopped_since[pid] >= limit}
+        if not late or not self.deadline.ends:
             return ""
         return (
-            f"{'; '.join(late)}, for longer than {self.deadline.seconds:g} s (--timeout). "
-            f"{siblings.WHO_STOPS}"
+            f"{_name_all(late)} {'is' if len(late) == 1 else 'are'} stopped (SIGSTOP) for longer "
+            f"than {self.deadline.seconds:g} s (--timeout). {WHO_STOPS}"
         )
 
-    def _list_unnamed(
-        self, starter: psutil.Process, known: Mapping[int, object]
-    ) -> dict[int, tuple[str, int]]:
-        """Return children of the starter that will become ranks; only the last has a known rank."""
-        missing = [rank for rank in range(self.nproc) if rank not in self.ranks]
-        name = f"rank {missing[0]}" if len(missing) == 1 else "a rank that is starting"
-        with contextlib.suppress(psutil.Error):
-            return {
-                process.pid: (siblings.describe_process(name, process.pid), -1)
-                for process in starter.children()
-                if process.pid not in known
-            }
-        return {}
+    def await_mpirun(self, process: Child) -> int:
+        """Wait for mpirun. Return the exit code of the launch: 5 if a process was lost.
 
-    def _describe_endless(self) -> str:
-        """A sentence on ranks that have not ended long after they were asked to; empty if none."""
-        if self.end_requested is None or time.monotonic() - self.end_requested < END_SECONDS:
-            return ""
-        living = [rank for rank, process in self.ranks.items() if process.is_running()]
-        names = ", ".join(map(self.name, living)) or "the ranks"
-        return f"{names} did not end within {END_SECONDS:g} s and was killed"
+        Names that process unless a rank has. mpirun's code is above 128 if a rank was killed.
+        """
+        await_children([process], self.wait)
+        code = process.poll() or 0
+        if code < 0:
+            self.report_death({process.pid: "mpirun"}, -code)
+        elif code > 130:
+            lost = [rank for rank in range(self.nproc) if rank not in self.pids]
+            if not lost:
+                first = min(self._gone.values(), default=0.0)
+                lost = [rank for rank, gone in self._gone.items() if gone == first]
+            # Of several ranks that were never found, any may be the lost one: none is named.
+            known = len(lost) == 1 or all(rank in self.pids for rank in lost)
+            names = {self.pids.get(rank, 0): f"rank {rank}" for rank in lost if known}
+            self.report_death(names, code - 128)
+        return 5 if self.sentence or not 0 <= code <= 130 or code in (128, 129) else code
+
+    def report_death(self, names: Mapping[int, str], number: int) -> None:
+        """Name processes that this signal has ended, unless a rank has reported a verdict."""
+        if not self.sentence and not self.kin.verdict:
+            self.sentence = describe_death(_name_all(names) or "one of the ranks", number)
+            self.deadline.report(self.sentence)
 
 
-def describe_death(name: str, number: int, when: str = "") -> str:
+def _name_all(names: Mapping[int, str]) -> str:
+    """Return "rank 1 (host, pid 7); rank 2 (host, pid 8)"; pid 0 is unknown."""
+    named = [siblings.describe_process(name, pid) if pid else name for pid, name in names.items()]
+    return "; ".join(named)
+
+
+def describe_death(name: str, number: int) -> str:
     """Return a sentence on a process that a signal has ended, and what to do."""
     cause = f"signal {number}"
     with contextlib.suppress(ValueError):
         cause = f"{signal.Signals(number).name} ({number})"
-    return f"{name} was killed by {cause} {when}".rstrip() + f". {WHO_KILLS}"
+    return f"{name} was killed by {cause}. {WHO_KILLS}"
+
+
+def await_children(
+    children: Sequence[Child],
+    wait: Callable[[list[int]], object],
+    received: Sequence[int] = (),
+    grace_seconds: tuple[float, float] = GRACE_SECONDS,
+) -> list[int]:
+    """Wait for all children. Return the indices of those that failed first.
+
+    wait: sleeps for a moment; takes the pids of the children that run. received: the signals that
+    were passed on; whatever ends after one has not failed. Once a child has failed, the others get
+    SIGTERM, then SIGKILL, after these seconds.
+    """
+    failed: list[int] = []
+    blows: dict[int, float] = {}  # signal → when it is due
+    while True:
+        codes, now = [child.poll() for child in children], time.monotonic()
+        running = [child.pid for child, code in zip(children, codes, strict=True) if code is None]
+        if not blows and any(code not in (None, *ORDERLY) for code in codes):
+            failed = [i for i, code in enumerate(codes) if code not in (None, *ORDERLY)]
+            failed = [] if received else failed
+            blows = {signal.SIGTERM: now + grace_seconds[0]}
+            blows[signal.SIGKILL] = blows[signal.SIGTERM] + grace_seconds[1]
+        for number in [number for number, due in blows.items() if due <= now]:
+            blows[number] = float("inf")
+            for pid in running:
+                send_signal(pid, number)
+        if not running:
+            return failed
+        wait(running)
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal to a process that may have ended; SIGKILL goes to its group, too."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)
+        if number == signal.SIGKILL and os.getpgid(pid) == pid:
+            os.killpg(pid, number)
+
+
+def await_first_end(pids: Iterable[int], seconds: float) -> list[int]:
+    """Sleep until one of these processes ends, at most for `seconds`. Return those that ended.
+
+    Polling every few ms instead would take cores from the ranks while they measure.
+    """
+    ends, files, ended = select.poll(), {}, []
+    for pid in pids:
+        try:
+            files[file := os.pidfd_open(pid)] = pid
+            ends.register(file, select.POLLIN)
+        except ProcessLookupError:
+            ended.append(pid)
+    try:
+        ended += [files[file] for file, _ in ends.poll(0 if ended else seconds * 1000)]
+    finally:
+        for file in files:
+            os.close(file)
+    return ended
 
 
 @contextlib.contextmanager
-def watch_ranks(watch: Watch) -> Iterator[Watch]:
-    """Run the watch in a thread while the context lasts."""
-    if watch.ranks:  # started from here: store all pids for all ranks
-        pids = {rank: process.pid for rank, process in watch.ranks.items()}
-        (watch.kin.folder / "pids").write_text(json.dumps(pids))
-    end, ending = os.pipe()
-    thread = threading.Thread(target=watch.run, args=(end,), daemon=True)
-    thread.start()
+def forward_signals(
+    forward: Callable[[int], None], others: Iterable[signal.Signals] = ()
+) -> Iterator[list[int]]:
+    """Meanwhile hand PASSED_ON, and other signals, to `forward` instead; yield those received."""
+    received: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        received.append(number)
+        forward(number)
+
+    previous: Mapping[int, object] = {
+        number: signal.signal(number, handle) for number in (*PASSED_ON, *others)
+    }
     try:
-        yield watch
+        yield received
     finally:
-        os.close(ending)  # POLLHUP
-        thread.join()
-        os.close(end)
+        for number, handler in previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]

@@ -18,15 +18,13 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from ddpbench.launch import siblings
 from ddpbench.launch.placement import free_port, read_placement
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import install_extra
 
 NAME = "mpi4py"  # of the backend
 HUNG = 5  # the exit code of a job that hung
-# Until a script's ranks name a stopped rank; for ddpbench's own ranks, beyond their deadline.
-REPORT_SECONDS, LATE_SECONDS = 60.0, 30.0
+LATE_SECONDS = 30.0  # beyond the deadline of ddpbench's own ranks
 _deadline: float | None = None  # of ddpbench's own ranks
 
 
@@ -76,26 +74,21 @@ def _initialise(module: Any) -> None:
 
 @contextlib.contextmanager
 def _watch_wait(call: str) -> Iterator[None]:
-    """Name a rank that is stopped while all ranks wait for each other in this MPI call.
-
-    In ddpbench's own ranks, a stopped rank or a call that never returns also ends the process.
-    """
+    """End this process if this MPI call never returns, in ddpbench's own ranks."""
     placement, over = read_placement(), threading.Event()
 
-    def watch(rank: int) -> None:
-        began, seconds = time.monotonic(), _deadline or REPORT_SECONDS
-        over.wait(seconds)
-        while not over.wait(0.5):
-            if siblings.end_if_stopped(rank, seconds, _deadline is not None):
-                return
-            if _deadline is not None and time.monotonic() > began + seconds + LATE_SECONDS:
-                end = f"{call} has not ended within {seconds + LATE_SECONDS:g} s in rank {rank}"
-                tell(f"{end}: check that all ranks started")
-                os._exit(HUNG)
+    def watch(rank: int, seconds: float) -> None:
+        if not over.wait(seconds):
+            tell(
+                f"{call} has not ended within {seconds:g} s in rank {rank}: check that all ranks "
+                "started, and that none is stopped"
+            )
+            os._exit(HUNG)
 
     with contextlib.suppress(RuntimeError):  # no thread is started at an interpreter's very end
-        if placement is not None and placement.world_size > 1:
-            threading.Thread(target=watch, args=(placement.rank,), daemon=True).start()
+        if _deadline is not None and placement is not None and placement.world_size > 1:
+            arguments = (placement.rank, _deadline + LATE_SECONDS)
+            threading.Thread(target=watch, args=arguments, daemon=True).start()
     try:
         yield
     finally:

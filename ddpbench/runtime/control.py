@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class Membership(Protocol):
 
 
 def gather_values(world: Membership, value: Any) -> list[Any]:
-    """Every rank's JSON-able value, in order of rank, on every rank."""
+    """Return every rank's JSON-able value, in order of rank, on every rank."""
     import torch
     import torch.distributed as dist
 
@@ -40,13 +41,13 @@ def gather_values(world: Membership, value: Any) -> list[Any]:
 
 
 def broadcast_value(world: Membership, value: Any) -> Any:
-    """Rank 0's JSON-able value, on every rank."""
+    """Return rank 0's JSON-able value on every rank."""
     content = json.dumps(value).encode() if world.rank == 0 else b""
     return json.loads(broadcast_bytes(world, content))
 
 
 def broadcast_bytes(world: Membership, content: bytes) -> bytes:
-    """Rank 0's bytes, on every rank."""
+    """Return rank 0's bytes on every rank."""
     import torch
     import torch.distributed as dist
 
@@ -60,7 +61,7 @@ def broadcast_bytes(world: Membership, content: bytes) -> bytes:
 
 
 def broadcast_decision(world: Membership, value: int) -> int:
-    """Rank 0's integer, on every rank; cheap enough between repetitions."""
+    """Return rank 0's integer on every rank; cheap enough between repetitions."""
     import torch
     import torch.distributed as dist
 
@@ -98,7 +99,7 @@ def barrier_all() -> None:
 
 
 def agree_any(value: bool) -> bool:
-    """Whether the value is true on any rank; one reduction, cheaper than `gather_values`."""
+    """Return whether the value is true on any rank; one reduction, cheaper than `gather_values`."""
     import torch
     import torch.distributed as dist
 
@@ -110,7 +111,7 @@ def agree_any(value: bool) -> bool:
 def gather_to_rank_0(
     world: Membership, array: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64] | None:
-    """Arrays of one shape from all ranks: int64[world, …] on rank 0, None elsewhere."""
+    """Gather arrays of one shape from all ranks: int64[world, …] on rank 0, None elsewhere."""
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -138,25 +139,21 @@ def agree_objection(world: Membership, objection: str | None) -> str | None:
 
 
 def first_line(error: BaseException, length: int = 200) -> str:
-    """The first line of an error's message, cut to this length."""
+    """Return the first line of an error's message, cut to this length."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:length]
 
 
-def find_differing_option(options_of_ranks: list[dict[str, Any]]) -> str | None:
-    """A sentence on the first option that differs from rank 0's; None if all agree."""
-    first = options_of_ranks[0].get("device")
+def find_differing_option(options_of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a sentence on the first option that differs from rank 0's; None if all agree."""
+    first = options_of_ranks[0]
     for rank, options in enumerate(options_of_ranks):
-        if options.get("device") != first:
-            return (
-                f"rank {rank} has --device {options.get('device')}, rank 0 has {first}: start all "
-                "ranks with the same --device; with auto, a rank that sees no GPU uses the CPU"
-            )
-        for name, value in options_of_ranks[0].items():
-            if options.get(name) != value:
+        for name in ("device", *first):  # the default backend depends on the device
+            own, other = (_format_option(each.get(name)) for each in (options, first))
+            if own != other:
+                hint = "; with auto, a rank that sees no GPU uses the CPU" * (name == "device")
                 return (
-                    f"rank {rank} was started with --{name} "
-                    f"{_format_option(options.get(name))}, rank 0 with {_format_option(value)}: "
-                    "start all ranks with the same options"
+                    f"rank {rank} has --{name} {own}, rank 0 has {other}: start all ranks with "
+                    f"the same options{hint}"
                 )
     return None
 

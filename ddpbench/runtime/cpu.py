@@ -107,14 +107,14 @@ def queued_seconds() -> float | None:
 
 
 def core_hertz(cores: Iterable[int]) -> float | None:
-    """Mean clock frequency of these cores now; None if the kernel does not report it."""
+    """Return the mean clock frequency of these cores now; None if the kernel does not report it."""
     texts = [read(f"/sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq") for core in cores]
     hertz = [int(text) * 1e3 for text in texts if text]
     return sum(hertz) / len(hertz) if hertz else None
 
 
 def process_seconds(cores: Container[int]) -> dict[str, float]:
-    """CPU seconds so far of the processes that last ran on these cores: "python3 (pid 7)" → s.
+    """Return CPU seconds so far of processes that last ran on these cores: "python3 (pid 7)" → s.
 
     Includes processes of other users and containers, as far as they are visible.
     """
@@ -149,14 +149,14 @@ def _throttled(levels: Sequence[Path]) -> float | None:
 
 
 def quota_cores(level: Path) -> float | None:
-    """Cores that a control group may use by its quota; None without one."""
+    """Return the cores that a control group may use by its quota; None without one."""
     v1 = f"{read(level / 'cpu.cfs_quota_us')} {read(level / 'cpu.cfs_period_us')}"
     quota = re.match(r"(\d+) (\d+)", read(level / "cpu.max") or v1)
     return int(quota[1]) / int(quota[2]) if quota else None
 
 
 def cgroup_levels(controller: str, root: Path = ROOT) -> list[Path]:
-    """Folders of the control group of this process and its ancestors, outermost first."""
+    """Return the folders of this process's control group and its ancestors, outermost first."""
     groups = read(root / "proc/self/cgroup")
     v1 = search_line(rf"^\d+:(?:\S+,)?{controller}(?:,\S+)?:/(.*)", groups)
     top = root / "sys/fs/cgroup" / (controller if v1 is not None else "")
@@ -166,12 +166,12 @@ def cgroup_levels(controller: str, root: Path = ROOT) -> list[Path]:
 
 
 def read(path: str | Path) -> str | None:
-    """The stripped content of a file; None if it cannot be read."""
+    """Return the stripped content of a file; None if it cannot be read."""
     return or_none(lambda: Path(path).read_text(errors="replace").strip())
 
 
 def search_line(pattern: str, text: str | None) -> str | None:
-    """The first group of the first match of a pattern with `^` and `$` per line; None if none."""
+    """Return the first group of the first match; `^` and `$` are those of a line. None if none."""
     match = re.search(pattern, text or "", re.MULTILINE)
     return match[1].strip() if match else None
 
@@ -207,7 +207,7 @@ def peak_nbytes() -> int:
 
 
 def cgroup_limits(root: Path = ROOT) -> dict[str, float | None]:
-    """The tightest limits of this process's control group and its ancestors, v1 or v2."""
+    """Return the tightest limits of this process's control group and its ancestors, v1 or v2."""
     limits, free = [], []
     for level in cgroup_levels("memory", root):
         limit = read(level / "memory.max") or read(level / "memory.limit_in_bytes") or "max"

@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 WARM_SECONDS = 0.05  # of work in which an idle GPU raises its clocks
 NO_DEVICE = re.compile(r"Found no .*driver|No \w+ GPUs are available")  # torch, with no device
-HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+HIDING = {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"}
 
 
 class Event(Protocol):
-    """A stamp in the order of a device's work."""
+    """A stamp that `record` takes when the device has done all work enqueued so far."""
 
-    def record(self) -> None:
-        """Stamp when the device has done all work enqueued so far."""
+    def record(self) -> None: ...
 
     def synchronize(self) -> None:
         """Wait until the stamp is taken."""
@@ -92,7 +91,7 @@ class Cpu:
     name = "cpu"
     memory = "host"  # name of the memory of its tensors, for messages
     clock = "host"  # that times operations and steps; "device": events
-    sleeps = True  # whether `sleep` works
+    sleeps = True  # whether `sleep` works; else it must not be called
     event_step_seconds = 0.0  # resolution of events; 0: the clock's resolution
     forks = True  # whether processes that use such devices can be forked
     refuses = False  # whether an allocation beyond its memory raises torch.OutOfMemoryError
@@ -277,9 +276,6 @@ class Accelerator(Cpu):
     def synchronize_stream(self, device: torch.device) -> None:
         self._module.current_stream(device).synchronize()
 
-    def sleep(self, device: torch.device, seconds: float) -> None:
-        raise NotImplementedError(f"{self.name} devices cannot sleep")
-
     def free_nbytes(self, device: torch.device) -> int | None:
         return int(self._module.mem_get_info(device)[0])
 
@@ -327,25 +323,24 @@ class Cuda(Accelerator):
         """
         import torch
 
-        if not (torch.version.cuda or torch.version.hip):
+        cuda, hip = torch.version.cuda, torch.version.hip
+        if not (cuda or hip):
             return "this torch is a CPU build"
-        error = _start_cuda()
-        if error is None:
+        if (error := _start_cuda()) is None:
             return None
-        version = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        hidden = [
-            f"{name}={shlex.quote(os.environ[name])}" for name in HIDING if name in os.environ
-        ]
+        hidden = [f"{name}={shlex.quote(os.environ[name])}" for name in HIDING & os.environ.keys()]
         place = f" with {' '.join(hidden)}" if hidden and NO_DEVICE.search(error) else ""
-        # GPUs behind an NVSwitch wait for this service.
         hint = " (check that nvidia-fabricmanager runs)" if "Error 802" in error else ""
-        return f'{version} reports "{_shorten(error)}"{place}{hint}'
+        # CUDA's own number and text, else the first sentence.
+        line = error.strip().splitlines()[0]
+        own = re.search(r"Error \d+: .*", line)
+        shown = own[0] if own else re.split(r"\. (?=[A-Z])", line)[0].rstrip(".")
+        return f'{f"HIP {hip}" if hip else f"CUDA {cuda}"} reports "{shown}"{place}{hint}'
 
     def broken(self) -> bool:
         import torch
 
-        built = torch.version.cuda or torch.version.hip
-        error = _start_cuda() if built else None
+        error = _start_cuda() if torch.version.cuda or torch.version.hip else None
         return error is not None and not NO_DEVICE.search(error)
 
     def installed(self) -> int:
@@ -399,7 +394,7 @@ class Cuda(Accelerator):
         import torch
 
         # NVIDIA's containers call their torch 2.15.0a0.
-        guesses = _is_nccl(backend) and torch.__version__ >= "2.15.0a0"
+        guesses = backend.startswith("nccl") and torch.__version__ >= "2.15.0a0"
         return {"device_id": device} if guesses else {}
 
     def barrier_options(self, device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -407,12 +402,8 @@ class Cuda(Accelerator):
         import torch.distributed as dist
 
         # Other backends ignore the argument, or refuse it up to torch 2.7.
-        return {"device_ids": [device.index]} if _is_nccl(dist.get_backend(group)) else {}
-
-
-def _is_nccl(backend: str) -> bool:
-    """Return whether a backend is NCCL: "nccl", or a variant in torch."""
-    return backend.startswith("nccl")
+        is_nccl = dist.get_backend(group).startswith("nccl")
+        return {"device_ids": [device.index]} if is_nccl else {}
 
 
 def _start_cuda() -> str | None:
@@ -424,13 +415,6 @@ def _start_cuda() -> str | None:
     except (RuntimeError, AssertionError, torch.cuda.DeferredCudaCallError) as error:
         return str(error)
     return None
-
-
-def _shorten(error: str) -> str:
-    """Shorten torch's error to CUDA's own number and text, else to the first sentence."""
-    line = error.strip().splitlines()[0]
-    own = re.search(r"Error \d+: .*", line)
-    return own[0] if own else re.split(r"\. (?=[A-Z])", line)[0].rstrip(".")
 
 
 KINDS: dict[str, Cpu] = {kind.name: kind for kind in (Cpu(), Cuda())}
@@ -445,18 +429,19 @@ def get(name: str) -> Cpu:
 
 def list_names() -> list[str]:
     """Return the names of the kinds in the table, and of torch's accelerator."""
-    import torch
-
-    current = torch.accelerator.current_accelerator()
-    return list(dict.fromkeys([*KINDS, *([current.type] if current else [])]))
+    return list(dict.fromkeys([*KINDS, _find_accelerator() or "cuda"]))
 
 
 def preferred() -> Cpu:
     """Return the kind that torch was built for, usable or not; without any, cuda."""
+    return get(_find_accelerator() or "cuda")
+
+
+def _find_accelerator() -> str | None:
     import torch
 
     current = torch.accelerator.current_accelerator()
-    return get(current.type if current else "cuda")
+    return current.type if current else None
 
 
 def of(device: torch.device) -> Cpu:

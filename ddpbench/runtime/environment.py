@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from importlib import import_module
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -54,11 +53,12 @@ MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman", "/.singularity
 
 
 def run_facts() -> dict[str, object]:
-    """Facts about the whole run, as rank 0 sees it; takes some 50 ms."""
-    torch = _module("torch")
+    """Return facts about the whole run, as rank 0 sees it; takes some 50 ms."""
+    import torch
+
     changes = _output(*GIT, "status", "--short", ":/ddpbench")
     route = search_line(r"^(\S+)\s+00000000\s", read("/proc/net/route"))
-    builds = {kind: getattr(torch and torch.version, kind, None) for kind in ("cuda", "hip")}
+    cuda, hip = torch.version.cuda, torch.version.hip
     return {
         **_versions(),
         "git_revision": _output(*GIT, "rev-parse", "HEAD"),
@@ -67,9 +67,9 @@ def run_facts() -> dict[str, object]:
         "commit": _output(
             "git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"
         ),
-        "torch_build": next((f"{kind} {v}" for kind, v in builds.items() if v), torch and "cpu"),
-        "cuda": builds["cuda"],
-        "nccl": torch and or_none(nccl_library.describe_version),
+        "torch_build": f"cuda {cuda}" if cuda else f"hip {hip}" if hip else "cpu",
+        "cuda": cuda,
+        "nccl": or_none(nccl_library.describe_version),
         "mpi": or_none(mpi_library.library) if "mpi4py.MPI" in sys.modules else None,
         **host_facts(),
         "loopback": _interface("lo"),
@@ -78,7 +78,7 @@ def run_facts() -> dict[str, object]:
 
 
 def host_facts() -> dict[str, object]:
-    """Facts about this host; takes some 20 ms."""
+    """Return facts about this host; takes some 20 ms."""
     cpu_info = read("/proc/cpuinfo")
     hypervisor = search_line(r"^flags\s*:.*\b(hypervisor)\b", cpu_info)
     governors = filter(None, map(read, CPUS.glob("cpufreq/policy*/scaling_governor")))
@@ -103,12 +103,14 @@ def host_facts() -> dict[str, object]:
 
 
 def rank_facts() -> dict[str, object]:
-    """Facts about this rank, once it has chosen its GPU and its threads.
+    """Return facts about this rank, once it has chosen its GPU and its threads.
 
     Two ranks share a clock if boot_id and time_namespace are known and equal. NUMA nodes are those
     of the cpuset, which may be a part of the cores that the control group allows. The ulimits are
     the soft ones; -1: unlimited.
     """
+    import torch
+
     cpus = os.sched_getaffinity(0)
     nodes = (int(path.name[4:]) for cpu in cpus for path in CPUS.glob(f"cpu{cpu}/node[0-9]*"))
     return {
@@ -121,7 +123,7 @@ def rank_facts() -> dict[str, object]:
         "allowed_cpus": allowed_cpus(),
         "numa_nodes": compact(nodes) or None,
         "cpu_model": _cpu_model(read("/proc/cpuinfo")),
-        "threads": or_none(lambda: int(_module("torch").get_num_threads())),
+        "threads": torch.get_num_threads(),
         **gpu_facts.gpu(),
         **gpu_facts.gpu_links(),
         "rdma_ports": gpu_facts.rdma_ports(),
@@ -141,15 +143,16 @@ def rank_facts() -> dict[str, object]:
 
 
 def setup_facts() -> dict[str, object]:
-    """Facts about this rank that only the doctor needs, once the rank has chosen its GPU.
+    """Return facts about this rank that only the doctor needs, once the rank has chosen its GPU.
 
     `resolved` is the address of the host's own name; `variables` exclude secrets.
     """
-    torch = _module("torch")
+    import torch
+
     capabilities = search_line(r"^CapEff:\s*(\w+)", read("/proc/self/status"))
     debug = {
         "Python": hasattr(sys, "gettotalrefcount"),
-        "torch": getattr(torch and torch.version, "debug", False),
+        "torch": torch.version.debug,
     }
     return {
         "resolved": or_none(lambda: socket.gethostbyname(socket.gethostname())),
@@ -163,7 +166,7 @@ def setup_facts() -> dict[str, object]:
 
 
 def allowed_cpus(root: Path = ROOT) -> str | None:
-    """Cores that this process's control group allows, as the kernel writes a cpuset."""
+    """Return the cores that this process's control group allows, as the kernel writes a cpuset."""
     for level in reversed(cgroup_levels("cpuset", root)):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
             if text := read(level / name):
@@ -172,7 +175,7 @@ def allowed_cpus(root: Path = ROOT) -> str | None:
 
 
 def compact(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 3, 8 as "0-3,8"."""
+    """Return 0, 1, 2, 3, 8 as "0-3,8"."""
     return spans(list(set(numbers))).replace(" ", "")
 
 
@@ -187,7 +190,7 @@ def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[s
 
 
 def interface_of(address: str) -> dict[str, object]:
-    """Name, MTU and nominal speed of the interface that has this local IP address."""
+    """Return name, MTU and nominal speed of the interface that has this local IP address."""
     target = or_none(lambda: ip_address(address.partition("%")[0]))
     for name, entries in (or_none(psutil.net_if_addrs) or {}).items():
         listed = {entry.address.partition("%")[0] for entry in entries}
@@ -209,15 +212,16 @@ def _cpu_model(cpu_info: str | None) -> str:
 
 
 def _versions() -> dict[str, object]:
-    torch = or_none(lambda: str(_module("torch").__version__))
-    return {"ddpbench": VERSION, "python": platform.python_version(), "torch": torch}
+    import torch
+
+    return {
+        "ddpbench": VERSION,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
 
 
 def _output(*command: str) -> str | None:
     """Return the output of a command; None if it fails, is missing or takes too long."""
     options: dict[str, Any] = {"stderr": subprocess.DEVNULL, "timeout": COMMAND_DEADLINE_SECONDS}
     return or_none(lambda: subprocess.check_output(command, text=True, **options).strip())
-
-
-def _module(name: str) -> Any:
-    return or_none(lambda: import_module(name))

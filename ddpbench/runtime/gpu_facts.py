@@ -13,10 +13,13 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpbench.runtime import devices
 from ddpbench.runtime.cpu import ROOT, or_none, read, search_line
+
+if TYPE_CHECKING:
+    import torch
 
 # NVML renamed its throttle reasons to event reasons in driver 535, and may drop the old names.
 REASON = re.compile(r"nvmlClocks(Event|Throttle)Reason(?!s|None$|All$)(\w+)")
@@ -43,19 +46,13 @@ class Nvml:
         values = self.query("nvmlDeviceGetFieldValues", [(number, scope)])
         return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else None
 
-    def busy_share(self, since: float) -> float | None:
-        """Return the share of time, 0 to 1, in which this GPU ran a kernel since a point in time.
+    def busy_share(self) -> float | None:
+        """Return the share of time, 0 to 1, in which this GPU ran a kernel; None for a part of one.
 
-        since: in seconds since 1970. NVML keeps samples of the last 10 to 20 s; without new ones
-        the share is of its last sample period, at most 1 s. None for a part of a GPU.
+        NVML's sample period is at most 1 s.
         """
-        kind = getattr(self.module, "NVML_GPU_UTILIZATION_SAMPLES", None)
-        _, samples = self.query("nvmlDeviceGetSamples", kind, int(since * 1e6)) or (None, [])
-        percents = [int(sample.sampleValue.uiVal) for sample in samples]
-        if not percents:
-            rates = self.query("nvmlDeviceGetUtilizationRates")
-            percents = [] if rates is None else [int(rates.gpu)]
-        return sum(percents) / len(percents) / 100 if percents and not self.is_part else None
+        rates = self.query("nvmlDeviceGetUtilizationRates")
+        return None if rates is None or self.is_part else int(rates.gpu) / 100
 
     def is_active(self, link: int) -> bool | None:
         """Return whether an NVLink is up, though it may sleep. GPUs since Hopper have a field."""
@@ -67,9 +64,11 @@ class Nvml:
 def gpu() -> dict[str, Any]:
     """Return index, name and UUID of the GPU that this rank already uses."""
     kind, index = _in_use()
-    uuid = kind and or_none(partial(kind.identity, index))
-    name = getattr(_properties(), "name", None)
-    return {"gpu_index": index, "gpu_name": name, "gpu_uuid": uuid}
+    return {
+        "gpu_index": index,
+        "gpu_name": getattr(_properties(), "name", None),
+        "gpu_uuid": kind and or_none(partial(kind.identity, index)),
+    }
 
 
 def gpu_state(uuid: str | None = None) -> dict[str, object] | None:
@@ -115,22 +114,14 @@ def gpu_links() -> dict[str, object]:
 def gpu_health() -> dict[str, object]:
     """Return NUMA node and memory of this rank's GPU, and what its error correction reports."""
     nvml = _open_nvml()
-    bus = _bus(nvml)
     kind, index = _in_use()
-    free = total = None
-    if kind is not None:
-        import torch
-
-        device = torch.device(kind.name, index)
-        free = or_none(partial(kind.free_nbytes, device))
-        total = or_none(partial(kind.total_nbytes, device))
-    node = or_none(lambda: int(read(ROOT / DEVICES / str(bus) / "numa_node") or "-1"))
+    node = or_none(lambda: int(read(ROOT / DEVICES / str(_bus(nvml)) / "numa_node") or "-1"))
     ecc = nvml and nvml.query("nvmlDeviceGetEccMode")
     errors = (UNCORRECTED, SINCE_DRIVER_LOADED)
     return {
         "gpu_numa_node": None if node is None or node < 0 else node,
-        "gpu_free_nbytes": free,
-        "gpu_nbytes": total,
+        "gpu_free_nbytes": kind and or_none(lambda: kind.free_nbytes(_device(kind, index))),
+        "gpu_nbytes": kind and or_none(lambda: kind.total_nbytes(_device(kind, index))),
         "gpu_ecc": ecc and bool(ecc[0]),
         "gpu_memory_errors": nvml and nvml.query("nvmlDeviceGetTotalEccErrors", *errors),
     }
@@ -141,10 +132,8 @@ def most_used() -> tuple[str, int] | None:
 
     None without any. All threads get the same answer, although each has its own current GPU.
     """
-    import torch
-
     held = [
-        (kind.held_nbytes(torch.device(kind.name, index)) or 0, kind, index)
+        (kind.held_nbytes(_device(kind, index)) or 0, kind, index)
         for kind in devices.KINDS.values()
         if or_none(kind.in_use) is not None
         for index in range(kind.count())
@@ -152,6 +141,12 @@ def most_used() -> tuple[str, int] | None:
     nbytes, kind, index = max(held, key=lambda each: each[0], default=(0, None, 0))
     uuid = kind and or_none(partial(kind.identity, index))
     return (uuid, nbytes) if uuid else None
+
+
+def _device(kind: devices.Cpu, index: int) -> torch.device:
+    import torch
+
+    return torch.device(kind.name, index)
 
 
 def _in_use() -> tuple[devices.Cpu | None, Any]:

@@ -26,16 +26,15 @@ class LoadMeter:
     def read(self) -> Load:
         """Return the load of this process since the last reading, or since the start."""
         before, self._clocks = self._clocks, (time.perf_counter(), time.process_time())
-        seconds, cpu_seconds = self._clocks[0] - before[0], self._clocks[1] - before[1]
+        cores = (self._clocks[1] - before[1]) / (self._clocks[0] - before[0])
         memory_nbytes = int(self._process.memory_info().rss)
         # Without torch no GPU is in use.
         gpu = or_none(gpu_facts.most_used) if "torch" in sys.modules else None
-        share, gpu_memory_nbytes = None, None
-        if gpu is not None:
-            uuid, gpu_memory_nbytes = gpu
-            if uuid not in self._nvml:
-                self._nvml[uuid] = gpu_facts.open_nvml(uuid)
-            nvml = self._nvml[uuid]
-            share = None if nvml is None else nvml.busy_share(time.time() - seconds)
-        cores = cpu_seconds / seconds
-        return Load(cores, cores, memory_nbytes, share, gpu_memory_nbytes)
+        if gpu is None:
+            return Load(cores, cores, memory_nbytes)
+        uuid, gpu_nbytes = gpu
+        if uuid not in self._nvml:
+            self._nvml[uuid] = gpu_facts.open_nvml(uuid)
+        nvml = self._nvml[uuid]
+        share = None if nvml is None else nvml.busy_share()
+        return Load(cores, cores, memory_nbytes, share, gpu_nbytes)

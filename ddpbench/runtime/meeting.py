@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -45,17 +46,17 @@ class Rendezvous:
 
     @property
     def group_timeout(self) -> timedelta:
-        """The time-out of torch's groups: longer than the watchdog's, which can name ranks."""
+        """Return the time-out of torch's groups: later than the watchdog, which can name ranks."""
         if self.watchdog != "end":
             return timedelta(days=20)  # more would overflow 32 bits of milliseconds
         return timedelta(seconds=self.timeout_seconds + 30)
 
 
 def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
-    """The store that all ranks share. Raises Refused if it cannot be reached."""
+    """Return the store that all ranks share. Raises Refused if it cannot be reached."""
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=rendezvous.timeout_seconds)
+    timeout = timedelta(seconds=siblings.add_patience(rendezvous.timeout_seconds))
     url = _choose_url(placement, rendezvous)
     try:
         if not url.startswith("tcp://"):  # torchrun's own store, or a file
@@ -64,9 +65,7 @@ def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
             return store
         host, port = url.removeprefix("tcp://").rsplit(":", 1)
         host = host.strip("[]")
-        if (objection := network.check_name(host)) is not None:
-            # c10d would retry until its time-out. One rank of each such host reports.
-            raise Refused(objection, speaker=placement.rank - placement.local_rank)
+        _require_name(host, placement)
         if placement.rank == 0:
             require_free(int(port))
             one_host = placement.local_world_size == placement.world_size
@@ -74,16 +73,30 @@ def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
         return dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
         reason = control.first_line(error)
-        siblings.end_if_stopped(placement.rank, rendezvous.timeout_seconds)
         raise Refused(
             f"rank {placement.rank} could not connect to the other ranks at {url} within "
-            f"{timeout.total_seconds():g} s: {reason}",
+            f"{rendezvous.timeout_seconds:g} s: {reason}",
             speaker=placement.rank,
         ) from None
 
 
+def _require_name(name: str, placement: Placement) -> None:
+    """Raise Refused if a name does not resolve here: c10d would retry until its time-out.
+
+    One rank of each such host reports it.
+    """
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        raise Refused(
+            f"{socket.gethostname()} cannot resolve {name}, the address of rank 0 "
+            f"({error.strerror}): give --master-addr an address, or add the name to /etc/hosts",
+            speaker=placement.rank - placement.local_rank,
+        ) from None
+
+
 def _choose_url(placement: Placement, rendezvous: Rendezvous) -> str:
-    """The URL of the store: from the user's options, else from the launcher."""
+    """Return the URL of the store: from the user's options, else from the launcher."""
     if rendezvous.init_method and rendezvous.init_method != "env://":
         return rendezvous.init_method
     address = rendezvous.master_addr or os.environ.get("MASTER_ADDR")
@@ -109,7 +122,7 @@ def _choose_url(placement: Placement, rendezvous: Rendezvous) -> str:
 def _broadcast_address_over_mpi(
     placement: Placement, rendezvous: Rendezvous, address: str | None, port: str | int | None
 ) -> str:
-    """Rank 0's "address:port", on every rank."""
+    """Return rank 0's "address:port" on every rank."""
     if find_spec("mpi4py") is None:
         raise Refused(
             "mpi4py is not installed, but ranks under mpirun need it to connect: "
@@ -139,9 +152,8 @@ def gather_introductions(
     me, rank = identify(placement.rank), placement.rank
     requested = os.environ.get(network.GLOO)
     with network.open_endpoint(rank, f"{me.boot_id}/{me.network}", requested) as own:
-        introductions = _gather_over_store(
-            store, placement, seconds, "here", [asdict(me), asdict(own)]
-        )
+        introduction = [asdict(me), asdict(own)]
+        introductions = _gather_over_store(store, placement, seconds, "here", introduction)
         members = tuple(RankIdentity(**fields) for fields, _ in introductions)
         endpoints = tuple(Endpoint(**fields) for _, fields in introductions)
         objection = network.find_objection(endpoints)
@@ -157,41 +169,37 @@ def gather_introductions(
 
 def _gather_over_store(
     store: dist.Store, placement: Placement, seconds: float, topic: str, value: Any
-) -> Any:
+) -> list[Any]:
     """Return all ranks' JSON-able values. Raises Refused with the ranks that did not come."""
-    store.set(f"ddpbench/{topic}/{placement.rank}", json.dumps(value))
-    deadline = time.monotonic() + seconds
-    absent = list(range(placement.world_size))
+    keys = {rank: f"ddpbench/{topic}/{rank}" for rank in range(placement.world_size)}
+    store.set(keys[placement.rank], json.dumps(value))
+    deadline, absent = time.monotonic() + siblings.add_patience(seconds), list(keys)
     try:
-        while absent := [r for r in absent if not store.check([f"ddpbench/{topic}/{r}"])]:
-            if time.monotonic() > deadline or store.check(["ddpbench/given up"]):
+        while absent := [rank for rank in absent if not store.check([keys[rank]])]:
+            if time.monotonic() > deadline or store.check(["ddpbench/gave up"]):
                 break
             time.sleep(0.01)
     except RuntimeError:
-        siblings.end_if_stopped(placement.rank, seconds)
-        others = range(1, placement.world_size)
-        speaker = next((rank for rank in others if rank not in absent), placement.rank)
+        others = [rank for rank in keys if rank > 0 and rank not in absent]
+        speaker = next(iter(others), placement.rank)
         raise Refused("rank 0 exited during rendezvous: see its error above", speaker) from None
     if absent:
-        siblings.end_if_stopped(placement.rank, seconds)
-        present = [r for r in range(placement.world_size) if r not in absent]
-        store.set("ddpbench/given up", "1")
+        present = [rank for rank in keys if rank not in absent]
+        store.set("ddpbench/gave up", "1")
         _leave_together(store, placement.rank, present)
         raise Refused(
             f"{len(absent)} of {placement.world_size} ranks did not join within {seconds:g} s "
             f"(--timeout): {', '.join(map(str, absent))}; check why they did not start",
             speaker=present[0],
         )
-    keys = [f"ddpbench/{topic}/{rank}" for rank in range(placement.world_size)]
-    return [json.loads(store.get(key)) for key in keys]
+    return [json.loads(store.get(key)) for key in keys.values()]
 
 
-def _leave_together(store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
+def _leave_together(store: dist.Store, rank: int, ranks: Iterable[int]) -> None:
     """Keep rank 0, which has the store, for at most 5 s until all these ranks leave too."""
     store.set(f"ddpbench/refused/{rank}", "1")
     deadline = time.monotonic() + 5.0
+    keys = [f"ddpbench/refused/{other}" for other in ranks]
     with contextlib.suppress(RuntimeError):
-        while rank == 0 and time.monotonic() < deadline:
-            if store.check([f"ddpbench/refused/{r}" for r in ranks]):
-                return
+        while rank == 0 and time.monotonic() < deadline and not store.check(keys):
             time.sleep(0.01)

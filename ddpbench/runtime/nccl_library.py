@@ -30,26 +30,15 @@ def loaded_version() -> tuple[int, ...] | None:
     return None
 
 
-def version() -> tuple[int, ...] | None:
-    """Return the version of the loaded library, else that of the headers torch was built with."""
+def describe_version() -> str | None:
+    """Return "2.30.7", or "2.29.7 (as built)" of torch if none is loaded; None without NCCL."""
     import torch
 
-    loaded = loaded_version()
-    if loaded is not None:
-        return loaded
-    built: Any = torch.cuda.nccl
-    try:
-        return tuple(built.version()[:3])
-    except AttributeError:  # torch was built without NCCL
-        return None
-
-
-def describe_version() -> str | None:
-    """Return "2.30.7", or "2.30.7 (as built)" if no library is loaded; None without NCCL."""
-    number = version()
-    if number is None:
-        return None
-    return ".".join(map(str, number)) + ("" if loaded_version() else " (as built)")
+    if loaded := loaded_version():
+        return ".".join(map(str, loaded))
+    built: Any = getattr(torch.cuda, "nccl", None)
+    version = or_none(lambda: built.version()[:3])  # torch may have been built without NCCL
+    return version and f"{'.'.join(map(str, version))} (as built)"
 
 
 def describe() -> str:

@@ -38,7 +38,7 @@ class Endpoint:
 
     @property
     def interface_list(self) -> str:
-        """The host's interfaces, for a sentence."""
+        """Return the host's interfaces, for a sentence."""
         return ", ".join(f"{name} {address}" for name, address in self.interfaces.items())
 
     @property
@@ -48,7 +48,7 @@ class Endpoint:
 
 @contextlib.contextmanager
 def open_endpoint(rank: int, network: str, requested: str | None) -> Iterator[Endpoint]:
-    """This rank's endpoint; it listens where gloo would while the context lasts.
+    """Open this rank's endpoint; it listens where gloo would while the context lasts.
 
     requested: the value of GLOO_SOCKET_IFNAME.
     """
@@ -99,22 +99,15 @@ def find_objection(endpoints: Sequence[Endpoint]) -> str | None:
                 f"{endpoint.name} {endpoint.reason}, but {endpoint.missing} is missing or has no "
                 f"address there: set {GLOO} to one of {endpoint.interface_list}"
             )
-    users: dict[str, Endpoint] = {}
     for endpoint in endpoints:
+        # Ranks of one host reach each other on any interface.
         other = next((other for other in endpoints if other.network != endpoint.network), None)
-        if other is None:
-            return None  # ranks of one host reach each other on any interface
-        for address in endpoint.listening:
-            user = users.setdefault(address, endpoint)
-            if sockets.is_loopback(address):
+        for address in endpoint.listening if other else ():
+            assert other is not None
+            if sockets.is_loopback(address) or address in other.addresses:
                 return (
                     f"{endpoint.name} {endpoint.reason}, so gloo would listen on {address}, which "
                     f"{other.host} cannot reach: {_advise(endpoint, other)}"
-                )
-            if user.network != endpoint.network:
-                return (
-                    f"{user.name} and {endpoint.name} have the same address {address} for gloo: "
-                    f"{_advise(user, endpoint)}, {_advise(endpoint, user)}"
                 )
     return None
 
@@ -145,7 +138,7 @@ def find_unreachable(rank: int, endpoints: Sequence[Endpoint], seconds: float) -
 
 
 def matches_names(value: str, name: str) -> bool:
-    """Whether a variable of NCCL allows this interface or adapter.
+    """Return whether a variable of NCCL allows this interface or adapter.
 
     NCCL takes "eth0,ib" as beginnings of names, "=eth0" as a whole name, "^docker" as an exclusion.
     """
@@ -175,18 +168,6 @@ def check_nccl_interface(
     )
 
 
-def check_name(name: str) -> str | None:
-    """Return why ranks cannot connect to a host of this name; None if it resolves here."""
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError as error:
-        return (
-            f"{socket.gethostname()} cannot resolve {name}, the address of rank 0 "
-            f"({error.strerror}): give --master-addr an address, or add the name to /etc/hosts"
-        )
-    return None
-
-
 def _resolve_own_name(host: str) -> tuple[str, str]:
     """Return the address that gloo uses if no interface is requested, and the reason."""
     addresses = []
@@ -204,17 +185,11 @@ def _resolve_own_name(host: str) -> tuple[str, str]:
 
 def _advise(endpoint: Endpoint, other: Endpoint) -> str:
     """Return what to set on a host so that the other reaches it: an interface on their subnet."""
+    networks = {ip_interface(address).network for address in other.interfaces.values()}
     usable = {
-        name: ip_interface(address)
+        name: ip_interface(address).network
         for name, address in endpoint.interfaces.items()
-        if not sockets.is_loopback(address)
+        if not sockets.is_loopback(address) and address.partition("/")[0] not in other.addresses
     }
-    theirs = [ip_interface(address) for address in other.interfaces.values()]
-    shared = [
-        name
-        for name, own in usable.items()
-        if any(own.network == their.network and own.ip != their.ip for their in theirs)
-    ]
-    if names := shared or list(usable):
-        return f"on {endpoint.host} export {GLOO}={' or '.join(names)}"
-    return f"give {endpoint.host} an address first"
+    names = [name for name, network in usable.items() if network in networks] or list(usable)
+    return f"on {endpoint.host} export {GLOO}={' or '.join(names) or 'an interface'}"

@@ -79,7 +79,7 @@ GROUPS: dict[str, tuple[Callable[[Hosts], Members], Callable[[Hosts], str | None
 
 
 def divide_ranks(name: str, hosts: Hosts) -> Partition:
-    """The partition of these hosts' ranks by an entry of GROUPS."""
+    """Return the partition of these hosts' ranks by an entry of GROUPS."""
     divide, find_objection = GROUPS[name]
     objection = find_objection(hosts)
     members = (_all if objection else divide)(hosts)

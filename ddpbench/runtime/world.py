@@ -22,7 +22,7 @@ from ddpbench.hang import status_board, torch_settings
 from ddpbench.hang.places import describe_error, is_of_program
 from ddpbench.hang.self_report import RankIdentity
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, CommandWatchdog
-from ddpbench.launch import siblings, sockets
+from ddpbench.launch import sockets
 from ddpbench.launch.placement import PATIENT, Placement, Refused
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
@@ -65,18 +65,18 @@ class World:
 
     @property
     def interrupted(self) -> str | None:
-        """Name of the signal that asked this rank to stop; None if none did."""
+        """Return the name of the signal that asked this rank to stop; None if none did."""
         number = self.watchdog.signal
         return None if number is None else signal.Signals(number).name
 
     @property
     def machines(self) -> dict[str, list[int]]:
-        """Boot id → ranks that share cores, memory and clock."""
+        """Return boot id → ranks that share cores, memory and clock."""
         return self._group_ranks(lambda member: member.boot_id)
 
     @property
     def hosts(self) -> dict[str, list[int]]:
-        """Network → ranks that share it: containers of one machine can be several hosts."""
+        """Return network → ranks that share it: containers of one machine can be several hosts."""
         return self._group_ranks(lambda member: f"{member.boot_id}/{member.network}")
 
     def _group_ranks(self, key: Callable[[RankIdentity], str]) -> dict[str, list[int]]:
@@ -87,23 +87,23 @@ class World:
 
     @property
     def neighbours(self) -> list[int]:
-        """The ranks on this rank's machine, including itself."""
+        """Return the ranks on this rank's machine, including itself."""
         return self.machines[self.members[self.rank].boot_id]
 
     def memory_mates(self, device: torch.device) -> list[int]:
-        """The ranks that share the memory of this rank's device, including itself."""
+        """Return the ranks that share the memory of this rank's device, including itself."""
         return self.neighbours if devices.of(device).memory == "host" else self.gpu_mates
 
     @property
     def address(self) -> str:
-        """This rank's address for gloo on the other hosts."""
+        """Return this rank's address for gloo on the other hosts."""
         if len(self.hosts) == 1:
             return "127.0.0.1"
         return next(iter(self.endpoints[self.rank].listening), "127.0.0.1")
 
     @property
     def addresses(self) -> list[str]:
-        """Local addresses from which the tested backend reaches other hosts, most used first.
+        """Return local addresses from which the backend reaches other hosts, the most used first.
 
         Read from this process's sockets once the backend has connected; empty for a backend
         without sockets.
@@ -114,25 +114,27 @@ class World:
         return sockets.local_addresses(connections, frozenset().union(*remote))
 
     def agree_device(self, name: str) -> torch.device:
-        """Return this rank's device: its own one, in order of the ranks that see the same devices.
+        """Return this rank's device: of those that it sees, the one with its number on its host.
 
         With --share-gpu, two ranks may share one. Raises Refused with the ranks if more would.
         """
         kind = devices.get(name)
-        visible = [kind.identity(index) for index in range(kind.count())]
-        if None in visible:  # all ranks may share it
+        host = next(ranks for ranks in self.hosts.values() if self.rank in ranks)
+        index = host.index(self.rank) % max(1, kind.count())
+        identity = kind.identity(index)
+        used = control.gather_values(self, identity)
+        if None in used:  # all ranks may share it
             return kind.select(0)
-        rows = control.gather_values(self, visible)
-        chosen = choose_indices(rows)
-        used = [row[index] for row, index in zip(rows, chosen, strict=True)]
-        if (sentence := explain_sharing(used, self.share_gpu)) is not None:
-            raise Refused(sentence)
-        if len(set(used)) < len(used) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        users, most = Counter(used), 2 if self.share_gpu else 1
+        if shared := [rank for rank, device in enumerate(used) if users[device] > most]:
+            advice = "two ranks per GPU" if most == 2 else "one rank per GPU, or add --share-gpu"
+            raise Refused(f"{name_ranks(shared, 3)} would share GPUs: start at most {advice}")
+        if len(users) < len(used) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             # NCCL refuses two ranks of one host on one GPU, so make each rank its own host.
             os.environ.setdefault("NCCL_HOSTID", f"ddpbench-rank-{self.rank}")
             os.environ.setdefault("NCCL_NET", "Socket")
-        self.gpu_mates[:] = [rank for rank, device in enumerate(used) if device == used[self.rank]]
-        return kind.select(chosen[self.rank])
+        self.gpu_mates[:] = [rank for rank, device in enumerate(used) if device == identity]
+        return kind.select(index)
 
     @contextlib.contextmanager
     def agree_group(
@@ -209,7 +211,6 @@ def join_world(
     """
     import torch.distributed as dist
 
-    siblings.report_stage(siblings.JOINS)
     store = connect_store(placement, rendezvous)
     members, endpoints = gather_introductions(store, placement, rendezvous.timeout_seconds)
     with torch_settings.watched_groups(rendezvous.group_timeout):  # it opens the recorders
@@ -223,7 +224,6 @@ def join_world(
             signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
             mode=rendezvous.watchdog,
         )
-    siblings.report_stage(siblings.MET)
     try:
         timeout = rendezvous.group_timeout
         rank, size = placement.rank, placement.world_size
@@ -253,7 +253,6 @@ def join_world(
         watchdog.end(cause, place=place)
     finally:
         watchdog.close()
-        siblings.report_stage(siblings.LEFT)
         if dist.is_initialized():
             _destroy_group(None)
 
@@ -275,36 +274,6 @@ def _destroy_group(group: dist.ProcessGroup | None) -> None:
         time.sleep(0.02)
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group(group)
-
-
-def choose_indices(visible: Sequence[Sequence[str]]) -> list[int]:
-    """Return each rank's index among the devices that it sees.
-
-    visible: by rank, the unique identities of these devices. A container may see a part of its
-    machine's devices, and a task of Slurm only its own. Each rank takes the device that the fewest
-    ranks have, ranks with the least choice first. Ranks that see the same devices take them in
-    order of rank.
-    """
-    users = Counter[str]()
-    chosen = [0] * len(visible)
-    for rank in sorted(range(len(visible)), key=lambda rank: len(visible[rank])):
-        devices = visible[rank]
-        chosen[rank] = min(range(len(devices)), key=lambda index: users[devices[index]])
-        users[devices[chosen[rank]]] += 1
-    return chosen
-
-
-def explain_sharing(used: Sequence[str], allowed: bool) -> str | None:
-    """Return a sentence if too many ranks would use one device.
-
-    used: identities, by rank. allowed: whether two ranks may share one.
-    """
-    users, most = Counter(used), 2 if allowed else 1
-    shared = [rank for rank, device in enumerate(used) if users[device] > most]
-    if not shared:
-        return None
-    advice = "two ranks per GPU" if allowed else "one rank per GPU, or add --share-gpu for two"
-    return f"{name_ranks(shared, 3)} would share GPUs: start at most {advice}"
 
 
 class Turns:

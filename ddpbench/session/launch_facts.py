@@ -9,48 +9,20 @@ from typing import Any
 
 import psutil
 
-from ddpbench.catalog.backends import Backend
-from ddpbench.records import store
-from ddpbench.records.launched import Launch
 from ddpbench.runtime import control, cpu, environment, gpu_facts
 from ddpbench.runtime.world import World
 
 
-def gather_launch_record(
-    world: World,
-    backend: Backend,
-    device: str,
-    *,
-    index: int,
-    clock: dict[str, float],
-    facts: dict[str, object],
-    cases: int,
-) -> Launch:
-    """Gather the record of a launch from all ranks.
-
-    clock: clock.properties of rank 0. facts: the command's, stored with those of the environment.
-    """
+def gather_rank_facts(world: World) -> list[dict[str, Any]]:
+    """Gather where each rank runs, once its backend has connected."""
     addresses = world.addresses
-    rank_facts = {
+    facts = {
         **environment.rank_facts(),
         "interface": environment.interface_of(next(iter(addresses), world.address)),
         "addresses": addresses,
         "gpu_before": gpu_facts.gpu_state(),
     }
-    ranks = control.gather_values(world, rank_facts)
-    return Launch(
-        index=index,
-        backend=backend.name,
-        provider=backend.provider(device),
-        library=backend.library(),
-        launcher=world.placement.launcher,
-        world_size=world.world_size,
-        facts={**environment.run_facts(), **facts} if world.rank == 0 else {},
-        ranks=tuple(ranks),
-        clock=clock,
-        started=store.format_now(),
-        cases=cases,
-    )
+    return control.gather_values(world, facts)
 
 
 def agree_thread_count(world: World) -> int:

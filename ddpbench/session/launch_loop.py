@@ -1,14 +1,16 @@
 """The launch loop of every measuring command: meet, agree, then measure the cases on each backend.
 
-Each case is stored at once. A command supplies its cases and a function that measures one.
+A command supplies one function: it takes a LaunchContext, prepares the cases of a launch, opens a
+Recorder and measures each case. The recorder stores each case at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -16,26 +18,28 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
-from ddpbench.present.writers import page_file
-from ddpbench.records.schema import Plan
+from ddpbench.records import codec, redact, store
+from ddpbench.records.launched import Launch
+from ddpbench.records.schema import Examination, Plan, Result, StepResult
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
-from ddpbench.runtime import control, cpu, devices, network
+from ddpbench.runtime import control, cpu, devices, environment, network
 from ddpbench.runtime.world import Turns, World, describe_failed_connection, join_world
 from ddpbench.session import launch_facts, run_folder
-from ddpbench.session.recorder import Outcome
-from ddpbench.session.run_options import RunOptions
+from ddpbench.session.progress import Progress
+from ddpbench.session.run_options import RunOptions, resolve
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from ddpbench.session.progress import Progress
-    from ddpbench.session.recorder import Recorder
+    from ddpbench.measure.offsets import Clocks
 
 T = TypeVar("T", bound=RunOptions)
 C = TypeVar("C")  # a command's case
-Measure = Callable[[C], tuple[Outcome, dict[str, Any] | None]]  # → outcome, columns of its samples
+Outcome = Result | StepResult | Examination
+# The part of a run that holds each kind of outcome.
+PARTS = {Result: "results", StepResult: "steps", Examination: "examinations"}
 
 
 @dataclass(frozen=True)
@@ -48,82 +52,184 @@ class LaunchContext(Generic[T]):
     tested: dist.ProcessGroup  # all ranks, on the backend that is measured
     options: T
     plan: Plan
+    folder: Path  # of the run
     device: torch.device
     index: int  # number of the launch in the run
     turns: Turns
     closing: ExitStack  # contexts that end with the launch
+    meter: cpu.CpuMeter = field(default_factory=cpu.CpuMeter)
+    began: float = field(default_factory=time.monotonic)
+
+    def gather_recorder(self, cases: int, **facts: object) -> Recorder:
+        """Record the launch of all ranks, and return the recorder of its cases.
+
+        facts: the command's, stored with those of the environment.
+        """
+        from ddpbench.measure import clock
+
+        world, backend = self.world, self.backend
+        launch = Launch(
+            index=self.index,
+            backend=backend.name,
+            provider=backend.provider(self.options.device),
+            library=backend.library(),
+            launcher=world.placement.launcher,
+            world_size=world.world_size,
+            clock=control.broadcast_value(world, clock.properties()),
+            ranks=tuple(launch_facts.gather_rank_facts(world)),
+            facts={**environment.run_facts(), **facts} if world.rank == 0 else {},
+            started=store.format_now(),
+            cases=cases,
+        )
+        return Recorder(self, launch)
 
 
-@dataclass(frozen=True)
-class Work(Generic[C]):
-    """The measurements of one launch."""
-
-    cases: Sequence[C]
-    phase: Callable[[C], str]  # describes a case, for the message if it hangs
-    # Called once the launch is recorded. Returns a function that measures one case on all ranks.
-    begin: Callable[[Recorder, Progress], Measure[C]]
-    facts: dict[str, object] = field(default_factory=dict)  # of the launch, from the command
+Measure = Callable[[LaunchContext[T]], "Recorder"]  # measures a launch and returns its recorder
 
 
-Prepare = Callable[[LaunchContext[T]], Work[Any]]
+class Recorder:
+    """The record of a launch. Rank 0 stores it after every case; other ranks store nothing."""
+
+    def __init__(self, context: LaunchContext[Any], launch: Launch) -> None:
+        self.launch, self._context, self._world = launch, context, context.world
+        self.failure: str | None = None  # why nothing more can be stored
+        self._folder = context.folder if self._world.rank == 0 else None
+        shown = self._world.rank == 0 and context.options.shows_progress
+        self.progress = Progress(context.backend.name, launch.cases, shown)
+        self._measuring_seconds = 0.0
+        if self._folder is not None:
+            grows = (self._folder / store.GROWING).exists()  # earlier launches have stored cases
+            self._part = len(store.read(self._folder).everything) if grows else 0
+            hosts = {str(rank.get("hostname") or "") for rank in launch.ranks} - {""}
+            owner = redact.owner()
+            self._owner = replace(owner, hosts=(*owner.hosts, *sorted(hosts)))
+            self._add_launch(launch)
+
+    def agree_cases(self, cases: Sequence[C], describe: Callable[[C], str]) -> Iterator[C]:
+        """Yield each case in all ranks, until a signal comes or results cannot be stored.
+
+        describe: names what is measured, for the message if it hangs. Measure and `add` the case
+        before the next one. At the end, stores the times of the launch and what each rank used.
+        """
+        for case in cases:
+            if control.agree_objection(self._world, self._world.interrupted) is not None:
+                break
+            self._world.watchdog.begin_phase(describe(case))
+            yield case
+            self.progress.advance()
+            self.failure = control.broadcast_value(self._world, self.failure)
+            if self.failure is not None:
+                break
+        usage = launch_facts.gather_usage(self._world, self._context.meter)
+        self.progress.stop()
+        if self._folder is None or self.failure is not None:
+            return
+        ranks = zip(self.launch.ranks, usage, strict=True)
+        launch = replace(
+            self.launch,
+            ended=store.format_now(),
+            sweep_seconds=time.monotonic() - self._context.began,
+            measuring_seconds=self._measuring_seconds,
+            ranks=tuple({**facts, **used} for facts, used in ranks),
+        )
+        self._add_launch(launch)
+
+    def add(self, outcome: Outcome, columns: dict[str, Any] | None = None) -> None:
+        """Store one case, and its raw samples (`step_columns`, `operation_columns`) if any."""
+        if self._folder is None:
+            return
+        try:
+            if columns is not None:
+                store.add_samples(self._folder, self._part, columns)
+            self._append(PARTS[type(outcome)], outcome, number=self._part)
+        except OSError as error:
+            self.failure = (
+                f"cannot write more results to {self._folder} ({error.strerror}): "
+                f"{self._part} cases are kept"
+            )
+        self._part += 1
+        if isinstance(outcome, Result):
+            self._measuring_seconds += outcome.measuring_seconds
+
+    def add_clocks(self, clocks: Clocks) -> None:
+        """Store the latest comparison of the clocks."""
+        objection = {"clocks": clocks.objection} if clocks.objection else {}
+        facts = {**self.launch.facts, **objection}
+        launch = replace(self.launch, offsets=clocks.offsets, facts=facts)
+        if self._folder is not None and launch != self.launch:
+            self._add_launch(launch)
+
+    def _add_launch(self, launch: Launch) -> None:
+        self.launch = launch
+        with contextlib.suppress(OSError):  # a full disk is reported with the next outcome
+            self._append("launches", launch)
+
+    def _append(self, part: str, record: Any, **more: int) -> None:
+        assert self._folder is not None
+        line = {**more, part: codec.to_plain(record)}
+        store.append(self._folder, redact.record(line, self._owner))
 
 
-def run(options: T, placement: Placement, prepare: Prepare[T]) -> int:
+def run(options: T, placement: Placement, measure: Measure[T]) -> int:
     """Run one rank's part: meet, agree, measure on each backend. Return the exit code."""
-    from ddpbench.session import run_end
-
     if placement.rank == 0:
         for name in ("scipy.special", "pyarrow.parquet"):  # slow imports, before the others wait
             import_module(name)
+    end, refusal, code = None, None, None
     with join_world(placement, options.rendezvous(), options.share_gpu) as world:
-        options_of_ranks = control.gather_values(world, options.named())
-        if (sentence := control.find_differing_option(options_of_ranks)) is not None:
-            raise Refused(sentence)
-        if options.report and options.join is None:  # else who started the ranks has checked it
-            own = page_file.explain_missing("--report") if world.rank == 0 else None
-            if (sentence := control.agree_objection(world, own)) is not None:
-                raise Refused(sentence)
-        folder, plan = run_folder.broadcast_run_folder(world, options)
-        world.watchdog.on_end = lambda *end: run_end.mark(folder, *end)
-        end = None
+        options = _agree_options(world, options)
+        folder, plan = run_folder.broadcast_run(world, options)
+        world.watchdog.on_end = lambda *end: run_folder.mark(folder, End(*end))
         for index, name in enumerate(options.backend, options.launch):
             try:
-                backend = backends.get(name)
-                failure = _measure(world, backend, options, plan, prepare, index=index, run=folder)
+                end = _measure(
+                    world, options, measure, name=name, index=index, plan=plan, folder=folder
+                )
             except Refused as error:
-                if placement.rank == 0 and options.join is None and not run_end.discard(folder):
-                    # Mark it first: the launcher may end this rank once another one has left.
-                    run_end.mark(folder, "failed", str(error), 2)
-                    run_end.finish(folder, options)
-                raise
-            if failure is not None:
-                end = End("failed", failure, 5)
-            elif (signal := control.agree_objection(world, world.interrupted)) is not None:
-                end = run_end.interrupted(signal)
-                world.watchdog.expect_signal()
+                end, refusal = End("failed", str(error), 2), error
             if end is not None:
                 break
-        code = None
         if end is not None and (options.join is not None or end.code != 130):
             # A launcher may end all ranks once one has failed. So rank 0 reports a failure before
             # any rank leaves.
             world.watchdog.begin_phase("the report of the failure")
             code = _report(options, folder, end) if placement.rank == 0 else end.code
             control.barrier_all()
+    if refusal is not None:
+        raise refusal
     if code is None and placement.rank == 0:
         code = _report(options, folder, end)
     return code if code is not None else end.code if end else 0
 
 
+def _agree_options(world: World, options: T) -> T:
+    """Resolve the options in all ranks that a launcher started, and compare them.
+
+    Raises Refused in all ranks, with the ranks that lack a device or a backend, or that differ.
+    """
+    objection = None
+    if options.join is None:
+        try:
+            options = resolve(options, world.placement)
+        except Refused as refused:
+            objection = str(refused)
+    sentence = control.agree_objection(world, objection)
+    sentence = sentence or control.find_differing_option(
+        control.gather_values(world, options.named())
+    )
+    if sentence is not None:
+        raise Refused(sentence)
+    return options
+
+
 def _report(options: RunOptions, folder: Path, end: End | None) -> int:
     """Finish the run in rank 0, or mark a run that this launch has joined. Return the exit code."""
-    from ddpbench.session import run_end
-
     if options.join is None:
-        return run_end.finish(folder, options, end)
+        return run_folder.finish(folder, options, end)
     if end is None:
         return 0
-    run_end.mark(folder, end.state, end.reason or "", end.code)
+    if end.code != 2:  # else another backend may still be measured
+        run_folder.mark(folder, end)
     if end.code == 5:
         tell(end.reason or "")
     return end.code
@@ -131,64 +237,34 @@ def _report(options: RunOptions, folder: Path, end: End | None) -> int:
 
 def _measure(
     world: World,
-    backend: Backend,
     options: T,
-    plan: Plan,
-    prepare: Prepare[T],
+    measure: Measure[T],
     *,
+    name: str,
     index: int,
-    run: Path,
-) -> str | None:
-    """Connect, record the launch in the folder `run`, and measure its cases.
-
-    Returns, in every rank, why results can no longer be stored; None if they can.
-    """
-    from ddpbench.measure import clock
-    from ddpbench.session.progress import Progress
-    from ddpbench.session.recorder import Recorder
-
-    device = world.agree_device(options.device)
+    plan: Plan,
+    folder: Path,
+) -> End | None:
+    """Connect the ranks on one backend and measure its cases. Return an early end."""
+    backend, device = backends.get(name), world.agree_device(options.device)
     with ExitStack() as closing:
-        name = agree_torch_name(world, backend)
-        tested = closing.enter_context(world.agree_group(name, device=device))
+        torch_name = agree_torch_name(world, backend)
+        tested = closing.enter_context(world.agree_group(torch_name, device=device))
         barrier_to_connect(world, backend, tested, device)
-        began, meter = time.monotonic(), cpu.CpuMeter()
         # The memory of a GPU may not hold both sides.
         shared = options.paced is not None and devices.of(device).memory == "host"
         turns = Turns(world, options.open_turn() if shared and world.rank == 0 else None, shared)
         context = LaunchContext(
-            world, backend, name, tested, options, plan, device, index, turns, closing
+            world, backend, torch_name, tested, options, plan, folder, device, index, turns, closing
         )
-        work = prepare(context)
-        used, count = control.broadcast_value(world, clock.properties()), len(work.cases)
-        launch = launch_facts.gather_launch_record(
-            world, backend, options.device, index=index, clock=used, facts=work.facts, cases=count
-        )
-        recorder = Recorder(launch, run if world.rank == 0 else None)
-        shown = world.rank == 0 and options.shows_progress
-        progress = Progress(backend.name, count, shown)
-        failure = _measure_cases(world, work, recorder, progress)
-        usage = launch_facts.gather_usage(world, meter)
-        progress.stop()
-        recorder.close(time.monotonic() - began, usage)
-    return failure
-
-
-def _measure_cases(
-    world: World, work: Work[C], recorder: Recorder, progress: Progress
-) -> str | None:
-    """Measure each case and store it at once. Return why results can no longer be stored."""
-    measure = work.begin(recorder, progress)
-    for case in work.cases:
-        if control.agree_objection(world, world.interrupted) is not None:
-            return None
-        world.watchdog.begin_phase(work.phase(case))
-        recorder.add(*measure(case))
-        progress.advance(1)
-        failure = control.broadcast_value(world, recorder.failure)
-        if failure is not None:
-            return str(failure)
-    return None
+        failure = measure(context).failure
+    if failure is not None:
+        return End("failed", failure, 5)
+    signal = control.agree_objection(world, world.interrupted)
+    if signal is None:
+        return None
+    world.watchdog.expect_signal()
+    return run_folder.interrupted(signal)
 
 
 def agree_torch_name(world: World, backend: Backend) -> str:

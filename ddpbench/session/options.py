@@ -30,34 +30,34 @@ SAME = {  # names of dtypes elsewhere
     **dict.fromkeys(("double", "fp64", "f64"), "float64"),
     "bf16": "bfloat16",
 }
-SIZES = "--sizes FIRST:LAST:xFACTOR, such as --sizes 8:128M:x2"
-TORCHRUN = "it for torchrun, before the module: torchrun --nnodes 2 … -m ddpbench.COMMAND …"
-RANKS = "-n N, the number of ranks on this host"
-REPEATED = "--precision PERCENT or --case-time SECONDS, which end a case; ddp also takes --rounds N"
-INSTEAD = {  # options of torchrun, nccl-tests, OSU and others → what to write
-    **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--nproc", "--world-size"), RANKS),
-    **dict.fromkeys(("-g", "--ngpus", "--gpus"), RANKS),
-    **dict.fromkeys(("--iters", "--iterations", "--steps"), REPEATED),
-    **dict.fromkeys(("-i", "--stepbytes"), "--sizes 4:1K:+256 for a step of 256 bytes"),
-    **dict.fromkeys(
-        ("--warmup", "--warmup_iters", "-w", "-x"), "nothing: every case warms up itself"
+# What to write → the options of torchrun, nccl-tests, OSU and others that it replaces.
+ANSWERS = {
+    "-n N, the number of ranks on this host": (
+        "--nproc-per-node --nproc_per_node --nproc --world-size -g --ngpus --gpus -np"
     ),
-    **dict.fromkeys(("-b", "-e", "-f", "--minbytes", "--maxbytes", "--stepfactor"), SIZES),
-    **dict.fromkeys(("-s", "--size", "--message-size"), SIZES),
-    **dict.fromkeys(("-d", "--datatype"), "--dtype float32"),
-    **dict.fromkeys(("-o", "--redop"), "--reduce-op sum"),
-    **dict.fromkeys(("-m", "--agg_iters", "--pipelined"), "--mode pipelined --in-flight N"),
-    **dict.fromkeys(("--nnodes", "--node-rank", "--node_rank", "--standalone"), TORCHRUN),
-    **dict.fromkeys(("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"), TORCHRUN),
-    **dict.fromkeys(("-c", "--check"), "nothing: results are checked unless you write --no-check"),
-    **dict.fromkeys(("--fsdp", "--tp", "--hsdp"), "--parallel fsdp, hsdp, tp or fsdp+tp in ddp"),
-    **dict.fromkeys(("--hostfile", "-H", "--host"), "it for mpirun, before python"),
-    "-np": RANKS,
-    **dict.fromkeys(("-r", "--root-rank"), "--root RANK"),
-    **dict.fromkeys(("-J", "--json"), "--format json"),
-    "--model": "--workload package.module:function",
-    "--collective": "--op all_reduce",
+    "--precision PERCENT or --case-time SECONDS, which end a case; ddp also takes --rounds N": (
+        "--iters --iterations --steps"
+    ),
+    "--sizes FIRST:LAST:xFACTOR, such as --sizes 8:128M:x2": (
+        "-b -e -f --minbytes --maxbytes --stepfactor -s --size --message-size"
+    ),
+    "--sizes 4:1K:+256 for a step of 256 bytes": "-i --stepbytes",
+    "nothing: every case warms up itself": "--warmup --warmup_iters -w -x",
+    "nothing: results are checked unless you write --no-check": "-c --check",
+    "--dtype float32": "-d --datatype",
+    "--reduce-op sum": "-o --redop",
+    "--root RANK": "-r --root-rank",
+    "--op all_reduce": "--collective",
+    "--mode pipelined --in-flight N": "-m --agg_iters --pipelined",
+    "--format json": "-J --json",
+    "--workload package.module:function": "--model",
+    "--parallel fsdp, hsdp, tp or fsdp+tp in ddp": "--fsdp --tp --hsdp",
+    "it for mpirun, before python": "--hostfile -H --host",
+    "it for torchrun, before the module: torchrun --nnodes 2 … -m ddpbench.COMMAND …": (
+        "--nnodes --node-rank --node_rank --standalone --rdzv-backend --rdzv-endpoint --rdzv-id"
+    ),
 }
+INSTEAD = {option: answer for answer, options in ANSWERS.items() for option in options.split()}
 VARIANT = "VARIANT"  # metavar of an option whose value consists of options
 
 
@@ -206,16 +206,12 @@ def device(text: str) -> str:
 
 def init_method(text: str) -> str:
     """Parse the value of `--init-method`."""
-    if re.match(r"\w+://[^/]*@|tcp://.*@", text):
-        raise argparse.ArgumentTypeError(
-            "must not contain a user name or password: write tcp://HOST:PORT"
-        )
-    tcp = re.fullmatch(r"tcp://[^/]+:(\d{1,5})", text)
-    if tcp and 0 < int(tcp[1]) < 65536:
+    tcp = re.fullmatch(r"tcp://[^/@?]+:(\d{1,5})", text)
+    if text == "env://" or text.startswith("file:///") or (tcp and 0 < int(tcp[1]) < 65536):
         return text
-    if text == "env://" or re.fullmatch(r"file:///.+", text):
-        return text
-    raise argparse.ArgumentTypeError(f"{text!r}: must be env://, tcp://HOST:PORT or file:///PATH")
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: must be env://, tcp://HOST:PORT (without user name) or file:///PATH"
+    )
 
 
 def import_modules(words: Sequence[str]) -> None:
@@ -230,9 +226,9 @@ def import_modules(words: Sequence[str]) -> None:
             try:
                 import_module(module)
             except (ImportError, TypeError, ValueError) as error:
-                found = isinstance(error, ImportError) and error.name != module.split(".")[0]
-                name = "" if found else ". Write my_op for the file my_op.py in this folder"
-                raise placement.Refused(f"--import {module}: {error}{name}") from None
+                exists = isinstance(error, ImportError) and error.name != module.split(".")[0]
+                hint = "" if exists else ". Write my_op for the file my_op.py in this folder"
+                raise placement.Refused(f"--import {module}: {error}{hint}") from None
 
 
 def add_group(parser: argparse.ArgumentParser, title: str, texts: str) -> Callable[..., None]:
@@ -294,8 +290,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     add("--master-addr", metavar="HOST")
     add("--master-port", kind=whole(1, 65535), metavar="PORT")
     add("--timeout", kind=time_limit, default=60.0, metavar="SECONDS")
-    choices = ("end", "report", "off")
-    add("--watchdog", default="end", choices=choices)
+    add("--watchdog", default="end", choices=("end", "report", "off"))
 
 
 REPEATS = """

@@ -9,12 +9,11 @@ from typing import Any
 
 
 class Progress:
-    """The progress bar of one launch; it shows nothing in other ranks and without a terminal."""
-
-    _bar: Any = None
+    """The progress bar of one launch; it shows nothing unless `is_shown`."""
 
     def __init__(self, label: str, cases: int, is_shown: bool) -> None:
-        self.label = label
+        self._label, self._done = label, 0.0
+        self._bar: Any = None
         if not is_shown:
             return
         from rich import progress
@@ -35,17 +34,25 @@ class Progress:
         self._bar.start()
 
     def describe(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, description=f"{self.label}: {text}")
-            self._bar.refresh()
+        """Show what is measured now."""
+        self._update(description=f"{self._label}: {text}")
 
-    def advance(self, cases: float) -> None:
-        """Move the bar by a number of cases."""
+    def show_part(self, share: float) -> None:
+        """Show how much of the current case is done, from 0 to 1."""
+        self._update(completed=self._done + share)
+
+    def advance(self) -> None:
+        """Show that a case is done."""
+        self._done += 1
+        self._update(completed=self._done)
+
+    def _update(self, **values: object) -> None:
         if self._bar is not None:
-            self._bar.advance(self._task, cases)
+            self._bar.update(self._task, **values)
             self._bar.refresh()
 
     def stop(self) -> None:
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
 

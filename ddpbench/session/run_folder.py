@@ -1,43 +1,52 @@
-"""The folder of a run. It is created once, and every rank knows it."""
+"""The folder of a run: created once, marked or finished at its end, with tables and a page."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ddpbench.launch.placement import Refused
+from ddpbench.present.formats import FORMATS
+from ddpbench.present.writers import page_file
 from ddpbench.records import store
 from ddpbench.records.schema import Plan, Run
+from ddpbench.records.store import End
+from ddpbench.records.terminal_text import silence_stdout, tell
 from ddpbench.runtime import control
 from ddpbench.runtime.world import World
 from ddpbench.session.run_options import RunOptions
 
 
-def broadcast_run_folder(world: World, options: RunOptions) -> tuple[Path, Plan]:
-    """Return the run's folder and plan in all ranks. Rank 0 creates the folder if needed."""
+def broadcast_run(world: World, options: RunOptions) -> tuple[Path, Plan]:
+    """Return the run's folder and plan in all ranks. Rank 0 creates the run unless it joins one.
+
+    Raises Refused in all ranks if it cannot be created.
+    """
     value: dict[str, Any] = {}
     if world.rank == 0:
         try:
-            if options.join:
-                folder = Path(options.join)
-                plan = store.read(folder).plan
+            if options.join is None:
+                require_page(options.report)
+                folder, plan = create(options, sys.argv[1:])
             else:
-                folder, plan = create_run(options, world.world_size, sys.argv[1:])
+                folder, plan = Path(options.join), options.plan(options.seed or 0)
             value = {"folder": str(folder.resolve()), "plan": asdict(plan)}
-        except (OSError, store.InvalidRun) as error:
-            value = {"error": explain_unwritable(error)}
+        except Refused as refused:
+            value = {"refused": str(refused)}
     value = control.broadcast_value(world, value)
-    if "error" in value:
-        raise Refused(str(value["error"]))
+    if "refused" in value:
+        raise Refused(str(value["refused"]))
     return Path(value["folder"]), Plan(**value["plan"])
 
 
-def create_run(options: RunOptions, world_size: int, arguments: Sequence[str]) -> tuple[Path, Plan]:
-    """Choose a seed and create the folder of a new run. Raises OSError."""
+def create(options: RunOptions, arguments: Sequence[str]) -> tuple[Path, Plan]:
+    """Choose a seed and create the folder of a new run. Raises Refused if it cannot be written."""
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     record = Run(
         id="",
@@ -49,16 +58,123 @@ def create_run(options: RunOptions, world_size: int, arguments: Sequence[str]) -
         backends=options.backend,
         label=options.label or "",
     )
-    label = f"{options.command}-{'+'.join(options.backend)}-w{world_size}"
-    folder = store.create(Path(options.output) if options.output else None, record, label)
+    label = f"{options.command}-{'+'.join(options.backend)}-w{options.ranks}"
+    try:
+        folder = store.create(Path(options.output) if options.output else None, record, label)
+    except OSError as error:
+        raise Refused(explain_unwritable(error)) from None
     return folder, record.plan
 
 
-def explain_unwritable(error: Exception) -> str:
+def explain_unwritable(error: OSError) -> str:
     """Explain in one sentence why a results folder cannot be created."""
-    if isinstance(error, OSError) and error.strerror:
-        return (
-            f"results cannot be written to {error.filename} ({error.strerror}): "
-            "choose a writable folder with --output"
+    if not error.strerror:
+        return str(error)
+    return (
+        f"results cannot be written to {error.filename} ({error.strerror}): "
+        "choose a writable folder with --output"
+    )
+
+
+def interrupted(signal: str) -> End:
+    """Return the end of a run that a signal interrupted, such as "SIGUSR1"."""
+    return End("interrupted", f"interrupted by {signal}", 130)
+
+
+def mark(folder: Path, end: End) -> None:
+    """Mark a run as interrupted or failed. Any rank that is still alive may do this."""
+    with contextlib.suppress(OSError, store.InvalidRun):  # another host, or a full disk
+        store.close(folder, *end)
+
+
+def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
+    """Close a run with findings and with tables on disk and stdout. Return its exit code.
+
+    options: what is printed, and whether there is a page. end: None if the run is complete, or if a
+    rank has already marked how it ended. Removes a run in which nothing was measured because it was
+    refused, or because no launch began.
+    """
+    run = store.read(folder)
+    if not run.everything and (not run.launches or (end is not None and end.code == 2)):
+        shutil.rmtree(folder, ignore_errors=True)
+        return 2 if end is None else end.code
+    run = _conclude(run, end)
+    stored, quiet = _store(folder, run), options.quiet
+    try:
+        sys.stdout.write(FORMATS[options.format](run, options.columns, quiet))
+        sys.stdout.flush()
+    except OSError as error:  # the exit code still reports the result
+        silence_stdout()
+        if not isinstance(error, BrokenPipeError):
+            tell(f"cannot write to stdout ({error.strerror}); {stored}")
+            quiet = True
+    if not quiet or run.state != "complete":
+        tell(stored)
+    reasons = dict.fromkeys(outcome.reason for outcome in run.outcomes if outcome.reason)
+    if reasons and not any(outcome.summary for outcome in run.outcomes):
+        tell(f"nothing was measured: {'; '.join(reasons)}")
+    if options.report:
+        write_page(folder, run, quiet)
+    return 5 if run.exit_code is None else run.exit_code
+
+
+def _conclude(run: Run, end: End | None) -> Run:
+    """Return the run with its findings and, unless it is marked already, its end."""
+    from ddpbench.analysis import findings  # loads numpy
+
+    run = replace(run, findings=findings.findings(run))
+    if run.state != "running":
+        return run
+    measured = any(outcome.summary is not None for outcome in run.outcomes)
+    code = findings.exit_code(run)
+    nothing = not measured and not run.examinations and code < 4
+    end = end or End("complete", None, 2 if nothing else code)
+    return replace(
+        run,
+        state=end.state,
+        state_reason=end.reason,
+        exit_code=end.code,
+        ended=store.format_now(),
+    )
+
+
+def _store(folder: Path, run: Run) -> str:
+    try:
+        store.write(folder, run)
+        (folder / store.GROWING).unlink(missing_ok=True)
+        store.replace_file(folder / "table.csv", FORMATS["csv"](run, None, False).encode())
+        store.replace_file(folder / "table.txt", FORMATS["table"](run, None, False).encode())
+        store.join_samples(folder)
+    except OSError as error:
+        return f"only a part is stored in {folder}: the rest cannot be written ({error.strerror})"
+    return f"stored in {folder}"
+
+
+def require_page(is_requested: bool) -> None:
+    """Raise Refused if a page is requested and this Python lacks a package that makes it."""
+    if is_requested and (sentence := page_file.explain_missing("--report")):
+        raise Refused(sentence)
+
+
+def write_page(folder: Path, run: Run | None = None, quiet: bool = False) -> None:
+    """Write the page of a stored run into its folder, and report the path on stderr.
+
+    The exit code of the run is known already: an error is reported too, and nothing is raised.
+    run: what the folder contains, if it has been read. quiet: report only an error.
+    """
+    try:
+        from ddpbench.present.document import ReportRun
+
+        run = run or store.read(folder)
+        if not run.everything:
+            return
+        page_file.save(folder / page_file.NAME, [ReportRun(run.id, run, folder)])
+    except Exception as error:
+        reason = str(error) if isinstance(error, (OSError, store.InvalidRun)) else repr(error)
+        tell(
+            f"no page was written: {reason}. The exit code is that of the run. "
+            f"Next: ddpbench report {folder}"
         )
-    return str(error)
+    else:
+        if not quiet:
+            tell(f"page written to {folder / page_file.NAME}")

@@ -1,18 +1,24 @@
-"""The options that every measuring command has, parsed."""
+"""The options that every measuring command has, parsed and resolved."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from ddpbench.catalog import backends
+from ddpbench.launch.placement import Placement, Refused
 from ddpbench.launch.turn import Turn
 from ddpbench.records.schema import Plan
+from ddpbench.records.terminal_text import tell
+from ddpbench.runtime import devices
 from ddpbench.runtime.meeting import Rendezvous
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+T = TypeVar("T", bound="RunOptions")
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,8 @@ class RunOptions:
     output: str | None
     label: str | None
     report: bool
-    join: str | None
-    launch: int
+    join: str | None  # the folder of the run, in ranks that ddpbench started
+    launch: int  # number of the launch in the run
     progress: bool
     # Each launch waits for a line on stdin and writes its exit code to stdout; the pipes of its
     # turns, its own and the other side's.
@@ -49,9 +55,9 @@ class RunOptions:
 
     @classmethod
     def of(cls, namespace: argparse.Namespace) -> Self:
-        given = {field.name: getattr(namespace, field.name) for field in fields(cls)}
-        paced = given["paced"] and tuple(given["paced"])
-        return cls(**{**given, "modules": tuple(given["modules"]), "paced": paced})
+        values = {field.name: getattr(namespace, field.name) for field in fields(cls)}
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values | lists)
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -62,15 +68,8 @@ class RunOptions:
         """Return the protocol as it is stored with the run."""
         raise NotImplementedError
 
-    def check(self) -> None:
-        """Raise Refused, with one sentence, for options that exclude each other."""
-
-    def check_world(self, world_size: int) -> None:
-        """Raise Refused, with one sentence, for options that do not fit the number of ranks."""
-
-    def notes(self) -> list[str]:
-        """Return one line for each option that does not apply to all that is measured."""
-        return []
+    def check(self, world_size: int | None = None) -> None:
+        """Raise Refused for options that exclude each other, or do not fit the number of ranks."""
 
     @property
     def shows_progress(self) -> bool:
@@ -92,3 +91,25 @@ class RunOptions:
         """Return the values that must be equal in all ranks, by the names of the options."""
         names = {"async_op": "async", "modules": "import"}
         return {names.get(k, k.replace("_", "-")): v for k, v in asdict(self).items()}
+
+
+def resolve(options: T, placement: Placement | None) -> T:
+    """Return the options with device, backends, ranks and launches decided.
+
+    placement: of this rank; None if ddpbench starts the ranks. Raises Refused if this host lacks a
+    device or backend, and as `RunOptions.check`.
+    """
+    warn = tell if placement is None or placement.local_rank == 0 else lambda sentence: None
+    device = backends.choose_device(options.backend, options.device, warn)
+    names = backends.choose(options.backend, device, placement.launcher if placement else None)
+    launches = options.launches or (options.usual_launches if placement is None else 1)
+    if placement is not None and launches > 1:
+        raise Refused(
+            "--launches needs ddpbench to start the ranks: leave out the launcher and type "
+            f"ddpbench {options.command} -n {placement.world_size} --launches {launches} …"
+        )
+    ranks = placement.world_size if placement else options.ranks
+    ranks = ranks or devices.get(device).usual_ranks()
+    options = replace(options, device=device, backend=names, launches=launches, ranks=ranks)
+    options.check(ranks)
+    return options

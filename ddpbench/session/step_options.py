@@ -21,6 +21,14 @@ from ddpbench.session import options
 from ddpbench.session.run_options import RunOptions
 
 SECONDS, SHORT_SECONDS = 30.0, 5.0  # of a single launch, and of each of several
+# Options with the same name in StepCase, and those with the same name in DistributedDataParallel.
+SAME = ("device", "accumulate", "amp", "comm_hook", "parallel")
+DDP_OPTIONS = (
+    "bucket_cap_mb",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "find_unused_parameters",
+)
 DEFAULT = {"cpu": ("mlp",), "cuda": ("transformer",)}
 
 
@@ -69,12 +77,7 @@ class Options(RunOptions):
         )
 
     def ddp_options(self) -> dict[str, Any]:
-        return {
-            "bucket_cap_mb": self.bucket_cap_mb,
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "static_graph": self.static_graph,
-            "find_unused_parameters": self.find_unused_parameters,
-        }
+        return {name: getattr(self, name) for name in DDP_OPTIONS}
 
     def settings_of(self, workload: Workload) -> dict[str, int | str]:
         """Return the workload's settings: the user's, else the defaults for the device."""
@@ -98,17 +101,12 @@ class Options(RunOptions):
         return {
             "workload": workload.name,
             "settings": tuple(f"{name}={value}" for name, value in settings.items()),
-            "device": self.device,
-            "accumulate": self.accumulate,
             "optimizer": self.optimizer or workload.optimizer,
-            "amp": self.amp,
-            "comm_hook": self.comm_hook,
-            "parallel": self.parallel,
             "prefetch": not self.no_prefetch if self.way.shards else None,
             "reshard_after_forward": (
                 self.reshard_after_forward != "no" if self.way.shards else None
             ),
-            **self.ddp_options(),
+            **{name: getattr(self, name) for name in (*SAME, *DDP_OPTIONS)},
         }
 
     @property
@@ -134,29 +132,24 @@ class Options(RunOptions):
         return mesh
 
     def _check_way(self) -> None:
-        sharding = {
-            "--no-prefetch": self.no_prefetch,
-            "--reshard-after-forward": self.reshard_after_forward is not None,
-        }
-        ddp = {
-            "--bucket-cap-mb": self.bucket_cap_mb is not None,
-            "--gradient-as-bucket-view": self.gradient_as_bucket_view,
-            "--static-graph": self.static_graph,
-            "--find-unused-parameters": self.find_unused_parameters,
-            "--comm-hook": self.comm_hook != "none",
-        }
-        for own, applies, owners in (
-            (sharding, self.way.shards, [way.name for way in WAYS.values() if way.shards]),
-            (ddp, not self.way.dimensions, ["ddp"]),
+        sharded = [way.name for way in WAYS.values() if way.shards]
+        in_ddp, shards = not self.way.dimensions, self.way.shards
+        for option, is_given, applies, owners in (
+            ("--no-prefetch", self.no_prefetch, shards, sharded),
+            ("--reshard-after-forward", self.reshard_after_forward, shards, sharded),
+            ("--bucket-cap-mb", self.bucket_cap_mb, in_ddp, ["ddp"]),
+            ("--gradient-as-bucket-view", self.gradient_as_bucket_view, in_ddp, ["ddp"]),
+            ("--static-graph", self.static_graph, in_ddp, ["ddp"]),
+            ("--find-unused-parameters", self.find_unused_parameters, in_ddp, ["ddp"]),
+            ("--comm-hook", self.comm_hook != "none", in_ddp, ["ddp"]),
         ):
-            for option, is_given in own.items():
-                if is_given and not applies:
-                    raise Refused(
-                        f"{option} does not apply to --parallel {self.parallel}: it belongs to "
-                        f"--parallel {list_choices(owners)}"
-                    )
+            if is_given and not applies:
+                raise Refused(
+                    f"{option} does not apply to --parallel {self.parallel}: it belongs to "
+                    f"--parallel {list_choices(owners)}"
+                )
         planned = [each.name for each in WORKLOADS.values() if each.plan is not None]
-        for name in self.subjects if self.way.dimensions else ():
+        for name in [] if in_ddp else self.subjects:
             if name not in planned:
                 raise Refused(
                     f"--parallel {self.parallel} cannot divide the workload {name}: "
@@ -165,7 +158,7 @@ class Options(RunOptions):
         if self.ranks or self.mesh:
             self.lay_out((self.ranks or math.prod(self.mesh),))
 
-    def check(self) -> None:
+    def check(self, world_size: int | None = None) -> None:
         built_in = [WORKLOADS[name] for name in self.subjects if name in WORKLOADS]
         for name, _ in self.settings:
             if not any(name in workload.settings for workload in built_in):
@@ -183,8 +176,7 @@ class Options(RunOptions):
         own = [name for name in self.subjects if name not in WORKLOADS]
         if self.batch and own:
             raise Refused(f"--batch does not apply to {own[0]}: its batch(step) sets the size")
-        trains = [workload for workload in built_in if workload.trains]
-        if self.epochs and len(trains) != 1:
+        if self.epochs and sum(workload.trains for workload in built_in) != 1:
             raise Refused("--epochs needs --workload regression")
 
 
@@ -272,25 +264,27 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    texts = ""
     names = dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings)
-    for name in names:
-        users = [each for each in WORKLOADS.values() if name in each.settings]
-        defaults = []
-        for each in users:
-            cpu, cuda = each.settings[name]["cpu"], each.settings[name]["cuda"]
-            defaults.append(f"{each.name} {cpu}" + ("" if cpu == cuda else f", {cuda} on GPUs"))
-        help_text = SETTINGS.get(name, "setting of the workload")
-        if name in CHOICES:
-            words = (f"{word}: {meaning}" for word, meaning in CHOICES[name].items())
-            help_text += f". {'; '.join(words)}"
-        texts += f"--{name} {help_text} (default: {'; '.join(defaults)})\n"
-    add = options.add_group(parser, "settings of the workload", texts)
+    add = options.add_group(
+        parser, "settings of the workload", "\n".join(map(_describe_setting, names))
+    )
     for name in names:
         values: dict[str, Any] = {"kind": options.whole(1), "metavar": "N"}
         if name in CHOICES:
             values = {"choices": tuple(CHOICES[name])}
         add(f"--{name}", default=(), dest="settings", action=_Setting, **values)
+
+
+def _describe_setting(name: str) -> str:
+    text = SETTINGS.get(name, "setting of the workload")
+    if name in CHOICES:
+        text += ". " + "; ".join(f"{word}: {meaning}" for word, meaning in CHOICES[name].items())
+    defaults = []
+    for each in WORKLOADS.values():
+        if name in each.settings:
+            cpu, cuda = each.settings[name]["cpu"], each.settings[name]["cuda"]
+            defaults.append(f"{each.name} {cpu}" + ("" if cpu == cuda else f", {cuda} on GPUs"))
+    return f"--{name} {text} (default: {'; '.join(defaults)})"
 
 
 def _add_parallel(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddpbench.catalog import sizes
@@ -62,51 +61,27 @@ class Options(RunOptions):
     def subjects(self) -> tuple[str, ...]:
         return self.op
 
-    def check(self) -> None:
-        """Raise Refused for options that exclude each other."""
+    def check(self, world_size: int | None = None) -> None:
         where = "host" if self.device == "auto" else devices.get(self.device).memory
         if self.buffers == "huge" and where != "host":
             raise Refused(
                 "--buffers huge needs tensors in host memory, but they are on the "
                 f"{where}: leave it out, or add --device cpu"
             )
-        for option, chosen, unsuited in self._find_unsuited():
-            if len(unsuited) == len(self.op):
+        for option in ("form", "place", "dtype", "reduce-op"):
+            chosen = getattr(self, option.replace("-", "_"))
+            if chosen and not any({*chosen} & {*_supported(option, name)} for name in self.op):
                 values = _supported(option, self.op[0])
                 advice = f"use --{option} {values[0]}, or " if values else ""
                 raise Refused(
-                    f"--{option} {chosen} applies to none of {', '.join(self.op)}: "
+                    f"--{option} {','.join(chosen)} applies to none of {', '.join(self.op)}: "
                     f"{advice}leave it out"
                 )
-
-    def check_world(self, world_size: int) -> None:
-        if self.root >= world_size:
+        if world_size is not None and self.root >= world_size:
             raise Refused(
                 f"--root {self.root} does not exist: with {counted(world_size, 'rank')}, choose a "
                 f"number from 0 to {world_size - 1}"
             )
-
-    def notes(self) -> list[str]:
-        """Return one line for each option that some operations or backends do not support."""
-        kind = devices.get(self.device).defaults
-        usual, shorter = DEFAULT_SIZES[kind], GLOO_SIZES[kind]
-        shortened = "gloo" in self.backend and self.sizes is None and shorter != usual
-        return [
-            f"gloo is slow with tensors on {self.device}: it is measured at --sizes {shorter}; "
-            f"for the sizes of other backends, give --sizes {usual}"
-        ] * shortened + [
-            f"--{option} {chosen} does not apply to {', '.join(unsuited)}: measured "
-            + (f"with {values[0]}" if (values := _supported(option, unsuited[0])) else "without it")
-            for option, chosen, unsuited in self._find_unsuited()
-            if unsuited
-        ]
-
-    def _find_unsuited(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Yield the given ones of four options: (option, its value, operations without support)."""
-        for option in ("form", "place", "dtype", "reduce-op"):
-            if chosen := getattr(self, option.replace("-", "_")):
-                unsuited = [n for n in self.op if not set(chosen) & set(_supported(option, n))]
-                yield option, ",".join(chosen), unsuited
 
     def plan(self, seed: int) -> Plan:
         several = TURN_SLICE if self.paced else SHORT_SLICE

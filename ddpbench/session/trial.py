@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from ddpbench.launch.placement import Refused
 from ddpbench.measure import ddp_step, memory, rehearsal, training
 from ddpbench.measure.rounds import Measured, Pace, Rounds
 from ddpbench.measure.step import Replica
-from ddpbench.present import columns as column
 from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import control, cpu, devices
@@ -109,7 +107,7 @@ class Trial:
         """Measure one workload. Return its result and, in rank 0, the columns of its samples."""
         began, meter = time.monotonic(), cpu.CpuMeter()
         case, main, reason = self.build(workload)
-        if reason is not None or main is None:
+        if main is None:
             return StepResult(case=case, launch=self.index, reason=reason), None
         epochs = self._train(workload, case)  # first: an impossible checkpoint is refused at once
         notes = []
@@ -161,21 +159,12 @@ class Trial:
         ledger: Ledger,
         progress: Progress,
     ) -> Measured:
-        """Measure in rounds until the end; `progress` counts the rounds as part of one case."""
-        options, done = self.options, 0.0
-
-        def advance(share: float) -> None:
-            nonlocal done
-            progress.advance(share - done)
-            done = share
-
-        verify = None
+        options = self.options
         if options.verify:
             # Over control groups: the measured backend cannot spoil its own proof.
             mesh = self.meshes.control if self.meshes else None
             group = None if mesh else dist.group.WORLD
             ledger.verifier = Verifier(main.wrapped, main.optimizer, group, mesh=mesh)
-            verify = ledger.check
         rounds = Rounds(
             world=self.world,
             main=main,
@@ -183,19 +172,17 @@ class Trial:
             arms=arms,
             pace=Pace(self.plan.slice_seconds, options.rounds, options.steps_per_round),
             seed=self.plan.seed,
-            verify=verify,
+            verify=ledger.check if options.verify else None,
             every=options.verify,
             turns=self.turns,
             faults=self.planted,
-            progress=advance,
+            progress=progress.show_part,
         )
         try:
-            measured = rounds.run()
+            return rounds.run()
         except torch.OutOfMemoryError as error:  # say what helps: the others wait in a collective
             error.args = (rehearsal.describe_shortage(error, main.case),)
             raise
-        progress.advance(-done)  # the launch loop counts the whole case
-        return measured
 
     def _train(self, workload: Workload, case: StepCase) -> tuple[Epoch, ...]:
         options = self.options
@@ -215,16 +202,7 @@ class Trial:
             lambda model: OPTIMIZERS[case.optimizer].make(model.parameters(), rate),
             epochs,
             verify=verify if options.verify else None,
-            report=lambda epoch: self._report_epoch(case, epoch),
         )
-
-    def _report_epoch(self, case: StepCase, epoch: Epoch) -> None:
-        if self.world.rank == 0 and not self.options.quiet and sys.stderr.isatty():
-            train, validation = map(column.digits, (epoch.train_loss, epoch.validation_loss))
-            sys.stderr.write(
-                f"ddpbench: {case.workload} on {case.backend}, epoch {epoch.number}: "
-                f"train {train}, validation {validation}\n"
-            )
 
     def rank_setup(self, batch: int) -> RankSetup:
         """Return the setup of this rank; ranks that share a batch have the same."""
@@ -252,29 +230,30 @@ class Trial:
         replica, objection = None, None
         try:
             replica = self._divide(workload, task, case, switchable)
-            objections = [each.objection(replica, case.world_size) for each in self.planted]
+            objections = (each.objection(replica, case.world_size) for each in self.planted)
             objection = next((each for each in objections if each is not None), None)
         except (RuntimeError, ValueError, TypeError) as error:
-            objection = rehearsal.describe_shortage(error, case)
             way = self.meshes.way.name if self.meshes else "DDP"
-            objection = objection or f"{way} refuses it: {control.first_line(error, 300)}"
+            refusal = f"{way} refuses it: {control.first_line(error, 300)}"
+            objection = rehearsal.describe_shortage(error, case) or refusal
         sentence = control.agree_objection(self.world, objection)
         self.world.watchdog.rearm()  # building may take long, and so may the first step
         return case, replica if sentence is None else None, sentence
 
     def _divide(self, workload: Workload, task: Task, case: StepCase, switchable: bool) -> Replica:
         rate = self.learning_rate(workload)
-        if self.meshes is not None:
-            from ddpbench.measure.parallel import build
-
-            assert workload.plan is not None
-            mesh = self.meshes.tested
-            return build.build_sharded(
-                task, case, workload.plan, rate, mesh=mesh, device=self.device, group=self.tested
+        if self.meshes is None:
+            slow_link = any(planted.fault.name == "slow-link" for planted in self.planted)
+            switchable = switchable or slow_link
+            return ddp_step.build_replica(
+                task, case, rate, self.tested, device=self.device, switchable=switchable
             )
-        slow_link = any(planted.fault.name == "slow-link" for planted in self.planted)
-        return ddp_step.build_replica(
-            task, case, rate, self.tested, device=self.device, switchable=switchable or slow_link
+        from ddpbench.measure.parallel import build
+
+        assert workload.plan is not None
+        mesh, device = self.meshes.tested, self.device
+        return build.build_sharded(
+            task, case, workload.plan, rate, mesh=mesh, device=device, group=self.tested
         )
 
     def _build_task(
@@ -329,14 +308,12 @@ class Trial:
 
     def _gather_difference(self, task: Task | None) -> str | None:
         """Describe how this rank's model differs from rank 0's, with which DDP would hang."""
-        own = None
-        if task is not None:
-            own = [
-                [name, list(each.shape), str(each.dtype), each.requires_grad]
-                for name, each in task.model.named_parameters()
-            ]
+        own = [
+            [name, list(each.shape), str(each.dtype), each.requires_grad]
+            for name, each in (task.model.named_parameters() if task else ())
+        ]
         models = control.gather_values(self.world, own)
-        if own is None or None in models or own == models[0]:
+        if [] in models or own == models[0]:
             return None
         pairs = itertools.zip_longest(own, models[0])
         own_parameter, first = next((a, b) for a, b in pairs if a != b)

@@ -11,7 +11,7 @@ from ddpbench.catalog import backends
 from ddpbench.launch.placement import Refused, read_placement, require_world_size
 from ddpbench.present.formats import FORMATS
 from ddpbench.runtime import devices
-from ddpbench.session import options, page
+from ddpbench.session import options, run_folder
 from ddpbench.watch.settings import Settings, explain_wrong_port
 
 USAGE = """%(prog)s [options] SCRIPT [the script's own options]
@@ -104,7 +104,7 @@ def parse(
         if namespace.output == "none":
             raise Refused("--report needs a stored run: leave out --output none")
         if placement is None or placement.rank == 0:  # which writes the page
-            page.require()
+            run_folder.require_page(True)
     return namespace, Program.of(namespace)
 
 

@@ -28,8 +28,8 @@ from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.watched import WatchedBalance
 from ddpbench.runtime.load import LoadMeter
-from ddpbench.session import page
-from ddpbench.session.run_end import interrupted
+from ddpbench.session import run_folder
+from ddpbench.session.run_folder import interrupted
 from ddpbench.watch.gather.joining import join_hosts
 from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.judging.history import History
@@ -94,7 +94,7 @@ class Watcher:
         if self._guard is not None:
             self._guard.close()
         if self._settings.report and self._stored is not None:
-            page.write(self._stored)  # here, because the thread may end with the process
+            run_folder.write_page(self._stored)  # here, because the thread may end with the process
 
     def _finish(self, end: End) -> None:
         """Report a last time how this rank ends."""

@@ -23,10 +23,10 @@ from ddpbench.launch import family
 # `main` of each rank: a Python expression of `place` and `dist`, run as `python -c`.
 PROGRAM = """
 import os, signal, sys, time
-from ddpbench.launch import forks, placement, supervise
+from ddpbench.launch import forks, placement, siblings, supervise
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import join_world
-supervise.JOIN_SECONDS = {join}
+siblings.LATE_SECONDS = 1.0
 def main():
     place = placement.read_placement()
     {body}
@@ -34,9 +34,9 @@ sys.exit(forks.run(main, {ranks}, deadline=supervise.Deadline(3.0)))
 """
 
 
-def started(body: str, ranks: int = 2, join: float = 1.0, **extra: str) -> subprocess.Popen[str]:
+def started(body: str, ranks: int = 2, **extra: str) -> subprocess.Popen[str]:
     """A program that forks ranks with this body; it stands in `ps` if `extra` has a mark for it."""
-    program = PROGRAM.format(body=body, ranks=ranks, join=join)
+    program = PROGRAM.format(body=body, ranks=ranks)
     python = [sys.executable] if MARK in extra else warm_python()
     return subprocess.Popen(
         [*python, "-c", program], env=clean_environment(**extra), text=True,
@@ -44,9 +44,9 @@ def started(body: str, ranks: int = 2, join: float = 1.0, **extra: str) -> subpr
     )  # fmt: skip
 
 
-def ended(body: str, ranks: int = 2, join: float = 1.0) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr. join: how much longer than ranks the watch waits for them."""
-    process = started(body, ranks, join)
+def ended(body: str, ranks: int = 2) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    process = started(body, ranks)
     out, err = process.communicate(timeout=PATIENCE_SECONDS)
     return process.returncode, out, err
 
@@ -125,24 +125,24 @@ BLOW = "if place.rank == 1: os.kill(os.getpid(), signal.{blow})\n"
 
 
 @pytest.mark.parametrize(
-    ("body", "join"),
+    "body",
     [
-        pytest.param(BLOW.format(blow="SIGKILL") + "    time.sleep(600)", 1.0, id="killed"),
+        pytest.param(BLOW.format(blow="SIGKILL") + "    time.sleep(600)", id="killed"),
         pytest.param(
-            BLOW.format(blow="SIGSTOP") + "    " + MEET.format(3.0), 60.0, id="stopped",
+            BLOW.format(blow="SIGSTOP") + "    " + MEET.format(3.0), id="stopped",
             marks=pytest.mark.thorough,
         ),
         pytest.param(
-            MEET.format(60.0) + "    " + BLOW.format(blow="SIGSTOP") + "    return 0", 1.0,
+            MEET.format(60.0) + "    " + BLOW.format(blow="SIGSTOP") + "    return 0",
             id="stopped at its end", marks=pytest.mark.thorough,
         ),
     ],
 )  # fmt: skip
 def test_a_rank_that_is_lost_before_or_after_the_others_met_is_named(
-    body: str, join: float, frozen: Frozen
+    body: str, frozen: Frozen
 ) -> None:
     """In one sentence, with the signal and a next step."""
-    code, out, err = ended(body, join=join)
+    code, out, err = ended(body)
     assert (code, out) == (5, "")
     assert ONE_SENTENCE.fullmatch(err), err
     frozen.verdict(re.sub(r"\(\S+, pid \d+\)", "(HOST, pid PID)", err))

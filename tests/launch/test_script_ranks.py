@@ -115,7 +115,7 @@ def test_none_stays_when_another_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that ignores SIGTERM is killed."""
-    monkeypatch.setattr(scripts, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(scripts, "GRACE_SECONDS", (0.2, 0.2))
     stuck = shell(f"trap '' TERM; : >'{tmp_path}/set'; sleep 600")
     await_files(tmp_path / "set")
     assert await_all(stuck, shell("exit 3")) == 3

@@ -29,32 +29,7 @@ def program(folder: Path, name: str, *lines: str) -> None:
     path.chmod(0o755)
 
 
-# --- who and where --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "4"},
-        {"SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "1", "SLURM_PTY_PORT": "41511"},
-        {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1", "SLURM_PTY_PORT": "41511"},
-        {"SLURM_NTASKS": "4"},
-    ],
-)
-def test_a_shell_of_slurm_s_is_no_rank(environ: dict[str, str]) -> None:
-    """The shell of salloc, that of srun --pty and a batch script have a task's variables, and are
-    where ranks are to be started."""
-    task = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    assert placement.read_placement({**task, **environ}) is None
-
-
-def test_a_task_started_from_such_a_shell_is_a_rank() -> None:
-    """It inherits the shell's terminal, but has a step of its own."""
-    environ = {
-        "SLURM_STEP_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0",
-        "SLURM_PTY_PORT": "41511",
-    }  # fmt: skip
-    assert placement.read_placement(environ) == Placement("srun", 2, 4, 0, None)
+# --- where ranks meet ----------------------------------------------------------------------------
 
 
 def test_a_node_is_reached_by_name_or_as_slurm_reaches_it(

@@ -43,11 +43,14 @@ from ddpbench.runtime import cpu
 from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 from ddpbench.runtime.world import World
-from ddpbench.session import launch_facts, recorder, run_end
+from ddpbench.session import launch_facts, launch_loop, run_folder
 from ddpbench.session.summary import summarise_result
 
 WORLDS = (16, 1024, 16384)
 CASES, A_HOST, CALL_NS = 3, 8, 100_000
+SHOWN: Any = SimpleNamespace(
+    device="cpu", shows_progress=False, format="table", columns=None, quiet=False, report=False
+)
 MADE_UP = [0.0]  # seconds that the simulation itself took, which are no cost of ddpbench's
 PLAN = Plan(check=False, precision=1e-9, slice_seconds=1e6)  # to the most repetitions
 
@@ -131,11 +134,11 @@ def measured(size: int, folder: Path) -> dict[str, float]:
     with timed("facts s"):
         run = Run("", "collectives", (), PLAN, store.format_now(), backends=("gloo",))
         store.create(folder, run, "scale")
-        whole = cpu.CpuMeter()
-        launch = launch_facts.gather_launch_record(
-            world, backend, "cpu", index=0, clock={}, facts={}, cases=CASES
-        )
-        record = recorder.Recorder(launch, folder)
+        context = launch_loop.LaunchContext(
+            world, backend, "gloo", cast(Any, None), SHOWN, PLAN, folder, cast(Any, None), 0,
+            cast(Any, None), contextlib.ExitStack(),
+        )  # fmt: skip
+        record = context.gather_recorder(CASES)
     for number in range(CASES):
         case = Case(
             "all_reduce", "tensor", "gloo", "native", "cpu", "float32", "sum", None, 4 << number,
@@ -157,10 +160,9 @@ def measured(size: int, folder: Path) -> dict[str, float]:
         assert outcome[0].summary is not None
         assert outcome[0].summary.repetitions == PLAN.max_repetitions
     with timed("end s"), contextlib.redirect_stderr(io.StringIO()):
-        record.close(1.0, launch_facts.gather_usage(world, whole))
+        assert [*record.agree_cases((), str)] == []  # stores the end of the launch
         with contextlib.redirect_stdout(io.StringIO()):
-            shown = SimpleNamespace(format="table", columns=None, quiet=False, report=False)
-            run_end.finish(folder, shown)
+            run_folder.finish(folder, SHOWN)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rows = len(store.read_samples(folder))
     return {

@@ -32,7 +32,7 @@ from ddpbench.present.document import Section
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Run
 from ddpbench.records.wording import install_extra
-from ddpbench.session import run_end
+from ddpbench.session import run_folder
 from ddpbench.verdicts import comparison
 from ddpbench.verdicts.matching import Source
 
@@ -317,7 +317,7 @@ def finish(capfd: pytest.CaptureFixture[str], end: store.End | None, *words: str
     parser = Parser()
     collectives.add_arguments(parser)
     options = collectives.Options.of(parser.parse_args(["--report", *words]))
-    code = run_end.finish(Path("results/mine"), options, end)
+    code = run_folder.finish(Path("results/mine"), options, end)
     return Outcome(code, *capfd.readouterr())
 
 
@@ -325,7 +325,7 @@ END = store.End("failed", "rank 1 ended with SIGKILL", 5)
 
 
 @pytest.mark.parametrize(
-    "end", [None, END, run_end.interrupted("SIGINT")], ids=["complete", "failed", "interrupted"]
+    "end", [None, END, run_folder.interrupted("SIGINT")], ids=["complete", "failed", "interrupted"]
 )
 def test_every_end_has_a_page(
     capfd: pytest.CaptureFixture[str], end: store.End | None, frozen: Frozen

@@ -10,12 +10,10 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 from command_lines import clean_environment
 from frozen import Frozen
@@ -24,48 +22,8 @@ from warm_python import warm_python
 
 from ddpbench.launch import forks
 from ddpbench.launch.placement import Refused, read_placement
-from ddpbench.runtime import world
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, join_world
-
-# Layout → devices that each rank sees, and the index that each chooses.
-LAYOUTS = {
-    "one host": (["ABCD"] * 4, [0, 1, 2, 3]),
-    "fewer ranks than GPUs": (["ABCD"] * 2, [0, 1]),
-    "more ranks than GPUs": (["AB"] * 4, [0, 1, 0, 1]),
-    "hosts, one after the other": (["AB", "AB", "YZ", "YZ"], [0, 1, 0, 1]),
-    "hosts in turns": (["AB", "YZ", "AB", "YZ"], [0, 0, 1, 1]),
-    "uneven hosts": (["AB", "AB", "YZ"], [0, 1, 0]),
-    "a GPU per task of Slurm": (["A", "B", "Y", "Z"], [0, 0, 0, 0]),
-    "containers of one machine, in turns": (["AB", "CD", "AB", "CD"], [0, 0, 1, 1]),
-    "containers that were given one GPU": (["A", "A"], [0, 0]),
-    "the same GPUs in another order": (["AB", "BA"], [0, 0]),
-    "one rank sees all, the other one": (["AB", "A"], [1, 0]),
-    "parts that overlap": (["AB", "BC", "CD"], [0, 0, 0]),
-    "instances of one GPU": (["MIG-1", "MIG-2"], [0, 0]),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_rank_has_a_gpu_of_its_own_if_it_can(layout: str) -> None:
-    """Ranks that see the same devices take them in order; what others see does not matter. They
-    share only where there are fewer devices than ranks, and then evenly."""
-    texts, indices = LAYOUTS[layout]
-    visible = [[text] if text.startswith("MIG") else list(text) for text in texts]
-    assert world.choose_indices(visible) == indices
-    used = [devices[index] for devices, index in zip(visible, indices, strict=True)]
-    shared = len(set(used)) < len(used)
-    assert shared == (len(set(chain(*visible))) < len(visible))
-    assert (world.explain_sharing(used, False) is not None) == shared
-
-
-def test_ranks_that_would_share_are_named(frozen: Frozen) -> None:
-    """The sentence names the ranks and what to do; it does not name those with their own GPU."""
-    sentence = world.explain_sharing(["A", "B", "A", "C"], False)
-    frozen.text(sentence or "")
-    assert world.explain_sharing(["A", "B"], False) is None
-    assert world.explain_sharing(["A", "B", "A"], True) is None
-    assert "two" in (world.explain_sharing(["A", "B", "A", "A"], True) or "")
 
 
 def choose(world: World, share_gpu: bool) -> list[object]:

@@ -9,8 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,22 +83,14 @@ def loaded_from(folder: Path) -> ModuleType:
 # Facts
 
 
-def test_facts_are_json() -> None:
-    """All facts survive JSON unchanged, without NaN."""
-    facts = [
-        environment.run_facts(),
-        environment.rank_facts(),
-        environment.interface_of("127.0.0.1"),
-        dataclasses.asdict(cpu.CpuMeter().stop()),
-    ]
-    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-
-
 def test_facts_are_true_here() -> None:
-    """Versions, process, clock domain and sizes are those that other sources give."""
+    """Versions, process, clock domain and sizes are those that other sources give. All facts
+    survive JSON unchanged, without NaN."""
     import torch
 
     run, rank = environment.run_facts(), environment.rank_facts()
+    facts = [run, rank, dataclasses.asdict(cpu.CpuMeter().stop())]
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     assert run["torch"] == rank["torch"] == str(torch.__version__)
     assert run["torch_build"] == (f"cuda {torch.version.cuda}" if torch.version.cuda else "cpu")
     assert run["kernel"] == os.uname().release
@@ -115,43 +105,33 @@ def test_facts_are_true_here() -> None:
 
 
 def test_a_machine_that_withholds_everything_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without /proc, /sys, torch, git and network facts there is still a JSON-able answer."""
+    """Without /proc, /sys, git and network facts there is still a JSON-able answer."""
 
     def withheld(*_: object) -> None:
         raise PermissionError
 
-    for module, name in ((environment, "read"), (cpu, "read"), (environment, "_module"),
-                         (environment, "_output")):  # fmt: skip
+    for module, name in ((environment, "read"), (cpu, "read"), (environment, "_output")):
         monkeypatch.setattr(module, name, lambda *_: None)
     for name in ("net_if_addrs", "net_if_stats", "virtual_memory"):
         monkeypatch.setattr(psutil, name, withheld)
     run, rank = environment.run_facts(), environment.rank_facts()
     json.dumps([run, rank])
-    for name in ("torch", "torch_build", "cuda", "nccl", "git_revision", "git_dirty", "driver"):
+    for name in ("git_revision", "git_dirty", "driver", "memory_nbytes"):
         assert run[name] is None
-    for name in ("boot_id", "threads", "gpu_uuid", "free_memory_nbytes", "cgroup_cpu_quota_cores"):
+    for name in ("boot_id", "free_memory_nbytes", "cgroup_cpu_quota_cores"):
         assert rank[name] is None
     assert environment.interface_of("127.0.0.1")["name"] is None
     use = cpu.CpuMeter().stop()
     assert (use.host_busy_seconds, use.steal_seconds, use.throttled_seconds) == (None, None, None)
 
 
-def test_import_starts_nothing() -> None:
-    """Importing the module loads neither torch nor NVML and starts no process."""
-    program = (
-        "import sys; sys.addaudithook(lambda event, _: event in ('subprocess.Popen', 'os.fork', "
-        "'os.posix_spawn', 'os.system') and sys.exit(event)); import ddpbench.runtime.environment; "
-        "sys.exit(' '.join({'torch', 'numpy', 'pynvml'} & set(sys.modules)) or 0)"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
-
-
 def test_clock_domain_sees_a_time_namespace() -> None:
     """A process in another time namespace reports another clock domain on the same boot."""
     program = (
-        "from ddpbench.runtime import environment as e; e._module = lambda name: None; "
-        "facts = e.rank_facts(); print(facts['boot_id'], facts['time_namespace'])"
+        "import sys; from types import SimpleNamespace as N; "
+        "sys.modules['torch'] = N(__version__='', get_num_threads=lambda: 1); "
+        "from ddpbench.runtime import environment; facts = environment.rank_facts(); "
+        "print(facts['boot_id'], facts['time_namespace'])"
     )
     python = [sys.executable, "-c", program]
     same = subprocess.run(python, capture_output=True, text=True, check=True).stdout
@@ -166,29 +146,10 @@ def test_clock_domain_sees_a_time_namespace() -> None:
     assert other.split()[1] != same.split()[1]
 
 
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([0, 1, 2, 3, 8], "0-3,8"), ([5], "5"), ([9, 1, 0, 9], "0-1,9"), ([], ""), ([2, 4], "2,4")],
-)
-def test_compact(numbers: list[int], text: str) -> None:
-    """Numbers are written as the kernel writes a cpuset."""
-    assert environment.compact(numbers) == text
-
-
-def test_cpuset_is_the_affinity_of_this_process() -> None:
-    """A process pinned to one core says so, in the kernel's own notation."""
-    allowed = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {max(allowed)})
-        assert environment.rank_facts()["cpuset"] == str(max(allowed))
-    finally:
-        os.sched_setaffinity(0, allowed)
-    (line,) = (
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("Cpus_allowed_list")
-    )
-    assert environment.rank_facts()["cpuset"] == line.split()[1]
+def test_numbers_are_written_as_the_kernel_writes_a_cpuset() -> None:
+    """Ranges and single numbers, in ascending order, each once."""
+    numbers = ([0, 1, 2, 3, 8], [5], [9, 1, 0, 9], [])
+    assert list(map(environment.compact, numbers)) == ["0-3,8", "5", "0-1,9", ""]
 
 
 # Variables
@@ -196,21 +157,12 @@ def test_cpuset_is_the_affinity_of_this_process() -> None:
 
 def test_secrets_never_appear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a secret in an allow-listed name nor any other variable's value reaches the facts."""
-    names = [
-        "SLURM_JWT",
-        "TORCH_HUB_TOKEN",
-        "NCCL_API_KEY",
-        "OMPI_secret_thing",
-        "UCX_PASSWORD",
-        "MPICH_AUTH",
-        "OMP_CREDENTIALS",
-        "AWS_SECRET_ACCESS_KEY",
-        "HOME_PAGE",
-        "MY_NCCL_DEBUG",
-        "CUDA_VISIBLE_DEVICES_X",
-        "OMPI_ARGV",
-    ]
-    for name in names:
+    names = (
+        "SLURM_JWT TORCH_HUB_TOKEN NCCL_API_KEY OMPI_secret_thing UCX_PASSWORD MPICH_AUTH "
+        "OMP_CREDENTIALS AWS_SECRET_ACCESS_KEY HOME_PAGE MY_NCCL_DEBUG CUDA_VISIBLE_DEVICES_X "
+        "OMPI_ARGV"
+    )
+    for name in names.split():
         monkeypatch.setenv(name, "hunter2")
     monkeypatch.setenv("NCCL_NET_URL", "https://me:hunter2@host/path")
     text = json.dumps([environment.run_facts(), environment.rank_facts()])
@@ -240,7 +192,8 @@ def test_variables_that_steer_collectives_are_kept() -> None:
 
 
 def test_revision_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The revision is the checkout's own; only a change of the package makes it dirty."""
+    """The revision is the checkout's own, not that of a repository around an installation; only a
+    change of the package makes it dirty."""
     module = loaded_from(tmp_path)
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "ddpbench")
@@ -254,20 +207,8 @@ def test_revision_is_that_of_the_checkout(tmp_path: Path, monkeypatch: pytest.Mo
     assert (facts["git_revision"], facts["git_dirty"]) == (git(tmp_path, "rev-parse", "@"), False)
     write(tmp_path, ddpbench__new="")
     assert module.run_facts()["git_dirty"] is True
-
-
-def test_a_repository_around_an_installation_is_not_its_revision(tmp_path: Path) -> None:
-    """Installed inside somebody's repository, ddpbench does not claim that one's revision."""
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "commit", "-qm", "x", "--allow-empty")
     facts = loaded_from(tmp_path / "venv").run_facts()
     assert (facts["git_revision"], facts["git_dirty"]) == (None, None)
-
-
-def test_a_command_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A git that hangs costs its deadline and gives None."""
-    monkeypatch.setattr(environment, "COMMAND_DEADLINE_SECONDS", 0.2)
-    assert environment._output("sleep", "inf") is None
 
 
 # Control groups and memory
@@ -307,8 +248,8 @@ def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
             "sys__fs__cgroup__cpu__cpu.cfs_period_us": "100000\n",
         },
     )
-    facts = cpu.cgroup_limits(tmp_path)
-    assert list(facts.values()) == [0.5, 2000, 1500]
+    assert list(cpu.cgroup_limits(tmp_path / "nowhere").values()) == [None, None, None]
+    assert list(cpu.cgroup_limits(tmp_path).values()) == [0.5, 2000, 1500]
     write(
         tmp_path,
         **{
@@ -316,11 +257,6 @@ def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
             "sys__fs__cgroup__cpu__cpu.cfs_quota_us": "-1\n",
         },
     )
-    assert list(cpu.cgroup_limits(tmp_path).values()) == [None, None, None]
-
-
-def test_no_cgroup_no_limit(tmp_path: Path) -> None:
-    """Without control groups every limit is None."""
     assert list(cpu.cgroup_limits(tmp_path).values()) == [None, None, None]
 
 
@@ -345,23 +281,19 @@ def test_throttled_time_in_either_unit(tmp_path: Path) -> None:
 # Interfaces
 
 
-def test_interface_of_a_local_address() -> None:
-    """Every routable address that this host carries leads to its interface and that one's MTU."""
+def test_an_address_leads_to_its_interface() -> None:
+    """Every routable address of this host, and 127.0.1.1, Debian's own host name; another address
+    has none."""
     names = {
         entry.address: name
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
         if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address
     }
-    for address, name in names.items():
+    for address, name in {**names, "127.0.1.1": "lo"}.items():
         facts = environment.interface_of(address)
         mtu = int(Path(f"/sys/class/net/{name}/mtu").read_text())
         assert (facts["name"], facts["mtu_nbytes"]) == (name, mtu)
-
-
-def test_interface_of_loopback_and_of_strangers() -> None:
-    """127.0.1.1, Debian's own host name, is loopback; what is no local address has none."""
-    assert environment.interface_of("127.0.1.1")["name"] == "lo"
     for stranger in ("203.0.113.7", "2001:db8::7", "localhost", ""):
         assert set(environment.interface_of(stranger).values()) == {None}
 
@@ -398,53 +330,6 @@ def test_a_busy_neighbour_shows(program: str) -> None:
     expected = theirs / (use.wall_seconds * cores)
     assert share > 0.85 * expected
     assert without < share - 0.8 * expected
-
-
-def test_own_time_counts_every_thread() -> None:
-    """Own time is the process's, other threads' included, and belongs to the host's busy time."""
-
-    def spin() -> None:
-        while time.thread_time() < 0.2:  # however long a busy host takes to give it this
-            pass
-
-    before, meter = time.process_time(), cpu.CpuMeter()
-    thread = threading.Thread(target=spin)
-    thread.start()
-    thread.join()
-    use, own = meter.stop(), time.process_time() - before
-    assert own > 0.05
-    assert use.own_seconds == pytest.approx(own, abs=0.01)
-    assert use.host_busy_seconds is not None
-    assert use.host_busy_seconds > 0.9 * own - 0.03
-
-
-def test_switches_count_every_thread() -> None:
-    """A thread that sleeps fifty times adds fifty voluntary switches; a meter can be read twice."""
-    meter = cpu.CpuMeter()
-
-    def sleep() -> None:
-        for _ in range(50):
-            time.sleep(1e-4)
-
-    thread = threading.Thread(target=sleep)
-    thread.start()
-    thread.join()
-    first, second = meter.stop(), meter.stop()
-    assert first.voluntary_switches >= 50
-    assert second.wall_seconds > first.wall_seconds
-    assert second.voluntary_switches >= first.voluntary_switches
-
-
-@pytest.mark.measures_time
-def test_metering_is_cheap() -> None:
-    """Constructing and stopping a meter takes less than a millisecond."""
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        cpu.CpuMeter().stop()
-        return time.perf_counter() - start
-
-    assert min(seconds() for _ in range(20)) < 1e-3
 
 
 @pytest.mark.parametrize(

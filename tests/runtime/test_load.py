@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -75,54 +74,26 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: device.index * 5 << 30)
 
 
-def an_nvml(monkeypatch: pytest.MonkeyPatch, samples: Any) -> list[int]:
-    """Let this process import a pynvml with these samples; return since when they were wanted."""
-    wanted: list[int] = []
-
-    def read(gpu: str, kind: int, since: int) -> Any:
-        assert (gpu, kind) == (f"handle of GPU-{UUIDS[1]}", 1)
-        wanted.append(since)
-        return samples()
-
-    module = ModuleType("pynvml")
-    vars(module).update(
-        NVML_GPU_UTILIZATION_SAMPLES=1,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: f"handle of {uuid}",
-        nvmlDeviceGetSamples=read,
-        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=17, memory=3),
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", module)
-    return wanted
-
-
 @pytest.mark.usefixtures("two_gpus")
 def test_the_gpu_is_the_one_that_holds_this_process_s_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its use is the mean of NVML's samples since the last reading, in whichever thread."""
-    percents = [SimpleNamespace(sampleValue=SimpleNamespace(uiVal=n)) for n in (40, 90)]
-    wanted = an_nvml(monkeypatch, lambda: (1, percents))
-    meter = LoadMeter()
-    time.sleep(0.2)
-    load = meter.read()
-    assert load.gpu_share == pytest.approx(0.65)
+    """Its use is that of NVML's last sample period; without NVML, only its memory is known."""
+
+    def read_rates(gpu: str) -> SimpleNamespace:
+        assert gpu == f"handle of GPU-{UUIDS[1]}"
+        return SimpleNamespace(gpu=17, memory=3)
+
+    module = ModuleType("pynvml")
+    vars(module).update(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: f"handle of {uuid}",
+        nvmlDeviceGetUtilizationRates=read_rates,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    load = LoadMeter().read()
+    assert load.gpu_share == pytest.approx(0.17)
     assert load.gpu_memory_nbytes == 5 << 30
-    meter.read()
-    assert wanted[0] < wanted[1]
-
-
-def no_new_samples() -> Any:
-    raise OSError("Not Found")
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_without_samples_the_use_is_that_of_nvml_s_last_period(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A GPU whose NVML keeps no samples still has a use; without NVML there is none."""
-    an_nvml(monkeypatch, no_new_samples)
-    assert LoadMeter().read().gpu_share == pytest.approx(0.17)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     load = LoadMeter().read()
     assert (load.gpu_share, load.gpu_memory_nbytes) == (None, 5 << 30)

@@ -25,33 +25,28 @@ def test_places_that_reach_each_other_raise_no_objection() -> None:
     assert find_objection([replace(LO, rank=0), LO]) is None
 
 
-def test_loopback_between_hosts_is_refused_with_what_to_set(frozen: Frozen) -> None:
+DOCKER = {"172.17.0.1": 1}
+FAR = replace(ONE, interfaces={"lo": "127.0.0.1/8", "eth0": "10.9.0.1/24", "ib0": "10.8.0.1/24"})
+
+
+@pytest.mark.parametrize(
+    "endpoints",
+    [
+        pytest.param([ONE, LO], id="loopback"),
+        pytest.param([FAR, LO], id="loopback without a common subnet"),
+        pytest.param([replace(ONE, listening=DOCKER), TWO], id="an address of both hosts"),
+        pytest.param(
+            [replace(ONE, reason="has GLOO_SOCKET_IFNAME=eth9", listening={}, missing="eth9")],
+            id="a missing interface, even on one host",
+        ),
+    ],
+)
+def test_an_address_that_others_cannot_reach_is_refused(
+    endpoints: list[Endpoint], frozen: Frozen
+) -> None:
     """The sentence names host, rank, why gloo would listen there, who cannot reach it, and the
-    interface on the subnet of both; docker0, the same address on both, is none."""
-    frozen.text(find_objection([ONE, LO]) or "")
-
-
-def test_an_absent_interface_is_refused_even_on_one_host(frozen: Frozen) -> None:
-    """The sentence names the variable as it was set, and what there is."""
-    lost = replace(ONE, reason="has GLOO_SOCKET_IFNAME=eth9", listening={}, missing="eth9")
-    frozen.text(find_objection([lost]) or "")
-
-
-def test_one_address_on_two_hosts_is_refused(frozen: Frozen) -> None:
-    """Each would connect to itself, as on the bridges that Docker makes everywhere alike."""
-    docker = {"172.17.0.1": 1}
-    sentence = find_objection([replace(ONE, listening=docker), replace(TWO, listening=docker)])
-    frozen.text(sentence or "")
-
-
-def test_without_a_common_subnet_all_interfaces_are_offered(frozen: Frozen) -> None:
-    """Hosts on routed subnets: none is nearer; and a host without any needs an address first."""
-    far = replace(
-        ONE, interfaces={"lo": "127.0.0.1/8", "eth0": "10.9.0.1/24", "ib0": "10.8.0.1/24"}
-    )
-    frozen.text(find_objection([far, LO]) or "")
-    bare = replace(LO, interfaces={"lo": "127.0.0.1/8"})
-    frozen.text(find_objection([far, bare]) or "")
+    interfaces that both can use, those on a common subnet first."""
+    frozen.text(find_objection(endpoints) or "")
 
 
 def test_only_the_higher_address_connects_and_one_rank_for_its_host(
@@ -129,9 +124,3 @@ def test_connections_are_read_from_this_process() -> None:
             assert sockets.local_addresses(new, frozenset({"127.0.0.1"})) == ["127.0.0.1"]
             assert sockets.local_addresses(new, frozenset({"10.0.0.2"})) == []
         assert not new & sockets.list_connections()
-
-
-def test_a_name_that_resolves_is_known() -> None:
-    """localhost is; a name of the reserved domain is not, and the sentence names it."""
-    assert network.check_name("localhost") is None
-    assert "no.name.invalid" in (network.check_name("no.name.invalid") or "")

@@ -8,17 +8,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from frozen import Frozen
-from stored_runs import a_case, a_result, a_run
+from stored_runs import a_case
 
 from ddpbench import collectives
 from ddpbench.analysis import stats
 from ddpbench.analysis.stats import Kept
 from ddpbench.measure import start
 from ddpbench.measure.calibrate import Rates
-from ddpbench.present import case_labels, formats
-from ddpbench.records.schema import Case, Limit, Plan
+from ddpbench.records.schema import Case, Plan
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
-from ddpbench.verdicts import matching
 
 TWO = [[0, 1], [2, 3]]
 
@@ -151,19 +149,3 @@ def test_a_nominal_rate_is_of_one_kind(groups: tuple[str, ...], group: str, give
     nothing: Any = None  # no backend, no rates and no links count then
     limits = collectives._limits(asked, nothing, a_case(group=group), nothing, nothing)
     assert [limit is not None for limit in limits] == [given, given]
-
-
-def test_groups_stand_apart_in_names_and_tables(frozen: Frozen) -> None:
-    """The same operation in three groups: keys, labels and tables of their own, inside hosts first;
-    a comparison says that they differ, and never puts them together."""
-    cases = [
-        a_case(world_size=4, ranks_per_host=(2, 2)),
-        a_case(world_size=2, ranks_per_host=(1, 1), group="cross", groups=2),
-        a_case(world_size=2, ranks_per_host=(2,), group="host", groups=2),
-    ]
-    assert [case.key.split("/")[0] for case in cases] == ["all_reduce", "cross", "host"]
-    assert len({case_labels.name_case(case) for case in cases}) == 3
-    results = [a_result(case, limit=Limit(1e9, "streams")) for case in cases]
-    shown = formats.show("table", a_run(*results))
-    frozen.text("\n".join(line for line in shown.splitlines() if "all_reduce" in line))
-    frozen.text(str(matching.differing(cases[2], cases[0])))

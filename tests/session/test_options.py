@@ -81,23 +81,16 @@ def test_without_options_the_defaults_stand() -> None:
     [
         ("--op reduce,all_reduce,reduce", "op", ("reduce", "all_reduce")),
         ("--op all", "op", tuple(OPERATIONS)),
-        ("--sizes 4:64:x4,1K", "sizes", (4, 16, 64, 1024)),
-        ("--backend gloo,mpi", "backend", ("gloo", "mpi")),
         ("--backend some-plug-in", "backend", ("some-plug-in",)),
         ("-n 4", "ranks", 4),
-        ("--ranks=4", "ranks", 4),
         ("--import a --import b", "modules", ["a", "b"]),
         ("--async", "async_op", True),
-        ("--buffers huge", "buffers", "huge"),
         ("--init-method tcp://host:29500", "init_method", "tcp://host:29500"),
         ("--init-method file:///tmp/x", "init_method", "file:///tmp/x"),
         ("--init-method env://", "init_method", "env://"),
         ("--master-port 65535", "master_port", 65535),
-        ("--seed 0", "seed", 0),
-        ("--precision 0.5", "precision", 0.5),
         ("--case-time 1e-1", "case_time", 0.1),
         ("--columns time,size", "columns", ("time", "size")),
-        ("--format csv", "format", "csv"),
     ],
 )
 def test_what_is_typed_is_what_is_asked(words: str, name: str, value: Any) -> None:
@@ -115,26 +108,15 @@ def test_cuda_tensors_are_not_asked_into_the_hosts_huge_pages(frozen: Frozen) ->
     frozen.text(str(caught.value))
 
 
-def test_an_option_that_an_operation_lacks_is_named(frozen: Frozen) -> None:
-    """A note names the operations that lack --form, --place, --dtype or --reduce-op; if all lack
-    it, it is refused."""
-    arguments = collectives.Options.of(
-        parse("--device", "cpu", "--op", "gather,barrier", "--form", "list")
-    )
-    arguments.check()
-    words = ("--op", "reduce,broadcast,barrier", "--dtype", "int8", "--reduce-op", "max")
-    frozen.text(
-        "\n".join(
-            [*arguments.notes(), *collectives.Options.of(parse("--device", "cpu", *words)).notes()]
-        )
-    )
-    both = parse("--device", "cpu", "--op", "all", "--form", "tensor,list", "--place", "in,out")
-    for namespace in (parse("--device", "cpu", "--op", "all"), both):
-        assert collectives.Options.of(namespace).notes() == []
-    for line in ("--op all_reduce,broadcast --place out", "--op barrier --dtype int8"):
-        with pytest.raises(Refused) as caught:
-            collectives.Options.of(parse(*line.split())).check()
-        frozen.text(str(caught.value))
+@pytest.mark.parametrize(
+    "words", ["--op all_reduce,broadcast --place out", "--op barrier --dtype int8"]
+)
+def test_an_option_that_all_operations_lack_is_refused(words: str, frozen: Frozen) -> None:
+    """--form, --place, --dtype or --reduce-op; it is accepted if one operation has it."""
+    collectives.Options.of(parse("--op", "gather,barrier", "--form", "list")).check()
+    with pytest.raises(Refused) as caught:
+        collectives.Options.of(parse(*words.split())).check()
+    frozen.text(str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -143,35 +125,23 @@ def test_an_option_that_an_operation_lacks_is_named(frozen: Frozen) -> None:
         "--opp all",
         "--size=4",
         "-b 8 -e 1M -f 2",
-        "-np 4",
-        "--nproc-per-node 4",
-        "--nnodes 2",
         "--iters 20",
         "--check 1",
         "--dtype half",
-        "--launch-es 2",
         "--warp",
-        "4K",
         "--op zzz",
         "--dtype float31",
-        "--reduce-op plus",
         "--columns tim",
         "--op all_reduce,,reduce",
         "--sizes 8:4:x2",
         "-n two",
-        "-n 1.0",
         "--master-port 0",
-        "--master-port 65536",
         "--in-flight 1",
-        "--seed -1",
         "--timeout 0",
-        "--timeout nan",
         "--case-time inf",
         "--precision -1",
         "--init-method tcp://host",
-        "--init-method file:/x",
         "--device tpu",
-        "--device cdua",
         "--op",
     ],
 )

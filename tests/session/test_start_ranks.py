@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import re
-import socket
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from command_lines import QUICK
 from frozen import Frozen
-from patience import PATIENCE_SECONDS
 from rank_pool import RankPool
 from stored_runs import a_result, a_run
 
 from ddpbench import cli, collectives
 from ddpbench.catalog import backends
 from ddpbench.commands import collectives as collectives_command
-from ddpbench.launch.placement import Placement, Refused
 from ddpbench.nested_runs import command_line
 from ddpbench.records import store
 from ddpbench.runtime import control
-from ddpbench.session import start_ranks
+from ddpbench.session import run_options, start_ranks
 from ddpbench.session.run_options import RunOptions
 
 
@@ -95,53 +89,9 @@ def test_there_is_a_rank_for_each_gpu(
 ) -> None:
     """Unless the user names a number; on the CPU there are two."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(backends, "choose", lambda names, device, launcher: names)
     options = collectives.Options.of(command_line.parse(["collectives", *words]))
-    assert start_ranks.count_ranks(options) == ranks
-
-
-@pytest.mark.parametrize(("device", "backend"), [("auto", "auto"), ("cuda", "gloo")])
-def test_each_host_reports_that_it_has_no_gpus(
-    monkeypatch: pytest.MonkeyPatch, device: str, backend: str
-) -> None:
-    """One host of several may have no GPU, or a broken one. Then rank 0 knows of nothing, and the
-    first rank of that host names it. It may be hidden from another rank of the host alone: that one
-    speaks, if no rank before it does so."""
-
-    def fail() -> None:
-        raise RuntimeError("CUDA driver initialization failed, you might not have a CUDA gpu.")
-
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
-    monkeypatch.setattr(torch.cuda, "init", fail)
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: cuda)
-    words = ["collectives", "--device", device, "--backend", backend]
-    options = collectives.Options.of(command_line.parse(words))
-    monkeypatch.setattr(start_ranks, "WAIT_FOR_SPEAKER_SECONDS", 0.0)
-    host, silent = socket.gethostname(), threading.Semaphore(0)
-
-    def wait_for_two(seconds: float) -> None:
-        assert silent.acquire(timeout=PATIENCE_SECONDS)
-        assert silent.acquire(timeout=PATIENCE_SECONDS)
-
-    def refuse(rank: int) -> tuple[int, str]:
-        with pytest.raises(Refused, match=f"^host {host}[:,].*driver init") as refused:
-            start_ranks.resolve(options, Placement("torchrun", 4 + rank, 8, rank, 4))
-        if refused.value.speaker != 4 + rank:
-            silent.release()
-        return refused.value.speaker, str(refused.value).partition(": ")[0]
-
-    assert refuse(0) == (4, f"host {host}")
-    assert refuse(2) == (6, f"host {host}, rank 6")
-    monkeypatch.setattr(start_ranks, "time", SimpleNamespace(sleep=wait_for_two))
-    with ThreadPoolExecutor(3) as ranks:
-        speakers = dict(zip((1, 2, 3), ranks.map(refuse, (1, 2, 3)), strict=True))
-    own = [rank for rank, (speaker, _) in speakers.items() if speaker == 4 + rank]
-    assert len(own) == 1
-    assert {speaker for rank, (speaker, _) in speakers.items() if rank not in own} == {4}
-    with pytest.raises(Refused, match="driver init") as refused:
-        start_ranks.resolve(options, None)
-    assert refused.value.speaker == 0
-    assert "host " not in str(refused.value)
+    assert run_options.resolve(options, None).ranks == ranks
 
 
 def test_a_rank_that_alone_sees_no_gpu_is_named(frozen: Frozen) -> None:

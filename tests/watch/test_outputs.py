@@ -25,7 +25,7 @@ from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.store import End
 from ddpbench.records.watched import COLUMNS
-from ddpbench.session.run_end import interrupted
+from ddpbench.session.run_folder import interrupted
 from ddpbench.verdicts import comparison, matching
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.outputs import Outputs
