@@ -51,6 +51,9 @@ EXAMINED = """
 --max-pairs  measure up to N pairs one by one; with more, one rank per host, or only all at once
 --fail-on    lowest severity that makes the exit code 1
 """
+INJECTED = """
+--inject  inject a fault before the ranks meet, in the last rank or in the one that :rank=N names
+          (default: none). """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,16 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--by", choices=("rank", "host"), default="rank")
     add("--max-pairs", kind=options.whole(1), default=120, metavar="N")
     add("--fail-on", choices=SEVERITIES, default="error")
-    faulty = parser.add_argument_group("faults, to check that the doctor finds them")
-    faulty.add_argument(
-        "--inject",
-        type=options.fault(faults.IN_SET_UP),
-        action="append",
-        default=[],
-        metavar="FAULT[:setting=value,…]",
-        help="inject a fault before the ranks meet, in the last rank or in the one that :rank=N "
-        f"names (default: none). {faults.listed(faults.IN_SET_UP)}",
-    )
+    known = faults.listed(faults.IN_SET_UP)
+    add = options.add_group(parser, "faults, to check that the doctor finds them", INJECTED + known)
+    kind, metavar = options.fault(faults.IN_SET_UP), "FAULT[:setting=value,…]"
+    add("--inject", kind=kind, action="append", default=[], metavar=metavar)
     options.add_where(parser)
     options.add_repeats(parser, "all random orders")
     options.add_shown(parser, FINDING_COLUMNS)
