@@ -173,14 +173,13 @@ def find_missing_setting(backend: str) -> str:
         is_on = torch_settings.count_entries() > 0
     elif backend in NCCL and (variable := torch_settings.find_blocking_wait()):
         return f"unset {variable}"
+    elif backend in ("gloo", *NCCL) and recorder is not None:
+        is_on = bool(_read_status(recorder).pg_config)
     else:
-        is_recorded = backend in ("gloo", *NCCL) and recorder is not None
-        is_on = not is_recorded or bool(_read_status(recorder).pg_config)
-    if is_on:
         return ""
     name, older = torch_settings.BUFFER_SIZES
     variable = name if "_dump_fr_trace" in recorders else older
-    return f"set {variable}={torch_settings.ENTRIES}"
+    return "" if is_on else f"set {variable}={torch_settings.ENTRIES}"
 
 
 class Flight:

@@ -94,6 +94,8 @@ class Arrivals:
         recorders = flight_recorder.find_recorders(backends)
         self.unavailable = _explain_unavailable(backends - {"mpi4py"}, recorders)
         for name, recorder in recorders.items():
+            if not name.startswith("_dump") and name not in backends:
+                continue
             before, read = self._newest.get(name, -1), 0
             for entry in reversed(flight_recorder.read_dump(recorder).entries):
                 is_old = entry.record_id <= before or entry.time_created_ns < self._since_ns
