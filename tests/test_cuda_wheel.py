@@ -151,7 +151,7 @@ import json, torch
 from ddpbench.catalog import backends
 from ddpbench.hang import flight_recorder
 from ddpbench.runtime import nccl_library
-recorders = flight_recorder.find_recorders()
+recorders = flight_recorder.find_recorders({"gloo", "nccl"})
 print(json.dumps({
     "loaded": nccl_library.loaded_version(),
     "built": torch.cuda.nccl.version(),

@@ -17,6 +17,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,6 +28,8 @@ from ddpbench.hang.process_groups import UNKNOWN, Group, list_groups
 from ddpbench.hang.status import Call, Log
 
 RECENT = 64  # calls of a group that are reported
+NATIVE = ("gloo", "nccl", "xccl", "mpi4py")  # in the general recorder, without a name
+NCCL = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")  # in the records all are "nccl"
 # Their status counts sends and collectives apart, but in the same field: after 900 sends, with
 # all_reduce #6 open, it reports #6 as the last begun, and #900 as the last ended.
 MIXED = ("nccl", "xccl")
@@ -120,8 +123,11 @@ class Dump(msgspec.Struct):
     pg_status: dict[int, GroupStatus] = {}
 
 
-def find_recorders() -> dict[str, Recorder]:
-    """Return the recorders of this torch by their names in it."""
+def find_recorders(backends: Iterable[str] = ()) -> dict[str, Recorder]:
+    """Return the recorders of this torch by their names in it.
+
+    From torch 2.15 on, some backends have one of their own, by the name of the backend.
+    """
     from torch._C import _distributed_c10d as c10d
 
     recorders = {
@@ -131,12 +137,14 @@ def find_recorders() -> dict[str, Recorder]:
     }
     if torch_settings.find_blocking_wait():  # a dump would query events that no longer exist
         recorders.pop("_dump_nccl_trace", None)
+    general = recorders.get("_dump_fr_trace")
+    if general is not None and "backend" in (general.status.__doc__ or ""):
+        others = {backend for backend in backends if backend not in NATIVE}
+        # "nccl" may be another implementation, which does not record by itself.
+        for backend in others | ({"nccl", "nccl2"} if "nccl" in backends else set()):
+            status = partial(general.status, backend=backend)
+            recorders[backend] = Recorder(status, partial(general.entries, backend=backend))
     return recorders
-
-
-def find_recorder(backend: str) -> str:
-    """Return the name of the recorder that has a backend's calls, if this torch records them."""
-    return "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace"
 
 
 def read_dump(recorder: Recorder, lines: bool = False) -> Dump:
@@ -159,15 +167,19 @@ def _convert(data: dict[str, Any]) -> Dump:
 
 def find_missing_setting(backend: str) -> str:
     """Return the setting that makes torch record a backend's calls; "" if it does, or cannot."""
-    recorders = find_recorders()
-    if backend == "nccl" and (variable := torch_settings.find_blocking_wait()):
+    recorders = find_recorders({backend})
+    recorder = recorders.get("_dump_nccl_trace" if backend in NCCL else "_dump_fr_trace")
+    if any(not name.startswith("_dump") for name in recorders):
+        is_on = torch_settings.count_entries() > 0
+    elif backend in NCCL and (variable := torch_settings.find_blocking_wait()):
         return f"unset {variable}"
-    recorder = recorders.get(find_recorder(backend))
-    if backend not in ("gloo", "nccl") or recorder is None or _read_status(recorder).pg_config:
+    elif backend in ("gloo", *NCCL) and recorder is not None:
+        is_on = bool(_read_status(recorder).pg_config)
+    else:
         return ""
     name, older = torch_settings.BUFFER_SIZES
     variable = name if "_dump_fr_trace" in recorders else older
-    return f"set {variable}={torch_settings.ENTRIES}"
+    return "" if is_on else f"set {variable}={torch_settings.ENTRIES}"
 
 
 class Flight:
@@ -195,7 +207,8 @@ class Flight:
         with contextlib.suppress(*UNKNOWN):
             groups = self._current()
         kept: Records = {}
-        for name, recorder in find_recorders().items():
+        backends = {backend for group in self._groups for backend in group.backends}
+        for name, recorder in find_recorders(backends).items():
             with contextlib.suppress(*UNKNOWN):
                 brief = self._brief(name, recorder)
                 read = {key: record for key, record in brief.items() if record.started != UNREAD}
@@ -275,7 +288,7 @@ def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
     group."""
     for backend in group.backends:
         count = group.count(backend)
-        record = kept.get((group.name, backend))
+        record = kept.get((group.name, "nccl" if backend in NCCL else backend))
         # gloo counts sends and receives, too: without a record, collectives cannot be counted.
         counted = 0 if backend == "gloo" else max(count, 0)
         known = record or Log("", (), counted, counted, exact=False)

@@ -63,7 +63,9 @@ def test_every_dump_is_made_with_a_relaxed_capture_mode(
         raise RuntimeError
 
     recorder = Recorder(status=lambda **_: b"{}", entries=dump)
-    monkeypatch.setattr(flight_recorder, "find_recorders", lambda: {"_dump_nccl_trace": recorder})
+    monkeypatch.setattr(
+        flight_recorder, "find_recorders", lambda *_: {"_dump_nccl_trace": recorder}
+    )
     flight = Flight()
     in_thread(lambda: flight.read_logs("", whole=True))
     flight.read_logs("", whole=True)  # as after an exception of the main thread

@@ -100,7 +100,7 @@ def test_a_group_of_others_hides_no_record() -> None:
 @pytest.mark.usefixtures("alone")
 def test_without_a_record_of_gloo_nothing_is_concluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own count contains messages as well: it shows progress only."""
-    monkeypatch.setattr(flight_recorder, "find_recorders", dict)
+    monkeypatch.setattr(flight_recorder, "find_recorders", lambda *_: {})
     dist.all_reduce(torch.zeros(2))
     (log,) = Flight().read_logs("all_reduce", whole=True)
     assert (log.started, log.finished, log.calls, log.exact) == (0, 0, (), False)
@@ -138,7 +138,7 @@ def test_each_backend_of_a_group_is_asked_for_its_own_number(
 ) -> None:
     """The group itself has none. What the main thread is in may be a call on the backend that has
     counted one."""
-    monkeypatch.setattr(flight_recorder, "find_recorders", dict)
+    monkeypatch.setattr(flight_recorder, "find_recorders", lambda *_: {})
     for _ in range(3):
         dist.all_reduce(torch.zeros(2))
     gloo, silent = Flight().read_logs("all_reduce", whole=True)
@@ -149,9 +149,9 @@ def test_each_backend_of_a_group_is_asked_for_its_own_number(
     assert [log.finished for log in Flight().read_logs("all_reduce", whole=False)] == [0, 3]
 
 
-def log_of_nccl(record: Log | None, count: int, called: str) -> Any:
+def log_of_nccl(record: Log | None, count: int, called: str, backend: str = "nccl") -> Any:
     """The log of a group on nccl that has this record, and has counted so many calls."""
-    group = Group("0", "", (0, 1), ("nccl",), lambda backend: count)
+    group = Group("0", "", (0, 1), (backend,), lambda backend: count)
     kept = {("0", "nccl"): record} if record else {}
     (log,) = flight_recorder._logs(group, kept, called)
     return log
@@ -163,7 +163,7 @@ def watch_nccl(recorder: NcclRecorder, monkeypatch: pytest.MonkeyPatch) -> Fligh
     group = Group(GROUP, "", (0, 1), ("nccl",), lambda backend: recorder.collectives)
     monkeypatch.setattr(flight, "_current", lambda: [group])
     recorders = {"_dump_nccl_trace": recorder.functions}
-    monkeypatch.setattr(flight_recorder, "find_recorders", lambda: recorders)
+    monkeypatch.setattr(flight_recorder, "find_recorders", lambda *_: recorders)
     return flight
 
 
@@ -274,6 +274,13 @@ def test_a_call_that_nccl_has_counted_but_not_recorded_is_open() -> None:
         assert (log.started, log.finished, log.calls) == (2, 2, before.calls)
 
 
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-legacy"])
+def test_every_implementation_of_nccl_is_found_under_its_name_in_the_records(backend: str) -> None:
+    """torch 2.15 has several, and all record as nccl."""
+    log = log_of_nccl(Log("", (), 7, 6), 7, "all_reduce", backend)
+    assert (log.started, log.finished) == (7, 6)
+
+
 def a_status(on: bool) -> Any:
     """A recorder that is on, or off, before any call."""
     config = {"": {"desc": "", "ranks": "[0]"}} if on else {}
@@ -292,9 +299,15 @@ def a_status(on: bool) -> Any:
             "TORCH_FR_BUFFER_SIZE=2000",
         ),
         ({"_dump_fr_trace": True}, {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT"),
+        ({"_dump_fr_trace": True, "nccl2": False}, {}, ""),
+        (
+            {"_dump_fr_trace": True, "nccl2": False},
+            {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"},
+            "TORCH_FR_BUFFER_SIZE=2000",
+        ),
         ({}, {}, ""),
     ],
-    ids=("older on", "older off", "off", "waits on the host", "none"),
+    ids=("older on", "older off", "off", "waits on the host", "nccl2", "nccl2 off", "none"),
 )
 def test_what_cannot_be_seen_of_nccl_is_told_with_the_remedy(
     frozen: Frozen,
@@ -303,13 +316,14 @@ def test_what_cannot_be_seen_of_nccl_is_told_with_the_remedy(
     remedy: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With torch 2.7, with a recorder that is off, and with waits on the host."""
+    """With torch 2.7, with a recorder that is off, with waits on the host, and with a torch that
+    records nccl by a hook of its own."""
     for name in (*torch_settings.BUFFER_SIZES, *torch_settings.BLOCKING_WAITS):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     made = {name: a_status(on) for name, on in recorders.items()}
-    monkeypatch.setattr(flight_recorder, "find_recorders", lambda: made)
+    monkeypatch.setattr(flight_recorder, "find_recorders", lambda *_: made)
     flight = Flight()
     flight._groups = [Group("0", "", (0,), ("nccl",), lambda backend: 0)]
     sentence = flight.explain_unseen_hangs()

@@ -179,7 +179,7 @@ def test_an_all_reduce_of_nccl_that_hangs_after_sends_is_reported(
         recorder.send()
     group = Group(GROUP, "", (0, 1), ("nccl",), lambda backend: recorder.collectives)
     recorders = {"_dump_nccl_trace": recorder.functions}
-    monkeypatch.setattr(flight_recorder, "find_recorders", lambda: recorders)
+    monkeypatch.setattr(flight_recorder, "find_recorders", lambda *_: recorders)
     monkeypatch.setattr(Flight, "_current", lambda self: [group])
     watched = Watched(monkeypatch, Flight())
     watched.answer(COMPUTES)

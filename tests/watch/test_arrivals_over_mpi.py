@@ -122,7 +122,7 @@ def test_calls_over_mpi_have_begin_and_end(tmp_path: Path) -> None:
         calls, later, unwatched, around, issued_ns, waits = json.loads(
             (tmp_path / f"{rank}.json").read_text()
         )
-        found, more = [JoinedCall(**call) for call in calls], [JoinedCall(**call) for call in later]
+        found, more = [JoinedCall(*call) for call in calls], [JoinedCall(*call) for call in later]
         more = [call for call in more if call.operation != "barrier"]
         names = "all_reduce broadcast all_gather gather scatter barrier all_reduce"
         assert " ".join(call.operation for call in found) == names

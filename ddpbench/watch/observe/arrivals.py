@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 from zlib import crc32
@@ -65,9 +65,11 @@ class Arrivals:
             until_ns = min(until_ns, steps[-1].ended_ns + ahead_ns)
         count = bisect_right(calls, until_ns, key=lambda call: call.last_ns)
         self._waiting, placed = calls[count:][-CALLS:], list(steps)
+        # A batch of nccl has several entries with one number.
+        ended = {(call.group, call.number): call for call in calls[:count]}
         return [
             structs.replace(call, step=_find_step(placed, call.last_ns - ahead_ns))
-            for call in calls[:count][-CALLS:]
+            for call in [*ended.values()][-CALLS:]
         ]
 
     def close(self) -> None:
@@ -89,13 +91,13 @@ class Arrivals:
 
     def _read_recorders(self, until_ns: int) -> Iterator[JoinedCall]:
         backends = {backend for group in self._groups.values() for backend in group.backends}
-        recorders = flight_recorder.find_recorders()
-        self.unavailable = _explain_unavailable(backends - {"mpi4py"})
-        for name in {flight_recorder.find_recorder(backend) for backend in backends}:
-            if name not in recorders:
+        recorders = flight_recorder.find_recorders(backends)
+        self.unavailable = _explain_unavailable(backends - {"mpi4py"}, recorders)
+        for name, recorder in recorders.items():
+            if not name.startswith("_dump") and name not in backends:
                 continue
             before, read = self._newest.get(name, -1), 0
-            for entry in reversed(flight_recorder.read_dump(recorders[name]).entries):
+            for entry in reversed(flight_recorder.read_dump(recorder).entries):
                 is_old = entry.record_id <= before or entry.time_created_ns < self._since_ns
                 if is_old or read == CALLS:
                     break
@@ -141,15 +143,15 @@ class Arrivals:
         )
 
 
-def _explain_unavailable(backends: set[str]) -> str:
-    recorders = flight_recorder.find_recorders()
+def _explain_unavailable(backends: set[str], recorders: Container[str]) -> str:
     for backend in sorted(backends):
+        name = "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace"
         if setting := flight_recorder.find_missing_setting(backend):
             return (
                 f"calls of {backend} cannot be read, so the collectives below lack them: {setting} "
                 "before init_process_group"
             )
-        if flight_recorder.find_recorder(backend) not in recorders:
+        if name not in recorders:
             return f"this torch does not record the calls of {backend}: use a newer torch"
     return ""
 
