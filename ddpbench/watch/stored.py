@@ -92,11 +92,12 @@ def update_run(
         result = StepResult(case, 0, reason, summary=summary.steps, watched=summary.watched)
         ranks = tuple({"hostname": host} for host, count in hosts.items() for _ in range(count))
         run = replace(run, steps=(result,), launches=(replace(launch, ranks=ranks),))
-    return run if end is None else _end_run(run, end)
+    if end is not None:  # a rank cannot know that its process will end with 0
+        run = _end_run(run, end, end.code or None)
+    return run
 
 
-def _end_run(run: Run, end: End) -> Run:
-    code = end.code or None  # Python does not tell of a code 0
+def _end_run(run: Run, end: End, code: int | None) -> Run:
     reason, now = end.reason, store.format_now()
     return replace(run, state=end.state, state_reason=reason, exit_code=code, ended=now)
 
@@ -125,7 +126,7 @@ class StoredRun:
 
 def store_end(folder: Path, end: End) -> Run:
     """Store how a job ended, with the table of what is known."""
-    run = _end_run(store.read(folder), end)
+    run = _end_run(store.read(folder), end, end.code)
     _write(folder, run)
     return run
 

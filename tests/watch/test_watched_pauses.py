@@ -55,6 +55,7 @@ def place(comment: str, call: str) -> str:
 def test_pauses_are_found_with_their_period_and_line(tmp_path: Path) -> None:
     """One of one rank, for which the others wait in a barrier, and one of all ranks."""
     run, shown, _ = watch(tmp_path)
+    assert (run.state, run.exit_code) == ("complete", 0)
     found = {each.place.get("every"): each for each in run.findings if each.code == "pauses"}
     of_rank_0, of_all = found[20], found[50]
     assert {each.place["phase"] for each in (of_rank_0, of_all)} == {"other"}
