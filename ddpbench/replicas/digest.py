@@ -48,8 +48,10 @@ def _detach(tensor: Tensor) -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """Return the tensor detached, contiguous and flat; it is copied only if necessary."""
-    # The memory of a lazily conjugated or negated tensor holds other values.
-    return _detach(tensor).resolve_conj().resolve_neg().reshape(-1).contiguous()
+    tensor = _detach(tensor)
+    if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous().view(-1)
 
 
 def of_cpu(tensor: Tensor) -> int:
@@ -73,7 +75,7 @@ def _of_cpu_and_suspect(tensor: Tensor) -> tuple[int, bool]:
     digest, added = xxhash.xxh3_64(), 0.0
     for number, start in enumerate(range(0, flat.numel(), size)):
         digest.update(memory[number * CACHED : (number + 1) * CACHED])
-        added += total(flat[start : start + size]).item()
+        added += _add_up(flat[start : start + size]).item()
     return digest.intdigest(), not math.isfinite(added)
 
 
@@ -122,7 +124,10 @@ def may_be_nonfinite(tensor: Tensor) -> bool:
 
 def total(tensor: Tensor) -> Tensor:
     """Return the sum as a float scalar: not finite if an element is not, or if it overflows."""
-    tensor = _detach(tensor)
+    return _add_up(_detach(tensor))
+
+
+def _add_up(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.itemsize > 2:
