@@ -87,7 +87,7 @@ class Comparison:
             _, sums = self._gather_sums(kinds)
         grid = self.base.grid
         ranks = self.channel.ranks if grid.names != LINE else []
-        self.report.coordinates = tuple((rank, grid.describe(rank)) for rank in ranks)
+        self.report.coordinates = {rank: grid.locate(rank) for rank in ranks}
         for kind in kinds:
             self._gather_kind(kind, sums[kind])
         return same[1:]

@@ -136,7 +136,8 @@ class Facts:
         self.same_steps = totals["stepped"] > 0 and not totals["stateless"]
         # Dimensions of the mesh along which parameters or gradients differ, else anything.
         patterns = {d.sides for d in parameters + self.select("gradient") or report.differences}
-        self.along = [n for n in report.dimensions if any(_differs(n, p, report) for p in patterns)]
+        names = next(iter(report.coordinates.values()), {})
+        self.along = [name for name in names if any(_differs(name, p, report) for p in patterns)]
         # Those of them that replicate the whole model: they shard no parameter.
         self.unsharded = [name for name in self.along if name not in sharding]
 
@@ -147,10 +148,12 @@ class Facts:
 
 def _differs(name: str, sides: Sides, report: Report) -> bool:
     """Return whether two ranks hold different values and differ in this coordinate alone."""
-    where, seen = report.where, dict[tuple[int, ...], int]()
+    seen = dict[tuple[int, ...], int]()
     for number, ranks in enumerate(sides):
         for rank in ranks:
-            others = tuple(value for axis, value in where[rank].items() if axis != name)
+            others = tuple(
+                value for axis, value in report.coordinates[rank].items() if axis != name
+            )
             if seen.setdefault(others, number) != number:
                 return True
     return False

@@ -13,7 +13,6 @@ import json
 import operator
 from collections.abc import Sequence
 from dataclasses import astuple, replace
-from typing import Any
 
 import torch
 from torch.distributed import GroupMember, ProcessGroup
@@ -103,7 +102,7 @@ def verify_replicas(
     verifier = Verifier(
         module, optimizer, group, gradients=gradients, finite=finite, locate=locate, mesh=mesh
     )
-    return verifier._gather(None if step is None else _as_step_number(step))
+    return verifier._gather(None if step is None else operator.index(step))
 
 
 class Verifier:
@@ -152,7 +151,7 @@ class Verifier:
 
     def check(self, step: int) -> Report:
         """Verify the replicas after this step; its number must be the same in all ranks."""
-        step = _as_step_number(step)
+        step = operator.index(step)
         report = self._gather(step)
         self._first_step = step if self._last is None else self._first_step
         self._last, self._checks = report, self._checks + 1
@@ -210,13 +209,6 @@ def _check_types(**arguments: object) -> None:
             names = list_all((kind.__name__ for kind in _TYPES[name]), "or")
             given = type(value).__name__
             raise TypeError(f"{name} must be {names.replace('NoneType', 'None')}, not {given}")
-
-
-def _as_step_number(step: Any) -> int:
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise TypeError(f"step must be a whole number, not {step!r}") from None
 
 
 # --- one verification

@@ -1,7 +1,7 @@
 """Try the proof of replicas in situations of training, each healthy and with a planted fault.
 
     python tests/replicas/situations.py                        # all, about three minutes
-    python tests/replicas/situations.py --by verifier --only growth "no_sync"
+    python tests/replicas/situations.py --by verifier --only growth Join
 
 Four ranks train in one set of processes. A healthy situation must give no error. After a fault, the
 first error must name the right tensor and rank in the right step. Prints a table in Markdown; the
@@ -12,7 +12,6 @@ of backward, before the optimizer steps, so the step there may be one later.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import json
 import os
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -129,21 +128,6 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), 1e-2)
 
 
-@situation("unused parameters", "experts.1.weight")
-def _unused(job: Job) -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(6, 4) for _ in range(WORLD + 1))
-
-        def forward(self, batch: Tensor) -> Tensor:
-            return self.experts[dist.get_rank()](batch)
-
-    model = Experts()
-    ddp = DDP(model, find_unused_parameters=True)
-    job.train(ddp, adam(ddp), model.experts[1].weight)
-
-
 @situation("Join", "first.weight")
 def _join(job: Job) -> None:
     from torch.distributed.algorithms.join import Join
@@ -161,13 +145,6 @@ def _join(job: Job) -> None:
     if not job.watched:
         job.plant(FAULT, model.first.weight)
     job.check(FAULT, ddp, optimizer)
-
-
-@situation("BatchNorm without broadcast", "between.weight")
-def _batch_norm(job: Job) -> None:
-    model = Net(nn.BatchNorm1d(8))
-    ddp = DDP(model, broadcast_buffers=False)
-    job.train(ddp, adam(ddp), model.between.weight)
 
 
 @situation("sparse", "0.weight")
@@ -191,41 +168,6 @@ def _hooks(job: Job) -> None:
     ddp = DDP(model)
     ddp.register_comm_hook(None, fp16_compress_hook)
     job.train(ddp, adam(ddp), model.second.bias)
-
-
-@situation("autocast with a scaler", "first.weight")
-def _scaler(job: Job) -> None:
-    """One rank alone skips the step."""
-    ddp = DDP(Net())
-    optimizer, scaler = adam(ddp), torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = ddp(job.batch()).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        if not job.at_fault(step):
-            scaler.step(optimizer)
-        scaler.update()
-        job.check(step, ddp, optimizer)
-
-
-@situation("adapters", "first.weight")
-def _adapters(job: Job) -> None:
-    model = Net()
-    model.first.requires_grad_(False)
-    ddp = DDP(model)
-    job.train(ddp, torch.optim.Adam(model.second.parameters()), model.first.weight)
-
-
-@situation("tied weights", "first.weight")
-def _tied(job: Job) -> None:
-    model = Net()
-    model.second = nn.Linear(8, 8)
-    model.between = nn.Linear(8, 8)
-    model.second.weight = model.between.weight
-    ddp = DDP(model)
-    job.train(ddp, adam(ddp), model.first.weight)
 
 
 class Counting(torch.optim.SGD):
@@ -262,25 +204,11 @@ def _play_optimizer(make: Callable[..., torch.optim.Optimizer]) -> Play:
 
 
 _sgd = torch.optim.SGD
+PLAIN = "Adam AdamW Adamax NAdam RAdam Adagrad Adadelta ASGD RMSprop Rprop Adafactor"
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda p: _sgd(p, 0.1),
     "SGD with momentum": lambda p: _sgd(p, 0.1, momentum=0.9, nesterov=True),
-    **{
-        name: getattr(torch.optim, name)
-        for name in [
-            "Adam",
-            "AdamW",
-            "Adamax",
-            "NAdam",
-            "RAdam",
-            "Adagrad",
-            "Adadelta",
-            "ASGD",
-            "RMSprop",
-            "Rprop",
-            "Adafactor",
-        ]
-    },
+    **{name: getattr(torch.optim, name) for name in PLAIN.split()},
     "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=1),
     "state of no parameter": Counting,
 }
@@ -320,65 +248,6 @@ def _local(job: Job) -> None:
             job.problems.append(f"cause {first.cause.code}")
 
 
-@situation("no_sync", "first.weight", ())
-def _no_sync(job: Job) -> None:
-    """The last micro-batch of a step is not synchronised either."""
-    ddp = DDP(Net())
-    optimizer = adam(ddp)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for last in (False, True):
-            synced = last and not (job.faulty and step == FAULT)
-            with nullcontext() if synced else ddp.no_sync():
-                ddp(job.batch()).square().mean().backward()
-        optimizer.step()
-        job.check(step, ddp, optimizer)
-
-
-@situation("EMA", "first.weight")
-def _ema(job: Job) -> None:
-    model = Net()
-    ddp, ema = DDP(model), copy.deepcopy(model).requires_grad_(False)
-    optimizer = adam(ddp)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        ddp(job.batch()).square().mean().backward()
-        optimizer.step()
-        for mean, new in zip(ema.parameters(), model.parameters(), strict=True):
-            mean.lerp_(new.detach(), 0.1)
-        job.plant(step, ema.first.weight)
-        job.check(step, ddp, optimizer)
-        job.check(step, ema)
-
-
-@situation("compile", "first.weight")
-def _compile(job: Job) -> None:
-    model = Net()
-    ddp = DDP(model)
-    job.train(torch.compile(ddp, backend="eager"), adam(ddp), model.first.weight)
-
-
-@situation("dtypes", "low")
-def _dtypes(job: Job) -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.low = nn.Parameter(torch.randn(6, 4, dtype=torch.bfloat16))
-            self.wide = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
-            self.small = nn.Parameter(torch.randn(6, 4, dtype=torch.float16))
-            self.register_buffer("scale", torch.ones(3).to(torch.float8_e4m3fn))
-            self.register_buffer("turn", torch.ones(3, dtype=torch.complex64))
-            self.register_buffer("count", torch.ones(3, dtype=torch.int64))
-            self.register_buffer("tiny", torch.zeros(4, dtype=torch.uint8).view(torch.uint4))
-
-        def forward(self, batch: Tensor) -> Tensor:
-            return batch @ (self.low.float() + self.wide.float() + self.small.float())
-
-    model = Mixed()
-    ddp = DDP(model, broadcast_buffers=False)
-    job.train(ddp, _sgd(ddp.parameters(), 0.1), model.low)
-
-
 @situation("layouts", "between.weight")
 def _layouts(job: Job) -> None:
     class Image(nn.Module):
@@ -399,24 +268,6 @@ def _layouts(job: Job) -> None:
     job.train(ddp, adam(ddp), model.between.weight, batch=(2, 3, 6, 6))
 
 
-@situation("NaN payloads", "first.bias")
-def _payloads(job: Job) -> None:
-    """A NaN of another payload, in a frozen parameter that no gradient depends on."""
-    model = Net()
-    del model.first.bias
-    model.first.bias = nn.Parameter(torch.full((8,), float("nan")), requires_grad=False)
-    model.forward = lambda batch: model.second(batch @ model.first.weight.t())
-    ddp = DDP(model)
-    optimizer = adam(ddp)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        ddp(job.batch()).square().mean().backward()
-        optimizer.step()
-        if job.at_fault(step):
-            model.first.bias.data.view(torch.int32)[0] ^= 1
-        job.check(step, ddp, optimizer, finite=False)
-
-
 @situation("GAN", "second.weight")
 def _gan(job: Job) -> None:
     maker, judge = Net(), Net()
@@ -434,77 +285,6 @@ def _gan(job: Job) -> None:
         job.plant(step, judge.second.weight)
         for ddp, optimizer in zip(ddps, optimizers, strict=True):
             job.check(step, ddp, optimizer)
-
-
-@situation("subset of ranks", "first.weight")
-def _subset(job: Job) -> None:
-    group = dist.new_group([0, 1, 2])
-    if job.rank < 3:
-        model = Net()
-        ddp = DDP(model, process_group=group)
-        job.train(ddp, adam(ddp), model.first.weight)
-
-
-@situation("shape mismatches", "cache")
-def _shapes(job: Job) -> None:
-    model = Net()
-    model.register_buffer("cache", torch.zeros(3))
-    ddp = DDP(model, broadcast_buffers=False)
-    optimizer = adam(ddp)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        ddp(job.batch()).square().mean().backward()
-        if job.at_fault(step):
-            model.cache = torch.zeros(5)
-        optimizer.step()
-        job.check(step, ddp, optimizer)
-
-
-@situation("unequal calls", "gradients")
-def _calls(job: Job) -> None:
-    """Not for a watch, which calls by itself."""
-    ddp = DDP(Net())
-    for step in range(STEPS):
-        try:
-            ddpbench.verify_replicas(ddp, gradients=True if job.at_fault(step) else None)
-        except ValueError as error:
-            named = [name for name in ("gradients", "finite", "step") if name in str(error)]
-            job.errors.append({"step": step, "tensors": named, "ranks": [WRONG]})
-            if f"rank {WRONG}" not in str(error):
-                job.problems.append(str(error))
-
-
-@situation("exceptions", "first.weight")
-def _exceptions(job: Job) -> None:
-    """All ranks skip step 1 after an exception; in the fault, one alone skips a step."""
-    ddp = DDP(Net())
-    optimizer = adam(ddp)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        ddp(job.batch()).square().mean().backward()
-        try:
-            if step == 1 or job.at_fault(step):
-                raise RuntimeError("a bad batch")
-            optimizer.step()
-        except RuntimeError:
-            pass
-        job.check(step, ddp, optimizer)
-
-
-@situation("RNG", "first.weight")
-def _rng(job: Job) -> None:
-    """Dropout differs by rank; in the fault, one rank draws a layer anew."""
-    model = Net(nn.Dropout(0.5))
-    ddp = DDP(model)
-    torch.manual_seed(job.rank)
-    optimizer = adam(ddp)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        ddp(job.batch()).square().mean().backward()
-        if job.at_fault(step):
-            optimizer.register_step_post_hook(lambda *_: nn.init.normal_(model.first.weight))
-        optimizer.step()
-        job.check(step, ddp, optimizer)
 
 
 @situation("memory", "0.weight")
@@ -598,7 +378,7 @@ def _join_state(job: Job) -> None:
         job.problems.append(f"cause {job.reports[0].cause.code}")
 
 
-VERIFIER_ONLY = "unequal calls", "a fault behind another", "state after Join", "EMA", "local SGD"
+VERIFIER_ONLY = "a fault behind another", "state after Join", "local SGD"
 
 
 # --- in a rank

@@ -269,7 +269,8 @@ def describe(report: Any) -> list[Any]:
     place = report["findings"][0]["place"]
     same = (d for d in report["differences"] if d["name"] == place["tensor"])
     for detail in next(d["details"] for d in same if d["kind"] == place["kind"])[:1]:
-        return [dict(report["coordinates"])[detail["ranks"][0]], detail["index"]]
+        coordinates = report["coordinates"][str(detail["ranks"][0])]
+        return [", ".join(f"{n}={at}" for n, at in coordinates.items()), detail["index"]]
     return []
 
 

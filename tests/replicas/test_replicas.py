@@ -486,8 +486,11 @@ def play_subgroup(group: Any) -> Any:
 
 def play_arguments(group: Any) -> Any:
     """Different arguments are a ValueError in every rank, and the group goes on."""
-    with pytest.raises(ValueError, match="arguments"):
+    with pytest.raises(ValueError, match="arguments: step is 0 in rank 0"):
         ddpbench.verify_replicas(nn.Linear(2, 2), group=group, step=dist.get_rank())
+    gradients = True if dist.get_rank() == 1 else None
+    with pytest.raises(ValueError, match=r"gradients is .* True in rank 1"):
+        ddpbench.verify_replicas(nn.Linear(2, 2), group=group, gradients=gradients)
 
 
 def play_memory(group: Any) -> Any:

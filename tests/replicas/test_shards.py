@@ -226,7 +226,7 @@ def rank_without_dtensors(mesh: DeviceMesh) -> Any:
     report = verify(module_of(tensor if shards else local(tensor), torch.ones(3)), mesh=mesh)
     (mismatch,) = report.mismatches
     assert (mismatch.name, mismatch.minority) == ("p0", (1,))
-    assert dict(report.coordinates)[3] == "a=1, b=1"
+    assert report.coordinates[3] == {"a": 1, "b": 1}
     return report
 
 
