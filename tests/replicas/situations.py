@@ -14,15 +14,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -405,8 +402,6 @@ def _run(name: str, by: str, faulty: bool, rank: int) -> dict[str, Any]:
             if found.severity == "error":
                 place = {"step": report.step, "ranks": [*report.minority], "tensors": []}
                 job.errors.append({**place, **found.place})
-    for report in job.reports[:1] + [r for r in job.reports if r.failed][:1]:
-        print(report, flush=True)
     return {"errors": job.errors, "problems": job.problems}
 
 
@@ -421,27 +416,27 @@ def _read_proof(job: Job, seen: Any) -> None:
             job.errors.append({**place, **found.place})
 
 
-def _rank_main(folder: Path, rank: int, orders: list[tuple[str, str, bool]]) -> None:
-    torch.set_num_threads(1)
+def job(folder: Path, rank: int, size: int) -> None:
+    """Play what `orders.json` lists, each in a process group of its own."""
+    import mesh_training
+
     proof.FREE_SECONDS = 20.0  # a busy host delays ranks
-    for number, (name, by, faulty) in enumerate(orders):
-        print(f"=== {name} {by} {'fault' if faulty else 'healthy'}", flush=True)
-        meeting = f"file://{folder}/meeting-{number}"
-        limit = timedelta(seconds=120)
-        dist.init_process_group(
-            "gloo", init_method=meeting, rank=rank, world_size=WORLD, timeout=limit
-        )
-        result = _run(name, by, faulty, rank)
+    results = []
+    for number, order in enumerate(json.loads((folder / "orders.json").read_text())):
+        part = folder / str(number)
+        part.mkdir(exist_ok=True)
+        mesh_training.start_group(part, rank, size, seconds=120)
+        results.append(_run(*order, rank))
         with suppress(RuntimeError):  # after an error another rank may be gone
             dist.barrier()
         dist.destroy_process_group()
-        (folder / f"{number}-{rank}.json").write_text(json.dumps(result))
+        (folder / f"{rank}.json").write_text(json.dumps({"results": results}))
 
 
 # --- in the parent
 
 
-def _judge(results: list[dict[str, Any]], name: str, by: str, faulty: bool) -> str:
+def _judge(results: tuple[dict[str, Any]], name: str, by: str, faulty: bool) -> str:
     """Return "" if the ranks reported what they should, else what they did."""
     _, tensor, ranks, step = PLAYS[name]
     problems = [problem for result in results for problem in result["problems"]]
@@ -465,36 +460,13 @@ def _judge(results: list[dict[str, Any]], name: str, by: str, faulty: bool) -> s
     return "" if not ranks or right else f"named ranks {sorted(accused)}"
 
 
-def _start(folder: Path, orders: list[tuple[str, str, bool]], verbose: bool) -> None:
-    job = folder / "orders.json"
-    job.write_text(json.dumps(orders))
-    logs = [(folder / f"rank-{rank}.txt").open("w") for rank in range(WORLD)]
-    root = str(Path(__file__).parents[2])
-    environ = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, __file__, "--rank-of", str(folder)]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=logs[rank], stderr=logs[rank], env=environ)
-        for rank in range(WORLD)
-    ]
-    try:
-        for process in ranks:
-            process.wait(DEADLINE_SECONDS)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-        for log in logs:
-            log.close()
-    if verbose:
-        print((folder / "rank-0.txt").read_text(), file=sys.stderr)
-
-
 def main(words: list[str]) -> int:
     """Run the situations; print the table."""
+    import mesh_training
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(PLAYS), default=list(PLAYS))
     parser.add_argument("--by", nargs="+", choices=["verifier", "watch"])
-    parser.add_argument("--verbose", action="store_true", help="print the output of rank 0")
     options = parser.parse_args(words)
     ways = options.by or ["verifier", "watch"]
     orders = [
@@ -504,29 +476,27 @@ def main(words: list[str]) -> int:
         for faulty in (False, True)
         if by == "verifier" or name not in VERIFIER_ONLY
     ]
-    cells: dict[tuple[str, str, bool], str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _start(folder, orders, options.verbose)
-        for number, order in enumerate(orders):
-            paths = [folder / f"{number}-{rank}.json" for rank in range(WORLD)]
-            results = [json.loads(path.read_text()) for path in paths if path.exists()]
-            ended = len(results) == WORLD
-            cells[order] = _judge(results, *order) if ended else "a rank did not end"
+        (folder / "orders.json").write_text(json.dumps(orders))
+        words = [sys.executable, __file__]
+        ranks = mesh_training.run_ranks(words, WORLD, folder, DEADLINE_SECONDS)
+    played = zip(*(rank["results"] for rank in ranks), strict=False)
+    cells = {order: _judge(results, *order) for order, results in zip(orders, played, strict=False)}
     titles = [f"{by}, {state}" for by in ways for state in ("healthy", "fault")]
     print("| situation |", " | ".join(titles), "|")
     print("| --- |" + " --- |" * len(titles))
     for name in options.only:
         row = [cells.get((name, by, f), "-") or "ok" for by in ways for f in (False, True)]
         print(f"| {name} |", " | ".join(row), "|")
-    wrong = [order for order, cell in cells.items() if cell]
-    print(f"\n{len(cells) - len(wrong)} of {len(cells)} as expected")
-    return 1 if wrong else 0
+    right = [order for order in orders if cells.get(order) == ""]
+    print(f"\n{len(right)} of {len(orders)} as expected")
+    return 0 if len(right) == len(orders) else 1
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank-of"]:
-        at = Path(sys.argv[2])
-        _rank_main(at, int(sys.argv[3]), json.loads((at / "orders.json").read_text()))
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # helpers of the tests
+    if sys.argv[1:2] and Path(sys.argv[1]).is_dir():
+        job(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     else:
         sys.exit(main(sys.argv[1:]))
