@@ -112,7 +112,7 @@ class Channel:
         tensor = torch.from_numpy(vector).to(self.device)
         for group in self._groups:
             dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
-        return tensor.cpu().numpy()  # type: ignore[no-any-return]
+        return tensor.cpu().numpy()
 
     def gather_sums(
         self, terms: Sequence[int], counts: Sequence[int] = ()

@@ -99,7 +99,7 @@ def weigh_words(tensor: Tensor) -> Tensor:
     the weight is odd, and the fold and the step between blocks are invertible. Any other change is
     missed with a probability of about 2^-63. A tensor that is not contiguous is copied first.
     """
-    digest = None
+    digest: Any = None
     for block in plain(tensor).view(torch.uint8).split(4 * BLOCK):
         if block.numel() % 4 or block.storage_offset() % 4:
             block = torch.cat([block, block.new_zeros(-block.numel() % 4)])
@@ -110,8 +110,8 @@ def weigh_words(tensor: Tensor) -> Tensor:
         fold(terms)
         total = terms.sum()
         digest = total if digest is None else digest * (STEP - (1 << 64)) + total
-    assert digest is not None  # an empty tensor has an empty block
-    return digest
+    result: Tensor = digest  # an empty tensor has an empty block
+    return result
 
 
 # --- values

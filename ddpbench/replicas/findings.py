@@ -113,11 +113,12 @@ def _fold(
     for tensor in tensors:
         pattern, *rest = key(tensor)
         patterns.setdefault(pattern, {}).setdefault(tuple(rest), []).append(tensor)
-    shown = []
+    shown: list[list[T]] = []
     for folds in patterns.values():
         ordered = sorted(folds.values(), key=lambda fold: (example not in fold, -len(fold)))
-        others = [tensor for fold in ordered[_FOLDS:] for tensor in fold]
-        shown += [*ordered[:_FOLDS], others] if others else ordered
+        shown += ordered[:_FOLDS]
+        if len(ordered) > _FOLDS:
+            shown.append([tensor for fold in ordered[_FOLDS:] for tensor in fold])
     return shown
 
 

@@ -73,7 +73,8 @@ def gather_without_gradient(
     differing = {d.name for d in comparison.report.differences if d.kind == "gradient"}
     if wrapper(module) is not None and differing:
         entries = (e for e in comparison.state.entries["gradient"] if e.name in differing)
-        zeros = {entry.name: TRAINED if entry.tensor.any() else ZERO for entry in entries}
+        gradients: dict[str, Any] = {entry.name: entry.tensor for entry in entries}
+        zeros = {name: TRAINED if value.any() else ZERO for name, value in gradients.items()}
         absent += _list_missing(comparison, comparison.gather_forms(zeros), ZERO)
     return tuple(absent)
 
@@ -227,7 +228,7 @@ def _count_equal(comparison: Comparison, frozen: set[str]) -> dict[str, int]:
     wrong = [*comparison.report.differences, *comparison.report.mismatches]
     unlike = {(tensor.kind, tensor.name) for tensor in wrong}
 
-    def list_equal(kind: str) -> dict[str, torch.Tensor]:
+    def list_equal(kind: str) -> dict[str, Any]:
         entries = [e for e in comparison.state.entries[kind] if (kind, e.name) not in unlike]
         shared = (e for e in entries if len(find_scope(comparison.base, e.layout)) > 1)
         return {entry.name: entry.tensor for entry in shared}
