@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Part(NamedTuple):
-    """A rank's part of a tensor, as it tells the other ranks: the whole tensor or a shard."""
+    """A rank's part of a tensor, which it sends to the other ranks: the whole tensor or a shard."""
 
     dtype: str  # "float32"
     shape: Sequence[int]

@@ -1,4 +1,4 @@
-"""Try the proof of replicas in situations of training, each healthy and with a planted fault.
+"""Try the replica check in situations of training, each healthy and with a planted fault.
 
     python tests/replicas/situations.py                        # all, about three minutes
     python tests/replicas/situations.py --by verifier --only growth Join
@@ -452,12 +452,14 @@ def _judge(results: tuple[dict[str, Any]], name: str, by: str, faulty: bool) -> 
     if late not in ((0, 1) if by == "watch" else (0,)):
         return f"reported in step {errors[0]['step']} instead of {step}"
     named = {each for error in first for each in error["tensors"]}
-    accused = {rank for error in first for rank in error["ranks"]}
+    named_ranks = {rank for error in first for rank in error["ranks"]}
     if tensor not in named:
         return f"named {sorted(named)[:3]}"
-    told = any(f"rank {WRONG}" in error.get("sentence", "") for error in first)
-    right = accused == {*ranks} or (told and not accused)  # a mismatch of shapes has no list
-    return "" if not ranks or right else f"named ranks {sorted(accused)}"
+    in_text = any(f"rank {WRONG}" in error.get("sentence", "") for error in first)
+    right = named_ranks == {*ranks} or (
+        in_text and not named_ranks
+    )  # a mismatch of shapes has no list
+    return "" if not ranks or right else f"named ranks {sorted(named_ranks)}"
 
 
 def main(words: list[str]) -> int:

@@ -317,8 +317,8 @@ def test_a_fault_on_a_mesh(reports: Reports, size: int, name: str, frozen: Froze
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_no_fault_on_a_mesh(reports: Reports, name: str, frozen: Frozen) -> None:
-    """Healthy training is proved equal. A Partial is neither compared nor right; under fully_shard
-    alone there is nothing to compare: neither a proof nor a failure."""
+    """Healthy training is equal. A Partial is neither compared nor right; under fully_shard alone
+    there is nothing to compare: neither a proof nor a failure."""
     report = reports(4, name)
     held = report["held_once"].get("parameter", 0)
     frozen.facts([report["ok"], report["failed"], report["step"], held, *facts_of(report)])

@@ -147,7 +147,7 @@ def test_without_a_process_group() -> None:
 
 
 class Odd(nn.Module):
-    """What is seldom in a module."""
+    """A module with rare kinds of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -517,7 +517,7 @@ def everything(play: Play) -> tuple[list[bytes], list[Tensor]]:
 
 
 def play_healthy(group: Any) -> Any:
-    """Many steps with BatchNorm, dropout and accumulation: no alarm, and buffers are told."""
+    """Many steps with BatchNorm, dropout and accumulation: no alarm, and buffers are named."""
     play = Play(group, norm=True)
     verifier = ddpbench.Verifier(play.ddp, play.optimizer, gradients=True)
     for step in range(20):
@@ -678,7 +678,7 @@ def play_control(group: Any) -> Any:
 
 def play_sharded(group: Any) -> Any:
     """Shards that one rank alone holds are counted; where nothing else is there, nothing is
-    proved."""
+    compared."""
     if dist.get_backend(group) != "gloo":
         return None
     from torch.distributed.device_mesh import init_device_mesh
@@ -794,7 +794,7 @@ def test_a_fault_in_the_last_rank(
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_fault_at_a_step(outcomes: Outcomes, name: str, optimizer: str, frozen: Frozen) -> None:
     """Verified after every step, or every third, a fault is found at the first look after it, with
-    its cause; later looks tell no other cause, and earlier ones nothing."""
+    its cause; later looks name no other cause, and earlier ones nothing."""
     report, planted = same_everywhere(outcomes, "gloo-3", f"{name}, {optimizer}"), PLANTED[name]
     assert report["cause"] in planted.cause.split(" or "), report["text"]
     severity, _, place = facts_of(report, "tensors", "cause")[0]
@@ -804,7 +804,7 @@ def test_a_fault_at_a_step(outcomes: Outcomes, name: str, optimizer: str, frozen
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_headlines(outcomes: Outcomes, group: str, frozen: Frozen) -> None:
-    """The first line says how much of what differs, and never that what is not proved is."""
+    """The first line says how much of what differs, and claims nothing that was not compared."""
     names = ["fault_bit", "fault_nan_everywhere", "fault_buffer", "fault_structure"]
     names += ["play_sharded"] if group == "gloo-3" else []
     reports = [same_everywhere(outcomes, group, name) for name in names]
@@ -835,7 +835,7 @@ def test_a_fault_of_the_loop(outcomes: Outcomes, group: str, name: str, frozen: 
     report, size = same_everywhere(outcomes, group, name), int(group[-1])
     assert not report["equal"]
     frozen.facts(facts_of(report, "tensors")[0])
-    # Where only signs of gradients count, as in Adam's first step, one can be equal by luck.
+    # Where only signs of gradients count, as in Adam's first step, one can be equal by chance.
     assert len(set(names_of(report)) & set(PARAMETERS)) >= 3
     parameters = [d for d in report["differences"] if d["kind"] == "parameter"]
     assert parameters[0]["sides"] == [[rank] for rank in range(size)]
@@ -844,7 +844,7 @@ def test_a_fault_of_the_loop(outcomes: Outcomes, group: str, name: str, frozen: 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_different_structures(outcomes: Outcomes, group: str, frozen: Frozen) -> None:
-    """What is absent or another is named by rank, what is alike is compared, nothing hangs."""
+    """Tensors that are absent or have other shapes are named by rank; the rest is compared."""
     report, last = same_everywhere(outcomes, group, "fault_structure"), int(group[-1]) - 1
     others = list(range(last))
     frozen.facts(facts_of(report))
@@ -931,7 +931,7 @@ def test_each_rank_another_value(outcomes: Outcomes, group: str, frozen: Frozen)
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_subgroup_names_global_ranks(outcomes: Outcomes, group: str, frozen: Frozen) -> None:
-    """A group of some ranks is compared within itself; others are told that they are not in it."""
+    """A group of some ranks is compared within itself; other ranks get an error."""
     report, size = same_everywhere(outcomes, group, "play_subgroup"), int(group[-1])
     assert report["ranks"] == list(range(1, size))
     differ = [d["sides"] for d in report["differences"]]

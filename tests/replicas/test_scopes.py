@@ -81,7 +81,7 @@ def test_a_flattened_mesh() -> None:
 
 
 def test_a_group_of_some_ranks_of_the_mesh() -> None:
-    """DDP's ranks along dp hold the same shards of tensors that lie along tp."""
+    """DDP's ranks along dp hold the same shards of tensors that are sharded along tp."""
     grid = make_grid(dp=2, tp=2)
     layout = Layout(part(grid, "tp", rank=3), (True,), (), "")
     assert find_scope(Base((1, 3), grid, 3), layout) == (1, 3)

@@ -334,7 +334,7 @@ def job(folder: Path, rank: int, size: int) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of the meshes has written."""
+    """The results of each rank of the meshes."""
     folder = tmp_path_factory.mktemp("shards")
     return mesh_training.run_ranks([*warm_python(), __file__], SIZE, folder)[:4]
 
