@@ -12,7 +12,7 @@ of device is therefore part of a replica's structure (state.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -139,21 +139,19 @@ def _add_up(tensor: Tensor) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
-def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    for block in plain(tensor).split(BLOCK):
-        # torch cannot compare float8.
-        yield block.float() if block.is_floating_point() and block.itemsize == 1 else block
-
-
 def count_nonfinite(tensor: Tensor) -> int:
     """Count the NaN and infinite elements, block by block."""
-    return sum(block.numel() - int(block.isfinite().sum()) for block in _blocks(tensor))
+    count = 0
+    for block in plain(tensor).split(BLOCK):
+        wide = block.float() if block.itemsize == 1 else block  # torch cannot compare float8
+        count += wide.numel() - int(wide.isfinite().sum())
+    return count
 
 
 def is_constant(tensor: Tensor) -> bool:
-    """Return whether all elements are equal to each other."""
-    first = next(_blocks(tensor))[:1]
-    return all(bool((block == first).all()) for block in _blocks(tensor))
+    """Return whether all elements have the same bits."""
+    elements = plain(tensor).view(torch.uint8).reshape(-1, tensor.itemsize)
+    return bool((elements == elements[:1]).all())
 
 
 def as_tensor(value: bool | int | float | complex) -> Tensor:

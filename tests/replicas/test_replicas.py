@@ -33,6 +33,7 @@ from warm_python import warm_python
 import ddpbench
 from ddpbench.records.schema import Finding
 from ddpbench.replicas import causes, compare, digest, findings, state
+from ddpbench.replicas.locate import Part
 from ddpbench.replicas.report import Fault, ranks_text
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -123,7 +124,8 @@ def test_each_tensor_is_searched_by_exactly_one_of_equal_ranks(ranks: int) -> No
 
 def test_sets_of_equal_ranks() -> None:
     """Ranks are put together by value, the most first; a tie has no minority."""
-    assert compare.group_equal([7, 8, 7, 9]) == [[0, 2], [1], [3]]
+    parts = {place: Part("float32", (), (), digest=d) for place, d in enumerate((7, 8, 7, 9))}
+    assert [sides for ((sides, _),) in compare.merge_shards(parts)] == [[[0, 2], [1], [3]]]
     for sides, minority in (
         (((0, 2), (1,), (3,)), (1, 3)),
         (((0, 1), (2, 3)), ()),
