@@ -173,6 +173,22 @@ def test_what_cannot_be_read_is_named() -> None:
     }
 
 
+def test_a_kind_of_tensor_is_added_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of KINDS and its tensors are all that a new kind needs."""
+    list_items = state._list_items
+
+    def list_more(*arguments: Any) -> Iterator[Any]:
+        yield from list_items(*arguments)
+        yield "loss scale", "scaler", torch.tensor(math.inf), ""
+
+    monkeypatch.setitem(state.KINDS, "loss scale", state.Kind(if_nonfinite="warning"))
+    monkeypatch.setattr(state, "_list_items", list_more)
+    report = ddpbench.verify_replicas(nn.Linear(1, 1))
+    assert report.headline.endswith("compared: 2 parameters, 1 loss scale")
+    (found,) = report.findings
+    assert (found.severity, found.place["kind"]) == ("warning", "loss scale")
+
+
 @pytest.mark.parametrize("kind", ["Adam", "SGD", "LBFGS"])
 def test_names_of_optimizer_state(kind: str) -> None:
     """State is named after the parameter, options after the group; asking adds no state. A number
