@@ -17,7 +17,7 @@ import torch
 
 from ddpbench.records.wording import list_all
 from ddpbench.replicas.channel import Channel
-from ddpbench.replicas.digest import choose_share, of_bytes, read
+from ddpbench.replicas.digest import of_bytes, read
 from ddpbench.replicas.locate import Part, gather_details
 from ddpbench.replicas.report import (
     Difference,
@@ -96,9 +96,11 @@ class Comparison:
         """Digest this rank's entries, and look for NaN in this rank's share or in everything."""
         searched: list[int] = []
         for scope, places in self._group_by_scope(entries).items() if self._options.finite else ():
-            share = (0, 1) if everything else (scope.index(self.base.rank), len(scope))
-            chosen = choose_share([entries[i].nbytes for i in places], *share)
-            searched += [places[i] for i in chosen]
+            # Of ranks that must hold the same tensors, each looks at about as many bytes.
+            ordered = sorted(places, key=lambda place: entries[place].nbytes)
+            searched += (
+                ordered if everything else ordered[scope.index(self.base.rank) :: len(scope)]
+            )
         digests, nonfinite = read([entry.tensor for entry in entries], searched)
         _, salts = digest_structure(kind, entries)
         rows = zip(entries, (digests + salts).tolist(), nonfinite.tolist(), strict=True)

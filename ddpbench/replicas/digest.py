@@ -204,15 +204,3 @@ def find_suspects(tensors: Mapping[int, Tensor]) -> list[int]:
     totals = torch.stack([total(tensor).float() for tensor in tensors.values()])
     finite = zip(tensors, totals.isfinite().tolist(), strict=True)
     return [key for key, is_finite in finite if not is_finite]
-
-
-def choose_share(nbytes: Sequence[int], part: int, parts: int) -> list[int]:
-    """Return the positions of the tensors in which a rank looks for elements that are not finite.
-
-    Of n ranks that must hold the same tensors, each looks at about as many bytes: rank i at the
-    tensors whose middle byte is in the i-th of n parts of all bytes. nbytes: of each tensor.
-    """
-    sizes = np.array(nbytes, np.int64)
-    middles = sizes.cumsum() - sizes / 2
-    chosen: list[int] = np.flatnonzero(middles * parts // max(sizes.sum(), 1) == part).tolist()
-    return chosen

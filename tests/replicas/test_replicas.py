@@ -113,15 +113,6 @@ def test_no_elements_and_no_dimensions(formula: Formula) -> None:
     assert formula(nn.Parameter(torch.tensor(1.0))) == formula(torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_each_tensor_is_searched_by_exactly_one_of_equal_ranks(ranks: int) -> None:
-    """However the bytes are spread: the shares are whole tensors, and equal tensors equal loads."""
-    for sizes in ([1], [5, 0, 7], [1 << 16, 1, 1, 1], [8] * 48):
-        shares = [digest.choose_share(sizes, rank, ranks) for rank in range(ranks)]
-        assert sorted(place for share in shares for place in share) == [*range(len(sizes))]
-    assert [*map(len, shares)] == [48 // ranks] * ranks
-
-
 def test_sets_of_equal_ranks() -> None:
     """Ranks are put together by value, the most first; a tie has no minority."""
     parts = {place: Part("float32", (), (), digest=d) for place, d in enumerate((7, 8, 7, 9))}
