@@ -1,5 +1,5 @@
-"""Real training on a mesh of gloo ranks: a small transformer under DDP, FSDP2, HSDP and tensor
-parallel, for the tests and tables of the proof of replicas.
+"""Real training on a mesh of gloo ranks: a small transformer under FSDP2, HSDP and tensor parallel,
+for the tests of the replica check.
 
 A rank runs the caller's own file: `python FILE FOLDER RANK SIZE WORDS…` (`run_ranks`).
 """
@@ -10,8 +10,6 @@ import json
 import subprocess
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -23,15 +21,13 @@ from patience import PATIENCE_SECONDS
 from replica_reports import report_as_json
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench import Report
 
 WAYS = {  # names of the dimensions of the mesh
-    "ddp": ("dp",),
     "fsdp": ("dp_shard",),
     "hsdp": ("dp_replicate", "dp_shard"),
     "tp": ("tp",),
@@ -73,16 +69,14 @@ class Layer(nn.Module):
 class Language(nn.Module):
     """A language model; forward returns the loss. An encoder of its inputs has no tensor plan."""
 
-    def __init__(self, layers: int = 2, *, tied: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.encoder = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.register_buffer("scale", torch.full((1,), 1.5))
-        if tied:
-            self.head.weight = self.tokens.weight
 
     def forward(self, words: Tensor) -> Tensor:
         hidden = self.encoder(self.tokens(words)).relu() * self.scale
@@ -90,33 +84,6 @@ class Language(nn.Module):
             hidden = layer(hidden)
         scores = self.head(self.norm(hidden))[:, :-1].float()
         return functional.cross_entropy(scores.flatten(0, 1), words[:, 1:].flatten())
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A way to train in parallel, and its options."""
-
-    way: str
-    sizes: tuple[int, ...]  # of the mesh
-    optimizer: str = "adamw"  # or "sgd", with momentum
-    lr: float = 0.01
-    layers: int = 2
-    accumulate: int = 1  # micro-batches of a step
-    bf16: bool = False  # parameters
-    reshard: bool = True  # reshard_after_forward
-    offload: bool = False  # CPUOffloadPolicy
-    tied: bool = False
-    frozen: bool = False  # the encoder
-    average: bool = False  # keep an exponential moving average of the model
-    zero: bool = False  # ZeroRedundancyOptimizer
-    seed: int = 0
-
-    def __str__(self) -> str:
-        flags = ("bf16", "offload", "tied", "frozen", "average", "zero")
-        words = [self.way, "x".join(map(str, self.sizes)), self.optimizer]
-        words += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
-        words += [] if self.reshard else ["no reshard"]
-        return ", ".join([*words, *(flag for flag in flags if getattr(self, flag))])
 
 
 @cache
@@ -133,102 +100,47 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, {**plan, "down": RowwiseParallel()})
 
 
-def apply_fully_shard(model: nn.Module, mesh: DeviceMesh, setting: Setting) -> None:
-    """Shard each layer, then the root."""
-    options: Any = {"mesh": mesh, "reshard_after_forward": setting.reshard}
-    if setting.offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    for layer in model.layers:  # type: ignore[union-attr]
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-
-
 class Training:
-    """This rank's part of a training run."""
+    """This rank's part of a training run with AdamW."""
 
     def __init__(
         self,
-        setting: Setting,
+        way: str,
+        sizes: tuple[int, ...],
         *,
         seed: Callable[[DeviceMesh], int] = lambda mesh: 0,
         shard_over: Sequence[str] = ("dp_replicate", "dp_shard"),
         edit: Callable[[nn.Module, DeviceMesh], None] = lambda model, mesh: None,
     ) -> None:
-        """Build the model; a fault plants its own seed, mesh of fully_shard, or edited model."""
-        self.setting, self.shard_over, self.edit = setting, shard_over, edit
-        self.mesh = make_mesh(setting.way, setting.sizes)
-        names = WAYS[setting.way]
-        self.at = {name: self.mesh.get_local_rank(name) for name in names}
-        torch.manual_seed(setting.seed + seed(self.mesh))
-        self.model: Any = self._build()
-        self.average: Any = None
-        if setting.average:
-            torch.manual_seed(setting.seed)
-            self.average = self._build().requires_grad_(False)
-        self.optimizer = self._make_optimizer()
+        """Build the model; a fault plants its own seed, mesh of fully_shard, or edited model.
 
-    def _build(self) -> nn.Module:
-        setting, model = self.setting, Language(self.setting.layers, tied=self.setting.tied)
-        if setting.bf16:
-            model.bfloat16()
-        model.encoder.requires_grad_(not setting.frozen)
+        way: one of WAYS. sizes: of the dimensions of the mesh.
+        """
+        self.mesh = make_mesh(way, sizes)
+        self.at = {name: self.mesh.get_local_rank(name) for name in WAYS[way]}
+        torch.manual_seed(seed(self.mesh))
+        self.model: Any = Language()
         if "tp" in self.at:
-            apply_tensor_parallel(model, self.mesh["tp"])
-        self.edit(model, self.mesh)
-        axes = tuple(name for name in WAYS[setting.way] if name in self.shard_over)
+            apply_tensor_parallel(self.model, self.mesh["tp"])
+        edit(self.model, self.mesh)
+        axes = tuple(name for name in WAYS[way] if name in shard_over)
         if axes:
-            apply_fully_shard(model, self.mesh[axes if len(axes) > 1 else axes[0]], setting)
-        return DistributedDataParallel(model) if setting.way == "ddp" else model
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        kinds: dict[str, tuple[Any, dict[str, Any]]] = {
-            "sgd": (torch.optim.SGD, {"momentum": 0.9}),
-            "adamw": (torch.optim.AdamW, {}),
-        }
-        kind, options = kinds[self.setting.optimizer]
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if self.setting.zero:
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-
-            return ZeroRedundancyOptimizer(parameters, kind, lr=self.setting.lr, **options)
-        return kind(parameters, lr=self.setting.lr, **options)  # type: ignore[no-any-return]
+            mesh = self.mesh[axes if len(axes) > 1 else axes[0]]
+            for part in (*self.model.layers, self.model):
+                fully_shard(part, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def words(self, step: int) -> Tensor:
         """Return a batch, which ranks along "tp" share."""
         data = [self.at[name] for name in self.at if name != "tp"]
         place = sum(at * 100**i for i, at in enumerate(data))
-        generator = torch.Generator().manual_seed(
-            1_000_000 * self.setting.seed + 10_000 * step + place
-        )
+        generator = torch.Generator().manual_seed(10_000 * step + place)
         return torch.randint(VOCABULARY, (2, SEQUENCE), generator=generator)
 
     def backward(self, step: int) -> None:
-        """Accumulate the gradients of the step, reduced with the last micro-batch."""
+        """Compute the gradients of the step."""
         self.optimizer.zero_grad()
-        for micro in range(self.setting.accumulate):
-            last = micro == self.setting.accumulate - 1
-            context: Any = nullcontext()
-            if self.setting.accumulate > 1 and hasattr(self.model, "set_requires_gradient_sync"):
-                self.model.set_requires_gradient_sync(last)
-            elif not last and hasattr(self.model, "no_sync"):
-                context = self.model.no_sync()
-            with context:
-                self.model(self.words(step * 10 + micro)).backward()
-
-    def step(self, step: int) -> None:
-        """Take a whole step."""
-        self.backward(step)
-        self.update()
-
-    def update(self) -> None:
-        """Step the optimizer and the average."""
-        self.optimizer.step()
-        if self.average is not None:
-            with torch.no_grad():
-                for mean, parameter in zip(
-                    self.average.parameters(), self.model.parameters(), strict=True
-                ):
-                    mean.lerp_(parameter.detach(), 0.1)
+        self.model(self.words(step * 10)).backward()
 
 
 # --- ranks

@@ -1,4 +1,4 @@
-"""The proof that replicas are equal, for any training loop: `ddpbench.verify_replicas`."""
+"""Check in any training loop that replicas are equal: `ddpbench.verify_replicas`."""
 
 from ddpbench.replicas.report import (
     Detail,

@@ -138,7 +138,8 @@ def _is_close(value: str, reference: str) -> bool:
         return False
 
 
-# To add a cause, add an entry. {along}, {unsharded} and {first} stand for dimensions of the mesh.
+# To add a cause, add an entry. {along}, {unsharded} and {first} are replaced by dimensions of the
+# mesh.
 # The report shows the first entry that applies.
 CAUSES = (
     Cause(

@@ -40,8 +40,8 @@ def choose_target(
     """Return the ranks to compare, and the mesh that names them, if there is one.
 
     The user's group or mesh comes first, then the largest mesh of the DTensors if it contains DDP's
-    ranks, then DDP's group. Of meshes of the same size, the one with the most dimensions tells most
-    about scopes: the root of a mesh may be the flat mesh of all ranks.
+    ranks, then DDP's group. Of meshes of the same size, the one with the most dimensions describes
+    scopes best: the root of a mesh may be the flat mesh of all ranks.
     """
     known = list({id(mesh): mesh for mesh in meshes}.values())
     if isinstance(target, DeviceMesh):
@@ -112,7 +112,7 @@ class Channel:
         tensor = torch.from_numpy(vector).to(self.device)
         for group in self._groups:
             dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
-        return tensor.cpu().numpy()  # type: ignore[no-any-return]
+        return tensor.cpu().numpy()
 
     def gather_sums(
         self, terms: Sequence[int], counts: Sequence[int] = ()

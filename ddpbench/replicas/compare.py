@@ -17,7 +17,7 @@ import torch
 
 from ddpbench.records.wording import list_all
 from ddpbench.replicas.channel import Channel
-from ddpbench.replicas.digest import choose_share, of_bytes, read
+from ddpbench.replicas.digest import of_bytes, read
 from ddpbench.replicas.locate import Part, gather_details
 from ddpbench.replicas.report import (
     Difference,
@@ -81,13 +81,13 @@ class Comparison:
         same, sums = self._gather_sums(kinds, [everyone * digest for digest in digests])
         if not same[0]:
             forms = self.gather_forms({name: repr(value) for name, value in settings.items()})
-            raise ValueError(_explain_settings(forms))
+            raise ValueError(_explain_options(forms))
         if not all(sums[kind].alike for kind in kinds):
             self._gather_base()
             _, sums = self._gather_sums(kinds)
         grid = self.base.grid
         ranks = self.channel.ranks if grid.names != LINE else []
-        self.report.coordinates = tuple((rank, grid.describe(rank)) for rank in ranks)
+        self.report.coordinates = {rank: grid.locate(rank) for rank in ranks}
         for kind in kinds:
             self._gather_kind(kind, sums[kind])
         return same[1:]
@@ -96,9 +96,11 @@ class Comparison:
         """Digest this rank's entries, and look for NaN in this rank's share or in everything."""
         searched: list[int] = []
         for scope, places in self._group_by_scope(entries).items() if self._options.finite else ():
-            share = (0, 1) if everything else (scope.index(self.base.rank), len(scope))
-            chosen = choose_share([entries[i].nbytes for i in places], *share)
-            searched += [places[i] for i in chosen]
+            # Of ranks that must hold the same tensors, each looks at about as many bytes.
+            ordered = sorted(places, key=lambda place: entries[place].nbytes)
+            searched += (
+                ordered if everything else ordered[scope.index(self.base.rank) :: len(scope)]
+            )
         digests, nonfinite = read([entry.tensor for entry in entries], searched)
         _, salts = digest_structure(kind, entries)
         rows = zip(entries, (digests + salts).tolist(), nonfinite.tolist(), strict=True)
@@ -238,7 +240,7 @@ class Comparison:
         for number, name in enumerate(names[i] for i in bad):
             parts = {at: Part(*row[number]) for at, row in enumerate(rows) if row[number]}
             self._add_nonfinite(kind, name, parts)
-            for shards in _merge_shards(parts):
+            for shards in merge_shards(parts):
                 difference = self._describe_difference(kind, name, shards)
                 if located < self._options.locate and difference.key not in self._options.history:
                     sides, part = shards[0]
@@ -294,30 +296,23 @@ class Comparison:
         )
 
 
-def _merge_shards(parts: Mapping[int, Part]) -> list[list[Shard]]:
+def merge_shards(parts: Mapping[int, Part]) -> list[list[Shard]]:
     """Return the differing shards of a tensor; those that differ alike are together.
 
     They differ alike if the same members of their scopes are equal, as when one replica is wrong.
     parts: by place of the rank.
     """
-    scopes: dict[tuple[int, ...], list[int]] = {}
+    scopes: dict[tuple[int, ...], dict[int, list[int]]] = {}  # places by scope and digest
     for place, part in parts.items():
-        scopes.setdefault(tuple(part.ranks), []).append(place)
+        scopes.setdefault(tuple(part.ranks), {}).setdefault(part.digest, []).append(place)
     merged: dict[object, list[Shard]] = {}
-    for places in scopes.values():
-        members = group_equal([parts[place].digest for place in places])
-        if len(members) > 1:
-            sides = [[places[member] for member in side] for side in members]
-            merged.setdefault(tuple(map(tuple, members)), []).append((sides, parts[places[0]]))
+    for digests in scopes.values():
+        sides = sorted(digests.values(), key=lambda side: (-len(side), side[0]))
+        if len(sides) > 1:
+            members = sorted(place for side in sides for place in side)
+            pattern = tuple(tuple(members.index(place) for place in side) for side in sides)
+            merged.setdefault(pattern, []).append((sides, parts[members[0]]))
     return list(merged.values())
-
-
-def group_equal(values: Sequence[int]) -> list[list[int]]:
-    """Group the places of equal values: the largest group first, then by lowest place."""
-    places: dict[int, list[int]] = {}
-    for place, value in enumerate(values):
-        places.setdefault(value, []).append(place)
-    return sorted(places.values(), key=lambda group: (-len(group), group[0]))
 
 
 def _name_parts(parts: Iterable[Part]) -> str:
@@ -338,10 +333,10 @@ def _find_stages(grid: Grid, names: Mapping[int, Sequence[str]]) -> tuple[int, .
     return tuple(stages)
 
 
-def _explain_settings(settings: Mapping[str, Forms]) -> str:
-    parts = []
-    for name, forms in settings.items():
-        if len(forms) > 1:
-            values = [f"{value} in {ranks_text(ranks)}" for value, ranks in forms.items()]
-            parts.append(f"{name} is {list_all(values)}")
-    return f"the ranks verify with different arguments: {'; '.join(parts)}"
+def _explain_options(options: Mapping[str, Forms]) -> str:
+    unlike = [
+        f"{name} is {list_all(f'{form} in {ranks_text(ranks)}' for form, ranks in forms.items())}"
+        for name, forms in options.items()
+        if len(forms) > 1
+    ]
+    return f"the ranks verify with different arguments: {'; '.join(unlike)}"

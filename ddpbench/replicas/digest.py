@@ -12,7 +12,7 @@ of device is therefore part of a replica's structure (state.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -48,8 +48,10 @@ def _detach(tensor: Tensor) -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """Return the tensor detached, contiguous and flat; it is copied only if necessary."""
-    # The memory of a lazily conjugated or negated tensor holds other values.
-    return _detach(tensor).resolve_conj().resolve_neg().reshape(-1).contiguous()
+    tensor = _detach(tensor)
+    if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous().view(-1)
 
 
 def of_cpu(tensor: Tensor) -> int:
@@ -73,7 +75,7 @@ def _of_cpu_and_suspect(tensor: Tensor) -> tuple[int, bool]:
     digest, added = xxhash.xxh3_64(), 0.0
     for number, start in enumerate(range(0, flat.numel(), size)):
         digest.update(memory[number * CACHED : (number + 1) * CACHED])
-        added += total(flat[start : start + size]).item()
+        added += _add_up(flat[start : start + size]).item()
     return digest.intdigest(), not math.isfinite(added)
 
 
@@ -97,7 +99,7 @@ def weigh_words(tensor: Tensor) -> Tensor:
     the weight is odd, and the fold and the step between blocks are invertible. Any other change is
     missed with a probability of about 2^-63. A tensor that is not contiguous is copied first.
     """
-    digest = None
+    digest: Any = None
     for block in plain(tensor).view(torch.uint8).split(4 * BLOCK):
         if block.numel() % 4 or block.storage_offset() % 4:
             block = torch.cat([block, block.new_zeros(-block.numel() % 4)])
@@ -108,8 +110,8 @@ def weigh_words(tensor: Tensor) -> Tensor:
         fold(terms)
         total = terms.sum()
         digest = total if digest is None else digest * (STEP - (1 << 64)) + total
-    assert digest is not None  # an empty tensor has an empty block
-    return digest
+    result: Tensor = digest  # an empty tensor has an empty block
+    return result
 
 
 # --- values
@@ -122,7 +124,10 @@ def may_be_nonfinite(tensor: Tensor) -> bool:
 
 def total(tensor: Tensor) -> Tensor:
     """Return the sum as a float scalar: not finite if an element is not, or if it overflows."""
-    tensor = _detach(tensor)
+    return _add_up(_detach(tensor))
+
+
+def _add_up(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.itemsize > 2:
@@ -134,21 +139,19 @@ def total(tensor: Tensor) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
-def _blocks(tensor: Tensor) -> Iterator[Tensor]:
-    for block in plain(tensor).split(BLOCK):
-        # torch cannot compare float8.
-        yield block.float() if block.is_floating_point() and block.itemsize == 1 else block
-
-
 def count_nonfinite(tensor: Tensor) -> int:
     """Count the NaN and infinite elements, block by block."""
-    return sum(block.numel() - int(block.isfinite().sum()) for block in _blocks(tensor))
+    count = 0
+    for block in plain(tensor).split(BLOCK):
+        wide = block.float() if block.itemsize == 1 else block  # torch cannot compare float8
+        count += wide.numel() - int(wide.isfinite().sum())
+    return count
 
 
 def is_constant(tensor: Tensor) -> bool:
-    """Return whether all elements are equal to each other."""
-    first = next(_blocks(tensor))[:1]
-    return all(bool((block == first).all()) for block in _blocks(tensor))
+    """Return whether all elements have the same bits."""
+    elements = plain(tensor).view(torch.uint8).reshape(-1, tensor.itemsize)
+    return bool((elements == elements[:1]).all())
 
 
 def as_tensor(value: bool | int | float | complex) -> Tensor:
@@ -201,15 +204,3 @@ def find_suspects(tensors: Mapping[int, Tensor]) -> list[int]:
     totals = torch.stack([total(tensor).float() for tensor in tensors.values()])
     finite = zip(tensors, totals.isfinite().tolist(), strict=True)
     return [key for key, is_finite in finite if not is_finite]
-
-
-def choose_share(nbytes: Sequence[int], part: int, parts: int) -> list[int]:
-    """Return the positions of the tensors in which a rank looks for elements that are not finite.
-
-    Of n ranks that must hold the same tensors, each looks at about as many bytes: rank i at the
-    tensors whose middle byte is in the i-th of n parts of all bytes. nbytes: of each tensor.
-    """
-    sizes = np.array(nbytes, np.int64)
-    middles = sizes.cumsum() - sizes / 2
-    chosen: list[int] = np.flatnonzero(middles * parts // max(sizes.sum(), 1) == part).tolist()
-    return chosen

@@ -113,11 +113,12 @@ def _fold(
     for tensor in tensors:
         pattern, *rest = key(tensor)
         patterns.setdefault(pattern, {}).setdefault(tuple(rest), []).append(tensor)
-    shown = []
+    shown: list[list[T]] = []
     for folds in patterns.values():
         ordered = sorted(folds.values(), key=lambda fold: (example not in fold, -len(fold)))
-        others = [tensor for fold in ordered[_FOLDS:] for tensor in fold]
-        shown += [*ordered[:_FOLDS], others] if others else ordered
+        shown += ordered[:_FOLDS]
+        if len(ordered) > _FOLDS:
+            shown.append([tensor for fold in ordered[_FOLDS:] for tensor in fold])
     return shown
 
 
@@ -127,9 +128,8 @@ def _place(
     """Return the place of a finding on some tensors, with the coordinates of the ranks `at`."""
     first, names = fold[0], list(dict.fromkeys([tensor.name for tensor in fold]))
     place: dict[str, object] = {"kind": first.kind, "tensor": first.name, "tensors": names, **rest}
-    where = dict(report.coordinates)
-    if at and where:
-        place["coordinates"] = [where[rank] for rank in at]
+    if at and report.coordinates:
+        place["coordinates"] = [_join(report.coordinates[rank]) for rank in at]
     if first.shard:
         place["shard"] = first.shard
     if report.step is not None:
@@ -290,7 +290,7 @@ class Places:
     """Names sets of ranks by their coordinates on a mesh, if there is one, else by numbers."""
 
     def __init__(self, report: Report) -> None:
-        self._where = report.where
+        self._where = report.coordinates
 
     def name(self, ranks: Sequence[int], others: Sequence[int] = ()) -> str:
         """Return "dp_replicate=1 (ranks 4-7)", or "ranks 4-7" if no coordinates describe them.
@@ -303,13 +303,17 @@ class Places:
         if not unlike or prod(map(len, values.values())) != len(ranks):
             return self.name(ranks) if others else ranks_text(ranks)
         shown = values if len(ranks) == 1 and not others else unlike
-        text = ", ".join(f"{name}={spans(sorted(each))}" for name, each in shown.items())
+        text = _join({name: spans(sorted(each)) for name, each in shown.items()})
         return text if others else f"{text} ({ranks_text(ranks)})"
 
     def _find_values(self, ranks: Sequence[int]) -> dict[str, set[int]]:
         if not ranks or any(rank not in self._where for rank in ranks):
             return {}
         return {name: {self._where[r][name] for r in ranks} for name in self._where[ranks[0]]}
+
+
+def _join(coordinates: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in coordinates.items())
 
 
 def _describe_fold(fold: list[Difference], example: Difference, report: Report) -> str:

@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Part(NamedTuple):
-    """A rank's part of a tensor, as it tells the other ranks: the whole tensor or a shard."""
+    """A rank's part of a tensor, which it sends to the other ranks: the whole tensor or a shard."""
 
     dtype: str  # "float32"
     shape: Sequence[int]
@@ -71,7 +71,7 @@ def _broadcast_and_compare(
     differing, first, ends = 0, 0, (bytes(size), bytes(size))
     multiset, deltas = 0, [-1.0]
     for start in range(0, length, count):
-        own = np.zeros((min(count, length - start), size), np.uint8)
+        own: Bytes = np.zeros((min(count, length - start), size), np.uint8)
         if flat is not None:
             piece = flat[start * size : start * size + own.size]
             own = piece.cpu().numpy().reshape(own.shape)

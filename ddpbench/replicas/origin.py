@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ddpbench.replicas.digest import total
+from ddpbench.replicas.digest import may_be_nonfinite, total
 from ddpbench.replicas.state import unwrap
 
 
@@ -28,10 +28,10 @@ class Tracer:
         self._places = ["the output of forward"]
         self._passed: list[tuple[int, Tensor]] = []  # (place, sum) since the last optimizer step
         self._steps: list[tuple[list[int], Tensor]] = []  # places and sums per step since `clear`
-        self._hooks: list[Any] = [module.register_forward_hook(_ForwardHook(self._passed))]
+        self._hooks: list[Any] = [module.register_forward_hook(_Hook(self._passed, 0))]
         for name, parameter in unwrap(module).named_parameters():
             if parameter.requires_grad:
-                hook = _make_gradient_hook(self._passed, len(self._places))
+                hook = _Hook(self._passed, len(self._places))
                 self._hooks.append(parameter.register_hook(hook))
                 self._places.append(f"the gradient of {name}")
         # Steps are counted at the first optimizer.
@@ -75,27 +75,22 @@ class Tracer:
             self._passed.clear()
 
 
-def _make_gradient_hook(passed: list[tuple[int, Tensor]], place: int) -> Any:
-    def hook(gradient: Tensor) -> None:
-        if gradient.layout == torch.strided and type(gradient) is Tensor:
-            passed.append((place, total(gradient)))
+class _Hook:
+    """Adds up the output of forward, for place 0, or a gradient, for the other places."""
 
-    return hook
+    def __init__(self, passed: list[tuple[int, Tensor]], place: int) -> None:
+        self._passed, self._place = passed, place
 
-
-class _ForwardHook:
-    def __init__(self, passed: list[tuple[int, Tensor]]) -> None:
-        self._passed = passed
-
-    def __call__(self, module: Any, inputs: Any, output: Any) -> None:
-        for tensor in tree_leaves(output) if torch.is_grad_enabled() else ():
+    def __call__(self, *arguments: Any) -> None:
+        is_traced = self._place or torch.is_grad_enabled()
+        for tensor in tree_leaves(arguments[-1]) if is_traced else ():
             plain = type(tensor) is Tensor and tensor.layout == torch.strided
-            if plain and tensor.is_floating_point():
+            if plain and may_be_nonfinite(tensor):
                 value = total(tensor)
                 # Infinite logits may be a mask. A single number is a loss and must be finite.
-                if tensor.numel() > 1:
+                if not self._place and tensor.numel() > 1:
                     value = torch.where(value.isnan(), value, 0.0)
-                self._passed.append((0, value))
+                self._passed.append((self._place, value))
 
     def __reduce__(self) -> Any:
         """Give a copied or saved module a hook that does nothing and loads without ddpbench."""

@@ -130,8 +130,8 @@ class Report:
     origins: tuple[Origin, ...] = ()  # of `nonfinite`, if a Verifier traces it
     not_compared: tuple[NotCompared, ...] = ()
     rng_equal: bool = True
-    # "dp_replicate=1, dp_shard=0" of each rank, if tensors are on a DeviceMesh; else empty
-    coordinates: tuple[tuple[int, str], ...] = ()
+    # {"dp_replicate": 1, "dp_shard": 0} of each rank, if tensors are on a DeviceMesh; else empty
+    coordinates: dict[int, dict[str, int]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()  # sentences on all of the above, the worst first
     since: int | None = None  # step of the Verifier's first report of this fault
     repeated: bool = False  # an earlier report of the same Verifier has explained everything
@@ -182,17 +182,6 @@ class Report:
         """A key for each difference, mismatch or NaN that makes a verification fail."""
         nonfinite = [tensor for tensor in self.nonfinite if tensor.severity == "error"]
         return {tensor.key for tensor in [*self._faulty, *nonfinite]}
-
-    @property
-    def where(self) -> dict[int, dict[str, int]]:
-        """The coordinates of each rank by the names of the mesh's dimensions; empty without one."""
-        rows = ((rank, [p.split("=") for p in text.split(", ")]) for rank, text in self.coordinates)
-        return {rank: {name: int(value) for name, value in parts} for rank, parts in rows}
-
-    @property
-    def dimensions(self) -> list[str]:
-        """The names of the mesh's dimensions."""
-        return [*next(iter(self.where.values()), {})]
 
     @property
     def _faulty(self) -> list[Difference | Mismatch]:

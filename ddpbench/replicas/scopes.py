@@ -33,10 +33,9 @@ class Grid:
         """The coordinates of each rank."""
         return dict(zip(self.ranks, product(*map(range, self.shape)), strict=True))
 
-    def describe(self, rank: int) -> str:
-        """Return the coordinates of a rank: "dp_replicate=1, dp_shard=0"."""
-        pairs = zip(self.names, self.coordinates[rank], strict=True)
-        return ", ".join(f"{name}={coordinate}" for name, coordinate in pairs)
+    def locate(self, rank: int) -> dict[str, int]:
+        """Return the coordinates of a rank by the names of the dimensions."""
+        return dict(zip(self.names, self.coordinates[rank], strict=True))
 
 
 @dataclass(frozen=True)

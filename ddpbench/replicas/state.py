@@ -121,7 +121,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 # --- the state
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """One named tensor or value of a replica, and what was read of it."""
 

@@ -73,7 +73,8 @@ def gather_without_gradient(
     differing = {d.name for d in comparison.report.differences if d.kind == "gradient"}
     if wrapper(module) is not None and differing:
         entries = (e for e in comparison.state.entries["gradient"] if e.name in differing)
-        zeros = {entry.name: TRAINED if entry.tensor.any() else ZERO for entry in entries}
+        gradients: dict[str, Any] = {entry.name: entry.tensor for entry in entries}
+        zeros = {name: TRAINED if value.any() else ZERO for name, value in gradients.items()}
         absent += _list_missing(comparison, comparison.gather_forms(zeros), ZERO)
     return tuple(absent)
 
@@ -136,7 +137,8 @@ class Facts:
         self.same_steps = totals["stepped"] > 0 and not totals["stateless"]
         # Dimensions of the mesh along which parameters or gradients differ, else anything.
         patterns = {d.sides for d in parameters + self.select("gradient") or report.differences}
-        self.along = [n for n in report.dimensions if any(_differs(n, p, report) for p in patterns)]
+        names = next(iter(report.coordinates.values()), {})
+        self.along = [name for name in names if any(_differs(name, p, report) for p in patterns)]
         # Those of them that replicate the whole model: they shard no parameter.
         self.unsharded = [name for name in self.along if name not in sharding]
 
@@ -147,10 +149,12 @@ class Facts:
 
 def _differs(name: str, sides: Sides, report: Report) -> bool:
     """Return whether two ranks hold different values and differ in this coordinate alone."""
-    where, seen = report.where, dict[tuple[int, ...], int]()
+    seen = dict[tuple[int, ...], int]()
     for number, ranks in enumerate(sides):
         for rank in ranks:
-            others = tuple(value for axis, value in where[rank].items() if axis != name)
+            others = tuple(
+                value for axis, value in report.coordinates[rank].items() if axis != name
+            )
             if seen.setdefault(others, number) != number:
                 return True
     return False
@@ -224,7 +228,7 @@ def _count_equal(comparison: Comparison, frozen: set[str]) -> dict[str, int]:
     wrong = [*comparison.report.differences, *comparison.report.mismatches]
     unlike = {(tensor.kind, tensor.name) for tensor in wrong}
 
-    def list_equal(kind: str) -> dict[str, torch.Tensor]:
+    def list_equal(kind: str) -> dict[str, Any]:
         entries = [e for e in comparison.state.entries[kind] if (kind, e.name) not in unlike]
         shared = (e for e in entries if len(find_scope(comparison.base, e.layout)) > 1)
         return {entry.name: entry.tensor for entry in shared}

@@ -25,14 +25,7 @@ from ddpbench.replicas.compare import Comparison, Options
 from ddpbench.replicas.digest import of_bytes
 from ddpbench.replicas.findings import list_findings
 from ddpbench.replicas.origin import Tracer
-from ddpbench.replicas.report import (
-    Origin,
-    Report,
-    count_by_kind,
-    count_kind,
-    few,
-    listed_kinds,
-)
+from ddpbench.replicas.report import Origin, Report, count_by_kind, count_kind, few, listed_kinds
 from ddpbench.replicas.state import KINDS, NotCompared, read_state, unwrap, wrapper
 from ddpbench.replicas.training import (
     FROZEN,
@@ -73,37 +66,32 @@ def verify_replicas(
 
     Call it after `optimizer.step()` and before `zero_grad()`. It changes nothing.
 
-    module: the module, bare, divided by fully_shard or tensor parallelism, or wrapped in
-        DistributedDataParallel. Its parameters and buffers are compared. A DTensor must be equal in
-        the ranks that hold the same shard, also along dimensions of the root mesh that its own mesh
-        does not have; a plain tensor in all ranks. What one rank alone holds is counted in
-        `report.held_once`, and only searched for NaN. FullyShardedDataParallel and tensors with a
-        Partial placement are not compared; the report names them.
-    optimizer: also compare its options and state; give a list for several optimizers. The state of
-        ZeroRedundancyOptimizer is held once. Of the numbers in the state only step counts are
-        compared: others may be a rank's own, such as LBFGS's loss.
+    module: bare, compiled, divided by fully_shard or tensor parallelism, or wrapped in
+        DistributedDataParallel. A DTensor must be equal in the ranks that hold the same shard, also
+        along dimensions of the root mesh that its own mesh does not have; a plain tensor in all
+        ranks. What one rank alone holds is counted in `report.held_once`, and searched for NaN.
+    optimizer: also compare its options and state; a list for several. Of the numbers in the state
+        only step counts are compared: others may be a rank's own, such as LBFGS's loss.
     group: the process group (default: the ranks of the mesh of the DTensors, else DDP's own group,
         else the default group). Its timeout bounds every wait. Without a process group the report
         covers this process alone.
     gradients: True compares gradients each time, False never, None only if parameters differ, to
-        find the cause. With gradient accumulation, gradients differ until they are reduced; those
-        that fully_shard has not synchronised yet are not compared.
+        find the cause. With gradient accumulation, gradients differ until they are reduced.
     finite: also look for NaN and infinite elements. Of equal tensors, each rank looks at its share.
     locate: how many differing tensors of a kind are compared element by element.
     step: number of the step, for the report.
-    mesh: the DeviceMesh of the ranks to compare, instead of `group`. Without DTensors, it names the
-        ranks in the report. A dimension along which the ranks hold other parameters (pipeline
-        stages) is not compared.
+    mesh: the DeviceMesh of the ranks to compare, instead of `group`. A dimension along which the
+        ranks hold other parameters (pipeline stages) is not compared.
 
     The report is the same in all ranks. A difference never raises; see `Report` for its answers
-    `ok` and `failed`. Raises ValueError if the ranks call with different arguments or if this rank
-    is not in the group, or for a group together with a mesh. Raises TypeError, before anything is
+    `ok` and `failed`. Raises ValueError if the ranks call with different arguments, if this rank is
+    not in the group, or for a group together with a mesh. Raises TypeError, before anything is
     sent, if an argument has a wrong type.
     """
     verifier = Verifier(
         module, optimizer, group, gradients=gradients, finite=finite, locate=locate, mesh=mesh
     )
-    return verifier._gather(None if step is None else _as_step_number(step))
+    return verifier._gather(None if step is None else operator.index(step))
 
 
 class Verifier:
@@ -135,7 +123,7 @@ class Verifier:
         _check_types(trace_nonfinite=trace_nonfinite)
         if group is not None and mesh is not None:
             raise ValueError("group and mesh both name the ranks to compare: pass one of them")
-        listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        listed: Sequence[Any] = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         for each in listed:
             _check_types(optimizer=each)
         optimizers = tuple(each for each in listed if each is not None)
@@ -152,7 +140,7 @@ class Verifier:
 
     def check(self, step: int) -> Report:
         """Verify the replicas after this step; its number must be the same in all ranks."""
-        step = _as_step_number(step)
+        step = operator.index(step)
         report = self._gather(step)
         self._first_step = step if self._last is None else self._first_step
         self._last, self._checks = report, self._checks + 1
@@ -210,13 +198,6 @@ def _check_types(**arguments: object) -> None:
             names = list_all((kind.__name__ for kind in _TYPES[name]), "or")
             given = type(value).__name__
             raise TypeError(f"{name} must be {names.replace('NoneType', 'None')}, not {given}")
-
-
-def _as_step_number(step: Any) -> int:
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise TypeError(f"step must be a whole number, not {step!r}") from None
 
 
 # --- one verification

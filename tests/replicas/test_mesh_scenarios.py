@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from frozen import Frozen
-from mesh_training import Setting, Training
+from mesh_training import Training
 from replica_reports import facts_of, without_figures
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,7 +64,7 @@ def watch(
         if number:
             training.backward(number)
             faults[1](training)
-            training.update()
+            training.optimizer.step()
             faults[2](training)
         if number >= first and (number - first) % every == 0:
             report = verifier.check(number)
@@ -85,20 +85,18 @@ def local(tensor: Any) -> Tensor:
 
 def seeds_of_hsdp(first: int = 0) -> Any:
     """Each replica of HSDP is initialised from its own seed: fully_shard broadcasts nothing."""
-    training = Training(
-        Setting("hsdp", (2, 2)), seed=lambda mesh: mesh.get_local_rank("dp_replicate")
-    )
+    training = Training("hsdp", (2, 2), seed=lambda mesh: mesh.get_local_rank("dp_replicate"))
     return watch(training, first=first)
 
 
 def submesh_of_hsdp() -> Any:
     """fully_shard gets the mesh of the shards alone: no gradient crosses dp_replicate."""
-    return watch(Training(Setting("hsdp", (2, 2)), shard_over=("dp_shard",)))
+    return watch(Training("hsdp", (2, 2), shard_over=("dp_shard",)))
 
 
 def forgotten_all_reduce() -> Any:
     """A loop averages over dp_replicate itself, and from a step on it forgets to."""
-    training = Training(Setting("hsdp", (2, 2)), shard_over=("dp_shard",))
+    training = Training("hsdp", (2, 2), shard_over=("dp_shard",))
     group, forgets = training.mesh.get_group("dp_replicate"), False
 
     def forget(training: Training) -> None:
@@ -116,7 +114,7 @@ def forgotten_all_reduce() -> Any:
 
 def rounding_over_tp(every: int = 1) -> Any:
     """The gradient behind the encoder is rounded differently along tp, as a kernel may do."""
-    training = Training(Setting("fsdp+tp", (2, 2)))
+    training = Training("fsdp+tp", (2, 2))
     error = 0.0
 
     def round_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -141,7 +139,7 @@ def tensor_parallel_bias() -> Any:
         if training.at["tp"] == 2:
             local(training.model.layers[1].attention.wo.bias).sub_(0.01)
 
-    return watch(Training(Setting("tp", (4,))), after=update)
+    return watch(Training("tp", (4,)), after=update)
 
 
 def bit_of_a_shard(way: str, sizes: tuple[int, ...], rank: int) -> Any:
@@ -151,7 +149,7 @@ def bit_of_a_shard(way: str, sizes: tuple[int, ...], rank: int) -> Any:
         if dist.get_rank() == rank:
             local(training.model.layers[1].attention.wq.weight).view(torch.int32)[1, 5] ^= 1 << 20
 
-    return watch(Training(Setting(way, sizes)), after=flip)
+    return watch(Training(way, sizes), after=flip)
 
 
 def plain_bias_over_tp() -> Any:
@@ -161,7 +159,7 @@ def plain_bias_over_tp() -> Any:
         if training.at["tp"] == 1:
             training.model.encoder.bias.data[7] += 0.5
 
-    return watch(Training(Setting("tp", (4,))), after=edit)
+    return watch(Training("tp", (4,)), after=edit)
 
 
 def bias_of_its_own() -> Any:
@@ -170,7 +168,7 @@ def bias_of_its_own() -> Any:
     def fill(model: Any, mesh: DeviceMesh) -> None:
         local(model.layers[0].down.bias).fill_(mesh.get_local_rank("tp"))
 
-    return watch(Training(Setting("tp", (4,)), edit=fill))
+    return watch(Training("tp", (4,), edit=fill))
 
 
 def clipped_by_replica() -> Any:
@@ -181,12 +179,12 @@ def clipped_by_replica() -> Any:
             if training.at["dp_replicate"] == 1:
                 local(parameter.grad).mul_(0.7)
 
-    return watch(Training(Setting("hsdp", (2, 2))), between=clip)
+    return watch(Training("hsdp", (2, 2)), between=clip)
 
 
 def batch_over_tp() -> Any:
     """Ranks along tp, which must share their batch, read different ones from a step on."""
-    training = Training(Setting("tp", (4,)))
+    training = Training("tp", (4,))
     share = training.words
 
     def read(training: Training) -> None:
@@ -202,7 +200,7 @@ def buffer_of_a_rank() -> Any:
         if dist.get_rank() == 3:
             training.model.scale.add_(1)
 
-    return watch(Training(Setting("hsdp", (2, 2))), after=edit, last=FAULTY)
+    return watch(Training("hsdp", (2, 2)), after=edit, last=FAULTY)
 
 
 def learning_rate_in_a_row() -> Any:
@@ -212,7 +210,7 @@ def learning_rate_in_a_row() -> Any:
         if training.at["dp_replicate"] == 1:
             training.optimizer.param_groups[0]["lr"] = 0.02
 
-    return watch(Training(Setting("hsdp", (2, 2))), between=schedule)
+    return watch(Training("hsdp", (2, 2)), between=schedule)
 
 
 def partial_parameter() -> Any:
@@ -222,7 +220,7 @@ def partial_parameter() -> Any:
         part = DTensor.from_local(torch.ones(4), mesh["tp"], [Partial()], run_check=False)
         model.register_parameter("offset", nn.Parameter(part))
 
-    return watch(Training(Setting("tp", (4,)), edit=register), last=1)
+    return watch(Training("tp", (4,), edit=register), last=1)
 
 
 # --- answers
@@ -230,12 +228,12 @@ def partial_parameter() -> Any:
 
 def fsdp_alone() -> Any:
     """Under fully_shard each element is in one rank only."""
-    return watch(Training(Setting("fsdp", (4,))), last=2)
+    return watch(Training("fsdp", (4,)), last=2)
 
 
 def healthy(way: str, sizes: tuple[int, ...]) -> Any:
     """Training without a fault."""
-    return watch(Training(Setting(way, sizes)), last=2)
+    return watch(Training(way, sizes), last=2)
 
 
 Plays = Mapping[str, Callable[[], Any]]
@@ -269,7 +267,8 @@ def describe(report: Any) -> list[Any]:
     place = report["findings"][0]["place"]
     same = (d for d in report["differences"] if d["name"] == place["tensor"])
     for detail in next(d["details"] for d in same if d["kind"] == place["kind"])[:1]:
-        return [dict(report["coordinates"])[detail["ranks"][0]], detail["index"]]
+        coordinates = report["coordinates"][str(detail["ranks"][0])]
+        return [", ".join(f"{n}={at}" for n, at in coordinates.items()), detail["index"]]
     return []
 
 
@@ -318,8 +317,8 @@ def test_a_fault_on_a_mesh(reports: Reports, size: int, name: str, frozen: Froze
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_no_fault_on_a_mesh(reports: Reports, name: str, frozen: Frozen) -> None:
-    """Healthy training is proved equal. A Partial is neither compared nor right; under fully_shard
-    alone there is nothing to compare: neither a proof nor a failure."""
+    """Healthy training is equal. A Partial is neither compared nor right; under fully_shard alone
+    there is nothing to compare: neither a proof nor a failure."""
     report = reports(4, name)
     held = report["held_once"].get("parameter", 0)
     frozen.facts([report["ok"], report["failed"], report["step"], held, *facts_of(report)])

@@ -137,7 +137,7 @@ def adam(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def average(module: nn.Module) -> None:
-    """What a loop without DDP does between backward and step."""
+    """Average gradients, as a loop without DDP does between backward and step."""
     for parameter in module.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
@@ -466,7 +466,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
 
 @pytest.mark.parametrize("fault", [*FAULTS, *OTHERS], ids=lambda fault: fault.__name__)
 def test_a_fault_of_a_real_model(reports: Callable[[str], Any], fault: Any, frozen: Frozen) -> None:
-    """It is told by its own cause, in one finding with the number of tensors, and a next step. The
+    """It has its own cause, in one finding with the number of tensors, and a next step. The
     rank that had a NaN first, in its loss or its output, is named, with the steps since; untraced,
     the report says how to find it."""
     report = reports(fault.__name__)

@@ -33,6 +33,7 @@ from warm_python import warm_python
 import ddpbench
 from ddpbench.records.schema import Finding
 from ddpbench.replicas import causes, compare, digest, findings, state
+from ddpbench.replicas.locate import Part
 from ddpbench.replicas.report import Fault, ranks_text
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -112,32 +113,10 @@ def test_no_elements_and_no_dimensions(formula: Formula) -> None:
     assert formula(nn.Parameter(torch.tensor(1.0))) == formula(torch.tensor(1.0))
 
 
-def test_values_whose_low_bits_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exchanging two of them between blocks changes the digest on a device, which linear weights
-    would not see."""
-    monkeypatch.setattr(digest, "BLOCK", 8)
-    powers = 2.0 ** (torch.arange(32, dtype=torch.float64) % 2)
-    digests = {on_device(powers)}
-    for i in range(0, 32, 2):
-        for j in range(1, 32, 2):
-            swapped = powers.clone()
-            swapped[i], swapped[j] = powers[j], powers[i]
-            digests.add(on_device(swapped))
-    assert len(digests) == 1 + 16 * 16
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_each_tensor_is_searched_by_exactly_one_of_equal_ranks(ranks: int) -> None:
-    """However the bytes are spread: the shares are whole tensors, and equal tensors equal loads."""
-    for sizes in ([1], [5, 0, 7], [1 << 16, 1, 1, 1], [8] * 48):
-        shares = [digest.choose_share(sizes, rank, ranks) for rank in range(ranks)]
-        assert sorted(place for share in shares for place in share) == [*range(len(sizes))]
-    assert [*map(len, shares)] == [48 // ranks] * ranks
-
-
 def test_sets_of_equal_ranks() -> None:
     """Ranks are put together by value, the most first; a tie has no minority."""
-    assert compare.group_equal([7, 8, 7, 9]) == [[0, 2], [1], [3]]
+    parts = {place: Part("float32", (), (), digest=d) for place, d in enumerate((7, 8, 7, 9))}
+    assert [sides for ((sides, _),) in compare.merge_shards(parts)] == [[[0, 2], [1], [3]]]
     for sides, minority in (
         (((0, 2), (1,), (3,)), (1, 3)),
         (((0, 1), (2, 3)), ()),
@@ -161,7 +140,7 @@ def test_without_a_process_group() -> None:
 
 
 class Odd(nn.Module):
-    """What is seldom in a module."""
+    """A module with rare kinds of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,6 +162,22 @@ def test_what_cannot_be_read_is_named() -> None:
         "buffer sparse": "its layout is torch.sparse_coo",
         "buffer void": "it has no memory",
     }
+
+
+def test_a_kind_of_tensor_is_added_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of KINDS and its tensors are all that a new kind needs."""
+    list_items = state._list_items
+
+    def list_more(*arguments: Any) -> Iterator[Any]:
+        yield from list_items(*arguments)
+        yield "loss scale", "scaler", torch.tensor(math.inf), ""
+
+    monkeypatch.setitem(state.KINDS, "loss scale", state.Kind(if_nonfinite="warning"))
+    monkeypatch.setattr(state, "_list_items", list_more)
+    report = ddpbench.verify_replicas(nn.Linear(1, 1))
+    assert report.headline.endswith("compared: 2 parameters, 1 loss scale")
+    (found,) = report.findings
+    assert (found.severity, found.place["kind"]) == ("warning", "loss scale")
 
 
 @pytest.mark.parametrize("kind", ["Adam", "SGD", "LBFGS"])
@@ -344,34 +339,38 @@ def edit_state(play: Play) -> None:
     state["exp_avg" if "exp_avg" in state else "momentum_buffer"][1, 2] += 0.3
 
 
-def edit_count(play: Play) -> None:
-    play.optimizer.state[play.net.out.bias]["step"] += 1  # from 2.0 to 3.0: one bit
-
-
-def edit_scale(play: Play) -> None:
-    play.net.scale[1] = 5.0
-
-
 def edit_mean(play: Play) -> None:
     play.net.norm[0].running_mean[1] += 1
 
 
-def edit_gradient(play: Play) -> None:
-    play.net.fc.weight.grad[0, 1] = 9.0
-
-
-EDITS = {
-    "fault_permuted": permute, "fault_nan": put_nan, "fault_count": edit_count,
-    "fault_buffer": edit_scale, "fault_gradient": edit_gradient,
+# A tensor of a replica, and the value of its elements in the last rank, and in the others.
+EDITS: dict[str, tuple[Callable[[Play], Tensor], Any, float, float | None]] = {
+    "fault_nan": (lambda play: play.net.out.weight.data, (1, slice(2, 4)), math.nan, None),
+    "fault_count": (lambda play: play.optimizer.state[play.net.out.bias]["step"], (), 3.0, None),
+    "fault_buffer": (lambda play: play.net.scale, 1, 5.0, None),
+    "fault_gradient": (lambda play: play.net.fc.weight.grad, (0, 1), 9.0, None),
+    "fault_nan_everywhere": (lambda play: play.net.out.bias.data, 1, math.inf, math.inf),
+    "fault_negative_zero": (lambda play: play.net.out.bias.data, 2, -0.0, 0.0),
+    "fault_nan_payload": (
+        lambda play: play.net.out.bias.data.view(torch.int32), 0, 0x7FC00003, 0x7FC00000
+    ),
 }  # fmt: skip
 
 
 def edited(name: str, group: Any) -> Any:
     """The report after one of EDITS."""
     play = Play(group).healthy()
-    if play.last:
-        EDITS[name](play)
+    find, place, last, others = EDITS[name]
+    if play.last or others is not None:
+        find(play)[place] = last if play.last else others
     return play.report(gradients=True if name == "fault_gradient" else None)
+
+
+def fault_permuted(group: Any) -> Any:
+    play = Play(group).healthy()
+    if play.last:
+        permute(play)
+    return play.report()
 
 
 def fault_bit(group: Any) -> Any:
@@ -391,24 +390,6 @@ def fault_rates_unseen(group: Any) -> Any:
     play = Play(group, lr=0.01 * (1 + dist.get_rank()))
     play.step()
     return ddpbench.verify_replicas(play.ddp)
-
-
-def fault_nan_everywhere(group: Any) -> Any:
-    play = Play(group).healthy()
-    play.net.out.bias.data[1] = math.inf
-    return play.report()
-
-
-def fault_negative_zero(group: Any) -> Any:
-    play = Play(group).healthy()
-    play.net.out.bias.data[2] = -0.0 if play.last else 0.0
-    return play.report()
-
-
-def fault_nan_payload(group: Any) -> Any:
-    play = Play(group).healthy()
-    play.net.out.bias.data.view(torch.int32)[0] = 0x7FC00000 + 3 * play.last
-    return play.report()
 
 
 def fault_structure(group: Any) -> Any:
@@ -486,8 +467,11 @@ def play_subgroup(group: Any) -> Any:
 
 def play_arguments(group: Any) -> Any:
     """Different arguments are a ValueError in every rank, and the group goes on."""
-    with pytest.raises(ValueError, match="arguments"):
+    with pytest.raises(ValueError, match="arguments: step is 0 in rank 0"):
         ddpbench.verify_replicas(nn.Linear(2, 2), group=group, step=dist.get_rank())
+    gradients = True if dist.get_rank() == 1 else None
+    with pytest.raises(ValueError, match=r"gradients is .* True in rank 1"):
+        ddpbench.verify_replicas(nn.Linear(2, 2), group=group, gradients=gradients)
 
 
 def play_memory(group: Any) -> Any:
@@ -542,7 +526,7 @@ def everything(play: Play) -> tuple[list[bytes], list[Tensor]]:
 
 
 def play_healthy(group: Any) -> Any:
-    """Many steps with BatchNorm, dropout and accumulation: no alarm, and buffers are told."""
+    """Many steps with BatchNorm, dropout and accumulation: no alarm, and buffers are named."""
     play = Play(group, norm=True)
     verifier = ddpbench.Verifier(play.ddp, play.optimizer, gradients=True)
     for step in range(20):
@@ -703,7 +687,7 @@ def play_control(group: Any) -> Any:
 
 def play_sharded(group: Any) -> Any:
     """Shards that one rank alone holds are counted; where nothing else is there, nothing is
-    proved."""
+    compared."""
     if dist.get_backend(group) != "gloo":
         return None
     from torch.distributed.device_mesh import init_device_mesh
@@ -819,7 +803,7 @@ def test_a_fault_in_the_last_rank(
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_fault_at_a_step(outcomes: Outcomes, name: str, optimizer: str, frozen: Frozen) -> None:
     """Verified after every step, or every third, a fault is found at the first look after it, with
-    its cause; later looks tell no other cause, and earlier ones nothing."""
+    its cause; later looks name no other cause, and earlier ones nothing."""
     report, planted = same_everywhere(outcomes, "gloo-3", f"{name}, {optimizer}"), PLANTED[name]
     assert report["cause"] in planted.cause.split(" or "), report["text"]
     severity, _, place = facts_of(report, "tensors", "cause")[0]
@@ -829,7 +813,7 @@ def test_a_fault_at_a_step(outcomes: Outcomes, name: str, optimizer: str, frozen
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_headlines(outcomes: Outcomes, group: str, frozen: Frozen) -> None:
-    """The first line says how much of what differs, and never that what is not proved is."""
+    """The first line says how much of what differs, and claims nothing that was not compared."""
     names = ["fault_bit", "fault_nan_everywhere", "fault_buffer", "fault_structure"]
     names += ["play_sharded"] if group == "gloo-3" else []
     reports = [same_everywhere(outcomes, group, name) for name in names]
@@ -860,7 +844,7 @@ def test_a_fault_of_the_loop(outcomes: Outcomes, group: str, name: str, frozen: 
     report, size = same_everywhere(outcomes, group, name), int(group[-1])
     assert not report["equal"]
     frozen.facts(facts_of(report, "tensors")[0])
-    # Where only signs of gradients count, as in Adam's first step, one can be equal by luck.
+    # Where only signs of gradients count, as in Adam's first step, one can be equal by chance.
     assert len(set(names_of(report)) & set(PARAMETERS)) >= 3
     parameters = [d for d in report["differences"] if d["kind"] == "parameter"]
     assert parameters[0]["sides"] == [[rank] for rank in range(size)]
@@ -869,7 +853,7 @@ def test_a_fault_of_the_loop(outcomes: Outcomes, group: str, name: str, frozen: 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_different_structures(outcomes: Outcomes, group: str, frozen: Frozen) -> None:
-    """What is absent or another is named by rank, what is alike is compared, nothing hangs."""
+    """Tensors that are absent or have other shapes are named by rank; the rest is compared."""
     report, last = same_everywhere(outcomes, group, "fault_structure"), int(group[-1]) - 1
     others = list(range(last))
     frozen.facts(facts_of(report))
@@ -956,7 +940,7 @@ def test_each_rank_another_value(outcomes: Outcomes, group: str, frozen: Frozen)
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_subgroup_names_global_ranks(outcomes: Outcomes, group: str, frozen: Frozen) -> None:
-    """A group of some ranks is compared within itself; others are told that they are not in it."""
+    """A group of some ranks is compared within itself; other ranks get an error."""
     report, size = same_everywhere(outcomes, group, "play_subgroup"), int(group[-1])
     assert report["ranks"] == list(range(1, size))
     differ = [d["sides"] for d in report["differences"]]

@@ -51,7 +51,7 @@ def test_nonfinite_elements_on_a_gpu_are_counted(
 
 
 def test_tensors_of_cpu_and_gpu_beside_each_other(simulated_gpu: SimulatedGpu) -> None:
-    """Options and CPU tensors of an optimizer's state stand beside its GPU tensors."""
+    """Options and CPU tensors of an optimizer's state are read beside its GPU tensors."""
     near = torch.tensor(3.0)
     parameter = nn.Parameter(torch.ones(4, device="cuda"))
     tensors = [near, parameter, torch.tensor(0.1), parameter.detach()]

@@ -81,7 +81,7 @@ def test_a_flattened_mesh() -> None:
 
 
 def test_a_group_of_some_ranks_of_the_mesh() -> None:
-    """DDP's ranks along dp hold the same shards of tensors that lie along tp."""
+    """DDP's ranks along dp hold the same shards of tensors that are sharded along tp."""
     grid = make_grid(dp=2, tp=2)
     layout = Layout(part(grid, "tp", rank=3), (True,), (), "")
     assert find_scope(Base((1, 3), grid, 3), layout) == (1, 3)
@@ -137,19 +137,19 @@ def test_weights_of_a_scope_add_up_to_nothing() -> None:
 def test_ranks_are_named_by_their_coordinates(frozen: Frozen) -> None:
     """A whole slice of the mesh by the dimensions that narrow it; other sets by their numbers."""
 
-    def place(coordinates: tuple[tuple[int, str], ...]) -> Places:
-        return Places(Report((), None, {}, 0, coordinates=coordinates))
+    def place(coordinates: dict[int, dict[str, int]]) -> Places:
+        return Places(Report((), None, coordinates=coordinates))
 
-    places = place(tuple((rank, CUBE.describe(rank)) for rank in CUBE.ranks))
+    places = place({rank: CUBE.locate(rank) for rank in CUBE.ranks})
     sets = ([5], [4, 5, 6, 7], [1, 3], [0, 7], range(8))
     frozen.facts(
         [
-            CUBE.describe(5),
+            ", ".join(f"{name}={at}" for name, at in CUBE.locate(5).items()),
             *(places.name(ranks) for ranks in sets),
             places.name([1], [5]),
             places.name([0, 7], [1, 2]),
-            place(()).name([1, 2]),
-            place(((0, "dim 0=0"), (1, "dim 0=1"))).name([1]),
+            place({}).name([1, 2]),
+            place({0: {"dim 0": 0}, 1: {"dim 0": 1}}).name([1]),
         ]
     )
 

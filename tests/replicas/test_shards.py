@@ -226,7 +226,7 @@ def rank_without_dtensors(mesh: DeviceMesh) -> Any:
     report = verify(module_of(tensor if shards else local(tensor), torch.ones(3)), mesh=mesh)
     (mismatch,) = report.mismatches
     assert (mismatch.name, mismatch.minority) == ("p0", (1,))
-    assert dict(report.coordinates)[3] == "a=1, b=1"
+    assert report.coordinates[3] == {"a": 1, "b": 1}
     return report
 
 
@@ -334,7 +334,7 @@ def job(folder: Path, rank: int, size: int) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank of the meshes has written."""
+    """The results of each rank of the meshes."""
     folder = tmp_path_factory.mktemp("shards")
     return mesh_training.run_ranks([*warm_python(), __file__], SIZE, folder)[:4]
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import ddpbench
 
-SITUATIONS = ("unequal calls", "a fault behind another")
-MORE = ("optimizer LBFGS", "growth", "ZeRO", "local SGD", "NaN payloads", "Join")
+SITUATIONS = ("a fault behind another",)
+MORE = ("optimizer LBFGS", "growth", "ZeRO", "local SGD", "Join")
 
 
 @pytest.mark.thorough
