@@ -46,16 +46,7 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
         raise Refused(NO_MPIRUN)
     deadline = deadline or supervise.Deadline()
     with family.open_family() as kin:
-        environ = {
-            # Open MPI's search for libfabric's networks takes a second; one host needs none.
-            "OMPI_MCA_btl": "^ofi",
-            # Open MPI kills its ranks a second after Ctrl-C: too soon to store results.
-            "PRTE_MCA_odls_base_sigkill_timeout": "15",
-            **os.environ,
-            # Intel's mpirun is a script that takes the first mpiexec.hydra in PATH, of any MPI.
-            "PATH": f"{Path(command).parent}:{os.environ.get('PATH', '')}",
-            **kin.environ(),
-        }
+        environ = _mpi_environ(command) | kin.environ()
         version = _read_version(command, environ, max(deadline.seconds, VERSION_SECONDS))
         if version is None:
             deadline.report(
@@ -88,6 +79,18 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
         # After a signal, mpirun's own code depends on which rank ended first; the ranks have
         # marked other errors.
         return 130 if received and code else code
+
+
+def _mpi_environ(command: str) -> dict[str, str]:
+    return {
+        # Open MPI's search for libfabric's networks takes a second; ranks of one host need none.
+        "OMPI_MCA_btl": "^ofi",
+        # Open MPI kills its ranks a second after Ctrl-C: too soon to store results.
+        "PRTE_MCA_odls_base_sigkill_timeout": "15",
+        **os.environ,
+        # Intel's mpirun is a script that takes the first mpiexec.hydra in PATH, of any MPI.
+        "PATH": f"{Path(command).parent}:{os.environ.get('PATH', '')}",
+    }
 
 
 def _read_version(command: str, environ: Mapping[str, str], seconds: float) -> str | None:
