@@ -92,12 +92,20 @@ def run(
             os.close(opener)
             failed = supervise.await_children(ranks, watch.wait)
             del store
-        codes = [rank.returncode or 0 for rank in ranks]
-        if killed := [rank for rank in failed if codes[rank] < 0]:
-            watch.report_death({ranks[killed[0]].pid: f"rank {killed[0]}"}, -codes[killed[0]])
-    own = [code for i, code in enumerate(codes) if i in failed or code not in ENDED]
-    # The others were asked to end: the rank that failed reports why.
-    return max((5 if code < 0 else code for code in (own if failed else codes)), default=0)
+        return _conclude(watch, ranks, failed)
+
+
+def _conclude(watch: Watch, ranks: Sequence[Fork], failed: Sequence[int]) -> int:
+    """Name a rank that was killed; return the exit code of the launch.
+
+    failed: the ranks that failed first. The others were asked to end, so their codes do not count.
+    """
+    codes = [rank.returncode or 0 for rank in ranks]
+    if killed := [rank for rank in failed if codes[rank] < 0]:
+        watch.report_death({ranks[killed[0]].pid: f"rank {killed[0]}"}, -codes[killed[0]])
+    if failed:
+        codes = [code for i, code in enumerate(codes) if i in failed or code not in ENDED]
+    return max((5 if code < 0 else code for code in codes), default=0)
 
 
 def _become_rank(rank: int, nproc: int, gate: int, main: Callable[[], int]) -> NoReturn:

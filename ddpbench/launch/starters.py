@@ -6,11 +6,14 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ddpbench.launch import family, forks, supervise
 from ddpbench.launch.placement import NO_MPIRUN, PATIENT, Refused, find_mpirun
+
+VERSION_SECONDS = 5.0  # at least, for `mpirun --version`, which takes less than 0.1 s
 
 
 def start(
@@ -41,20 +44,18 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
     """
     if (command := find_mpirun()) is None:
         raise Refused(NO_MPIRUN)
+    deadline = deadline or supervise.Deadline()
     with family.open_family() as kin:
-        environ = {
-            # Open MPI's search for libfabric's networks takes a second; one host needs none.
-            "OMPI_MCA_btl": "^ofi",
-            # Open MPI kills its ranks a second after Ctrl-C: too soon to store results.
-            "PRTE_MCA_odls_base_sigkill_timeout": "15",
-            **os.environ,
-            # Intel's mpirun is a script that takes the first mpiexec.hydra in PATH, of any MPI.
-            "PATH": f"{Path(command).parent}:{os.environ.get('PATH', '')}",
-            **kin.environ(),
-        }
+        environ = _mpi_environ(command) | kin.environ()
+        version = _read_version(command, environ, max(deadline.seconds, VERSION_SECONDS))
+        if version is None:
+            deadline.report(
+                "`mpirun --version` did not end in time, so no rank was started. Next: run it in a "
+                "shell, and check that no debugger or batch system stops it"
+            )
+            return 5
         extra = []
-        path = Path(command).resolve()
-        if "hydra" not in path.name and path.with_name("ompi_info").exists():  # Open MPI
+        if "Open MPI" in version or "prte" in version.lower():
             extra = ["--oversubscribe"] + (["--allow-run-as-root"] if os.geteuid() == 0 else [])
             environ[PATIENT] = "1"
         # In its own session: Ctrl-C reaches it once, from here, and this process remains to read
@@ -66,7 +67,7 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
             env=environ,
         )
         kin.add(process.pid)
-        watch = supervise.Watch(kin, nproc, deadline or supervise.Deadline(), process.pid)
+        watch = supervise.Watch(kin, nproc, deadline, process.pid)
 
         def forward(number: int) -> None:
             with contextlib.suppress(ProcessLookupError):
@@ -78,3 +79,26 @@ def mpirun(arguments: Sequence[str], nproc: int, deadline: supervise.Deadline | 
         # After a signal, mpirun's own code depends on which rank ended first; the ranks have
         # marked other errors.
         return 130 if received and code else code
+
+
+def _mpi_environ(command: str) -> dict[str, str]:
+    return {
+        # Open MPI's search for libfabric's networks takes a second; ranks of one host need none.
+        "OMPI_MCA_btl": "^ofi",
+        # Open MPI kills its ranks a second after Ctrl-C: too soon to store results.
+        "PRTE_MCA_odls_base_sigkill_timeout": "15",
+        **os.environ,
+        # Intel's mpirun is a script that takes the first mpiexec.hydra in PATH, of any MPI.
+        "PATH": f"{Path(command).parent}:{os.environ.get('PATH', '')}",
+    }
+
+
+def _read_version(command: str, environ: Mapping[str, str], seconds: float) -> str | None:
+    """Return the output of `mpirun --version`; None if it does not end in time."""
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    line = [command, "--version"]
+    try:
+        done = subprocess.run(line, env=environ, timeout=seconds, check=False, **pipes)
+    except subprocess.TimeoutExpired:
+        return None
+    return str(done.stdout)
