@@ -56,18 +56,14 @@ def files(folder: Path) -> list[str]:
 # --- save and list --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("samples", [False, True])
-def test_a_baseline_is_a_copy_of_the_run(call: Call, samples: bool) -> None:
-    """run.json and the tables, byte for byte, of the last run by default; the raw samples only when
-    asked for, their size told otherwise; and it can be shown by its name."""
+def test_a_baseline_is_a_copy_of_the_run(call: Call) -> None:
+    """run.json and the tables, byte for byte, of the last run by default; its name finds it."""
     stored("before", base_and_new(1.0)[0])
-    code, out, err = call("save", "nightly", *(["--samples"] if samples else []))
+    code, out, err = call("save", "nightly")
     assert (code, err) == (0, "")
     assert "1 run, 6 launches" in out
-    assert ("--samples" in out) != samples
     kept = Path("results/baselines/nightly")
-    assert files(kept) == ["run.json", *(["samples.parquet"] if samples else []), "table.csv",
-                           "table.txt"]  # fmt: skip
+    assert files(kept) == ["run.json", "table.csv", "table.txt"]
     for name in files(kept):
         assert (kept / name).read_bytes() == Path("results/before", name).read_bytes()
     assert store.find("nightly") == kept
@@ -95,7 +91,7 @@ def test_a_baseline_is_replaced_only_on_demand(call: Call) -> None:
     left."""
     stored("one", base_and_new(1.0)[0])
     stored("two", base_and_new(1.0)[1])
-    call("save", "mine", "one", "--samples")
+    call("save", "mine", "one")
     code, out, err = call("save", "mine", "two")
     assert (code, out) == (2, "")
     assert ONE_SENTENCE.fullmatch(err)
