@@ -33,7 +33,8 @@ HELP = "print a stored run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    where = "a folder, a name in results/, a baseline, `last`, or a log of nccl-tests, rccl-tests or OSU"
+    known = "a folder, a name in results/, a baseline, `last`"
+    where = f"{known}, or a log of nccl-tests, rccl-tests or OSU"
     parser.add_argument("run", metavar="RUN", help=where)
     options.add_logs(parser)
     options.add_shown(parser, COLUMNS, STEP_COLUMNS, FINDING_COLUMNS, check=False)

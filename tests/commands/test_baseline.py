@@ -202,14 +202,6 @@ def test_a_check_is_a_comparison(
     )
 
 
-def test_a_run_is_not_checked_against_itself(call: Call) -> None:
-    """The run that was saved, wherever it lies, is refused: it could only be the same."""
-    stored("one", base_and_new(1.0)[0])
-    call("save", "mine")
-    code, out, err = call("check", "mine", "last")
-    assert (code, out, bool(ONE_SENTENCE.fullmatch(err))) == (2, "", True)
-
-
 @pytest.mark.parametrize("form", WRITERS)
 @pytest.mark.parametrize(
     ("facts", "rank", "other"),
@@ -234,16 +226,6 @@ def test_a_baseline_of_another_machine_decides_nothing(
     assert bool(ONE_SENTENCE.fullmatch(err)) == other
     accepted = call("check", "mine", "after", "--format", form, "--other-machine")
     assert (accepted.code, accepted.err) == (1, "")
-
-
-def test_impossible_facts_of_a_rank_are_invalid(call: Call) -> None:
-    """Variables that are no mapping, as in a damaged file: exit code 3, not a traceback."""
-    base, new = base_and_new(1.0)
-    stored("base", with_facts(base, {}, {"variables": ["x"]}))
-    stored("new", new)
-    assert call("save", "main", "base").code == 0
-    code, out, err = call("check", "main", "new")
-    assert (code, out, err.count("\n")) == (3, "", 1)
 
 
 @pytest.fixture
