@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Print one line per run, or per case of a run; return the exit code. Raises Refused."""
     folder, case = Path(namespace.folder), namespace.case
+    rows: list[tuple[Any, ...]]
     if case is None:
         rows = [_describe(path, run) for path, run in _read_runs(folder)]
         heads = ("run", "command", "of", "backends", "ranks", "cases", "state", "exit")

@@ -46,12 +46,12 @@ def build_document(run: Run, columns: tuple[str, ...] | None, quiet: bool) -> Do
     """
     from ddpbench.present import header  # loads numpy
 
-    findings, rows = run.findings, ()
-    if columns is not None:
-        table = show_rows("", choose_columns(columns, FINDING_COLUMNS), findings)
-        findings, rows = (), ((Chart("findings", "Findings", "", table),),)
     partial = tuple(header.partial(run))
-    result = Section("result", "Result", state_verdict(run), partial, findings, rows)
+    result = Section("result", "Result", state_verdict(run), partial, run.findings)
+    if columns is not None:
+        table = show_rows("", choose_columns(columns, FINDING_COLUMNS), run.findings)
+        rows = ((Chart("findings", "Findings", "", table),),)
+        result = replace(result, findings=(), rows=rows)
     if quiet:
         return Document("", (result,))
     sections = [header.build_setup(run, "Setup"), *build_sections(ReportRun(run.id, run))]

@@ -186,8 +186,8 @@ def _list_interfaces(launch: Launch) -> Facts:
             nominal = f"{speed * 8 / 1e9:g} Gbit/s nominal" if speed else "speed unknown"
             where = f"{rank.get('hostname')} {', '.join(map(str, addresses))}"
             hosts.setdefault(f"{interface.get('name')}, mtu {mtu}, {nominal}", {})[where] = None
-    for kind, where in hosts.items():
-        yield "net", f"{kind}: {_list_hosts(list(where))}"
+    for kind, places in hosts.items():
+        yield "net", f"{kind}: {_list_hosts(list(places))}"
 
 
 def _describe_clocks(launch: Launch) -> Facts:

@@ -59,7 +59,8 @@ def build_sections(
             groups.setdefault(title_parts(line.case), []).append((run, line))
     shown = [line for group in groups.values() for _, line in group]
     columns = choose_columns(wanted, COLUMNS, shown, ALSO if drawn else ())
-    names, rows, fits = titles(groups), [], list[Fit]()
+    names, fits = titles(groups), list[Fit]()
+    rows: list[tuple[Chart, ...]] = []
     if drawn:
         rows += [(chart,) for run in runs for chart in draw_fastest(run)]
     for kind, group in groups.items():
