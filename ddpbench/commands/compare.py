@@ -67,11 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_judging(parser: argparse.ArgumentParser, margin_percent: float = MARGIN_PERCENT) -> None:
     """Add the options of every command that judges two sides."""
-    add = options.add_group(parser, "how it is judged", JUDGED)
+    add = options.add_group(parser, "verdicts", JUDGED)
     add("--margin", kind=options.positive, default=margin_percent, metavar="PERCENT")
     add("--strict", action="store_true")
     add("--allow-missing", action="store_true")
-    add = options.add_group(parser, "what is shown", SHOWN)
+    add = options.add_group(parser, "output", SHOWN)
     add("--only", kind=options.listed, metavar="TEXT,…")
     add("--format", choices=tuple(WRITERS), default="table")
     add("--report-file", kind=options.page, metavar="FILE.html")

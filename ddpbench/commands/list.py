@@ -44,6 +44,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Print one line per run, or per case of a run; return the exit code. Raises Refused."""
     folder, case = Path(namespace.folder), namespace.case
     rows: list[tuple[Any, ...]]
+    heads: tuple[str, ...]
+    left: tuple[str, ...]
     if case is None:
         rows = [_describe(path, run) for path, run in _read_runs(folder)]
         heads = ("run", "command", "of", "backends", "ranks", "cases", "state", "exit")

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("runs", metavar="RUN", nargs="*", default=["last"], help=where)
     options.add_logs(parser)
-    add = options.add_group(parser, "what is written", FILES)
+    add = options.add_group(parser, "output", FILES)
     add("--report-file", kind=Path, metavar="FILE")
     add("--svg", kind=Path, metavar="FOLDER")
     add("--png", kind=Path, metavar="FOLDER")
@@ -142,7 +142,7 @@ def _write_parts(
     with store.refuse_impossible_values(" or ".join(namespace.runs)):
         document = build_page(runs, verdicts)
         try:
-            sections = pictures.choose(document.sections, namespace.chart, tables=bool(target))
+            sections = pictures.choose(document.sections, namespace.chart)
         except ValueError as error:
             raise Refused(str(error)) from None
     charts = [chart for section in sections for chart in section.charts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -58,15 +58,13 @@ def choose_columns(
     names: Collection[str] | None,
     columns: Mapping[str, Column[RowT]],
     rows: Sequence[RowT] = (),
-    also: Container[str] = (),
 ) -> list[Column[RowT]]:
     """Return the columns of these names; None: the default ones that apply to any of these rows.
 
-    also: columns that count as default ones. Raises UnknownColumn for a name that is not in
-    `columns`; "all" means all of them.
+    "all" means all columns. Raises UnknownColumn for a name that is not in `columns`.
     """
     if names is None:
-        default = [column for column in columns.values() if column.default or column.name in also]
+        default = [column for column in columns.values() if column.default]
         return [column for column in default if not rows or any(map(column.applies, rows))]
     if "all" in names:
         return list(columns.values())

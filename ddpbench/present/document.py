@@ -51,7 +51,7 @@ class ReportRun:
     def repetitions(self) -> tuple[Repetitions, ...]:
         """Return the raw samples of each case and launch, reduced; none if none are stored.
 
-        Reducing needs the memory of one case, `samples` that of the run.
+        Reducing loads one case at a time, `samples` the whole run.
         """
         return self._reduced[0]
 

@@ -156,7 +156,6 @@ COLUMNS: dict[str, Column[Line]] = by_name(
         lambda line: line.skew,
         "from the first rank's entry to the last rank's, median; unknown if the hosts' clocks may "
         "differ by more than 5 % of the time",
-        applies=lambda line: not _hides_launch(line),
     ),
     _time(
         "launch",

@@ -33,7 +33,6 @@ from ddpbench.present.document import (
 )
 from ddpbench.records.table import Table, TableColumn
 
-ALSO = ("p99", "skew")  # columns of a page
 BANDWIDTH = (
     "busbw = size / time × bus factor of nccl-tests, in GB/s (10⁹ bytes). Dotted, or an upright "
     "mark: the limit of the links, if it is known; its source is below the tables."
@@ -49,8 +48,8 @@ def build_sections(
 ) -> Iterator[Section]:
     """Yield the tables of all operations with their legend, and why cases were skipped.
 
-    wanted: columns. drawn: with charts, and with the columns of a page. fitted: whether the fits of
-    an ended run are below its tables.
+    wanted: columns. drawn: with charts. fitted: whether the fits of an ended run are below its
+    tables.
     """
     points = [(run, line) for run in runs for line in run.lines]
     groups: dict[Kind, list[Point]] = {}
@@ -58,7 +57,7 @@ def build_sections(
         if line.seconds is not None:
             groups.setdefault(title_parts(line.case), []).append((run, line))
     shown = [line for group in groups.values() for _, line in group]
-    columns = choose_columns(wanted, COLUMNS, shown, ALSO if drawn else ())
+    columns = choose_columns(wanted, COLUMNS, shown)
     names, fits = titles(groups), list[Fit]()
     rows: list[tuple[Chart, ...]] = []
     if drawn:

@@ -24,7 +24,7 @@ SHARDED = {
     "switched; with timed collectives",
     steps.EXPOSED: "step = compute and copies + exposed communication; (x): noise, not clearly "
     "above 0",
-    steps.OVERHEAD: "communication overhead: exposed communication less that of each operation: "
+    steps.OVERHEAD: "communication overhead: exposed communication minus all exposed operations: "
     "ranks out of step, waking threads, bookkeeping",
     "from": "from arms: the difference of two variants of the step; from spans: how long the "
     "compute waits for a collective, in the rank that waits least",

@@ -18,7 +18,7 @@ from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import COLUMNS, LOSS, Watched
 
 LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
-RARE, CUT = 0.98, 3.0  # values beyond this quantile are cut if they exceed it so many times
+RARE, CUT = 0.98, 3.0  # values beyond this quantile are cut if they exceed it by this factor
 LABEL_ROW, LABEL_ROWS = 14, 8  # pixels of a label; labels one below the other
 CUT_NOTE = " Rare larger values are cut off; the table has them."
 
@@ -162,7 +162,7 @@ def _draw_parts(timeline: Timeline, watched: Watched) -> Chart:
 
 
 def _draw_lateness(timeline: Timeline, run: Run, watched: Watched) -> Iterator[Chart]:
-    """Yield the own time of the latest ranks beyond that of the others, named ranks first."""
+    """Yield the extra own time of the latest ranks; ranks in findings come first."""
     count, named = len(watched.moments), find_late_ranks(run)
     ranks = [rank for rank in watched.ranks if len(rank.late_seconds) == count]
     ranks.sort(key=lambda rank: (rank.rank not in named, rank.rank))
@@ -173,8 +173,8 @@ def _draw_lateness(timeline: Timeline, run: Run, watched: Watched) -> Iterator[C
     top = _find_top(known)
     y = Axis("late by", theme.TIME_LABELS, zero=True, domain=(-top, top) if top else None)
     caption = (
-        "A rank's own time beyond that of the other ranks, mean over the steps of each point: "
-        f"above 0, the others wait for it.{CUT_NOTE if top else ''}"
+        "A rank's own time minus the own time of the other ranks, mean over the steps of each "
+        f"point: above 0, the others wait for it.{CUT_NOTE if top else ''}"
     )
     words = "watch-lateness", "Lateness of the latest ranks", caption
     yield timeline.draw(words, late, y, format_milliseconds)

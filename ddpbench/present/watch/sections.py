@@ -28,7 +28,7 @@ LEGEND = (
 )
 WAIT = (
     "wait ms: how long the earliest rank waited for the latest; wire ms: the transfer alone, - if "
-    "unknown; last rank: the rank that most often arrives last, - if none stands out"
+    "unknown; last rank: the rank that most often arrives last, - if no rank is clearly last"
 )
 
 
