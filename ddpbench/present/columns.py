@@ -41,7 +41,7 @@ class Column(Generic[RowT]):
 
     def show(self, row: RowT) -> str:
         """Format one cell of a text table."""
-        return self.text(row) if self.text else digits(self.value(row))
+        return self.text(row) if self.text else format_number(self.value(row))
 
 
 def by_name(*columns: Column[RowT]) -> dict[str, Column[RowT]]:
@@ -74,12 +74,12 @@ def choose_columns(
     return [columns[name] for name in names]
 
 
-def scaled(value: float | None, factor: float) -> float | None:
+def scale_known(value: float | None, factor: float) -> float | None:
     """Multiply a value that may be unknown."""
     return None if value is None else value * factor
 
 
-def digits(value: Value) -> str:
+def format_number(value: Value) -> str:
     """Format four digits without exponent: 12345, 123.4, 1.234, 0.0123; below 0.001 two."""
     if value is None:
         return "-"

@@ -19,7 +19,7 @@ from ddpbench import collectives
 from ddpbench.analysis import lines
 from ddpbench.present import formats
 from ddpbench.present.collectives.columns import COLUMNS
-from ddpbench.present.columns import Column, digits
+from ddpbench.present.columns import Column, format_number
 from ddpbench.present.formats import FORMATS
 from ddpbench.records import codec, store
 from ddpbench.records.schema import Run
@@ -140,7 +140,7 @@ def test_statistics_are_over_all_launches() -> None:
 )  # fmt: skip
 def test_numbers_keep_their_first_digits(value: float | str | None, text: str) -> None:
     """Numbers have four digits, two below 0.001, never an exponent; counts stay whole."""
-    assert digits(value) == text
+    assert format_number(value) == text
 
 
 # --- for machines ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from text_tables import read_table
 from ddpbench.analysis import findings, step_lines
 from ddpbench.present import formats
 from ddpbench.present.formats import FORMATS
-from ddpbench.present.steps.columns import STEP_COLUMNS, ms
+from ddpbench.present.steps.columns import STEP_COLUMNS, format_ms
 from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run, StepResult
 
@@ -81,7 +81,7 @@ def test_milliseconds_have_the_places_of_the_step(
     seconds: float | None, like: float | None, text: str
 ) -> None:
     """A step has four digits, and its parts have as many decimal places."""
-    assert ms(seconds, like) == text
+    assert format_ms(seconds, like) == text
 
 
 # --- buckets --------------------------------------------------------------------------------------

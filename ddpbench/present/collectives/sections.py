@@ -17,8 +17,8 @@ from ddpbench.present.collectives.drawings import Point, draw_fastest, draw_size
 from ddpbench.present.columns import (
     Column,
     choose_columns,
-    digits,
     explain,
+    format_number,
     title_parts,
 )
 from ddpbench.present.document import (
@@ -27,9 +27,9 @@ from ddpbench.present.document import (
     Kind,
     ReportRun,
     Section,
+    make_titles,
     plain_name,
     show_rows,
-    titles,
 )
 from ddpbench.records.table import Table, TableColumn
 
@@ -58,7 +58,7 @@ def build_sections(
             groups.setdefault(title_parts(line.case), []).append((run, line))
     shown = [line for group in groups.values() for _, line in group]
     columns = choose_columns(wanted, COLUMNS, shown)
-    names, fits = titles(groups), list[Fit]()
+    names, fits = make_titles(groups), list[Fit]()
     rows: list[tuple[Chart, ...]] = []
     if drawn:
         rows += [(chart,) for run in runs for chart in draw_fastest(run)]
@@ -138,7 +138,9 @@ def _format_fit(one: Fit) -> str:
 
 def _format_estimate(estimate: Estimate, scale: float, unit: str) -> str:
     """Format a figure and its interval: "4.900 µs (4.700 to 5.200)"."""
-    value, low, high = (digits(v * scale) for v in (estimate.value, estimate.low, estimate.high))
+    value, low, high = (
+        format_number(v * scale) for v in (estimate.value, estimate.low, estimate.high)
+    )
     return f"{value}{unit} ({low} to {high})"
 
 
@@ -191,7 +193,7 @@ def _limits(shown: Sequence[Line]) -> Iterator[str]:
                 operations.setdefault(key, {})[line.case.called] = None
     for key, values in rates.items():
         backend, source, _ = key
-        low, high = digits(min(values)), digits(max(values))
+        low, high = format_number(min(values)), format_number(max(values))
         span = low if low == high else f"{low} … {high} (by size)"
         names = ", ".join(operations[key])
         yield f"limit on {backend} of {names}: busbw as a share of {span} GB/s, {source}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines, Rows
-from ddpbench.present.columns import digits
+from ddpbench.present.columns import format_number
 from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.present.load import draw_loads
 from ddpbench.records.schema import Finding, Run
@@ -132,7 +132,7 @@ def format_clock(stamp: float) -> str:
 
 def format_milliseconds(seconds: float) -> str:
     """Format seconds as "12.34 ms"."""
-    return f"{digits(seconds * 1e3)} ms"
+    return f"{format_number(seconds * 1e3)} ms"
 
 
 def find_late_ranks(run: Run) -> dict[int, str]:
@@ -194,8 +194,10 @@ def _draw_values(timeline: Timeline, watched: Watched) -> Iterator[Chart]:
             "the script records; medians over ranks."
         )
         words = "watch-loss", "Loss", caption
-        yield timeline.draw(words, losses, Axis("loss", theme.NUMBER_LABELS), digits)
+        yield timeline.draw(words, losses, Axis("loss", theme.NUMBER_LABELS), format_number)
     for number, name in enumerate((name for name in known if name not in losses), 1):
         caption = "Recorded by the script; median over the ranks that recorded it."
         words = f"watch-value-{number}", name, caption
-        yield timeline.draw(words, {name: known[name]}, Axis(name, theme.NUMBER_LABELS), digits)
+        yield timeline.draw(
+            words, {name: known[name]}, Axis(name, theme.NUMBER_LABELS), format_number
+        )
