@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 DIGITS = 5  # significant ones of every float of a chart
 # A next step is a command, or ends with one after a colon.
 COMMAND = re.compile(r"(?:^|(?<=: ))(?:python3? -m ddpbench|ddpbench (?=[a-z])|torchrun )[^;]*$")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def write(document: Document) -> str:
@@ -66,6 +67,7 @@ def _environment() -> jinja2.Environment:
         "figure": figure,
         "table": table_data,
         "command": split_command,
+        "options": keep_options,
         "command_line": shlex.join,
     }
     return templates
@@ -130,3 +132,11 @@ def split_command(text: str) -> tuple[str, str]:
     """Split a next step into the words before its command, and the command; "" if it has none."""
     found = COMMAND.search(text)
     return (text[: found.start()], found.group()) if found else (text, "")
+
+
+def keep_options(text: str) -> Any:
+    """Return HTML of a text in which no line ends inside an option."""
+    import markupsafe
+
+    escaped = str(markupsafe.escape(text))
+    return markupsafe.Markup(OPTION.sub(r'<span class="option">\g<0></span>', escaped))
