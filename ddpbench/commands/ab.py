@@ -159,4 +159,4 @@ def _compare(
         varied=VARIED,
         allow_missing=namespace.allow_missing,
     )
-    return compare.compared(base, new, rule, namespace.only)
+    return compare.compare_cases(base, new, rule, namespace.only)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench.commands import compare
+from ddpbench.commands.list import list_subjects
 from ddpbench.launch import placement
 from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs import command_line
@@ -46,7 +47,6 @@ HELP = "save runs to compare with later; measure again and compare"
 FEWEST = 6  # launches; of analysis.stats, which loads numpy
 RUNS = 5  # that show how a machine drifts; of verdicts.drift, which loads numpy
 FILES = ("run.json", "table.csv", "table.txt")
-SAMPLES = "samples.parquet"
 # Options of a measuring command that a new measurement sets itself.
 RESET = ("-n", "--ranks", "--launches", "--output")
 
@@ -55,25 +55,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="save|list|check", required=True)
     save = actions.add_parser("save", help="copy runs", description="Copy runs.")
     save.add_argument("name", metavar="NAME", help="name of the baseline")
-    save.add_argument("runs", metavar="RUN", nargs="*", default=["last"],
-                      help=f"{compare.WHERE}; five show the drift (default: last)")  # fmt: skip
+    runs = f"{compare.WHERE}; five show the drift (default: last)"
+    save.add_argument("runs", metavar="RUN", nargs="*", default=["last"], help=runs)
     save.add_argument("--replace", action="store_true", help="replace the baseline of this name")
-    save.add_argument("--samples", action="store_true", help="copy the raw samples too")
-    listing = actions.add_parser(
-        "list", help="list the baselines", description="List the baselines."
-    )
-    check = actions.add_parser(
-        "check", help="compare with a baseline", description="Compare with a baseline."
-    )
+    about = "list the baselines"
+    listing = actions.add_parser("list", help=about, description="List the baselines.")
+    about = "compare with a baseline"
+    check = actions.add_parser("check", help=about, description="Compare with a baseline.")
     check.add_argument("name", metavar="NAME", help="name of the baseline")
     again = f"{compare.WHERE}; default: run the baseline's command again"
     check.add_argument("new", metavar="NEW", nargs="?", help=again)
     other = "accept a baseline of another machine (default: exit with 3)"
     check.add_argument("--other-machine", action="store_true", help=other)
     compare.add_judging(check)
+    where = f"folder of all baselines (default: {BASELINES})"
     for action in (save, listing, check):
-        action.add_argument("--folder", type=Path, default=BASELINES, metavar="FOLDER",
-                            help=f"folder of all baselines (default: {BASELINES})")  # fmt: skip
+        action.add_argument("--folder", type=Path, default=BASELINES, metavar="FOLDER", help=where)
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
@@ -94,7 +91,7 @@ def _save(namespace: argparse.Namespace) -> int:
         raise Refused(f"a baseline {namespace.name} exists: add --replace, or choose another name")
     folders = [*dict.fromkeys(each for name in namespace.runs for each in store.find_runs(name))]
     runs = compare.read(folders)
-    name = runs[0].id if len(runs) == 1 else redact.text(", ".join(namespace.runs))
+    name = runs[0].id if len(runs) == 1 else ", ".join(namespace.runs)
     with store.refuse_impossible_values(name):
         fewest = _require_sound(name, runs)
     if fewest < FEWEST:
@@ -103,26 +100,21 @@ def _save(namespace: argparse.Namespace) -> int:
             f"for a verdict: measure again with --launches {FEWEST}"
         )
     try:
-        nbytes = _copy(folders, target, (*FILES, SAMPLES) if namespace.samples else FILES)
+        _copy(folders, target)
     except OSError as error:
         raise Refused(f"{target} cannot be written ({error.strerror})") from None
-    sys.stdout.write(
-        f"saved {target} ({_size(nbytes)}): "
-        f"{counted(len(runs), 'run')}, {counted(fewest, 'launch')} of each case\n"
-    )
+    size = f"{counted(len(runs), 'run')}, {counted(fewest, 'launch')} of each case"
+    sys.stdout.write(f"saved {target}: {size}\n")
     if len(runs) < RUNS:
         sys.stdout.write(
             f"with fewer than {RUNS} runs a check assumes how this machine drifts: measure "
             f"{counted(RUNS - len(runs), 'more run')}, then save all of them\n"
         )
-    left = sum(each.stat().st_size for folder in folders for each in folder.glob(SAMPLES))
-    if left and not namespace.samples:
-        sys.stdout.write(f"without the raw samples, {_size(left)}: --samples keeps them\n")
     return 0
 
 
 def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
-    """Return the launches of the case that has fewest.
+    """Return the number of launches of the case that has fewest.
 
     Raises InvalidRun if a run is incomplete or a result is invalid.
     """
@@ -142,31 +134,30 @@ def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
                 f"{name} cannot be a baseline: {name_case(case)}: {each.fault}. Find the cause, "
                 "then measure again"
             )
-    sides = [each.side for each in found.values() if each.side is not None]
-    if not sides:
+    launches = [len(each.side.times) for each in found.values() if each.side is not None]
+    if not launches:
         raise InvalidRun(f"{name} cannot be a baseline: it has no measured case")
-    return min(len(side.times) for side in sides)
+    return min(launches)
 
 
-def _copy(folders: Sequence[Path], target: Path, names: Sequence[str]) -> int:
-    """Copy these files of the runs, each into a folder of its own where there are several; their
-    bytes. What the target held goes when all is copied."""
+def _copy(folders: Sequence[Path], target: Path) -> None:
+    """Copy FILES of the runs, then remove the earlier content of the target.
+
+    Each of several runs has a folder of its own.
+    """
     fresh = target.with_name(f".{target.name}.{os.getpid()}")
-    nbytes = 0
     try:
         for folder in folders:
             place = fresh / folder.name if len(folders) > 1 else fresh
             place.mkdir(parents=True)
-            for name in names:
+            for name in FILES:
                 if (folder / name).is_file():
                     shutil.copyfile(folder / name, place / name)
-                    nbytes += (folder / name).stat().st_size
         if target.exists():
             shutil.rmtree(target)
         fresh.rename(target)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return nbytes
 
 
 def _list(baselines: Path) -> int:
@@ -177,7 +168,7 @@ def _list(baselines: Path) -> int:
         except InvalidRun as error:
             tell(str(error))
         else:
-            rows.append(_describe(folder, runs))
+            rows.append((folder.name, *_describe(runs)))
     if not rows:
         tell(f"no baselines in {baselines}/: save one with ddpbench baseline save NAME RUN")
         return 0
@@ -186,16 +177,15 @@ def _list(baselines: Path) -> int:
     return 0
 
 
-def _describe(folder: Path, runs: Sequence[Run]) -> list[str]:
+def _describe(runs: Sequence[Run]) -> list[str]:
     first, launches = runs[0], [launch for run in runs for launch in run.launches]
     facts = launches[0].facts if launches else {}
     hosts = dict.fromkeys(str(rank.get("hostname")) for each in launches for rank in each.ranks)
     return [
-        folder.name,
         first.command,
-        ",".join(first.operations[:3]) + (",…" if len(first.operations) > 3 else ""),
+        list_subjects(first),
         ",".join(dict.fromkeys(launch.backend for launch in launches)),
-        str(_launches(runs)),
+        str(_count_launches(runs)),
         str(facts.get("torch")),
         first.started.replace("T", " ")[:16],
         f"{','.join(hosts)}: {facts.get('cpu_model')}, {facts.get('cores_logical')} cores",
@@ -218,12 +208,12 @@ def _check(namespace: argparse.Namespace) -> int:
         raise Refused("a check without NEW starts its own ranks: type it without a launcher")
     from ddpbench.verdicts.rows import BUSY  # loads numpy
 
-    for more in (1, 0):
+    for last in (False, True):
         code, target = _measure(namespace.name, base.runs)
-        if code not in (0, 1, 4):  # those of a complete run, be its findings as bad as they may
+        if code not in (0, 1, 4):  # the run is not complete
             return code
         comparison = _compare(namespace, base, str(target))
-        if not more or all(row.withheld != BUSY for row in comparison.rows):
+        if last or all(row.withheld != BUSY for row in comparison.rows):
             break
         tell("other processes kept this host busy: measuring once more")
     return compare.show(comparison, namespace)
@@ -231,15 +221,16 @@ def _check(namespace: argparse.Namespace) -> int:
 
 def _compare(namespace: argparse.Namespace, base: Source, name: str) -> Comparison:
     new = compare.read_side(name, store.find_runs(name))
-    return compare.judge(base, new, namespace, one_machine=not namespace.other_machine)
+    rule = compare.make_rule(namespace, one_machine=not namespace.other_machine)
+    return compare.compare_stored(base, new, rule, namespace.only)
 
 
 def _measure(name: str, runs: Sequence[Run]) -> tuple[int, Path]:
-    """Measure again as these runs were; return the exit code, and the folder if there is a run.
+    """Repeat the measurement of these runs; return the exit code and the folder of the new run.
 
     Tables go to stderr, since stdout is for the comparison. A folder that stays empty is removed.
     """
-    words = _again(runs, max(FEWEST, _launches(runs[:1])))
+    words = _again(runs, max(FEWEST, _count_launches(runs[:1])))
     try:
         target = store.new_folder(f"{runs[0].command}-check-{name}")
     except OSError as error:
@@ -256,9 +247,9 @@ def _measure(name: str, runs: Sequence[Run]) -> tuple[int, Path]:
 
 
 def _again(runs: Sequence[Run], launches: int) -> list[str]:
-    """Return the words that measure again on this host what a run measured.
+    """Return the command line that repeats the measurement of a run on this host.
 
-    Raises Refused if there are none.
+    Raises Refused if there is none.
     """
     run = runs[0]
     hosts = {str(rank.get("hostname")) for each in run.launches for rank in each.ranks}
@@ -280,10 +271,6 @@ def _again(runs: Sequence[Run], launches: int) -> list[str]:
     return [*kept, "-n", str(run.launches[0].world_size), "--launches", str(launches)]
 
 
-def _launches(runs: Sequence[Run]) -> int:
-    counted = Counter(launch.backend for run in runs for launch in run.launches)
-    return max(counted.values(), default=0)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.0f} kB"
+def _count_launches(runs: Sequence[Run]) -> int:
+    launches = Counter(launch.backend for run in runs for launch in run.launches)
+    return max(launches.values(), default=0)

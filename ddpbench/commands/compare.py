@@ -19,16 +19,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import NO_HINTS, Hints
 from ddpbench.launch.placement import Refused
 from ddpbench.present.writers import WRITERS, page_file
-from ddpbench.records import redact, store
+from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
@@ -36,12 +36,12 @@ from ddpbench.session import options
 
 if TYPE_CHECKING:
     from ddpbench.verdicts.comparison import Comparison, Rule
-    from ddpbench.verdicts.matching import Source
+    from ddpbench.verdicts.matching import AnyCase, Source
 
 GROUP = "compare"
 HELP = "compare two stored runs: faster, slower or the same"
 MARGIN_PERCENT = 10.0  # for two stored runs
-NEWEST_RUNS = 20  # stored runs from which the drift of a machine is learnt
+NEWEST_RUNS = 20  # stored runs from which the drift of a machine is learned
 WHERE = "a folder, a name in results/, a baseline, `last`, or a folder of runs, which are pooled"
 
 
@@ -58,9 +58,8 @@ SHOWN = """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "base", metavar="BASE", help=f"{WHERE}; or a log of nccl-tests, rccl-tests or OSU"
-    )
+    where = f"{WHERE}; or a log of nccl-tests, rccl-tests or OSU"
+    parser.add_argument("base", metavar="BASE", help=where)
     parser.add_argument("new", metavar="NEW", help="the same, for the run to judge")
     options.add_logs(parser)
     add_judging(parser)
@@ -68,11 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_judging(parser: argparse.ArgumentParser, margin_percent: float = MARGIN_PERCENT) -> None:
     """Add the options of every command that judges two sides."""
-    add = options.add_group(parser, "how it is judged", JUDGED)
+    add = options.add_group(parser, "verdicts", JUDGED)
     add("--margin", kind=options.positive, default=margin_percent, metavar="PERCENT")
     add("--strict", action="store_true")
     add("--allow-missing", action="store_true")
-    add = options.add_group(parser, "what is shown", SHOWN)
+    add = options.add_group(parser, "output", SHOWN)
     add("--only", kind=options.listed, metavar="TEXT,…")
     add("--format", choices=tuple(WRITERS), default="table")
     add("--report-file", kind=options.page, metavar="FILE.html")
@@ -83,38 +82,37 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     hints = Hints(namespace.op, namespace.ranks)
     names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
     base, new = (read_side(name, sources.find_all(name), hints) for name in names)
-    return show(judge(base, new, namespace), namespace)
+    return show(compare_stored(base, new, make_rule(namespace), namespace.only), namespace)
 
 
-def judge(
-    base: Source, new: Source, namespace: argparse.Namespace, one_machine: bool = False
-) -> Comparison:
-    """Return the comparison of two stored sides, judged as the options of `add_judging` say."""
-    from ddpbench.verdicts.comparison import Rule
+def make_rule(namespace: argparse.Namespace, **more: Any) -> Rule:
+    """Return the rule of the options of `add_judging`. more: of Rule."""
+    from ddpbench.verdicts.comparison import Rule  # loads numpy
 
-    rule = Rule(
-        namespace.margin / 100, allow_missing=namespace.allow_missing, one_machine=one_machine
-    )
-    with store.refuse_impossible_values(f"{base.name} or {new.name}"):
-        return compare_sides(base, new, rule, namespace.only)
+    return Rule(namespace.margin / 100, allow_missing=namespace.allow_missing, **more)
 
 
-def compare_sides(
+def compare_stored(
     base: Source, new: Source, rule: Rule, only: Sequence[str] | None = None
 ) -> Comparison:
-    """Return the comparison of two stored sides. Raises Refused and InvalidRun, as `compared`.
+    """Return the comparison of two stored sides. Raises Refused and InvalidRun, as `compare_cases`.
 
-    rule: without the drift, which is estimated here.
+    rule: without the drift, which is estimated here from the newest runs.
     """
     if common := [one.id for one in base.runs if one in new.runs]:
         raise Refused(f"BASE and NEW both contain the run {common[0]}: choose different runs")
     from ddpbench.verdicts.drift import estimate_drift
 
-    rule = replace(rule, drift=estimate_drift(base, new, _newest()))
-    return compared(base, new, rule, only)
+    newest = []
+    for folder in store.list_runs()[-NEWEST_RUNS:]:
+        with contextlib.suppress(InvalidRun):
+            newest.append(store.read(folder))
+    with store.refuse_impossible_values(f"{base.name} or {new.name}"):
+        rule = replace(rule, drift=estimate_drift(base, new, newest))
+        return compare_cases(base, new, rule, only)
 
 
-def compared(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) -> Comparison:
+def compare_cases(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) -> Comparison:
     """Return the comparison of the cases that have one of the texts in their name.
 
     Raises Refused if there is no such case, InvalidRun if there is nothing to compare.
@@ -123,24 +121,27 @@ def compared(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) 
     from ddpbench.verdicts import comparison
 
     texts = [text.lower() for text in only or ("",)]
+
+    def is_wanted(case: AnyCase) -> bool:
+        return any(text in name_case(case).lower() for text in texts)
+
     try:
-        result = comparison.compare(
-            base, new, rule, lambda case: any(text in name_case(case).lower() for text in texts)
-        )
+        result = comparison.compare(base, new, rule, is_wanted)
     except ValueError as error:
         raise InvalidRun(str(error)) from None
+    if not result.rows and only:
+        example = name_case(base.runs[0].outcomes[0].case)
+        raise Refused(
+            f"--only {','.join(only)}: no measured case has this text in its name, as in "
+            f"{example!r}"
+        )
     if not result.rows:
-        if only:
-            raise Refused(
-                f"--only {','.join(only)}: no measured case has this text in its name, as in "
-                f"{name_case(base.runs[0].outcomes[0].case)!r}"
-            )
         raise InvalidRun(f"{base.name} and {new.name} have no measured case")
     return result
 
 
 def show(result: Comparison, namespace: argparse.Namespace) -> int:
-    """Print a comparison and last what was not compared; return the exit code."""
+    """Print a comparison, then which cases were not compared; return the exit code."""
     from ddpbench.present import compared_runs  # loads numpy
     from ddpbench.verdicts import comparison
 
@@ -157,27 +158,18 @@ def _write_page(result: Comparison, output: Path) -> None:
     from ddpbench.present import compared_runs
     from ddpbench.present.document import ReportRun
 
-    pairs = [
-        max(zip(side.runs, side.folders, strict=True), key=lambda pair: pair[0].started)
-        for side in (result.base, result.new)
-    ]
+    runs = []
+    for name, side in (("BASE", result.base), ("NEW", result.new)):
+        pairs = zip(side.runs, side.folders, strict=True)
+        run, path = max(pairs, key=lambda pair: pair[0].started)
+        runs.append(ReportRun(f"{name} {run.id}", run, path if path.is_dir() else None))
     verdicts = compared_runs.build_section(result, drawn=True)
-    labels = [f"{name} {run.id}" for name, (run, _) in zip(("BASE", "NEW"), pairs, strict=True)]
     if any(len(side.runs) > 1 for side in (result.base, result.new)):
-        shown = f"The sections below show the newest run of each side: {' and '.join(labels)}."
+        labels = " and ".join(run.label for run in runs)
+        shown = f"The sections below show the newest run of each side: {labels}."
         verdicts = replace(verdicts, lines=(*verdicts.lines, shown))
-    runs = [
-        ReportRun(label, run, path if path.is_dir() else None)
-        for label, (run, path) in zip(labels, pairs, strict=True)
-    ]
     page_file.save(output, runs, [verdicts])
     tell(f"page written to {output}")
-
-
-def _newest() -> Iterator[Run]:
-    for folder in store.list_runs()[-NEWEST_RUNS:]:
-        with contextlib.suppress(InvalidRun):
-            yield store.read(folder)
 
 
 def read_side(name: str, folders: Sequence[Path], hints: Hints = NO_HINTS) -> Source:
@@ -185,7 +177,7 @@ def read_side(name: str, folders: Sequence[Path], hints: Hints = NO_HINTS) -> So
     runs = read(folders, hints)
     from ddpbench.verdicts.matching import Source  # loads numpy: after what cannot be read
 
-    return Source(runs[0].id if len(runs) == 1 else redact.text(name), runs, tuple(folders))
+    return Source(runs[0].id if len(runs) == 1 else name, runs, tuple(folders))
 
 
 def read(folders: Sequence[Path], hints: Hints = NO_HINTS) -> tuple[Run, ...]:
@@ -198,7 +190,7 @@ def read(folders: Sequence[Path], hints: Hints = NO_HINTS) -> tuple[Run, ...]:
 
 def require_times(folder: Path | str, run: Run) -> None:
     """Raise InvalidRun if a run has no times to compare."""
+    if run.examinations and not run.outcomes:
+        raise InvalidRun(f"{folder} is a run of the doctor, which has no times to compare")
     if not run.outcomes:
-        if run.examinations:
-            raise InvalidRun(f"{folder} is a run of the doctor, which has no times to compare")
         raise InvalidRun(f"{folder} has no results: nothing was measured")

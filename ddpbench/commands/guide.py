@@ -30,12 +30,8 @@ LEAST_COLUMNS = 60  # on a narrower terminal, the list would have one word per l
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "chapter",
-        nargs="?",
-        metavar="CHAPTER",
-        help="chapter to show (default: list all chapters)",
-    )
+    about = "chapter to show (default: list all chapters)"
+    parser.add_argument("chapter", nargs="?", metavar="CHAPTER", help=about)
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
@@ -48,9 +44,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         return 0
     text = chapters.get(namespace.chapter)
     if text is None:
-        about = [
-            name for name, each in chapters.items() if namespace.chapter.lower() in each.lower()
-        ]
+        word = namespace.chapter.lower()
+        about = [name for name, each in chapters.items() if word in each.lower()]
         mentioned = f". Chapters that mention it: {', '.join(about)}" if about else ""
         raise Refused(explain_unknown("chapter", namespace.chapter, chapters) + mentioned)
     if terminal:
@@ -72,9 +67,9 @@ def read_chapters() -> dict[str, str]:
 
 
 def format_list(chapters: Mapping[str, str], columns: int | None) -> str:
-    """Return the chapters with their first sentences, wrapped to so many columns.
+    """Return the chapters with their first sentences.
 
-    None: one line per chapter.
+    columns: the width to which they are wrapped; None: one line per chapter.
     """
     width = max(map(len, chapters))
     entries = []

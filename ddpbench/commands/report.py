@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from ddpbench.session import options
 GROUP = "results"
 HELP = "write stored runs as a page with charts"
 STDOUT = Path("-")
-MARKDOWN_NAME = "report.md"  # an example in a message
 FILES = """
 --report-file  file of the page: HTML that opens from disk; - is stdout (default: report.html in the
             folder of the first run, or in the current folder if that is a log; no page if --svg,
@@ -45,16 +44,13 @@ FILES = """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        nargs="*",
-        default=["last"],
-        help="a folder, a name in results/, a baseline, `last`, or a log of nccl-tests, rccl-tests "
-        "or OSU (default: last)",
+    where = (
+        "a folder, a name in results/, a baseline, `last`, or a log of nccl-tests, rccl-tests or "
+        "OSU (default: last)"
     )
+    parser.add_argument("runs", metavar="RUN", nargs="*", default=["last"], help=where)
     options.add_logs(parser)
-    add = options.add_group(parser, "what is written", FILES)
+    add = options.add_group(parser, "output", FILES)
     add("--report-file", kind=Path, metavar="FILE")
     add("--svg", kind=Path, metavar="FOLDER")
     add("--png", kind=Path, metavar="FOLDER")
@@ -66,35 +62,38 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Write the files and print their paths; return the exit code. Raises Refused, InvalidRun."""
     if sentence := page_file.explain_missing("a report"):
         raise Refused(sentence)
-    parts = bool(namespace.svg or namespace.png or namespace.markdown)
+    page, target, folders = namespace.report_file, namespace.markdown, _list_folders(namespace)
+    parts = bool(folders or target)
     if namespace.chart and not parts:
         raise Refused("--chart chooses pictures: add --svg FOLDER, --png FOLDER or --markdown FILE")
-    if namespace.report_file == namespace.markdown == STDOUT:
+    if page == target == STDOUT:
         raise Refused("--report-file and --markdown cannot both be stdout: name a file for one")
-    for option in ("svg", "png"):
-        if (folder := getattr(namespace, option)) and folder.exists() and not folder.is_dir():
-            raise Refused(f"{folder} is a file: --{option} needs a folder")
     paths = list(dict.fromkeys(map(sources.find, namespace.runs)))
-    page = namespace.report_file
     if page is None and not parts:
         page = (paths[0] if paths[0].is_dir() else Path()) / page_file.NAME
-    for path, what, name in (
-        (page, "page", page_file.NAME),
-        (namespace.markdown, "Markdown", MARKDOWN_NAME),
-    ):
+    for path, what, name in ((page, "page", page_file.NAME), (target, "Markdown", "report.md")):
         if path and (sentence := page_file.explain_unusable(path, what, name)):
             raise Refused(sentence)
     runs = _read(paths, Hints(namespace.op, namespace.ranks))
     verdicts = [_judge(runs[0], other, number) for number, other in enumerate(runs[1:], 1)]
-    written = _write_parts(namespace, runs, verdicts) if parts else []
+    written = _write_parts(namespace, folders, runs, verdicts) if parts else []
     if page == STDOUT:
         sys.stdout.write(page_file.make(runs, verdicts))
     elif page:
         page_file.save(page, runs, verdicts)
         written.append(page)
-    if STDOUT not in (page, namespace.markdown):
+    if STDOUT not in (page, target):
         sys.stdout.write("".join(f"{path}\n" for path in written))
     return 0
+
+
+def _list_folders(namespace: argparse.Namespace) -> dict[str, Path]:
+    """Return the folders of pictures by their format. Raises Refused for a file."""
+    folders = {form: folder for form in ("png", "svg") if (folder := getattr(namespace, form))}
+    for form, folder in folders.items():
+        if folder.exists() and not folder.is_dir():
+            raise Refused(f"{folder} is a file: --{form} needs a folder")
+    return folders
 
 
 def _read(paths: Sequence[Path], hints: Hints) -> list[ReportRun]:
@@ -123,46 +122,42 @@ def _judge(base: ReportRun, new: ReportRun, number: int) -> Section:
             compare.require_times(side.label, side.run)
         first, second = (Source(side.label, (side.run,)) for side in (base, new))
         with store.refuse_impossible_values(f"{base.label} or {new.label}"):
-            result = compare.compare_sides(first, second, Rule(compare.MARGIN_PERCENT / 100))
+            result = compare.compare_stored(first, second, Rule(compare.MARGIN_PERCENT / 100))
             return compared_runs.build_section(result, number, drawn=True)
     except (InvalidRun, Refused) as error:
         return compared_runs.explain_missing(base.label, new.label, str(error), number)
 
 
 def _write_parts(
-    namespace: argparse.Namespace, runs: Sequence[ReportRun], verdicts: Sequence[Section]
+    namespace: argparse.Namespace,
+    folders: Mapping[str, Path],
+    runs: Sequence[ReportRun],
+    verdicts: Sequence[Section],
 ) -> list[Path]:
-    """Write the pictures and the Markdown; return their paths."""
+    """Write the pictures and the Markdown; return their paths. folders: of pictures, by format."""
     from ddpbench.present.formats import build_page
     from ddpbench.present.writers import markdown, pictures
 
+    target = namespace.markdown
     with store.refuse_impossible_values(" or ".join(namespace.runs)):
         document = build_page(runs, verdicts)
-        tables = bool(namespace.markdown)
         try:
-            sections = pictures.choose(document.sections, namespace.chart, tables=tables)
+            sections = pictures.choose(document.sections, namespace.chart)
         except ValueError as error:
             raise Refused(str(error)) from None
     charts = [chart for section in sections for chart in section.charts]
-    target = namespace.markdown
-    drawn = {
-        form: dict(pictures.write(charts, folder, form))
-        for form, folder in (("png", namespace.png), ("svg", namespace.svg))
-        if folder
-    }
-    written = [path for files in drawn.values() for path in files.values()]
+    start = target.parent if target and target != STDOUT else Path()
+    written, links = [], {}
+    for form, folder in folders.items():
+        for name, path in pictures.write(charts, folder, form):
+            written.append(path)
+            links[name] = Path(os.path.relpath(path, start))
     if target:
-        start = Path() if target == STDOUT else target.parent
-        linked = {
-            name: Path(os.path.relpath(path, start))
-            for files in drawn.values()
-            for name, path in files.items()
-        }
-        text = markdown.write(replace(document, sections=tuple(sections)), linked)
-        if target == STDOUT:
-            sys.stdout.write(text)
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            store.replace_file(target, text.encode())
-            written.append(target)
+        text = markdown.write(replace(document, sections=tuple(sections)), links)
+    if target == STDOUT:
+        sys.stdout.write(text)
+    elif target:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        store.replace_file(target, text.encode())
+        written.append(target)
     return written

@@ -33,12 +33,9 @@ HELP = "print a stored run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        help="a folder, a name in results/, a baseline, `last`, or a log of nccl-tests, rccl-tests "
-        "or OSU",
-    )
+    known = "a folder, a name in results/, a baseline, `last`"
+    where = f"{known}, or a log of nccl-tests, rccl-tests or OSU"
+    parser.add_argument("run", metavar="RUN", help=where)
     options.add_logs(parser)
     options.add_shown(parser, COLUMNS, STEP_COLUMNS, FINDING_COLUMNS, check=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpbench.catalog.parallel import format_mesh
 from ddpbench.catalog.sizes import readable
-from ddpbench.present.columns import digits, format_subgroups
+from ddpbench.present.columns import format_number, format_subgroups
 from ddpbench.records.schema import StepCase
 from ddpbench.records.wording import counted
 from ddpbench.verdicts.matching import AnyCase
@@ -42,4 +42,4 @@ def label_parts(case: AnyCase) -> list[str]:
 def format_time(case: AnyCase, seconds: float) -> str:
     """Format a time with its unit: ms for a DDP step, else µs."""
     scale, unit = (1e3, "ms") if isinstance(case, StepCase) else (1e6, "µs")
-    return f"{digits(seconds * scale)} {unit}"
+    return f"{format_number(seconds * scale)} {unit}"

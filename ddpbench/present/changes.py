@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpbench.analysis.stats import half_width
 from ddpbench.present.case_labels import format_time
-from ddpbench.present.charts.kinds import Axis, Bars
-from ddpbench.present.columns import Column, text_column
-from ddpbench.present.document import Chart, show_rows
+from ddpbench.present.charts.kinds import Axis, Bars, Rows
+from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.verdicts.matching import Side
 from ddpbench.verdicts.rows import ONLY_BASE, ONLY_NEW, Row
 from ddpbench.verdicts.verdict import (
@@ -27,66 +25,70 @@ from ddpbench.verdicts.verdict import (
 )
 
 DRAWN = 60  # rows of a chart; the table has all
+CLEAR = (SLOWER, FASTER, INCONCLUSIVE, SAME)  # the order of the rows of a chart
 # Each verdict has the colour of its place: SLOWER is vermilion, FASTER green, SAME grey.
 COLORS = (INCOMPARABLE, SLOWER, FASTER, INVALID, INCONCLUSIVE, ONLY_BASE, ONLY_NEW, SAME)
-Rows = Sequence[Row]
 RATIO_LABELS = "'×' + format(datum.value, '.4~r')"
 
 
-def format_estimate(shift: Shift | None) -> str:
-    """Format a change: "+12.3 %"."""
-    return f"{math.expm1(shift.estimate) * 100:+.1f} %" if shift else "-"
-
-
-def format_interval(shift: Shift | None) -> str:
-    """Format the interval of a change: "+10.1 % … +14.5 %"."""
+def format_shift(shift: Shift | None) -> dict[str, str]:
+    """Return the cells of a change: "+12.3 %", and of its interval: "+10.1 % … +14.5 %"."""
     if shift is None:
-        return "-"
-    return f"{math.expm1(shift.low) * 100:+.1f} % … {math.expm1(shift.high) * 100:+.1f} %"
+        return {"change": "-", "range of change": "-"}
+    ends = (shift.estimate, shift.low, shift.high)
+    change, low, high = (f"{math.expm1(end) * 100:+.1f} %" for end in ends)
+    return {"change": change, "range of change": f"{low} … {high}"}
 
 
-def list_changes(name: str, label: Column[Any], rows: Rows, *others: Column[Any]) -> Chart:
-    """Return the table of changes; columns without a text are left out.
+def describe_change(label: Mapping[str, str], row: Row, **more: str) -> dict[str, Any]:
+    """Return a row of the table and of the chart.
 
-    label: the first column. others: columns before the verdict.
+    label: the first cell. more: cells before the verdict.
     """
-    columns: tuple[Column[Any], ...] = (
-        label,
-        Column("base", lambda row: _format_side(row, row.base)),
-        Column("95 %", lambda row: _format_half_width(row.base)),
-        Column("new", lambda row: _format_side(row, row.new)),
-        Column("95 %", lambda row: _format_half_width(row.new)),
-        Column("change", lambda row: format_estimate(row.shift)),
-        Column("range of change", lambda row: format_interval(row.shift)),
-        *others,
-        text_column("verdict", lambda row: row.verdict),
-        text_column("why", lambda row: row.why),
-    )
-    known = [column for column in columns if any(map(column.show, rows))]
-    return Chart(name, f"Change of each {label.name}", "", show_rows("", known, rows))
+    cells = {
+        **label,
+        "base": _format_side(row, row.base),
+        "new": _format_side(row, row.new),
+        **format_shift(row.shift),
+        **more,
+        "verdict": row.verdict,
+        "why": row.why,
+    }
+    if row.shift is None:
+        return cells
+    return {
+        **cells,
+        "_end": math.exp(row.shift.estimate),
+        "_low": math.exp(row.shift.low),
+        "_high": math.exp(row.shift.high),
+        "_band_low": 1 / (1 + row.margin),
+        "_band_high": 1 + row.margin,
+    }
 
 
 def _format_side(row: Row, side: Side | None) -> str:
-    return format_time(row.case, side.seconds) if side else "-"
+    """Format a time and its interval: "1000 µs ±1.2 %"."""
+    if side is None:
+        return "-"
+    interval = f" ±{half_width(side.interval) * 100:.1f} %" if side.interval else ""
+    return f"{format_time(row.case, side.seconds)}{interval}"
 
 
-def _format_half_width(side: Side | None) -> str:
-    return f"±{half_width(side.interval) * 100:.1f} %" if side and side.interval else "-"
-
-
-def draw_changes(
-    listed: Chart, label: Column[Any], rows: Rows, confidence: float = CONFIDENCE
+def list_changes(
+    name: str, head: str, changes: Rows, *, drawn: bool = False, confidence: float = CONFIDENCE
 ) -> Chart:
-    """Return the table of these changes with a chart of them, the clear ones first.
+    """Return the table of changes, with a chart if one is drawn.
 
-    confidence: of the intervals.
+    head: heading of the labels. changes: of `describe_change`. confidence: of the intervals.
     """
-    data = [_draw_row(label.show(row), row, row.shift) for row in rows if row.shift is not None]
+    table, title = tabulate_rows("", changes), f"Change of each {head}"
+    if not drawn:
+        return Chart(name, title, "", table)
+    data = [change for change in changes if "_end" in change]
     if not data:
         why = f"An interval of a change needs {FEWEST} launches on each side."
-        return replace(listed, caption=why)
-    order = (SLOWER, FASTER, INCONCLUSIVE, SAME)
-    drawn = sorted(data, key=lambda bar: order.index(bar["verdict"]))[:DRAWN]
+        return Chart(name, title, why, table)
+    shown = sorted(data, key=lambda change: CLEAR.index(change["verdict"]))[:DRAWN]
     more = f" The chart has {DRAWN} of {len(data)} cases, the table all."
     caption = (
         f"Ratio of the times of NEW and BASE, and its {confidence * 100:g} % interval: right is "
@@ -94,29 +96,11 @@ def draw_changes(
         f"{more if len(data) > DRAWN else ''}"
     )
     x = Axis("time of NEW / time of BASE", RATIO_LABELS, log=True)
-    drawing = Bars(data=drawn, x=x, row="case", color="verdict", order=COLORS, dots=True)
-    return replace(listed, caption=caption, drawing=drawing)
+    drawing = Bars(data=shown, x=x, row=head, color="verdict", order=COLORS, dots=True)
+    return Chart(name, title, caption, table, drawing)
 
 
-def _draw_row(label: str, row: Row, shift: Shift) -> dict[str, Any]:
-    """Return the row of the chart, its changes as ratios."""
-    return {
-        "case": label,
-        "base": _format_side(row, row.base),
-        "new": _format_side(row, row.new),
-        "change": format_estimate(shift),
-        "range": format_interval(shift),
-        "verdict": row.verdict,
-        "why": row.why,
-        "_end": math.exp(shift.estimate),
-        "_low": math.exp(shift.low),
-        "_high": math.exp(shift.high),
-        "_band_low": 1 / (1 + row.margin),
-        "_band_high": 1 + row.margin,
-    }
-
-
-def format_noticeable(rows: Rows) -> str:
+def format_noticeable(rows: Sequence[Row]) -> str:
     """State how large a change a comparison could have noticed; "" if no row has a change."""
     changes = [row.noticeable for row in rows if row.shift]
     known = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -41,7 +41,7 @@ class Column(Generic[RowT]):
 
     def show(self, row: RowT) -> str:
         """Format one cell of a text table."""
-        return self.text(row) if self.text else digits(self.value(row))
+        return self.text(row) if self.text else format_number(self.value(row))
 
 
 def by_name(*columns: Column[RowT]) -> dict[str, Column[RowT]]:
@@ -58,15 +58,13 @@ def choose_columns(
     names: Collection[str] | None,
     columns: Mapping[str, Column[RowT]],
     rows: Sequence[RowT] = (),
-    also: Container[str] = (),
 ) -> list[Column[RowT]]:
     """Return the columns of these names; None: the default ones that apply to any of these rows.
 
-    also: columns that count as default ones. Raises UnknownColumn for a name that is not in
-    `columns`; "all" means all of them.
+    "all" means all columns. Raises UnknownColumn for a name that is not in `columns`.
     """
     if names is None:
-        default = [column for column in columns.values() if column.default or column.name in also]
+        default = [column for column in columns.values() if column.default]
         return [column for column in default if not rows or any(map(column.applies, rows))]
     if "all" in names:
         return list(columns.values())
@@ -76,12 +74,12 @@ def choose_columns(
     return [columns[name] for name in names]
 
 
-def scaled(value: float | None, factor: float) -> float | None:
+def scale_known(value: float | None, factor: float) -> float | None:
     """Multiply a value that may be unknown."""
     return None if value is None else value * factor
 
 
-def digits(value: Value) -> str:
+def format_number(value: Value) -> str:
     """Format four digits without exponent: 12345, 123.4, 1.234, 0.0123; below 0.001 two."""
     if value is None:
         return "-"

@@ -9,13 +9,11 @@ from typing import Any
 
 from ddpbench.present.case_labels import label_parts, name_case
 from ddpbench.present.changes import (
-    draw_changes,
-    format_estimate,
-    format_interval,
+    describe_change,
     format_noticeable,
+    format_shift,
     list_changes,
 )
-from ddpbench.present.columns import Column, text_column
 from ddpbench.present.document import Chart, Document, Section, make_table, tabulate_rows
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
@@ -27,10 +25,6 @@ from ddpbench.verdicts.verdict import INCOMPARABLE, INCONCLUSIVE, INVALID, MOST
 SHOWN = 8  # texts that one line lists
 TITLE = "ddpbench: NEW compared with BASE"
 SEVERITIES = {INVALID: "error", INCOMPARABLE: "warning", ONLY_BASE: "warning", ONLY_NEW: "warning"}
-
-DRIFT_COLUMN: Column[Row] = Column(
-    "drift", lambda row: f"±{row.drift * 100:.1f} %" if row.drift else ""
-)
 
 
 def build_document(comparison: Comparison) -> Document:
@@ -64,15 +58,20 @@ def build_section(comparison: Comparison, number: int = 1, *, drawn: bool = Fals
     number: from 1, of the comparisons in one document. drawn: whether to draw the changes.
     """
     names, shared = _name_cases(comparison)
-    label: Column[Row] = text_column("case", lambda row: names[row.case])
     rows = [row for row in comparison.rows if row.verdict not in (ONLY_BASE, ONLY_NEW)]
     counts = ", ".join(f"{count} {name}" for name, count in comparison.counts.items())
-    name = _name_section(number)
-    charts = [list_changes(f"{name}-changes", label, rows, DRIFT_COLUMN)] if rows else []
-    if drawn:
-        confidence = comparison.rule.confidence
-        charts = [draw_changes(chart, label, rows, confidence) for chart in charts]
-    charts += [*_list_parts(f"{name}-parts", label, rows)]
+    name, confidence = _name_section(number), comparison.rule.confidence
+    changes = [
+        describe_change(
+            {"case": names[row.case]}, row, drift=f"±{row.drift * 100:.1f} %" if row.drift else ""
+        )
+        for row in rows
+    ]
+    charts = []
+    if rows:
+        where = f"{name}-changes"
+        charts.append(list_changes(where, "case", changes, drawn=drawn, confidence=confidence))
+    charts += _list_parts(f"{name}-parts", [(names[row.case], row) for row in rows])
     charts += [*_list_differences(f"{name}-differences", comparison)]
     return Section(
         name,
@@ -181,19 +180,18 @@ def _advise(comparison: Comparison) -> Iterator[Finding]:
             yield Finding("note", "inconclusive", sentence, next_step)
 
 
-def _list_parts(name: str, label: Column[Row], rows: Sequence[Row]) -> Iterator[Chart]:
-    """Yield the table of the parts of all steps, if there are any."""
+def _list_parts(name: str, rows: Sequence[tuple[str, Row]]) -> Iterator[Chart]:
+    """Yield the table of the parts of all steps, if there are any. rows: with their labels."""
     cells = [
         {
-            "case": label.show(row),
+            "case": label,
             "part of a step": part.name,
             "base": f"{part.base_seconds * 1e3:.4g} ms",
             "new": f"{part.new_seconds * 1e3:.4g} ms",
-            "change": format_estimate(part.shift),
-            "range of change": format_interval(part.shift),
+            **format_shift(part.shift),
             "verdict": part.verdict,
         }
-        for row in rows
+        for label, row in rows
         for part in row.parts
     ]
     if cells:

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ddpbench.present.case_labels import format_time, name_case
-from ddpbench.present.changes import draw_changes, format_noticeable, list_changes
-from ddpbench.present.columns import Column, text_column
+from ddpbench.present.changes import describe_change, format_noticeable, list_changes
 from ddpbench.present.document import Chart, Section, tabulate_rows
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.verdicts.regression import JudgedTest, Measured
 from ddpbench.verdicts.rows import ONLY_NEW, count_verdicts
-
-COLUMNS: tuple[Column[JudgedTest], ...] = (
-    text_column("saved in", lambda row: row.saved.source if row.saved else ""),
-    text_column(
-        "torch",
-        lambda row: " → ".join(
-            dict.fromkeys(filter(None, (row.saved and row.saved.torch, row.measured.torch)))
-        ),
-    ),
-    Column("margin", lambda row: f"±{row.margin * 100:.3g} %"),
-)
 
 
 def build_section(
@@ -37,12 +26,11 @@ def build_section(
     if len(set(names.values())) < len(names):
         names = {test: test for test in measured}
     verdicts = ", ".join(f"{count} {name}" for name, count in count_verdicts(rows).items())
-    judged = [row for row in rows if row.saved is not None]
-    label: Column[JudgedTest] = text_column("test", lambda row: names[row.test])
-    charts = [list_changes("tests-changes", label, judged, *COLUMNS)] if judged else []
+    judged = {row.test: row for row in rows if row.saved is not None}
+    changes = [_describe(names[test], row) for test, row in judged.items()]
+    charts = [list_changes("tests-changes", "test", changes, drawn=drawn)] if changes else []
     if drawn:
-        charts = [draw_changes(chart, label, judged) for chart in charts]
-        charts.append(_list_launches(names, measured, {row.test: row for row in judged}))
+        charts.append(_list_launches(names, measured, judged))
     return Section(
         "tests",
         "Tests",
@@ -50,6 +38,17 @@ def build_section(
         findings=tuple(_find(names, measured, rows)),
         rows=tuple((chart,) for chart in charts),
     )
+
+
+def _describe(name: str, row: JudgedTest) -> dict[str, Any]:
+    saved = row.saved or row.measured
+    versions = (saved.torch, row.measured.torch)
+    more = {
+        "saved in": saved.source,
+        "torch": " → ".join(dict.fromkeys(filter(None, versions))),
+        "margin": f"±{row.margin * 100:.3g} %",
+    }
+    return describe_change({"test": name}, row, **more)
 
 
 def _list_launches(

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.present.columns import Column, RowT, digits
+from ddpbench.present.columns import Column, RowT, format_number
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table, TableColumn
 
@@ -51,7 +51,7 @@ class ReportRun:
     def repetitions(self) -> tuple[Repetitions, ...]:
         """Return the raw samples of each case and launch, reduced; none if none are stored.
 
-        Reducing needs the memory of one case, `samples` that of the run.
+        Reducing loads one case at a time, `samples` the whole run.
         """
         return self._reduced[0]
 
@@ -194,7 +194,7 @@ def format_cell(value: Any, column: TableColumn) -> str:
         return "yes" if value else "no"
     if isinstance(value, float) and column.decimals is not None:
         return f"{value:.{column.decimals}f}"
-    return digits(value)
+    return format_number(value)
 
 
 def build_for_each(
@@ -228,7 +228,7 @@ def build_for_each(
     ]
 
 
-def titles(kinds: Iterable[Kind]) -> dict[Kind, str]:
+def make_titles(kinds: Iterable[Kind]) -> dict[Kind, str]:
     """Return a title per kind: the operation, and the parts that differ within an operation."""
     known: dict[str, list[Kind]] = {}
     for kind in dict.fromkeys(kinds):

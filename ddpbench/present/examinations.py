@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import ROOMY, Axis, Bars, Drawing, Lines, draw_pairs
-from ddpbench.present.columns import Column, choose_columns, digits, text_column
+from ddpbench.present.columns import Column, choose_columns, format_number, text_column
 from ddpbench.present.document import (
     NO_VALUES,
     Chart,
@@ -46,16 +46,16 @@ def build_document(run: Run, columns: tuple[str, ...] | None, quiet: bool) -> Do
     """
     from ddpbench.present import header  # loads numpy
 
-    findings, rows = run.findings, ()
+    partial = tuple(header.explain_partial(run))
+    result = Section("result", "Result", state_verdict(run), partial, run.findings)
     if columns is not None:
-        table = show_rows("", choose_columns(columns, FINDING_COLUMNS), findings)
-        findings, rows = (), ((Chart("findings", "Findings", "", table),),)
-    partial = tuple(header.partial(run))
-    result = Section("result", "Result", state_verdict(run), partial, findings, rows)
+        table = show_rows("", choose_columns(columns, FINDING_COLUMNS), run.findings)
+        rows = ((Chart("findings", "Findings", "", table),),)
+        result = replace(result, findings=(), rows=rows)
     if quiet:
         return Document("", (result,))
     sections = [header.build_setup(run, "Setup"), *build_sections(ReportRun(run.id, run))]
-    return Document(header.title(run), (*sections, result))
+    return Document(header.format_title(run), (*sections, result))
 
 
 def state_verdict(run: Run) -> str:
@@ -173,7 +173,7 @@ def _draw_unit(
         {
             first: row[0],
             "series": series,
-            unit: digits(row[i]),
+            unit: format_number(row[i]),
             "_x": row[0],
             "_y" if of_ranks else "_end": row[i],
             "_marked": "named by a finding" if of_ranks and row[0] in marked else "",

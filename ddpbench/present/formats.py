@@ -97,13 +97,15 @@ def _build_document(run: Run, columns: Columns, quiet: bool) -> Document:
     else:
         known = [*collectives.build_sections([reported], columns, fitted=not quiet)]
     sections = [_without_charts(each) for each in known]
-    result = Section("result", "", lines=tuple(header.partial(run)))
+    result = Section("result", "", lines=tuple(header.explain_partial(run)))
     if quiet:
         return Document("", (*(replace(each, lines=()) for each in sections), result))
     legend = Section("legend", "", legend=tuple(line for each in known for line in each.legend))
     findings, more = header.choose_findings(run)
     result = replace(result, findings=findings, lines=(*result.lines, *more))
-    return Document(header.title(run), (header.build_setup(run, ""), *sections, legend, result))
+    return Document(
+        header.format_title(run), (header.build_setup(run, ""), *sections, legend, result)
+    )
 
 
 def _without_charts(section: Section) -> Section:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ddpbench.analysis import stats
-from ddpbench.present.columns import digits
+from ddpbench.present.columns import format_number
 from ddpbench.present.document import Chart, Section, make_table
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Finding, Run
@@ -24,7 +24,7 @@ SPANS = {  # the time of a case, by its definition
 Facts = Iterator[tuple[str, str]]  # name, text
 
 
-def title(run: Run) -> str:
+def format_title(run: Run) -> str:
     """Return the command and the run, and whether nothing was measured."""
     tool = run.launches[0].facts.get("tool") if run.launches else None
     nothing = "" if run.launches or run.everything else "   nothing was measured"
@@ -186,15 +186,15 @@ def _list_interfaces(launch: Launch) -> Facts:
             nominal = f"{speed * 8 / 1e9:g} Gbit/s nominal" if speed else "speed unknown"
             where = f"{rank.get('hostname')} {', '.join(map(str, addresses))}"
             hosts.setdefault(f"{interface.get('name')}, mtu {mtu}, {nominal}", {})[where] = None
-    for kind, where in hosts.items():
-        yield "net", f"{kind}: {_list_hosts(list(where))}"
+    for kind, places in hosts.items():
+        yield "net", f"{kind}: {_list_hosts(list(places))}"
 
 
 def _describe_clocks(launch: Launch) -> Facts:
     """Yield how far the hosts' clocks are ahead of rank 0's; nothing if ranks share one clock."""
     if launch.offsets:
         offsets = [
-            f"{each.host} {_format_offset(each.seconds)} ± {digits(each.bound_seconds * 1e6)} µs"
+            f"{each.host} {_format_offset(each.seconds, each.bound_seconds)}"
             for each in launch.offsets
         ]
         yield "clocks", f"ahead of rank 0's: {_list_hosts(offsets)}"
@@ -202,12 +202,13 @@ def _describe_clocks(launch: Launch) -> Facts:
         yield "clocks", f"the hosts' clocks are not compared, so there is no skew: {reason}"
 
 
-def _format_offset(seconds: float) -> str:
-    """Format an offset with its sign: in µs below one second, else in s."""
-    return f"{seconds * 1e6:+.1f} µs" if abs(seconds) < 1 else f"{seconds:+.6f} s"
+def _format_offset(seconds: float, bound: float) -> str:
+    """Format an offset with its sign and bound: in µs below one second, else in s."""
+    offset = f"{seconds * 1e6:+.1f} µs" if abs(seconds) < 1 else f"{seconds:+.6f} s"
+    return f"{offset} ± {format_number(bound * 1e6)} µs"
 
 
-def partial(run: Run) -> list[str]:
+def explain_partial(run: Run) -> list[str]:
     """Return the mark of an incomplete run, which every output shows."""
     if run.state == "complete":
         return []

@@ -7,7 +7,7 @@ from typing import Any
 
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines, Rows
-from ddpbench.present.columns import digits
+from ddpbench.present.columns import format_number
 from ddpbench.present.document import Chart, draw_chart
 from ddpbench.records.load import Load
 
@@ -19,7 +19,7 @@ def _format_megabytes(nbytes: float) -> str:
 # Field of Load, title, caption, labels of the axis, and format of a value.
 KINDS: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
     ("cpu_cores", "CPU", "Cores in use by a rank's process, median over ranks.",
-     theme.NUMBER_LABELS, digits),
+     theme.NUMBER_LABELS, format_number),
     ("memory_nbytes", "Memory", "Resident memory of the process of the rank that uses most.",
      theme.MEGABYTE_LABELS, _format_megabytes),
     ("gpu_share", "GPU", "Share of the time in which a rank's GPU was busy, median over ranks.",

@@ -60,9 +60,10 @@ def _join_cases(folder: Path) -> Iterator[tuple[tuple[str, int], pd.DataFrame]]:
 
 
 def _reduce(case: str, launch: int, frame: pd.DataFrame) -> Repetitions:
-    columns = ["repetition", "rank", "entry_ns", "exit_ns", "device_ns"]
-    frame = frame[columns].sort_values(["repetition", "rank"])
-    repetition, rank, entry, exits, device = frame.to_numpy(np.int64).T
+    order = np.lexsort((frame["rank"].to_numpy(), frame["repetition"].to_numpy()))
+    columns = ("repetition", "rank", "entry_ns", "exit_ns", "device_ns")
+    stamps = (frame[name].to_numpy(np.int64)[order] for name in columns)
+    repetition, rank, entry, exits, device = stamps
     spent = device if (device >= 0).all() else exits - entry
     starts = np.flatnonzero(np.diff(repetition, prepend=repetition[0] - 1))
     seconds = np.maximum.reduceat(spent, starts) * 1e-9

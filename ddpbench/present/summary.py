@@ -11,7 +11,7 @@ from ddpbench.analysis.lines import Line
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.sizes import readable
 from ddpbench.present import examinations, header
-from ddpbench.present.columns import digits, title_parts
+from ddpbench.present.columns import format_number, title_parts
 from ddpbench.present.document import ReportRun, Section, build_for_each
 from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.wording import counted, list_all
@@ -38,7 +38,7 @@ def build_section(runs: Sequence[ReportRun]) -> Section:
 
 def _list_missing(run: ReportRun) -> Iterator[Finding]:
     """Yield findings on a part of the run that is missing, and on damaged samples."""
-    for line in header.partial(run.run):
+    for line in header.explain_partial(run.run):
         yield Finding("warning", "missing", line)
     if run.damage:
         line = f"DAMAGED: {run.damage}. Repetitions and skew are missing."
@@ -115,7 +115,7 @@ def _compare_backends(lines: Sequence[Line]) -> Iterator[str]:
         text = f"{name} takes {_format_duration(first.seconds)}{size}"
         best = max(group, key=lambda line: line.busbw or 0.0)
         if best.busbw and best is not first:
-            rate = f"{digits(best.busbw / 1e9)} GB/s (busbw)"
+            rate = f"{format_number(best.busbw / 1e9)} GB/s (busbw)"
             text += f" and reaches {rate} at {readable(best.case.nbytes)}"
         yield f"{text}."
 

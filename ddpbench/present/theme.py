@@ -1,4 +1,4 @@
-"""Looks of charts: axes, and colours that colour-blind readers can tell apart (Okabe and Ito).
+"""Looks of charts: axes, and colours that colour-blind readers can distinguish (Okabe and Ito).
 
 A spec names no colour of its own, only a position in the category range, so that one spec serves
 light and dark pages; the page and the pictures add a config from CONFIGS.

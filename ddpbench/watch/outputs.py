@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ddpbench.present.steps.columns import ms
+from ddpbench.present.steps.columns import format_ms
 from ddpbench.records import store
 from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.terminal_text import tell
@@ -109,8 +109,8 @@ class Outputs:
         if latest is not None:
             step = latest.step_seconds
             columns = zip(COLUMNS, latest.seconds, strict=True)
-            parts = [f"{name} {ms(seconds, step)}" for name, seconds in columns]
-            line = f"step {latest.step}: {ms(step, step)} ms: {', '.join(parts)}"
+            parts = [f"{name} {format_ms(seconds, step)}" for name, seconds in columns]
+            line = f"step {latest.step}: {format_ms(step, step)} ms: {', '.join(parts)}"
         worst = [f"{finding.severity}: {finding.sentence}" for finding in run.findings[:1]]
         tell("; ".join([line, *worst]))
 

@@ -43,7 +43,7 @@ from ddpbench.present.writers import text
 from ddpbench.records import codec, store
 from ddpbench.records.schema import SCHEMA, Case, Limit, Result, Run, StepCase, Wrong
 from ddpbench.verdicts import comparison, verdict
-from ddpbench.verdicts.environments import Difference, compare_environments
+from ddpbench.verdicts.environments import compare_environments
 from ddpbench.verdicts.matching import Source
 
 Compare = Callable[..., Outcome]
@@ -475,25 +475,6 @@ def test_a_backend_that_one_side_alone_has_differs_in_nothing() -> None:
     assert compare_environments([gloo], [replace(gloo, launches=(*gloo.launches, mpi))]) == ()
 
 
-def test_all_values_of_a_pool_are_told() -> None:
-    """Ranks on several hosts, runs of several versions: each value once, sorted."""
-    base = a_run(*launch_results(1e-3))
-    other = with_facts(base, {"torch": "2.12.0"}, {"hostname": "b"})
-    assert compare_environments([base], [other, base]) == (
-        Difference("torch", ("2.13.0",), ("2.12.0", "2.13.0")),
-        Difference("hostname", ("node",), ("b", "node")),
-    )
-
-
-def test_differences_stand_in_the_text_formats(compared: Compare) -> None:
-    """A row each, in a table below the cases; Markdown folds it."""
-    base, new = base_and_new(1.0)
-    new = with_facts(new, {"torch": "2.14.0"}, {})
-    for form in ("table", "markdown"):
-        text = compared(base, new, "--format", form)[1]
-        assert re.search(r"torch[ |]+2\.13\.0[ |]+2\.14\.0", text)
-
-
 def test_what_weakens_a_verdict_is_noted(compared: Compare, frozen: Frozen) -> None:
     """A run that is not complete, a busy host, and a change between launches that were not taken
     by turns."""
@@ -637,17 +618,6 @@ def test_labels_tell_all_cases_of_a_run_apart() -> None:
     assert len({case.key for case in cases}) == len({name_case(c) for c in cases}) == 13
 
 
-def test_words_that_all_cases_share_are_said_once(frozen: Frozen) -> None:
-    """Above the table, not in each row; where they differ they stand in the rows."""
-    base, new = runs_of(
-        *([*launch_results(s), *launch_results(s, sized(8, dtype="int32"))] for s in (1, 2))
-    )
-    found = comparison.compare(Source("a", (base,)), Source("b", (new,)), comparison.Rule())
-    section = build_document(found).sections[0]
-    rows = [row[0] for chart in section.charts for row in chart.table.rows]
-    frozen.text("\n".join([*(line for line in section.lines if line.startswith("All")), *rows]))
-
-
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -683,16 +653,6 @@ def test_stored_data_that_cannot_be_read_end_with_3(
         assert (code, out) == (3, "")
         assert ONE_SENTENCE.fullmatch(err)
         assert f"pool{os.sep}bad" in err
-
-
-def test_a_run_in_which_all_was_skipped_has_nothing_to_compare(
-    compared: Compare, frozen: Frozen
-) -> None:
-    """One sentence, exit 3."""
-    skipped = a_run(replace(a_result(), summary=None, reason="no memory"))
-    code, out, err = compared(skipped, skipped)
-    assert (code, out) == (3, "")
-    frozen.text(err)
 
 
 # --- without torch --------------------------------------------------------------------------------

@@ -72,20 +72,6 @@ def test_a_case_has_a_line_per_run_the_oldest_first(call: Call) -> None:
     assert second == ["run-48", name, "gloo", "1000 µs", "±1.0%", "WRONG", "interrupted"]
 
 
-def test_each_matching_case_of_a_run_has_a_line(call: Call) -> None:
-    """Several backends and dtypes; further words choose among them."""
-    cases = [
-        a_case(backend=backend, dtype=dtype)
-        for backend in ("gloo", "mpi")
-        for dtype in ("float32", "bfloat16")
-    ]
-    put(1, a_run(*map(a_result, cases)))
-    for words, count in (("4K", 4), ("4K,mpi", 2), ("4K,mpi,bfloat16", 1)):
-        lines = rows(call("--case", words)[1])
-        kinds = {(line[2], line[1].split()[3]) for line in lines}
-        assert len(lines) == len(kinds) == count
-
-
 def test_a_step_is_a_case_too(call: Call) -> None:
     """In ms; FOLDER names other runs, and a run that cannot be read is reported."""
     put(1, a_run(a_result()))

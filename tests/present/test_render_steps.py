@@ -22,14 +22,9 @@ from text_tables import read_table
 from ddpbench.analysis import findings, step_lines
 from ddpbench.present import formats
 from ddpbench.present.formats import FORMATS
-from ddpbench.present.steps.columns import STEP_COLUMNS, ms
-from ddpbench.records import codec
+from ddpbench.present.steps.columns import STEP_COLUMNS, format_ms
 from ddpbench.records.load import Load
-from ddpbench.records.schema import Finding, Plan, Run, StepResult
-
-TITLE = (
-    "mlp  width=1024 depth=8  8.397 M parameters (33.59 MB)  batch 64 per rank  sgd  2 ranks  cpu"
-)
+from ddpbench.records.schema import Finding, Run, StepResult
 
 
 def two_backends(**other: Any) -> Run:
@@ -72,30 +67,6 @@ def test_the_title_names_what_is_not_default(frozen: Frozen) -> None:
         frozen.text("\n".join(line for line in text.splitlines() if line.startswith("mlp ")))
 
 
-def test_a_partial_run_counts_steps(frozen: Frozen) -> None:
-    """A partial run states for each backend how many of its workloads it has."""
-    run = two_backends(state="interrupted", state_reason="interrupted by a signal")
-    launches = tuple(replace(launch, cases=3) for launch in run.launches)
-    text = formats.show("table", replace(run, launches=launches))
-    frozen.text("\n".join(line for line in text.splitlines() if line.startswith("PARTIAL")))
-
-
-def test_no_line_of_the_tables_is_wider_than_a_terminal() -> None:
-    """No line has more than 120 columns, even with many buckets of long names and every legend."""
-    run = two_backends()
-    longer = replace(run.steps[0], summary=a_step_summary(buckets=40), epochs=some_epochs(60))
-    table = formats.show("table", replace(run, steps=(longer, run.steps[1]), findings=()))
-    assert max(map(len, table.splitlines())) <= 120
-
-
-def test_a_quiet_table_keeps_what_belongs_to_it() -> None:
-    """What could be gained stands below the budget; header, findings and legend are left out."""
-    quiet = formats.show("table", two_backends(), quiet=True)
-    assert "without communication and bucket copies, at most: " in quiet
-    assert quiet.startswith("mlp ")
-    assert "step ms: " not in quiet
-
-
 # --- phases ---------------------------------------------------------------------------------------
 
 
@@ -110,26 +81,7 @@ def test_milliseconds_have_the_places_of_the_step(
     seconds: float | None, like: float | None, text: str
 ) -> None:
     """A step has four digits, and its parts have as many decimal places."""
-    assert ms(seconds, like) == text
-
-
-# --- budget ---------------------------------------------------------------------------------------
-
-
-def test_the_budget_shows_parts_and_never_noise_as_a_number() -> None:
-    """What is resolved has its value; what is not stands in parentheses, and no rank is accused.
-    The faster backend says above how many times."""
-    text = formats.show("table", two_backends())
-    assert [bool(row["faster ×"]) for row in read_rows(text, TITLE)] == [False, True]
-    rows = read_rows(text, "breakdown")
-    waiting = [rows[line]["part of a step"] for line in (8, 17)]
-    assert ["rank 1" in part for part in waiting] == [True, False]
-    assert float(rows[2]["ms"]) == pytest.approx(19.5, abs=0.5)
-    for row in (rows[10], rows[17]):
-        low, high = re.findall(r"-?\d+\.\d\d", row["95 %"])
-        assert float(low) <= 0 < float(high)
-        assert re.fullmatch(r"\(-?\d\.\d\d\)", row["ms"])
-        assert re.fullmatch(r"\(-?0\.\d\)", row["% of step"])
+    assert format_ms(seconds, like) == text
 
 
 # --- buckets --------------------------------------------------------------------------------------
@@ -158,35 +110,6 @@ def test_too_few_rounds_have_a_note_instead_of_a_budget() -> None:
     assert "no breakdown on gloo: it needs six rounds" in text
 
 
-def replicas_block(text: str) -> str:
-    """Return what a text table says about replicas."""
-    return text.split("\n\nreplicas\n")[1].split("\n\n")[0]
-
-
-def test_equal_replicas_are_one_verdict_with_its_cost(frozen: Frozen) -> None:
-    """How many steps were verified, what was compared, what it cost, and that the ranks' data
-    differed."""
-    for text in (
-        formats.show("table", two_backends()),
-        show(a_step_result(), plan=Plan(verify=10)),
-        show(a_step_result(), a_step_result(launch=1)),
-        show(a_step_result(replicas=None)),
-    ):
-        frozen.text(replicas_block(text))
-
-
-def test_a_difference_is_shown_with_its_whole_report(frozen: Frozen) -> None:
-    """The step, until when they were equal, and the report, indented; the row says NO; of several
-    launches the bad one is shown."""
-    text = show(a_step_result(), a_step_result(launch=1, replicas=DIFFER))
-    frozen.text(replicas_block(text))
-    (row,) = read_rows(text, TITLE)
-    assert (row["equal"], row["flags"].split()[0]) == ("NO", "DIFFER")
-    infinite = show(a_step_result(replicas=replace(DIFFER, equal=True)))
-    frozen.text(replicas_block(infinite))
-    assert read_rows(infinite, TITLE)[0]["equal"] == "NaN"
-
-
 def test_of_many_tensors_that_differ_two_stand_above_the_tables(frozen: Frozen) -> None:
     """Above the tables stand the cause, two tensors and the number of the others."""
     tensors = [
@@ -209,28 +132,6 @@ def test_a_training_shows_the_load_of_a_rank(frozen: Frozen) -> None:
     for each in (epochs, [replace(epochs[0], load=on_gpu), *epochs[1:]], some_epochs(3)):
         text = show(a_step_result(epochs=tuple(each)))
         frozen.text("\n".join(line for line in text.splitlines() if line.startswith("load ")))
-
-
-@pytest.mark.parametrize("count", [18, 500])
-def test_of_a_long_training_some_epochs_are_shown(count: int) -> None:
-    """Spread evenly, up to the last."""
-    text = show(a_step_result(epochs=some_epochs(count)))
-    rows = read_rows(text, "training" if count == 18 else "training (18 of 500)")
-    numbers = [int(row["epoch"]) for row in rows]
-    assert numbers == sorted(set(numbers))
-    assert (len(numbers), numbers[-1]) == (18, count)
-
-
-# --- below the tables -----------------------------------------------------------------------------
-
-
-def test_a_run_without_steps_says_so(frozen: Frozen) -> None:
-    """A run without steps is shown as such in every format, without an error."""
-    run = a_step_run()
-    frozen.text(formats.show("table", run))
-    frozen.text(formats.show("markdown", run))
-    assert pd.read_csv(io.StringIO(formats.show("csv", run))).shape == (0, len(STEP_COLUMNS))
-    assert codec.decode(Run, json.loads(formats.show("json", run))) == run
 
 
 # --- for machines ---------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import resource
-import struct
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -114,13 +113,6 @@ def read_line(path: Path, color: str) -> Any:
     points = np.array(max(lines, key=len), dtype=float)
     assert len(points) == 13  # sizes
     return (points - points.min(axis=0)) / np.ptp(points, axis=0)
-
-
-def test_a_png_has_twice_the_pixels(folder: Path) -> None:
-    """A PNG is 1440 pixels wide, so that it is sharp on a screen of high density."""
-    content = (folder / "png" / f"{CHARTS[0]}.png").read_bytes()
-    assert content.startswith(b"\x89PNG")
-    assert struct.unpack(">I", content[16:20]) == (1440,)
 
 
 def test_markdown_links_its_pictures(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from drawn import values
 from frozen import Frozen
 from stored_steps import a_step_result, a_step_run, some_replicas
@@ -43,17 +42,3 @@ def test_a_fault_is_drawn_since_when(frozen: Frozen) -> None:
     last = values(chart)[-1]
     assert last["tensors"] == "parameter 0.weight, optimizer 0.momentum"
     assert last["ranks"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("found", "state"),
-    [
-        (some_replicas(equal=True, ok=False, first_bad=1, equal_until=None), "NOT FINITE"),
-        (some_replicas(equal=False, ok=False, first_bad=1, equal_until=None), "NOT EQUAL"),
-    ],
-)
-def test_a_fault_in_the_first_step_leaves_no_equal_steps(found: Replicas, state: str) -> None:
-    """Replicas that hold NaN are equal, and wrong all the same."""
-    chart = the_chart(found)
-    assert [bar[1:] for bar in bars(chart)] == [(state, 0, 136)]
-    assert state in chart.table.rows[0][1]

@@ -65,6 +65,8 @@ def test_a_format_is_added_by_one_entry(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_machines_read_the_values() -> None:
-    """CSV has them unrounded, an unknown one empty; JSON is what the builder gives."""
+    """CSV has them unrounded, counts whole, an unknown one empty; JSON is the builder's data."""
+    counts = make_table("", ("n",), [(1,), (None,)])
+    assert WRITERS["csv"](Document("", (), counts)) == 'n\n1\n""\n'
     assert WRITERS["csv"](DOCUMENT) == "disk,MB/s\na|<b>\\x1b[31m\\n,512.0\nb,\n"
     assert json.loads(WRITERS["json"](DOCUMENT)) == {"speed": 512.0}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -17,14 +16,12 @@ from command_lines import (
     ONE_SENTENCE,
     QUICK,
     ROOT,
-    clean_environment,
     ddpbench_command,
     read_stored_run,
     run_command,
 )
 from frozen import Frozen
 from in_process import call_in_process
-from patience import PATIENCE_SECONDS
 from warm_python import warm_python
 
 from ddpbench import cli
@@ -124,26 +121,6 @@ def test_a_terminal_without_unicode_gets_ascii(
     assert show_in("latin-1", folder, monkeypatch) == latin
     done = run_command(ddpbench_command("show", str(folder)), tmp_path, **IN_C)
     assert (done.stdout, done.stderr) == (replaced, "")
-
-
-@pytest.mark.nightly
-@pytest.mark.thorough
-def test_measuring_on_an_ascii_terminal_in_a_folder_that_is_not_utf_8(tmp_path: Path) -> None:
-    """Ranks too print ASCII; files are UTF-8 as ever; the run in such a folder is shown again."""
-    words = ["--backend", "gloo", "--op", "all_reduce", "--sizes", "4", *QUICK]
-    folder = os.fsencode(tmp_path) + b"/r\xff\xc3\xa4"
-    done = subprocess.run(
-        [*ddpbench_command("collectives", *words), "--output", folder], cwd=tmp_path, check=False,
-        env=clean_environment(**IN_C), capture_output=True, timeout=PATIENCE_SECONDS,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert b"time us" in done.stdout
-    assert done.stdout.isascii()
-    assert done.stderr.isascii()
-    assert "time µs" in (Path(os.fsdecode(folder)) / "table.txt").read_text(encoding="utf-8")
-    shown = call_in_process(["show", os.fsdecode(folder)])
-    assert shown.code == 0, shown.err
-    assert r"r\udcff" in shown.out
 
 
 def bash(script: str, cwd: Path) -> subprocess.CompletedProcess[str]:

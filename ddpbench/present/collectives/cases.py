@@ -14,8 +14,8 @@ from ddpbench.analysis.stats import PERCENTILES, Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines
-from ddpbench.present.columns import digits, scaled, title_parts
-from ddpbench.present.document import NO_VALUES, Chart, ReportRun, Section, make_table, titles
+from ddpbench.present.columns import format_number, scale_known, title_parts
+from ddpbench.present.document import NO_VALUES, Chart, ReportRun, Section, make_table, make_titles
 from ddpbench.records.schema import Result, Run
 from ddpbench.records.table import Table
 
@@ -74,7 +74,7 @@ def build_sections(run: ReportRun) -> Iterator[Section]:
 
 def _list_cases(run: ReportRun) -> list[Shown]:
     """Return the cases that have samples, in the order of the tables."""
-    short = titles(title_parts(line.case) for line in run.lines)
+    short = make_titles(title_parts(line.case) for line in run.lines)
     known: dict[str, Shown] = {}
     for line in run.lines:
         case = line.case
@@ -109,7 +109,7 @@ def _draw_order(case: Shown) -> Lines:
             near = sorted(times[at : at + size].tolist())
             middle = statistics.median(near)
             x = begin + at + len(near) // 2
-            texts = {"launch": launch, "median": f"{digits(middle * 1e6)} µs"}
+            texts = {"launch": launch, "median": f"{format_number(middle * 1e6)} µs"}
             points.append({**texts, "_x": x, "_low": near[0], "_y": middle, "_high": near[-1]})
         begin += len(times)
     x_axis = Axis("repetitions in order; above: their launch", theme.NUMBER_LABELS)
@@ -144,7 +144,7 @@ def _tabulate(case: Shown) -> Table:
             float(np.percentile(times, percent)) * 1e6 if name != "p99" or enough else None
             for name, percent in QUANTILES.items()
         ]
-        first = scaled(result.cold_seconds, 1e6) if result else None
+        first = scale_known(result.cold_seconds, 1e6) if result else None
         rows.append((launch, len(times), *quantiles, first))
     headings = ("launch", "repetitions", *(f"{name} µs" for name in QUANTILES), "first µs")
     return make_table(case.label, headings, rows)

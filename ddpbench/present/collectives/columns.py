@@ -16,9 +16,9 @@ from ddpbench.present.columns import (
     Value,
     build_interval_and_faster,
     by_name,
-    digits,
     flags_column,
-    scaled,
+    format_number,
+    scale_known,
     text_column,
 )
 from ddpbench.records.schema import LAUNCH_HIDDEN
@@ -42,12 +42,12 @@ def _limit_rate(line: Line) -> float | None:
 
 def _modes(line: Line) -> str | None:
     """Format both modes with their shares, "402.1:68% 4100:32%"; None unless there are two."""
-    return " ".join(f"{digits(m.seconds * 1e6)}:{m.share:.0%}" for m in line.modes) or None
+    return " ".join(f"{format_number(m.seconds * 1e6)}:{m.share:.0%}" for m in line.modes) or None
 
 
 def _microseconds(seconds: Iterable[float]) -> str | None:
     """Format times of launches, in µs: "4.9 5.2"."""
-    return " ".join(digits(value * 1e6) for value in seconds) or None
+    return " ".join(format_number(value * 1e6) for value in seconds) or None
 
 
 def _faults(line: Line) -> float | None:
@@ -70,7 +70,7 @@ def _case(name: str, meaning: str, field: str = "") -> Column[Line]:
 
 def _time(name: str, seconds: Number, meaning: str, **more: Any) -> Column[Line]:
     """Build a column of a time. more: of Column."""
-    return _extra(name, lambda line: scaled(seconds(line), 1e6), meaning, unit="µs", **more)
+    return _extra(name, lambda line: scale_known(seconds(line), 1e6), meaning, unit="µs", **more)
 
 
 def _statistic(
@@ -156,7 +156,6 @@ COLUMNS: dict[str, Column[Line]] = by_name(
         lambda line: line.skew,
         "from the first rank's entry to the last rank's, median; unknown if the hosts' clocks may "
         "differ by more than 5 % of the time",
-        applies=lambda line: not _hides_launch(line),
     ),
     _time(
         "launch",

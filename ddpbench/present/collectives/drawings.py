@@ -12,7 +12,7 @@ from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars, Drawing, Lines, Matrix
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import title_parts
-from ddpbench.present.document import NO_VALUES, Chart, ReportRun, titles
+from ddpbench.present.document import NO_VALUES, Chart, ReportRun, make_titles
 
 TOOLTIPS = {
     "seconds": ("size", "backend", "time", "interval", "faster", "p99", "skew", "launch", "check"),
@@ -32,7 +32,7 @@ AXES = {
 def draw_fastest(run: ReportRun) -> Iterator[Chart]:
     """Yield the matrix of operations and sizes, if any backend is clearly the fastest."""
     known = [line for line in run.lines if line.seconds and line.case.nbytes]
-    names = titles(title_parts(line.case) for line in known)
+    names = make_titles(title_parts(line.case) for line in known)
     cells = [
         {
             "operation": names[title_parts(line.case)],

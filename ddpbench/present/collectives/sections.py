@@ -17,8 +17,8 @@ from ddpbench.present.collectives.drawings import Point, draw_fastest, draw_size
 from ddpbench.present.columns import (
     Column,
     choose_columns,
-    digits,
     explain,
+    format_number,
     title_parts,
 )
 from ddpbench.present.document import (
@@ -27,13 +27,12 @@ from ddpbench.present.document import (
     Kind,
     ReportRun,
     Section,
+    make_titles,
     plain_name,
     show_rows,
-    titles,
 )
 from ddpbench.records.table import Table, TableColumn
 
-ALSO = ("p99", "skew")  # columns of a page
 BANDWIDTH = (
     "busbw = size / time × bus factor of nccl-tests, in GB/s (10⁹ bytes). Dotted, or an upright "
     "mark: the limit of the links, if it is known; its source is below the tables."
@@ -49,8 +48,8 @@ def build_sections(
 ) -> Iterator[Section]:
     """Yield the tables of all operations with their legend, and why cases were skipped.
 
-    wanted: columns. drawn: with charts, and with the columns of a page. fitted: whether the fits of
-    an ended run are below its tables.
+    wanted: columns. drawn: with charts. fitted: whether the fits of an ended run are below its
+    tables.
     """
     points = [(run, line) for run in runs for line in run.lines]
     groups: dict[Kind, list[Point]] = {}
@@ -58,8 +57,9 @@ def build_sections(
         if line.seconds is not None:
             groups.setdefault(title_parts(line.case), []).append((run, line))
     shown = [line for group in groups.values() for _, line in group]
-    columns = choose_columns(wanted, COLUMNS, shown, ALSO if drawn else ())
-    names, rows, fits = titles(groups), [], list[Fit]()
+    columns = choose_columns(wanted, COLUMNS, shown)
+    names, fits = make_titles(groups), list[Fit]()
+    rows: list[tuple[Chart, ...]] = []
     if drawn:
         rows += [(chart,) for run in runs for chart in draw_fastest(run)]
     for kind, group in groups.items():
@@ -138,7 +138,9 @@ def _format_fit(one: Fit) -> str:
 
 def _format_estimate(estimate: Estimate, scale: float, unit: str) -> str:
     """Format a figure and its interval: "4.900 µs (4.700 to 5.200)"."""
-    value, low, high = (digits(v * scale) for v in (estimate.value, estimate.low, estimate.high))
+    value, low, high = (
+        format_number(v * scale) for v in (estimate.value, estimate.low, estimate.high)
+    )
     return f"{value}{unit} ({low} to {high})"
 
 
@@ -191,7 +193,7 @@ def _limits(shown: Sequence[Line]) -> Iterator[str]:
                 operations.setdefault(key, {})[line.case.called] = None
     for key, values in rates.items():
         backend, source, _ = key
-        low, high = digits(min(values)), digits(max(values))
+        low, high = format_number(min(values)), format_number(max(values))
         span = low if low == high else f"{low} … {high} (by size)"
         names = ", ".join(operations[key])
         yield f"limit on {backend} of {names}: busbw as a share of {span} GB/s, {source}"

@@ -10,7 +10,7 @@ import numpy as np
 
 from ddpbench.present.charts.kinds import draw_heat
 from ddpbench.present.columns import title_parts
-from ddpbench.present.document import Chart, ReportRun, Section, draw_chart, titles
+from ddpbench.present.document import Chart, ReportRun, Section, draw_chart, make_titles
 from ddpbench.present.repetitions import Repetitions
 
 MOST_RANKS = 64  # rows of a heat map that can be read
@@ -59,7 +59,7 @@ def _measure(run: ReportRun, backend: str) -> tuple[Shares, Shares]:
         if len(part.ranks) > 1 and np.isfinite(part.stay).all():
             parts.setdefault(part.case, []).append(part)
     known = [line for line in run.lines if line.case.backend == backend and line.case.key in parts]
-    names = titles(title_parts(line.case) for line in known)
+    names = make_titles(title_parts(line.case) for line in known)
     late, stay = Shares(), Shares()
     for line in known:
         name = names[title_parts(line.case)]

@@ -13,7 +13,7 @@ from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.document import Chart, tabulate_rows
-from ddpbench.present.steps.columns import bounded, percent, uncertain
+from ddpbench.present.steps.columns import format_part, format_percent, mark_noise
 from ddpbench.records.schema import Figure, Part
 
 STEP, LATE = "= step", "waiting for a rank"
@@ -56,13 +56,13 @@ def is_known(part: Part) -> bool:
 
 
 def _row(line: StepLine, part: Part) -> dict[str, Any]:
-    value, interval = bounded(part, line.seconds)
+    value, interval = format_part(part, line.seconds)
     return {
         "backend": line.case.backend,
         "part of a step": part.name,
         "ms": value,
         "95 %": interval,
-        "% of step": uncertain(part, percent(part.share)),
+        "% of step": mark_noise(part, format_percent(part.share)),
         "from": part.source,
     }
 
@@ -107,7 +107,7 @@ def _bars(line: StepLine) -> Iterator[dict[str, Any]]:
 
 def _bar(line: StepLine, part: Part, place: float, way: int) -> dict[str, Any]:
     """Return a bar that begins at a place, or ends there if `way` is -1."""
-    text = uncertain(part, f"{percent(part.share)} %")
+    text = mark_noise(part, f"{format_percent(part.share)} %")
     if part.rank is not None and part.resolved:
         text += f": rank {part.rank}"
     bounds, ends = part.figure.interval, sorted((place, place + way * part.figure.value))

@@ -18,7 +18,7 @@ from ddpbench.present.columns import (
     build_interval_and_faster,
     by_name,
     flags_column,
-    scaled,
+    scale_known,
     text_column,
 )
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Values = Callable[["StepLine"], Any]
 
 
-def ms(seconds: float | None, step: float | None) -> str:
+def format_ms(seconds: float | None, step: float | None) -> str:
     """Format milliseconds with as many places as give a step of `step` seconds four digits."""
     if seconds is None:
         return "-"
@@ -37,22 +37,26 @@ def ms(seconds: float | None, step: float | None) -> str:
     return f"{seconds * 1e3:.{min(max(places, 0), 4)}f}"
 
 
-def percent(share: float | None) -> str:
+def format_percent(share: float | None) -> str:
     """Format a share in % with one place."""
     return "-" if share is None else f"{share * 100:.1f}"
 
 
-def bounded(part: Part, step: float | None) -> tuple[str, str]:
+def format_part(part: Part, step: float | None) -> tuple[str, str]:
     """Format the value of a part and its interval."""
-    return uncertain(part, ms(part.figure.value, step)), span(part.figure.interval, step)
+    return mark_noise(part, format_ms(part.figure.value, step)), format_interval(
+        part.figure.interval, step
+    )
 
 
-def span(interval: Interval | None, step: float | None) -> str:
+def format_interval(interval: Interval | None, step: float | None) -> str:
     """Format an interval in milliseconds, with the places of the step."""
-    return f"[{ms(interval.low, step)} … {ms(interval.high, step)}]" if interval else "-"
+    return (
+        f"[{format_ms(interval.low, step)} … {format_ms(interval.high, step)}]" if interval else "-"
+    )
 
 
-def uncertain(part: Part, text: str) -> str:
+def mark_noise(part: Part, text: str) -> str:
     """Put the text in parentheses if the part may be 0: its value is noise."""
     interval = part.figure.interval
     exact = interval is not None and interval.low == interval.high
@@ -68,8 +72,8 @@ def _ms(name: str, seconds: Values, meaning: str, *, default: bool = False) -> C
     """Build a column of a time in ms, with the places of the step."""
     return Column(
         name,
-        lambda line: scaled(seconds(line), 1e3),
-        lambda line: ms(seconds(line), line.seconds),
+        lambda line: scale_known(seconds(line), 1e3),
+        lambda line: format_ms(seconds(line), line.seconds),
         unit="ms",
         meaning=meaning,
         default=default,
@@ -107,7 +111,7 @@ def _part(name: str, part_name: str) -> Iterator[Column[StepLine]]:
 
     def text(line: StepLine) -> str:
         part = line.part(part_name)
-        return bounded(part, line.seconds)[0] if part else "-"
+        return format_part(part, line.seconds)[0] if part else "-"
 
     figure = _read("figure", lambda line: line.part(part_name))
     yield replace(_ms(name, _read("value", figure), f"{part_name}, per step"), text=text)

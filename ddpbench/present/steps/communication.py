@@ -12,7 +12,7 @@ from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.present.steps.breakdown import is_known
-from ddpbench.present.steps.columns import bounded, ms, percent
+from ddpbench.present.steps.columns import format_ms, format_part, format_percent
 from ddpbench.records.schema import Bucket, Collective
 
 BUCKETS = 12  # rows of a text
@@ -43,9 +43,9 @@ def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
         "MB": f"{bucket.nbytes / 1e6:.2f}",
         "n": str(bucket.parameters),
         "parameters": first if bucket.parameters == 1 else f"{first} … {last}",
-        "ready after ms": ms(bucket.handed_seconds, line.seconds),
-        "wire ms": ms(bucket.wire.value, line.seconds),
-        "wait ms": ms(bucket.wait.value, line.seconds),
+        "ready after ms": format_ms(bucket.handed_seconds, line.seconds),
+        "wire ms": format_ms(bucket.wire.value, line.seconds),
+        "wait ms": format_ms(bucket.wait.value, line.seconds),
         "late rank": "-" if bucket.late_rank is None else str(bucket.late_rank),
     }
 
@@ -57,7 +57,7 @@ def _state_timing_cost(group: Sequence[StepLine], what: str) -> tuple[str, ...]:
         summary = line.summary
         part = summary.observer if summary and (summary.buckets or summary.collectives) else None
         if part is not None and is_known(part):
-            value, interval = bounded(part, line.seconds)
+            value, interval = format_part(part, line.seconds)
             costs.append(f"{value} ms {interval} on {line.case.backend}")
     return (f"timing the {what} lengthens a step by {', '.join(costs)}",) if costs else ()
 
@@ -107,10 +107,10 @@ def _format_layers(line: StepLine, same: Sequence[Collective]) -> dict[str, str]
         "phase": same[0].phase,
         "operation": same[0].operation,
         "MB": f"{sum(each.nbytes for each in same) / 1e6:.2f}",
-        "exposed ms": ms(exposed, line.seconds),
-        "hidden ms": ms(hidden, line.seconds),
-        "hidden %": percent(hidden / whole if whole else None),
-        "wait ms": ms(sum(each.wait.value for each in same), line.seconds),
+        "exposed ms": format_ms(exposed, line.seconds),
+        "hidden ms": format_ms(hidden, line.seconds),
+        "hidden %": format_percent(hidden / whole if whole else None),
+        "wait ms": format_ms(sum(each.wait.value for each in same), line.seconds),
         "late rank": " ".join(map(str, late)) or "-",
     }
 
@@ -124,7 +124,7 @@ def _draw_layers(line: StepLine, same: Sequence[Collective]) -> Iterator[dict[st
             "operation": same[0].operation,
             "part": part,
             "backend": line.case.backend,
-            "ms": ms(seconds, line.seconds),
+            "ms": format_ms(seconds, line.seconds),
             "_end": seconds,
             "_pale": part == "hidden",
         }

@@ -8,9 +8,9 @@ from typing import Any
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Spans
-from ddpbench.present.columns import digits
+from ddpbench.present.columns import format_number
 from ddpbench.present.document import Chart, make_table
-from ddpbench.present.steps.columns import ms, percent
+from ddpbench.present.steps.columns import format_ms, format_percent
 from ddpbench.records.schema import Replicas
 from ddpbench.records.wording import counted
 
@@ -117,8 +117,8 @@ def _list_details(line: StepLine) -> Iterator[str]:
     """Yield the cost of a verification, and the losses of the ranks."""
     replicas = line.replicas
     if replicas is not None and replicas.cost is not None:
-        share = "" if replicas.share is None else f" = {percent(replicas.share)} % of a step"
-        yield f"one verification takes {ms(replicas.cost.value, line.seconds)} ms{share}"
+        share = "" if replicas.share is None else f" = {format_percent(replicas.share)} % of a step"
+        yield f"one verification takes {format_ms(replicas.cost.value, line.seconds)} ms{share}"
     if losses := next((r.losses for r in line.results if r.losses), ()):
-        shown = "  ".join(digits(loss) for loss in losses[:LOSSES])
+        shown = "  ".join(format_number(loss) for loss in losses[:LOSSES])
         yield f"loss of each rank's last batch: {shown}{' …' if len(losses) > LOSSES else ''}"

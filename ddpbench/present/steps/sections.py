@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.parallel import WAYS
-from ddpbench.present.columns import choose_columns, digits, explain, format_ranks
+from ddpbench.present.columns import choose_columns, explain, format_number, format_ranks
 from ddpbench.present.document import Chart, ReportRun, Section, plain_name, show_rows
 from ddpbench.present.header import of_watch
 from ddpbench.present.steps.breakdown import build_breakdown
@@ -24,7 +24,7 @@ SHARDED = {
     "switched; with timed collectives",
     steps.EXPOSED: "step = compute and copies + exposed communication; (x): noise, not clearly "
     "above 0",
-    steps.OVERHEAD: "communication overhead: exposed communication less that of each operation: "
+    steps.OVERHEAD: "communication overhead: exposed communication minus all exposed operations: "
     "ranks out of step, waking threads, bookkeeping",
     "from": "from arms: the difference of two variants of the step; from spans: how long the "
     "compute waits for a collective, in the rank that waits least",
@@ -102,7 +102,10 @@ def _draw_timelines(name: str, run: ReportRun, group: Sequence[StepLine]) -> Ite
 
 def _describe_case(case: StepCase) -> str:
     """Return the properties that all rows of a workload's tables share."""
-    millions, nbytes = digits(case.parameters / 1e6), digits(case.parameter_nbytes / 1e6)
+    millions, nbytes = (
+        format_number(case.parameters / 1e6),
+        format_number(case.parameter_nbytes / 1e6),
+    )
     times = f" × {case.accumulate}" if case.accumulate > 1 else ""
     model = f"{millions} M parameters ({nbytes} MB)  batch {case.batch} per rank{times}"
     parts = [

@@ -12,7 +12,7 @@ from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Spans
 from ddpbench.present.document import Chart, ReportRun, draw_chart
-from ddpbench.present.steps.columns import ms
+from ddpbench.present.steps.columns import format_ms
 from ddpbench.records.schema import Bucket, StepSummary
 
 MOST_LANES = 8  # ranks
@@ -132,7 +132,9 @@ def _draw(
         for span in lane.list_spans(infos, line.case.accumulate):
             begin, end = span["_begin"], span["_end"]
             times = {"begin ms": begin, "end ms": end, "ms": end - begin}
-            texts = {heading: ms(seconds, line.seconds) for heading, seconds in times.items()}
+            texts = {
+                heading: format_ms(seconds, line.seconds) for heading, seconds in times.items()
+            }
             row = {"_pale": False, "_above": 0, "of": name, **span, **texts, "_lane": label}
             rows += [row] if end > begin else []
     return Spans(

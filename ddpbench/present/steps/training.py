@@ -10,10 +10,10 @@ from typing import Any
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines
-from ddpbench.present.columns import digits
+from ddpbench.present.columns import format_number
 from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.present.load import draw_loads
-from ddpbench.present.steps.columns import percent
+from ddpbench.present.steps.columns import format_percent
 from ddpbench.records.schema import Epoch
 
 EPOCHS = 18  # rows of a text
@@ -45,9 +45,9 @@ def build_training(name: str, group: Sequence[StepLine], *, loads: bool) -> Iter
             "backend": line.case.backend,
             "launch": launch if several else None,
             "epoch": epoch.number,
-            "train loss": digits(epoch.train_loss),
-            "validation loss": digits(epoch.validation_loss),
-            "seconds": digits(epoch.seconds),
+            "train loss": format_number(epoch.train_loss),
+            "validation loss": format_number(epoch.validation_loss),
+            "seconds": format_number(epoch.seconds),
             "replicas": VERDICTS[epoch.replicas_equal],
         }
         for line, launch, epoch in trained
@@ -83,9 +83,9 @@ def _summarise_load(line: StepLine) -> Iterator[str]:
         return
     cores = statistics.median(load.cpu_cores for load in loads)
     nbytes = max(load.memory_nbytes for load in loads)
-    texts = [f"{digits(cores)} cores", f"{nbytes / 1e6:.0f} MB of memory"]
+    texts = [f"{format_number(cores)} cores", f"{nbytes / 1e6:.0f} MB of memory"]
     if shares := [load.gpu_share for load in loads if load.gpu_share is not None]:
-        texts.append(f"GPU busy for {percent(statistics.median(shares))} %")
+        texts.append(f"GPU busy for {format_percent(statistics.median(shares))} %")
     if held := [load.gpu_memory_nbytes for load in loads if load.gpu_memory_nbytes is not None]:
         texts.append(f"{max(held) / 1e6:.0f} MB of GPU memory")
     yield f"load of a rank on {line.case.backend}: {', '.join(texts)}"
@@ -102,5 +102,5 @@ def _list_points(epoch: Epoch) -> Iterator[dict[str, Any]]:
 
 
 def _make_point(x: float, kind: str, loss: float | None, verdict: str) -> dict[str, Any]:
-    known = {"loss of": kind, "loss": digits(loss), "replicas": verdict}
+    known = {"loss of": kind, "loss": format_number(loss), "replicas": verdict}
     return {**known, "_x": x, "_y": loss, "_marked": ""}

@@ -11,14 +11,14 @@ import numpy as np
 
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines, Rows
-from ddpbench.present.columns import digits
+from ddpbench.present.columns import format_number
 from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.present.load import draw_loads
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import COLUMNS, LOSS, Watched
 
 LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
-RARE, CUT = 0.98, 3.0  # values beyond this quantile are cut if they exceed it so many times
+RARE, CUT = 0.98, 3.0  # values beyond this quantile are cut if they exceed it by this factor
 LABEL_ROW, LABEL_ROWS = 14, 8  # pixels of a label; labels one below the other
 CUT_NOTE = " Rare larger values are cut off; the table has them."
 
@@ -132,7 +132,7 @@ def format_clock(stamp: float) -> str:
 
 def format_milliseconds(seconds: float) -> str:
     """Format seconds as "12.34 ms"."""
-    return f"{digits(seconds * 1e3)} ms"
+    return f"{format_number(seconds * 1e3)} ms"
 
 
 def find_late_ranks(run: Run) -> dict[int, str]:
@@ -162,7 +162,7 @@ def _draw_parts(timeline: Timeline, watched: Watched) -> Chart:
 
 
 def _draw_lateness(timeline: Timeline, run: Run, watched: Watched) -> Iterator[Chart]:
-    """Yield the own time of the latest ranks beyond that of the others, named ranks first."""
+    """Yield the extra own time of the latest ranks; ranks in findings come first."""
     count, named = len(watched.moments), find_late_ranks(run)
     ranks = [rank for rank in watched.ranks if len(rank.late_seconds) == count]
     ranks.sort(key=lambda rank: (rank.rank not in named, rank.rank))
@@ -173,8 +173,8 @@ def _draw_lateness(timeline: Timeline, run: Run, watched: Watched) -> Iterator[C
     top = _find_top(known)
     y = Axis("late by", theme.TIME_LABELS, zero=True, domain=(-top, top) if top else None)
     caption = (
-        "A rank's own time beyond that of the other ranks, mean over the steps of each point: "
-        f"above 0, the others wait for it.{CUT_NOTE if top else ''}"
+        "A rank's own time minus the own time of the other ranks, mean over the steps of each "
+        f"point: above 0, the others wait for it.{CUT_NOTE if top else ''}"
     )
     words = "watch-lateness", "Lateness of the latest ranks", caption
     yield timeline.draw(words, late, y, format_milliseconds)
@@ -194,8 +194,10 @@ def _draw_values(timeline: Timeline, watched: Watched) -> Iterator[Chart]:
             "the script records; medians over ranks."
         )
         words = "watch-loss", "Loss", caption
-        yield timeline.draw(words, losses, Axis("loss", theme.NUMBER_LABELS), digits)
+        yield timeline.draw(words, losses, Axis("loss", theme.NUMBER_LABELS), format_number)
     for number, name in enumerate((name for name in known if name not in losses), 1):
         caption = "Recorded by the script; median over the ranks that recorded it."
         words = f"watch-value-{number}", name, caption
-        yield timeline.draw(words, {name: known[name]}, Axis(name, theme.NUMBER_LABELS), digits)
+        yield timeline.draw(
+            words, {name: known[name]}, Axis(name, theme.NUMBER_LABELS), format_number
+        )

@@ -8,10 +8,10 @@ from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars, Matrix, Rows, draw_pairs
-from ddpbench.present.columns import digits, format_half_width, format_ranks, scaled
+from ddpbench.present.columns import format_half_width, format_number, format_ranks, scale_known
 from ddpbench.present.document import Chart, ReportRun, Section, make_table, tabulate_rows
 from ddpbench.present.header import of_watch
-from ddpbench.present.steps.columns import ms, percent
+from ddpbench.present.steps.columns import format_ms, format_percent
 from ddpbench.present.watch import over_time
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table
@@ -28,7 +28,7 @@ LEGEND = (
 )
 WAIT = (
     "wait ms: how long the earliest rank waited for the latest; wire ms: the transfer alone, - if "
-    "unknown; last rank: the rank that most often arrives last, - if none stands out"
+    "unknown; last rank: the rank that most often arrives last, - if no rank is clearly last"
 )
 
 
@@ -75,18 +75,20 @@ def _list_parts(line: StepLine, run: Run) -> Table:
     cells = [
         [
             phase.name,
-            ms(phase.seconds, step),
-            percent(phase.seconds / step),
-            ms(phase.slowest_seconds, step),
+            format_ms(phase.seconds, step),
+            format_percent(phase.seconds / step),
+            format_ms(phase.slowest_seconds, step),
             f"{phase.slowest_rank} ({phase.slowest_share * 100:.0f} %)",
-            ms(phase.fastest_seconds, step),
+            format_ms(phase.fastest_seconds, step),
         ]
         for phase in watched.phases
     ]
-    cells.append(["= step", ms(step, step), "100.0", "", "", ""])
+    cells.append(["= step", format_ms(step, step), "100.0", "", "", ""])
     mean = watched.balance.mean_seconds if watched.balance else step
     if watched.balance:
-        cells.append(["= mean step", ms(mean, step), percent(mean / step), "", "", ""])
+        cells.append(
+            ["= mean step", format_ms(mean, step), format_percent(mean / step), "", "", ""]
+        )
     headings = ["part of a step", "ms", "% of step", "slowest ms", "slowest rank", "fastest ms"]
     text = (
         f"{watched.steps} of {watched.last_step + 1} steps; 95 % interval of a step "
@@ -95,9 +97,9 @@ def _list_parts(line: StepLine, run: Run) -> Table:
     # If a rank is missing, the others may wait for it.
     if all(finding.code != "missing-ranks" for finding in run.findings):
         gain = mean / max(mean - watched.exposed_seconds, 1e-9)
+        exposed = format_ms(watched.exposed_seconds, step)
         text += (
-            f"; exposed communication {ms(watched.exposed_seconds, step)} ms per step: without it "
-            f"at most ×{gain:.2f} faster"
+            f"; exposed communication {exposed} ms per step: without it at most ×{gain:.2f} faster"
         )
     return make_table(title, headings, cells, headings[:1], (text,))
 
@@ -118,7 +120,7 @@ def _draw_balance(watched: Watched) -> Iterator[Chart]:
         return
     rows = []
     for name, seconds in {**balance.parts(), "= wall time": balance.wall_seconds}.items():
-        share = percent(seconds / balance.wall_seconds)
+        share = format_percent(seconds / balance.wall_seconds)
         cells = {"time": name, "s": f"{seconds:.3f}", "% of time": share}
         rows.append({**cells, "_row": name, "_end": seconds, "_text": f"{share} %"})
     caption = (
@@ -141,7 +143,7 @@ def _draw_pauses(watched: Watched) -> Iterator[Chart]:
             "every": str(pause.every or "-"),
             "ms": f"{pause.seconds * 1e3:.1f}",
             "longest ms": f"{pause.longest_seconds * 1e3:.1f}",
-            "ms per step": ms(pause.mean_seconds, watched.step_seconds),
+            "ms per step": format_ms(pause.mean_seconds, watched.step_seconds),
         }
         text = f"{pause.count} of {pause.seconds * 1e3:.3g} ms"
         name = f"{rank}: {pause.line or pause.phase}"
@@ -160,10 +162,10 @@ def _draw_ranks(run: Run, watched: Watched) -> Iterator[Chart]:
     if len(ranks) < 2:
         return
     step, count = watched.step_seconds, sum(watched.hosts.values())
-    cells = [
-        [str(rank.rank), rank.host, ms(sum(rank.seconds[:-1]), step), *_ms(rank.seconds, step)]
-        for rank in ranks
-    ]
+    cells = []
+    for rank in ranks:
+        own = format_ms(sum(rank.seconds[:-1]), step)
+        cells.append([str(rank.rank), rank.host, own, *_ms(rank.seconds, step)])
     known = f", {len(ranks)} of {count}" if len(ranks) < count else ""
     headings = ["rank", "host", "own ms", *COLUMNS]
     table = make_table(f"ranks, the most own time first{known}", headings, cells, ("host",))
@@ -190,7 +192,7 @@ def _draw_collectives(watched: Watched) -> Iterator[Chart]:
     rows = []
     for row in watched.collectives:
         last = "-" if row.last_rank is None else f"{row.last_rank} ({row.last_share * 100:.0f} %)"
-        size, calls = digits(row.nbytes / 1e3), row.calls if watched.steps else 1
+        size, calls = format_number(row.nbytes / 1e3), row.calls if watched.steps else 1
         group = row.group if len(row.group) <= GROUP else f"{row.group[: GROUP - 1]}…"
         cells = {
             "group": group,
@@ -198,8 +200,8 @@ def _draw_collectives(watched: Watched) -> Iterator[Chart]:
             "operation": row.operation,
             "kB": size,
             **({"per step": f"{calls:.1f}"} if watched.steps else {"calls": f"{row.calls:.0f}"}),
-            "wait ms": ms(row.wait_seconds, watched.step_seconds),
-            "wire ms": ms(row.wire_seconds, watched.step_seconds),
+            "wait ms": format_ms(row.wait_seconds, watched.step_seconds),
+            "wire ms": format_ms(row.wire_seconds, watched.step_seconds),
             "last rank": last,
             "_row": f"{row.operation} {size} kB, {group}",
             "_end": row.wait_seconds * calls,
@@ -220,9 +222,9 @@ def _draw_links(run: Run, watched: Watched) -> Iterator[Chart]:
         {
             "link": f"{link.host} → {link.peer}",
             "interface": link.interface,
-            "MB": digits(link.nbytes / 1e6),
-            "MB/s": digits(scaled(link.bytes_per_second, 1e-6)),
-            "round trip µs": digits(scaled(link.rtt_seconds, 1e6)),
+            "MB": format_number(link.nbytes / 1e6),
+            "MB/s": format_number(scale_known(link.bytes_per_second, 1e-6)),
+            "round trip µs": format_number(scale_known(link.rtt_seconds, 1e6)),
             "retransmitted": str(link.retransmitted),
         }
         for link in watched.links
@@ -272,11 +274,11 @@ def _list_moments(watched: Watched) -> Iterator[Chart]:
         read = {
             "loss": moment.loss,
             "cores": load.cpu_cores if load else None,
-            "GPU %": scaled(load.gpu_share, 100) if load else None,
+            "GPU %": scale_known(load.gpu_share, 100) if load else None,
         }
         known |= {name: value for name, value in read.items() if value is not None}
         parts = dict(zip(COLUMNS, _ms(moment.seconds, step), strict=True))
-        clock, whole = over_time.format_clock(moment.ended), ms(moment.step_seconds, step)
+        clock, whole = over_time.format_clock(moment.ended), format_ms(moment.step_seconds, step)
         rows.append({"UTC": clock, "step": moment.step, "ms": whole, **parts, **read, **known})
     if len(rows) > 1:
         table = tabulate_rows("timeline", rows)
@@ -284,4 +286,4 @@ def _list_moments(watched: Watched) -> Iterator[Chart]:
 
 
 def _ms(seconds: Sequence[float], step: float) -> list[str]:
-    return [ms(each, step) for each in seconds]
+    return [format_ms(each, step) for each in seconds]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddpbench.present.document import Document
@@ -13,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def write(document: Document) -> str:
-    """Return a line of names, and one for each row."""
-    frame = make_frame(document.values)
-    printable = frame.map(lambda cell: escape(cell) if isinstance(cell, str) else cell)
-    return str(printable.to_csv(index=False))
+    """Return a line of names, and one line per row, with control characters escaped."""
+    values = document.values
+    rows = [[escape(x) if isinstance(x, str) else x for x in row] for row in values.rows]
+    return str(make_frame(replace(values, rows=tuple(map(tuple, rows)))).to_csv(index=False))
 
 
 def make_frame(values: Table) -> pd.DataFrame:

@@ -34,7 +34,7 @@ def write(document: Document) -> str:
     return templates.get_template("page.html").render(
         document=document,
         backends=backend_swatches(_list_backends(charts)),
-        operations=list(dict.fromkeys(chart.operation for chart in charts if chart.operation)),
+        operations=[(name,) for name in dict.fromkeys(chart.operation for chart in charts) if name],
         configs=CONFIGS,
         scripts=scripts,
         # Source expressions of a content security policy that allows these scripts alone.

@@ -25,20 +25,16 @@ FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 LACKS = str.maketrans({"⁹": "^9"})
 
 
-def choose(sections: Sequence[Section], names: Sequence[str], tables: bool = True) -> list[Section]:
-    """Return the summary, and the charts of these names. Raises ValueError.
+def choose(sections: Sequence[Section], names: Sequence[str]) -> list[Section]:
+    """Return the summary, and the charts and tables of these names. Raises ValueError.
 
-    names: of charts; empty: all. tables: whether charts without a drawing can be chosen.
+    names: empty: all.
     """
-    charts = [chart for section in sections for chart in section.charts]
-    known = [chart.name for chart in charts if tables or chart.spec is not None]
+    known = [chart.name for section in sections for chart in section.charts]
     if unknown := [name for name in names if name not in known]:
-        name = unknown[0]
-        if any(chart.name == name for chart in charts):
-            raise ValueError(f"chart {name!r} is a table, not a picture: write it with --markdown")
         raise ValueError(
-            f"unknown chart {name!r}: these runs have {', '.join(known) or 'no charts'}"
-            + did_you_mean(name, known)
+            f"unknown chart {unknown[0]!r}: these runs have {', '.join(known) or 'no charts'}"
+            + did_you_mean(unknown[0], known)
         )
     if not names:
         return list(sections)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ddpbench.present.document import Document, Section, format_cell
 from ddpbench.records.schema import Finding
@@ -37,7 +38,7 @@ def _blocks(section: Section) -> Iterator[str]:
 
 def _wrap(line: str) -> str:
     indent = line[: len(line) - len(line.lstrip())]
-    look = {"break_long_words": False, "break_on_hyphens": False}
+    look: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.fill(escape(line), WIDTH, subsequent_indent=f"{indent}  ", **look)
 
 
