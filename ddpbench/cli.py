@@ -47,6 +47,8 @@ def _run(words: list[str]) -> int:
 
         if name in guide.ORDER:
             refuse(f"{name} is a chapter of the manual: type ddpbench guide {name}")
+        if name == "watchdog":
+            refuse("watchdog is a call in a script: ddpbench.watchdog(); see ddpbench guide hangs")
         if name.endswith(".py"):
             refuse(f"to watch a script, type ddpbench watch {name}")
         refuse(explain_unknown("command", name, list_names()))

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench.commands import compare
-from ddpbench.launch.placement import Refused
+from ddpbench.launch.placement import Refused, read_placement
 from ddpbench.nested_runs import turns
 from ddpbench.nested_runs.command_line import MEASURING
 from ddpbench.nested_runs.turns import Variant
@@ -90,6 +90,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
     If a side fails, the comparison of what was measured is printed. Raises Refused and InvalidRun.
     """
+    if read_placement() is not None:
+        raise Refused("ab starts its ranks itself: type ddpbench ab … -n N, without a launcher")
     typed = list(namespace.words)
     namespace.words = typed[typed[:1] == ["--"] :] or [USUAL]
     variants = [turns.parse_variant(name, getattr(namespace, name)) for name in ("a", "b")]

@@ -139,7 +139,7 @@ def build_interval_and_faster(what: str) -> tuple[Column[Any], Column[Any]]:
         lambda line: line.half_width,
         format_half_width,
         unit="±",
-        meaning=f"half-width of the 95 % interval of the {what}",
+        meaning=f"half the width of the 95 % interval of the {what} / its middle",
     )
     faster: Column[Any] = Column(
         "faster",

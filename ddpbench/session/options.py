@@ -38,7 +38,7 @@ ANSWERS = {
     "--precision PERCENT or --case-time SECONDS, which end a case; ddp also takes --rounds N": (
         "--iters --iterations --steps"
     ),
-    "--sizes FIRST:LAST:xFACTOR, such as --sizes 8:128M:x2": (
+    "--sizes, such as --sizes 4K or --sizes 8:128M:x2": (
         "-b -e -f --minbytes --maxbytes --stepfactor -s --size --message-size"
     ),
     "--sizes 4:1K:+256 for a step of 256 bytes": "-i --stepbytes",
@@ -55,6 +55,9 @@ ANSWERS = {
     "it for mpirun, before python": "--hostfile -H --host",
     "it for torchrun, before the module: torchrun --nnodes 2 … -m ddpbench.COMMAND …": (
         "--nnodes --node-rank --node_rank --standalone --rdzv-backend --rdzv-endpoint --rdzv-id"
+    ),
+    "it for srun, before python: srun -N 2 … python -m ddpbench.COMMAND …": (
+        "-N --nodes --ntasks --ntasks-per-node"
     ),
 }
 INSTEAD = {option: answer for answer, options in ANSWERS.items() for option in options.split()}
@@ -197,6 +200,8 @@ def fault(kind: str) -> Callable[[str], str]:
 
 def device(text: str) -> str:
     """Parse the value of `--device`. Only a name that is not in the table needs torch."""
+    if text == "gpu":
+        raise argparse.ArgumentTypeError("unknown device 'gpu': write cuda, also for AMD's GPUs")
     if text not in ("auto", *devices.KINDS) and text not in devices.list_names():
         raise argparse.ArgumentTypeError(
             explain_unknown("device", text, ["auto", *devices.list_names()])
