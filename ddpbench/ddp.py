@@ -6,10 +6,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from ddpbench.catalog import workloads
-from ddpbench.catalog.backends import Backend
+from ddpbench.catalog.hooks import HOOKS
 from ddpbench.launch.placement import Placement, Refused
-from ddpbench.runtime import control
-from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, launch_loop
 from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.session.step_options import Options as Options
@@ -33,7 +31,11 @@ def measure_launch(context: LaunchContext[Options]) -> Recorder:
     options = context.options
     threads = options.threads or launch_facts.agree_thread_count(context.world)
     torch.set_num_threads(threads)
-    _agree_hook(context.world, options, context.backend)
+    if why := HOOKS[options.comm_hook].fails.get(context.backend.name):
+        raise Refused(
+            f"--comm-hook {options.comm_hook} on {context.backend.name} {why}: "
+            "use --comm-hook none, or another --backend"
+        )
     meshes = _agree_meshes(context)
     recorder = context.gather_recorder(len(options.subjects), threads=threads)
     trial = Trial(context, threads, meshes)
@@ -74,28 +76,6 @@ def _agree_meshes(context: LaunchContext[Options]) -> Meshes | None:
     if refusal is not None:
         raise Refused(refusal)
     return made
-
-
-def _agree_hook(world: World, options: Options, backend: Backend) -> None:
-    """Raise Refused in all ranks if the communication hook does not work on this backend."""
-    if options.comm_hook == "none":
-        return
-    from ddpbench.measure import hook_probe
-
-    world.watchdog.begin_phase(f"the trial of the communication hook {options.comm_hook}")
-    sentence = None
-    if world.rank == 0:
-        sentence = hook_probe.find_refusal(
-            options.comm_hook,
-            backend.name,
-            options.device,
-            0.8 * options.timeout,
-            options.ddp_options(),
-            modules=options.modules,
-        )
-    sentence = control.broadcast_value(world, sentence)
-    if sentence is not None:
-        raise Refused(f"--comm-hook {sentence}; use --comm-hook none, or another backend")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from command_lines import (
     running_command,
     torchrun,
     wait_for_result,
-    write_warm_python,
 )
 from frozen import Frozen
 from in_process import call_in_process, capture_command
@@ -151,10 +150,7 @@ def test_a_divided_model_steps_on_mpi(tmp_path: Path) -> None:
 )
 def test_ddp_options(pool: RankPool, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Each of DDP's options is measured, recorded, and leaves the replicas equal."""
-    # A communication hook is tried in a process of its own, which need not import torch.
-    python = write_warm_python(tmp_path)
-    (tmp_path / "warm.py").write_text(f"import sys\nsys.executable = {python!r}\n")
-    done = pool.call(2, tmp_path, "ddp", *SMALL, *FEW, *options, "--import", "warm")
+    done = pool.call(2, tmp_path, "ddp", *SMALL, *FEW, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     result = one(tmp_path)
     summary, case = result.summary, result.case
@@ -179,6 +175,14 @@ def test_ddp_options(pool: RankPool, tmp_path: Path, options: tuple[str, ...]) -
         assert result.replicas is None
         assert not summary.buckets
         assert case.threads == 2
+
+
+def test_a_hook_that_hangs_on_this_backend_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    """PowerSGD on gloo would hang: one sentence, and nothing is measured."""
+    done = pool.call(2, tmp_path, "ddp", *SMALL, *FEW, "--comm-hook", "powersgd")
+    assert done.returncode == 2
+    assert "--comm-hook powersgd on gloo hangs or aborts" in done.stderr
+    assert "another --backend" in done.stderr
 
 
 def test_one_rank_has_a_step_and_no_communication(pool: RankPool, tmp_path: Path) -> None:
