@@ -93,8 +93,10 @@ class Bench:
         self.generation = 0
         self.page_faults = 0  # of this process during repetitions
         self.refill()
-        tensors = (tensor for b in self.buffers for tensor in (b.input, b.output))
-        self.huge_share = memory.huge_share(tensors, case.buffers)
+        self.huge_share: float | None = None
+        if case.buffers == "huge":
+            tensors = (tensor for b in self.buffers for tensor in (b.input, b.output))
+            self.huge_share = memory.huge_share(tensors)
 
     def refill(self) -> None:
         """Write inputs of the next generation, the same in all ranks, and poison the outputs."""

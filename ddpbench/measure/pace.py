@@ -151,7 +151,7 @@ def _call_first(bench: Bench, samples: Samples) -> npt.NDArray[np.int64] | None:
 
 def _explain(error: Exception, device: torch.device, what: str) -> str:
     """Return why this machine or backend cannot run a case; raise other errors again."""
-    shortage = memory.describe_shortage(error, device)
+    shortage = memory.describe_shortage(error, device.type, "use smaller --sizes")
     if shortage is None and is_of_program(error) and not isinstance(error, NotImplementedError):
         raise error
     return shortage or f"{what}: {control.first_line(error)}"

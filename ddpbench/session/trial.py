@@ -15,9 +15,9 @@ from ddpbench.analysis import sharded_steps, steps
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.task import OPTIMIZERS, RankSetup, Task, Workload
 from ddpbench.launch.placement import Refused
-from ddpbench.measure import ddp_step, memory, rehearsal, training
+from ddpbench.measure import ddp_step, memory, training
 from ddpbench.measure.rounds import Measured, Pace, Rounds
-from ddpbench.measure.step import Replica
+from ddpbench.measure.step import Replica, advise_smaller, find_shortage
 from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import control, cpu, devices
@@ -181,7 +181,7 @@ class Trial:
         try:
             return rounds.run()
         except torch.OutOfMemoryError as error:  # say what helps: the others wait in a collective
-            error.args = (rehearsal.describe_shortage(error, main.case),)
+            error.args = (_describe_shortage(error, main.case),)
             raise
 
     def _train(self, workload: Workload, case: StepCase) -> tuple[Epoch, ...]:
@@ -235,7 +235,7 @@ class Trial:
         except (RuntimeError, ValueError, TypeError) as error:
             way = self.meshes.way.name if self.meshes else "DDP"
             refusal = f"{way} refuses it: {control.first_line(error, 300)}"
-            objection = rehearsal.describe_shortage(error, case) or refusal
+            objection = _describe_shortage(error, case) or refusal
         sentence = control.agree_objection(self.world, objection)
         self.world.watchdog.rearm()  # building may take long, and so may the first step
         return case, replica if sentence is None else None, sentence
@@ -265,14 +265,14 @@ class Trial:
         """
         options, batch = self.options, self.options.batch_of(workload)
         task, objection, refusal = None, None, None
-        rehearsal.release_memory(self.device)
+        memory.release_memory(self.device)
         try:
             task = workload.build(options.settings_of(workload), self.rank_setup(batch))
             batch = batch or workloads.count_samples(task.batch(0))
         except Refused as error:
             refusal = str(error)
         except Exception as error:  # whatever a user's function raises: only a shortage is a skip
-            objection = rehearsal.describe_shortage(error, self._case(workload, None, batch))
+            objection = _describe_shortage(error, self._case(workload, None, batch))
             if objection is None:
                 raise
         refusal = control.agree_objection(self.world, self._gather_difference(task) or refusal)
@@ -283,7 +283,7 @@ class Trial:
         sentence = control.agree_objection(self.world, objection)
         tries = self.meshes is None and devices.of(self.device).refuses
         if sentence is None and task is not None and tries:
-            shortage = rehearsal.find_shortage(task, case, self.device, replicas)
+            shortage = find_shortage(task, case, self.device, replicas)
             sentence = control.agree_objection(self.world, shortage)
         return case, task if sentence is None else None, sentence
 
@@ -323,7 +323,7 @@ class Trial:
         self, workload: Workload, task: Task | None, case: StepCase, replicas: int
     ) -> str | None:
         """Return why this rank cannot hold this number of replicas that have not stepped yet."""
-        rehearsal.release_memory(self.device)
+        memory.release_memory(self.device)
         copies = COPIES + OPTIMIZERS[case.optimizer].copies
         own = case.parameter_nbytes
         if self.meshes is not None and task is not None and workload.plan is not None:
@@ -333,4 +333,8 @@ class Trial:
         purpose = " for gradients, buckets and optimizer"
         needed = replicas * copies * own
         objection = memory.explain_too_large(self.world, self.device, needed, purpose)
-        return objection and f"{objection}; {rehearsal.advise(case)}"
+        return objection and f"{objection}; {advise_smaller(case)}"
+
+
+def _describe_shortage(error: BaseException, case: StepCase) -> str | None:
+    return memory.describe_shortage(error, case.device, advise_smaller(case))
