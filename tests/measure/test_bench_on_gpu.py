@@ -118,7 +118,7 @@ def test_a_check_on_the_gpu_names_what_is_wrong(gpu: SimulatedGpu) -> None:
     """The fake group moves nothing: the poisoned output is found with its first element."""
     with fake_group(0, RANKS) as group:
         bench = a_bench(a_gpu_case("all_gather", "tensor"), group, 0)
-        wrong = bench.wrong(7)
+        wrong = bench.find_wrong(7)
         assert wrong is not None
         assert (wrong.rank, wrong.repetition, wrong.index) == (0, 7, 0)
         assert wrong.got == "nan"

@@ -308,10 +308,11 @@ def hidden_launch(
     return HiddenLaunch(Spans(CPU), lambda: None), kind
 
 
-def repeat(hidden: HiddenLaunch, count: int, calls: int = 1) -> None:
-    """Repeat a call that does nothing."""
-    entry, exits = hidden.stamped(count, lambda: None, lambda: None, calls)
+def repeat(hidden: HiddenLaunch, count: int, calls: int = 1) -> int:
+    """Repeat a call that does nothing. Return the number of launches that were not hidden."""
+    entry, exits, unhidden = hidden.stamped(count, lambda: None, lambda: None, calls)
     assert len(entry) == len(exits) == count
+    return unhidden
 
 
 def test_the_device_sleeps_before_its_start_and_the_events_enclose_the_call_alone(
@@ -349,17 +350,14 @@ def test_devices_start_with_the_group_of_the_case(monkeypatch: pytest.MonkeyPatc
 
 
 def test_sleeps_grow_until_launches_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each burst with launches in sight makes the sleeps at least twice as long, and what is hidden
-    changes nothing."""
+    """Each burst with visible launches makes the sleeps at least twice as long."""
     hidden, kind = hidden_launch(monkeypatch, lambda seconds: seconds > 350e-6)
-    for _ in range(4):
-        repeat(hidden, 10)
+    assert [repeat(hidden, 10) for _ in range(4)] == [10, 10, 0, 0]
     assert kind.slept[1::10] == pytest.approx([100e-6, 200e-6, 400e-6, 400e-6], rel=1e-9)
-    assert hidden.unhidden == 20
 
 
 def test_sleeps_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch that cannot be hidden costs some ms a call, not the time slice."""
+    """A launch that cannot be hidden costs some ms per call, not the time slice."""
     hidden, kind = hidden_launch(monkeypatch, lambda seconds: False)
     for _ in range(12):
         repeat(hidden, 2)
@@ -367,19 +365,14 @@ def test_sleeps_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_slow_launch_changes_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call of a case, which connects, tells nothing of the later ones; nor does one
-    interrupted launch in a long burst."""
+    """Neither the first call of a case, which connects, nor one launch in a long burst."""
     seen = iter([False] + [True] * 10 + [False] + [True] * 100)
     hidden, kind = hidden_launch(monkeypatch, lambda seconds: next(seen))
-    repeat(hidden, 1)
-    repeat(hidden, 40)
-    repeat(hidden, 1)
+    assert [repeat(hidden, count) for count in (1, 40, 1)] == [1, 1, 0]
     assert set(kind.slept[1:]) == {loop.FIRST_SECONDS}
-    assert hidden.unhidden == 2
 
 
 def test_a_batch_sleeps_for_the_launch_of_all_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several calls in one span take several launches."""
     hidden, kind = hidden_launch(monkeypatch, lambda seconds: True)
     repeat(hidden, 2, calls=3)
     assert kind.slept[1:] == pytest.approx([3 * loop.FIRST_SECONDS] * 2)

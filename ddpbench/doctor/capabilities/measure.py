@@ -290,7 +290,7 @@ def try_call(
             case = _make_case(request, subgroup.partition, combination, elements)
             bench = Bench(case, PLAN, world, subgroup, device)
             bench.repeat(1)
-            wrong = bench.wrong(-1) if bench.operation.sized else None
+            wrong = bench.find_wrong(-1) if bench.operation.sized else None
             if wrong is not None and verdict.outcome == OK:
                 why = (
                     f"rank {wrong.rank} got {wrong.got} at index {wrong.index}, {elements} "
