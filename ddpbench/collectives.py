@@ -86,7 +86,7 @@ class Sweep:
     ) -> None:
         from ddpbench.analysis.lines import share_gpu
         from ddpbench.measure import clock, offsets
-        from ddpbench.measure.calibrate import Handoff
+        from ddpbench.measure.calibrate import agree_handoff
         from ddpbench.measure.link_limits import derive_limit
 
         self.context, self.subgroups, self.recorder = context, subgroups, recorder
@@ -104,7 +104,7 @@ class Sweep:
             offsets.open_clocks(context.world, recorder.launch.ranks)
         )
         kind = devices.of(context.device)
-        self.handoff = Handoff(context.world) if kind.memory == "host" else None
+        self.measure_handoff = agree_handoff(context.world) if kind.memory == "host" else None
         self.shortest_seconds = max(
             clock.shortest_seconds(recorder.launch.clock), clock.STEPS * kind.event_step_seconds
         )
@@ -152,7 +152,7 @@ class Sweep:
 
     def _gather_facts(self, samples: pace.Samples) -> dict[str, Any]:
         spent_seconds = launch_facts.read_spent_seconds(self.meter)
-        handoff_seconds = self.handoff and self.handoff.measure_seconds()
+        handoff_seconds = self.measure_handoff() if self.measure_handoff else None
         own = [spent_seconds, samples.huge_share, samples.page_faults, handoff_seconds]
         all_facts = control.gather_values(self.context.world, [*own, samples.unhidden_share])
         spent, shares, faults, handoffs, unhidden = zip(*all_facts, strict=True)
