@@ -176,9 +176,7 @@ def _stream(
     if inward is not None:
         buffer = memoryview(bytearray(CHUNK))
         count, total = inward.recv_into(buffer), 0
-        began = (
-            clock.now_ns()
-        )  # exclude the time before the first bytes, in which the sender starts
+        began = clock.now_ns()  # exclude the sender's start, before the first bytes
         while count and buffer[count - 1 : count] != END:
             count = inward.recv_into(buffer)
             total += count
@@ -261,9 +259,11 @@ def agree_handoff(world: World) -> Callable[[], float | None]:
         nonlocal turn
         turn += 1
         control.barrier_all()
+        if page is None:
+            return None
         spans = []
         until = clock.now_ns() + DEADLINE_NS
-        for value in range(turn << 20, (turn << 20) + TRIPS) if page else ():
+        for value in range(turn << 20, (turn << 20) + TRIPS):
             began = clock.now_ns()
             if is_first:
                 page[PING] = value
@@ -272,7 +272,7 @@ def agree_handoff(world: World) -> Callable[[], float | None]:
             if not is_first:
                 page[PONG] = value
             spans.append(clock.now_ns() - began)
-        return median(spans) * 1e-9 if spans and is_first else None
+        return median(spans) * 1e-9 if is_first else None
 
     return measure_seconds
 
