@@ -50,7 +50,6 @@ class Samples:
 
     stamps: dict[str, Ints]  # arm → ns[world, round, K, 4]: begin, end of forward, backward, step
     walls: dict[str, Ints]  # arm → ns[world, round]: K steps without verification
-    timers: dict[str, Floats]  # DDP's own: name → seconds[world, round]; may be empty
     buckets: list[BucketInfo]
     # ns[world, round, bucket, 2] of the last step of "timed": from the start of backward until the
     # bucket was handed over, until it was reduced.
@@ -99,11 +98,6 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
         phases=tuple(_phase(name, ddp) for name in PHASES),
         budget=tuple(_budget(samples, arm, seconds)),
         speed_up=factor,
-        timers={
-            name: timer.value
-            for name, seconds in samples.timers.items()
-            if (timer := figure(seconds.max(axis=0))) is not None
-        },
         buckets=tuple(_buckets(samples, seconds)),
         observer=_part("timing hook", timed - arm, seconds),
     )

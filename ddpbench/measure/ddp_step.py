@@ -1,4 +1,4 @@
-"""A model in DDP, in one rank: its switchable hook, and DDP's own timers."""
+"""A model in DDP, in one rank, and its switchable communication hook."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,7 +105,6 @@ class DdpReplica(Replica):
     ) -> None:
         super().__init__(task, case, ddp, optimizer, device=device, group=ddp.process_group)
         self.ddp, self.hook = ddp, hook
-        self.own_timers = OwnTimers(ddp)
         self._reduces = True  # the last micro-batch's backward, in the chosen arm
         self.arms = ARMS
         if case.static_graph:
@@ -132,12 +132,6 @@ class DdpReplica(Replica):
         if self.hook is not None:
             self.hook.least_seconds = self.link_seconds
         return contextlib.nullcontext() if self._reduces else self.ddp.no_sync()
-
-    def start_timers(self) -> None:
-        self.own_timers.start()
-
-    def read_timers(self) -> dict[str, float]:
-        return self.own_timers.read()
 
     def read_timed_step(self) -> list[tuple[int, int]]:
         """Return ns from backward's begin to hand-over and reduction of each bucket."""
@@ -187,63 +181,12 @@ def build_replica(
         make = hooks.HOOKS[case.comm_hook].make
         assert make is not None
         ddp.register_comm_hook(*make(group))
+    # On a GPU, DDP's logger lets each of the first ten forwards wait for the backward before.
+    assert ddp.logger is not None
+    silent: Any = SimpleNamespace(
+        set_runtime_stats_and_log=lambda: None,
+        _get_ddp_logging_data=ddp.logger._get_ddp_logging_data,
+    )
+    ddp.logger = silent
     optimizer = OPTIMIZERS[case.optimizer].make(ddp.parameters(), learning_rate)
     return DdpReplica(task, case, ddp, optimizer, device=device, hook=hook)
-
-
-TIMERS = {
-    "forward_compute_time": "forward",
-    "backward_compute_time": "backward",
-    "backward_comm_time": "communication",
-    "backward_compute_comm_overlap_time": "overlap",
-}
-NEVER = 2**31 - 1  # steps between two that DDP's own timers measure
-
-
-class OwnTimers:
-    """DDP's own timers, in chosen steps. They are undocumented, and some versions lack them.
-
-    They record five events in a step. Reading them waits for these events. DDP does both in its
-    first ten steps and in one of a hundred later ones, and reads at the begin of the next forward:
-    on a GPU, the host then waits there for the previous backward. Instead, `start` lets the next
-    step record, and `read` reads when it is called.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
-        self._logger: Any = ddp.logger
-        ddp.logger = _WithoutReading(self._logger)  # type: ignore[assignment]
-        self._record_every(NEVER)
-
-    def start(self) -> None:
-        self._record_every(1)
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds of the step that recorded, if torch has timers; stop recording.
-
-        Communication spans from the first bucket's start to the last bucket's end, with its gaps.
-        """
-        data: dict[str, Any] = {}
-        with contextlib.suppress(AttributeError, RuntimeError):
-            self._logger.set_runtime_stats_and_log()
-            data = self._ddp._get_ddp_logging_data()
-        self._record_every(NEVER)
-        timers = {name: data.get(key, 0) for key, name in TIMERS.items()}
-        return {name: ns * 1e-9 for name, ns in timers.items() if isinstance(ns, int) and ns > 0}
-
-    def _record_every(self, steps: int) -> None:
-        with contextlib.suppress(AttributeError, RuntimeError):
-            self._ddp._set_ddp_runtime_logging_sample_rate(steps)
-
-
-class _WithoutReading:
-    """DDP's logger, except that a forward does not read the timers."""
-
-    def __init__(self, logger: Any) -> None:
-        self._logger = logger
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger, name)
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Do nothing. DDP calls this at the begin of each forward whose backward reduces."""

@@ -5,8 +5,7 @@ decides after each round whether another follows.
 
 Arms can be compared only if they wait for the device at the same places: a GPU idles after a wait,
 until the host has enqueued work again. Therefore every arm pauses after the same steps, with its
-clock stopped, and only "ddp" is verified there. Reading DDP's own timers waits for the device, so
-they record in the last step of a stretch of "ddp" and are read after it.
+clock stopped, and only "ddp" is verified there.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ class Rounds:
     stopped: bool = False  # by a verification
     _stamps: dict[str, list[Any]] = field(default_factory=dict)
     _walls: dict[str, list[int]] = field(default_factory=dict)
-    _timers: list[dict[str, float]] = field(default_factory=list)
     _steps: Counter[str] = field(default_factory=Counter)  # taken so far in each arm
     _watches_peak: bool = False
     _peak_nbytes: int = 0  # of the last step of the warm-up; 0: unknown
@@ -163,11 +161,8 @@ class Rounds:
 
     def _round(self, arm: str, count: int) -> None:
         stamps, wall = self._stretch(arm, count)
-        if arm == "ddp":
-            own_timers = self.main.read_timers()
-            if self.stopped:  # cut short
-                return
-            self._timers.append(own_timers)
+        if self.stopped:  # cut short
+            return
         self._walls.setdefault(arm, []).append(wall)
         self._stamps.setdefault(arm, []).append(stamps)
         if arm == "timed":
@@ -188,8 +183,6 @@ class Rounds:
         began = self._meet()
         for number, batches in enumerate(ready, 1):
             self._plant(replica, before=True)
-            if arm == "ddp" and number == count:
-                replica.start_timers()
             replica.step(batches, marks.mark)
             self._steps[arm] += 1
             if number == count or self._pauses(arm, replica):
@@ -247,13 +240,6 @@ class Rounds:
         stamps = {arm: self._gather_ns(ns[:rounds]) for arm, ns in sorted(self._stamps.items())}
         walls = {arm: self._gather_ns(ns[:rounds]) for arm, ns in sorted(self._walls.items())}
         verify = self._gather_ns(self.verify_ns) if self.verify_ns else None
-        names = sorted(set.intersection(*map(set, self._timers)))
-        all_names = control.gather_values(self.world, names)
-        timers = {
-            name: self._gather_ns([round(timer[name] * 1e9) for timer in self._timers])
-            for name in names
-            if all(name in names_of_rank for names_of_rank in all_names)
-        }
         peak = self._gather_ns([self._peak_nbytes])
         timed = (self.probe or self.main).gather_timed_steps(self.world, self._timed[:rounds])
         if self.world.rank:
@@ -261,11 +247,6 @@ class Rounds:
         return Samples(
             stamps={arm: ns for arm, ns in stamps.items() if ns is not None},
             walls={arm: ns for arm, ns in walls.items() if ns is not None},
-            timers={
-                name: np.multiply(ns, 1e-9, dtype=np.float64)
-                for name, ns in timers.items()
-                if ns is not None
-            },
             verify=np.empty((self.world.world_size, 0), np.int64) if verify is None else verify,
             peak_nbytes=None if peak is None else peak[:, 0],
             **timed,

@@ -110,13 +110,6 @@ class Replica:
         """Return the context of one step, in which the ranks communicate as the arm defines."""
         return contextlib.nullcontext()
 
-    def start_timers(self) -> None:
-        """Let the next step record its own timers, if this way of training has any."""
-
-    def read_timers(self) -> dict[str, float]:
-        """Return the seconds of the step that recorded, by name."""
-        return {}
-
     def read_timed_step(self) -> Any:
         """Return the record of the latest step of the arm "timed"; synchronise the device first."""
         raise NotImplementedError

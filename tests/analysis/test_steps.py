@@ -1,9 +1,8 @@
 """Figures of a DDP step from samples whose truth is known, and against plain loops."""
 
 import json
-import math
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -213,7 +212,7 @@ def test_parts_without_their_arm_are_left_out() -> None:
     assert [part.rank is None for part in static.budget] == [True] * 6 + [False]
     assert static.speed_up is not None
     assert static.speed_up.value == pytest.approx(79 / 61, rel=0.01)
-    alone = budget("ddp", timers={}, bucket_stamps=None)
+    alone = budget("ddp", bucket_stamps=None)
     assert (alone.budget, alone.speed_up, alone.buckets, alone.observer) == ((), None, (), None)
     one = steps.summarise(step_samples(world=1), 1, 0)
     assert list(parts(one)) == ["compute"]
@@ -272,26 +271,12 @@ def test_few_rounds_have_no_intervals_and_resolve_nothing(rounds: int) -> None:
     assert codec.decode(StepSummary, json.loads(codec.encode(found))) == found
 
 
-def test_what_is_not_known_is_dropped_not_stored_as_nan() -> None:
-    """Timers that are NaN in a rank do not count in that round, and not at all in every round; no
-    NaN is left in the record."""
-    samples = step_samples(rounds=8)
-    some, none = samples.timers["forward"].copy(), np.full((2, 8), np.nan)
-    some[1, 3] = np.nan
-    found = steps.summarise(replace(samples, timers={"forward": some, "overlap": none}), 1, 0)
-    wanted = np.median(np.delete(samples.timers["forward"].max(axis=0), 3))
-    assert found.timers == {"forward": pytest.approx(wanted)}
-    assert "NaN" not in json.dumps(asdict(found))
-    assert not any(math.isnan(part.figure.value) for part in found.budget)
-
-
 def test_a_round_that_was_cut_short_does_not_count() -> None:
     """Arms that ran once more than DDP before the end are cut to the rounds that all have."""
     samples = step_samples(rounds=9)
     fewer = replace(
         samples, walls={**samples.walls, "ddp": samples.walls["ddp"][:, :8]},
         stamps={**samples.stamps, "ddp": samples.stamps["ddp"][:, :8]},
-        timers={name: each[:, :8] for name, each in samples.timers.items()},
     )  # fmt: skip
     whole = replace(
         fewer, stamps={name: each[:, :8] for name, each in samples.stamps.items()},
@@ -336,7 +321,7 @@ def test_one_launch_is_shown_as_it_is() -> None:
 
 
 def test_several_launches_give_the_median_of_their_medians() -> None:
-    """Step, phases, parts, buckets, timers and gain over six launches, with intervals over them."""
+    """Step, phases, parts, buckets and gain over six launches, with intervals over them."""
     found = [a_step_summary(seed=n, compute=60 + n, noise=0.001) for n in range(6)]
     line = only(*(a_step_result(launch=n, summary=each) for n, each in enumerate(found)))
     summary = line.summary
@@ -352,7 +337,6 @@ def test_several_launches_give_the_median_of_their_medians() -> None:
     assert summary.buckets[2].wire.value == pytest.approx(
         statistics.median(each.buckets[2].wire.value for each in found)
     )
-    assert set(summary.timers) == {"forward", "backward", "communication", "overlap"}
     assert summary.speed_up is not None
     assert summary.speed_up.interval is not None
     assert summary.observer is not None
