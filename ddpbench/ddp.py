@@ -14,7 +14,7 @@ from ddpbench.session.step_options import Options as Options
 from ddpbench.session.step_options import add_arguments as add_arguments  # used by cli
 
 if TYPE_CHECKING:
-    from ddpbench.measure.parallel.meshes import Meshes
+    from ddpbench.measure.sharded_step import Meshes
 
 
 def run(options: Options, placement: Placement) -> int:
@@ -60,9 +60,9 @@ def _agree_meshes(context: LaunchContext[Options]) -> Meshes | None:
     if not shape:
         return None
     world.watchdog.begin_phase("the import of torch's parallel training")
-    from ddpbench.measure.parallel import build, meshes  # noqa: F401  # slow, so before the groups
+    from ddpbench.measure import sharded_step
 
-    made = meshes.agree_meshes(
+    made = sharded_step.agree_meshes(
         world,
         options.way,
         shape,
@@ -72,7 +72,7 @@ def _agree_meshes(context: LaunchContext[Options]) -> Meshes | None:
         closing=context.closing,
     )
     world.watchdog.begin_phase(f"the trial of --parallel {options.parallel}")
-    refusal = meshes.find_refusal(world, made, context.backend.name)
+    refusal = sharded_step.find_refusal(world, made, context.backend.name)
     if refusal is not None:
         raise Refused(refusal)
     return made

@@ -26,7 +26,7 @@ from ddpbench.session.progress import Progress
 from ddpbench.session.summary import step_columns
 
 if TYPE_CHECKING:
-    from ddpbench.measure.parallel.meshes import Meshes
+    from ddpbench.measure.sharded_step import Meshes
     from ddpbench.session.launch_loop import LaunchContext
     from ddpbench.session.step_options import Options
 
@@ -248,11 +248,11 @@ class Trial:
             return ddp_step.build_replica(
                 task, case, rate, self.tested, device=self.device, switchable=switchable
             )
-        from ddpbench.measure.parallel import build
+        from ddpbench.measure import sharded_step
 
         assert workload.plan is not None
         mesh, device = self.meshes.tested, self.device
-        return build.build_sharded(
+        return sharded_step.build_sharded(
             task, case, workload.plan, rate, mesh=mesh, device=device, group=self.tested
         )
 
@@ -327,9 +327,9 @@ class Trial:
         copies = COPIES + OPTIMIZERS[case.optimizer].copies
         own = case.parameter_nbytes
         if self.meshes is not None and task is not None and workload.plan is not None:
-            from ddpbench.measure.parallel import build
+            from ddpbench.measure import sharded_step
 
-            own = build.count_own_nbytes(task.model, workload.plan, case)
+            own = sharded_step.count_own_nbytes(task.model, workload.plan, case)
         purpose = " for gradients, buckets and optimizer"
         needed = replicas * copies * own
         objection = memory.explain_too_large(self.world, self.device, needed, purpose)

@@ -1,11 +1,13 @@
-"""A model divided over a mesh, in one rank: fully_shard, tensor parallel, or both."""
+"""A model divided over a mesh, in one rank: fully_shard, tensor parallel, or both; and the mesh."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +24,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ddpbench.analysis.spans import Span, Timed
-from ddpbench.catalog.parallel import SHARD, TENSOR, WAYS
+from ddpbench.catalog.parallel import REPLICATE, SHARD, TENSOR, WAYS, Way, format_mesh
 from ddpbench.catalog.task import OPTIMIZERS, Task
-from ddpbench.measure.parallel.communication import Communication
+from ddpbench.measure.communication import GATHERS, SCATTERS, Communication
 from ddpbench.measure.step import Replica
 from ddpbench.runtime import control
 
@@ -192,3 +194,110 @@ def gather_timed(world: World, rounds: Sequence[Sequence[Span]]) -> Timed | None
 
 def _kind(span: Span) -> Kind:
     return span.operation, span.layers, span.phase, span.nbytes
+
+
+# --- the meshes of a launch: of groups on the measured backend, and of control groups -------------
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """All ranks in the shape of a way's mesh.
+
+    tested   trains: its groups are on the measured backend
+    control  the same ranks over gloo, so that the proof of replicas is independent of the backend
+    """
+
+    way: Way
+    shape: tuple[int, ...]
+    tested: DeviceMesh
+    control: DeviceMesh
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of ranks that share a batch: neighbours, because tp is the last dimension."""
+        return self.shape[-1] if self.way.splits else 1
+
+
+def agree_meshes(
+    world: World,
+    way: Way,
+    shape: tuple[int, ...],
+    *,
+    torch_name: str,
+    whole: dist.ProcessGroup,
+    device: torch.device,
+    closing: ExitStack,
+) -> Meshes:
+    """Make both meshes; all ranks together.
+
+    torch_name: of the measured backend. whole: its group of all ranks. closing: ends the groups.
+    """
+    meshes = []
+    grid = torch.arange(world.world_size).view(shape)
+    for name, group, where in (
+        (torch_name, whole, device),
+        ("gloo", dist.group.WORLD, torch.device("cpu")),
+    ):
+        assert group is not None
+        groups = [group]
+        if len(shape) > 1:
+            groups = []
+            for dimension, size in enumerate(shape):
+                # All groups of a dimension are made; this rank is in one of them.
+                for line in grid.movedim(dimension, -1).reshape(-1, size).tolist():
+                    made = closing.enter_context(world.agree_group(name, line, where))
+                    if world.rank in line:
+                        groups.append(made)
+        meshes.append(
+            DeviceMesh.from_group(groups, where.type, grid, mesh_dim_names=way.dimensions)
+        )
+    return Meshes(way, shape, *meshes)
+
+
+def find_refusal(world: World, meshes: Meshes, backend: str) -> str | None:
+    """Return one sentence, in all ranks, if the backend cannot average as fully_shard does.
+
+    It tries one small collective of each kind along the dimensions of data parallelism, and checks
+    the result: gloo of torch 2.7 always sums in reduce_scatter.
+    """
+    objection = None
+    device = torch.device(meshes.tested.device_type)
+    for dimension, operation, average in AVERAGES:
+        if dimension not in meshes.way.dimensions or objection is not None:
+            continue
+        group = meshes.tested.get_group(dimension)
+        expected = (group.size() + 1) / 2
+        try:
+            result = average(group, torch.tensor([group.rank() + 1.0], device=device))
+            failure = f"returns {result:g} instead of {expected:g}"
+            if math.isclose(result, expected, rel_tol=1e-3):  # 1 / size is rounded
+                continue
+        except (RuntimeError, NotImplementedError) as error:
+            failure = f"fails: {control.first_line(error, 200)}"
+        objection = (
+            f"--parallel {meshes.way.name} on mesh {format_mesh(meshes.shape)} averages "
+            f"gradients with {operation}, and {backend} of torch {torch.__version__} "
+            f"{failure}; choose --parallel ddp or tp, or another --backend"
+        )
+    return control.agree_objection(world, objection)
+
+
+def _scatter(group: dist.ProcessGroup, own: torch.Tensor) -> float:
+    """Gather and scatter as fully_shard does, by the names that this torch prefers."""
+    whole, average = own.new_empty(group.size()), torch.empty_like(own)
+    gather, scatter = (
+        next(getattr(dist, name) for name in names if hasattr(dist, name))
+        for names in (GATHERS, SCATTERS)
+    )
+    gather(whole, own, group=group)
+    scatter(average, own.repeat(group.size()), op=dist.ReduceOp.AVG, group=group)
+    return average.item()
+
+
+def _reduce(group: dist.ProcessGroup, own: torch.Tensor) -> float:
+    dist.all_reduce(own, op=dist.ReduceOp.AVG, group=group)
+    return own.item()
+
+
+# Dimension of a mesh, operation along it, function that returns the average of all ranks' numbers.
+AVERAGES = ((SHARD, "reduce_scatter", _scatter), (REPLICATE, "all_reduce", _reduce))
