@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ddpbench.doctor.capabilities import throwaway_ranks
 from ddpbench.launch import placement
 from ddpbench.launch.placement import Refused
-from ddpbench.measure import throwaway_ranks
 
 
 @pytest.mark.parametrize(
