@@ -31,7 +31,7 @@ from rank_pool import Done, RankPool
 from warm_python import warm_python
 
 from ddpbench import ddp
-from ddpbench.catalog import faults
+from ddpbench.catalog.planting import Fault, Planted
 from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch import placement
 from ddpbench.measure import step
@@ -504,13 +504,13 @@ def test_a_fault_acts_in_its_rank_at_its_step() -> None:
         steps = 0
 
     seen: list[int] = []
-    once = faults.Fault(lambda replica, _: seen.append(replica.steps))
+    once = Fault(lambda replica, _: seen.append(replica.steps))
     for fault, before, steps in (
         (once, False, [3]),
         (replace(once, before=True), True, [3, 4, 5]),
     ):
         seen.clear()
-        planted = faults.Planted(fault, {"step": 3.0, "rank": -1.0})
+        planted = Planted(fault, {"step": 3.0, "rank": -1.0})
         replica = Replica()
         for number in range(1, 6):
             replica.steps = number
@@ -527,12 +527,12 @@ def test_the_other_ranks_do_their_part_of_a_fault() -> None:
         steps = 4
 
     seen: list[str] = []
-    fault = faults.Fault(
+    fault = Fault(
         lambda *_: seen.append("odd"), before=True,
         others=lambda *_: seen.append("even"),
     )  # fmt: skip
     for rank in range(3):
-        faults.Planted(fault, {"step": 4.0, "rank": 1.0}).act(Replica(), rank, 3, True)
+        Planted(fault, {"step": 4.0, "rank": 1.0}).act(Replica(), rank, 3, True)
     assert seen == ["even", "odd", "even"]
 
 

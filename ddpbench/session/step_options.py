@@ -10,6 +10,7 @@ from typing import Any
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.catalog.parallel import TENSOR, WAYS, Hosts, Way, parse_mesh
+from ddpbench.catalog.planting import IN_STEP, STEP
 from ddpbench.catalog.task import OPTIMIZERS, Workload
 from ddpbench.catalog.workloads import CHOICES, SETTINGS, WORKLOADS
 from ddpbench.launch.placement import Refused
@@ -303,7 +304,7 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_protocol(parser: argparse.ArgumentParser) -> None:
-    texts = PROTOCOL.format(step=faults.STEP, faults=faults.listed(faults.IN_STEP))
+    texts = PROTOCOL.format(step=STEP, faults=faults.listed(IN_STEP))
     add = options.add_group(parser, "how it is measured", texts)
     add("--case-time", kind=options.positive, metavar="SECONDS")
     add("--rounds", kind=options.whole(1), metavar="N")
@@ -311,7 +312,7 @@ def _add_protocol(parser: argparse.ArgumentParser) -> None:
     add("--no-breakdown", action="store_true")
     add("--verify", kind=parse_interval, default=1, metavar="every|N|off")
     add("--on-mismatch", default="stop", choices=("stop", "continue"))
-    fault = options.fault(faults.IN_STEP)
+    fault = options.fault(IN_STEP)
     metavar = "FAULT[:setting=value,…]"
     add("--inject", kind=fault, default=[], action="append", metavar=metavar)
 
