@@ -299,24 +299,11 @@ def test_sizes_depend_on_the_kind_of_device(
     assert replace(chosen, batch=5).batch_of(transformer) == 5
 
 
-def test_a_setting_can_be_a_word() -> None:
-    """The case names the word beside the numbers, and the default if none is asked for."""
-    parser = options.Parser(prog="ddpbench ddp")
-    ddp.add_arguments(parser)
-    contrastive = WORKLOADS["contrastive"]
-    for words, gather in ([], "grad"), (["--gather", "no-grad"], "no-grad"):
-        chosen = ddp.Options.of(parser.parse_args([*words, "--width", "8", "--device", "cpu"]))
-        values = chosen.case_values(contrastive)
-        assert values["settings"] == ("width=8", f"gather={gather}")
-
-
 @pytest.mark.parametrize(
     "words",
     [
         ("--width", "0"),
         ("--workload", "linear", "--width", "8"),
-        ("--workload", "mlp", "--gather", "grad"),
-        ("--gather", "local"),
         ("--static-graph", "--accumulate", "2"),
         ("--epochs", "3"),
         ("--bukcet-cap-mb", "1"),

@@ -167,35 +167,18 @@ def _embedding(settings: Mapping[str, int], setup: RankSetup) -> Task:
     return Task(build_model(make, setup), generate_batches(setup, sample), loss)
 
 
-def _contrastive(settings: Mapping[str, Any], setup: RankSetup) -> Task:
+def _contrastive(settings: Mapping[str, int], setup: RankSetup) -> Task:
     """Two towers trained as in CLIP: each pair against all pairs in the joint batch of all ranks.
 
-    L is the loss of the joint batch of n ranks, f_r the features of rank r, w the weights of the
-    towers. One process on the joint batch has dL/dw = Σ_r dL/df_r · df_r/dw. DDP averages what the
-    n ranks have. The three ways are those of open_clip's ClipLoss:
-
-    grad        gather_with_grad. Each rank computes L. Backward through the gather sums the
-                gradients of n equal losses: f_r gets n · dL/df_r. The average is dL/dw.
-    no-grad     Neither flag. Each rank r computes L, in which only f_r carries a gradient. No term
-                is missing, because L of rank r contains all scores of f_r: f_r gets dL/df_r, but
-                once instead of n times. The average is dL/dw / n.
-    local-loss  local_loss and gather_with_grad. Rank r computes L_r of its own rows of scores, in
-                both directions. Equal batches make L the mean of all L_r. Backward through the
-                gather sums over the ranks: f_r gets Σ_q dL_q/df_r = n · dL/df_r. The average is
-                dL/dw.
-
-    The scale is applied after the gather. Each rank has dL/d(scale), or with local-loss
-    dL_r/d(scale); the average is dL/d(scale) in every way. Therefore only no-grad needs a factor: n
-    for the towers, 1 for the scale. As in ClipLoss, it is not applied here.
+    Each rank computes the loss of the joint batch. Backward through the gather sums the gradients
+    of these equal losses, which DDP then averages: the result is the gradient of one process.
     """
     import torch
     from torch.nn import functional
 
     from ddpbench.catalog.models import TOWERS, Towers, make_gather
 
-    local = settings["gather"] == "local-loss"
-    gather = make_gather(setup, gradient=settings["gather"] != "no-grad")
-    place = setup.rank if local and setup.group is not None else 0
+    gather = make_gather(setup)
 
     def sample(g: torch.Generator) -> tuple[Tensor, ...]:
         return tuple(torch.randn(inputs, generator=g) for inputs in TOWERS)
@@ -203,14 +186,9 @@ def _contrastive(settings: Mapping[str, Any], setup: RankSetup) -> Task:
     def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         features, scale = model(batch)
         left, right = gather(features)
-        if local:
-            scores = scale * features[0] @ right.T, scale * features[1] @ left.T
-        else:
-            whole = scale * left @ right.T
-            scores = whole, whole.T
-        rows = len(scores[0])
-        pairs = torch.arange(place * rows, (place + 1) * rows, device=left.device)
-        both = [functional.cross_entropy(part, pairs) for part in scores]
+        scores = scale * left @ right.T
+        pairs = torch.arange(len(scores), device=scores.device)
+        both = [functional.cross_entropy(part, pairs) for part in (scores, scores.T)]
         return (both[0] + both[1]) / 2
 
     model = build_model(lambda: Towers(settings["width"]), setup)
@@ -264,7 +242,7 @@ def _regression(settings: Mapping[str, int], setup: RankSetup) -> Task:
     )
 
 
-def _both(value: Any) -> dict[str, Any]:
+def _both(value: int) -> dict[str, int]:
     return {"cpu": value, "cuda": value}
 
 
@@ -276,15 +254,6 @@ SETTINGS = {
     "sequence": "tokens per sample",
     "vocabulary": "number of different tokens",
     "rows": "rows in the embedding table",
-    "gather": "how the loss gathers the features of all ranks",
-}
-# The allowed words of each setting that is not a number, with their help.
-CHOICES = {
-    "gather": {
-        "grad": "with gradient",
-        "no-grad": "only the rank's own features carry a gradient",
-        "local-loss": "with gradient, and each rank scores only its own rows",
-    },
 }
 WORKLOADS: dict[str, Workload] = {
     entry.name: entry
@@ -337,7 +306,7 @@ WORKLOADS: dict[str, Workload] = {
             name="contrastive",
             help="two towers as in CLIP: the loss gathers the features of all ranks",
             batch=_both(64),
-            settings={"width": _both(256), "gather": _both("grad")},
+            settings={"width": _both(256)},
             build=_contrastive,
             optimizer="adamw",
             learning_rate=3e-4,

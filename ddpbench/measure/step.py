@@ -206,9 +206,8 @@ def advise_smaller(case: StepCase) -> str:
     """Return which options make a case fit in memory."""
     if ":" in case.workload:
         return "use a smaller batch or a smaller model"
-    settings = (setting.partition("=") for setting in case.settings)
-    sizes = [name for name, _, value in settings if value.isdecimal()]
-    return f"use a smaller {list_choices(f'--{name}' for name in ['batch', *sizes])}"
+    names = ["batch", *(setting.partition("=")[0] for setting in case.settings)]
+    return f"use a smaller {list_choices(f'--{name}' for name in names)}"
 
 
 def phases(ns: list[int], steps: int) -> list[list[int]]:

@@ -27,18 +27,18 @@ from warm_python import warm_python
 
 from ddpbench.catalog import models, workloads
 from ddpbench.catalog.task import BATCHES, EPOCHS, RankSetup, Task
-from ddpbench.catalog.workloads import CHOICES, WORKLOADS, get
+from ddpbench.catalog.workloads import WORKLOADS, get
 from ddpbench.launch.placement import Refused
 
 CPU = torch.device("cpu")
 # Shapes of each workload that take a moment.
-SMALL: dict[str, dict[str, Any]] = {
+SMALL: dict[str, dict[str, int]] = {
     "linear": {},
     "mlp": {"width": 16, "depth": 3},
     "convnet": {"width": 4, "depth": 2},
     "transformer": {"layers": 2, "width": 128, "sequence": 8, "vocabulary": 50},
     "embedding": {"rows": 500, "width": 8},
-    "contrastive": {"width": 16, "gather": "grad"},
+    "contrastive": {"width": 16},
     "regression": {"width": 16, "depth": 3},
 }
 
@@ -292,14 +292,13 @@ def parameters(task: Task) -> str:
     return bytes(values.view(torch.uint8).tolist()).hex()
 
 
-def joined(setup: RankSetup, gather: str) -> dict[str, list[float]]:
+def joined(setup: RankSetup) -> dict[str, list[float]]:
     """Compare contrastive in DDP with one process on the joined batch of all ranks, in float64.
 
-    Returns for the first and the second batch: by how much the mean of the ranks' losses differs;
-    for each weight of the towers, and for the scale, the ratio of the gradients and how far they
-    are from that ratio, relative to the largest element.
+    Returns for two batches by how much the mean of the ranks' losses differs, and for each weight
+    how far its gradient is, relative to the largest element.
     """
-    task = built("contrastive", setup, gather=gather)
+    task = built("contrastive", setup)
     replica = DistributedDataParallel(task.model.double(), process_group=setup.group)
     everyone = [
         built("contrastive", replace(setup, rank=rank, group=None))
@@ -307,25 +306,20 @@ def joined(setup: RankSetup, gather: str) -> dict[str, list[float]]:
     ]
     single = everyone[0]
     single.model.double()
-    seen: dict[str, list[float]] = {"loss": [], "towers": [], "scale": [], "apart": []}
+    seen: dict[str, list[float]] = {"loss": [], "apart": []}
     for step in range(2):
         batches = [[part.double() for part in one.batch(step)] for one in everyone]
-        loss = task.loss(replica, batches[setup.rank])
-        loss.backward()
-        whole = [torch.cat(parts) for parts in zip(*batches, strict=True)]
-        wanted_loss = single.loss(single.model, whole)
-        wanted_loss.backward()
-        mean = loss.detach().clone()
+        mean = task.loss(replica, batches[setup.rank])
+        mean.backward()
+        expected = single.loss(single.model, list(map(torch.cat, zip(*batches, strict=True))))
+        expected.backward()
+        mean = mean.detach()
         dist.all_reduce(mean, group=setup.group)
-        seen["loss"].append(abs(float(mean / setup.world_size - wanted_loss.detach())))
-        single_parameters = dict(single.model.named_parameters())
-        for name, parameter in task.model.named_parameters():
-            got, wanted = parameter.grad, single_parameters[name].grad
-            assert got is not None
-            assert wanted is not None
-            ratio = float((got * wanted).sum() / wanted.square().sum())
-            seen["scale" if name == "scale" else "towers"].append(ratio)
-            distance = (got - ratio * wanted).abs().max() / wanted.abs().max()
+        seen["loss"].append(abs(float(mean / setup.world_size - expected.detach())))
+        for own, other in zip(task.model.parameters(), single.model.parameters(), strict=True):
+            assert own.grad is not None
+            assert other.grad is not None
+            distance = (own.grad - other.grad).abs().max() / other.grad.abs().max()
             seen["apart"].append(float(distance))
         replica.zero_grad()
         single.model.zero_grad()
@@ -337,7 +331,7 @@ def job(folder: Path, group: Any) -> None:
     rank = dist.get_rank()
     setup = RankSetup(rank, dist.get_world_size(), 4, CPU, 3, group)
     plays: dict[str, Callable[[], Any]] = {name: partial(in_ddp, name, setup) for name in WORKLOADS}
-    plays |= {way: partial(joined, setup, way) for way in CHOICES["gather"]}
+    plays["joined"] = partial(joined, setup)
     mesh_training.play_all(folder, rank, plays)
     dist.destroy_process_group()
 
@@ -390,24 +384,12 @@ def test_a_ddp_step(outcomes: Callable[[str], list[Any]], group: str, name: str)
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("way", CHOICES["gather"])
-def test_contrastive_is_as_one_process(
-    outcomes: Callable[[str], list[Any]], group: str, way: str
-) -> None:
-    """In DDP the mean loss is that of one process on the joined batch of all ranks, and so are the
-    gradients; but the towers' are divided by the number of ranks where the gather has none: the
-    features of other ranks are constants then."""
-    ranks = outcomes(group)
-    factor = 1 / len(ranks) if way == "no-grad" else 1
-    for one in ranks:
-        seen = one[way]
-        assert {name: len(values) for name, values in seen.items()} == {
-            "loss": 2, "towers": 2 * 8, "scale": 2, "apart": 2 * 9,
-        }  # fmt: skip
-        assert max(seen["loss"]) < 1e-12
-        assert seen["towers"] == pytest.approx([factor] * 16, rel=1e-12)
-        assert seen["scale"] == pytest.approx([1] * 2, rel=1e-12)
-        assert max(seen["apart"]) < 1e-12
+def test_contrastive_is_as_one_process(outcomes: Callable[[str], list[Any]], group: str) -> None:
+    """In DDP, the mean loss and all gradients are those of one process on the joined batch."""
+    for one in outcomes(group):
+        seen = one["joined"]
+        assert (len(seen["loss"]), len(seen["apart"])) == (2, 2 * 9)
+        assert max(*seen["loss"], *seen["apart"]) < 1e-12
 
 
 if __name__ == "__main__":

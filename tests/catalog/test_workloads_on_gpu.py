@@ -62,7 +62,7 @@ def test_the_joined_batch_is_gathered_from_gpu_to_gpu(simulated_gpu: SimulatedGp
         task = WORKLOADS["contrastive"].build(SMALL["contrastive"], setup)
         called = len(simulated_gpu.called)
         assert task.loss(task.model, task.batch(0)).device == CUDA
-        gather: Any = models.make_gather(setup, gradient=True)
+        gather: Any = models.make_gather(setup)
         share = gather.__self__.backward(None, torch.ones(2, 12, 16, device=CUDA))
     assert (share.device, share.shape) == (CUDA, (2, 4, 16))
     assert not [each for each in simulated_gpu.called[called:] if each.endswith("→cpu")]

@@ -83,10 +83,9 @@ def test_every_shortage_of_memory_is_recognised(error: Exception, detail: str | 
     assert ("NCCL_BUFFSIZE" in sentence) == ("NCCL" in str(error))
 
 
-def test_the_options_that_help_are_numbers() -> None:
-    """A setting that is a word makes no step smaller."""
-    case = a_step_case(settings=("width=256", "gather=grad"))
-    assert advise_smaller(case) == "use a smaller --batch or --width"
+def test_the_options_that_help_are_the_sizes_of_the_workload() -> None:
+    case = a_step_case(settings=("width=256", "depth=8"))
+    assert advise_smaller(case) == "use a smaller --batch, --width or --depth"
 
 
 class Allocated(TorchDispatchMode):
