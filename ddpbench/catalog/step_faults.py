@@ -237,21 +237,22 @@ def wrong_order(replica: Any, settings: Settings) -> None:
 # --- faults of a model that is divided over a mesh: fully_shard, HSDP, tensor parallel ------------
 
 
-def _needs(way: str, dimension: str, why: str) -> Callable[[Any], str | None]:
-    """Return a check that the replica's mesh has a dimension of two ranks or more."""
-
-    def holds(replica: Any) -> bool:
-        mesh: Any = getattr(replica, "mesh", None)
-        names = mesh.mesh_dim_names if mesh else ()
-        return dimension in names and mesh.size(names.index(dimension)) > 1
-
-    advice = f"use --parallel {way} with two ranks or more along {dimension}"
-    return _require(holds, f"{why}: {advice}")
+def _has_ranks(replica: Any, dimension: str) -> bool:
+    """Return whether the replica's mesh has a dimension of two ranks or more."""
+    mesh: Any = getattr(replica, "mesh", None)
+    names = mesh.mesh_dim_names if mesh else ()
+    return dimension in names and mesh.size(names.index(dimension)) > 1
 
 
-require_replicas = _needs("hsdp", REPLICATE, "this fault needs shards with copies on other ranks")
-require_tensor_parallel = _needs(
-    "tp", TENSOR, "this fault needs parameters that tensor parallelism leaves whole"
+require_replicas = _require(
+    lambda replica: _has_ranks(replica, REPLICATE),
+    "this fault needs shards with copies on other ranks: use --parallel hsdp with two ranks or "
+    "more along dp_replicate",
+)
+require_whole = _require(
+    lambda replica: _has_ranks(replica, TENSOR) and _find_whole(replica) is not None,
+    "this fault needs parameters that tensor parallelism leaves whole: use --parallel tp with two "
+    "ranks or more along tp",
 )
 
 
@@ -319,14 +320,6 @@ def skip_update(replica: Any, settings: Settings) -> None:
         local.copy_(before)
 
     hook = replica.optimizer.register_step_post_hook(undo)
-
-
-def require_whole(replica: Any) -> str | None:
-    """Return why there is no parameter that tensor parallelism leaves whole; None if there is."""
-    objection = require_tensor_parallel(replica)
-    if objection is None and _find_whole(replica) is None:
-        return "this fault needs a parameter that tensor parallelism leaves whole: none exists here"
-    return objection
 
 
 def _find_whole(replica: Any) -> Any:

@@ -207,16 +207,13 @@ def _generate_regression(setup: RankSetup, samples: int, number: int) -> tuple[T
 
 
 def _regression(settings: Mapping[str, int], setup: RankSetup) -> Task:
-    """A smooth function of 8 inputs with a little noise, which the net learns completely.
-
-    The last batch lacks one sample: the sampler repeats one, or with one rank the batch is short.
-    """
+    """A smooth function of 8 inputs with a little noise, which the net learns completely."""
     import torch
     from torch.nn import functional
 
     from ddpbench.catalog.models import build_mlp
 
-    samples = STEPS * setup.batch * setup.world_size - 1
+    samples = STEPS * setup.batch * setup.world_size
     x, y = _generate_regression(setup, samples, 0)
 
     def batches(epoch: int) -> Iterator[tuple[Any, int]]:
@@ -231,12 +228,11 @@ def _regression(settings: Mapping[str, int], setup: RankSetup) -> Task:
     share = [data[setup.rank :: setup.world_size] for data in held_out]
     parts = zip(*(torch.split(data, setup.batch) for data in share), strict=True)
     validation = tuple((part, len(part[0])) for part in parts if len(part[0]))
-    epochs = range(1, tasks.EPOCHS + 1)
-    full = [batch for epoch in epochs for batch, size in batches(epoch) if size == setup.batch]
+    first = [batch for epoch in range(tasks.EPOCHS) for batch, _ in batches(epoch + 1)]
     sizes = [8, *[settings["width"]] * (settings["depth"] - 1), 1]
     return Task(
         build_model(lambda: build_mlp(*sizes), setup),
-        lambda step: full[step % len(full)],
+        lambda step: first[step % len(first)],
         loss,
         Training(batches, validation),
     )
@@ -360,19 +356,6 @@ def count_samples(batch: Any) -> int:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     return count_samples(batch[0]) if isinstance(batch, (list, tuple)) and batch else 1
-
-
-def find_other_device(batch: Any, device: torch.device) -> torch.device | None:
-    """Return the device of a batch's first tensor on another device than this; None without."""
-    import torch
-
-    if isinstance(batch, torch.Tensor):
-        return None if batch.device == device else batch.device
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    parts = batch if isinstance(batch, (list, tuple)) else ()
-    others = (find_other_device(part, device) for part in parts)
-    return next((other for other in others if other is not None), None)
 
 
 def import_function(name: str) -> Callable[..., Any]:

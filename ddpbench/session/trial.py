@@ -110,15 +110,10 @@ class Trial:
         if main is None:
             return StepResult(case=case, launch=self.index, reason=reason), None
         epochs = self._train(workload, case)  # first: an impossible checkpoint is refused at once
-        notes = []
-        if elsewhere := workloads.find_other_device(main.task.batch(0), self.device):
-            notes.append(
-                f"batch(step) returns a tensor on {elsewhere}, not on {self.device}: the time of "
-                "the step includes copying it; let batch(step) return it on the device"
-            )
         arms: tuple[str, ...] = ("ddp",)
+        notes: list[str] = []
         if not self.options.no_breakdown:
-            arms, notes = main.arms, [*notes, *main.notes]
+            arms, notes = main.arms, list(main.notes)
         probe = None
         if len(arms) > 1:
             _, probe, reason = self.build(workload, switchable=True)
