@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -85,38 +86,17 @@ class Hook:
         return future
 
 
+@dataclass(kw_only=True, eq=False)
 class DdpReplica(Replica):
-    """A model in DDP.
+    """A model in DDP."""
 
-    hook  reduces the buckets, and can be switched; None: DDP's built-in reduction
-    """
-
-    ddp: DistributedDataParallel
-
-    def __init__(
-        self,
-        task: Task,
-        case: StepCase,
-        ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
-        *,
-        device: torch.device,
-        hook: Hook | None,
-    ) -> None:
-        super().__init__(task, case, ddp, optimizer, device=device, group=ddp.process_group)
-        self.ddp, self.hook = ddp, hook
-        self._reduces = True  # the last micro-batch's backward, in the chosen arm
-        self.arms = ARMS
-        if case.static_graph:
-            self.arms = tuple(arm for arm in ARMS if arm != "no_sync")
-            self.notes = (
-                "bucket copies and compute are measured together: torch's reducer fails under "
-                "no_sync with a static graph",
-            )
+    wrapped: DistributedDataParallel
+    hook: Hook | None  # reduces the buckets, and can be switched; None: DDP's built-in reduction
+    _reduces: bool = True  # the last micro-batch's backward, in the chosen arm
 
     @property
     def module(self) -> torch.nn.Module:
-        inner: torch.nn.Module = self.ddp.module
+        inner: torch.nn.Module = self.wrapped.module
         return inner
 
     def choose_arm(self, arm: str) -> None:
@@ -125,13 +105,13 @@ class DdpReplica(Replica):
             self.hook.mode = arm if arm in ("noop", "timed") else "plain"
 
     def without_sync(self) -> AbstractContextManager[Any]:
-        return self.ddp.no_sync()
+        return self.wrapped.no_sync()
 
     def communicating(self) -> AbstractContextManager[Any]:
         """Return DDP's no_sync around the whole step in the arm without any reduction."""
         if self.hook is not None:
             self.hook.least_seconds = self.link_seconds
-        return contextlib.nullcontext() if self._reduces else self.ddp.no_sync()
+        return contextlib.nullcontext() if self._reduces else self.wrapped.no_sync()
 
     def read_timed_step(self) -> list[tuple[int, int]]:
         """Return ns from backward's begin to hand-over and reduction of each bucket."""
@@ -189,4 +169,20 @@ def build_replica(
     )
     ddp.logger = silent
     optimizer = OPTIMIZERS[case.optimizer].make(ddp.parameters(), learning_rate)
-    return DdpReplica(task, case, ddp, optimizer, device=device, hook=hook)
+    replica = DdpReplica(
+        task=task,
+        case=case,
+        wrapped=ddp,
+        optimizer=optimizer,
+        device=device,
+        group=group,
+        arms=ARMS,
+        hook=hook,
+    )
+    if case.static_graph:
+        replica.arms = tuple(arm for arm in ARMS if arm != "no_sync")
+        replica.notes = (
+            "bucket copies and compute are measured together: torch's reducer fails under no_sync "
+            "with a static graph",
+        )
+    return replica

@@ -86,12 +86,12 @@ class Bench:
             rank, group = subgroup.rank, subgroup.group
             self.buffers = [_allocate(case, operation, rank, device) for _ in range(case.depth)]
             self._issues = [operation.bind(case, b, group, rank) for b in self.buffers]
-        on_device = devices.of(device).clock == "device"
-        self._spans = Spans(device) if on_device else None
-        self._hidden: HiddenLaunch | None = None
-        if self._spans and case.time_definition in LAUNCH_HIDDEN:
-            self._hidden = HiddenLaunch(self._spans, start.bind_device_start(subgroup, device))
-        self.hides_launch = self._hidden is not None
+        self.hides_launch = case.time_definition in LAUNCH_HIDDEN
+        self._spans: Spans | None = None
+        if self.hides_launch:
+            self._spans = HiddenLaunch(device, start.bind_device_start(subgroup, device))
+        elif devices.of(device).clock == "device":
+            self._spans = Spans(device)
         self.generation = 0
         self.page_faults = 0  # of this process during repetitions
         self.unhidden = 0  # repetitions whose kernel launch should have been hidden, but was not
@@ -123,11 +123,9 @@ class Bench:
     def repeat(self, count: int, batch: int = 1) -> npt.NDArray[np.int64]:
         """Time `count` repetitions of `batch` calls. Return this rank's stamps, int64[count, 3]."""
         call = self._call(batch)
-        if self._spans and not self._hidden:
-            call = self._spans.around(call, count)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        if self._hidden:
-            entry, exits, unhidden = self._hidden.stamped(count, self.start, call, batch)
+        if self._spans:
+            entry, exits, unhidden = self._spans.stamped(count, self.start, call, batch)
             self.unhidden += unhidden
         else:
             entry, exits = stamped(count, self.start, call)
@@ -249,10 +247,15 @@ class Spans:
     def elapsed_ns(self, count: int) -> list[int]:
         return [devices.elapsed_ns(*pair) for pair in self.pairs(count)]
 
-    def around(self, call: Callable[[], object], count: int) -> Callable[[], object]:
-        """Return the call between events; it returns once the device is done. For `count` uses."""
-        pairs = self.pairs(count)
-        wait, device = self.kind.synchronize_stream, self.device
+    def stamped(
+        self, count: int, start: Callable[[], object], call: Callable[[], object], calls: int
+    ) -> tuple[list[int], list[int], int]:
+        """Run `start` and `call` `count` times; `call` makes this number of `calls`.
+
+        Return the host's stamps before the call and after the device has done its work, in ns, and
+        how many kernel launches were not hidden although they should have been: none.
+        """
+        pairs, wait, device = self.pairs(count), self.kind.synchronize_stream, self.device
 
         def timed() -> None:
             begin, end = next(pairs)
@@ -261,34 +264,30 @@ class Spans:
             end.record()
             wait(device)
 
-        return timed
+        return *stamped(count, start, timed), 0
 
 
-class HiddenLaunch:
+class HiddenLaunch(Spans):
     """Spans of calls that are enqueued while the device sleeps."""
 
-    def __init__(self, spans: Spans, together: Callable[[], object]) -> None:
+    def __init__(self, device: torch.device, together: Callable[[], object]) -> None:
         """`together` starts the ranks on their devices, without waiting for it."""
-        self._spans, self._together = spans, together
+        super().__init__(device)
+        self._together = together
         self.seconds = FIRST_SECONDS  # of the sleep for one call
-        spans.kind.sleep(spans.device, 0.0)  # the first sleep measures the speed of the clock
+        self.kind.sleep(device, 0.0)  # the first sleep measures the speed of the clock
 
     def stamped(
         self, count: int, start: Callable[[], object], call: Callable[[], object], calls: int
     ) -> tuple[list[int], list[int], int]:
-        """Run `start` and `call` `count` times; `call` makes this number of `calls`.
-
-        Return the host's stamps before and after `call`, in ns, and how many kernel launches were
-        not hidden. The stamps span the kernel launch alone, because `call` returns before the
-        device begins.
-        """
-        now, kind, device = clock.now_ns, self._spans.kind, self._spans.device
+        """Do as in Spans. The host's stamps span the kernel launch alone."""
+        now, kind, device = clock.now_ns, self.kind, self.device
         together, seconds = self._together, min(self.seconds * calls, MOST_SECONDS)
         entry: list[int] = []
         exits: list[int] = []
         issue: list[int] = []
         unhidden = 0
-        for begin, end in self._spans.pairs(count):
+        for begin, end in self.pairs(count):
             start()
             first = now()
             kind.sleep(device, seconds)

@@ -35,29 +35,14 @@ if TYPE_CHECKING:
     from ddpbench.records.schema import StepCase
     from ddpbench.runtime.world import World
 
-Kind = tuple[str, str, str, int]  # of a span: operation, layers, phase, bytes
 STYLES: dict[str, type[ParallelStyle]] = {"column": ColwiseParallel, "row": RowwiseParallel}
 
 
+@dataclass(kw_only=True, eq=False)
 class ShardedReplica(Replica):
     """A model divided over a mesh."""
 
-    def __init__(
-        self,
-        task: Task,
-        case: StepCase,
-        optimizer: torch.optim.Optimizer,
-        communication: Communication,
-        *,
-        mesh: DeviceMesh,
-        device: torch.device,
-        group: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(task, case, task.model, optimizer, device=device, group=group)
-        self.mesh, self.communication = mesh, communication
-        self.arms = ("ddp", "noop", "timed")
-        if case.prefetch is not None:
-            self.arms = ("ddp", "noop", "no_prefetch" if case.prefetch else "prefetch", "timed")
+    communication: Communication
 
     def choose_arm(self, arm: str) -> None:
         """Switch the communication, and the prefetch of the next layer's parameters."""
@@ -85,7 +70,7 @@ class ShardedReplica(Replica):
         return self.communication.spans
 
     def gather_timed_steps(self, world: World, steps: Sequence[Any]) -> dict[str, Any]:
-        timed = gather_timed(world, steps) if steps else None
+        timed = _gather_timed(world, steps) if steps else None
         return {"buckets": [], "bucket_stamps": None, "timed": timed}
 
 
@@ -124,9 +109,17 @@ def build_sharded(
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     parameters = [{"params": members} for members in groups.values()]
     optimizer = OPTIMIZERS[case.optimizer].make(parameters, learning_rate)
-    communication = Communication(model, device, layers)
+    switch = () if case.prefetch is None else ("no_prefetch" if case.prefetch else "prefetch",)
     return ShardedReplica(
-        task, case, optimizer, communication, mesh=mesh, device=device, group=group
+        task=task,
+        case=case,
+        wrapped=model,
+        optimizer=optimizer,
+        device=device,
+        group=group,
+        arms=("ddp", "noop", *switch, "timed"),
+        mesh=mesh,
+        communication=Communication(model, device, layers),
     )
 
 
@@ -167,33 +160,24 @@ def set_prefetch(model: nn.Module, on: bool) -> None:
         module.set_modules_to_backward_prefetch([following.get(module, module)])
 
 
-def gather_timed(world: World, rounds: Sequence[Sequence[Span]]) -> Timed | None:
+def _gather_timed(world: World, rounds: Sequence[Sequence[Span]]) -> Timed | None:
     """Gather the spans of the steps that were timed, one step per round, in rank 0.
 
     None on other ranks, and if steps or ranks have different collectives.
     """
-    first = rounds[0]
-    kinds = [_kind(span) for span in first]
-    own: list[tuple[Kind, tuple[int, ...]]] = [(_kind(span), span.ranks) for span in first]
-    if any([_kind(span) for span in spans] != kinds for spans in rounds):
-        own = []
+    calls = [[[s.operation, s.layers, s.phase, s.nbytes] for s in spans] for spans in rounds]
+    groups = [span.ranks for span in rounds[0]]
+    own = [calls[0], groups] if all(each == calls[0] for each in calls) else None
     every = control.gather_values(world, own)
-    same = [[tuple(kind) for kind, _ in each] for each in every]
-    if not own or any(each != same[0] for each in same):
+    if any(each is None or each[0] != every[0][0] for each in every):
         return None
     times = [[(s.begin_ns, s.exposed_ns, s.end_ns) for s in spans] for spans in rounds]
     ns = control.gather_to_rank_0(world, np.array(times, np.int64))
     if ns is None:
         return None
-    groups = [
-        tuple(dict.fromkeys(tuple(each[number][1]) for each in every))
-        for number in range(len(first))
-    ]
-    return Timed(tuple(first), groups, ns)
-
-
-def _kind(span: Span) -> Kind:
-    return span.operation, span.layers, span.phase, span.nbytes
+    groups_of_spans = zip(*(each[1] for each in every), strict=True)
+    distinct = [tuple(dict.fromkeys(map(tuple, groups))) for groups in groups_of_spans]
+    return Timed(tuple(rounds[0]), distinct, ns)
 
 
 # --- the meshes of a launch: of groups on the measured backend, and of control groups -------------

@@ -23,12 +23,10 @@ def barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], obje
     import torch.distributed as dist
 
     kind = devices.of(device)
-    call = partial(dist.barrier, group=group, **kind.barrier_options(device, group))
-    if kind.clock == "host":
-        return call
+    options = kind.barrier_options(device, group)
 
     def meet() -> None:
-        call()
+        dist.barrier(group=group, **options)
         kind.synchronize_stream(device)
 
     return meet

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,39 +60,31 @@ def stamp(device: torch.device) -> Event:
     return event
 
 
+@dataclass(kw_only=True, eq=False)
 class Replica:
     """A task's model with its optimizer, in one way of parallel training.
 
     Faults may change the attributes. A subclass defines how the ranks communicate.
-
-    wrapped  what a forward calls
-    group    of all ranks, on the measured backend
     """
 
+    task: Task
+    case: StepCase
+    wrapped: torch.nn.Module  # what a forward calls
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    group: dist.ProcessGroup  # of all ranks, on the measured backend
     arms: tuple[str, ...] = ("ddp",)  # that can be measured: the real step, and variants
     notes: tuple[str, ...] = ()  # why other arms cannot be measured
     mesh: DeviceMesh | None = None
+    steps: int = 0  # taken so far
+    sync_last: bool = True  # whether the last micro-batch's backward reduces
+    delay_seconds: float = 0.0  # a planted delay of the forward
     link_seconds: float = 0.0  # least time of the last bucket: a planted slow link
+    loss: torch.Tensor | None = None  # of the latest step
+    backward_mark: Event | None = None  # begin of the latest backward
 
-    def __init__(
-        self,
-        task: Task,
-        case: StepCase,
-        wrapped: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        device: torch.device,
-        group: dist.ProcessGroup,
-    ) -> None:
-        self.task, self.case = task, case
-        self.wrapped, self.optimizer = wrapped, optimizer
-        self.device, self.group = device, group
-        self.steps = 0  # taken so far
-        self.through = wrapped  # the forward calls this module
-        self.sync_last = True  # whether the last micro-batch's backward reduces
-        self.delay_seconds = 0.0  # a planted delay of the forward
-        self.loss: torch.Tensor | None = None  # of the latest step
-        self.backward_mark: Event | None = None  # begin of the latest backward
+    def __post_init__(self) -> None:
+        self.through = self.wrapped  # the forward calls this module
 
     @property
     def module(self) -> torch.nn.Module:

@@ -22,7 +22,7 @@ from ddpbench import collectives
 from ddpbench.analysis import flags, lines
 from ddpbench.catalog import backends
 from ddpbench.measure import loop, start
-from ddpbench.measure.loop import HiddenLaunch, Spans
+from ddpbench.measure.loop import HiddenLaunch
 from ddpbench.present import formats
 from ddpbench.records import store
 from ddpbench.records.schema import (
@@ -305,7 +305,7 @@ def hidden_launch(
     """Return the loop on a scripted device."""
     kind = ScriptedDevice(is_hidden)
     monkeypatch.setitem(devices.KINDS, "cpu", kind)
-    return HiddenLaunch(Spans(CPU), lambda: None), kind
+    return HiddenLaunch(CPU, lambda: None), kind
 
 
 def repeat(hidden: HiddenLaunch, count: int, calls: int = 1) -> int:
@@ -327,9 +327,8 @@ def test_the_device_sleeps_before_its_start_and_the_events_enclose_the_call_alon
     monkeypatch.setattr(kind, "sleep", lambda device, seconds: done.append("sleep"))
     monkeypatch.setattr(kind, "synchronize_stream", lambda device: done.append("wait"))
     monkeypatch.setitem(devices.KINDS, "cpu", kind)
-    spans = Spans(CPU)
-    spans.pairs(1)
-    hidden = HiddenLaunch(spans, lambda: done.append("start of devices"))
+    hidden = HiddenLaunch(CPU, lambda: done.append("start of devices"))
+    hidden.pairs(1)
     done.clear()
     hidden.stamped(1, lambda: done.append("start"), lambda: done.append("call"), 1)
     assert done == ["start", "sleep", "start of devices", "event", "call", "event", "wait"]
