@@ -105,17 +105,6 @@ def test_ranks_share_one_data_set(name: str) -> None:
     assert tasks[0].batch(EPOCHS * steps) is tasks[0].batch(0)
 
 
-def test_linear_is_the_example_of_the_ddp_notes() -> None:
-    """Linear(10, 10), 20 samples, mean squared error, SGD at 0.001."""
-    linear = WORKLOADS["linear"]
-    assert (linear.batch["cpu"], linear.optimizer, linear.learning_rate) == (20, "sgd", 0.001)
-    task = built("linear", alone(batch=20))
-    x, y = task.batch(0)
-    assert x.shape == y.shape == (20, 10)
-    loss = task.loss(task.model, (x, task.model(x) + 2))
-    assert float(loss.detach()) == pytest.approx(4)
-
-
 def test_the_default_transformer_has_gpt2s_parameters() -> None:
     """124 439 808 of GPT-2 small: output weights are the tokens' own."""
     settings = {name: values["cuda"] for name, values in WORKLOADS["transformer"].settings.items()}

@@ -71,12 +71,3 @@ def test_the_joined_batch_is_gathered_from_gpu_to_gpu(simulated_gpu: SimulatedGp
     for _, arguments in simulated_gpu.collectives:
         tensors = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
         assert {tensor.device for tensor in tensors} == {CUDA}
-
-
-def test_data_of_a_training_are_on_the_gpu(simulated_gpu: SimulatedGpu) -> None:
-    """Its batches are chosen on the GPU, and its validation lies there."""
-    setup = RankSetup(0, 2, 4, CUDA, 3, None)
-    training = WORKLOADS["regression"].build(SMALL["regression"], setup).training
-    assert training is not None
-    batches = [batch for batch, _ in [*training.batches(1), *training.validation]]
-    assert {tensor.device for tensor in tree_leaves(batches)} == {CUDA}
