@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,15 +12,13 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-import torch.distributed as dist
 from command_lines import QUICK, read_stored_run, run_ddpbench
 from frozen import Frozen
-from stored_runs import a_case, a_result, a_run, a_summary, launch_results
+from stored_runs import a_case, a_run, launch_results
 
 from ddpbench import collectives
-from ddpbench.analysis import flags, lines
 from ddpbench.catalog import backends
-from ddpbench.measure import loop, start
+from ddpbench.measure import loop
 from ddpbench.measure.loop import HiddenLaunch
 from ddpbench.present import formats
 from ddpbench.records import store
@@ -30,14 +27,12 @@ from ddpbench.records.schema import (
     EXIT_ENTRY,
     HIDDEN_LAUNCH,
     TWO_STREAMS,
-    Case,
-    Result,
     Run,
 )
 from ddpbench.runtime import devices
-from ddpbench.runtime.subgroups import Partition, Subgroup, divide_ranks
+from ddpbench.runtime.subgroups import Partition
 from ddpbench.verdicts import comparison
-from ddpbench.verdicts.comparison import INCOMPARABLE, Rule
+from ddpbench.verdicts.comparison import Rule
 from ddpbench.verdicts.matching import Source
 
 CPU = torch.device("cpu")
@@ -224,19 +219,6 @@ def options() -> collectives.Options:
     return collectives.Options.of(parser.parse_args([]))
 
 
-def test_times_of_different_definitions_are_not_compared() -> None:
-    """A run that was stored with the launch in its times, or with the host's clock alone, has other
-    cases: they are INCOMPARABLE."""
-    case = a_case(backend="nccl", device="cuda", clock="device", time_definition=HIDDEN_LAUNCH)
-    new = Source("new", (a_run(*launch_results(1e-5, case)),))
-    for definition in (EVENTS, EXIT_ENTRY):
-        stored = replace(case, time_definition=definition)
-        base = Source("base", (a_run(*launch_results(3e-5, stored)),))
-        (row,) = comparison.compare(base, new, Rule()).rows
-        assert row.verdict == INCOMPARABLE
-        assert row.why == f"time_definition {definition} → hidden-launch"
-
-
 def test_a_case_with_launches_in_sight_is_not_compared(frozen: Frozen) -> None:
     """If the launch of most calls was not hidden, the median is not what the case says."""
     case = a_case(time_definition=HIDDEN_LAUNCH, clock="device")
@@ -247,33 +229,6 @@ def test_a_case_with_launches_in_sight_is_not_compared(frozen: Frozen) -> None:
     frozen.text(row.why)
     (same,) = comparison.compare(base, base, Rule()).rows
     assert same.verdict == comparison.SAME
-
-
-def test_no_backend_is_the_fastest_by_another_kind_of_time() -> None:
-    """nccl hides its launch and gloo does not: neither gets the star."""
-    nccl = a_case(backend="nccl", clock="device", time_definition=HIDDEN_LAUNCH)
-    gloo = a_case(backend="gloo", clock="device", time_definition=EVENTS)
-    assert flags.find_fastest(lines.lines(a_run(*stars(nccl, gloo)))) is None
-    alike = replace(gloo, time_definition=HIDDEN_LAUNCH)
-    assert flags.find_fastest(lines.lines(a_run(*stars(nccl, alike)))) is not None
-
-
-def stars(quick: Case, slow: Case) -> list[Result]:
-    """Six launches of both cases, one ten times as quick as the other."""
-    return [*launch_results(1e-5, quick), *launch_results(1e-4, slow)]
-
-
-def test_a_host_clock_shows_no_column_for_launches(frozen: Frozen) -> None:
-    """A column that applies to no row is not shown, unless it is asked for."""
-    run = a_run(a_result())
-    assert "launch µs" not in formats.show("table", run)
-    assert "launch µs" in formats.show("table", run, ("size", "launch"))
-    hidden = a_case(time_definition=HIDDEN_LAUNCH, clock="device")
-    text = formats.show("table", a_run(a_result(hidden, summary=a_summary(launch_seconds=2e-5))))
-    assert "skew µs" not in text
-    frozen.text(text)
-    row = pd.read_csv(io.StringIO(formats.show("csv", a_run(a_result())))).iloc[0]
-    assert pd.isna(row["launch"])
 
 
 # --- the sleep ------------------------------------------------------------------------------------
@@ -332,20 +287,6 @@ def test_the_device_sleeps_before_its_start_and_the_events_enclose_the_call_alon
     done.clear()
     hidden.stamped(1, lambda: done.append("start"), lambda: done.append("call"), 1)
     assert done == ["start", "sleep", "start of devices", "event", "call", "event", "wait"]
-
-
-def test_devices_start_with_the_group_of_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start on the device is a sum of one element in the subgroup; a rank in no subgroup has
-    nothing to start."""
-    called: list[Any] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: called.append((tensor, group)))
-    partition = divide_ranks("cross", [[0, 1], [2]])
-    world_group: Any = "world"
-    inside: Any = "subgroup"
-    start.bind_device_start(Subgroup(partition, world_group, inside), CPU)()
-    start.bind_device_start(Subgroup(partition, world_group, None), CPU)()
-    ((tensor, group),) = called
-    assert (tensor.tolist(), group) == ([0.0], "subgroup")
 
 
 def test_sleeps_grow_until_launches_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

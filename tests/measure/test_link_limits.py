@@ -47,6 +47,13 @@ def freeze(frozen: Frozen, *limits: Limit | None) -> None:
     frozen.text("\n".join(limit.source for limit in known))
 
 
+NARROW = {**PCIE, "width": 8, "bytes_per_second": 15.75 * GB}
+FOUR_TO_1 = {"to": "0000:01:00.0", "count": 4, "bytes_per_second": 25 * GB}
+EIGHT_TO_7 = {"to": "0000:07:00.0", "count": 8, "bytes_per_second": 25 * GB}
+BACK = {"to": "0000:00:00.0", "count": 4, "bytes_per_second": 25 * GB}
+BRIDGED = a_rank(0, gpu_nvlinks=[FOUR_TO_1, EIGHT_TO_7])
+
+
 def test_nvlinks_to_a_switch(frozen: Frozen) -> None:
     """The links of a GPU to a switch serve any other GPU: their rates add up."""
     freeze(frozen, on_one_host(*(a_rank(n, gpu_nvlinks=SWITCH) for n in range(8))))
@@ -54,20 +61,13 @@ def test_nvlinks_to_a_switch(frozen: Frozen) -> None:
 
 def test_only_nvlinks_to_gpus_of_the_ranks_count(frozen: Frozen) -> None:
     """Links to a GPU that no rank uses carry nothing; without any other link PCIe is the limit."""
-    links = [
-        {"to": "0000:01:00.0", "count": 4, "bytes_per_second": 25 * GB},
-        {"to": "0000:07:00.0", "count": 8, "bytes_per_second": 25 * GB},
-    ]
-    back = [{"to": "0000:00:00.0", "count": 4, "bytes_per_second": 25 * GB}]
-    bridged = on_one_host(a_rank(0, gpu_nvlinks=links), a_rank(1, gpu_nvlinks=back))
-    apart = on_one_host(a_rank(0, gpu_nvlinks=links), a_rank(2))
-    freeze(frozen, bridged, apart)
+    bridged = on_one_host(BRIDGED, a_rank(1, gpu_nvlinks=[BACK]))
+    freeze(frozen, bridged, on_one_host(BRIDGED, a_rank(2)))
 
 
 def test_the_slowest_gpu_limits_all(frozen: Frozen) -> None:
     """One GPU in a narrow slot sets the limit of the ranks."""
-    narrow = {**PCIE, "width": 8, "bytes_per_second": 15.75 * GB}
-    freeze(frozen, on_one_host(a_rank(0), a_rank(1, gpu_pcie=narrow), a_rank(2)))
+    freeze(frozen, on_one_host(a_rank(0), a_rank(1, gpu_pcie=NARROW), a_rank(2)))
 
 
 @pytest.mark.parametrize(

@@ -134,13 +134,6 @@ def play_verified(bench: Bench) -> Any:
     return {"steps": steps, "equal": [epoch.replicas_equal for epoch in epochs]}
 
 
-def play_seen(bench: Bench) -> Any:
-    """Epochs are reported one by one."""
-    told: list[int] = []
-    bench.train(2, seen=lambda epoch: told.append(epoch.number))
-    return told
-
-
 def play_interrupted(bench: Bench) -> Any:
     """The last rank gets SIGINT after the second epoch. The last play: the watchdog waits now."""
 
@@ -266,12 +259,6 @@ def test_steps_are_verified(played: Played, size: int) -> None:
     for one in played(size, "verified"):
         assert one["steps"] == list(range(1, 3 * workloads.STEPS + 1))
         assert one["equal"] == [True, False, True]
-
-
-@SIZES
-def test_each_epoch_is_reported(played: Played, size: int) -> None:
-    """In order, in every rank."""
-    assert played(size, "seen") == [[1, 2]] * size
 
 
 @SIZES
