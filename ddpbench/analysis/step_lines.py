@@ -9,14 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ddpbench.analysis import stats, steps
-from ddpbench.analysis.flags import (
-    BUSY,
-    STOPPED,
-    AnyLine,
-    Flag,
-    note_fastest,
-    raised_flags,
-)
+from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest, raised_flags
 from ddpbench.analysis.spans import EXPOSED_OF
 from ddpbench.records.schema import (
     Bucket,

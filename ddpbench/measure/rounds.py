@@ -35,15 +35,6 @@ IN_A_ROW, STRETCH_SECONDS = 5, 1.0  # steps in a row, unless they take longer
 STOPS = ("", "time slice", "rounds", "replicas differ", "interrupted")
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """How long to measure. None: no fixed number."""
-
-    seconds: float
-    rounds: int | None
-    in_a_row: int | None
-
-
 @dataclass
 class Measured:
     """The measurement of one case in this rank. Only rank 0 has `samples`, after a round."""
@@ -71,7 +62,9 @@ class Rounds:
     main: Replica
     probe: Replica | None
     arms: tuple[str, ...]
-    schedule: Schedule
+    seconds: float  # how long to measure
+    rounds: int | None  # None: no fixed number
+    in_a_row: int | None  # steps
     seed: int
     verify: Verify | None
     every: int  # steps of main between two verifications
@@ -97,7 +90,7 @@ class Rounds:
         try:
             seconds = self._warm_up(measured)
             if not self.stopped:
-                self._measure(measured, began + self.schedule.seconds, seconds)
+                self._measure(measured, began + self.seconds, seconds)
         finally:
             if enabled:
                 gc.enable()
@@ -123,7 +116,7 @@ class Rounds:
         return wall * 1e-9
 
     def _measure(self, measured: Measured, until: float, seconds: float) -> None:
-        count = self.schedule.in_a_row or (IN_A_ROW if IN_A_ROW * seconds < STRETCH_SECONDS else 1)
+        count = self.in_a_row or (IN_A_ROW if IN_A_ROW * seconds < STRETCH_SECONDS else 1)
         count = control.broadcast_decision(self.world, count)
         order = random.Random(self.seed)  # the same in every rank
         began = time.monotonic()
@@ -139,8 +132,8 @@ class Rounds:
             for arm in arms:
                 if not self.stopped:
                     self._take_round(arm, count)
-            if self.schedule.rounds:
-                share = self._done / self.schedule.rounds
+            if self.rounds:
+                share = self._done / self.rounds
             else:
                 late = (time.monotonic() - began) / max(until - began, 1e-9)
                 share = min(self._done / FEWEST, late)
@@ -155,8 +148,8 @@ class Rounds:
         """Return rank 0's reason to stop, an index of STOPS; 0: continue."""
         if self.world.watchdog.signal is not None:
             return STOPS.index("interrupted")
-        if self.schedule.rounds is not None:
-            return STOPS.index("rounds") if self._done >= self.schedule.rounds else 0
+        if self.rounds is not None:
+            return STOPS.index("rounds") if self._done >= self.rounds else 0
         late = self._done >= FEWEST and time.monotonic() > until
         return STOPS.index("time slice") if late or self._done >= MOST else 0
 

@@ -16,12 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ddpbench.analysis.spans import Span, Timed
 from ddpbench.catalog.parallel import REPLICATE, SHARD, TENSOR, WAYS, Way, format_mesh
@@ -34,8 +29,6 @@ if TYPE_CHECKING:
     from ddpbench.catalog.parallel import Plan
     from ddpbench.records.schema import StepCase
     from ddpbench.runtime.world import World
-
-STYLES: dict[str, type[ParallelStyle]] = {"column": ColwiseParallel, "row": RowwiseParallel}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -92,7 +85,8 @@ def build_sharded(
     way, model = WAYS[case.parallel], task.model
     layers = plan.layers(model)
     if way.splits:
-        styles = {name: STYLES[style]() for name, style in plan.splits(model).items()}
+        kinds = {"column": ColwiseParallel, "row": RowwiseParallel}
+        styles = {name: kinds[style]() for name, style in plan.splits(model).items()}
         # Without a source, each rank takes a part of its own weights, and no data is sent.
         parallelize_module(model, mesh[TENSOR], styles, src_data_rank=None)
     if way.shards:

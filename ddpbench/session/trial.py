@@ -16,7 +16,7 @@ from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.task import OPTIMIZERS, RankSetup, Task, Workload
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import ddp_step, memory, training
-from ddpbench.measure.rounds import Measured, Rounds, Schedule
+from ddpbench.measure.rounds import Measured, Rounds
 from ddpbench.measure.step import Replica, advise_smaller, find_shortage
 from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
@@ -165,7 +165,9 @@ class Trial:
             main=main,
             probe=probe,
             arms=arms,
-            schedule=Schedule(self.plan.slice_seconds, options.rounds, options.steps_per_round),
+            seconds=self.plan.slice_seconds,
+            rounds=options.rounds,
+            in_a_row=options.steps_per_round,
             seed=self.plan.seed,
             verify=ledger.check if options.verify else None,
             every=options.verify,

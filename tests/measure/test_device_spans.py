@@ -22,13 +22,7 @@ from ddpbench.measure import loop
 from ddpbench.measure.loop import HiddenLaunch
 from ddpbench.present import formats
 from ddpbench.records import store
-from ddpbench.records.schema import (
-    EVENTS,
-    EXIT_ENTRY,
-    HIDDEN_LAUNCH,
-    TWO_STREAMS,
-    Run,
-)
+from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Run
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.verdicts import comparison

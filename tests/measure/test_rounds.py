@@ -25,7 +25,7 @@ from ddpbench.catalog.task import Task
 from ddpbench.launch import forks, placement
 from ddpbench.launch.placement import Placement
 from ddpbench.measure.ddp_step import ARMS, DdpReplica, build_replica
-from ddpbench.measure.rounds import Rounds, Schedule
+from ddpbench.measure.rounds import Rounds
 from ddpbench.runtime import devices
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, join_world
@@ -96,7 +96,9 @@ def measure(world: World, group: Any, every: int) -> dict[str, Any]:
         main=some_replica(group, log, switchable=False),
         probe=some_replica(group, log, switchable=True),
         arms=ARMS,
-        schedule=Schedule(60.0, ROUNDS, IN_A_ROW),
+        seconds=60.0,
+        rounds=ROUNDS,
+        in_a_row=IN_A_ROW,
         seed=1,
         verify=verify if every else None,
         every=every,
