@@ -15,7 +15,16 @@ from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.dtypes import DTYPES
 from ddpbench.catalog.operations import OPERATIONS, Operation
 from ddpbench.launch.placement import Placement
-from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Case, Limit, Plan, Result
+from ddpbench.records.schema import (
+    EVENTS,
+    EXIT_ENTRY,
+    HIDDEN_LAUNCH,
+    TWO_STREAMS,
+    Case,
+    Limit,
+    Plan,
+    Result,
+)
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
@@ -232,7 +241,7 @@ def _time_definition(options: Options, backend: Backend, operation: Operation) -
     """Return the definition of the operation's time.
 
     A kernel launch can be hidden only if the call returns before the device has begun. In some
-    versions of torch, a barrier does not.
+    versions of torch, a barrier does not. Sends and receives run on a stream of their own.
     """
     kind = devices.get(options.device)
     if kind.clock == "host":
@@ -241,7 +250,7 @@ def _time_definition(options: Options, backend: Backend, operation: Operation) -
     hides = kind.sleeps and backend.in_stream and operation.sized
     if not (alone and hides):
         return EVENTS
-    return backend.message_time if operation.paired else HIDDEN_LAUNCH
+    return TWO_STREAMS if operation.paired else HIDDEN_LAUNCH
 
 
 def _objection(case: Case, world: World, device: torch.device) -> str | None:

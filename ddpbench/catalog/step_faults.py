@@ -348,14 +348,7 @@ STEP_FAULTS = (
     Fault(bypass, before=True, all_ranks=True, needs=require_ddp),
     Fault(no_sync, before=True, all_ranks=True, needs=require_ddp),
     Fault(slow_rank, {"ms": 30}, before=True, in_all_arms=True),
-    Fault(
-        slow_link,
-        {"ms": 30},
-        before=True,
-        all_ranks=True,
-        in_all_arms=True,
-        needs=require_ddp,
-    ),
+    Fault(slow_link, {"ms": 30}, before=True, all_ranks=True, in_all_arms=True, needs=require_ddp),
     Fault(raise_, before=True),
     Fault(hang, {"seconds": 3600}, before=True),
     Fault(stop, before=True),
@@ -366,23 +359,9 @@ STEP_FAULTS = (
     Fault(wrong_order, before=True, others=sum_then_gather),
     Fault(skipped, before=True, others=gather_metric),
     Fault(
-        other_seed,
-        {"step": 1, "seed": 1},
-        before=True,
-        others=other_seed,
-        needs=require_replicas,
+        other_seed, {"step": 1, "seed": 1}, before=True, others=other_seed, needs=require_replicas
     ),
-    Fault(
-        missed_sync,
-        before=True,
-        others=missed_sync,
-        needs=require_replicas,
-    ),
-    Fault(
-        one_rank_update,
-        before=True,
-        others=skip_update,
-        needs=require_whole,
-    ),
+    Fault(missed_sync, before=True, others=missed_sync, needs=require_replicas),
+    Fault(one_rank_update, before=True, others=skip_update, needs=require_whole),
     Fault(flipped_shard, {"bit": 12}, needs=require_replicas),
 )
