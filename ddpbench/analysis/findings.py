@@ -103,28 +103,27 @@ def _replicas(run: Run) -> Iterator[Finding]:
 
 def _late_rank(run: Run) -> Iterator[Finding]:
     for line in step_lines.lines(run):
+        if line.summary is None:
+            continue
+        waits: dict[int, tuple[float, str]] = {}  # rank → seconds, and why the others wait
+        for bucket in line.summary.buckets:
+            if bucket.late_rank is not None:
+                seconds = max(bucket.wait.value, waits.get(bucket.late_rank, (0.0, ""))[0])
+                waits[bucket.late_rank] = seconds, "for one of its buckets"
         part = line.part(steps.WAITING)
-        late = {b.late_rank for b in line.summary.buckets} if line.summary else set()
-        if part is not None and part.resolved:
-            late.discard(part.rank)
-            yield _late(line, part.rank, part.figure.value, "for it")
-        for rank in sorted(late - {None}, key=str):
-            assert line.summary is not None
-            waits = [b.wait.value for b in line.summary.buckets if b.late_rank == rank]
-            yield _late(line, rank, max(waits), "for one of its buckets")
-
-
-def _late(line: StepLine, rank: int | None, seconds: float, why: str) -> Finding:
-    case = line.case
-    return Finding(
-        "warning",
-        "late-rank",
-        f"{case.workload} on {case.backend}: rank {rank} is late: the others wait "
-        f"{seconds * 1e3:.3g} ms of each {(line.seconds or 0) * 1e3:.3g} ms step {why}",
-        "compare the clock, the load of the host and the data of this rank with those of the "
-        "other ranks; to measure the ranks: ddpbench doctor --only stragglers",
-        {"workload": case.workload, "backend": case.backend, "rank": rank},
-    )
+        if part is not None and part.resolved and part.rank is not None:
+            waits[part.rank] = part.figure.value, "for it"
+        case = line.case
+        for rank, (seconds, why) in waits.items():
+            yield Finding(
+                "warning",
+                "late-rank",
+                f"{case.workload} on {case.backend}: rank {rank} is late: the others wait "
+                f"{seconds * 1e3:.3g} ms of each {(line.seconds or 0) * 1e3:.3g} ms step {why}",
+                "compare the clock, the load of the host and the data of this rank with those of "
+                "the other ranks; to measure the ranks: ddpbench doctor --only stragglers",
+                {"workload": case.workload, "backend": case.backend, "rank": rank},
+            )
 
 
 def _exposed(run: Run) -> Iterator[Finding]:
