@@ -1,6 +1,5 @@
 """Figures of a DDP step from samples whose truth is known, and against plain loops."""
 
-import json
 import statistics
 from dataclasses import replace
 from typing import Any
@@ -19,8 +18,6 @@ from stored_steps import (
 )
 
 from ddpbench.analysis import step_lines, steps
-from ddpbench.analysis.flags import find_fastest
-from ddpbench.records import codec
 from ddpbench.records.schema import Part, StepResult, StepSummary
 
 
@@ -187,14 +184,6 @@ def test_a_late_rank_is_named_from_two_percent_of_the_step_on(delay: float, reso
     assert {bucket.late_rank for bucket in found.buckets} == ({1} if resolved else {None})
 
 
-@pytest.mark.parametrize("rounds", [7, 120, 140])
-def test_a_late_rank_is_found_after_any_number_of_rounds(rounds: int) -> None:
-    """Six batches of rounds are too few for the corrected confidence: then the rounds themselves
-    are taken."""
-    found = a_step_summary(rounds=rounds, late=(1, 8.0), in_a_row=1)
-    assert parts(found)["waiting for rank 1"].resolved
-
-
 def test_parts_without_their_arm_are_left_out() -> None:
     """Without no_sync compute and copies are one part and the gain is that of communication; with
     DDP alone, or one rank, there is nothing to subtract."""
@@ -261,16 +250,6 @@ def test_buckets_are_told_without_a_common_clock() -> None:
 # --- awkward samples ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounds", [1, 5])
-def test_few_rounds_have_no_intervals_and_resolve_nothing(rounds: int) -> None:
-    """Below six rounds every figure is a median alone, and can be stored."""
-    found = a_step_summary(rounds=rounds, late=(1, 20))
-    assert found.step.interval is None
-    assert not any(part.resolved or part.figure.interval for part in found.budget)
-    assert {bucket.late_rank for bucket in found.buckets} == {None}
-    assert codec.decode(StepSummary, json.loads(codec.encode(found))) == found
-
-
 def test_a_round_that_was_cut_short_does_not_count() -> None:
     """Arms that ran once more than DDP before the end are cut to the rounds that all have."""
     samples = step_samples(rounds=9)
@@ -307,17 +286,6 @@ def only(*results: StepResult) -> step_lines.StepLine:
     """The one line of these results."""
     (line,) = step_lines.lines(a_step_run(*results))
     return line
-
-
-def test_one_launch_is_shown_as_it_is() -> None:
-    """The line of one launch has that launch's summary; a skipped one its reason."""
-    result = a_step_result()
-    line = only(result)
-    assert (line.summary, line.results, line.reason) == (result.summary, (result,), None)
-    assert line.seconds == (result.summary and result.summary.step.value)
-    assert line.flags == ()
-    skipped = only(StepResult(a_step_case(), 0, reason="no memory"))
-    assert (skipped.reason, skipped.summary, skipped.results) == ("no memory", None, ())
 
 
 def test_several_launches_give_the_median_of_their_medians() -> None:
@@ -403,19 +371,3 @@ def test_lines_stand_by_workload_settings_and_backend() -> None:
     shuffled = replace(run, steps=tuple(reversed(run.steps)))
     found = [line.case for line in step_lines.lines(shuffled)]
     assert [(c.workload, c.backend) for c in found] == [(c.workload, c.backend) for c in cases]
-
-
-def test_the_faster_backend_is_the_one_whose_interval_lies_below() -> None:
-    """None of overlapping, busy, or where replicas differ; see test_lines.py for the others."""
-    slow, fast = a_step_summary(), a_step_summary(exposed=5)
-
-    def group(first: StepSummary, **other: Any) -> list[step_lines.StepLine]:
-        cases = a_step_case(), a_step_case(backend="mpi")
-        both = a_step_result(cases[0], 0, first), a_step_result(cases[1], 1, fast, **other)
-        return step_lines.lines(a_step_run(*both))
-
-    apart = group(slow)
-    assert find_fastest(apart) is apart[1]
-    assert find_fastest(group(fast)) is None
-    assert find_fastest(group(slow, others_share=0.5)) is None
-    assert find_fastest(group(slow, replicas=some_replicas(equal=False, ok=False))) is None

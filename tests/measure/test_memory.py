@@ -126,22 +126,6 @@ def test_a_trial_leaves_no_trace(views: bool) -> None:
     assert all((each.grad is not None) == each.requires_grad for each in task.model.parameters())
 
 
-def test_a_loss_that_needs_ddp_is_left_to_the_first_step() -> None:
-    """It fails without DDP, which says nothing about memory, and leaves no hook behind."""
-    task = some_task()
-    bare = task.loss
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        result: Tensor = model.module(batch)
-        return result
-
-    task.loss = loss
-    case = a_step_case(gradient_as_bucket_view=True)
-    assert find_shortage(task, case, CPU, 1) is None
-    bare(task.model, task.batch(0)).backward()
-    assert all((each.grad is not None) == each.requires_grad for each in task.model.parameters())
-
-
 @pytest.mark.parametrize(
     ("replicas", "optimizer", "views", "copies"),
     [(1, "sgd", False, 1), (1, "sgd", True, 1), (2, "adam", True, 5), (2, "adamw", False, 6)],
