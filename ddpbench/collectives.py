@@ -209,7 +209,7 @@ def _case(
 
     partition, form, place, dtype, reduce_op, nbytes = variant
     blocks = partition.size if operation.blocks else 1
-    total, count = sizes.whole(nbytes, DTYPES[dtype].nbytes, blocks) if nbytes else (0, 0)
+    total, count = sizes.round_to_blocks(nbytes, DTYPES[dtype].nbytes, blocks) if nbytes else (0, 0)
     pipelined = plan.issue == "pipelined"
     return Case(
         operation=operation.name,

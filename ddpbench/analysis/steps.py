@@ -103,7 +103,7 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
     )
 
 
-def cost(samples: Samples, step_seconds: float) -> tuple[Figure | None, float | None]:
+def compute_cost(samples: Samples, step_seconds: float) -> tuple[Figure | None, float | None]:
     """Return the median time of a verification on its slowest rank, and as a share of a step.
 
     Returns None, None without verifications.

@@ -53,7 +53,7 @@ def parse(text: str, kind: str = IN_STEP) -> Planted:
     return Planted(fault, settings)
 
 
-def listed(kind: str) -> str:
+def list_faults(kind: str) -> str:
     """List all faults of a kind, for a help text."""
     return "; ".join(f"{fault.name}: {fault.help}" for fault in FAULTS[kind].values())
 

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--by", choices=("rank", "host"), default="rank")
     add("--max-pairs", kind=options.whole(1), default=120, metavar="N")
     add("--fail-on", choices=SEVERITIES, default="error")
-    known = faults.listed(IN_SET_UP)
+    known = faults.list_faults(IN_SET_UP)
     add = options.add_group(parser, "faults, to check that the doctor finds them", INJECTED + known)
     kind, metavar = options.fault(IN_SET_UP), "FAULT[:setting=value,…]"
     add("--inject", kind=kind, action="append", default=[], metavar=metavar)

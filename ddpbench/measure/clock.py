@@ -15,7 +15,7 @@ now_ns = time.perf_counter_ns
 COSTS, STEPS = 20, 10
 
 
-def properties(reads: int = 20_000) -> dict[str, float]:
+def measure_clock(reads: int = 20_000) -> dict[str, float]:
     """Return the seconds that one reading costs (median), and the smallest step of the clock."""
     stamps = [now_ns() for _ in range(reads)]
     steps = sorted(b - a for a, b in pairwise(stamps))

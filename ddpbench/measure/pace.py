@@ -186,7 +186,7 @@ class Pace:
             return 1
         left = min(until - self.now(), BURST_SECONDS)
         least = min(least, int(BURST_SECONDS / self.seconds))
-        most = stats.fitting(self.bench.world.world_size)
+        most = stats.limit_repetitions(self.bench.world.world_size)
         return max(1, least, min(count, most, int(left / self.seconds)))
 
     def run_burst(self, count: int, into: Kept, check: bool = False) -> bool:
@@ -257,7 +257,7 @@ def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
         if rank == 0:
             cut = pace.now() > most or windows.repetitions >= WARM_UP_MOST
             latest = [over.times(samples.calls) for over in windows.over[-2:]]
-            settled = len(windows.over) > 2 and stats.settled(*latest)
+            settled = len(windows.over) > 2 and stats.windows_agree(*latest)
             if not windows.over or not (cut or settled):
                 count = pace.fit_burst(WINDOW if windows.over else WARM_UP, most)
         going = pace.run_burst(count, windows)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from ddpbench.analysis.steps import Samples
 from ddpbench.catalog.planting import Planted
 from ddpbench.measure import clock
-from ddpbench.measure.step import Marks, Replica, phases
+from ddpbench.measure.step import Marks, Replica, sum_phases
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.devices import Cpu
 from ddpbench.runtime.world import Turns, World
@@ -194,7 +194,7 @@ class Rounds:
             if self.stopped or number == count:
                 break
             began = self._meet() if self._kind.clock == "device" else clock.now_ns()
-        return phases(marks.ns(), number), wall
+        return sum_phases(marks.ns(), number), wall
 
     def _verify(self) -> None:
         assert self.verify is not None

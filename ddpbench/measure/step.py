@@ -203,7 +203,7 @@ def advise_smaller(case: StepCase) -> str:
     return f"use a smaller {list_choices(f'--{name}' for name in names)}"
 
 
-def phases(ns: list[int], steps: int) -> list[list[int]]:
+def sum_phases(ns: list[int], steps: int) -> list[list[int]]:
     """Convert the marks of some steps to [begin, ends of forward, backward and optimizer] each.
 
     With several micro-batches, the forwards are added up, and so are the backwards.

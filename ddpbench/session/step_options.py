@@ -306,7 +306,7 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_protocol(parser: argparse.ArgumentParser) -> None:
-    texts = PROTOCOL.format(step=STEP, faults=faults.listed(IN_STEP))
+    texts = PROTOCOL.format(step=STEP, faults=faults.list_faults(IN_STEP))
     add = options.add_group(parser, "how it is measured", texts)
     add("--case-time", kind=options.positive, metavar="SECONDS")
     add("--rounds", kind=options.whole(1), metavar="N")

@@ -127,7 +127,7 @@ class Trial:
             total = case.batch * case.accumulate * case.data_ranks
             summarise = sharded_steps.summarise if case.mesh else steps.summarise
             summary = summarise(measured.samples, total, measured.warm_up)
-            cost = steps.cost(measured.samples, summary.step.value)
+            cost = steps.compute_cost(measured.samples, summary.step.value)
             columns = step_columns(case.key, self.index, measured.samples)
         assert main.loss is not None
         loss = float(main.loss)

@@ -135,7 +135,7 @@ def test_one_usual_time_is_no_two() -> None:
 def test_neighbouring_windows_agree_when_their_quartiles_do(factor: float, agree: bool) -> None:
     """Windows whose quartiles lie within 5 % of each other agree, others do not."""
     window = np.random.default_rng(0).uniform(1.0, 2.0, 20)
-    assert stats.settled(window, window * factor) == agree
+    assert stats.windows_agree(window, window * factor) == agree
 
 
 def test_the_mean_may_fall_by_half_but_grow_by_a_tenth_only() -> None:
@@ -147,10 +147,10 @@ def test_the_mean_may_fall_by_half_but_grow_by_a_tenth_only() -> None:
         window[7] += 20 * (mean - 1)
         return window
 
-    assert stats.settled(calm, with_outlier(1.09))
-    assert not stats.settled(calm, with_outlier(1.11))
-    assert stats.settled(with_outlier(1.99), calm)
-    assert not stats.settled(with_outlier(2.01), calm)
+    assert stats.windows_agree(calm, with_outlier(1.09))
+    assert not stats.windows_agree(calm, with_outlier(1.11))
+    assert stats.windows_agree(with_outlier(1.99), calm)
+    assert not stats.windows_agree(with_outlier(2.01), calm)
 
 
 # --- outliers and autocorrelation -----------------------------------------------------------------

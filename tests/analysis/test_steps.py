@@ -268,15 +268,18 @@ def test_a_round_that_was_cut_short_does_not_count() -> None:
 def test_a_verifications_cost_is_its_slowest_ranks() -> None:
     """The median over verifications, and its share of the step; none without one."""
     samples = replace(step_samples(), verify=np.array([[1, 5, 3], [2, 1, 4]]) * MS)
-    figure, share = steps.cost(samples, 0.08)
+    figure, share = steps.compute_cost(samples, 0.08)
     assert figure is not None
     assert (figure.value, figure.interval) == (pytest.approx(4e-3), None)
     assert share == pytest.approx(0.05)
-    many, _ = steps.cost(step_samples(), 0.08)
+    many, _ = steps.compute_cost(step_samples(), 0.08)
     assert many is not None
     assert many.interval is not None
     assert many.interval.of == "median of 30 verifications"
-    assert steps.cost(replace(samples, verify=np.empty((2, 0), np.int64)), 0.08) == (None, None)
+    assert steps.compute_cost(replace(samples, verify=np.empty((2, 0), np.int64)), 0.08) == (
+        None,
+        None,
+    )
 
 
 # --- one line a case, over launches ---------------------------------------------------------------

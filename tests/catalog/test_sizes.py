@@ -67,7 +67,7 @@ def test_a_size_is_rounded_down_to_whole_blocks() -> None:
     """The total is the largest that is not above what was asked for and divides into equal blocks
     of whole elements; where not even one element a block fits, it is one element a block."""
     for asked, element, blocks in itertools.product(range(1, 130), (1, 2, 4, 8), range(1, 6)):
-        total, count = sizes.whole(asked, element, blocks)
+        total, count = sizes.round_to_blocks(asked, element, blocks)
         allowed = [c * element * blocks for c in range(1, 130) if c * element * blocks <= asked]
         assert total == max(allowed, default=element * blocks)
         assert total == count * element * blocks
