@@ -481,7 +481,7 @@ def test_phases_of_several_micro_batches_are_added_up() -> None:
     and the second step goes on from where it began."""
     marks = [0, 10, 30, 60, 100, 105]
     later = [200 + mark for mark in marks]
-    assert step.phases([*marks, *later], 2) == [[0, 40, 100, 105], [200, 240, 300, 305]]
+    assert step.sum_phases([*marks, *later], 2) == [[0, 40, 100, 105], [200, 240, 300, 305]]
 
 
 def test_a_fault_acts_in_its_rank_at_its_step() -> None:
