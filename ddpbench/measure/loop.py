@@ -165,13 +165,20 @@ class Bench:
         It returns once the result has arrived, or will arrive before the device's next work.
         """
         issues, first = self._issues, self._issues[0]
-        if self.case.async_op:
+        if len(issues) > 1:  # pipelined
 
             def call() -> None:
                 for _ in range(batch):
                     for work in [issue() for issue in issues]:
                         if work is not None:
                             work.wait()
+        elif self.case.async_op:
+
+            def call() -> None:
+                for _ in range(batch):
+                    work = first()
+                    if work is not None:
+                        work.wait()
         elif batch > 1:
 
             def call() -> None:
