@@ -195,8 +195,8 @@ def measure_device_copy(world: World, device: torch.device) -> float | None:
     rates = [_time_device_copies(device, nbytes) for nbytes in SIZES_NBYTES]
     # Ranks that share a GPU measure at once: the sum is the rate of the GPU.
     sharers = max(1, len(world.gpu_mates))
-    best = max((rate for rate in rates if rate is not None), default=None)
-    everyone = control.gather_values(world, best and best * sharers)
+    own = [rate * sharers for rate in rates if rate is not None]
+    everyone = control.gather_values(world, max(own, default=None))
     return max((rate for rate in everyone if rate is not None), default=None)
 
 

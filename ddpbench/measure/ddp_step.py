@@ -94,11 +94,6 @@ class DdpReplica(Replica):
     hook: Hook | None  # reduces the buckets, and can be switched; None: DDP's built-in reduction
     _reduces: bool = True  # the last micro-batch's backward, in the chosen arm
 
-    @property
-    def module(self) -> torch.nn.Module:
-        inner: torch.nn.Module = self.wrapped.module
-        return inner
-
     def choose_arm(self, arm: str) -> None:
         self._reduces = arm != "no_sync"
         if self.hook is not None:
@@ -157,9 +152,7 @@ def build_replica(
     if switchable:
         hook = Hook(case.comm_hook, group, task.model)
         ddp.register_comm_hook(None, hook.reduce)
-    elif case.comm_hook != "none":
-        make = hooks.HOOKS[case.comm_hook].make
-        assert make is not None
+    elif (make := hooks.HOOKS[case.comm_hook].make) is not None:
         ddp.register_comm_hook(*make(group))
     # On a GPU, DDP's logger lets each of the first ten forwards wait for the backward before.
     assert ddp.logger is not None

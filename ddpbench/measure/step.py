@@ -89,7 +89,7 @@ class Replica:
     @property
     def module(self) -> torch.nn.Module:
         """Return the bare model."""
-        return self.wrapped
+        return self.task.model
 
     def choose_arm(self, arm: str) -> None:
         """Take the next steps in this arm."""
