@@ -15,7 +15,16 @@ from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.dtypes import DTYPES
 from ddpbench.catalog.operations import OPERATIONS, Operation
 from ddpbench.launch.placement import Placement
-from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, Case, Limit, Plan, Result
+from ddpbench.records.schema import (
+    EVENTS,
+    EXIT_ENTRY,
+    HIDDEN_LAUNCH,
+    TWO_STREAMS,
+    Case,
+    Limit,
+    Plan,
+    Result,
+)
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
@@ -86,7 +95,7 @@ class Sweep:
     ) -> None:
         from ddpbench.analysis.lines import share_gpu
         from ddpbench.measure import clock, offsets
-        from ddpbench.measure.calibrate import Handoff
+        from ddpbench.measure.calibrate import agree_handoff
         from ddpbench.measure.link_limits import derive_limit
 
         self.context, self.subgroups, self.recorder = context, subgroups, recorder
@@ -104,7 +113,7 @@ class Sweep:
             offsets.open_clocks(context.world, recorder.launch.ranks)
         )
         kind = devices.of(context.device)
-        self.handoff = Handoff(context.world) if kind.memory == "host" else None
+        self.measure_handoff = agree_handoff(context.world) if kind.memory == "host" else None
         self.shortest_seconds = max(
             clock.shortest_seconds(recorder.launch.clock), clock.STEPS * kind.event_step_seconds
         )
@@ -152,7 +161,7 @@ class Sweep:
 
     def _gather_facts(self, samples: pace.Samples) -> dict[str, Any]:
         spent_seconds = launch_facts.read_spent_seconds(self.meter)
-        handoff_seconds = self.handoff and self.handoff.measure_seconds()
+        handoff_seconds = self.measure_handoff() if self.measure_handoff else None
         own = [spent_seconds, samples.huge_share, samples.page_faults, handoff_seconds]
         all_facts = control.gather_values(self.context.world, [*own, samples.unhidden_share])
         spent, shares, faults, handoffs, unhidden = zip(*all_facts, strict=True)
@@ -200,7 +209,7 @@ def _case(
 
     partition, form, place, dtype, reduce_op, nbytes = variant
     blocks = partition.size if operation.blocks else 1
-    total, count = sizes.whole(nbytes, DTYPES[dtype].nbytes, blocks) if nbytes else (0, 0)
+    total, count = sizes.round_to_blocks(nbytes, DTYPES[dtype].nbytes, blocks) if nbytes else (0, 0)
     pipelined = plan.issue == "pipelined"
     return Case(
         operation=operation.name,
@@ -232,7 +241,7 @@ def _time_definition(options: Options, backend: Backend, operation: Operation) -
     """Return the definition of the operation's time.
 
     A kernel launch can be hidden only if the call returns before the device has begun. In some
-    versions of torch, a barrier does not.
+    versions of torch, a barrier does not. Sends and receives run on a stream of their own.
     """
     kind = devices.get(options.device)
     if kind.clock == "host":
@@ -241,7 +250,7 @@ def _time_definition(options: Options, backend: Backend, operation: Operation) -
     hides = kind.sleeps and backend.in_stream and operation.sized
     if not (alone and hides):
         return EVENTS
-    return backend.message_time if operation.paired else HIDDEN_LAUNCH
+    return TWO_STREAMS if operation.paired else HIDDEN_LAUNCH
 
 
 def _objection(case: Case, world: World, device: torch.device) -> str | None:

@@ -6,17 +6,15 @@ import sys
 from typing import TYPE_CHECKING
 
 from ddpbench.catalog import workloads
-from ddpbench.catalog.backends import Backend
+from ddpbench.catalog.hooks import HOOKS
 from ddpbench.launch.placement import Placement, Refused
-from ddpbench.runtime import control
-from ddpbench.runtime.world import World
 from ddpbench.session import launch_facts, launch_loop
 from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.session.step_options import Options as Options
 from ddpbench.session.step_options import add_arguments as add_arguments  # used by cli
 
 if TYPE_CHECKING:
-    from ddpbench.measure.parallel.meshes import Meshes
+    from ddpbench.measure.sharded_step import Meshes
 
 
 def run(options: Options, placement: Placement) -> int:
@@ -33,7 +31,11 @@ def measure_launch(context: LaunchContext[Options]) -> Recorder:
     options = context.options
     threads = options.threads or launch_facts.agree_thread_count(context.world)
     torch.set_num_threads(threads)
-    _agree_hook(context.world, options, context.backend)
+    if why := HOOKS[options.comm_hook].fails.get(context.backend.name):
+        raise Refused(
+            f"--comm-hook {options.comm_hook} on {context.backend.name} {why}: "
+            "use --comm-hook none, or another --backend"
+        )
     meshes = _agree_meshes(context)
     recorder = context.gather_recorder(len(options.subjects), threads=threads)
     trial = Trial(context, threads, meshes)
@@ -58,9 +60,9 @@ def _agree_meshes(context: LaunchContext[Options]) -> Meshes | None:
     if not shape:
         return None
     world.watchdog.begin_phase("the import of torch's parallel training")
-    from ddpbench.measure.parallel import build, meshes  # noqa: F401  # slow, so before the groups
+    from ddpbench.measure import sharded_step
 
-    made = meshes.agree_meshes(
+    made = sharded_step.agree_meshes(
         world,
         options.way,
         shape,
@@ -70,32 +72,10 @@ def _agree_meshes(context: LaunchContext[Options]) -> Meshes | None:
         closing=context.closing,
     )
     world.watchdog.begin_phase(f"the trial of --parallel {options.parallel}")
-    refusal = meshes.find_refusal(world, made, context.backend.name)
+    refusal = sharded_step.find_refusal(world, made, context.backend.name)
     if refusal is not None:
         raise Refused(refusal)
     return made
-
-
-def _agree_hook(world: World, options: Options, backend: Backend) -> None:
-    """Raise Refused in all ranks if the communication hook does not work on this backend."""
-    if options.comm_hook == "none":
-        return
-    from ddpbench.measure import hook_probe
-
-    world.watchdog.begin_phase(f"the trial of the communication hook {options.comm_hook}")
-    sentence = None
-    if world.rank == 0:
-        sentence = hook_probe.find_refusal(
-            options.comm_hook,
-            backend.name,
-            options.device,
-            0.8 * options.timeout,
-            options.ddp_options(),
-            modules=options.modules,
-        )
-    sentence = control.broadcast_value(world, sentence)
-    if sentence is not None:
-        raise Refused(f"--comm-hook {sentence}; use --comm-hook none, or another backend")
 
 
 if __name__ == "__main__":

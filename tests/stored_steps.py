@@ -30,7 +30,7 @@ def some_buckets(count: int) -> list[BucketInfo]:
 def step_samples(
     world: int = 2, rounds: int = 24, in_a_row: int = 5, *, compute: float = 60.0,
     copies: float = 1.0, exposed: float = 18.0, hook: float = 0.5, late: tuple[int, float] = (0, 0),
-    noise: float = 0.002, buckets: int = 4, wire: float = 8.0, timers: bool = True, seed: int = 0,
+    noise: float = 0.002, buckets: int = 4, wire: float = 8.0, seed: int = 0,
 ) -> Samples:  # fmt: skip
     """Samples of ranks whose arms take these milliseconds, with this relative noise.
 
@@ -63,13 +63,9 @@ def step_samples(
     late_ms = np.where(np.arange(world) == rank, delay, 0.0)[:, None, None]
     first = (handed + late_ms) * MS * draw.normal(1, noise, (world, rounds, buckets))
     took = (wire + delay - late_ms) * MS * draw.normal(1, noise, (world, rounds, buckets))
-    own = {"forward": 15.1, "backward": 60.2, "communication": 40.0, "overlap": 22.0}
     return Samples(
         stamps=stamps,
         walls=walls,
-        timers={
-            name: around(value, world, rounds) / MS / 1e3 for name, value in own.items() if timers
-        },
         buckets=some_buckets(buckets),
         bucket_stamps=np.stack([first, first + took], axis=3).astype(np.int64),
         verify=around(4.5, world, 30).astype(np.int64),
@@ -193,7 +189,7 @@ def sharded_samples(
         ns[:, :, number] = np.stack([begin, took, begin + took + hidden], axis=2) * MS
     half = (tuple(range(world // 2)), tuple(range(world // 2, world)))
     return Samples(
-        stamps=stamps, walls=walls, timers={}, buckets=[], bucket_stamps=None,
+        stamps=stamps, walls=walls, buckets=[], bucket_stamps=None,
         verify=np.empty((world, 0), np.int64),
         timed=Timed(
             [span for span, _, _ in calls],

@@ -11,7 +11,7 @@ from ddpbench.analysis.flags import BUSY_SHARE, AnyLine
 from ddpbench.analysis.rank_setup import crowded
 from ddpbench.analysis.spans import EXPOSED_OF, WOULD_SAVE
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.records.schema import SEVERITIES, Finding, Part, Run, StepCase, StepResult
+from ddpbench.records.schema import SEVERITIES, Finding, Part, Run, StepResult
 from ddpbench.records.wording import counted
 
 EXPOSED_SHARE = 0.10  # of the step: exposed communication above it is reported
@@ -103,28 +103,27 @@ def _replicas(run: Run) -> Iterator[Finding]:
 
 def _late_rank(run: Run) -> Iterator[Finding]:
     for line in step_lines.lines(run):
+        if line.summary is None:
+            continue
+        waits: dict[int, tuple[float, str]] = {}  # rank → seconds, and why the others wait
+        for bucket in line.summary.buckets:
+            if bucket.late_rank is not None:
+                seconds = max(bucket.wait.value, waits.get(bucket.late_rank, (0.0, ""))[0])
+                waits[bucket.late_rank] = seconds, "for one of its buckets"
         part = line.part(steps.WAITING)
-        late = {b.late_rank for b in line.summary.buckets} if line.summary else set()
-        if part is not None and part.resolved:
-            late.discard(part.rank)
-            yield _late(line, part.rank, part.figure.value, "for it")
-        for rank in sorted(late - {None}, key=str):
-            assert line.summary is not None
-            waits = [b.wait.value for b in line.summary.buckets if b.late_rank == rank]
-            yield _late(line, rank, max(waits), "for one of its buckets")
-
-
-def _late(line: StepLine, rank: int | None, seconds: float, why: str) -> Finding:
-    case = line.case
-    return Finding(
-        "warning",
-        "late-rank",
-        f"{case.workload} on {case.backend}: rank {rank} is late: the others wait "
-        f"{seconds * 1e3:.3g} ms of each {(line.seconds or 0) * 1e3:.3g} ms step {why}",
-        "compare the clock, the load of the host and the data of this rank with those of the "
-        "other ranks; to measure the ranks: ddpbench doctor --only stragglers",
-        {"workload": case.workload, "backend": case.backend, "rank": rank},
-    )
+        if part is not None and part.resolved and part.rank is not None:
+            waits[part.rank] = part.figure.value, "for it"
+        case = line.case
+        for rank, (seconds, why) in waits.items():
+            yield Finding(
+                "warning",
+                "late-rank",
+                f"{case.workload} on {case.backend}: rank {rank} is late: the others wait "
+                f"{seconds * 1e3:.3g} ms of each {(line.seconds or 0) * 1e3:.3g} ms step {why}",
+                "compare the clock, the load of the host and the data of this rank with those of "
+                "the other ranks; to measure the ranks: ddpbench doctor --only stragglers",
+                {"workload": case.workload, "backend": case.backend, "rank": rank},
+            )
 
 
 def _exposed(run: Run) -> Iterator[Finding]:
@@ -132,85 +131,65 @@ def _exposed(run: Run) -> Iterator[Finding]:
         part, case = line.part(steps.EXPOSED), line.case
         if part is None or not part.resolved or (part.share or 0) <= EXPOSED_SHARE:
             continue
-        who, rest = f"{case.workload} on {case.backend}", ": backward does not hide it"
-        if case.mesh:
-            known = [line.part(name) for name in EXPOSED_OF.values()]
-            resolved = [each for each in known if each is not None and each.resolved]
-            largest = max(resolved, key=lambda each: each.figure.value, default=None)
-            who = f"{who}, {case.parallel}"
-            rest = f", most of it {largest.name.removeprefix('exposed ')}" if largest else ""
-            next_step = _shorten(line, largest)
-        else:
-            overhead = line.part(steps.OVERHEAD)
-            most = part.figure.value / 2
-            if overhead and overhead.resolved and overhead.figure.value >= most:
-                rest += ", and most of it is overhead, not transfer"
-                next_step = _send_less_often(line)
-            else:
-                next_step = _send_less(line)
+        advise = _advise_sharded if case.mesh else _advise_ddp
+        cause, ways = advise(line, part)
+        way = f", {case.parallel}" if case.mesh else ""
         yield Finding(
             "note",
             "exposed-communication",
-            f"{who}: {_milliseconds(part)} of each step is exposed communication{rest}",
-            next_step,
+            f"{case.workload} on {case.backend}{way}: {_milliseconds(part)} of each step is "
+            f"exposed communication: backward does not hide it{cause}",
+            ", or ".join(ways),
             {"workload": case.workload, "backend": case.backend},
         )
 
 
-def _send_less(line: StepLine) -> str:
-    """Suggest how to shorten the transfer of this case, or hide more of it."""
+def _advise_ddp(line: StepLine, exposed: Part) -> tuple[str, list[str]]:
+    """Return what most of the exposed communication is, and what shortens or hides it."""
     case, buckets = line.case, line.summary.buckets if line.summary else ()
-    ways = []
+    batch = "a larger batch in its own code" if ":" in case.workload else "a larger --batch"
+    accumulate = "a larger --accumulate" if case.accumulate > 1 else "--accumulate"
+    less_often = batch if case.static_graph else f"{accumulate}, {batch}"
+    ways = [f"communicate less often ({less_often})"]
+    overhead = line.part(steps.OVERHEAD)
+    if overhead and overhead.resolved and overhead.figure.value >= exposed.figure.value / 2:
+        if len(buckets) > 1 and case.parameter_nbytes < FIRST_BUCKET * len(buckets):
+            ways.append("use fewer buckets (a larger --bucket-cap-mb)")
+        return ", and most of it is overhead, not transfer", ways
     if case.comm_hook == "none" and case.parameter_nbytes > 2 * case.parameters:
-        ways.append("send fewer bytes (--comm-hook)")
-    ways.append(_less_often(case))
+        ways.insert(0, "send fewer bytes (--comm-hook)")
     if len(buckets) > 1:
         ways.append("try another --bucket-cap-mb")
     elif buckets and case.bucket_cap_mb is not None and buckets[0].nbytes > FIRST_BUCKET:
         ways.append("leave out --bucket-cap-mb: a single bucket cannot be hidden")
-    return ", or ".join(ways)
+    return "", ways
 
 
-def _send_less_often(line: StepLine) -> str:
-    """Suggest how to reduce the overhead of this case, which does not depend on bytes."""
-    case, buckets = line.case, line.summary.buckets if line.summary else ()
-    small = len(buckets) > 1 and case.parameter_nbytes < FIRST_BUCKET * len(buckets)
-    fewer = ", or in fewer buckets (a larger --bucket-cap-mb)" if small else ""
-    return f"sending fewer bytes will hardly help: {_less_often(case)}{fewer}"
-
-
-def _less_often(case: StepCase) -> str:
-    """Suggest to communicate less often, with options that this case accepts."""
-    batch = "a larger batch in its own code" if ":" in case.workload else "a larger --batch"
-    more = "a larger --accumulate" if case.accumulate > 1 else "--accumulate"
-    return f"communicate less often ({batch if case.static_graph else f'{more}, {batch}'})"
+def _advise_sharded(line: StepLine, exposed: Part) -> tuple[str, list[str]]:
+    """Return the largest exposed operation, and what shortens it."""
+    case = line.case
+    known = [line.part(name) for name in EXPOSED_OF.values()]
+    resolved = [each for each in known if each is not None and each.resolved]
+    largest = max(resolved, key=lambda each: each.figure.value, default=None)
+    ways = []
+    if largest is not None and largest.name == EXPOSED_OF["all_gather"]:
+        if case.prefetch is False:
+            saved = line.part(WOULD_SAVE)
+            gain = f", which saves {_milliseconds(saved)}" if saved and saved.resolved else ""
+            ways.append(f"gather the next layers early (leave out --no-prefetch){gain}")
+        if case.reshard_after_forward:
+            ways.append(
+                "keep the parameters after forward (--reshard-after-forward no): no all_gather in "
+                "backward, for more memory"
+            )
+    more = "a larger --batch" if case.parallel == "tp" else "--accumulate, a larger --batch"
+    ways.append(f"communicate less often ({more})")
+    cause = f", most of it {largest.name.removeprefix('exposed ')}" if largest else ""
+    return cause, ways
 
 
 def _milliseconds(part: Part) -> str:
     return f"{part.figure.value * 1e3:.3g} ms ({(part.share or 0) * 100:.0f} %)"
-
-
-def _shorten(line: StepLine, largest: Part | None) -> str:
-    """Suggest what shortens the largest exposed operation."""
-    case, ways = line.case, []
-    gathers = largest is not None and largest.name == EXPOSED_OF["all_gather"]
-    if gathers and case.prefetch is False:
-        saved = line.part(WOULD_SAVE)
-        gain = f", which saves {_milliseconds(saved)}" if saved and saved.resolved else ""
-        ways.append(f"gather the next layers early (leave out --no-prefetch){gain}")
-    backward = sum(
-        each.exposed.value
-        for each in (line.summary.collectives if line.summary else ())
-        if each.operation == "all_gather" and each.phase == "backward"
-    )
-    if gathers and case.reshard_after_forward and backward > EXPOSED_SHARE * (line.seconds or 0.0):
-        ways.append(
-            "keep the parameters after forward (--reshard-after-forward no): "
-            f"{backward * 1e3:.3g} ms less all_gather in backward, for more memory"
-        )
-    more = "a larger --batch" if case.parallel == "tp" else "--accumulate, a larger --batch"
-    ways.append(f"communicate less often ({more})")
-    return ", or ".join(ways)
 
 
 def _one_rank(run: Run) -> Iterator[Finding]:

@@ -86,12 +86,13 @@ def _fit(case: Case, lines: list[Line]) -> Fit | None:
     logs = _launch_logs(lines)
     if len(lines) < FEWEST_SIZES or not len(logs):
         return None
-    sizes = np.array([float(line.case.nbytes) for line in lines])
-    ends = _choose_ends(logs, sizes)
-    resampled, factor, of = _resample(logs, lines, sizes, ends)
+    drawn = _resample(logs, lines)
+    if drawn is None:
+        return None
+    resampled, factor, of = drawn
+    ends = _choose_ends(logs, np.array([float(line.case.nbytes) for line in lines]))
     found = [
-        _longest_segment(lines[i:j], logs[:, i:j], resampled[:, i:j], factor)
-        for i, j in pairwise(ends)
+        _fit_segment(lines[i:j], logs[:, i:j], resampled[:, i:j], factor) for i, j in pairwise(ends)
     ]
     segments = tuple(segment for segment in found if segment is not None)
     return Fit(case, of, segments) if segments else None
@@ -161,14 +162,12 @@ def _choose_ends(logs: Floats, sizes: Floats) -> tuple[int, ...]:
     return min(divisions, key=criterion)
 
 
-def _resample(
-    logs: Floats, lines: Sequence[Line], sizes: Floats, ends: Sequence[int]
-) -> tuple[Floats, float, str]:
+def _resample(logs: Floats, lines: Sequence[Line]) -> tuple[Floats, float, str] | None:
     """Draw log seconds [resample, size] anew; return also the factor from spread to half-width.
 
     With two or more launches, launches are drawn. A bootstrap of few values is too narrow: the
     factor applies Student's t for that many launches and corrects the variance. The times of a
-    single launch are drawn from their intervals, or from their scatter about the curve.
+    single launch are drawn from their intervals; None without intervals.
     """
     from scipy.special import stdtrit
 
@@ -179,34 +178,30 @@ def _resample(
         factor = stdtrit(launches - 1, 0.975) * math.sqrt(launches / (launches - 1))
         return np.median(logs[chosen], axis=1), float(factor), f"{launches} launches"
     known = [line.interval for line in lines if line.interval and line.interval.low > 0]
-    if len(known) == count:
-        errors = np.array([math.log(each.high / each.low) / 2 / 1.96 for each in known])
-        of, degrees = "this launch only", 1e6
-    else:
-        degrees = float(max(1, count - 3 * len(ends) + 4))
-        left = sum(_scan(logs[:, i:j], sizes[i:j])[2][0] for i, j in pairwise(ends))
-        errors = np.full(count, math.sqrt(left / degrees))
-        of = "the sizes' scatter about the curve"
+    if len(known) < count:
+        return None
+    errors = np.array([math.log(each.high / each.low) / 2 / 1.96 for each in known])
     drawn = logs + errors * draw.standard_normal((RESAMPLES, count))
-    return drawn, float(stdtrit(degrees, 0.975)), of
+    return drawn, float(stdtrit(1e6, 0.975)), "this launch only"
 
 
-def _longest_segment(
+def _fit_segment(
     lines: Sequence[Line], logs: Floats, resampled: Floats, factor: float
 ) -> Segment | None:
-    """Return the longest segment that begins at the first size and whose line fits its sizes.
+    """Return the line through these sizes; None if it misses one, or identifies no figure.
 
-    The largest messages often leave the cache, which is not a property of the operation. Returns
-    None if there is no such segment, or if it does not identify a figure.
+    It misses a size if it is off by OFF beyond the interval of that size, which over several
+    launches is from the shortest to the longest.
     """
-    for count in range(len(lines), FEWEST_SIZES - 1, -1):
-        sizes = np.array([float(line.case.nbytes) for line in lines[:count]])
-        (a,), (b,), _, (edge,) = _scan(np.median(logs[:, :count], axis=0)[None], sizes)
-        if not _misses(lines[:count], logs[:, :count], np.logaddexp(a, b + np.log(sizes))):
-            break
-    else:
+    sizes = np.array([float(line.case.nbytes) for line in lines])
+    (a,), (b,), _, (edge,) = _scan(np.median(logs, axis=0)[None], sizes)
+    alone = len(logs) == 1
+    width = np.array([math.log1p(line.half_width or 0.0) * alone for line in lines])
+    curve = np.logaddexp(a, b + np.log(sizes))
+    beyond = np.maximum(curve - logs.max(axis=0), logs.min(axis=0) - curve) - width
+    if beyond.max() > math.log1p(OFF):
         return None
-    drawn_a, drawn_b, _, edges = _scan(resampled[:, :count], sizes)
+    drawn_a, drawn_b, _, edges = _scan(resampled, sizes)
 
     def estimate(value: float, drawn: Floats, sides: tuple[int, ...]) -> Estimate | None:
         """Return the figure unless n½ is beyond these edges, or the interval is too wide."""
@@ -220,21 +215,8 @@ def _longest_segment(
         return None
     return Segment(
         first=lines[0].case.nbytes,
-        last=lines[count - 1].case.nbytes,
+        last=lines[-1].case.nbytes,
         latency=latency,
         rate=rate,
         half=estimate(a - b, drawn_a - drawn_b, (-1, 1)) if latency and rate else None,
     )
-
-
-def _misses(lines: Sequence[Line], logs: Floats, curve: Floats) -> bool:
-    """Whether the curve misses a size by OFF beyond the interval of that size.
-
-    The interval of several launches is from the shortest to the longest.
-    """
-    low, high = logs.min(axis=0), logs.max(axis=0)
-    if len(logs) == 1:
-        width = np.array([math.log1p(line.half_width or 0.0) for line in lines])
-        low, high = logs[0] - width, logs[0] + width
-    beyond = np.maximum(curve - high, low - curve)
-    return bool(beyond.max() > math.log1p(OFF))

@@ -15,14 +15,7 @@ from typing import Any
 import numpy as np
 
 from ddpbench.analysis import stats
-from ddpbench.analysis.flags import (
-    BUSY,
-    STOPPED,
-    AnyLine,
-    Flag,
-    note_fastest,
-    raised_flags,
-)
+from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest, raised_flags
 from ddpbench.analysis.stats import Floats
 from ddpbench.records.schema import Case, Plan, Result, Run
 

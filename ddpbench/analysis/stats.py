@@ -72,13 +72,13 @@ def over_ranks(stamps: Stamps, subgroups: Sequence[Sequence[int]] = ()) -> OverR
     )
 
 
-def joined(parts: Sequence[OverRanks]) -> OverRanks:
+def join_repetitions(parts: Sequence[OverRanks]) -> OverRanks:
     """Concatenate repetitions; at least one part."""
     names = [each.name for each in fields(OverRanks)]
     return OverRanks(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-def settled(before: Floats, after: Floats) -> bool:
+def windows_agree(before: Floats, after: Floats) -> bool:
     """Whether two neighbouring warm-up windows agree: means within -50…+10 %, quartiles 5 %."""
     earlier = np.percentile(before, [25, 75])
     if not earlier.all():  # shorter than the clock's step
@@ -221,7 +221,7 @@ GATHERED_STAMPS = 2**20  # at once: 24 MiB
 Rows = npt.NDArray[np.int64]
 
 
-def fitting(world_size: int) -> int:
+def limit_repetitions(world_size: int) -> int:
     """Return the most repetitions that are gathered at once."""
     return max(1, GATHERED_STAMPS // world_size)
 

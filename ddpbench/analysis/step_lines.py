@@ -9,14 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ddpbench.analysis import stats, steps
-from ddpbench.analysis.flags import (
-    BUSY,
-    STOPPED,
-    AnyLine,
-    Flag,
-    note_fastest,
-    raised_flags,
-)
+from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest, raised_flags
 from ddpbench.analysis.spans import EXPOSED_OF
 from ddpbench.records.schema import (
     Bucket,
@@ -134,8 +127,6 @@ def _over_launches(summaries: list[StepSummary]) -> StepSummary:
     if len(summaries) == 1:
         return summaries[0]
     factors = [s.speed_up for s in summaries if s.speed_up is not None]
-    timers = [s.timers for s in summaries]
-    names = [name for name in timers[0] if all(name in each for each in timers)]
     return replace(
         summaries[0],
         rounds=sum(s.rounds for s in summaries),
@@ -144,7 +135,6 @@ def _over_launches(summaries: list[StepSummary]) -> StepSummary:
         phases=tuple(_phase(same) for same in zip(*(s.phases for s in summaries), strict=True)),
         budget=tuple(_parts([s.budget for s in summaries])),
         speed_up=_middle(factors) if len(factors) == len(summaries) else None,
-        timers={name: _median(each[name] for each in timers) for name in names},
         buckets=_buckets([s.buckets for s in summaries]),
         collectives=_collectives([s.collectives for s in summaries]),
         peak_nbytes=max(s.peak_nbytes for s in summaries),

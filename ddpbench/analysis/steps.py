@@ -50,7 +50,6 @@ class Samples:
 
     stamps: dict[str, Ints]  # arm → ns[world, round, K, 4]: begin, end of forward, backward, step
     walls: dict[str, Ints]  # arm → ns[world, round]: K steps without verification
-    timers: dict[str, Floats]  # DDP's own: name → seconds[world, round]; may be empty
     buckets: list[BucketInfo]
     # ns[world, round, bucket, 2] of the last step of "timed": from the start of backward until the
     # bucket was handed over, until it was reduced.
@@ -99,17 +98,12 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
         phases=tuple(_phase(name, ddp) for name in PHASES),
         budget=tuple(_budget(samples, arm, seconds)),
         speed_up=factor,
-        timers={
-            name: timer.value
-            for name, seconds in samples.timers.items()
-            if (timer := figure(seconds.max(axis=0))) is not None
-        },
         buckets=tuple(_buckets(samples, seconds)),
-        observer=_part("timing hook", timed - arm, seconds),
+        observer=difference("timing hook", seconds, timed - arm),
     )
 
 
-def cost(samples: Samples, step_seconds: float) -> tuple[Figure | None, float | None]:
+def compute_cost(samples: Samples, step_seconds: float) -> tuple[Figure | None, float | None]:
     """Return the median time of a verification on its slowest rank, and as a share of a step.
 
     Returns None, None without verifications.
@@ -154,22 +148,6 @@ def _most_often(ranks: npt.NDArray[np.intp]) -> tuple[int, float]:
     """Return the most frequent rank, and its share."""
     counts = np.bincount(ranks.ravel())
     return int(counts.argmax()), float(counts.max() / ranks.size)
-
-
-def _part(
-    name: str, values: Floats, step: float, late: tuple[int, float] | None = None
-) -> Part | None:
-    """Return a part of the step; it is resolved if its interval is above 0.
-
-    late: the late rank, and the confidence. The interval must then be above LATE_SHARE.
-    """
-    rank, confidence = late or (None, 0.95)
-    part = figure(values, confidence)
-    if part is None:
-        return None
-    least = LATE_SHARE * step if late else 0.0
-    resolved = part.interval is not None and part.interval.low > least
-    return Part(name, part, part.value / step, resolved, rank)
 
 
 def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
@@ -259,8 +237,11 @@ def _waiting(samples: Samples, step: float) -> Part | None:
         return None
     seconds = (stamps[..., 3] - stamps[..., 0]).mean(axis=2) * 1e-9  # [world, round]
     late = int(np.median(seconds, axis=1).argmax())
-    longer = seconds[late] - _others(seconds, late)
-    return _part(f"{WAITING} {late}", longer, step, (late, 1 - 0.05 / samples.world))
+    longer = figure(seconds[late] - _others(seconds, late), 1 - 0.05 / samples.world)
+    if longer is None:
+        return None
+    resolved = longer.interval is not None and longer.interval.low > LATE_SHARE * step
+    return Part(f"{WAITING} {late}", longer, longer.value / step, resolved, late)
 
 
 def _others(values: Floats, rank: int) -> Floats:

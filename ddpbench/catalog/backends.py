@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from ddpbench.launch.placement import NO_MPIRUN, Refused, find_mpirun
 from ddpbench.mpi_backend import library as mpi_library
-from ddpbench.records.schema import HIDDEN_LAUNCH, TWO_STREAMS
 from ddpbench.records.wording import counted, explain_unknown, install_extra
 from ddpbench.runtime import devices, nccl_library
 
@@ -28,7 +27,6 @@ class Backend:
                  unknown
     in_stream    whether a call returns once it is enqueued on the current stream; its kernel launch
                  can then be hidden
-    message_time  the definition of the time of a send and receive in that case
     interfaces   environment variable with its network interfaces, in NCCL's syntax; gloo's
                  is checked with the control group
     """
@@ -43,7 +41,6 @@ class Backend:
     launcher: str = "torchrun"
     transport: str = ""
     in_stream: bool = False
-    message_time: str = HIDDEN_LAUNCH
     interfaces: str = ""
 
 
@@ -143,7 +140,6 @@ BACKENDS: dict[str, Backend] = {
             library=nccl_library.describe,
             transport="links",
             in_stream=True,
-            message_time=TWO_STREAMS,
             interfaces="NCCL_SOCKET_IFNAME",
         ),
         Backend(

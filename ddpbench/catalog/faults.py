@@ -1,7 +1,7 @@
-"""Faults that ddpbench can plant to show that it finds them. To add one, add a line to `_FAULTS`.
+"""The faults that ddpbench can plant to show that it finds them, and those of a rank's set-up.
 
-    ddp --inject bit-flip:step=7,rank=1        in a DDP step
-    doctor --inject wrong-interface:rank=0     in the set-up of a rank
+    ddp --inject bit-flip:step=7,rank=1        in a step: step_faults.py
+    doctor --inject wrong-interface:rank=0     in the set-up of a rank: SET_UP_FAULTS, below
 
 Importing this module imports no torch.
 """
@@ -13,102 +13,17 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from ddpbench.catalog import step_faults
-from ddpbench.launch.placement import Placement, Refused
+from ddpbench.catalog.planting import IN_SET_UP, IN_STEP, Fault, Planted, Settings
+from ddpbench.catalog.step_faults import STEP_FAULTS
 from ddpbench.records.wording import explain_unknown
 from ddpbench.runtime import environment, network
 
-# Settings of every fault: the step at which, or after which, it acts (steps count from 1 and
-# include the warm-up), and the rank in which it acts (-1: the last). A fault of all ranks has none.
-STEP, RANK = 5, -1
-IN_STEP, IN_SET_UP = "step", "set-up"
 COMMANDS = {IN_STEP: "ddp", IN_SET_UP: "doctor"}
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One kind of fault.
-
-    act        its name and the first sentence of its docstring are those of the fault;
-               in a step: (replica, settings) → None, changes the measure.step.Replica of the chosen
-               rank; in a set-up: (placement, settings) → the context in which that rank runs
-    before     True: act before the chosen step and every later one; False: once after that step
-    others     called in the other ranks when the chosen rank acts
-    settings   name → default, in addition to step and rank
-    needs      replica → None, or why the fault cannot be planted there, in one sentence
-    """
-
-    act: Callable[[Any, Mapping[str, float]], Any]
-    settings: Mapping[str, float] = field(default_factory=dict)
-    kind: str = IN_STEP
-    before: bool = False
-    others: Callable[[Any, Mapping[str, float]], None] | None = None
-    all_ranks: bool = False
-    needs: Callable[[Any], str | None] = lambda _: None
-
-    @property
-    def name(self) -> str:
-        return self.act.__name__.strip("_").replace("_", "-")
-
-    @property
-    def help(self) -> str:
-        sentence = (self.act.__doc__ or "").partition(".")[0]
-        return sentence[:1].lower() + sentence[1:]
-
-    @property
-    def defaults(self) -> dict[str, float]:
-        step = {"step": float(STEP)} if self.kind == IN_STEP else {}
-        rank = {} if self.all_ranks else {"rank": float(RANK)}
-        return {**step, **rank, **self.settings}
-
-
-@dataclass(frozen=True)
-class Planted:
-    """A fault with chosen settings."""
-
-    fault: Fault
-    settings: Mapping[str, float]
-
-    def objection(self, replica: Any, world_size: int) -> str | None:
-        """Return why the fault cannot be planted in a step here; None if it can."""
-        return self._no_such_rank(world_size) or self.fault.needs(replica)
-
-    def act(self, replica: Any, rank: int, world_size: int, before: bool) -> None:
-        """Act before, or after, the replica's step number `replica.steps`, if the fault is due."""
-        step, chosen = self.settings["step"], self._chosen(rank, world_size)
-        due = replica.steps >= step if self.fault.before else replica.steps == step
-        if before != self.fault.before or not due:
-            return
-        if chosen:
-            self.fault.act(replica, self.settings)
-        elif self.fault.others is not None:
-            self.fault.others(replica, self.settings)
-
-    def around(self, placement: Placement) -> AbstractContextManager[Any]:
-        """Return the context in which a rank runs, for a fault of a set-up.
-
-        Raises Refused if the launch has no such rank.
-        """
-        if (sentence := self._no_such_rank(placement.world_size)) is not None:
-            raise Refused(sentence)
-        if not self._chosen(placement.rank, placement.world_size):
-            return nullcontext()
-        return cast("AbstractContextManager[Any]", self.fault.act(placement, self.settings))
-
-    def _chosen(self, rank: int, world_size: int) -> bool:
-        return rank == self.settings.get("rank", rank) % world_size
-
-    def _no_such_rank(self, world_size: int) -> str | None:
-        rank = int(self.settings.get("rank", 0))
-        if -world_size <= rank < world_size:
-            return None
-        return f"the fault {self.fault.name} is for rank {rank}, but there are {world_size} ranks"
 
 
 def parse(text: str, kind: str = IN_STEP) -> Planted:
@@ -138,7 +53,7 @@ def parse(text: str, kind: str = IN_STEP) -> Planted:
     return Planted(fault, settings)
 
 
-def listed(kind: str) -> str:
+def list_faults(kind: str) -> str:
     """List all faults of a kind, for a help text."""
     return "; ".join(f"{fault.name}: {fault.help}" for fault in FAULTS[kind].values())
 
@@ -151,7 +66,6 @@ def listed(kind: str) -> str:
 # This program ends once the rank that started it has ended, for any reason.
 BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 NO_INTERFACE, NO_VERSION = "nonesuch0", "1.0.0"
-Settings = Mapping[str, float]
 
 
 @contextlib.contextmanager
@@ -213,53 +127,7 @@ def full_disk(placement: Any, settings: Settings) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-_FAULTS = (
-    Fault(step_faults.bit_flip, {"bit": 12}),
-    Fault(step_faults.permute),
-    Fault(step_faults.nan),
-    Fault(step_faults.optimizer_state, needs=step_faults.require_state),
-    Fault(step_faults.buffer, needs=step_faults.require_buffer),
-    Fault(step_faults.learning_rate, {"lr": 0.05}, before=True),
-    Fault(step_faults.corrupted_result, {"bit": 20}, before=True),
-    Fault(step_faults.bypass, before=True, all_ranks=True, needs=step_faults.require_ddp),
-    Fault(step_faults.no_sync, before=True, all_ranks=True, needs=step_faults.require_ddp),
-    Fault(step_faults.slow_rank, {"ms": 30}, before=True),
-    Fault(
-        step_faults.slow_link,
-        {"ms": 30},
-        before=True,
-        all_ranks=True,
-        needs=step_faults.require_ddp,
-    ),
-    Fault(step_faults.raise_, before=True),
-    Fault(step_faults.hang, {"seconds": 3600}, before=True),
-    Fault(step_faults.stop, before=True),
-    Fault(step_faults.kill, before=True),
-    Fault(step_faults.out_of_memory, {"mb": 1024}, before=True),
-    Fault(step_faults.wrong_shape, before=True, others=step_faults.sum_metric),
-    Fault(step_faults.wrong_dtype, before=True, others=step_faults.sum_metric),
-    Fault(step_faults.wrong_order, before=True, others=step_faults.sum_then_gather),
-    Fault(step_faults.skipped, before=True, others=step_faults.gather_metric),
-    Fault(
-        step_faults.other_seed,
-        {"step": 1, "seed": 1},
-        before=True,
-        others=step_faults.other_seed,
-        needs=step_faults.require_replicas,
-    ),
-    Fault(
-        step_faults.missed_sync,
-        before=True,
-        others=step_faults.missed_sync,
-        needs=step_faults.require_replicas,
-    ),
-    Fault(
-        step_faults.one_rank_update,
-        before=True,
-        others=step_faults.skip_update,
-        needs=step_faults.require_whole,
-    ),
-    Fault(step_faults.flipped_shard, {"bit": 12}, needs=step_faults.require_replicas),
+SET_UP_FAULTS = (
     Fault(slow_rank, {"busy": 3}, kind=IN_SET_UP),
     Fault(wrong_interface, kind=IN_SET_UP),
     Fault(mixed_versions, kind=IN_SET_UP),
@@ -267,5 +135,6 @@ _FAULTS = (
     Fault(full_disk, {"nbytes": 4096}, kind=IN_SET_UP, all_ranks=True),
 )
 FAULTS: dict[str, dict[str, Fault]] = {
-    kind: {fault.name: fault for fault in _FAULTS if fault.kind == kind} for kind in COMMANDS
+    IN_STEP: {fault.name: fault for fault in STEP_FAULTS},
+    IN_SET_UP: {fault.name: fault for fault in SET_UP_FAULTS},
 }

@@ -118,32 +118,22 @@ class Towers(nn.Module):
         return torch.stack([functional.normalize(x) for x in features]), self.scale.exp()
 
 
-def make_gather(setup: RankSetup, gradient: bool) -> Callable[[Tensor], Tensor]:
+def make_gather(setup: RankSetup) -> Callable[[Tensor], Tensor]:
     """Return a collective function: (k, samples, width) → (k, samples of all ranks, width).
 
-    gradient: whether backward is collective, too, and returns the sum of all ranks' gradients of
-    these features. Otherwise the other ranks' features are constants, and backward does not
-    communicate.
+    Its backward is collective, too, and returns the sum of all ranks' gradients of these features.
     """
     if setup.group is None or setup.world_size == 1:
         return lambda features: features
-
-    def gather_parts(features: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(features) for _ in range(setup.world_size)]
-        dist.all_gather(parts, features.contiguous(), group=setup.group)
-        return parts
-
-    def gather_constants(features: Tensor) -> Tensor:
-        parts = gather_parts(features.detach())
-        parts[setup.rank] = features
-        return torch.cat(parts, dim=1)
 
     # torch.distributed.nn has a function for this, but it is deprecated. This one needs only
     # all_gather and all_reduce of the backend.
     class Gather(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, features: Tensor) -> Tensor:
-            return torch.cat(gather_parts(features), dim=1)
+            parts = [torch.empty_like(features) for _ in range(setup.world_size)]
+            dist.all_gather(parts, features.contiguous(), group=setup.group)
+            return torch.cat(parts, dim=1)
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -151,4 +141,5 @@ def make_gather(setup: RankSetup, gradient: bool) -> Callable[[Tensor], Tensor]:
             dist.all_reduce(total, group=setup.group)
             return total.chunk(setup.world_size, dim=1)[setup.rank]
 
-    return Gather.apply if gradient else gather_constants
+    apply: Callable[[Tensor], Tensor] = Gather.apply
+    return apply

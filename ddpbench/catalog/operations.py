@@ -124,9 +124,8 @@ def _dist(*names: str) -> Any:
 def _op(case: Case) -> Any:
     import torch.distributed as dist
 
-    return {"prod": dist.ReduceOp.PRODUCT}.get(case.reduce_op or "") or getattr(
-        dist.ReduceOp, (case.reduce_op or "").upper()
-    )
+    name = "PRODUCT" if case.reduce_op == "prod" else str(case.reduce_op).upper()
+    return getattr(dist.ReduceOp, name)
 
 
 def _blocks(tensor: torch.Tensor, case: Case) -> list[torch.Tensor]:

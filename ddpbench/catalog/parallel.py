@@ -63,18 +63,11 @@ class Way:
                 f"--parallel {self.name} on {ranks} ranks has one replica only: "
                 f"choose an even number of ranks, or confirm with --mesh {format_mesh(mesh)}"
             )
-        if len(mesh) != len(self.dimensions):
-            names = list_all(self.dimensions)
-            count = len(self.dimensions)
+        if len(mesh) != len(self.dimensions) or math.prod(mesh) != ranks:
             raise ValueError(
-                f"--mesh {format_mesh(mesh)} does not fit --parallel {self.name}: give "
-                f"{count} size{'s' * (count > 1)}, of {names}, as in --mesh "
-                f"{format_mesh(self.default_mesh(hosts))}"
-            )
-        if math.prod(mesh) != ranks:
-            raise ValueError(
-                f"--mesh {format_mesh(mesh)} has {math.prod(mesh)} ranks, but there are {ranks}: "
-                f"choose sizes whose product is {ranks}"
+                f"--mesh {format_mesh(mesh)} does not fit --parallel {self.name} on {ranks} ranks: "
+                f"give the sizes of {list_all(self.dimensions)}, whose product is {ranks}, as in "
+                f"--mesh {format_mesh(self.default_mesh(hosts))}"
             )
         return mesh
 

@@ -67,7 +67,7 @@ def readable(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def whole(nbytes: int, element_nbytes: int, blocks: int) -> tuple[int, int]:
+def round_to_blocks(nbytes: int, element_nbytes: int, blocks: int) -> tuple[int, int]:
     """Round a size down to `blocks` equal blocks of whole elements, at least one element each.
 
     Returns (total bytes, elements of one block).

@@ -1,6 +1,7 @@
-"""Faults of a DDP step. Each function changes one rank's measure.step.Replica.
+"""Faults of a training step. To add one, write a function and add it to STEP_FAULTS, below.
 
-The first sentence of each docstring is the fault's help text.
+A function changes one rank's measure.step.Replica. The first sentence of its docstring is the
+fault's help text. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 
 from ddpbench.catalog.parallel import REPLICATE, SHARD, TENSOR
+from ddpbench.catalog.planting import Fault, Settings
 from ddpbench.runtime import devices
 
 ELEMENTS = 1024  # of the metric that the user's step reduces over the ranks
-Settings = Mapping[str, float]
 
 
 def read_local(tensor: Any) -> Any:
@@ -236,21 +237,22 @@ def wrong_order(replica: Any, settings: Settings) -> None:
 # --- faults of a model that is divided over a mesh: fully_shard, HSDP, tensor parallel ------------
 
 
-def _needs(way: str, dimension: str, why: str) -> Callable[[Any], str | None]:
-    """Return a check that the replica's mesh has a dimension of two ranks or more."""
-
-    def holds(replica: Any) -> bool:
-        mesh: Any = getattr(replica, "mesh", None)
-        names = mesh.mesh_dim_names if mesh else ()
-        return dimension in names and mesh.size(names.index(dimension)) > 1
-
-    advice = f"use --parallel {way} with two ranks or more along {dimension}"
-    return _require(holds, f"{why}: {advice}")
+def _has_ranks(replica: Any, dimension: str) -> bool:
+    """Return whether the replica's mesh has a dimension of two ranks or more."""
+    mesh: Any = getattr(replica, "mesh", None)
+    names = mesh.mesh_dim_names if mesh else ()
+    return dimension in names and mesh.size(names.index(dimension)) > 1
 
 
-require_replicas = _needs("hsdp", REPLICATE, "this fault needs shards with copies on other ranks")
-require_tensor_parallel = _needs(
-    "tp", TENSOR, "this fault needs parameters that tensor parallelism leaves whole"
+require_replicas = _require(
+    lambda replica: _has_ranks(replica, REPLICATE),
+    "this fault needs shards with copies on other ranks: use --parallel hsdp with two ranks or "
+    "more along dp_replicate",
+)
+require_whole = _require(
+    lambda replica: _has_ranks(replica, TENSOR) and _find_whole(replica) is not None,
+    "this fault needs parameters that tensor parallelism leaves whole: use --parallel tp with two "
+    "ranks or more along tp",
 )
 
 
@@ -320,14 +322,6 @@ def skip_update(replica: Any, settings: Settings) -> None:
     hook = replica.optimizer.register_step_post_hook(undo)
 
 
-def require_whole(replica: Any) -> str | None:
-    """Return why there is no parameter that tensor parallelism leaves whole; None if there is."""
-    objection = require_tensor_parallel(replica)
-    if objection is None and _find_whole(replica) is None:
-        return "this fault needs a parameter that tensor parallelism leaves whole: none exists here"
-    return objection
-
-
 def _find_whole(replica: Any) -> Any:
     return next((one for one in replica.module.parameters() if not _is_divided(one, TENSOR)), None)
 
@@ -341,3 +335,33 @@ def _is_divided(parameter: Any, dimension: str) -> bool:
 def flipped_shard(replica: Any, settings: Settings) -> None:
     """Flip one bit of one shard that another HSDP replica has, too."""
     bit_flip(replica, settings)
+
+
+STEP_FAULTS = (
+    Fault(bit_flip, {"bit": 12}),
+    Fault(permute),
+    Fault(nan),
+    Fault(optimizer_state, needs=require_state),
+    Fault(buffer, needs=require_buffer),
+    Fault(learning_rate, {"lr": 0.05}, before=True),
+    Fault(corrupted_result, {"bit": 20}, before=True),
+    Fault(bypass, before=True, all_ranks=True, needs=require_ddp),
+    Fault(no_sync, before=True, all_ranks=True, needs=require_ddp),
+    Fault(slow_rank, {"ms": 30}, before=True, in_all_arms=True),
+    Fault(slow_link, {"ms": 30}, before=True, all_ranks=True, in_all_arms=True, needs=require_ddp),
+    Fault(raise_, before=True),
+    Fault(hang, {"seconds": 3600}, before=True),
+    Fault(stop, before=True),
+    Fault(kill, before=True),
+    Fault(out_of_memory, {"mb": 1024}, before=True),
+    Fault(wrong_shape, before=True, others=sum_metric),
+    Fault(wrong_dtype, before=True, others=sum_metric),
+    Fault(wrong_order, before=True, others=sum_then_gather),
+    Fault(skipped, before=True, others=gather_metric),
+    Fault(
+        other_seed, {"step": 1, "seed": 1}, before=True, others=other_seed, needs=require_replicas
+    ),
+    Fault(missed_sync, before=True, others=missed_sync, needs=require_replicas),
+    Fault(one_rank_update, before=True, others=skip_update, needs=require_whole),
+    Fault(flipped_shard, {"bit": 12}, needs=require_replicas),
+)

@@ -73,8 +73,7 @@ class Workload:
     batch     samples of one rank, by kind of device
     build     (values of all settings, rank setup) → the task. Raises Refused with one sentence
               for settings that exclude each other. Does not communicate.
-    settings  name → default by kind of device: an integer, or one of the words that
-              workloads.CHOICES lists for the name
+    settings  name → default by kind of device
     trains    whether its tasks have a `training`
     plan      how its model is divided among ranks; None: it can only be in DDP
     """
@@ -82,8 +81,8 @@ class Workload:
     name: str
     help: str
     batch: Mapping[str, int]
-    build: Callable[[Mapping[str, Any], RankSetup], Task]
-    settings: Mapping[str, Mapping[str, int | str]] = field(default_factory=dict)
+    build: Callable[[Mapping[str, int], RankSetup], Task]
+    settings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     optimizer: str = "sgd"
     learning_rate: float = 0.01
     trains: bool = False

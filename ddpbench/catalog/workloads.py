@@ -167,35 +167,18 @@ def _embedding(settings: Mapping[str, int], setup: RankSetup) -> Task:
     return Task(build_model(make, setup), generate_batches(setup, sample), loss)
 
 
-def _contrastive(settings: Mapping[str, Any], setup: RankSetup) -> Task:
+def _contrastive(settings: Mapping[str, int], setup: RankSetup) -> Task:
     """Two towers trained as in CLIP: each pair against all pairs in the joint batch of all ranks.
 
-    L is the loss of the joint batch of n ranks, f_r the features of rank r, w the weights of the
-    towers. One process on the joint batch has dL/dw = Σ_r dL/df_r · df_r/dw. DDP averages what the
-    n ranks have. The three ways are those of open_clip's ClipLoss:
-
-    grad        gather_with_grad. Each rank computes L. Backward through the gather sums the
-                gradients of n equal losses: f_r gets n · dL/df_r. The average is dL/dw.
-    no-grad     Neither flag. Each rank r computes L, in which only f_r carries a gradient. No term
-                is missing, because L of rank r contains all scores of f_r: f_r gets dL/df_r, but
-                once instead of n times. The average is dL/dw / n.
-    local-loss  local_loss and gather_with_grad. Rank r computes L_r of its own rows of scores, in
-                both directions. Equal batches make L the mean of all L_r. Backward through the
-                gather sums over the ranks: f_r gets Σ_q dL_q/df_r = n · dL/df_r. The average is
-                dL/dw.
-
-    The scale is applied after the gather. Each rank has dL/d(scale), or with local-loss
-    dL_r/d(scale); the average is dL/d(scale) in every way. Therefore only no-grad needs a factor: n
-    for the towers, 1 for the scale. As in ClipLoss, it is not applied here.
+    Each rank computes the loss of the joint batch. Backward through the gather sums the gradients
+    of these equal losses, which DDP then averages: the result is the gradient of one process.
     """
     import torch
     from torch.nn import functional
 
     from ddpbench.catalog.models import TOWERS, Towers, make_gather
 
-    local = settings["gather"] == "local-loss"
-    gather = make_gather(setup, gradient=settings["gather"] != "no-grad")
-    place = setup.rank if local and setup.group is not None else 0
+    gather = make_gather(setup)
 
     def sample(g: torch.Generator) -> tuple[Tensor, ...]:
         return tuple(torch.randn(inputs, generator=g) for inputs in TOWERS)
@@ -203,14 +186,9 @@ def _contrastive(settings: Mapping[str, Any], setup: RankSetup) -> Task:
     def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         features, scale = model(batch)
         left, right = gather(features)
-        if local:
-            scores = scale * features[0] @ right.T, scale * features[1] @ left.T
-        else:
-            whole = scale * left @ right.T
-            scores = whole, whole.T
-        rows = len(scores[0])
-        pairs = torch.arange(place * rows, (place + 1) * rows, device=left.device)
-        both = [functional.cross_entropy(part, pairs) for part in scores]
+        scores = scale * left @ right.T
+        pairs = torch.arange(len(scores), device=scores.device)
+        both = [functional.cross_entropy(part, pairs) for part in (scores, scores.T)]
         return (both[0] + both[1]) / 2
 
     model = build_model(lambda: Towers(settings["width"]), setup)
@@ -229,16 +207,13 @@ def _generate_regression(setup: RankSetup, samples: int, number: int) -> tuple[T
 
 
 def _regression(settings: Mapping[str, int], setup: RankSetup) -> Task:
-    """A smooth function of 8 inputs with a little noise, which the net learns completely.
-
-    The last batch lacks one sample: the sampler repeats one, or with one rank the batch is short.
-    """
+    """A smooth function of 8 inputs with a little noise, which the net learns completely."""
     import torch
     from torch.nn import functional
 
     from ddpbench.catalog.models import build_mlp
 
-    samples = STEPS * setup.batch * setup.world_size - 1
+    samples = STEPS * setup.batch * setup.world_size
     x, y = _generate_regression(setup, samples, 0)
 
     def batches(epoch: int) -> Iterator[tuple[Any, int]]:
@@ -253,18 +228,17 @@ def _regression(settings: Mapping[str, int], setup: RankSetup) -> Task:
     share = [data[setup.rank :: setup.world_size] for data in held_out]
     parts = zip(*(torch.split(data, setup.batch) for data in share), strict=True)
     validation = tuple((part, len(part[0])) for part in parts if len(part[0]))
-    epochs = range(1, tasks.EPOCHS + 1)
-    full = [batch for epoch in epochs for batch, size in batches(epoch) if size == setup.batch]
+    first = [batch for epoch in range(tasks.EPOCHS) for batch, _ in batches(epoch + 1)]
     sizes = [8, *[settings["width"]] * (settings["depth"] - 1), 1]
     return Task(
         build_model(lambda: build_mlp(*sizes), setup),
-        lambda step: full[step % len(full)],
+        lambda step: first[step % len(first)],
         loss,
         Training(batches, validation),
     )
 
 
-def _both(value: Any) -> dict[str, Any]:
+def _both(value: int) -> dict[str, int]:
     return {"cpu": value, "cuda": value}
 
 
@@ -276,15 +250,6 @@ SETTINGS = {
     "sequence": "tokens per sample",
     "vocabulary": "number of different tokens",
     "rows": "rows in the embedding table",
-    "gather": "how the loss gathers the features of all ranks",
-}
-# The allowed words of each setting that is not a number, with their help.
-CHOICES = {
-    "gather": {
-        "grad": "with gradient",
-        "no-grad": "only the rank's own features carry a gradient",
-        "local-loss": "with gradient, and each rank scores only its own rows",
-    },
 }
 WORKLOADS: dict[str, Workload] = {
     entry.name: entry
@@ -337,7 +302,7 @@ WORKLOADS: dict[str, Workload] = {
             name="contrastive",
             help="two towers as in CLIP: the loss gathers the features of all ranks",
             batch=_both(64),
-            settings={"width": _both(256), "gather": _both("grad")},
+            settings={"width": _both(256)},
             build=_contrastive,
             optimizer="adamw",
             learning_rate=3e-4,
@@ -391,19 +356,6 @@ def count_samples(batch: Any) -> int:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     return count_samples(batch[0]) if isinstance(batch, (list, tuple)) and batch else 1
-
-
-def find_other_device(batch: Any, device: torch.device) -> torch.device | None:
-    """Return the device of a batch's first tensor on another device than this; None without."""
-    import torch
-
-    if isinstance(batch, torch.Tensor):
-        return None if batch.device == device else batch.device
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    parts = batch if isinstance(batch, (list, tuple)) else ()
-    others = (find_other_device(part, device) for part in parts)
-    return next((other for other in others if other is not None), None)
 
 
 def import_function(name: str) -> Callable[..., Any]:

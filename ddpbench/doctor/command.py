@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from ddpbench.catalog import faults
+from ddpbench.catalog.planting import IN_SET_UP
 from ddpbench.doctor.context import Context
 from ddpbench.doctor.examinations import EXAMINATIONS
 from ddpbench.launch.placement import Placement
@@ -66,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--by", choices=("rank", "host"), default="rank")
     add("--max-pairs", kind=options.whole(1), default=120, metavar="N")
     add("--fail-on", choices=SEVERITIES, default="error")
-    known = faults.listed(faults.IN_SET_UP)
+    known = faults.list_faults(IN_SET_UP)
     add = options.add_group(parser, "faults, to check that the doctor finds them", INJECTED + known)
-    kind, metavar = options.fault(faults.IN_SET_UP), "FAULT[:setting=value,…]"
+    kind, metavar = options.fault(IN_SET_UP), "FAULT[:setting=value,…]"
     add("--inject", kind=kind, action="append", default=[], metavar=metavar)
     options.add_where(parser)
     options.add_repeats(parser, "all random orders")
@@ -80,7 +81,7 @@ def run(options: Options, placement: Placement) -> int:
     """Run one rank's part on all backends; return the exit code."""
     with contextlib.ExitStack() as injected:
         for text in options.inject:
-            injected.enter_context(faults.parse(text, faults.IN_SET_UP).around(placement))
+            injected.enter_context(faults.parse(text, IN_SET_UP).around(placement))
         return launch_loop.run(options, placement, examine_launch)
 
 

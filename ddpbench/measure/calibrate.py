@@ -11,9 +11,8 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -25,7 +24,6 @@ from ddpbench.measure import clock
 from ddpbench.measure.offsets import agree_connections
 from ddpbench.records.schema import Limit
 from ddpbench.runtime import control, devices
-from ddpbench.runtime.devices import elapsed_ns
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
 
@@ -91,38 +89,34 @@ def measure_rates(
         return Rates(device_copy=measure_device_copy(world, device))
     copies: dict[int, float] = {}
     alone: dict[int, float] = {}
-    fastest = 0.0
-    first_of_host = world.neighbours[0] == world.rank
+    fastest: list[float] = []
+    is_first_of_host = world.neighbours[0] == world.rank
     copied = sorted({size for size in sizes if 0 < size <= 2**28})
     source, target = (np.full(max(copied, default=0), one, np.uint8) for one in (1, 0))
     for nbytes in copied:
         world.watchdog.rearm()
-        copy = partial(_measure_copy, world, source[:nbytes], target[:nbytes])
-        together = control.gather_values(world, copy(True))
-        single = control.gather_values(world, copy(first_of_host))
-        copies[nbytes] = min(median for median, _ in together)
-        alone[nbytes] = min(median for median, _ in single if median)
-        fastest = max(fastest, *(best for _, best in together + single))
+        for medians, is_active in ((copies, True), (alone, is_first_of_host)):
+            control.broadcast_decision(world, 0)
+            own = _time_copies(source[:nbytes], target[:nbytes]) if is_active else None
+            rates = [each for each in control.gather_values(world, own) if each is not None]
+            medians[nbytes] = min(median for median, _ in rates)
+            fastest += [best for _, best in rates]
     rings = {each.name: _measure_ring(world, each) for each in partitions if each.size > 1}
     both_ways, one_way = rings.pop("world", (None, None))
-    return Rates(copies, alone, fastest or None, both_ways, one_way, rings)
+    return Rates(copies, alone, max(fastest, default=None), both_ways, one_way, rings)
 
 
-def _measure_copy(
-    world: World, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], active: bool
+def _time_copies(
+    source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]
 ) -> tuple[float, float]:
-    """Return median and best rate of this rank's copies while others copy; 0 if not `active`."""
-    control.broadcast_decision(world, 0)
-    if not active:
-        return 0.0, 0.0
+    """Return the median and the best rate of this rank's copies."""
     spans: list[int] = []
     until = clock.now_ns() + COPY_NS
     while len(spans) < 3 or clock.now_ns() < until:
         began = clock.now_ns()
         np.copyto(target, source)
         spans.append(clock.now_ns() - began)
-    median_ns, best_ns = float(np.median(spans)), max(min(spans), 1)
-    return source.nbytes / (median_ns * 1e-9), source.nbytes / (best_ns * 1e-9)
+    return source.nbytes / (median(spans) * 1e-9), source.nbytes / (max(min(spans), 1) * 1e-9)
 
 
 def _measure_ring(world: World, partition: Partition) -> tuple[float | None, float | None]:
@@ -145,26 +139,16 @@ def _measure_ring(world: World, partition: Partition) -> tuple[float | None, flo
         }
         stream_ns = STREAM_BETWEEN_HOSTS_NS if len(partition.ranks_per_host) > 1 else STREAM_NS
 
-        def stream(senders: Container[int]) -> float:
-            sends, hears = world.rank in senders, subgroup[index - 1] in senders
-            return _stream(world, outward if sends else None, inward if hears else None, stream_ns)
+        def stream(senders: Set[int]) -> float:
+            sends, receives = world.rank in senders, subgroup[index - 1] in senders
+            ends = outward if sends else None, inward if receives else None
+            return _stream(world, *ends, stream_ns)
 
         # The best of several rounds, in turn: the cores that the scheduler chooses for sender and
         # receiver can halve a rate, and it keeps them until the pattern changes.
-        both_ways = one_way = 0.0
-        for _ in range(STREAMS):
-            both_ways = max(both_ways, stream(everyone))
-            one_way = max(one_way, stream(every_second))
+        rounds = [(stream(everyone), stream(every_second)) for _ in range(STREAMS)]
+        both_ways, one_way = map(max, zip(*rounds, strict=True))
         return both_ways, one_way
-
-
-def _send(outward: socket.socket, stream_ns: int) -> None:
-    data = memoryview(bytes(CHUNK))
-    until = clock.now_ns() + stream_ns
-    with contextlib.suppress(OSError):  # the receiver has ended; other code reports that
-        while clock.now_ns() < until:
-            outward.sendall(data)
-        outward.sendall(END)
 
 
 def _stream(
@@ -177,49 +161,52 @@ def _stream(
     """
     world.watchdog.rearm()
     control.broadcast_decision(world, 0)
+
+    def send(outward: socket.socket) -> None:
+        data, until = bytes(CHUNK), clock.now_ns() + stream_ns
+        with contextlib.suppress(OSError):  # the receiver has ended; other code reports that
+            while clock.now_ns() < until:
+                outward.sendall(data)
+            outward.sendall(END)
+
     if outward is not None:
-        sender = threading.Thread(target=_send, args=(outward, stream_ns), daemon=True)
+        sender = threading.Thread(target=send, args=(outward,), daemon=True)
         sender.start()
-    total, began, ended = 0, 0, 0
-    buffer = memoryview(bytearray(CHUNK))
-    while inward is not None and not ended:
-        count = inward.recv_into(buffer)
-        if began:
+    rate = None
+    if inward is not None:
+        buffer = memoryview(bytearray(CHUNK))
+        count, total = inward.recv_into(buffer), 0
+        began = clock.now_ns()  # exclude the sender's start, before the first bytes
+        while count and buffer[count - 1 : count] != END:
+            count = inward.recv_into(buffer)
             total += count
-        else:  # exclude the time before the first bytes, in which the sender starts
-            began = clock.now_ns()
-        if count == 0 or buffer[count - 1 : count] == END:
-            ended = clock.now_ns()
+        rate = total / max((clock.now_ns() - began) * 1e-9, 1e-9)
     if outward is not None:
         sender.join()
-    rate = None if inward is None else total / ((ended - began) * 1e-9)
     return float(min(r for r in control.gather_values(world, rate) if r is not None))
 
 
 def measure_device_copy(world: World, device: torch.device) -> float | None:
     """Return the bytes that the fastest rank's device reads and writes per second.
 
-    A copy reads each byte and writes it. None if a device has no memory left for it.
+    A copy reads each byte and writes it. None if no device has memory left for it.
     """
     world.watchdog.rearm()
-    rates = [_measure_rate(device, nbytes) for nbytes in SIZES_NBYTES]
+    rates = [_time_device_copies(device, nbytes) for nbytes in SIZES_NBYTES]
     # Ranks that share a GPU measure at once: the sum is the rate of the GPU.
     sharers = max(1, len(world.gpu_mates))
-    best = max((rate for rate in rates if rate is not None), default=None)
-    everyone = control.gather_values(world, best and best * sharers)
+    own = [rate * sharers for rate in rates if rate is not None]
+    everyone = control.gather_values(world, max(own, default=None))
     return max((rate for rate in everyone if rate is not None), default=None)
 
 
-def _measure_rate(device: torch.device, nbytes: int) -> float | None:
+def _time_device_copies(device: torch.device, nbytes: int) -> float | None:
     kind = devices.of(device)
     free = kind.free_nbytes(device)
     if free is not None and free < 4 * nbytes:
         return None
-    source, target = (
-        torch.full((nbytes,), one, dtype=torch.uint8, device=device) for one in (1, 0)
-    )
-    if kind.sleeps:
-        kind.sleep(device, 0.0)  # the first sleep measures the speed of the clock
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
     begin, end = kind.event(device), kind.event(device)
     spans_ns: list[int] = []
     until = clock.now_ns() + LEAST_NS
@@ -231,7 +218,7 @@ def _measure_rate(device: torch.device, nbytes: int) -> float | None:
             target.copy_(source)
         end.record()
         end.synchronize()
-        spans_ns.append(max(1, elapsed_ns(begin, end)))
+        spans_ns.append(max(1, devices.elapsed_ns(begin, end)))
     return 2 * nbytes * COPIES / (min(spans_ns) * 1e-9)
 
 
@@ -246,52 +233,48 @@ SPINS = 256  # between two readings of the clock
 PING, PONG = 0, 16  # indices of 8-byte words, each in its own cache lines
 
 
-class Handoff:
-    """Pairs of neighbouring ranks of a host. Both ranks of a pair can write to one page."""
+def agree_handoff(world: World) -> Callable[[], float | None]:
+    """Map a page that both ranks of each pair of neighbours can write, all ranks together.
 
-    def __init__(self, world: World) -> None:
-        """Map the page; all ranks together. A pair that cannot share memory does not measure."""
-        self._words: memoryview[int] | None = None
-        self._turn = 0
-        index = world.neighbours.index(world.rank)
-        self._first = index % 2 == 0
-        fd, words = -1, None
-        with contextlib.suppress(OSError, AttributeError):
-            fd = os.memfd_create("ddpbench handoff")
-            os.ftruncate(fd, mmap.PAGESIZE)
-            words = _map_page(fd)
-        fds = control.gather_values(world, fd)
-        if index ^ 1 < len(world.neighbours):
-            partner = world.members[world.neighbours[index ^ 1]]
-            if self._first:
-                self._words = words
-            elif world.members[world.rank].sees(partner):
-                self._words = _open_page(partner.pid, fds[partner.rank])
-        control.barrier_all()  # close the page only after the partner has opened it
-        if fd >= 0:
-            os.close(fd)
+    Return a function that all ranks call together. It returns the median round trip in seconds in
+    the first rank of each pair, and None elsewhere, if the ranks cannot share memory, or if one of
+    the cores is busy for 2 ms.
+    """
+    index = world.neighbours.index(world.rank)
+    is_first, turn = index % 2 == 0, 0
+    page: memoryview[int] | None = None
+    fd = os.memfd_create("ddpbench handoff")
+    os.ftruncate(fd, mmap.PAGESIZE)
+    fds = control.gather_values(world, fd)
+    if index ^ 1 < len(world.neighbours):
+        first = world.members[world.neighbours[index & ~1]]
+        path = Path(f"/proc/{first.pid}/fd/{fds[first.rank]}")
+        if world.members[world.rank].sees(first):
+            with contextlib.suppress(OSError, ValueError), path.open("r+b") as file:
+                page = memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE)).cast("Q")
+    control.barrier_all()  # close the page only after the partner has opened it
+    os.close(fd)
 
-    def measure_seconds(self) -> float | None:
-        """Return the median round trip, in the first rank of each pair; None if it is unknown.
-
-        All ranks call it together. A pair gives up after 2 ms if one of its cores is busy.
-        """
-        words, self._turn = self._words, self._turn + 1
+    def measure_seconds() -> float | None:
+        nonlocal turn
+        turn += 1
         control.barrier_all()
-        if words is None:
+        if page is None:
             return None
         spans = []
         until = clock.now_ns() + DEADLINE_NS
-        for value in range(self._turn << 20, (self._turn << 20) + TRIPS):
+        for value in range(turn << 20, (turn << 20) + TRIPS):
             began = clock.now_ns()
-            if self._first:
-                words[PING] = value
-            if not _await(words, PONG if self._first else PING, value, until):
+            if is_first:
+                page[PING] = value
+            if not _await(page, PONG if is_first else PING, value, until):
                 return None
-            if not self._first:
-                words[PONG] = value
+            if not is_first:
+                page[PONG] = value
             spans.append(clock.now_ns() - began)
-        return median(spans) * 1e-9 if self._first else None
+        return median(spans) * 1e-9 if is_first else None
+
+    return measure_seconds
 
 
 def _await(words: memoryview[int], index: int, value: int, until: int) -> bool:
@@ -302,16 +285,3 @@ def _await(words: memoryview[int], index: int, value: int, until: int) -> bool:
                 return True
         if clock.now_ns() > until:
             return False
-
-
-def _map_page(fd: int) -> memoryview[int]:
-    return memoryview(mmap.mmap(fd, mmap.PAGESIZE)).cast("Q")
-
-
-def _open_page(pid: int, fd: int) -> memoryview[int] | None:
-    """Map another process's page; None if this process may not, or there is none."""
-    try:
-        with Path(f"/proc/{pid}/fd/{fd}").open("r+b") as page:
-            return _map_page(page.fileno())
-    except (OSError, ValueError):
-        return None

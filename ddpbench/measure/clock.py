@@ -15,14 +15,13 @@ now_ns = time.perf_counter_ns
 COSTS, STEPS = 20, 10
 
 
-def properties(reads: int = 20_000) -> dict[str, float]:
+def measure_clock(reads: int = 20_000) -> dict[str, float]:
     """Return the seconds that one reading costs (median), and the smallest step of the clock."""
     stamps = [now_ns() for _ in range(reads)]
     steps = sorted(b - a for a, b in pairwise(stamps))
-    positive = [step for step in steps if step > 0]
     return {
         "cost_seconds": steps[len(steps) // 2] * 1e-9,
-        "step_seconds": (positive[0] if positive else 1) * 1e-9,
+        "step_seconds": next((step for step in steps if step > 0), 1) * 1e-9,
     }
 
 

@@ -1,4 +1,4 @@
-"""A model in DDP, in one rank: its switchable hook, and DDP's own timers."""
+"""A model in DDP, in one rank, and its switchable communication hook."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,40 +86,13 @@ class Hook:
         return future
 
 
+@dataclass(kw_only=True, eq=False)
 class DdpReplica(Replica):
-    """A model in DDP.
+    """A model in DDP."""
 
-    hook  reduces the buckets, and can be switched; None: DDP's built-in reduction
-    """
-
-    ddp: DistributedDataParallel
-
-    def __init__(
-        self,
-        task: Task,
-        case: StepCase,
-        ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
-        *,
-        device: torch.device,
-        hook: Hook | None,
-    ) -> None:
-        super().__init__(task, case, ddp, optimizer, device=device, group=ddp.process_group)
-        self.ddp, self.hook = ddp, hook
-        self.own_timers = OwnTimers(ddp)
-        self._reduces = True  # the last micro-batch's backward, in the chosen arm
-        self.arms = ARMS
-        if case.static_graph:
-            self.arms = tuple(arm for arm in ARMS if arm != "no_sync")
-            self.notes = (
-                "bucket copies and compute are measured together: torch's reducer fails under "
-                "no_sync with a static graph",
-            )
-
-    @property
-    def module(self) -> torch.nn.Module:
-        inner: torch.nn.Module = self.ddp.module
-        return inner
+    wrapped: DistributedDataParallel
+    hook: Hook | None  # reduces the buckets, and can be switched; None: DDP's built-in reduction
+    _reduces: bool = True  # the last micro-batch's backward, in the chosen arm
 
     def choose_arm(self, arm: str) -> None:
         self._reduces = arm != "no_sync"
@@ -125,19 +100,13 @@ class DdpReplica(Replica):
             self.hook.mode = arm if arm in ("noop", "timed") else "plain"
 
     def without_sync(self) -> AbstractContextManager[Any]:
-        return self.ddp.no_sync()
+        return self.wrapped.no_sync()
 
     def communicating(self) -> AbstractContextManager[Any]:
         """Return DDP's no_sync around the whole step in the arm without any reduction."""
         if self.hook is not None:
             self.hook.least_seconds = self.link_seconds
-        return contextlib.nullcontext() if self._reduces else self.ddp.no_sync()
-
-    def start_timers(self) -> None:
-        self.own_timers.start()
-
-    def read_timers(self) -> dict[str, float]:
-        return self.own_timers.read()
+        return contextlib.nullcontext() if self._reduces else self.wrapped.no_sync()
 
     def read_timed_step(self) -> list[tuple[int, int]]:
         """Return ns from backward's begin to hand-over and reduction of each bucket."""
@@ -183,67 +152,30 @@ def build_replica(
     if switchable:
         hook = Hook(case.comm_hook, group, task.model)
         ddp.register_comm_hook(None, hook.reduce)
-    elif case.comm_hook != "none":
-        make = hooks.HOOKS[case.comm_hook].make
-        assert make is not None
+    elif (make := hooks.HOOKS[case.comm_hook].make) is not None:
         ddp.register_comm_hook(*make(group))
+    # On a GPU, DDP's logger lets each of the first ten forwards wait for the backward before.
+    assert ddp.logger is not None
+    silent: Any = SimpleNamespace(
+        set_runtime_stats_and_log=lambda: None,
+        _get_ddp_logging_data=ddp.logger._get_ddp_logging_data,
+    )
+    ddp.logger = silent
     optimizer = OPTIMIZERS[case.optimizer].make(ddp.parameters(), learning_rate)
-    return DdpReplica(task, case, ddp, optimizer, device=device, hook=hook)
-
-
-TIMERS = {
-    "forward_compute_time": "forward",
-    "backward_compute_time": "backward",
-    "backward_comm_time": "communication",
-    "backward_compute_comm_overlap_time": "overlap",
-}
-NEVER = 2**31 - 1  # steps between two that DDP's own timers measure
-
-
-class OwnTimers:
-    """DDP's own timers, in chosen steps. They are undocumented, and some versions lack them.
-
-    They record five events in a step. Reading them waits for these events. DDP does both in its
-    first ten steps and in one of a hundred later ones, and reads at the begin of the next forward:
-    on a GPU, the host then waits there for the previous backward. Instead, `start` lets the next
-    step record, and `read` reads when it is called.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
-        self._logger: Any = ddp.logger
-        ddp.logger = _WithoutReading(self._logger)  # type: ignore[assignment]
-        self._record_every(NEVER)
-
-    def start(self) -> None:
-        self._record_every(1)
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds of the step that recorded, if torch has timers; stop recording.
-
-        Communication spans from the first bucket's start to the last bucket's end, with its gaps.
-        """
-        data: dict[str, Any] = {}
-        with contextlib.suppress(AttributeError, RuntimeError):
-            self._logger.set_runtime_stats_and_log()
-            data = self._ddp._get_ddp_logging_data()
-        self._record_every(NEVER)
-        timers = {name: data.get(key, 0) for key, name in TIMERS.items()}
-        return {name: ns * 1e-9 for name, ns in timers.items() if isinstance(ns, int) and ns > 0}
-
-    def _record_every(self, steps: int) -> None:
-        with contextlib.suppress(AttributeError, RuntimeError):
-            self._ddp._set_ddp_runtime_logging_sample_rate(steps)
-
-
-class _WithoutReading:
-    """DDP's logger, except that a forward does not read the timers."""
-
-    def __init__(self, logger: Any) -> None:
-        self._logger = logger
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger, name)
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Do nothing. DDP calls this at the begin of each forward whose backward reduces."""
+    replica = DdpReplica(
+        task=task,
+        case=case,
+        wrapped=ddp,
+        optimizer=optimizer,
+        device=device,
+        group=group,
+        arms=ARMS,
+        hook=hook,
+    )
+    if case.static_graph:
+        replica.arms = tuple(arm for arm in ARMS if arm != "no_sync")
+        replica.notes = (
+            "bucket copies and compute are measured together: torch's reducer fails under no_sync "
+            "with a static graph",
+        )
+    return replica

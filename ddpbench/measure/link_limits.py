@@ -14,7 +14,7 @@ from ddpbench.analysis.rank_setup import Facts, merge_settings
 from ddpbench.catalog.operations import Operation
 from ddpbench.records.schema import Limit
 from ddpbench.runtime.network import matches_names
-from ddpbench.runtime.subgroups import Hosts, Members, Partition
+from ddpbench.runtime.subgroups import Hosts, Partition
 
 KERNEL = "as /sys reports"
 
@@ -24,13 +24,16 @@ def derive_limit(
 ) -> Limit | None:
     """Return the lowest limit of an operation's busbw in this partition; None if it is unknown.
 
-    It is unknown for ranks that share a GPU, because they use no link.
+    It is unknown for ranks that share a GPU, because they use no link, and for an operation across
+    hosts that sends different data to each rank, because busbw counts data that stays in a host.
     """
     buses = [(host[0], ranks[rank].get("gpu_bus")) for host in hosts for rank in host]
     if len(set(buses)) < len(buses):
         return None
     limits: list[Limit | None] = []
-    subgroups = _pairs(partition.subgroups) if operation.paired else partition.subgroups
+    subgroups = partition.subgroups
+    if operation.paired:
+        subgroups = tuple(m[i : i + 2] for m in subgroups for i in range(0, len(m) - 1, 2))
     for members in map(set, subgroups):
         fabrics = {ranks[rank].get("gpu_fabric") for rank in members}
         joined = len(fabrics) == 1 and None not in fabrics  # by NVLinks, across hosts as well
@@ -42,63 +45,29 @@ def derive_limit(
                 working = {rank for ranks_at_work in subgroups for rank in ranks_at_work}
                 sharing = len(working.intersection(host)) // len(local)  # groups, its network
                 network = _to_network(ranks[local[0]], sharing)
-                if network is None:
+                if network is None or operation.personal:
                     return None
-                leaving = (network, _through_slots([ranks[rank] for rank in local]))
-                share = _leaving(operation, len(members), len(local))
-                limits += [limit and _divide(limit, share) for limit in leaving]
+                limits += [network, _through_slots([ranks[rank] for rank in local])]
     known = (limit for limit in limits if limit is not None)
     return min(known, key=lambda limit: limit.bytes_per_second, default=None)
-
-
-def _pairs(subgroups: Members) -> Members:
-    return tuple(m[i : i + 2] for m in subgroups for i in range(0, len(m) - 1, 2))
-
-
-def _leaving(operation: Operation, ranks: int, local: int) -> float:
-    """Return the bytes that leave a host / the bytes that busbw counts.
-
-    It is 1 in a ring. If each rank has different data for each other rank, all ranks of a host
-    send to all ranks of other hosts.
-    """
-    return local * (ranks - local) / (ranks - 1) if operation.personal else 1.0
-
-
-def _divide(limit: Limit, share: float) -> Limit:
-    """Return the limit of busbw if this share of its bytes leaves a host."""
-    if share == 1:
-        return limit
-    source = f"{limit.source}; {share:.2g} bytes leave a host per byte that busbw counts"
-    return Limit(limit.bytes_per_second / share, source)
 
 
 def _between_gpus(local: Sequence[Facts]) -> list[Limit | None]:
     """Return for each of these GPUs the limit of its links to the others.
 
-    NVLinks may join only some of them, as a bridge does. Those reach the rest over their PCIe.
+    Unknown if NVLinks join only some of them, as bridges between pairs of GPUs do.
     """
     buses = {facts.get("gpu_bus") for facts in local}
     nvlinks = [_usable_nvlinks(own, buses) for own in local]
-    limits = [_sum_nvlinks(links) if links else None for links in nvlinks]
-    ends = [
-        {own.get("gpu_bus"), *(link["to"] for link in links)}
-        for own, links in zip(local, nvlinks, strict=True)
-        if links is not None
-    ]
-    islands = _join(ends)
-    # A GPU of AMD, or without NVML, may have other links than PCIe.
-    if len(islands) > 1 and None not in nvlinks:
-        groups = ([own for own in local if own.get("gpu_bus") in island] for island in islands)
-        limits += map(_through_slots, groups)
-    return limits
-
-
-def _join(sets: Sequence[set[Any]]) -> list[set[Any]]:
-    joined: list[set[Any]] = []
-    for members in sets:
-        apart = [island for island in joined if not island & members]
-        joined = [*apart, members.union(*(island for island in joined if island & members))]
-    return joined
+    if None in nvlinks:  # a GPU of AMD, or without NVML, may have other links than PCIe
+        return []
+    if not any(nvlinks):
+        return [_through_slots([own]) for own in local]
+    for own, links in zip(local, nvlinks, strict=True):
+        ends = {own.get("gpu_bus"), *(link["to"] for link in links or ())}
+        if "switch" not in ends and not buses <= ends:
+            return []
+    return [_sum_nvlinks(links) for links in nvlinks if links]
 
 
 def _usable_nvlinks(own: Facts, buses: set[Any]) -> list[Any] | None:

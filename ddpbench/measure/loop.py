@@ -71,7 +71,8 @@ class Bench:
         operation = OPERATIONS[case.operation]
         self.case, self.operation, self.plan, self.world = case, operation, plan, world
         self.subgroup, self.device = subgroup, device
-        self._tables: dict[tuple[int | None, int], npt.NDArray[np.float64]] = {}
+        # One period of each rank's input in this generation; None: of the reduction over all.
+        self._tables: dict[int | None, npt.NDArray[np.float64]] = {}
         self.calls = case.depth * operation.messages
         self.start = start.bind_start(case.start, subgroup, device)
         # Called before a burst. Even with --sync none, the first repetition starts together:
@@ -85,20 +86,25 @@ class Bench:
             rank, group = subgroup.rank, subgroup.group
             self.buffers = [_allocate(case, operation, rank, device) for _ in range(case.depth)]
             self._issues = [operation.bind(case, b, group, rank) for b in self.buffers]
-        on_device = devices.of(device).clock == "device"
-        self._spans = Spans(device) if on_device else None
-        self._hidden: HiddenLaunch | None = None
-        if self._spans and case.time_definition in LAUNCH_HIDDEN:
-            self._hidden = HiddenLaunch(self._spans, start.bind_device_start(subgroup, device))
+        self.hides_launch = case.time_definition in LAUNCH_HIDDEN
+        self._spans: Spans | None = None
+        if self.hides_launch:
+            self._spans = HiddenLaunch(device, start.bind_device_start(subgroup, device))
+        elif devices.of(device).clock == "device":
+            self._spans = Spans(device)
         self.generation = 0
         self.page_faults = 0  # of this process during repetitions
+        self.unhidden = 0  # repetitions whose kernel launch should have been hidden, but was not
         self.refill()
-        tensors = (tensor for b in self.buffers for tensor in (b.input, b.output))
-        self.huge_share = memory.huge_share(tensors, case.buffers)
+        self.huge_share: float | None = None
+        if case.buffers == "huge":
+            tensors = (tensor for b in self.buffers for tensor in (b.input, b.output))
+            self.huge_share = memory.huge_share(tensors)
 
     def refill(self) -> None:
         """Write inputs of the next generation, the same in all ranks, and poison the outputs."""
         self.generation += 1
+        self._tables.clear()
         for buffers in self.buffers:
             if self.operation.sized:
                 payload.poison(buffers.output)
@@ -117,11 +123,10 @@ class Bench:
     def repeat(self, count: int, batch: int = 1) -> npt.NDArray[np.int64]:
         """Time `count` repetitions of `batch` calls. Return this rank's stamps, int64[count, 3]."""
         call = self._call(batch)
-        if self._spans and not self._hidden:
-            call = self._spans.around(call, count)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        if self._hidden:
-            entry, exits = self._hidden.stamped(count, self.start, call, batch)
+        if self._spans:
+            entry, exits, unhidden = self._spans.stamped(count, self.start, call, batch)
+            self.unhidden += unhidden
         else:
             entry, exits = stamped(count, self.start, call)
         self.page_faults += resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
@@ -129,13 +134,13 @@ class Bench:
         stamps: npt.NDArray[np.int64] = np.array([entry, exits, device_ns], dtype=np.int64).T
         return stamps
 
-    def wrong(self, repetition: int) -> Wrong | None:
+    def find_wrong(self, repetition: int) -> Wrong | None:
         """Return this rank's first wrong output element, or None."""
         case = self.case
+        power_of_two = case.world_size & (case.world_size - 1) == 0
+        tolerance = 0.0 if case.reduce_op != "avg" or power_of_two else 2.0**-6
         for buffers in self.buffers:
             for piece in self.operation.expected(case, self.subgroup.rank):
-                power_of_two = case.world_size & (case.world_size - 1) == 0
-                tolerance = 0.0 if case.reduce_op != "avg" or power_of_two else 2.0**-6
                 table = self._table(piece.rank)
                 wrong = payload.find_wrong(buffers.output, piece, table, tolerance)
                 if wrong is not None:
@@ -143,32 +148,30 @@ class Bench:
         return None
 
     def _table(self, rank: int | None) -> npt.NDArray[np.float64]:
-        key = (rank, self.generation)
-        if key not in self._tables:
-            self._tables = {k: v for k, v in self._tables.items() if k[1] == self.generation}
+        if rank not in self._tables:
             case, n = self.case, self.case.world_size
             # Each subgroup has different data, so data from another subgroup are detected as wrong.
             own = self.generation * case.groups + self.subgroup.number
-            self._tables[key] = (
+            self._tables[rank] = (
                 payload.reduced(own, case.dtype, case.reduce_op or "sum", n)
                 if rank is None
                 else payload.table(rank, own, case.dtype, case.reduce_op, n)
             )
-        return self._tables[key]
+        return self._tables[rank]
 
     def _call(self, batch: int) -> Callable[[], object]:
         """Return the call between the stamps.
 
         It returns once the result has arrived, or will arrive before the device's next work.
         """
-        first, *others = self._issues
-        call: Callable[[], object] = first
-        if others:  # pipelined
+        issues, first = self._issues, self._issues[0]
+        if len(issues) > 1:  # pipelined
 
             def call() -> None:
-                for work in [issue() for issue in self._issues]:
-                    if work is not None:
-                        work.wait()
+                for _ in range(batch):
+                    for work in [issue() for issue in issues]:
+                        if work is not None:
+                            work.wait()
         elif self.case.async_op:
 
             def call() -> None:
@@ -181,13 +184,9 @@ class Bench:
             def call() -> None:
                 for _ in range(batch):
                     first()
-
+        else:
+            return first
         return call
-
-    @property
-    def unhidden(self) -> int | None:
-        """Repetitions so far whose kernel launch was not hidden; None if it need not be hidden."""
-        return self._hidden.unhidden if self._hidden else None
 
 
 def pipeline_depth(nbytes: int, plan: Plan) -> int:
@@ -255,10 +254,15 @@ class Spans:
     def elapsed_ns(self, count: int) -> list[int]:
         return [devices.elapsed_ns(*pair) for pair in self.pairs(count)]
 
-    def around(self, call: Callable[[], object], count: int) -> Callable[[], object]:
-        """Return the call between events; it returns once the device is done. For `count` uses."""
-        pairs = self.pairs(count)
-        wait, device = self.kind.synchronize_stream, self.device
+    def stamped(
+        self, count: int, start: Callable[[], object], call: Callable[[], object], calls: int
+    ) -> tuple[list[int], list[int], int]:
+        """Run `start` and `call` `count` times; `call` makes this number of `calls`.
+
+        Return the host's stamps before the call and after the device has done its work, in ns, and
+        how many kernel launches were not hidden although they should have been: none.
+        """
+        pairs, wait, device = self.pairs(count), self.kind.synchronize_stream, self.device
 
         def timed() -> None:
             begin, end = next(pairs)
@@ -267,34 +271,30 @@ class Spans:
             end.record()
             wait(device)
 
-        return timed
+        return *stamped(count, start, timed), 0
 
 
-class HiddenLaunch:
+class HiddenLaunch(Spans):
     """Spans of calls that are enqueued while the device sleeps."""
 
-    def __init__(self, spans: Spans, together: Callable[[], object]) -> None:
+    def __init__(self, device: torch.device, together: Callable[[], object]) -> None:
         """`together` starts the ranks on their devices, without waiting for it."""
-        self._spans, self._together = spans, together
+        super().__init__(device)
+        self._together = together
         self.seconds = FIRST_SECONDS  # of the sleep for one call
-        self.unhidden = 0  # repetitions whose kernel launch was not hidden
-        spans.kind.sleep(spans.device, 0.0)  # the first sleep measures the speed of the clock
+        self.kind.sleep(device, 0.0)  # the first sleep measures the speed of the clock
 
     def stamped(
         self, count: int, start: Callable[[], object], call: Callable[[], object], calls: int
-    ) -> tuple[list[int], list[int]]:
-        """Run `start` and `call` `count` times; `call` makes this number of `calls`.
-
-        Return the host's stamps before and after `call`, in ns. They span the kernel launch alone,
-        because `call` returns before the device begins.
-        """
-        now, kind, device = clock.now_ns, self._spans.kind, self._spans.device
+    ) -> tuple[list[int], list[int], int]:
+        """Do as in Spans. The host's stamps span the kernel launch alone."""
+        now, kind, device = clock.now_ns, self.kind, self.device
         together, seconds = self._together, min(self.seconds * calls, MOST_SECONDS)
         entry: list[int] = []
         exits: list[int] = []
         issue: list[int] = []
         unhidden = 0
-        for begin, end in self._spans.pairs(count):
+        for begin, end in self.pairs(count):
             start()
             first = now()
             kind.sleep(device, seconds)
@@ -309,9 +309,8 @@ class HiddenLaunch:
             kind.synchronize_stream(device)
             entry.append(began)
             exits.append(ended)
-        self.unhidden += unhidden
         # A single repetition shows little: the first call of a case takes far longer than others.
         if count > 1 and unhidden > UNHIDDEN_SHARE * count:
             usual = LONGER * median(issue) * 1e-9 / calls
             self.seconds = min(max(2 * self.seconds, usual), MOST_SECONDS)
-        return entry, exits
+        return entry, exits, unhidden

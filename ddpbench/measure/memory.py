@@ -1,7 +1,8 @@
-"""Allocate the tensors of a case, and measure their share in huge pages."""
+"""Allocate the tensors of a case, and explain a lack of memory."""
 
 from __future__ import annotations
 
+import gc
 import mmap
 import re
 from collections.abc import Iterable
@@ -19,6 +20,11 @@ KINDS = ("torch", "huge")
 HUGE_NBYTES = 1 << 21
 OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|cannot allocate memory|status_alloc_failed", re.IGNORECASE
+)
+# The first two sentences of torch's message, which has many.
+REFUSED = re.compile(r"(.* out of memory)\. Tried (to allocate [\d.]+ \w+)")
+MAPPING = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) .*?^Rss: +(\d+).*?^AnonHugePages: +(\d+)", re.DOTALL | re.MULTILINE
 )
 # Offset of a large tensor within its page, the same as from torch's allocator: then the kinds of
 # memory differ only in their pages. On AMD's Zen 3, a copy to an address that ends 16 bytes below
@@ -44,18 +50,17 @@ def zeros(count: int, dtype: torch.dtype, device: torch.device, kind: str) -> to
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=-start % HUGE_NBYTES + IN_PAGE)
 
 
-def describe_shortage(error: BaseException, device: torch.device) -> str | None:
+def describe_shortage(error: BaseException, device_type: str, advice: str) -> str | None:
     """Describe an out-of-memory error, and what to do; None for any other error."""
-    lines = str(error).splitlines()
-    line = next(filter(OUT_OF_MEMORY.search, lines), None)
+    line = next(filter(OUT_OF_MEMORY.search, str(error).splitlines()), None)
     if line is None and not isinstance(error, MemoryError):
         return None
-    detail = f" ({line.strip()[:200]})" if line else ""
+    detail = (line or type(error).__name__).strip()[:200]
+    if refused := REFUSED.match(detail):
+        detail = f"{refused[1]} (tried {refused[2]})"
     nccl = ", or a smaller NCCL_BUFFSIZE" if "nccl" in str(error).lower() else ""
-    return (
-        f"the {devices.of(device).memory} has too little memory{detail}: choose smaller "
-        f"--sizes{nccl}, or end other programs that use its memory"
-    )
+    memory = devices.get(device_type).memory
+    return f"not enough memory on the {memory}: {detail}; {advice}{nccl}"
 
 
 def explain_too_large(
@@ -72,26 +77,22 @@ def explain_too_large(
     )
 
 
-def huge_share(tensors: Iterable[torch.Tensor], kind: str) -> float | None:
-    """Return the share, 0 to 1, of the written tensors' bytes that are in huge pages.
+def release_memory(device: torch.device) -> None:
+    """Release unused memory if the device refuses allocations beyond its memory."""
+    if devices.of(device).refuses:
+        gc.collect()
+        devices.of(device).release_memory()
 
-    The kernel counts per mapping: a tensor gets the share of its mapping's resident memory. None
-    for GPU memory, for no bytes, and if the kernel does not report it.
+
+def huge_share(tensors: Iterable[torch.Tensor]) -> float | None:
+    """Return the share, 0 to 1, of the tensors' resident memory that is in huge pages.
+
+    The kernel counts per mapping. None for no tensors, and if the kernel does not report it.
     """
-    buffers = {(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.is_cpu}
-    total = sum(nbytes for _, nbytes in buffers)
-    enabled = read("/sys/kernel/mm/transparent_hugepage/enabled") or "[always]"
-    if total and kind != "huge" and "[always]" not in enabled:
-        return 0.0  # reading smaps would cost 50 ms
-    counted = huge = 0.0
-    for text in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", read("/proc/self/smaps") or "", flags=re.M):
-        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", text)
-        low, high = (int(span[1], 16), int(span[2], 16)) if span else (0, 0)
-        if nbytes := sum(nbytes for address, nbytes in buffers if low <= address < high):
-            resident, granted = (
-                int(match[1]) if (match := re.search(rf"^{name}: +(\d+)", text, re.M)) else 0
-                for name in ("Rss", "AnonHugePages")
-            )
-            counted += nbytes
-            huge += nbytes * min(1.0, granted / max(resident, 1))
-    return huge / counted if total and counted == total else None
+    addresses = {tensor.data_ptr() for tensor in tensors if tensor.is_cpu and tensor.nbytes}
+    resident = huge = 0
+    for low, high, resident_kb, huge_kb in MAPPING.findall(read("/proc/self/smaps") or ""):
+        if any(int(low, 16) <= address < int(high, 16) for address in addresses):
+            resident += int(resident_kb)
+            huge += int(huge_kb)
+    return huge / resident if resident else None

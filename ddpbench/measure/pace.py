@@ -6,13 +6,10 @@ checks and gathering happen between bursts, never inside a timed span.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -63,7 +60,7 @@ class Samples:
     objection: str | None = None  # why the case was skipped on all ranks
     huge_share: float | None = None  # of this rank's buffers: memory.huge_share
     page_faults: float | None = None  # of this rank per timed repetition, the mean
-    unhidden_share: float | None = None  # of this rank's timed repetitions: Result.unhidden_share
+    unhidden_share: float | None = None  # of this rank's timed repetitions: Bench.unhidden
 
 
 def measure(
@@ -103,76 +100,59 @@ def measure(
     gc.freeze()  # later collections skip today's objects, which saves 14 ms per case
     gc.disable()
     try:
-        _measure(bench, samples, shortest_seconds, ahead_ns, turns)
+        _measure(Pace(bench, samples, ahead_ns=ahead_ns, turns=turns), shortest_seconds)
     finally:
         if enabled:
             gc.enable()
     return samples
 
 
-def _measure(
-    bench: Bench, samples: Samples, shortest_seconds: float, ahead_ns: int, turns: Turns | None
-) -> None:
+def _measure(pace: Pace, shortest_seconds: float) -> None:
+    bench, samples = pace.bench, pace.samples
     began = time.monotonic()
     until = began + bench.plan.slice_seconds
     cold = _call_first(bench, samples)
     if samples.objection is not None or cold is None:
         return
-    seconds = time.monotonic() - began
-    pace = Pace(bench, samples, seconds=seconds, ahead_ns=ahead_ns, turns=turns)
-    pace.measuring = pace.seconds
+    pace.seconds = samples.measuring_seconds = time.monotonic() - began
     samples.cold = pace.gather_stamps(cold)
-    _check(bench, samples, -1)
+    pace.check(-1)
     bench.rest()
     samples.calls = samples.cold_calls = bench.calls
-    batch = _warm_up(pace, until, shortest_seconds)
-    samples.calls *= batch
-    _timed(pace, until, batch)
-    if batch > 1:  # check one call with the same buffers: repeated sums in place are not exact
+    pace.batch = _warm_up(pace, until, shortest_seconds)
+    samples.calls *= pace.batch
+    _take_timed(pace, until)
+    if pace.batch > 1:  # check one call with the same buffers: repeated sums in place are not exact
         bench.refill()
         bench.repeat(1)
-        _check(bench, samples, -1)
-    samples.measuring_seconds = pace.measuring
+        pace.check(-1)
 
 
 def _call_first(bench: Bench, samples: Samples) -> npt.NDArray[np.int64] | None:
     """Make the first call. If it fails in some ranks, skip the case in all ranks together."""
-    ended_alone: AbstractContextManager[None] = contextlib.nullcontext()
-    objection, cold = None, None
+    objection, cold, timer = None, None, None
     try:
         cold = bench.repeat(1)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, MemoryError) as error:
         objection = _explain(error, bench.device, "not supported")
-        ended_alone = _end_if_alone(bench, f"{type(error).__name__}: {objection}", error)
-    with ended_alone:
-        samples.objection = control.agree_objection(bench.world, objection)
+        # If the other ranks wait for this one in the call, nothing else would end that.
+        cause, place = f"{type(error).__name__}: {objection}", find_error_place(error)
+        seconds = bench.plan.timeout_seconds / 2
+        timer = threading.Timer(seconds, bench.world.watchdog.end, (cause,), {"place": place})
+        timer.daemon = True
+        timer.start()
+    samples.objection = control.agree_objection(bench.world, objection)
+    if timer is not None:
+        timer.cancel()
     return cold
 
 
 def _explain(error: Exception, device: torch.device, what: str) -> str:
     """Return why this machine or backend cannot run a case; raise other errors again."""
-    shortage = memory.describe_shortage(error, device)
+    shortage = memory.describe_shortage(error, device.type, "use smaller --sizes")
     if shortage is None and is_of_program(error) and not isinstance(error, NotImplementedError):
         raise error
     return shortage or f"{what}: {control.first_line(error)}"
-
-
-@contextlib.contextmanager
-def _end_if_alone(bench: Bench, cause: str, error: BaseException) -> Iterator[None]:
-    """End the run with this cause if the other ranks do not come within half of the time-out.
-
-    They may wait for this rank in the call that failed here, and nothing else would end that.
-    """
-    place = find_error_place(error)
-    end = threading.Timer(
-        bench.plan.timeout_seconds / 2, bench.world.watchdog.end, (cause,), {"place": place}
-    )
-    end.daemon = True
-    end.start()
-    try:
-        yield
-    finally:
-        end.cancel()
 
 
 @dataclass
@@ -181,11 +161,11 @@ class Pace:
 
     bench: Bench
     samples: Samples
+    ahead_ns: int
+    turns: Turns | None
     seconds: float = 0.0  # of one repetition and its start, in this rank
-    measuring: float = 0.0
+    batch: int = 1  # calls of `bench` in one repetition
     done: int = 0  # repetitions since the warm-up
-    ahead_ns: int = 0
-    turns: Turns | None = None
     paused: float = 0.0  # during the other side's turns
 
     def now(self) -> float:
@@ -202,37 +182,36 @@ class Pace:
 
         At least one, and at least `least` if those fit into a burst.
         """
-        left = min(until - self.now(), BURST_SECONDS)
-        count = min(count, stats.fitting(self.bench.world.world_size))
         if not self.seconds:
             return 1
+        left = min(until - self.now(), BURST_SECONDS)
         least = min(least, int(BURST_SECONDS / self.seconds))
-        return max(1, least, min(count, int(left / self.seconds)))
+        most = stats.limit_repetitions(self.bench.world.world_size)
+        return max(1, least, min(count, most, int(left / self.seconds)))
 
-    def burst(self, count: int, batch: int, check: bool, into: Kept) -> bool:
+    def run_burst(self, count: int, into: Kept, check: bool = False) -> bool:
         """Repeat rank 0's `count` times and gather stamps there; False if rank 0 stops."""
-        bench, world = self.bench, self.bench.world
+        world = self.bench.world
         if self.turns:
             self.paused += self.turns.wait()
         if world.rank == 0 and world.watchdog.signal is not None:
             count = INTERRUPTED
         count = control.broadcast_decision(world, count)
+        if count == INTERRUPTED:
+            self.samples.stop_reason = "interrupted"
         if count <= 0:
-            if count == INTERRUPTED:
-                self.samples.stop_reason = "interrupted"
             return False
         world.watchdog.rearm()
-        stamps = self._repeat(count, batch, check and batch == 1 and bench.plan.check)
-        gathered = self.gather_stamps(stamps)
+        gathered = self.gather_stamps(self._repeat(count, check))
         if gathered is not None:
             into.add(gathered)
         return True
 
-    def _repeat(self, count: int, batch: int, check: bool) -> npt.NDArray[np.int64]:
+    def _repeat(self, count: int, check: bool) -> npt.NDArray[np.int64]:
         """Run the burst. With `check`, check the outputs of a random repetition and of the last."""
         bench, stamps, position = self.bench, [], 0
-        stretches = []
-        if check:
+        stretches = []  # (repetitions, whether to check the last)
+        if check and self.batch == 1 and bench.plan.check:
             # All ranks draw the same number: seed, case and burst are the same.
             draw = random.Random(f"{bench.plan.seed}/{bench.case.key}/{bench.generation}")
             for at in sorted({draw.randrange(count), count - 1}):
@@ -245,17 +224,26 @@ class Pace:
                 bench.refill()
             bench.begin()
             began = time.monotonic()
-            stamps.append(bench.repeat(stretch, batch))
+            stamps.append(bench.repeat(stretch, self.batch))
             spent = time.monotonic() - began
-            self.measuring += spent
+            self.samples.measuring_seconds += spent
             # A single repetition may have been unusually slow, so it counts half.
             mean = spent / stretch
             self.seconds = mean if stretch >= 3 else (self.seconds + mean) / 2
             self.done += stretch
             if checked:
-                _check(bench, self.samples, self.done - 1)
+                self.check(self.done - 1)
                 bench.rest()
         return np.concatenate(stamps)
+
+    def check(self, repetition: int) -> None:
+        """Compare the outputs with the expected ones. Keep this rank's first wrong element."""
+        bench, samples = self.bench, self.samples
+        if bench.plan.check and bench.operation.sized:
+            samples.checks += 1
+            wrong = bench.find_wrong(repetition)
+            if wrong is not None and not samples.wrong:
+                samples.wrong.append(wrong)
 
 
 def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
@@ -263,16 +251,16 @@ def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
     samples, rank = pace.samples, pace.bench.world.rank
     most = pace.now() + WARM_UP_SHARE * (until - pace.now())
     windows = samples.warm_up
-    while True:
+    going = True
+    while going:
         count = 0
         if rank == 0:
             cut = pace.now() > most or windows.repetitions >= WARM_UP_MOST
             latest = [over.times(samples.calls) for over in windows.over[-2:]]
-            settled = len(windows.over) > 2 and stats.settled(*latest)
+            settled = len(windows.over) > 2 and stats.windows_agree(*latest)
             if not windows.over or not (cut or settled):
                 count = pace.fit_burst(WINDOW if windows.over else WARM_UP, most)
-        if not pace.burst(count, 1, check=False, into=windows):
-            break
+        going = pace.run_burst(count, windows)
     batch = 1
     if rank == 0 and windows.over:
         median = float(np.median(windows.over[-1].times(1)))
@@ -281,52 +269,37 @@ def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
     return control.broadcast_decision(pace.bench.world, batch)
 
 
-def _timed(pace: Pace, until: float, batch: int) -> None:
+def _take_timed(pace: Pace, until: float) -> None:
     """Repeat until the precision, the end of the slice or the most repetitions is reached."""
-    samples, plan, rank = pace.samples, pace.bench.plan, pace.bench.world.rank
-    reasons = ["", "precision", "time slice", "most repetitions"]
-    reason = 0
-    times = np.empty(0)
-    look = FIRST_LOOK
+    bench, samples, plan = pace.bench, pace.samples, pace.bench.plan
+    times, look = np.empty(0), FIRST_LOOK
     least = pace.now() + LEAST_SHARE * plan.slice_seconds
-    pace.seconds *= batch
-    pace.done = pace.bench.page_faults = 0
-    unhidden_before = pace.bench.unhidden or 0
-    while samples.stop_reason != "interrupted":
+    pace.seconds *= pace.batch
+    pace.done = bench.page_faults = bench.unhidden = 0
+    going = samples.stop_reason != "interrupted"
+    while going:
         count = 0
-        if rank == 0:
+        if bench.world.rank == 0:
+            precise = False
             if len(times) >= look:
                 look *= 2
                 interval = stats.median_interval(times)
                 precise = interval is not None and stats.half_width(interval) <= plan.precision
-                if precise and pace.now() > least:
-                    reason = 1
             if len(times) >= plan.max_repetitions:
-                reason = 3
-            elif not reason and len(times) >= FEWEST and pace.now() > until:
-                reason = 2
-            if not reason:
+                samples.stop_reason = "most repetitions"
+            elif precise and pace.now() > least:
+                samples.stop_reason = "precision"
+            elif len(times) >= FEWEST and pace.now() > until:
+                samples.stop_reason = "time slice"
+            else:
                 look_at = min(look, plan.max_repetitions)
                 count = pace.fit_burst(look_at - len(times), until, FEWEST - len(times))
-        if not pace.burst(count, batch, check=True, into=samples.timed):
-            break
-        if rank == 0:
+        going = pace.run_burst(count, samples.timed, check=True)
+        if going and bench.world.rank == 0:
             times = np.append(times, samples.timed.over[-1].times(samples.calls))
-    samples.stop_reason = samples.stop_reason or reasons[reason]
     if pace.done:
-        samples.page_faults = pace.bench.page_faults / pace.done
-        if pace.bench.unhidden is not None:
-            samples.unhidden_share = (pace.bench.unhidden - unhidden_before) / pace.done
-
-
-def _check(bench: Bench, samples: Samples, repetition: int) -> None:
-    """Compare the outputs with the expected ones. Each rank keeps its first wrong element."""
-    if not bench.plan.check or not bench.operation.sized:
-        return
-    samples.checks += 1
-    wrong = bench.wrong(repetition)
-    if wrong is not None and not samples.wrong:
-        samples.wrong.append(wrong)
+        samples.page_faults = bench.page_faults / pace.done
+        samples.unhidden_share = bench.unhidden / pace.done if bench.hides_launch else None
 
 
 def gather_wrong(world: World, samples: Samples) -> list[Wrong]:

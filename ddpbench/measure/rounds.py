@@ -5,8 +5,7 @@ decides after each round whether another follows.
 
 Arms can be compared only if they wait for the device at the same places: a GPU idles after a wait,
 until the host has enqueued work again. Therefore every arm pauses after the same steps, with its
-clock stopped, and only "ddp" is verified there. Reading DDP's own timers waits for the device, so
-they record in the last step of a stretch of "ddp" and are read after it.
+clock stopped, and only "ddp" is verified there.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpbench.analysis.steps import Samples
-from ddpbench.catalog.faults import Planted
+from ddpbench.catalog.planting import Planted
 from ddpbench.measure import clock
-from ddpbench.measure.step import Marks, Replica, phases
+from ddpbench.measure.step import Marks, Replica, sum_phases
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.devices import Cpu
 from ddpbench.runtime.world import Turns, World
@@ -34,15 +33,6 @@ WARM_UP = 4  # steps: DDP's buckets are final after one, powersgd compresses aft
 FEWEST, MOST = 10, 1000  # rounds: enough for intervals, even corrected for 16 ranks
 IN_A_ROW, STRETCH_SECONDS = 5, 1.0  # steps in a row, unless they take longer
 STOPS = ("", "time slice", "rounds", "replicas differ", "interrupted")
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How long to measure. None: no fixed number."""
-
-    seconds: float
-    rounds: int | None
-    in_a_row: int | None
 
 
 @dataclass
@@ -72,7 +62,9 @@ class Rounds:
     main: Replica
     probe: Replica | None
     arms: tuple[str, ...]
-    pace: Pace
+    seconds: float  # how long to measure
+    rounds: int | None  # None: no fixed number
+    in_a_row: int | None  # steps
     seed: int
     verify: Verify | None
     every: int  # steps of main between two verifications
@@ -83,7 +75,6 @@ class Rounds:
     stopped: bool = False  # by a verification
     _stamps: dict[str, list[Any]] = field(default_factory=dict)
     _walls: dict[str, list[int]] = field(default_factory=dict)
-    _timers: list[dict[str, float]] = field(default_factory=list)
     _steps: Counter[str] = field(default_factory=Counter)  # taken so far in each arm
     _watches_peak: bool = False
     _peak_nbytes: int = 0  # of the last step of the warm-up; 0: unknown
@@ -99,13 +90,13 @@ class Rounds:
         try:
             seconds = self._warm_up(measured)
             if not self.stopped:
-                self._measure(measured, began + self.pace.seconds, seconds)
+                self._measure(measured, began + self.seconds, seconds)
         finally:
             if enabled:
                 gc.enable()
         if self.stopped:
             measured.stop_reason = "replicas differ"
-        if self._rounds:
+        if self._done:
             measured.samples = self._gather()
         return measured
 
@@ -125,14 +116,14 @@ class Rounds:
         return wall * 1e-9
 
     def _measure(self, measured: Measured, until: float, seconds: float) -> None:
-        count = self.pace.in_a_row or (IN_A_ROW if IN_A_ROW * seconds < STRETCH_SECONDS else 1)
+        count = self.in_a_row or (IN_A_ROW if IN_A_ROW * seconds < STRETCH_SECONDS else 1)
         count = control.broadcast_decision(self.world, count)
         order = random.Random(self.seed)  # the same in every rank
         began = time.monotonic()
         while not self.stopped:
             paused = self.turns.wait() if self.turns else 0.0
             began, until = began + paused, until + paused
-            reason = control.broadcast_decision(self.world, self._over(until))
+            reason = control.broadcast_decision(self.world, self._find_stop(until))
             if reason:
                 measured.stop_reason = STOPS[reason]
                 return
@@ -140,34 +131,32 @@ class Rounds:
             order.shuffle(arms)
             for arm in arms:
                 if not self.stopped:
-                    self._round(arm, count)
-            done = self._rounds
-            share = done / self.pace.rounds if self.pace.rounds else 0.0
-            if not self.pace.rounds and until > began:
-                share = min(done / FEWEST, (time.monotonic() - began) / (until - began))
+                    self._take_round(arm, count)
+            if self.rounds:
+                share = self._done / self.rounds
+            else:
+                late = (time.monotonic() - began) / max(until - began, 1e-9)
+                share = min(self._done / FEWEST, late)
             self.progress(min(1.0, share))
 
     @property
-    def _rounds(self) -> int:
+    def _done(self) -> int:
+        """The number of rounds of "ddp" so far."""
         return len(self._walls.get("ddp", ()))
 
-    def _over(self, until: float) -> int:
+    def _find_stop(self, until: float) -> int:
         """Return rank 0's reason to stop, an index of STOPS; 0: continue."""
         if self.world.watchdog.signal is not None:
             return STOPS.index("interrupted")
-        done = self._rounds
-        if self.pace.rounds is not None:
-            return STOPS.index("rounds") if done >= self.pace.rounds else 0
-        late = done >= FEWEST and time.monotonic() > until
-        return STOPS.index("time slice") if late or done >= MOST else 0
+        if self.rounds is not None:
+            return STOPS.index("rounds") if self._done >= self.rounds else 0
+        late = self._done >= FEWEST and time.monotonic() > until
+        return STOPS.index("time slice") if late or self._done >= MOST else 0
 
-    def _round(self, arm: str, count: int) -> None:
+    def _take_round(self, arm: str, count: int) -> None:
         stamps, wall = self._stretch(arm, count)
-        if arm == "ddp":
-            own_timers = self.main.read_timers()
-            if self.stopped:  # cut short
-                return
-            self._timers.append(own_timers)
+        if self.stopped:  # cut short
+            return
         self._walls.setdefault(arm, []).append(wall)
         self._stamps.setdefault(arm, []).append(stamps)
         if arm == "timed":
@@ -188,21 +177,30 @@ class Rounds:
         began = self._meet()
         for number, batches in enumerate(ready, 1):
             self._plant(replica, before=True)
-            if arm == "ddp" and number == count:
-                replica.start_timers()
             replica.step(batches, marks.mark)
             self._steps[arm] += 1
-            if number == count or self._pauses(arm, replica):
-                self._kind.synchronize(self.main.device)
-                wall += clock.now_ns() - began
-                if self._watches_peak:  # before a verification, which needs more memory
-                    self._peak_nbytes = self._kind.peak_nbytes(self.main.device)
-                    self._watches_peak = False
-                self._pause(arm, replica)
-                if self.stopped or number == count:
-                    break
-                began = self._meet() if self._kind.clock == "device" else clock.now_ns()
-        return phases(marks.ns(), number), wall
+            verifies = self.verify is not None and self._steps[arm] % self.every == 0
+            planted = any(fault.settings["step"] == replica.steps for fault in self.faults)
+            if number < count and not verifies and not planted:
+                continue
+            self._kind.synchronize(self.main.device)
+            wall += clock.now_ns() - began
+            if self._watches_peak:  # before a verification, which needs more memory
+                self._peak_nbytes = self._kind.peak_nbytes(self.main.device)
+                self._watches_peak = False
+            self._plant(replica, before=False)
+            if verifies and arm == "ddp":
+                self._verify()
+            if self.stopped or number == count:
+                break
+            began = self._meet() if self._kind.clock == "device" else clock.now_ns()
+        return sum_phases(marks.ns(), number), wall
+
+    def _verify(self) -> None:
+        assert self.verify is not None
+        began = clock.now_ns()
+        self.stopped = not self.verify(self.main.steps)
+        self.verify_ns.append(clock.now_ns() - began)
 
     @property
     def _kind(self) -> Cpu:
@@ -214,22 +212,6 @@ class Rounds:
         self._kind.synchronize(self.main.device)
         return clock.now_ns()
 
-    def _is_verified(self, arm: str) -> bool:
-        """Return whether "ddp" is verified after the step that the arm has just taken."""
-        return self.verify is not None and self._steps[arm] % self.every == 0
-
-    def _pauses(self, arm: str, replica: Replica) -> bool:
-        planted = any(fault.settings["step"] == replica.steps for fault in self.faults)
-        return planted or self._is_verified(arm)
-
-    def _pause(self, arm: str, replica: Replica) -> None:
-        """Plant faults and verify, if they are due after the latest step."""
-        self._plant(replica, before=False)
-        if self.verify is not None and arm == "ddp" and self._is_verified(arm):
-            began = clock.now_ns()
-            self.stopped = not self.verify(replica.steps)
-            self.verify_ns.append(clock.now_ns() - began)
-
     def _plant(self, replica: Replica, before: bool) -> None:
         """Plant the faults that are due before the replica's next step, or after its last."""
         if not self.faults:
@@ -237,37 +219,25 @@ class Rounds:
         replica.steps += before  # the number of the next step
         for fault in self.faults:
             # Only main is verified, so faults that make replicas differ belong there.
-            if replica is self.main or fault.fault.name in ("slow-rank", "slow-link"):
+            if replica is self.main or fault.fault.in_all_arms:
                 fault.act(replica, self.world.rank, self.world.world_size, before)
         replica.steps -= before
 
     def _gather(self) -> Samples | None:
         """Gather all ranks' samples in rank 0. All ranks have the same number of samples."""
-        rounds = self._rounds  # other arms may have one stretch more
+        rounds = self._done  # other arms may have one stretch more
         stamps = {arm: self._gather_ns(ns[:rounds]) for arm, ns in sorted(self._stamps.items())}
         walls = {arm: self._gather_ns(ns[:rounds]) for arm, ns in sorted(self._walls.items())}
         verify = self._gather_ns(self.verify_ns) if self.verify_ns else None
-        names = sorted(set.intersection(*map(set, self._timers)))
-        all_names = control.gather_values(self.world, names)
-        timers = {
-            name: self._gather_ns([round(timer[name] * 1e9) for timer in self._timers])
-            for name in names
-            if all(name in names_of_rank for names_of_rank in all_names)
-        }
         peak = self._gather_ns([self._peak_nbytes])
         timed = (self.probe or self.main).gather_timed_steps(self.world, self._timed[:rounds])
-        if self.world.rank:
+        if peak is None:
             return None
         return Samples(
             stamps={arm: ns for arm, ns in stamps.items() if ns is not None},
             walls={arm: ns for arm, ns in walls.items() if ns is not None},
-            timers={
-                name: np.multiply(ns, 1e-9, dtype=np.float64)
-                for name, ns in timers.items()
-                if ns is not None
-            },
             verify=np.empty((self.world.world_size, 0), np.int64) if verify is None else verify,
-            peak_nbytes=None if peak is None else peak[:, 0],
+            peak_nbytes=peak[:, 0],
             **timed,
         )
 

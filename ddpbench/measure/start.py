@@ -23,12 +23,10 @@ def barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], obje
     import torch.distributed as dist
 
     kind = devices.of(device)
-    call = partial(dist.barrier, group=group, **kind.barrier_options(device, group))
-    if kind.clock == "host":
-        return call
+    options = kind.barrier_options(device, group)
 
     def meet() -> None:
-        call()
+        dist.barrier(group=group, **options)
         kind.synchronize_stream(device)
 
     return meet
@@ -71,8 +69,8 @@ def bind_start(name: str, subgroup: Subgroup, device: torch.device) -> Callable[
     of subgroups that have already begun, and the last subgroup would not share the link.
     """
     together = STARTS[name](subgroup.world_group, device)
-    inside = len(subgroup.partition.ranks_per_host) == 1
-    if subgroup.group is None or subgroup.group is subgroup.world_group or not inside:
+    across = len(subgroup.partition.ranks_per_host) > 1
+    if across or subgroup.group in (None, subgroup.world_group):
         return together
     alone = STARTS[name](subgroup.group, device)
 

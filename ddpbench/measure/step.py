@@ -10,10 +10,14 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ddpbench.catalog.task import OPTIMIZERS, Task
+from ddpbench.measure import memory
+from ddpbench.records.wording import list_choices
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import Event, elapsed_ns
 
@@ -21,7 +25,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ddpbench.catalog.task import Task
     from ddpbench.records.schema import StepCase
     from ddpbench.runtime.world import World
 
@@ -57,44 +60,36 @@ def stamp(device: torch.device) -> Event:
     return event
 
 
+@dataclass(kw_only=True, eq=False)
 class Replica:
     """A task's model with its optimizer, in one way of parallel training.
 
     Faults may change the attributes. A subclass defines how the ranks communicate.
-
-    wrapped  what a forward calls
-    group    of all ranks, on the measured backend
     """
 
+    task: Task
+    case: StepCase
+    wrapped: torch.nn.Module  # what a forward calls
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    group: dist.ProcessGroup  # of all ranks, on the measured backend
     arms: tuple[str, ...] = ("ddp",)  # that can be measured: the real step, and variants
     notes: tuple[str, ...] = ()  # why other arms cannot be measured
     mesh: DeviceMesh | None = None
+    steps: int = 0  # taken so far
+    sync_last: bool = True  # whether the last micro-batch's backward reduces
+    delay_seconds: float = 0.0  # a planted delay of the forward
     link_seconds: float = 0.0  # least time of the last bucket: a planted slow link
+    loss: torch.Tensor | None = None  # of the latest step
+    backward_mark: Event | None = None  # begin of the latest backward
 
-    def __init__(
-        self,
-        task: Task,
-        case: StepCase,
-        wrapped: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        device: torch.device,
-        group: dist.ProcessGroup,
-    ) -> None:
-        self.task, self.case = task, case
-        self.wrapped, self.optimizer = wrapped, optimizer
-        self.device, self.group = device, group
-        self.steps = 0  # taken so far
-        self.through = wrapped  # the forward calls this module
-        self.sync_last = True  # whether the last micro-batch's backward reduces
-        self.delay_seconds = 0.0  # a planted delay of the forward
-        self.loss: torch.Tensor | None = None  # of the latest step
-        self.backward_mark: Event | None = None  # begin of the latest backward
+    def __post_init__(self) -> None:
+        self.through = self.wrapped  # the forward calls this module
 
     @property
     def module(self) -> torch.nn.Module:
         """Return the bare model."""
-        return self.wrapped
+        return self.task.model
 
     def choose_arm(self, arm: str) -> None:
         """Take the next steps in this arm."""
@@ -107,13 +102,6 @@ class Replica:
     def communicating(self) -> AbstractContextManager[Any]:
         """Return the context of one step, in which the ranks communicate as the arm defines."""
         return contextlib.nullcontext()
-
-    def start_timers(self) -> None:
-        """Let the next step record its own timers, if this way of training has any."""
-
-    def read_timers(self) -> dict[str, float]:
-        """Return the seconds of the step that recorded, by name."""
-        return {}
 
     def read_timed_step(self) -> Any:
         """Return the record of the latest step of the arm "timed"; synchronise the device first."""
@@ -157,7 +145,65 @@ def autocast(case: StepCase, device: torch.device) -> contextlib.AbstractContext
     return torch.autocast(device.type, torch.bfloat16)
 
 
-def phases(ns: list[int], steps: int) -> list[list[int]]:
+def find_shortage(task: Task, case: StepCase, device: torch.device, replicas: int) -> str | None:
+    """Return None if a step fits in this rank's memory, else why not, and what to do.
+
+    In a step with DDP, a rank that runs out of memory leaves the others waiting in a collective.
+    Therefore each rank first runs a forward and a backward alone, with empty tensors in place of
+    gradient buckets and the optimizer's state. The memory of the backend, of a communication hook
+    and of the optimizer's temporary tensors is not checked.
+
+    task: not yet in DDP. replicas: how many this rank will have; all others are in DDP already and
+    have not stepped. Parameters, buffers and random state do not change.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
+    shortage = None
+    seeded = devices.of(device).seeded_devices(device)
+    try:
+        with torch.random.fork_rng(seeded, device_type=device.type):
+            _run_alone(task, case, device, replicas)
+    except Exception as error:  # the first real step raises other errors again
+        shortage = memory.describe_shortage(error, case.device, advise_smaller(case))
+    task.model.zero_grad(set_to_none=True)
+    for buffer, saved in buffers:
+        buffer.copy_(saved)
+    memory.release_memory(device)
+    return shortage
+
+
+def _run_alone(task: Task, case: StepCase, device: torch.device, replicas: int) -> None:
+    """Run a forward and a backward, with all tensors of a later step in memory.
+
+    These are the optimizer's states, the buckets of this replica, and the gradients of the other
+    replicas, unless they are views of their buckets.
+    """
+    views = case.gradient_as_bucket_view
+    copies = OPTIMIZERS[case.optimizer].copies * replicas + (1 if views else replicas)
+    trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
+    resident = [torch.empty_like(parameter) for parameter in trained for _ in range(copies)]
+    with contextlib.ExitStack() as hooks:
+        for parameter in trained if views else ():
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(_drop_gradient))
+        with autocast(case, device):
+            loss = task.loss(task.model, task.batch(0))
+        loss.backward()
+    del resident
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    """Free a gradient that DDP would move to its bucket."""
+    parameter.grad = None
+
+
+def advise_smaller(case: StepCase) -> str:
+    """Return which options make a case fit in memory."""
+    if ":" in case.workload:
+        return "use a smaller batch or a smaller model"
+    names = ["batch", *(setting.partition("=")[0] for setting in case.settings)]
+    return f"use a smaller {list_choices(f'--{name}' for name in names)}"
+
+
+def sum_phases(ns: list[int], steps: int) -> list[list[int]]:
     """Convert the marks of some steps to [begin, ends of forward, backward and optimizer] each.
 
     With several micro-batches, the forwards are added up, and so are the backwards.

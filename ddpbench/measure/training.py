@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,16 +27,6 @@ MOST_LOSSES = 200  # of the training, stored in one run beside those of whole ep
 # Called with the number of the step, counted from 1. Returns whether the replicas are equal.
 Check = Callable[[int], bool]
 Verify = Callable[[nn.Module, torch.optim.Optimizer], Check]
-
-
-@dataclass
-class _State:
-    """What trains, and how far it is."""
-
-    optimizer: torch.optim.Optimizer
-    epoch: int = 0  # completed
-    step: int = 0  # counted over all epochs
-    meter: LoadMeter = field(default_factory=LoadMeter)
 
 
 def train(
@@ -62,72 +52,69 @@ def train(
     device = next(task.model.parameters()).device
     device_ids = devices.of(device).ddp_device_ids(device)
     ddp = DistributedDataParallel(task.model, device_ids, process_group=tested)
-    state = _State(make_optimizer(ddp))
-    check = verify(ddp, state.optimizer) if verify else None
+    optimizer = make_optimizer(ddp)
+    check, meter = verify(ddp, optimizer) if verify else None, LoadMeter()
     trained: list[Epoch] = []
-    while state.epoch < epochs:
-        parts = max(1, MOST_LOSSES // epochs)
-        trained.append(_train_epoch(world, task, ddp, state, parts=parts, check=check))
-        report(trained[-1])
+    steps = 0  # over all epochs
+    for number in range(1, epochs + 1):
+        world.watchdog.begin_phase(f"epoch {number} of the training")
+        meter.read()  # the load of the epoch begins here
+        began = clock.now_ns()
+        losses, equal = [], True
+        for loss in _take_steps(ddp, optimizer, task, task.training.batches(number)):
+            losses.append(loss)
+            steps += 1
+            equal = (check is None or check(steps)) and equal
+            world.watchdog.rearm()
+        sums = torch.stack([torch.stack(losses).sum(0), _validate(world, task, ddp.module)])
+        dist.all_reduce(sums, group=ddp.process_group)
+        train_loss, validation_loss = map(_mean_loss, sums.tolist())
+        epoch = Epoch(
+            number=number,
+            train_loss=train_loss,
+            validation_loss=validation_loss,
+            replicas_equal=None if check is None else equal,
+            **_gather_facts(world, began, meter, torch.stack(losses), MOST_LOSSES // epochs),
+        )
+        trained.append(epoch)
+        report(epoch)
         if control.agree_objection(world, world.interrupted) is not None:
             break
     return tuple(trained)
 
 
-def _train_epoch(
-    world: World,
-    task: Task,
-    ddp: DistributedDataParallel,
-    state: _State,
-    *,
-    parts: int,
-    check: Check | None,
-) -> Epoch:
-    """Train and validate once through the data. Return the same record in all ranks.
-
-    parts: number of parts of the epoch, each with its own training loss; at most one per step.
-    """
-    world.watchdog.begin_phase(f"epoch {state.epoch + 1} of the training")
-    state.meter.read()  # the load of the epoch begins here
-    began = clock.now_ns()
-    trained, equal = _take_steps(world, ddp, task, state, check)
-    sums = torch.stack([trained.sum(0), _validate(world, task, ddp.module)])
-    dist.all_reduce(sums, group=ddp.process_group)
-    train_loss, validation_loss = map(_mean_loss, sums.tolist())
-    chunks = trained.tensor_split(min(parts, len(trained)))
-    seconds, load = (clock.now_ns() - began) * 1e-9, asdict(state.meter.read())
-    own = [seconds, load, torch.stack([chunk.sum(0) for chunk in chunks]).tolist()]
-    all_seconds, loads, chunk_sums = zip(*control.gather_values(world, own), strict=True)
-    losses = tuple(map(_mean_loss, torch.tensor(chunk_sums, dtype=torch.float64).sum(0).tolist()))
-    return Epoch(
-        number=state.epoch,
-        train_loss=train_loss,
-        validation_loss=validation_loss,
-        seconds=max(all_seconds),
-        replicas_equal=None if check is None else equal,
-        train_losses=losses if len(losses) > 1 else (),
-        load=join_loads([Load(**load) for load in loads]),
-    )
-
-
 def _take_steps(
-    world: World, ddp: DistributedDataParallel, task: Task, state: _State, check: Check | None
-) -> tuple[Tensor, bool]:
-    """Take the steps of the next epoch; return float64[step, 2] of `_weigh`, and their verdict."""
-    assert task.training is not None
-    equal, steps = True, []
-    state.epoch += 1
-    for batch, samples in task.training.batches(state.epoch):
-        state.optimizer.zero_grad()
+    ddp: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    batches: Iterable[tuple[Any, int]],
+) -> Iterator[Tensor]:
+    """Take a step with each batch; yield what `_weigh` returns."""
+    for batch, samples in batches:
+        optimizer.zero_grad()
         loss: Any = task.loss(ddp, batch)
         loss.backward()
-        state.optimizer.step()
-        state.step += 1
-        steps.append(_weigh(loss, samples))
-        if check is not None:
-            equal = check(state.step) and equal
-        world.watchdog.rearm()
-    return torch.stack(steps), equal
+        optimizer.step()
+        yield _weigh(loss, samples)
+
+
+def _gather_facts(
+    world: World, began_ns: int, meter: LoadMeter, losses: Tensor, parts: int
+) -> dict[str, Any]:
+    """Return the time, the load and the losses of parts of an epoch, the same in all ranks.
+
+    losses: float64[step, 2] of `_weigh`. parts: each with its own training loss.
+    """
+    chunks = losses.tensor_split(max(1, min(parts, len(losses))))
+    seconds, load = (clock.now_ns() - began_ns) * 1e-9, asdict(meter.read())
+    own = [seconds, load, torch.stack([chunk.sum(0) for chunk in chunks]).tolist()]
+    all_seconds, loads, sums = zip(*control.gather_values(world, own), strict=True)
+    means = tuple(map(_mean_loss, torch.tensor(sums, dtype=torch.float64).sum(0).tolist()))
+    return {
+        "seconds": max(all_seconds),
+        "train_losses": means if len(means) > 1 else (),
+        "load": join_loads([Load(**load) for load in loads]),
+    }
 
 
 def _weigh(loss: Tensor, samples: int) -> Tensor:

@@ -375,7 +375,6 @@ class StepSummary:
     phases: tuple[Phase, ...]
     budget: tuple[Part, ...] = ()
     speed_up: Figure | None = None  # a factor: the step without any communication
-    timers: dict[str, float] = field(default_factory=dict)  # DDP's own: name → seconds, median
     buckets: tuple[Bucket, ...] = ()
     observer: Part | None = None  # time that stamping buckets or collectives adds to a step
     collectives: tuple[Collective, ...] = ()  # of a sharded step, in the order of the first calls

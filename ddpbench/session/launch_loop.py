@@ -75,7 +75,7 @@ class LaunchContext(Generic[T]):
             library=backend.library(),
             launcher=world.placement.launcher,
             world_size=world.world_size,
-            clock=control.broadcast_value(world, clock.properties()),
+            clock=control.broadcast_value(world, clock.measure_clock()),
             ranks=tuple(launch_facts.gather_rank_facts(world)),
             facts={**environment.run_facts(), **facts} if world.rank == 0 else {},
             started=store.format_now(),

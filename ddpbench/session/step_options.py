@@ -10,8 +10,9 @@ from typing import Any
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.catalog.parallel import TENSOR, WAYS, Hosts, Way, parse_mesh
+from ddpbench.catalog.planting import IN_STEP, STEP
 from ddpbench.catalog.task import OPTIMIZERS, Workload
-from ddpbench.catalog.workloads import CHOICES, SETTINGS, WORKLOADS
+from ddpbench.catalog.workloads import SETTINGS, WORKLOADS
 from ddpbench.launch.placement import Refused
 from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.records.schema import Plan
@@ -39,7 +40,7 @@ class Options(RunOptions):
     command = "ddp"
 
     workload: tuple[str, ...] | None
-    settings: tuple[tuple[str, int | str], ...]
+    settings: tuple[tuple[str, int], ...]
     batch: int | None
     optimizer: str | None
     learning_rate: float | None
@@ -79,7 +80,7 @@ class Options(RunOptions):
     def ddp_options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in DDP_OPTIONS}
 
-    def settings_of(self, workload: Workload) -> dict[str, int | str]:
+    def settings_of(self, workload: Workload) -> dict[str, int]:
         """Return the workload's settings: the user's, else the defaults for the device."""
         chosen = dict(self.settings)
         return {
@@ -269,16 +270,18 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         parser, "settings of the workload", "\n".join(map(_describe_setting, names))
     )
     for name in names:
-        values: dict[str, Any] = {"kind": options.whole(1), "metavar": "N"}
-        if name in CHOICES:
-            values = {"choices": tuple(CHOICES[name])}
-        add(f"--{name}", default=(), dest="settings", action=_Setting, **values)
+        add(
+            f"--{name}",
+            default=(),
+            dest="settings",
+            action=_Setting,
+            kind=options.whole(1),
+            metavar="N",
+        )
 
 
 def _describe_setting(name: str) -> str:
     text = SETTINGS.get(name, "setting of the workload")
-    if name in CHOICES:
-        text += ". " + "; ".join(f"{word}: {meaning}" for word, meaning in CHOICES[name].items())
     defaults = []
     for each in WORKLOADS.values():
         if name in each.settings:
@@ -303,7 +306,7 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_protocol(parser: argparse.ArgumentParser) -> None:
-    texts = PROTOCOL.format(step=faults.STEP, faults=faults.listed(faults.IN_STEP))
+    texts = PROTOCOL.format(step=STEP, faults=faults.list_faults(IN_STEP))
     add = options.add_group(parser, "how it is measured", texts)
     add("--case-time", kind=options.positive, metavar="SECONDS")
     add("--rounds", kind=options.whole(1), metavar="N")
@@ -311,7 +314,7 @@ def _add_protocol(parser: argparse.ArgumentParser) -> None:
     add("--no-breakdown", action="store_true")
     add("--verify", kind=parse_interval, default=1, metavar="every|N|off")
     add("--on-mismatch", default="stop", choices=("stop", "continue"))
-    fault = options.fault(faults.IN_STEP)
+    fault = options.fault(IN_STEP)
     metavar = "FAULT[:setting=value,…]"
     add("--inject", kind=fault, default=[], action="append", metavar=metavar)
 

@@ -29,7 +29,7 @@ def summarise_result(
         return result, None
     assert samples.cold is not None
     single = result.case.issue == "isolated" and samples.calls == samples.cold_calls
-    over = stats.joined(samples.timed.over)
+    over = stats.join_repetitions(samples.timed.over)
     common_clock = clocks.comparable(clock_off_seconds, float(np.median(over.times(1))))
     result = replace(
         result,

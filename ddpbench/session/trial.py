@@ -15,9 +15,9 @@ from ddpbench.analysis import sharded_steps, steps
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.task import OPTIMIZERS, RankSetup, Task, Workload
 from ddpbench.launch.placement import Refused
-from ddpbench.measure import ddp_step, memory, rehearsal, training
-from ddpbench.measure.rounds import Measured, Pace, Rounds
-from ddpbench.measure.step import Replica
+from ddpbench.measure import ddp_step, memory, training
+from ddpbench.measure.rounds import Measured, Rounds
+from ddpbench.measure.step import Replica, advise_smaller, find_shortage
 from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import control, cpu, devices
@@ -26,7 +26,7 @@ from ddpbench.session.progress import Progress
 from ddpbench.session.summary import step_columns
 
 if TYPE_CHECKING:
-    from ddpbench.measure.parallel.meshes import Meshes
+    from ddpbench.measure.sharded_step import Meshes
     from ddpbench.session.launch_loop import LaunchContext
     from ddpbench.session.step_options import Options
 
@@ -110,15 +110,10 @@ class Trial:
         if main is None:
             return StepResult(case=case, launch=self.index, reason=reason), None
         epochs = self._train(workload, case)  # first: an impossible checkpoint is refused at once
-        notes = []
-        if elsewhere := workloads.find_other_device(main.task.batch(0), self.device):
-            notes.append(
-                f"batch(step) returns a tensor on {elsewhere}, not on {self.device}: the time of "
-                "the step includes copying it; let batch(step) return it on the device"
-            )
         arms: tuple[str, ...] = ("ddp",)
+        notes: list[str] = []
         if not self.options.no_breakdown:
-            arms, notes = main.arms, [*notes, *main.notes]
+            arms, notes = main.arms, list(main.notes)
         probe = None
         if len(arms) > 1:
             _, probe, reason = self.build(workload, switchable=True)
@@ -132,7 +127,7 @@ class Trial:
             total = case.batch * case.accumulate * case.data_ranks
             summarise = sharded_steps.summarise if case.mesh else steps.summarise
             summary = summarise(measured.samples, total, measured.warm_up)
-            cost = steps.cost(measured.samples, summary.step.value)
+            cost = steps.compute_cost(measured.samples, summary.step.value)
             columns = step_columns(case.key, self.index, measured.samples)
         assert main.loss is not None
         loss = float(main.loss)
@@ -170,7 +165,9 @@ class Trial:
             main=main,
             probe=probe,
             arms=arms,
-            pace=Pace(self.plan.slice_seconds, options.rounds, options.steps_per_round),
+            seconds=self.plan.slice_seconds,
+            rounds=options.rounds,
+            in_a_row=options.steps_per_round,
             seed=self.plan.seed,
             verify=ledger.check if options.verify else None,
             every=options.verify,
@@ -181,7 +178,7 @@ class Trial:
         try:
             return rounds.run()
         except torch.OutOfMemoryError as error:  # say what helps: the others wait in a collective
-            error.args = (rehearsal.describe_shortage(error, main.case),)
+            error.args = (_describe_shortage(error, main.case),)
             raise
 
     def _train(self, workload: Workload, case: StepCase) -> tuple[Epoch, ...]:
@@ -235,7 +232,7 @@ class Trial:
         except (RuntimeError, ValueError, TypeError) as error:
             way = self.meshes.way.name if self.meshes else "DDP"
             refusal = f"{way} refuses it: {control.first_line(error, 300)}"
-            objection = rehearsal.describe_shortage(error, case) or refusal
+            objection = _describe_shortage(error, case) or refusal
         sentence = control.agree_objection(self.world, objection)
         self.world.watchdog.rearm()  # building may take long, and so may the first step
         return case, replica if sentence is None else None, sentence
@@ -248,11 +245,11 @@ class Trial:
             return ddp_step.build_replica(
                 task, case, rate, self.tested, device=self.device, switchable=switchable
             )
-        from ddpbench.measure.parallel import build
+        from ddpbench.measure import sharded_step
 
         assert workload.plan is not None
         mesh, device = self.meshes.tested, self.device
-        return build.build_sharded(
+        return sharded_step.build_sharded(
             task, case, workload.plan, rate, mesh=mesh, device=device, group=self.tested
         )
 
@@ -265,14 +262,14 @@ class Trial:
         """
         options, batch = self.options, self.options.batch_of(workload)
         task, objection, refusal = None, None, None
-        rehearsal.release_memory(self.device)
+        memory.release_memory(self.device)
         try:
             task = workload.build(options.settings_of(workload), self.rank_setup(batch))
             batch = batch or workloads.count_samples(task.batch(0))
         except Refused as error:
             refusal = str(error)
         except Exception as error:  # whatever a user's function raises: only a shortage is a skip
-            objection = rehearsal.describe_shortage(error, self._case(workload, None, batch))
+            objection = _describe_shortage(error, self._case(workload, None, batch))
             if objection is None:
                 raise
         refusal = control.agree_objection(self.world, self._gather_difference(task) or refusal)
@@ -283,7 +280,7 @@ class Trial:
         sentence = control.agree_objection(self.world, objection)
         tries = self.meshes is None and devices.of(self.device).refuses
         if sentence is None and task is not None and tries:
-            shortage = rehearsal.find_shortage(task, case, self.device, replicas)
+            shortage = find_shortage(task, case, self.device, replicas)
             sentence = control.agree_objection(self.world, shortage)
         return case, task if sentence is None else None, sentence
 
@@ -323,14 +320,18 @@ class Trial:
         self, workload: Workload, task: Task | None, case: StepCase, replicas: int
     ) -> str | None:
         """Return why this rank cannot hold this number of replicas that have not stepped yet."""
-        rehearsal.release_memory(self.device)
+        memory.release_memory(self.device)
         copies = COPIES + OPTIMIZERS[case.optimizer].copies
         own = case.parameter_nbytes
         if self.meshes is not None and task is not None and workload.plan is not None:
-            from ddpbench.measure.parallel import build
+            from ddpbench.measure import sharded_step
 
-            own = build.count_own_nbytes(task.model, workload.plan, case)
+            own = sharded_step.count_own_nbytes(task.model, workload.plan, case)
         purpose = " for gradients, buckets and optimizer"
         needed = replicas * copies * own
         objection = memory.explain_too_large(self.world, self.device, needed, purpose)
-        return objection and f"{objection}; {rehearsal.advise(case)}"
+        return objection and f"{objection}; {advise_smaller(case)}"
+
+
+def _describe_shortage(error: BaseException, case: StepCase) -> str | None:
+    return memory.describe_shortage(error, case.device, advise_smaller(case))

@@ -11,7 +11,7 @@ from ddpbench.analysis import lines
 from ddpbench.analysis.flags import find_fastest
 from ddpbench.analysis.lines import Line
 from ddpbench.present.collectives.columns import COLUMNS
-from ddpbench.records.schema import Case, Limit, Plan, Result, Wrong
+from ddpbench.records.schema import Case, Limit, Result, Wrong
 
 # --- one launch -----------------------------------------------------------------------------------
 
@@ -38,15 +38,6 @@ def test_a_line_of_one_launch_shows_that_launch() -> None:
     assert line.busbw == pytest.approx(12e9)
     assert line.fraction == pytest.approx(0.5)
     assert line.flags == ()
-
-
-def test_what_has_no_size_has_no_rate() -> None:
-    """A barrier has a time, and neither bandwidths nor a share of a limit; a single rank, which
-    sends nothing over a link, has no share either."""
-    case = a_case(operation="barrier", nbytes=0, count=0, reduce_op=None)
-    line = only(a_result(case, limit=Limit(1e9, "memcpy")))
-    assert (line.seconds, line.algbw, line.busbw, line.fraction) == (1e-3, None, None, None)
-    assert only(a_result(a_case(world_size=1), limit=Limit(1e9, "x"))).fraction is None
 
 
 def test_a_skipped_case_keeps_its_reason() -> None:
@@ -105,13 +96,6 @@ def test_percentiles_over_launches_are_those_all_launches_have() -> None:
     assert only(*results, a_result(launch=3, summary=few)).percentiles == {"p50": 2.5e-3}
 
 
-def test_a_launch_without_a_summary_does_not_count() -> None:
-    """Of three launches one was skipped: the line is of the two that measured."""
-    skipped = replace(a_result(launch=2), summary=None, reason="no memory")
-    line = only(*launches([1e-3, 3e-3]), skipped)
-    assert (line.seconds, len(line.results), line.reason) == (2e-3, 2, None)
-
-
 # --- flags ----------------------------------------------------------------------------------------
 
 WRONG = (Wrong(1, 5, 7, "3", "4"),)
@@ -168,20 +152,6 @@ def test_each_flag_is_raised_alone_and_only_with_cause(
         assert only(*quiet, a_result(launch=5, **raising)).flags == (flag,)
 
 
-def test_flags_stand_in_the_order_of_their_table() -> None:
-    """All flags at once appear in the order in which FLAGS lists them."""
-    everything = a_result(
-        wrong=WRONG, hard_limit=replace(HARD, bytes_per_second=1.0), limit=Limit(1.0, "x"),
-        summary=a_summary(width=None, skew_seconds=1.0), others_share=1.0, calls=40, batch=40,
-        requested_nbytes=1, stop_reason="interrupted", unhidden_share=1.0,
-    )  # fmt: skip
-    two = a_summary(width=None, skew_seconds=1.0, quantiles_seconds=(1e-3,) * 12 + (9e-3,) * 9)
-    huge = replace(everything.case, buffers="huge")
-    everything = replace(everything, case=huge, summary=two, page_faults=40 * 16)
-    of_several = {"launches", "cores", "shared-gpu"}
-    assert only(everything).flags == tuple(name for name in lines.FLAGS if name not in of_several)
-
-
 def test_launches_that_disagree_are_told_and_shown() -> None:
     """By half or more, and by more than their own intervals admit; not as calls of two kinds."""
     quick = [a_result(launch=n, summary=a_summary(1e-4)) for n in range(5)]
@@ -212,13 +182,6 @@ def test_over_launches_ten_percent_is_precise_enough() -> None:
         seconds = np.linspace(1 - spread, 1 + spread, 6) * 1e-3
         many = [a_result(launch=n, summary=a_summary(s)) for n, s in enumerate(seconds)]
         assert only(*many).flags == flags
-
-
-def test_precision_is_the_plans() -> None:
-    """An interval of ±2 % is precise enough for 2.5 % and not for 1 %."""
-    result = a_result(summary=a_summary(width=0.02))
-    assert only(result, plan=Plan(precision=0.025)).flags == ()
-    assert only(result, plan=Plan(precision=0.01)).flags == ("imprecise",)
 
 
 def test_the_skew_of_a_repetition_is_held_against_the_time_of_all_its_calls() -> None:
@@ -302,15 +265,6 @@ def test_the_faster_backend_is_the_one_whose_interval_lies_below_all_others() ->
     assert find_fastest(group((1.0, 0.05), (1.1, 0.05))) is None
     assert find_fastest(group((1.0, 0.0), (1.0, 0.0))) is None
     assert find_fastest(group((1.0, 0.01), (1.02, 0.0099), (5.0, 0.01))) is None
-
-
-def test_without_every_interval_none_is_faster() -> None:
-    """A measured line without an interval leaves the question open; a skipped one does not."""
-    assert find_fastest(group((1.0, 0.01), (2.0, None))) is None
-    assert find_fastest(group((1.0, 0.01), (2.0, 0.01), (9.0, None))) is None
-    measured = group((1.0, 0.01), (2.0, 0.01))
-    skipped = only(replace(a_result(a_case(backend="nccl")), summary=None, reason="no GPU"))
-    assert find_fastest([*measured, skipped]) is measured[0]
 
 
 @pytest.mark.parametrize(

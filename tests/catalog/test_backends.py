@@ -134,9 +134,3 @@ def test_a_refusal_quotes_cuda_and_names_what_hides_the_gpus(
     frozen.text(f"{old}\n{hidden}")
     machine.error = None
     assert backends.unavailable(name, "cuda", "mpirun") is None
-
-
-def test_other_accelerators_get_the_backend_that_torch_has_for_them() -> None:
-    """`auto` is nccl on cuda only. Here it is refused: this torch has no xccl."""
-    with pytest.raises(Refused, match="xccl"):
-        backends.choose(["auto"], "xpu", None)

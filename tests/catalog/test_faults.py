@@ -16,7 +16,7 @@ from patience import wait_until
 from warm_python import warm_python
 
 from ddpbench.catalog import faults, step_faults
-from ddpbench.catalog.faults import IN_SET_UP, IN_STEP
+from ddpbench.catalog.planting import IN_SET_UP, IN_STEP
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.runtime.environment import rank_facts
 

@@ -62,7 +62,7 @@ def test_the_joined_batch_is_gathered_from_gpu_to_gpu(simulated_gpu: SimulatedGp
         task = WORKLOADS["contrastive"].build(SMALL["contrastive"], setup)
         called = len(simulated_gpu.called)
         assert task.loss(task.model, task.batch(0)).device == CUDA
-        gather: Any = models.make_gather(setup, gradient=True)
+        gather: Any = models.make_gather(setup)
         share = gather.__self__.backward(None, torch.ones(2, 12, 16, device=CUDA))
     assert (share.device, share.shape) == (CUDA, (2, 4, 16))
     assert not [each for each in simulated_gpu.called[called:] if each.endswith("→cpu")]
@@ -71,12 +71,3 @@ def test_the_joined_batch_is_gathered_from_gpu_to_gpu(simulated_gpu: SimulatedGp
     for _, arguments in simulated_gpu.collectives:
         tensors = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
         assert {tensor.device for tensor in tensors} == {CUDA}
-
-
-def test_data_of_a_training_are_on_the_gpu(simulated_gpu: SimulatedGpu) -> None:
-    """Its batches are chosen on the GPU, and its validation lies there."""
-    setup = RankSetup(0, 2, 4, CUDA, 3, None)
-    training = WORKLOADS["regression"].build(SMALL["regression"], setup).training
-    assert training is not None
-    batches = [batch for batch, _ in [*training.batches(1), *training.validation]]
-    assert {tensor.device for tensor in tree_leaves(batches)} == {CUDA}

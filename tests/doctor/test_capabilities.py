@@ -28,7 +28,7 @@ from slept_time import SleptTime
 
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import judge, measure
+from ddpbench.doctor.capabilities import judge, measure, throwaway_ranks
 from ddpbench.doctor.capabilities.judge import (
     CRASH,
     HANG,
@@ -39,7 +39,6 @@ from ddpbench.doctor.capabilities.judge import (
     Verdict,
 )
 from ddpbench.doctor.capabilities.measure import HANG_SECONDS, Request, Trials, try_all
-from ddpbench.measure import throwaway_ranks
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.runtime import control, subgroups

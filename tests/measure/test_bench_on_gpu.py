@@ -114,16 +114,6 @@ def test_nothing_but_the_operation_lies_between_the_events(
             assert ("sleep" in gpu.called) == (way == "hidden")
 
 
-def test_a_check_on_the_gpu_names_what_is_wrong(gpu: SimulatedGpu) -> None:
-    """The fake group moves nothing: the poisoned output is found with its first element."""
-    with fake_group(0, RANKS) as group:
-        bench = a_bench(a_gpu_case("all_gather", "tensor"), group, 0)
-        wrong = bench.wrong(7)
-        assert wrong is not None
-        assert (wrong.rank, wrong.repetition, wrong.index) == (0, 7, 0)
-        assert wrong.got == "nan"
-
-
 @pytest.mark.nightly
 def test_a_whole_sweep_over_gpu_tensors(cuda_guard: Path, tmp_path: Path) -> None:
     """`collectives --backend nccl` in two ranks, for which gloo stands in and whose tensors are

@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from warm_python import warm_python
 
 from ddpbench.analysis.spans import Span
-from ddpbench.measure.parallel.build import set_prefetch
-from ddpbench.measure.parallel.communication import Communication
+from ddpbench.measure.communication import Communication
+from ddpbench.measure.sharded_step import set_prefetch
 
 WORLD, WIDTH, OUT = 4, 16, 6
 WAYS = {

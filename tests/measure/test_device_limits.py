@@ -114,12 +114,6 @@ def test_a_copy_reads_and_writes_each_byte(
     assert rate == pytest.approx(max(1, len(mates)) * 4 * 2 * 2**26 / 8e-3)
 
 
-def test_without_memory_nothing_is_copied(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is full gives no limit, and no error."""
-    monkeypatch.setattr(devices.KINDS["cpu"], "free_nbytes", lambda device: 2**20)
-    assert calibrate.measure_device_copy(alone, CPU) is None
-
-
 COARSE = """
 from ddpbench.runtime import devices
 

@@ -1,10 +1,20 @@
-"""The memory of a case's tensors: where it lies, and how much of it is in huge pages."""
+"""Memory: huge pages, the trial of a step, and how a shortage is described."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
+import torch
+from stored_steps import a_step_case
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpbench.catalog.task import Task
 from ddpbench.measure import memory
+from ddpbench.measure.step import advise_smaller, find_shortage
 
-torch = pytest.importorskip("torch")
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("kind", memory.KINDS)
@@ -12,7 +22,7 @@ torch = pytest.importorskip("torch")
 def test_tensors_are_zero_and_can_be_written(kind: str, count: int) -> None:
     """To their end; one that asks for huge pages begins 64 bytes into one, where torch's allocator
     puts a large tensor in its page."""
-    tensor = memory.zeros(count, torch.float32, torch.device("cpu"), kind)
+    tensor = memory.zeros(count, torch.float32, CPU, kind)
     assert tensor.shape == (count,)
     assert not tensor.any()
     if kind == "huge":
@@ -20,31 +30,115 @@ def test_tensors_are_zero_and_can_be_written(kind: str, count: int) -> None:
     assert tensor.fill_(1).sum() == count
 
 
-def test_the_share_in_huge_pages_is_of_the_bytes() -> None:
-    """Between none and all of what was written; not known of no bytes, nor without the kernel's
-    word, nor of half of the tensors."""
-    huge = memory.zeros(1 << 20, torch.float32, torch.device("cpu"), "huge").fill_(1)
-    share = memory.huge_share([huge, huge], "huge")
+def test_the_share_in_huge_pages_is_of_the_tensors_mappings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between none and all of what was written; unknown for no bytes or a silent kernel."""
+    huge = memory.zeros(1 << 20, torch.float32, CPU, "huge").fill_(1)
+    share = memory.huge_share([huge, huge])
     assert share is not None
     assert 0 <= share <= 1
-    assert memory.huge_share([], "huge") is None
-    assert memory.huge_share([torch.empty(0)], "huge") is None
+    assert memory.huge_share([torch.empty(0)]) is None
+    start = huge.data_ptr()
+    mappings = [(start, 3072), (start + huge.nbytes, 0)]
+    smaps = "".join(
+        f"{low:x}-{low + huge.nbytes:x} rw-p 0 00:00 0 \nSize: 9 kB\nRss:  4096 kB\n"
+        f"AnonHugePages:    {granted} kB\nVmFlags: rd\n"
+        for low, granted in mappings
+    )
+    for text, expected in ((smaps, 0.75), (None, None)):
+        monkeypatch.setattr(memory, "read", lambda _, text=text: text)
+        assert memory.huge_share([huge]) == expected
 
 
-def test_the_kernels_count_is_taken_by_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tensor has the share of its own mapping, weighted by its bytes."""
-    large, small = torch.zeros(3 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has"),
+            "CUDA out of memory (tried to allocate 20.00 MiB)",
+        ),
+        (torch.OutOfMemoryError("HIP out of memory."), "HIP out of memory."),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling",
+        ),
+        (RuntimeError("[alloc_cpu.cpp] can't allocate memory"), "[alloc_cpu.cpp] can't allocate"),
+        (RuntimeError("NCCL error\nCuda failure 2 'out of memory'"), "Cuda failure 2"),
+        (OSError(12, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory"),
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("ProcessGroupGloo does not support alltoall"), None),
+    ],
+    ids=["CUDA", "HIP", "cuBLAS", "torch", "NCCL", "kernel", "Python", "another error"],
+)
+def test_every_shortage_of_memory_is_recognised(error: Exception, detail: str | None) -> None:
+    """torch on GPU and CPU, NCCL in its second line, the kernel, Python; and nothing else."""
+    sentence = memory.describe_shortage(error, "cpu", "use smaller --sizes")
+    if detail is None:
+        assert sentence is None
+        return
+    assert sentence is not None
+    assert sentence.startswith(f"not enough memory on the host: {detail}")
+    assert "; use smaller --sizes" in sentence
+    assert ("NCCL_BUFFSIZE" in sentence) == ("NCCL" in str(error))
 
-    def mapping(tensor: torch.Tensor, resident: int, granted: int) -> str:
-        start = tensor.data_ptr()
-        return (
-            f"{start:x}-{start + tensor.nbytes:x} rw-p 00000000 00:00 0 \n"
-            f"Size: 9999 kB\nRss:  {resident} kB\nAnonHugePages:    {granted} kB\nVmFlags: rd\n"
-        )
 
-    told = mapping(large, 4096, 2048) + mapping(small, 1024, 0)
-    monkeypatch.setattr(memory, "read", lambda _: told)
-    assert memory.huge_share([large, small], "huge") == pytest.approx(0.5 * 3 / 4)
-    assert memory.huge_share([large, torch.zeros(9)], "huge") is None
-    monkeypatch.setattr(memory, "read", lambda _: None)
-    assert memory.huge_share([large], "huge") is None
+def test_the_options_that_help_are_the_sizes_of_the_workload() -> None:
+    case = a_step_case(settings=("width=256", "depth=8"))
+    assert advise_smaller(case) == "use a smaller --batch, --width or --depth"
+
+
+class Allocated(TorchDispatchMode):
+    """Adds up the bytes of tensors made by empty_like."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty_like.default:
+            self.nbytes += result.nbytes
+        return result
+
+
+def some_task() -> Task:
+    """A net with buffers, random numbers and a frozen parameter."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
+    model[0].bias.requires_grad_(False)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        result: Tensor = model(batch).square().mean()
+        return result
+
+    return Task(model, lambda step: torch.ones(4, 6), loss)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_trial_leaves_no_trace(views: bool) -> None:
+    """Parameters, buffers, gradients and random numbers are as before, and gradients stay again."""
+    task, case = some_task(), a_step_case(optimizer="adam", gradient_as_bucket_view=views)
+    before = {name: each.clone() for name, each in task.model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    assert find_shortage(task, case, CPU, 1) is None
+    assert all(torch.equal(each, before[name]) for name, each in task.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in task.model.parameters())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    task.loss(task.model, task.batch(0)).backward()
+    assert all((each.grad is not None) == each.requires_grad for each in task.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("replicas", "optimizer", "views", "copies"),
+    [(1, "sgd", False, 1), (1, "sgd", True, 1), (2, "adam", True, 5), (2, "adamw", False, 6)],
+)
+def test_a_trial_holds_the_memory_of_a_later_step(
+    replicas: int, optimizer: str, views: bool, copies: int
+) -> None:
+    """The buckets of this replica, the gradients of the other one unless they lie in its buckets,
+    two states of Adam in each; nothing for parameters that are not trained."""
+    task = some_task()
+    task.model[2] = nn.Identity()  # a dropout allocates by itself
+    trained = sum(each.nbytes for each in task.model.parameters() if each.requires_grad)
+    case = a_step_case(optimizer=optimizer, gradient_as_bucket_view=views)
+    with Allocated() as allocated:
+        find_shortage(task, case, CPU, replicas)
+    assert allocated.nbytes == copies * trained

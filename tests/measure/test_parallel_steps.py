@@ -27,9 +27,15 @@ from ddpbench.catalog.task import RankSetup, Task
 from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.launch import forks, placement
 from ddpbench.launch.placement import Placement
-from ddpbench.measure.parallel.build import ShardedReplica, build_sharded, count_own_nbytes
-from ddpbench.measure.parallel.communication import SCATTERS
-from ddpbench.measure.parallel.meshes import Meshes, agree_meshes, find_refusal
+from ddpbench.measure.communication import SCATTERS
+from ddpbench.measure.sharded_step import (
+    Meshes,
+    ShardedReplica,
+    agree_meshes,
+    build_sharded,
+    count_own_nbytes,
+    find_refusal,
+)
 from ddpbench.measure.step import Marks
 from ddpbench.records.schema import StepCase
 from ddpbench.runtime.meeting import Rendezvous

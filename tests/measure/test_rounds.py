@@ -1,4 +1,4 @@
-"""The arms of a DDP step: where they wait for the device, and DDP's own timers.
+"""The arms of a DDP step, and where they wait for the device.
 
 Two ranks over gloo play all cases and leave what they saw in files. They run this very file:
 `python test_rounds.py FOLDER`. The CPU's events stand for a GPU's.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from command_lines import run_command
 from stored_steps import a_step_case
 from torch import Tensor, nn
@@ -28,8 +25,7 @@ from ddpbench.catalog.task import Task
 from ddpbench.launch import forks, placement
 from ddpbench.launch.placement import Placement
 from ddpbench.measure.ddp_step import ARMS, DdpReplica, build_replica
-from ddpbench.measure.rounds import Pace, Rounds
-from ddpbench.measure.step import Replica
+from ddpbench.measure.rounds import Rounds
 from ddpbench.runtime import devices
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, join_world
@@ -100,7 +96,9 @@ def measure(world: World, group: Any, every: int) -> dict[str, Any]:
         main=some_replica(group, log, switchable=False),
         probe=some_replica(group, log, switchable=True),
         arms=ARMS,
-        pace=Pace(60.0, ROUNDS, IN_A_ROW),
+        seconds=60.0,
+        rounds=ROUNDS,
+        in_a_row=IN_A_ROW,
         seed=1,
         verify=verify if every else None,
         every=every,
@@ -110,7 +108,6 @@ def measure(world: World, group: Any, every: int) -> dict[str, Any]:
     samples = measured.samples and {
         "stamps": {arm: ns.tolist() for arm, ns in measured.samples.stamps.items()},
         "walls": {arm: ns.tolist() for arm, ns in measured.samples.walls.items()},
-        "timers": {name: s.tolist() for name, s in measured.samples.timers.items()},
         "bucket_stamps": np.array(measured.samples.bucket_stamps).tolist(),
         "buckets": [vars(info) for info in measured.samples.buckets],
     }
@@ -187,7 +184,6 @@ def test_stamps_of_events_make_a_budget_that_adds_up(seen: list[Any]) -> None:
     samples = Samples(
         stamps={arm: np.array(ns) for arm, ns in stored["stamps"].items()},
         walls={arm: np.array(ns) for arm, ns in stored["walls"].items()},
-        timers={name: np.array(seconds) for name, seconds in stored["timers"].items()},
         buckets=[steps.BucketInfo(**info) for info in stored["buckets"]],
         bucket_stamps=np.array(stored["bucket_stamps"]),
         verify=np.empty((2, 0), np.int64),
@@ -209,60 +205,6 @@ def test_stamps_of_events_make_a_budget_that_adds_up(seen: list[Any]) -> None:
     assert whole == pytest.approx(summary.step.value)
     assert part[steps.TRANSFER] + part[steps.OVERHEAD] == pytest.approx(part[steps.EXPOSED])
     assert part[steps.TRANSFER] + part[steps.HIDDEN] == pytest.approx(part[steps.COMMUNICATION])
-
-
-def test_ddps_own_timers_are_read_once_per_round(seen: list[Any]) -> None:
-    """Of the last step of each stretch of "ddp", in every rank."""
-    timers = seen[0]["1"]["samples"]["timers"]
-    assert {"forward", "backward", "communication"} <= set(timers)
-    for seconds in timers.values():
-        assert np.array(seconds).shape == (2, ROUNDS)
-        assert (np.array(seconds) > 0).all()
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Any]:
-    """A gloo group of this process alone."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
-
-
-def take(replica: Replica, count: int, before: Callable[[], None] = lambda: None) -> None:
-    """Take some steps."""
-    for _ in range(count):
-        before()
-        replica.step(replica.batches(), lambda: devices.of(CPU).event(CPU))
-
-
-def test_no_forward_reads_ddps_timers(alone: Any) -> None:
-    """On a GPU, reading waits for the backward before. The only step after which DDP reads is the
-    chosen one, though by itself torch reads in each of the first ten."""
-    replica = some_replica(alone, [], switchable=False)
-    take(replica, 12)
-    assert not replica.ddp._get_ddp_logging_data().get("iteration")
-    replica.own_timers.start()
-    take(replica, 1)
-    assert replica.own_timers.read()["forward"] > 0
-    assert replica.ddp._get_ddp_logging_data()["iteration"] == 13
-    take(replica, 3)
-    assert replica.ddp._get_ddp_logging_data()["iteration"] == 13
-
-
-def test_ddps_timers_are_of_the_step_that_was_chosen(alone: Any) -> None:
-    """A forward of 30 ms is read from the step in which it happened, not from the one before."""
-    replica = some_replica(alone, [], switchable=False)
-    take(replica, 10)
-    slow = replica.module.register_forward_pre_hook(lambda *_: time.sleep(0.03))
-    replica.own_timers.start()
-    take(replica, 1)
-    slow.remove()
-    assert replica.own_timers.read()["forward"] >= 0.03
-    take(replica, 1)
-    assert replica.own_timers.read()["forward"] >= 0.03  # the next step was not chosen
 
 
 if __name__ == "__main__":

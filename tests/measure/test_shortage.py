@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from command_lines import QUICK, read_stored_run, run_ddpbench
 from frozen import Frozen
 
-from ddpbench.measure import memory
 from ddpbench.records.schema import Run
 
 WORDS = ("-n", "2", "--op", "all_reduce", "--sizes", "8,4K,64K,256K")
-SHORT = "(CUDA out of memory. Tried to allocate 2.00 GiB.)"  # the words of the error
+SHORT = "CUDA out of memory (tried to allocate 2.00 GiB)"
 # Rank 1 cannot allocate the buffer of 4 KiB.
 IN_RANK_1 = """
 import os
@@ -70,29 +69,88 @@ def test_a_first_call_without_memory_in_one_rank_ends_the_run_with_the_cause(
     assert 65536 not in reasons(run)
 
 
-@pytest.mark.parametrize(
-    ("error", "detail"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory"), "alloc_cpu"),
-        (RuntimeError("NCCL error\nCuda failure 2 'out of memory'"), "Cuda failure 2"),
-        (OSError(12, "Cannot allocate memory"), "Cannot allocate memory"),
-        (MemoryError(), ""),
-    ],
-    ids=["torch on a GPU", "torch", "NCCL", "kernel", "Python"],
+# --- a step: each rank first tries alone ---
+
+CUDAS = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.77 GiB of "
+    "which 8.88 MiB is free. Including non-PyTorch memory, this process has 15.75 GiB in use."
 )
-def test_every_way_to_lack_memory_is_recognised(
-    error: Exception, detail: str, frozen: Frozen
-) -> None:
-    """torch on a GPU and on the CPU, NCCL in its second line, the kernel, Python."""
-    sentence = memory.describe_shortage(error, torch.device("cuda" if "CUDA" in detail else "cpu"))
-    assert sentence is not None
-    assert detail in sentence
-    frozen.text(sentence)
-    assert ("NCCL_BUFFSIZE" in sentence) == ("Cuda" in detail)
+# The user's own workloads; each runs out of memory elsewhere, in rank 1 alone.
+WORKLOADS = f"""
+import torch
+from ddpbench.runtime import devices
+
+devices.KINDS["cpu"].refuses = True
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError({CUDAS!r})
+
+def fail(*_):
+    raise torch.OutOfMemoryError({CUDAS!r})
+
+def workload(middle):
+    model = torch.nn.Linear(6, 3)
+    return model, lambda step: torch.ones(4, 6), lambda m, batch: middle(m(batch)).square().mean()
+
+def build(rank, world_size, device):
+    return fail() if rank == 1 else workload(lambda x: x)
+
+def forward(rank, world_size, device):
+    return workload(fail if rank == 1 else lambda x: x)
+
+def backward(rank, world_size, device):
+    return workload(Backward.apply if rank == 1 else lambda x: x)
+
+built = 0
+
+def second(rank, world_size, device):
+    global built
+    built += 1
+    return workload(fail if rank == 1 and built == 2 else lambda x: x)
+
+def late(rank, world_size, device):
+    devices.KINDS["cpu"].refuses = False
+    return workload(fail)
+"""
+STEP_SHORT = "CUDA out of memory (tried to allocate 20.00 MiB)"
+FITS_NOT = ("build", "forward", "backward")
 
 
-def test_another_error_is_no_shortage() -> None:
-    """An operation that a backend does not support is described as such."""
-    error = RuntimeError("ProcessGroupGloo does not support alltoall")
-    assert memory.describe_shortage(error, torch.device("cpu")) is None
+def run_steps(cwd: Path, ranks: int, *functions: str) -> Any:
+    """Measure these workloads of the user."""
+    (cwd / "mine.py").write_text(WORKLOADS)
+    names = ",".join(f"mine:{function}" for function in functions)
+    few = ("--rounds", "1", "--steps-per-round", "1", "--timeout", "60")
+    return run_ddpbench(cwd, "ddp", "-n", str(ranks), "--workload", names, *few)
+
+
+@pytest.mark.thorough
+def test_what_does_not_fit_in_one_rank_is_skipped_in_all(tmp_path: Path, frozen: Frozen) -> None:
+    """Wherever memory runs out: one sentence names the rank and what helps, and the next case is
+    tried. If only the second replica does not fit, the step is measured without a budget."""
+    done = run_steps(tmp_path, 2, *FITS_NOT, "second")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = {step.case.workload: step for step in read_stored_run(tmp_path)[1].steps}
+    reasons = [results[f"mine:{function}"].reason or "" for function in FITS_NOT]
+    for function, reason in zip(FITS_NOT, reasons, strict=True):
+        assert STEP_SHORT in reason
+        assert reason.endswith("(rank 1)")
+        assert f"mine:{function} on gloo: {reason}" in " ".join(done.stdout.split())
+    second = results["mine:second"]
+    assert second.summary is not None
+    frozen.text("\n".join([*reasons, *second.notes]))
+
+
+@pytest.mark.thorough
+def test_a_shortage_in_a_step_says_what_helps(tmp_path: Path) -> None:
+    """It ends the run, because other ranks would wait for this one."""
+    done = run_steps(tmp_path, 1, "late")
+    assert done.returncode == 5
+    assert "OutOfMemoryError: " in done.stderr
+    assert STEP_SHORT in done.stderr

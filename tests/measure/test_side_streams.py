@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ddpbench.measure.parallel.communication import Communication
+from ddpbench.measure.communication import Communication
 from ddpbench.runtime.devices import HostEvent
 
 

@@ -1,19 +1,15 @@
 """Training to the end: losses and verdicts, in real ranks.
 
 One job plays everything in all its ranks and leaves what it saw in files. A rank runs this very
-file: `python test_training.py FOLDER SIZE PLAY…`.
+file: `python test_training.py FOLDER SIZE`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -21,11 +17,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import mpi_jobs
 import psutil
 import pytest
 import torch
-from patience import PATIENCE_SECONDS
+from command_lines import run_command
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
@@ -33,6 +28,7 @@ from warm_python import warm_python
 from ddpbench.catalog import workloads
 from ddpbench.catalog.task import RankSetup, Task, Training
 from ddpbench.catalog.workloads import WORKLOADS
+from ddpbench.launch import forks, placement
 from ddpbench.launch.placement import Placement
 from ddpbench.measure import training
 from ddpbench.records.load import Load
@@ -134,13 +130,6 @@ def play_verified(bench: Bench) -> Any:
     return {"steps": steps, "equal": [epoch.replicas_equal for epoch in epochs]}
 
 
-def play_seen(bench: Bench) -> Any:
-    """Epochs are reported one by one."""
-    told: list[int] = []
-    bench.train(2, seen=lambda epoch: told.append(epoch.number))
-    return told
-
-
 def play_interrupted(bench: Bench) -> Any:
     """The last rank gets SIGINT after the second epoch. The last play: the watchdog waits now."""
 
@@ -174,50 +163,30 @@ PLAYS: dict[str, Callable[[Bench], Any]] = {
 }
 
 
-def job(folder: Path, rank: int, size: int, *names: str) -> None:
-    """These plays, in one of the ranks."""
+def run_rank(folder: Path) -> int:
+    """Run all plays in this rank."""
     torch.set_num_threads(1)
-    place = Placement("torchrun", rank, size, rank, size)
-    outcomes: dict[str, Any] = {}
-    meeting = Rendezvous(f"file://{folder / 'store'}", timeout_seconds=60)
-    with join_world(place, meeting) as world, world.agree_group("gloo") as tested:
-        for name in names:
-            try:
-                outcomes[name] = PLAYS[name](Bench(world, tested, folder))
-            except Exception:
-                outcomes[name] = traceback.format_exc()
-                break
-        (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+    own = placement.read_placement()
+    assert isinstance(own, Placement)
+    with join_world(own, Rendezvous()) as world, world.agree_group("gloo") as tested:
+        names = sorted(PLAYS, key="play_interrupted".__eq__)
+        outcomes = {name: PLAYS[name](Bench(world, tested, folder)) for name in names}
+    (folder / f"{own.rank}.json").write_text(json.dumps(outcomes))
+    return 0
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """(ranks, play) → what each rank saw; the ranks play all there is at once."""
+    """(ranks, play) → what each rank saw; the ranks run all plays at once."""
 
     @cache
     def run(size: int) -> list[Any]:
         folder = tmp_path_factory.mktemp(f"ranks-{size}")
-        names = sorted(PLAYS, key="play_interrupted".__eq__)
-        words = [*warm_python(), __file__, str(folder), str(size), *names]
-        ranks = subprocess.Popen(
-            words, env=mpi_jobs.ENVIRONMENT, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            said = ranks.communicate(timeout=PATIENCE_SECONDS)[1]
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(ranks.pid, signal.SIGKILL)
-        paths = [folder / f"{rank}.json" for rank in range(size)]
-        assert all(path.exists() for path in paths), said
-        return [json.loads(path.read_text()) for path in paths]
+        done = run_command([*warm_python(), __file__, str(folder), str(size)], folder)
+        assert done.returncode == 0, done.stderr
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
-    def outcomes(size: int, name: str) -> list[Any]:
-        seen = [one.get(f"play_{name}", one) for one in run(size)]
-        assert not any("Traceback" in str(one) for one in seen), "\n".join(map(str, seen))
-        return seen
-
-    return outcomes
+    return lambda size, name: [one[f"play_{name}"] for one in run(size)]
 
 
 Played = Callable[[int, str], list[Any]]
@@ -233,7 +202,7 @@ def test_losses_are_of_all_samples(played: Played, size: int) -> None:
         assert one["got"] == pytest.approx(one["wanted"], rel=1e-6)
         assert one["got"] == seen[0]["got"]
         assert one["seconds"] == seen[0]["seconds"] > 0
-        assert one["samples"] == 16 * 8 * size - (size == 1)
+        assert one["samples"] == 16 * 8 * size
     if size == 3:
         assert seen[0]["batches"] == [43, 42, 42]
 
@@ -269,12 +238,6 @@ def test_steps_are_verified(played: Played, size: int) -> None:
 
 
 @SIZES
-def test_each_epoch_is_reported(played: Played, size: int) -> None:
-    """In order, in every rank."""
-    assert played(size, "seen") == [[1, 2]] * size
-
-
-@SIZES
 def test_an_interrupted_rank_ends_all(played: Played, size: int) -> None:
     """After the epoch, in all ranks."""
     assert played(size, "interrupted") == [[1, 2]] * size
@@ -295,15 +258,5 @@ def test_other_tasks_do_not_train() -> None:
         training.train(mock.Mock(), mock.Mock(), task, mock.Mock(), 1)
 
 
-def main(folder: Path, size: int, *names: str) -> None:
-    """All ranks, forked from one process: importing torch each time would take longest."""
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=job, args=(folder, rank, size, *names)) for rank in range(size)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    sys.exit(forks.run(lambda: run_rank(Path(sys.argv[1])), int(sys.argv[2])))

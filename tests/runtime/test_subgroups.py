@@ -78,7 +78,7 @@ def test_each_group_has_data_of_its_own() -> None:
         for place in range(2):
             part = theirs.buffers[0].output[place * case.count : (place + 1) * case.count]
             payload.fill(part, each._table(place))
-        wrong = theirs.wrong(0)
+        wrong = theirs.find_wrong(0)
         assert (wrong and wrong.rank) == found
 
 
@@ -93,7 +93,7 @@ def test_a_rank_in_no_group_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -
     idle.begin()
     assert idle.repeat(3).shape == (3, 3)
     assert begun == [None]
-    assert idle.wrong(0) is None
+    assert idle.find_wrong(0) is None
 
 
 def some_stamps() -> stats.Stamps:

@@ -26,7 +26,7 @@ import msgspec
 from ddpbench.catalog import backends
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import judge
+from ddpbench.doctor.capabilities import judge, throwaway_ranks
 from ddpbench.doctor.capabilities.judge import (
     CRASH,
     HANG,
@@ -36,10 +36,10 @@ from ddpbench.doctor.capabilities.judge import (
     Combination,
     Verdict,
 )
+from ddpbench.doctor.capabilities.throwaway_ranks import Report, Trial
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.launch.clock import Clock
-from ddpbench.measure import start, throwaway_ranks
-from ddpbench.measure.throwaway_ranks import Report, Trial
+from ddpbench.measure import start
 from ddpbench.records.schema import Case, Plan
 from ddpbench.records.wording import counted
 from ddpbench.runtime import control, subgroups
@@ -290,7 +290,7 @@ def try_call(
             case = _make_case(request, subgroup.partition, combination, elements)
             bench = Bench(case, PLAN, world, subgroup, device)
             bench.repeat(1)
-            wrong = bench.wrong(-1) if bench.operation.sized else None
+            wrong = bench.find_wrong(-1) if bench.operation.sized else None
             if wrong is not None and verdict.outcome == OK:
                 why = (
                     f"rank {wrong.rank} got {wrong.got} at index {wrong.index}, {elements} "

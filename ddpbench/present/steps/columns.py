@@ -136,13 +136,6 @@ def _phase(name: str, column: str, more: str = "") -> Column[StepLine]:
     return _ms(column, seconds, f"{name} on the slowest rank, median{more}", default=True)
 
 
-def _timer(name: str) -> Column[StepLine]:
-    def seconds(line: StepLine) -> float | None:
-        return line.summary.timers.get(name) if line.summary else None
-
-    return _ms(f"ddp_{name}", seconds, f"{name} by DDP's own timers")
-
-
 def _late_rank(line: StepLine) -> int | None:
     part = line.part("waiting for rank")
     return part.rank if part is not None and part.resolved else None
@@ -268,7 +261,6 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
         "×",
     ),
     *_ends("speed_up", _read("summary.speed_up"), partial(_extra, unit="×")),
-    *map(_timer, ("forward", "backward", "communication", "overlap")),
     _ms(
         "observer",
         _read("summary.observer.figure.value"),

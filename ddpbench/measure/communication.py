@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -37,28 +37,15 @@ SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 @dataclass
 class _Record:
-    operation: str
-    layers: str
-    phase: str
-    nbytes: int
-    ranks: tuple[int, ...]
+    span: Span  # without times
     begin: Event
     end: Event | None = None
     waits: list[tuple[Event, Event]] = field(default_factory=list)
 
-    def span(self, origin: Event, last: Event) -> Span:
+    def read(self, origin: Event, last: Event) -> Span:
         begin, end = (elapsed_ns(origin, each) for each in (self.begin, self.end or last))
         exposed = sum(elapsed_ns(first, then) for first, then in self.waits)
-        return Span(
-            self.operation,
-            self.layers,
-            self.phase,
-            self.nbytes,
-            begin,
-            exposed,
-            max(end, begin),
-            self.ranks,
-        )
+        return replace(self.span, begin_ns=begin, exposed_ns=exposed, end_ns=max(end, begin))
 
 
 class Communication:
@@ -91,7 +78,7 @@ class Communication:
         names = {module: name or ROOT for name, module in model.named_modules()}
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._param_groups = [
-            (group, names[module]) for module in sharded for group in _param_groups(module)
+            (group, names[module]) for module in sharded for group in _read_param_groups(module)
         ]
         groups = dict.fromkeys([*(module for module in sharded if module is not model), *layers])
         self._layers = {names[module]: module for module in groups}
@@ -116,7 +103,7 @@ class Communication:
 
         On a GPU, synchronise the device first.
         """
-        return [record.span(self._origin, self._last) for record in self._records]
+        return [record.read(self._origin, self._last) for record in self._records]
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -140,41 +127,37 @@ class Communication:
         self._own = self._current_stream()
         for name, module in self._layers.items():
             enter, leave = self._module_hooks(name)
-            for handle in (
-                module.register_forward_pre_hook(enter, prepend=True),
-                module.register_forward_hook(leave),
-            ):
-                stack.callback(handle.remove)
+            stack.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+            stack.enter_context(module.register_forward_hook(leave))
         self._origin = self._stamp()
 
     # --- what is replaced ---------------------------------------------------------------------
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        for names, leave, operation, counted in (
-            (GATHERS, _leave_gather, "all_gather", "output_tensor"),
-            (SCATTERS, _leave_scatter, "reduce_scatter", "input"),
-            (("all_reduce",), _leave_reduce, "all_reduce", "tensor"),
-        ):
+        """Yield (object, name of an attribute, what replaces it)."""
+        space, is_noop = torch.ops._c10d_functional, self.mode == "noop"
+        for names, operation, counted, leave in FUNCTIONS:
             for name in names:
                 if real := getattr(dist, name, None):
-                    timed = self._time_function(operation, counted, real)
-                    yield dist, name, leave if self.mode == "noop" else timed
-        space = torch.ops._c10d_functional
-        for name, (operation, leave) in OPERATORS.items():
+                    yield (
+                        dist,
+                        name,
+                        leave if is_noop else self._time_function(operation, counted, real),
+                    )
+        for name, operation, leave in OPERATORS:
             packet = getattr(space, name)
-            call = leave if self.mode == "noop" else self._time_operator(operation, packet)
+            call = leave if is_noop else self._time_operator(operation, packet)
             yield space, name, _Operator(packet, call)
-        if self.mode == "timed":
-            wait = self._time_wait(space.wait_tensor)
-            yield space, "wait_tensor", _Operator(space.wait_tensor, wait)
-        if self.mode == "timed" and self._streams is not None:
+        if is_noop:
+            return
+        yield space, "wait_tensor", _Operator(space.wait_tensor, self._time_wait(space.wait_tensor))
+        if self._streams is not None:
             stream = self._streams.Stream
             yield stream, "record_event", self._note_event(stream.record_event)
             yield stream, "wait_event", self._time_event(stream.wait_event)
-        if self.mode == "timed":
-            for group, name in self._param_groups:
-                for method in ("unshard", "post_backward"):
-                    yield group, method, self._labelled(name, getattr(group, method))
+        for group, name in self._param_groups:
+            for method in ("unshard", "post_backward"):
+                yield group, method, self._labelled(name, getattr(group, method))
 
     # --- timed --------------------------------------------------------------------------------
 
@@ -261,7 +244,8 @@ class Communication:
         group = group or dist.group.WORLD
         if group not in self._ranks:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
-        record = _Record(operation, layers, phase, nbytes, self._ranks[group], self._stamp())
+        span = Span(operation, layers, phase, nbytes, 0, 0, 0, self._ranks[group])
+        record = _Record(span, self._stamp())
         self._records.append(record)
         return record
 
@@ -318,13 +302,6 @@ class _TimedWork(dist.Work):
         self._record.waits.append((began, self._stamp()))
         return done
 
-    def is_completed(self) -> bool:
-        done: bool = self._work.is_completed()
-        return done
-
-    def get_future(self) -> Any:
-        return self._work.get_future()
-
 
 class _Operator:
     """An operator of torch that calls another function and keeps all other attributes."""
@@ -339,7 +316,7 @@ class _Operator:
         return getattr(self._packet, name)
 
 
-def _param_groups(module: FSDPModule) -> list[Any]:
+def _read_param_groups(module: FSDPModule) -> list[Any]:
     """Return fully_shard's groups of a module's parameters; torch 2.7 has one at most."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -361,17 +338,13 @@ class _Done(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
 
 def _leave_gather(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    own = dist.get_rank(group)
     flat = input_tensor.reshape(-1)
-    for rank, slot in enumerate(output_tensor.view(-1).split(flat.numel())):
-        if rank != own or slot.data_ptr() != flat.data_ptr():  # the input may be its own slot
+    for slot in output_tensor.view(-1).split(flat.numel()):
+        if slot.data_ptr() != flat.data_ptr():  # the input may be its own slot
             slot.copy_(flat)
     return _Done() if async_op else None
 
@@ -391,15 +364,23 @@ def _leave_reduce(tensor: Tensor, op: Any = None, group: Any = None, async_op: b
     return _Done() if async_op else None
 
 
-# torch's operator → the operation, and the function that replaces it
-OPERATORS: dict[str, tuple[str, Any]] = {
-    "all_reduce": ("all_reduce", lambda tensor, op, group: tensor.clone()),
-    "all_gather_into_tensor": (
+# functions of torch.distributed, operation, the argument with all of its bytes, replacement
+FUNCTIONS: tuple[tuple[tuple[str, ...], str, str, Any], ...] = (
+    (GATHERS, "all_gather", "output_tensor", _leave_gather),
+    (SCATTERS, "reduce_scatter", "input", _leave_scatter),
+    (("all_reduce",), "all_reduce", "tensor", _leave_reduce),
+)
+# torch's operator, operation, replacement
+OPERATORS: tuple[tuple[str, str, Any], ...] = (
+    ("all_reduce", "all_reduce", lambda tensor, op, group: tensor.clone()),
+    (
+        "all_gather_into_tensor",
         "all_gather",
         lambda tensor, size, group: torch.cat([tensor] * size),
     ),
-    "reduce_scatter_tensor": (
+    (
+        "reduce_scatter_tensor",
         "reduce_scatter",
         lambda tensor, op, size, group: tensor.chunk(size)[_resolve_group(group).rank()].clone(),
     ),
-}
+)

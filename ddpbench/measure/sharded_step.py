@@ -1,11 +1,13 @@
-"""A model divided over a mesh, in one rank: fully_shard, tensor parallel, or both."""
+"""A model divided over a mesh, in one rank: fully_shard, tensor parallel, or both; and the mesh."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,17 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ddpbench.analysis.spans import Span, Timed
-from ddpbench.catalog.parallel import SHARD, TENSOR, WAYS
+from ddpbench.catalog.parallel import REPLICATE, SHARD, TENSOR, WAYS, Way, format_mesh
 from ddpbench.catalog.task import OPTIMIZERS, Task
-from ddpbench.measure.parallel.communication import Communication
+from ddpbench.measure.communication import GATHERS, SCATTERS, Communication
 from ddpbench.measure.step import Replica
 from ddpbench.runtime import control
 
@@ -33,29 +30,12 @@ if TYPE_CHECKING:
     from ddpbench.records.schema import StepCase
     from ddpbench.runtime.world import World
 
-Kind = tuple[str, str, str, int]  # of a span: operation, layers, phase, bytes
-STYLES: dict[str, type[ParallelStyle]] = {"column": ColwiseParallel, "row": RowwiseParallel}
 
-
+@dataclass(kw_only=True, eq=False)
 class ShardedReplica(Replica):
     """A model divided over a mesh."""
 
-    def __init__(
-        self,
-        task: Task,
-        case: StepCase,
-        optimizer: torch.optim.Optimizer,
-        communication: Communication,
-        *,
-        mesh: DeviceMesh,
-        device: torch.device,
-        group: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(task, case, task.model, optimizer, device=device, group=group)
-        self.mesh, self.communication = mesh, communication
-        self.arms = ("ddp", "noop", "timed")
-        if case.prefetch is not None:
-            self.arms = ("ddp", "noop", "no_prefetch" if case.prefetch else "prefetch", "timed")
+    communication: Communication
 
     def choose_arm(self, arm: str) -> None:
         """Switch the communication, and the prefetch of the next layer's parameters."""
@@ -83,7 +63,7 @@ class ShardedReplica(Replica):
         return self.communication.spans
 
     def gather_timed_steps(self, world: World, steps: Sequence[Any]) -> dict[str, Any]:
-        timed = gather_timed(world, steps) if steps else None
+        timed = _gather_timed(world, steps) if steps else None
         return {"buckets": [], "bucket_stamps": None, "timed": timed}
 
 
@@ -105,7 +85,8 @@ def build_sharded(
     way, model = WAYS[case.parallel], task.model
     layers = plan.layers(model)
     if way.splits:
-        styles = {name: STYLES[style]() for name, style in plan.splits(model).items()}
+        kinds = {"column": ColwiseParallel, "row": RowwiseParallel}
+        styles = {name: kinds[style]() for name, style in plan.splits(model).items()}
         # Without a source, each rank takes a part of its own weights, and no data is sent.
         parallelize_module(model, mesh[TENSOR], styles, src_data_rank=None)
     if way.shards:
@@ -122,9 +103,17 @@ def build_sharded(
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     parameters = [{"params": members} for members in groups.values()]
     optimizer = OPTIMIZERS[case.optimizer].make(parameters, learning_rate)
-    communication = Communication(model, device, layers)
+    switch = () if case.prefetch is None else ("no_prefetch" if case.prefetch else "prefetch",)
     return ShardedReplica(
-        task, case, optimizer, communication, mesh=mesh, device=device, group=group
+        task=task,
+        case=case,
+        wrapped=model,
+        optimizer=optimizer,
+        device=device,
+        group=group,
+        arms=("ddp", "noop", *switch, "timed"),
+        mesh=mesh,
+        communication=Communication(model, device, layers),
     )
 
 
@@ -165,30 +154,128 @@ def set_prefetch(model: nn.Module, on: bool) -> None:
         module.set_modules_to_backward_prefetch([following.get(module, module)])
 
 
-def gather_timed(world: World, rounds: Sequence[Sequence[Span]]) -> Timed | None:
+def _gather_timed(world: World, rounds: Sequence[Sequence[Span]]) -> Timed | None:
     """Gather the spans of the steps that were timed, one step per round, in rank 0.
 
     None on other ranks, and if steps or ranks have different collectives.
     """
-    first = rounds[0]
-    kinds = [_kind(span) for span in first]
-    own: list[tuple[Kind, tuple[int, ...]]] = [(_kind(span), span.ranks) for span in first]
-    if any([_kind(span) for span in spans] != kinds for spans in rounds):
-        own = []
+    calls = [[[s.operation, s.layers, s.phase, s.nbytes] for s in spans] for spans in rounds]
+    groups = [span.ranks for span in rounds[0]]
+    own = [calls[0], groups] if all(each == calls[0] for each in calls) else None
     every = control.gather_values(world, own)
-    same = [[tuple(kind) for kind, _ in each] for each in every]
-    if not own or any(each != same[0] for each in same):
+    if any(each is None or each[0] != every[0][0] for each in every):
         return None
     times = [[(s.begin_ns, s.exposed_ns, s.end_ns) for s in spans] for spans in rounds]
     ns = control.gather_to_rank_0(world, np.array(times, np.int64))
     if ns is None:
         return None
-    groups = [
-        tuple(dict.fromkeys(tuple(each[number][1]) for each in every))
-        for number in range(len(first))
-    ]
-    return Timed(tuple(first), groups, ns)
+    groups_of_spans = zip(*(each[1] for each in every), strict=True)
+    distinct = [tuple(dict.fromkeys(map(tuple, groups))) for groups in groups_of_spans]
+    return Timed(tuple(rounds[0]), distinct, ns)
 
 
-def _kind(span: Span) -> Kind:
-    return span.operation, span.layers, span.phase, span.nbytes
+# --- the meshes of a launch: of groups on the measured backend, and of control groups -------------
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """All ranks in the shape of a way's mesh.
+
+    tested   trains: its groups are on the measured backend
+    control  the same ranks over gloo, so that the proof of replicas is independent of the backend
+    """
+
+    way: Way
+    shape: tuple[int, ...]
+    tested: DeviceMesh
+    control: DeviceMesh
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """The number of ranks that share a batch: neighbours, because tp is the last dimension."""
+        return self.shape[-1] if self.way.splits else 1
+
+
+def agree_meshes(
+    world: World,
+    way: Way,
+    shape: tuple[int, ...],
+    *,
+    torch_name: str,
+    whole: dist.ProcessGroup,
+    device: torch.device,
+    closing: ExitStack,
+) -> Meshes:
+    """Make both meshes; all ranks together.
+
+    torch_name: of the measured backend. whole: its group of all ranks. closing: ends the groups.
+    """
+    meshes = []
+    grid = torch.arange(world.world_size).view(shape)
+    for name, group, where in (
+        (torch_name, whole, device),
+        ("gloo", dist.group.WORLD, torch.device("cpu")),
+    ):
+        assert group is not None
+        groups = [group]
+        if len(shape) > 1:
+            groups = []
+            for dimension, size in enumerate(shape):
+                # All groups of a dimension are made; this rank is in one of them.
+                for line in grid.movedim(dimension, -1).reshape(-1, size).tolist():
+                    made = closing.enter_context(world.agree_group(name, line, where))
+                    if world.rank in line:
+                        groups.append(made)
+        meshes.append(
+            DeviceMesh.from_group(groups, where.type, grid, mesh_dim_names=way.dimensions)
+        )
+    return Meshes(way, shape, *meshes)
+
+
+def find_refusal(world: World, meshes: Meshes, backend: str) -> str | None:
+    """Return one sentence, in all ranks, if the backend cannot average as fully_shard does.
+
+    It tries one small collective of each kind along the dimensions of data parallelism, and checks
+    the result: gloo of torch 2.7 always sums in reduce_scatter.
+    """
+    objection = None
+    device = torch.device(meshes.tested.device_type)
+    for dimension, operation, average in AVERAGES:
+        if dimension not in meshes.way.dimensions or objection is not None:
+            continue
+        group = meshes.tested.get_group(dimension)
+        expected = (group.size() + 1) / 2
+        try:
+            result = average(group, torch.tensor([group.rank() + 1.0], device=device))
+            failure = f"returns {result:g} instead of {expected:g}"
+            if math.isclose(result, expected, rel_tol=1e-3):  # 1 / size is rounded
+                continue
+        except (RuntimeError, NotImplementedError) as error:
+            failure = f"fails: {control.first_line(error, 200)}"
+        objection = (
+            f"--parallel {meshes.way.name} on mesh {format_mesh(meshes.shape)} averages "
+            f"gradients with {operation}, and {backend} of torch {torch.__version__} "
+            f"{failure}; choose --parallel ddp or tp, or another --backend"
+        )
+    return control.agree_objection(world, objection)
+
+
+def _scatter(group: dist.ProcessGroup, own: torch.Tensor) -> float:
+    """Gather and scatter as fully_shard does, by the names that this torch prefers."""
+    whole, average = own.new_empty(group.size()), torch.empty_like(own)
+    gather, scatter = (
+        next(getattr(dist, name) for name in names if hasattr(dist, name))
+        for names in (GATHERS, SCATTERS)
+    )
+    gather(whole, own, group=group)
+    scatter(average, own.repeat(group.size()), op=dist.ReduceOp.AVG, group=group)
+    return average.item()
+
+
+def _reduce(group: dist.ProcessGroup, own: torch.Tensor) -> float:
+    dist.all_reduce(own, op=dist.ReduceOp.AVG, group=group)
+    return own.item()
+
+
+# Dimension of a mesh, operation along it, function that returns the average of all ranks' numbers.
+AVERAGES = ((SHARD, "reduce_scatter", _scatter), (REPLICATE, "all_reduce", _reduce))

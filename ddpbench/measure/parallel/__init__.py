@@ -1,1 +1,0 @@
-"""Steps of a model whose parameters or compute are divided over a mesh."""
