@@ -35,9 +35,9 @@ def list_groups() -> list[Group]:
     from torch.distributed import distributed_c10d
 
     groups = []
-    for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
+    for live, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
         with contextlib.suppress(*UNKNOWN):  # it may end, or begin, just now
-            groups.append(_group(group, ranks))
+            groups.append(_group(live, ranks))
     phrases = [group.phrase for group in groups]
     for index, group in enumerate(groups):
         if phrases.count(group.phrase) > 1:
