@@ -35,16 +35,14 @@ def list_groups() -> list[Group]:
     from torch.distributed import distributed_c10d
 
     groups = []
-    for group, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
+    for live, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
         with contextlib.suppress(*UNKNOWN):  # it may end, or begin, just now
-            groups.append(_group(group, ranks))
-    kinds = [(group.phrase, group.members) for group in groups]
-    return [
-        replace(group, phrase=f"{group.phrase} {group.name[:12]}")
-        if kinds.count(kind) > 1
-        else group
-        for group, kind in zip(groups, kinds, strict=True)
-    ]
+            groups.append(_group(live, ranks))
+    phrases = [group.phrase for group in groups]
+    for index, group in enumerate(groups):
+        if phrases.count(group.phrase) > 1:
+            groups[index] = replace(group, phrase=f"{group.phrase} {group.name[:12]}")
+    return groups
 
 
 def _group(group: Any, ranks: Iterable[int]) -> Group:

@@ -203,7 +203,7 @@ class Collectives(GroupBase):
         if self._is_free(opts) and is_plain(tensor):
             dtype, nbytes = tensor.dtype, tensor.nbytes
             kind, op, mean = self._reductions.get(dtype, {}).get(hash(opts.reduceOp), UNKNOWN)
-            if not mean:
+            if not mean and nbytes <= mpi_tensors.most:
                 message = self._memory(tensor.data_ptr(), nbytes), kind
                 comm = self._comm
                 self._queue.call(name, dtype, nbytes, comm.Allreduce, self._in_place, message, op)
@@ -262,9 +262,10 @@ class Collectives(GroupBase):
         name, tensor = "broadcast", self._single("broadcast", tensors)
         if self._is_free(opts) and is_plain(tensor):
             dtype, nbytes = tensor.dtype, tensor.nbytes
-            message = self._memory(tensor.data_ptr(), nbytes), self._byte
-            self._queue.call(name, dtype, nbytes, self._comm.Bcast, message, opts.rootRank)
-            return SYNCED
+            if nbytes <= mpi_tensors.most:
+                message = self._memory(tensor.data_ptr(), nbytes), self._byte
+                self._queue.call(name, dtype, nbytes, self._comm.Bcast, message, opts.rootRank)
+                return SYNCED
         opts = opts or dist.BroadcastOptions()
         at_root = opts.rootRank == self._rank
         flat = (flatten if at_root else room_for)(name, tensor)
@@ -308,7 +309,7 @@ class Collectives(GroupBase):
         if self._is_free(opts) and is_plain(output) and is_plain(source):
             nbytes, total = source.nbytes, output.nbytes
             start, begin = output.data_ptr(), source.data_ptr()
-            fits = total == nbytes * self._size and output.dtype == source.dtype
+            fits = total == nbytes * self._size <= mpi_tensors.most and output.dtype == source.dtype
             if fits and (begin >= start + total or begin + nbytes <= start):
                 message = self._memory(begin, nbytes), self._byte
                 room = self._memory(start, total), self._byte

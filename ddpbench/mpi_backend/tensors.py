@@ -73,11 +73,11 @@ def require(name: str, holds: bool, rule: str) -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether any MPI can use the memory of a CPU tensor directly."""
+    """Return whether MPI can use the memory of a CPU tensor directly."""
     try:
         # A negated view can be contiguous, although its memory is not negated yet.
         lazy = tensor.is_neg() or tensor.is_conj()
-        return tensor.is_cpu and tensor.is_contiguous() and not lazy and tensor.nbytes <= most
+        return tensor.is_cpu and tensor.is_contiguous() and not lazy
     except RuntimeError:
         return False  # a tensor that is not dense
 

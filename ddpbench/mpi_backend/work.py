@@ -259,7 +259,7 @@ class CallQueue:
         self.rank, self.timeout, self.group = rank, timeout, group
         self.past: deque[Noted] = deque(maxlen=KEPT)
         self.posted = 0  # sends and receives
-        self._count = itertools.count(1).__next__
+        self._count, self._keep = itertools.count(1).__next__, self.past.append
         self._holder: int | None = None  # ident of the thread that has the turn
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -284,7 +284,7 @@ class CallQueue:
         Raises DistBackendError with operation and rank for any error.
         """
         self.running = noted = (self._count(), name, dtype, nbytes)
-        self.past.append(noted)
+        self._keep(noted)
         try:
             function(*arguments)
         except Exception as error:
