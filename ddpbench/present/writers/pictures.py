@@ -26,11 +26,12 @@ LACKS = str.maketrans({"⁹": "^9"})
 
 
 def choose(sections: Sequence[Section], names: Sequence[str]) -> list[Section]:
-    """Return the summary, and the charts and tables of these names. Raises ValueError.
+    """Return the summary, and the charts of these names. Raises ValueError.
 
-    names: empty: all.
+    names: empty: all charts and tables.
     """
-    known = [chart.name for section in sections for chart in section.charts]
+    charts = [chart for section in sections for chart in section.charts]
+    known = [chart.name for chart in charts if chart.spec is not None]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"unknown chart {unknown[0]!r}: these runs have {', '.join(known) or 'no charts'}"
