@@ -18,6 +18,7 @@ from ddpbench.hang.status import (
     STOPPED,
     Call,
     Hang,
+    Log,
     RankStatus,
     SilentRank,
     find_call,
@@ -280,7 +281,12 @@ def describe_mismatches(statuses: Statuses) -> list[str]:
         for number, by_rank in sorted(calls.items()):
             kinds = _group_equal_calls(by_rank)
             if len(kinds) > 1:
-                sentences.append(_describe_mismatch(number, group, kinds, statuses))
+                sentence = _describe_mismatch(number, group, kinds, statuses)
+                (odd, *_), (usual, *_) = kinds[1], kinds[0]
+                if len(kinds) == 2 and (how := _find_shift(logs[odd], logs[usual], number)):
+                    verb = "has" if len(kinds[1]) == 1 else "have"
+                    sentence += f": {format_ranks([*kinds[1]])} {verb} {how} a collective"
+                sentences.append(sentence)
                 break
     return sentences
 
@@ -315,6 +321,29 @@ def _describe_mismatch(
     usual, first, *others = kinds
     parts = [f"{describe(first, f'#{number} ', group)} where {describe(usual)}"]
     return "; ".join([*parts, *map(describe, others)])
+
+
+def _find_shift(odd: Log, usual: Log, number: int) -> str:
+    """Return how a rank's calls are shifted against another rank's from this number on.
+
+    "skipped": they are the other rank's next ones; "doubled": its previous ones; "": neither.
+    """
+    own = {call.number: call for call in odd.calls if call.number >= number}
+    other = {call.number: call for call in usual.calls}
+    is_next_known = number + 1 in other
+    if not is_next_known:  # it waits: use the call that followed an equal one before
+        earlier = [n for n, call in other.items() if n < number and call.agrees(other[number])]
+        if earlier and max(earlier) + 1 < number:
+            other[number + 1] = other[max(earlier) + 1]
+
+    def fits(by: int) -> bool:
+        pairs = [(call, other[n + by]) for n, call in own.items() if n + by in other]
+        return number + by in other and all(call.agrees(known) for call, known in pairs)
+
+    hows = [how for how, by in (("skipped", 1), ("doubled", -1)) if fits(by)]
+    if hows == ["doubled"] and not is_next_known:
+        hows = ["skipped", "doubled"]
+    return " or ".join(hows)
 
 
 # --- parts of sentences

@@ -305,6 +305,33 @@ def test_groups_of_one_rank_each_do_not_hide_a_mismatch(frozen: Frozen) -> None:
     frozen.verdict(explain_hang([], ranks))
 
 
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (STEP * 2 + STEP[1:], "skipped"),  # the others wait in #7, never in #8
+        (STEP * 2 + STEP[:1] + STEP[:2], "doubled"),
+        (STEP * 2 + [("barrier", "")], ""),
+    ],
+    ids=("skipped", "doubled", "neither"),
+)
+def test_a_rank_that_is_one_ahead_or_behind_is_told_so(
+    frozen: Frozen, made: list[tuple[str, str]], told: str
+) -> None:
+    """Its calls are the others' next ones, as in the steps before, or their previous ones."""
+    count = 9 if told == "doubled" else 7
+    others = words(*(STEP * 3)[:count], ended=6)
+    said = explain_hang([], {0: others, 1: words(*made, ended=6), 2: others})
+    assert [word for word in ("skipped", "doubled") if word in said] == [told] * bool(told)
+    frozen.verdict(said)
+
+
+def test_what_may_be_either_is_not_told_as_one(frozen: Frozen) -> None:
+    """The others wait in a gather between two equal reductions: their next call is unknown."""
+    gather = ("all_gather", "float32[8]")
+    ranks = {0: words(REDUCE, gather, ended=1), 1: words(REDUCE, REDUCE, ended=1)}
+    frozen.verdict(explain_hang([], ranks))
+
+
 def test_uneven_exchanges_and_unknown_sizes_are_no_mismatch() -> None:
     """all_to_all may deal differently, and a size that is not known agrees with every one."""
     pairs = [("all_to_all", "float32[3]"), ("barrier", "")], [("all_to_all", "float32[5]"), REDUCE]
