@@ -7,8 +7,7 @@ ddpbench ab --a "--backend gloo" --b "--backend mpi" ddp --workload mlp
 
 A variant has up to three parts, in this order: environment variables (NAME=VALUE), --python PATH
 (another Python environment: this ddpbench runs with the torch there), and options of COMMAND that
-change how it does the same thing. Variants that do different things (dtype, size, number of ranks)
-are INCOMPARABLE.
+change how it does the same thing. Options for both sides belong after COMMAND.
 
 Launches come in randomised blocks of one launch per variant. The pairs are judged after 6, 12, 24
 and 48 blocks, with intervals of 96.8, 99, 99.5 and 99.75 %, so that at most 5 % of all verdicts are

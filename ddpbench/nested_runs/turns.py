@@ -34,6 +34,11 @@ from ddpbench.records.wording import list_choices
 from ddpbench.session import run_folder
 
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
+HOW = (  # options of a variant: how the same thing is done
+    "--python", "--import", "--backend", "--form", "--place", "--async", "--buffers",
+    "--bucket-cap-mb", "--gradient-as-bucket-view", "--static-graph", "--find-unused-parameters",
+    "--comm-hook", "--amp", "--threads", "--no-prefetch", "--reshard-after-forward",
+)  # fmt: skip
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
 CHECK_SECONDS = 120.0  # for another Python to import torch and ddpbench
 # Another Python runs this.
@@ -74,6 +79,8 @@ def parse_variant(name: str, text: str) -> Variant:
     while words and ASSIGNMENT.match(words[0]):
         key, _, value = words.pop(0).partition("=")
         environ[key] = value
+    if "python" in environ:
+        raise Refused(f"--{name} {text!r} sets a variable: write --python {environ['python']}")
     python = sys.executable
     if "--python" in words:
         at = words.index("--python")
@@ -102,6 +109,9 @@ def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
             f"cannot measure the command {namespace.words[0]!r}: choose {list_choices(MEASURING)}"
         )
     for variant in variants:
+        for word in variant.words:
+            if word.startswith("-") and word.split("=")[0] not in HOW:
+                raise Refused(f"--{variant.name}: {word} belongs after the command, for both sides")
         words = [*namespace.words, *variant.words]
         for word in words:
             if word.split("=")[0] in SET_HERE:

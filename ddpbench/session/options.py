@@ -42,20 +42,23 @@ ANSWERS = {
         "-b -e -f --minbytes --maxbytes --stepfactor -s --size --message-size"
     ),
     "--sizes 4:1K:+256 for a step of 256 bytes": "-i --stepbytes",
-    "nothing: every case warms up itself": "--warmup --warmup_iters -w -x",
-    "nothing: results are checked unless you write --no-check": "-c --check",
+    "no option: every case warms up itself": "--warmup --warmup_iters -w -x",
+    "no option: results are checked, unless you write --no-check": "-c --check",
     "--dtype float32": "-d --datatype",
     "--reduce-op sum": "-o --redop",
     "--root RANK": "-r --root-rank",
-    "--op all_reduce": "--collective",
-    "--mode pipelined --in-flight N": "-m --agg_iters --pipelined",
+    "--op all_reduce": "--collective --operation",
+    "--mode pipelined --in-flight N (for the sizes of OSU's -m: --sizes)": (
+        "-m --agg_iters --pipelined"
+    ),
     "--format json": "-J --json",
     "--workload package.module:function": "--model",
     "--parallel fsdp, hsdp, tp or fsdp+tp in ddp": "--fsdp --tp --hsdp",
     "it for mpirun, before python": "--hostfile -H --host",
     "it for torchrun, before the module: torchrun --nnodes 2 … -m ddpbench.COMMAND …": (
-        "--nnodes --node-rank --node_rank --standalone --rdzv-backend --rdzv-endpoint --rdzv-id"
+        "--nnodes --node-rank --node_rank --rdzv-backend --rdzv-endpoint --rdzv-id"
     ),
+    "-n N instead, for one host": "--standalone",
     "it for srun, before python: srun -N 2 … python -m ddpbench.COMMAND …": (
         "-N --nodes --ntasks --ntasks-per-node"
     ),

@@ -178,9 +178,9 @@ def test_the_budget_ends_it_before_the_next_look(
 def test_what_cannot_be_compared_is_seen_after_one_block(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Variants that change what is measured: exit code 3, with the field."""
+    """Sides that measured different things: exit code 3, with the field."""
     sides.case = {"b": {"dtype": "float64"}}
-    assert called("ab", "--a", "", "--b", "--mode pipelined") == 3
+    assert called("ab", "--a", "", "--b", "X=1") == 3
     assert len(sides.turns) == 2
     assert "dtype float32 → float64" in capsys.readouterr().out
 

@@ -127,7 +127,7 @@ COLUMNS: dict[str, Column[Line]] = by_name(
     _time(
         "time",
         lambda line: line.seconds,
-        'time of one call, as "how" above defines it',
+        'time of one call, as the line "how" defines it',
         default=True,
     ),
     *build_interval_and_faster("time"),
