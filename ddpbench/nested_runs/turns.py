@@ -109,14 +109,14 @@ def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
             f"cannot measure the command {namespace.words[0]!r}: choose {list_choices(MEASURING)}"
         )
     for variant in variants:
-        for word in variant.words:
-            if word.startswith("-") and word.split("=")[0] not in HOW:
-                raise Refused(f"--{variant.name}: {word} belongs after the command, for both sides")
         words = [*namespace.words, *variant.words]
         for word in words:
             if word.split("=")[0] in SET_HERE:
                 raise Refused(f"leave out {word}: ddpbench sets it for both sides")
         check(words)
+        for word in variant.words:
+            if word.startswith("-") and word.split("=")[0] not in HOW:
+                raise Refused(f"--{variant.name}: {word} belongs after the command, for both sides")
     for variant in variants:
         _check_python(variant)
     if namespace.seed is None:
