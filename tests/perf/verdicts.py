@@ -179,8 +179,8 @@ def print_noticed(title: str, changes: Sequence[Sequence[float | None]], plant: 
 
 
 CASE = StepCase(
-    "simulated", (), 0, 0, "gloo", "native", "cpu", 0, 1, "", None, None, False, False, False, "",
-    1, 1, (1,),
+    workload="simulated", settings=(), backend="gloo", provider="native", device="cpu", threads=1,
+    world_size=1, ranks_per_host=(1,),
 )  # fmt: skip
 
 
