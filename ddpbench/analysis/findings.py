@@ -148,8 +148,7 @@ def _advise_ddp(line: StepLine, exposed: Part) -> tuple[str, list[str]]:
     """Return what most of the exposed communication is, and what shortens or hides it."""
     case, buckets = line.case, line.summary.buckets if line.summary else ()
     batch = "a larger batch in its own code" if ":" in case.workload else "a larger --batch"
-    accumulate = "a larger --accumulate" if case.accumulate > 1 else "--accumulate"
-    less_often = batch if case.static_graph else f"{accumulate}, {batch}"
+    less_often = batch if case.static_graph else f"--accumulate, {batch}"
     ways = [f"communicate less often ({less_often})"]
     overhead = line.part(steps.OVERHEAD)
     if overhead and overhead.resolved and overhead.figure.value >= exposed.figure.value / 2:
@@ -226,8 +225,6 @@ def _oversubscribed(run: Run) -> Iterator[Finding]:
         ways = f"use -n {host.cores} or fewer"
         if host.ranks <= host.cores:
             ways += f", or OMP_NUM_THREADS={host.cores // host.ranks}"
-        if host.spare:
-            ways += f"; or bind the ranks to more cores: {host.spare} more are allowed here"
         yield Finding(
             "warning",
             "oversubscribed",

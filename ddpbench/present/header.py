@@ -194,18 +194,12 @@ def _describe_clocks(launch: Launch) -> Facts:
     """Yield how far the hosts' clocks are ahead of rank 0's; nothing if ranks share one clock."""
     if launch.offsets:
         offsets = [
-            f"{each.host} {_format_offset(each.seconds, each.bound_seconds)}"
+            f"{each.host} {each.seconds * 1e6:+.1f} ± {format_number(each.bound_seconds * 1e6)} µs"
             for each in launch.offsets
         ]
         yield "clocks", f"ahead of rank 0's: {_list_hosts(offsets)}"
     elif reason := launch.facts.get("clocks"):
         yield "clocks", f"the hosts' clocks are not compared, so there is no skew: {reason}"
-
-
-def _format_offset(seconds: float, bound: float) -> str:
-    """Format an offset with its sign and bound: in µs below one second, else in s."""
-    offset = f"{seconds * 1e6:+.1f} µs" if abs(seconds) < 1 else f"{seconds:+.6f} s"
-    return f"{offset} ± {format_number(bound * 1e6)} µs"
 
 
 def explain_partial(run: Run) -> list[str]:
