@@ -228,14 +228,7 @@ def _describe_drift(drift: Drift, rows: list[Row]) -> str:
             f"earlier runs in BASE's environment: measure {FEWEST_RUNS - fewest} more"
         )
     return (
-        f"the two sides are {_format_span(drift.seconds)} apart, and a machine changes over "
+        f"the two sides are {drift.seconds / 3600:,.1f} hours apart, and a machine changes over "
         "time: a change counts only if its whole range is beyond the column drift "
         f"({known}); `ddpbench ab` measures in turns, without drift"
     )
-
-
-def _format_span(seconds: float) -> str:
-    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}s"
-    return f"{seconds:.0f} seconds"

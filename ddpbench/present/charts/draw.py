@@ -16,19 +16,18 @@ from ddpbench.present.charts.kinds import ROOMY, Axis, Bars, Drawing, Lines, Mat
 PALE = 0.35  # opacity
 HIDDEN = "indexof(backends, datum.backend) >= 0"  # the page sets the parameter `backends`
 EXTENT = 56  # pixels left of an axis, so that charts one below the other have one x axis
-LABELS = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
+LABELS = 300  # pixels of the longest label
 OVERLAP: dict[str, Any] = {"labelOverlap": "greedy", "labelSeparation": 6}  # pixels
 DECADE = 10.0
 NOTHING = ("", "-")  # a column of these has no line in a tooltip
-FEW = 60  # points of a line that are visible; of longer lines they only have tooltips
 CROWDED = 100  # points of a chart from which they are small
 BAR, BETWEEN = 15, 9  # pixels: height of a bar, and gap between two rows
 TALL = 20  # rows of a chart from which the axis is above them
-ROOM = 1.5  # of the longest bar, for the text behind it, also on a phone
+ROOM = 1.5  # of the longest bar, for the text behind it
 LANE, GAP = 20, 16  # pixels: height of the lowest row of a lane, and gap below it
 UPPER, UPPERS = 7, 70  # pixels: largest height of a row above it, and of all of them
 ROW, LEAST_HEIGHT, MOST_HEIGHT = 26, 80, 380  # pixels of a matrix
-PHONE, CHARACTER = 280, 7  # pixels: width of all columns on a phone, width of a character
+SHORT = 9  # characters of names that have room beside each other
 LOGARITHMIC = 8.0  # ratio of the largest value to the least from which heat is logarithmic
 INK = "luminance(scale('color', datum._value)) < 0.3"  # a dark cell has white ink
 RING = 220  # size around a marked point
@@ -86,9 +85,7 @@ def _color(drawing: Drawing, data: pd.DataFrame, *, dots: bool = False) -> dict[
     if drawing.color == "backend":
         order = theme.order_backends(known)
     shown = [name for name in order if name in known and name]
-    wide = sum(map(len, shown)) * CHARACTER > 0.75 * PHONE  # beside the symbols
-    columns = 3 if len(shown) > 4 else 2 if wide else alt.Undefined  # a phone would cut more
-    legend: Any = alt.Legend(title=None, values=shown, columns=columns, symbolOpacity=1)
+    legend: Any = alt.Legend(title=None, values=shown, symbolOpacity=1)
     if len(shown) < 2 and drawing.color != "backend" and not isinstance(drawing, Matrix):
         legend = None
     field, scale = f"{drawing.color}:N", alt.Scale(domain=order, range="category")
@@ -159,8 +156,6 @@ def _points(lines: Lines, data: pd.DataFrame, base: alt.Chart, y: alt.Y) -> Iter
         line = base.mark_line(strokeWidth=1.5, clip=clip).encode(y=y, **seen)
         dash = alt.StrokeDash(f"{lines.dash}:N", sort=None, title=None)
         yield line.encode(strokeDash=dash) if lines.dash else line
-        if lines.color and data.groupby(lines.color).size().max() > FEW:
-            seen = {"opacity": alt.value(0)}
     else:
         seen |= _color(lines, data, dots=True)
     points = base.mark_point(size=18 if crowded else 50, clip=clip)
@@ -275,8 +270,7 @@ def _draw_spans(spans: Spans, data: pd.DataFrame) -> dict[str, Any]:
 def _draw_matrix(matrix: Matrix, data: pd.DataFrame) -> dict[str, Any]:
     sort = list(matrix.ends) or None
     columns = data[matrix.column].astype(str).unique()
-    level = len(columns) > ROOMY or sum(map(len, columns)) * CHARACTER < PHONE
-    across = alt.Axis(labelAngle=0 if level else -40, **OVERLAP)
+    across = alt.Axis(labelAngle=0 if max(map(len, columns)) < SHORT else -40, **OVERLAP)
     down = alt.Axis(labelLimit=LABELS, ticks=False, **OVERLAP)
     base = alt.Chart().encode(
         x=alt.X(f"{matrix.column}:O", title=matrix.titles[0], sort=sort, axis=across),

@@ -34,8 +34,8 @@ from ddpbench.present.document import (
 from ddpbench.records.table import Table, TableColumn
 
 BANDWIDTH = (
-    "busbw = size / time × bus factor of nccl-tests, in GB/s (10⁹ bytes). Dotted, or an upright "
-    "mark: the limit of the links, if it is known; its source is below the tables."
+    "busbw = size / time × bus factor of nccl-tests. Dotted, or an upright mark: the limit of the "
+    "links, if it is known; its source is below the tables."
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
 from base64 import b64encode
 from collections.abc import Iterable
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     import jinja2
 
 DIGITS = 5  # significant ones of every float of a chart
-# A next step is a command, or ends with one after a colon.
-COMMAND = re.compile(r"(?:^|(?<=: ))(?:python3? -m ddpbench|ddpbench (?=[a-z])|torchrun )[^;]*$")
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def write(document: Document) -> str:
@@ -64,10 +60,7 @@ def _environment() -> jinja2.Environment:
     )
     templates.filters |= {
         "embedded": json_in_html,
-        "figure": figure,
         "table": table_data,
-        "command": split_command,
-        "options": keep_options,
         "command_line": shlex.join,
     }
     return templates
@@ -95,19 +88,6 @@ def _rounded(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value  # of numpy
 
 
-def figure(chart: Chart) -> dict[str, Any]:
-    """Return the spec of a chart for the page's script, and its datasets.
-
-    Datasets are columns, which take half the space of rows.
-    """
-    spec = dict(chart.spec or {})
-    datasets = {
-        name: {key: [row.get(key) for row in rows] for key in rows[0]}
-        for name, rows in spec.pop("datasets", {}).items()
-    }
-    return {"spec": spec, "datasets": datasets}
-
-
 def table_data(table: Table) -> dict[str, Any]:
     """Return a table as the page's template shows it: classes and text of cells."""
     headings = [column.heading for column in table.columns]
@@ -126,17 +106,3 @@ def _list_backends(charts: Iterable[Chart]) -> set[str]:
     """Return the backends that readers can hide: the values of the charts' parameters."""
     parameters = [p for chart in charts for p in (chart.spec or {}).get("params", ())]
     return {name for p in parameters if p["name"] == "backends" for name in p["value"]}
-
-
-def split_command(text: str) -> tuple[str, str]:
-    """Split a next step into the words before its command, and the command; "" if it has none."""
-    found = COMMAND.search(text)
-    return (text[: found.start()], found.group()) if found else (text, "")
-
-
-def keep_options(text: str) -> Any:
-    """Return HTML of a text in which no line ends inside an option."""
-    import markupsafe
-
-    escaped = str(markupsafe.escape(text))
-    return markupsafe.Markup(OPTION.sub(r'<span class="option">\g<0></span>', escaped))

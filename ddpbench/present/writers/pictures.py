@@ -21,8 +21,6 @@ CAPTION_COLUMNS = 116  # characters of a caption's line in this width
 # vl-convert measures text in Liberation Sans, which it brings along. Arial and Helvetica have the
 # same widths, so labels have room for their text wherever the picture is opened.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
-# Characters of captions that this font lacks; one such character changes the font.
-LACKS = str.maketrans({"⁹": "^9"})
 
 
 def choose(sections: Sequence[Section], names: Sequence[str]) -> list[Section]:
@@ -81,7 +79,7 @@ FORMS: dict[str, Callable[[Chart], bytes]] = {"svg": make_svg, "png": make_png}
 def make_spec(chart: Chart) -> dict[str, Any]:
     """Return the Vega-Lite of a picture: the chart's own, with its width, title and caption."""
     assert chart.spec is not None
-    caption = textwrap.wrap(chart.caption.translate(LACKS), CAPTION_COLUMNS)
+    caption = textwrap.wrap(chart.caption, CAPTION_COLUMNS)
     spec = {key: value for key, value in chart.spec.items() if key != "config"}
     spec["title"] = {"text": chart.title, "subtitle": caption, "anchor": "start"}
     return spec | {"width": WIDTH, "autosize": {"type": "fit-x", "contains": "padding"}}

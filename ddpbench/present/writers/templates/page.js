@@ -8,29 +8,21 @@ const hidden = { backend: new Set(), operation: new Set() };
 let printing = false;
 document.documentElement.classList.add("js");
 
-// {size: [1, 2], time: [3, 4]} → [{size: 1, time: 3}, {size: 2, time: 4}]
-function toRows(columns) {
-  const names = Object.keys(columns);
-  return names.length === 0 ? [] : columns[names[0]].map(
-    (_, i) => Object.fromEntries(names.map((name) => [name, columns[name][i]])));
-}
-
-function contentOf(figure) {
-  return figure.content ??= JSON.parse(figure.querySelector("script").textContent);
+function specOf(figure) {
+  return figure.spec ??= JSON.parse(figure.querySelector("script").textContent);
 }
 
 function shownBackends(figure) {
-  const parameter = contentOf(figure).spec.params?.find(({ name }) => name === "backends");
+  const parameter = specOf(figure).params?.find(({ name }) => name === "backends");
   return parameter?.value.filter((backend) => !hidden.backend.has(backend));
 }
 
 async function draw(figure) {
-  const { spec, datasets } = contentOf(figure);
+  const spec = specOf(figure);
   const theme = dark.matches && !printing ? "dark" : "light";
   const drawn = {
     ...spec,
     width: "container",
-    datasets: Object.fromEntries(Object.entries(datasets).map(([name, columns]) => [name, toRows(columns)])),
     params: spec.params?.map((p) => (p.name === "backends" ? { ...p, value: shownBackends(figure) } : p)),
   };
   figure.view?.finalize();
@@ -83,18 +75,3 @@ document.querySelector("form.controls").addEventListener("change", ({ target }) 
     figure.view.signal("backends", shownBackends(figure)).run();
   }
 });
-
-// --- commands --------------------------------------------------------------------------------------
-
-for (const button of document.querySelectorAll("button.copy")) {
-  button.addEventListener("click", async () => {
-    const code = button.previousElementSibling;
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-      button.textContent = "Copied";
-      setTimeout(() => { button.textContent = "Copy"; }, 1500);
-    } catch {
-      getSelection().selectAllChildren(code); // the reader can press Ctrl+C
-    }
-  });
-}
