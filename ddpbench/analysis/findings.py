@@ -65,14 +65,13 @@ def _wrong_results(run: Run) -> Iterator[Finding]:
 
 def _invalid(run: Run) -> Iterator[Finding]:
     for result in run.results:
-        seconds = result.summary.median_seconds if result.summary else 0.0
-        hard, case = result.hard_limit, result.case
-        if hard is not None and result.summary and lines.impossible(result, seconds):
+        summary, hard, case = result.summary, result.hard_limit, result.case
+        if summary and hard and lines.impossible(result, summary.median_seconds):
             yield Finding(
                 "error",
                 "impossible-speed",
                 f"{case.called} on {case.backend}, {case.nbytes} bytes, took "
-                f"{seconds * 1e6:.1f} µs, faster than the limit of "
+                f"{summary.median_seconds * 1e6:.1f} µs, faster than the limit of "
                 f"{hard.bytes_per_second / 1e9:.1f} GB/s allows ({hard.source})",
                 "report to the developers of the backend that the call returns before it is done",
             )

@@ -62,9 +62,12 @@ def read(path: Path, hints: Hints = NO_HINTS) -> Run:
     if path.is_dir():
         return store.read(path)
     try:
-        text = _clean(store.read_file(path))
+        data = store.read_file(path)
     except OSError as error:
         raise InvalidRun(f"{path} cannot be read: {error.strerror}") from None
+    # The lines as the tool printed them, without what others added, and without indentation.
+    text = ESCAPE.sub("", data.decode("utf-8-sig", errors="replace").replace("\r", ""))
+    text = "\n".join(line.strip() for line in PREFIX.sub("", text).split("\n"))
     readers = [reader for reader in READERS.values() if reader[0].search(text)]
     if len(readers) > 1:
         raise InvalidRun(f"{path} contains logs of several tools: put each into its own file")
@@ -91,9 +94,3 @@ def read(path: Path, hints: Hints = NO_HINTS) -> Run:
         line, reason = left_out[0]
         raise InvalidRun(f"{path} cannot be read: line {line}: {reason}")
     return log.build_run(redact.text(str(path)), tests, left_out)
-
-
-def _clean(data: bytes) -> str:
-    """Return the lines as the tool printed them, without what others added or indentation."""
-    text = ESCAPE.sub("", data.decode("utf-8-sig", errors="replace").replace("\r", ""))
-    return "\n".join(line.strip() for line in PREFIX.sub("", text).split("\n"))

@@ -49,7 +49,9 @@ def _list_facts(run: Run) -> Facts:
     if "tool" in facts:
         yield from _describe_log(run)
         return
-    yield "where", _describe_place(run.launches[0])
+    machine = f"{facts.get('cpu_model') or 'CPU'}, {facts.get('cores_logical')} cores"
+    gpu = next((r["gpu_name"] for r in run.launches[0].ranks if r.get("gpu_name")), "")
+    yield "where", "; ".join(filter(None, (_count_ranks(run.launches[0]), machine, gpu)))
     yield (
         "versions",
         f"ddpbench {facts.get('ddpbench')}, torch {facts.get('torch')}, "
@@ -78,8 +80,6 @@ def _count_launches(run: Run) -> str:
     covered = "the interval covers all launches"
     if count == 1:
         covered = "the interval covers this launch only"
-        if "tool" in run.launches[0].facts:
-            covered = "there is no interval"
     elif count < stats.FEWEST:
         covered = f"an interval over launches needs at least {stats.FEWEST}"
     return f"{counted(count, 'launch')} per backend; {covered}"
@@ -155,13 +155,6 @@ def _format_range(numbers: Iterable[int], unit: str) -> str:
     """Format a range: "1 step", "13 to 16 rounds"."""
     low, *_, high = [*sorted(numbers) * 2]
     return counted(low, unit) if low == high else f"{low} to {high} {unit}s"
-
-
-def _describe_place(launch: Launch) -> str:
-    facts = launch.facts
-    machine = f"{facts.get('cpu_model') or 'CPU'}, {facts.get('cores_logical')} cores"
-    gpu = next((r.get("gpu_name") for r in launch.ranks if r.get("gpu_name")), None)
-    return f"{_count_ranks(launch)}; {machine}" + (f"; {gpu}" if gpu else "")
 
 
 def _count_ranks(launch: Launch) -> str:

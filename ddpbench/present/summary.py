@@ -81,13 +81,9 @@ def _describe(reported: ReportRun) -> str:
             done += f" from {readable(min(sizes))} to {readable(max(sizes))}"
     backends = run.backends or dict.fromkeys(launch.backend for launch in run.launches)
     with_backends = f" with {list_all(backends)}" if any(backends) else ""
-    launch = max(run.launches, key=lambda launch: launch.world_size)
-    hosts = {str(rank["hostname"]) for rank in launch.ranks if rank.get("hostname")}
-    where = counted(launch.world_size, "rank")
-    if hosts:
-        where += f" on {hosts.pop() if len(hosts) == 1 else counted(len(hosts), 'host')}"
+    ranks = counted(max(launch.world_size for launch in run.launches), "rank")
     when = f", {run.started[:10]}" if run.started else ""
-    return f"{done}{with_backends}: {where}{when}."
+    return f"{done}{with_backends}: {ranks}{when}."
 
 
 def _list_some(names: Iterable[str], noun: str) -> str:

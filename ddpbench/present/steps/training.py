@@ -74,13 +74,12 @@ def build_training(name: str, group: Sequence[StepLine], *, loads: bool) -> Iter
 def _list_points(epoch: Epoch) -> Iterator[dict[str, Any]]:
     """Yield the losses of an epoch: of its parts at their middle, of the validation at its end."""
     end, parts = float(epoch.number), epoch.train_losses or (epoch.train_loss,)
+    losses = [
+        *((end - 1 + (i + 0.5) / len(parts), "training", loss) for i, loss in enumerate(parts)),
+        (end, "validation", epoch.validation_loss),
+    ]
     verdict = VERDICTS[epoch.replicas_equal]
-    for i, loss in enumerate(parts):
-        yield _make_point(end - 1 + (i + 0.5) / len(parts), "training", loss, verdict)
-    point = _make_point(end, "validation", epoch.validation_loss, verdict)
-    yield {**point, "_marked": verdict if epoch.replicas_equal is False else ""}
-
-
-def _make_point(x: float, kind: str, loss: float | None, verdict: str) -> dict[str, Any]:
-    known = {"loss of": kind, "loss": format_number(loss), "replicas": verdict}
-    return {**known, "_x": x, "_y": loss, "_marked": ""}
+    for x, kind, loss in losses:
+        marked = verdict if kind == "validation" and epoch.replicas_equal is False else ""
+        known = {"loss of": kind, "loss": format_number(loss), "replicas": verdict}
+        yield {**known, "_x": x, "_y": loss, "_marked": marked}

@@ -6,7 +6,7 @@ A picture contains its title and caption, because readers see it outside its pag
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,29 +51,23 @@ def choose(sections: Sequence[Section], names: Sequence[str]) -> list[Section]:
 def write(charts: Iterable[Chart], folder: Path, form: str) -> Iterator[tuple[str, Path]]:
     """Write each chart that can be drawn as FOLDER/NAME.svg or .png. Raises OSError.
 
-    form: of FORMS. Yields the chart's name and its file.
+    form: "svg" or "png". Yields the chart's name and its file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for chart in charts:
         if chart.spec is not None:
             path = folder / f"{chart.name}.{form}"
-            store.replace_file(path, FORMS[form](chart))
+            store.replace_file(path, _draw(chart, form))
             yield chart.name, path
 
 
-def make_svg(chart: Chart) -> bytes:
-    from vl_convert import vegalite_to_svg
+def _draw(chart: Chart, form: str) -> bytes:
+    import vl_convert
 
-    return vegalite_to_svg(make_spec(chart), config=_config()).encode()
-
-
-def make_png(chart: Chart) -> bytes:
-    from vl_convert import vegalite_to_png
-
-    return vegalite_to_png(make_spec(chart), config=_config(), scale=SCALE)
-
-
-FORMS: dict[str, Callable[[Chart], bytes]] = {"svg": make_svg, "png": make_png}
+    spec, config = make_spec(chart), _config()
+    if form == "png":
+        return vl_convert.vegalite_to_png(spec, config=config, scale=SCALE)
+    return vl_convert.vegalite_to_svg(spec, config=config).encode()
 
 
 def make_spec(chart: Chart) -> dict[str, Any]:
