@@ -25,10 +25,9 @@ Facts = Iterator[tuple[str, str]]  # name, text
 
 
 def format_title(run: Run) -> str:
-    """Return the command and the run, and whether nothing was measured."""
+    """Return the command and the run."""
     tool = run.launches[0].facts.get("tool") if run.launches else None
-    nothing = "" if run.launches or run.everything else "   nothing was measured"
-    return f"{tool or f'ddpbench {run.command}'}   {run.id}{nothing}"
+    return f"{tool or f'ddpbench {run.command}'}   {run.id}"
 
 
 def build_setup(run: Run, title: str, chart: tuple[str, str] = ("", "")) -> Section:
