@@ -89,9 +89,11 @@ def list_changes(
         why = f"An interval of a change needs {FEWEST} launches on each side."
         return Chart(name, title, why, table)
     shown = sorted(data, key=lambda change: CLEAR.index(change["verdict"]))[:DRAWN]
+    more = f" The chart has {DRAWN} of {len(data)} cases, the table all."
     caption = (
         f"Ratio of the times of NEW and BASE, and its {confidence * 100:g} % interval: right is "
         "slower. The band is the margin: a change within it does not count."
+        f"{more if len(data) > DRAWN else ''}"
     )
     x = Axis("time of NEW / time of BASE", RATIO_LABELS, log=True)
     drawing = Bars(data=shown, x=x, row=head, color="verdict", order=COLORS, dots=True)
