@@ -186,7 +186,7 @@ def _describe_clocks(launch: Launch) -> Facts:
     """Yield how far the hosts' clocks are ahead of rank 0's; nothing if ranks share one clock."""
     if launch.offsets:
         offsets = [
-            f"{each.host} {each.seconds * 1e6:+.1f} ± {format_number(each.bound_seconds * 1e6)} µs"
+            f"{each.host} {each.seconds:+.6f} s ± {format_number(each.bound_seconds * 1e6)} µs"
             for each in launch.offsets
         ]
         yield "clocks", f"ahead of rank 0's: {_list_hosts(offsets)}"
