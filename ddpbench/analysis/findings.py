@@ -65,14 +65,13 @@ def _wrong_results(run: Run) -> Iterator[Finding]:
 
 def _invalid(run: Run) -> Iterator[Finding]:
     for result in run.results:
-        seconds = result.summary.median_seconds if result.summary else 0.0
-        hard, case = result.hard_limit, result.case
-        if hard is not None and result.summary and lines.impossible(result, seconds):
+        summary, hard, case = result.summary, result.hard_limit, result.case
+        if summary and hard and lines.impossible(result, summary.median_seconds):
             yield Finding(
                 "error",
                 "impossible-speed",
                 f"{case.called} on {case.backend}, {case.nbytes} bytes, took "
-                f"{seconds * 1e6:.1f} µs, faster than the limit of "
+                f"{summary.median_seconds * 1e6:.1f} µs, faster than the limit of "
                 f"{hard.bytes_per_second / 1e9:.1f} GB/s allows ({hard.source})",
                 "report to the developers of the backend that the call returns before it is done",
             )
@@ -148,8 +147,7 @@ def _advise_ddp(line: StepLine, exposed: Part) -> tuple[str, list[str]]:
     """Return what most of the exposed communication is, and what shortens or hides it."""
     case, buckets = line.case, line.summary.buckets if line.summary else ()
     batch = "a larger batch in its own code" if ":" in case.workload else "a larger --batch"
-    accumulate = "a larger --accumulate" if case.accumulate > 1 else "--accumulate"
-    less_often = batch if case.static_graph else f"{accumulate}, {batch}"
+    less_often = batch if case.static_graph else f"--accumulate, {batch}"
     ways = [f"communicate less often ({less_often})"]
     overhead = line.part(steps.OVERHEAD)
     if overhead and overhead.resolved and overhead.figure.value >= exposed.figure.value / 2:
@@ -226,8 +224,6 @@ def _oversubscribed(run: Run) -> Iterator[Finding]:
         ways = f"use -n {host.cores} or fewer"
         if host.ranks <= host.cores:
             ways += f", or OMP_NUM_THREADS={host.cores // host.ranks}"
-        if host.spare:
-            ways += f"; or bind the ranks to more cores: {host.spare} more are allowed here"
         yield Finding(
             "warning",
             "oversubscribed",

@@ -108,7 +108,6 @@ class Crowd:
     ranks: int
     threads: int
     cores: int  # that they may use, by their cpusets and a control group's quota
-    spare: int  # that their control group allows, but their cpusets do not
 
 
 def crowded(ranks: Sequence[Facts]) -> Iterator[Crowd]:
@@ -121,6 +120,5 @@ def crowded(ranks: Sequence[Facts]) -> Iterator[Crowd]:
         quota = those[0].get("cgroup_cpu_quota_cores") or len(bound)
         cores = max(1, int(min(len(bound), quota)))
         threads = sum(rank.get("threads") or 1 for rank in those)
-        spare = max(0, len(cpus(those[0].get("allowed_cpus")) - bound))
         if bound and threads > cores:
-            yield Crowd(host, len(those), threads, cores, 0 if quota < len(bound) else spare)
+            yield Crowd(host, len(those), threads, cores)

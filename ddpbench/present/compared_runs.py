@@ -19,7 +19,7 @@ from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.verdicts.comparison import Comparison, exit_code, explain_other_machine
 from ddpbench.verdicts.matching import AnyCase, Side, Source
-from ddpbench.verdicts.rows import COMPARED, DRIFT, ONLY_BASE, ONLY_NEW, Row
+from ddpbench.verdicts.rows import COMPARED, ONLY_BASE, ONLY_NEW, Row
 from ddpbench.verdicts.verdict import INCOMPARABLE, INCONCLUSIVE, INVALID, MOST
 
 SHOWN = 8  # texts that one line lists
@@ -157,18 +157,11 @@ def _advise(comparison: Comparison) -> Iterator[Finding]:
     """Yield how to settle the INCONCLUSIVE rows."""
     rows = [row for row in comparison.rows if row.verdict == INCONCLUSIVE and not row.withheld]
     few = [row.needed for row in rows if row.needed is not None and row.needed <= MOST]
-    drifting = sum(row.withheld == DRIFT for row in comparison.rows)
     more = "use a longer --max-time"
     if few and not comparison.rule.paired:
         more = f"run with --launches {max(few)}"
     for count, why, next_step in (
         (len(few), f"needs about {max(few, default=0)} launches per side", more),
-        (
-            drifting,
-            "beyond the margin, but two runs of identical code this far apart in time may differ "
-            "as much",
-            "measure the two in turns, with `ab`",
-        ),
         (
             len(rows) - len(few),
             f"needs more than {MOST} launches per side",

@@ -25,10 +25,9 @@ Facts = Iterator[tuple[str, str]]  # name, text
 
 
 def format_title(run: Run) -> str:
-    """Return the command and the run, and whether nothing was measured."""
+    """Return the command and the run."""
     tool = run.launches[0].facts.get("tool") if run.launches else None
-    nothing = "" if run.launches or run.everything else "   nothing was measured"
-    return f"{tool or f'ddpbench {run.command}'}   {run.id}{nothing}"
+    return f"{tool or f'ddpbench {run.command}'}   {run.id}"
 
 
 def build_setup(run: Run, title: str, chart: tuple[str, str] = ("", "")) -> Section:
@@ -49,7 +48,9 @@ def _list_facts(run: Run) -> Facts:
     if "tool" in facts:
         yield from _describe_log(run)
         return
-    yield "where", _describe_place(run.launches[0])
+    machine = f"{facts.get('cpu_model') or 'CPU'}, {facts.get('cores_logical')} cores"
+    gpu = next((r["gpu_name"] for r in run.launches[0].ranks if r.get("gpu_name")), "")
+    yield "where", "; ".join(filter(None, (_count_ranks(run.launches[0]), machine, gpu)))
     yield (
         "versions",
         f"ddpbench {facts.get('ddpbench')}, torch {facts.get('torch')}, "
@@ -78,8 +79,6 @@ def _count_launches(run: Run) -> str:
     covered = "the interval covers all launches"
     if count == 1:
         covered = "the interval covers this launch only"
-        if "tool" in run.launches[0].facts:
-            covered = "there is no interval"
     elif count < stats.FEWEST:
         covered = f"an interval over launches needs at least {stats.FEWEST}"
     return f"{counted(count, 'launch')} per backend; {covered}"
@@ -157,13 +156,6 @@ def _format_range(numbers: Iterable[int], unit: str) -> str:
     return counted(low, unit) if low == high else f"{low} to {high} {unit}s"
 
 
-def _describe_place(launch: Launch) -> str:
-    facts = launch.facts
-    machine = f"{facts.get('cpu_model') or 'CPU'}, {facts.get('cores_logical')} cores"
-    gpu = next((r.get("gpu_name") for r in launch.ranks if r.get("gpu_name")), None)
-    return f"{_count_ranks(launch)}; {machine}" + (f"; {gpu}" if gpu else "")
-
-
 def _count_ranks(launch: Launch) -> str:
     """State the number of ranks, and how many run on each host."""
     hosts = Counter(str(rank.get("hostname")) for rank in launch.ranks)
@@ -194,18 +186,12 @@ def _describe_clocks(launch: Launch) -> Facts:
     """Yield how far the hosts' clocks are ahead of rank 0's; nothing if ranks share one clock."""
     if launch.offsets:
         offsets = [
-            f"{each.host} {_format_offset(each.seconds, each.bound_seconds)}"
+            f"{each.host} {each.seconds:+.6f} s ± {format_number(each.bound_seconds * 1e6)} µs"
             for each in launch.offsets
         ]
         yield "clocks", f"ahead of rank 0's: {_list_hosts(offsets)}"
     elif reason := launch.facts.get("clocks"):
         yield "clocks", f"the hosts' clocks are not compared, so there is no skew: {reason}"
-
-
-def _format_offset(seconds: float, bound: float) -> str:
-    """Format an offset with its sign and bound: in µs below one second, else in s."""
-    offset = f"{seconds * 1e6:+.1f} µs" if abs(seconds) < 1 else f"{seconds:+.6f} s"
-    return f"{offset} ± {format_number(bound * 1e6)} µs"
 
 
 def explain_partial(run: Run) -> list[str]:

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ddpbench.analysis import step_lines, steps
+from ddpbench.analysis import step_lines
 from ddpbench.analysis.lines import Line
-from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.sizes import readable
 from ddpbench.present import examinations, header
+from ddpbench.present.case_labels import format_time
 from ddpbench.present.columns import format_number, title_parts
 from ddpbench.present.document import ReportRun, Section, build_for_each
-from ddpbench.records.schema import SEVERITIES, Finding, Run
+from ddpbench.records.schema import SEVERITIES, Finding, Run, StepCase
 from ddpbench.records.wording import counted, list_all
 
 MOST_NAMES = 4  # of operations, listed in a sentence
@@ -81,13 +81,9 @@ def _describe(reported: ReportRun) -> str:
             done += f" from {readable(min(sizes))} to {readable(max(sizes))}"
     backends = run.backends or dict.fromkeys(launch.backend for launch in run.launches)
     with_backends = f" with {list_all(backends)}" if any(backends) else ""
-    launch = max(run.launches, key=lambda launch: launch.world_size)
-    hosts = {str(rank["hostname"]) for rank in launch.ranks if rank.get("hostname")}
-    where = counted(launch.world_size, "rank")
-    if hosts:
-        where += f" on {hosts.pop() if len(hosts) == 1 else counted(len(hosts), 'host')}"
+    ranks = counted(max(launch.world_size for launch in run.launches), "rank")
     when = f", {run.started[:10]}" if run.started else ""
-    return f"{done}{with_backends}: {where}{when}."
+    return f"{done}{with_backends}: {ranks}{when}."
 
 
 def _list_some(names: Iterable[str], noun: str) -> str:
@@ -112,7 +108,7 @@ def _compare_backends(lines: Sequence[Line]) -> Iterator[str]:
     for name, group in [*by_name.items()][:MOST_SENTENCES]:
         first = min(group, key=lambda line: line.case.nbytes)
         size = f" at {readable(first.case.nbytes)}" if first.case.nbytes else ""
-        text = f"{name} takes {_format_duration(first.seconds)}{size}"
+        text = f"{name} takes {format_time(first.case, first.seconds or 0.0)}{size}"
         best = max(group, key=lambda line: line.busbw or 0.0)
         if best.busbw and best is not first:
             rate = f"{format_number(best.busbw / 1e9)} GB/s (busbw)"
@@ -120,36 +116,16 @@ def _compare_backends(lines: Sequence[Line]) -> Iterator[str]:
         yield f"{text}."
 
 
-def _format_duration(seconds: float | None) -> str:
-    value = seconds or 0.0
-    factor, unit = (1.0, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 else (1e6, "µs")
-    return f"{value * factor:.3g} {unit}"
-
-
 def _describe_steps(run: Run) -> Iterator[str]:
-    """State the time of a step on each backend, its exposed share, and whether replicas differ."""
+    """State the time of a step on each backend, and whether replicas differ."""
     measured = step_lines.lines(run)
-    groups: dict[object, list[StepLine]] = {}
+    groups: dict[StepCase, list[str]] = {}
     for line in measured:
         if line.seconds is not None:
-            groups.setdefault(step_lines.same_but_backend(line.case), []).append(line)
-    for group in [*groups.values()][:MOST_SENTENCES]:
-        times = _name_backends(group, [_format_duration(line.seconds) for line in group])
-        yield f"A step of {group[0].case.workload} takes {times}."
-        shares = []
-        for part in (line.part(steps.EXPOSED) for line in group):
-            known = part is not None and part.resolved and part.share is not None
-            shares.append(f"{(part.share or 0) * 100:.0f} %" if part and known else "")
-        if any(shares):
-            yield f"Of it, {_name_backends(group, shares)} is exposed communication."
+            time = f"{format_time(line.case, line.seconds)} on {line.case.backend}"
+            groups.setdefault(step_lines.same_but_backend(line.case), []).append(time)
+    for case, times in [*groups.items()][:MOST_SENTENCES]:
+        yield f"A step of {case.workload} takes {list_all(times)}."
     verified = [line.replicas for line in measured if line.replicas is not None]
     if verified and not any(replicas.failed or replicas.unproved for replicas in verified):
         yield "All replicas are equal."
-
-
-def _name_backends(group: Sequence[StepLine], values: Sequence[str]) -> str:
-    """List the values that are not empty, with their backends if there are several lines."""
-    if len(group) == 1:
-        return values[0]
-    each = zip(values, group, strict=True)
-    return list_all(f"{value} on {line.case.backend}" for value, line in each if value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from statistics import median
 
 from ddpbench.analysis.flags import BUSY_SHARE
@@ -74,7 +75,11 @@ def compare(
     rows = [row for pair in matching.pair_cases(*sides) if (row := _match(*pair, rule))]
     todo = [row for row in rows if not row.verdict]
     if rule.drift is not None:
-        todo = [_add_drift(row, rule.drift, len(todo)) for row in todo]
+        known = [rule.drift.known.get(row.case, ()) for row in todo]
+        todo = [
+            replace(row, drift=drift_margin(logs, len(todo)), earlier=len(logs))
+            for row, logs in zip(todo, known, strict=True)
+        ]
     judged = judge_rows(todo, rule.paired, rule.confidence)
     judged = [replace(row, parts=tuple(_judge_parts(row, rule))) for row in judged]
     if rule.drift is not None:
@@ -164,11 +169,6 @@ def _match(base: SideCase | None, new: SideCase | None, rule: Rule) -> Row | Non
     return replace(row, base=left, new=right)
 
 
-def _add_drift(row: Row, drift: Drift, cases: int) -> Row:
-    logs = drift.known.get(row.case, ())
-    return replace(row, drift=drift_margin(logs, cases), earlier=len(logs))
-
-
 def _judge_parts(row: Row, rule: Rule) -> Iterator[PartRow]:
     """Yield the verdicts on the parts of a step that both sides have."""
     if row.shift is None or row.base is None or row.new is None:
@@ -228,14 +228,7 @@ def _describe_drift(drift: Drift, rows: list[Row]) -> str:
             f"earlier runs in BASE's environment: measure {FEWEST_RUNS - fewest} more"
         )
     return (
-        f"the two sides are {_format_span(drift.seconds)} apart, and a machine changes over "
-        "time: a change counts only if its whole range is beyond the column drift "
+        f"the two sides are {timedelta(seconds=round(drift.seconds))} apart, and a machine changes "
+        "over time: a change counts only if its whole range is beyond the column drift "
         f"({known}); `ddpbench ab` measures in turns, without drift"
     )
-
-
-def _format_span(seconds: float) -> str:
-    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}s"
-    return f"{seconds:.0f} seconds"

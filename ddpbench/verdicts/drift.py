@@ -51,14 +51,6 @@ def drift_margin(logs: Sequence[float], cases: int) -> float:
     return math.expm1(max(float(np.percentile(changes, 95)), float(reach)))
 
 
-def explain_drift(change: float, earlier: int) -> str:
-    """Return why a change is not claimed, and how many earlier runs are stored if too few."""
-    known = f"two runs of identical code may differ by ±{change * 100:.1f} %"
-    if earlier >= FEWEST_RUNS:
-        return known
-    return f"{known} (assumed: {earlier} of the {FEWEST_RUNS} earlier runs needed are stored)"
-
-
 def find_moved_cores(base: Side, new: Side) -> tuple[float, str]:
     """Return how many times longer NEW's handoffs take, and a sentence on the ranks' cores.
 

@@ -216,14 +216,5 @@ def fields_differing(base: AnyCase, new: AnyCase) -> list[str]:
 
 def differing(base: AnyCase, new: AnyCase) -> str:
     """Format the fields in which two cases differ, with both values."""
-    return ", ".join(
-        f"{name} {_format_value(name, base)} → {_format_value(name, new)}"
-        for name in fields_differing(base, new)
-    )
-
-
-def _format_value(name: str, case: AnyCase) -> str:
-    value = getattr(case, name)
-    if not isinstance(value, tuple):
-        return str(value)
-    return ("x" if name == "mesh" else "+").join(map(str, value)) or "none"
+    names = fields_differing(base, new)
+    return ", ".join(f"{name} {getattr(base, name)} → {getattr(new, name)}" for name in names)

@@ -124,7 +124,9 @@ def _decide(row: RowT, judge: Judge, paired: bool, cases: int) -> RowT:
     """Return the row with its verdict, and with the reason for INCONCLUSIVE."""
     row, why = replace(row, verdict=judge(row.drift)), ""
     if row.verdict == INCONCLUSIVE and judge() != INCONCLUSIVE:
-        why = drift.explain_drift(row.drift, row.earlier)
+        why = f"two runs of identical code may differ by ±{row.drift * 100:.1f} %"
+        if row.earlier < drift.FEWEST_RUNS:
+            why += f" (assumed: {row.earlier} of {drift.FEWEST_RUNS} earlier runs are stored)"
         row = replace(row, withheld=DRIFT)
     elif row.verdict == INCONCLUSIVE:
         row = replace(row, needed=verdict.launches_needed(row.shift, row.margin, cases))

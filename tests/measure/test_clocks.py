@@ -115,7 +115,7 @@ def test_there_is_no_skew_where_the_bound_is_too_wide(off: float | None, shown: 
 
 
 def test_the_header_tells_the_clocks(frozen: Frozen) -> None:
-    """Each clock with its bound, an offset of boots in seconds; why there is none where they could
+    """Each clock with its bound; why there is none where they could
     not be compared; and the legend says what a dash for skew means."""
     ahead = (Offset("node2", (1,), 12.3e-6, 41e-6), Offset("node3", (2,), -86400.5, 7e-6))
     dash = a_result(summary=a_summary(skew_seconds=None), clock_off_seconds=41e-6)

@@ -14,9 +14,9 @@ from ddpbench.analysis.stats import PERCENTILES, Floats
 from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines
-from ddpbench.present.columns import format_number, scale_known, title_parts
+from ddpbench.present.columns import format_number, title_parts
 from ddpbench.present.document import NO_VALUES, Chart, ReportRun, Section, make_table, make_titles
-from ddpbench.records.schema import Result, Run
+from ddpbench.records.schema import Run
 from ddpbench.records.table import Table
 
 MOST_CASES = 3
@@ -43,11 +43,6 @@ class Shown:
     label: str
     line: Line | None = None  # None: a part of a step
     times: dict[int, Floats] = field(default_factory=dict)  # launch → seconds of a call, in order
-
-    def find_result(self, launch: int) -> Result | None:
-        """Return the result of a launch; None for a part of a step."""
-        results = self.line.results if self.line else ()
-        return next((result for result in results if result.launch == launch), None)
 
     @property
     def spread(self) -> float:
@@ -83,8 +78,8 @@ def _list_cases(run: ReportRun) -> list[Shown]:
         known[case.key] = Shown(label, line)
     for part in run.repetitions:
         shown = known.setdefault(part.case, Shown(_label_part(part.case, run.run)))
-        result = shown.find_result(part.launch)
-        calls = result.calls if result else 1
+        results = shown.line.results if shown.line else ()
+        calls = next((r.calls for r in results if r.launch == part.launch), 1)
         shown.times[part.launch] = np.maximum(part.seconds / calls, SHORTEST)
     return [case for case in known.values() if case.times]
 
@@ -139,12 +134,11 @@ def _tabulate(case: Shown) -> Table:
     """Return QUANTILES of each launch in µs."""
     rows = []
     for launch, times in case.times.items():
-        result, enough = case.find_result(launch), len(times) >= PERCENTILES["p99"]
+        enough = len(times) >= PERCENTILES["p99"]
         quantiles = [
             float(np.percentile(times, percent)) * 1e6 if name != "p99" or enough else None
             for name, percent in QUANTILES.items()
         ]
-        first = scale_known(result.cold_seconds, 1e6) if result else None
-        rows.append((launch, len(times), *quantiles, first))
-    headings = ("launch", "repetitions", *(f"{name} µs" for name in QUANTILES), "first µs")
+        rows.append((launch, len(times), *quantiles))
+    headings = ("launch", "repetitions", *(f"{name} µs" for name in QUANTILES))
     return make_table(case.label, headings, rows)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ddpbench.analysis import fit, lines
 from ddpbench.analysis.fit import Estimate, Fit
 from ddpbench.analysis.lines import Line
-from ddpbench.catalog.sizes import UNITS, readable
+from ddpbench.catalog.sizes import readable
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.collectives.drawings import Point, draw_fastest, draw_sizes
 from ddpbench.present.columns import (
@@ -34,8 +34,8 @@ from ddpbench.present.document import (
 from ddpbench.records.table import Table, TableColumn
 
 BANDWIDTH = (
-    "busbw = size / time × bus factor of nccl-tests, in GB/s (10⁹ bytes). Dotted, or an upright "
-    "mark: the limit of the links, if it is known; its source is below the tables."
+    "busbw = size / time × bus factor of nccl-tests. Dotted, or an upright mark: the limit of the "
+    "links, if it is known; its source is below the tables."
 )
 
 
@@ -129,7 +129,7 @@ def _format_fit(one: Fit) -> str:
         figures = [
             f"α {_format_estimate(segment.latency, 1e6, ' µs')}" if segment.latency else "",
             f"1/β {_format_estimate(segment.rate, 1e-9, ' GB/s')}" if segment.rate else "",
-            f"n½ {_format_half(segment.half)}" if segment.half else "",
+            f"n½ {_format_estimate(segment.half, 2**-10, ' KiB')}" if segment.half else "",
         ]
         sizes = f"{readable(segment.first)} to {readable(segment.last)}"
         parts.append(f"{sizes}: {', '.join(filter(None, figures))}")
@@ -142,11 +142,6 @@ def _format_estimate(estimate: Estimate, scale: float, unit: str) -> str:
         format_number(v * scale) for v in (estimate.value, estimate.low, estimate.high)
     )
     return f"{value}{unit} ({low} to {high})"
-
-
-def _format_half(half: Estimate) -> str:
-    prefix, size = next((u, s) for u, s in reversed(UNITS.items()) if half.value >= s or s == 1)
-    return _format_estimate(half, 1 / size, f" {prefix}{'iB' if prefix else 'B'}")
 
 
 def _explain_skipped(every: Iterable[Line]) -> list[str]:

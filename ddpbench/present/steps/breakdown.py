@@ -29,7 +29,7 @@ CAPTION = (
 def build_breakdown(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
     """Yield the parts of a step, and the possible gain."""
     measured = [line for line in group if line.summary and line.summary.budget]
-    known = [line for line in measured if any(map(is_known, _parts(line)))]
+    known = [line for line in measured if any(map(_is_known, _parts(line)))]
     rows = [row for line in known for row in _rows(line)]
     notes = [*_state_gain(known)]
     if few := [line.case.backend for line in measured if line not in known]:
@@ -51,7 +51,7 @@ def _parts(line: StepLine) -> tuple[Part, ...]:
     return line.summary.budget if line.summary else ()
 
 
-def is_known(part: Part) -> bool:
+def _is_known(part: Part) -> bool:
     return part.resolved or part.figure.interval is not None
 
 

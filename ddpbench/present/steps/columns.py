@@ -24,7 +24,7 @@ from ddpbench.present.columns import (
 
 if TYPE_CHECKING:
     from ddpbench.analysis.step_lines import StepLine
-    from ddpbench.records.schema import Interval, Part
+    from ddpbench.records.schema import Part
 
 Values = Callable[["StepLine"], Any]
 
@@ -44,16 +44,10 @@ def format_percent(share: float | None) -> str:
 
 def format_part(part: Part, step: float | None) -> tuple[str, str]:
     """Format the value of a part and its interval."""
-    return mark_noise(part, format_ms(part.figure.value, step)), format_interval(
-        part.figure.interval, step
-    )
-
-
-def format_interval(interval: Interval | None, step: float | None) -> str:
-    """Format an interval in milliseconds, with the places of the step."""
-    return (
-        f"[{format_ms(interval.low, step)} … {format_ms(interval.high, step)}]" if interval else "-"
-    )
+    bounds = part.figure.interval
+    ends = [format_ms(end, step) for end in (bounds.low, bounds.high)] if bounds else []
+    interval = f"[{' … '.join(ends)}]" if ends else "-"
+    return mark_noise(part, format_ms(part.figure.value, step)), interval
 
 
 def mark_noise(part: Part, text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ddpbench.analysis.spans import OPERATIONS
@@ -11,8 +10,7 @@ from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.document import Chart, tabulate_rows
-from ddpbench.present.steps.breakdown import is_known
-from ddpbench.present.steps.columns import format_ms, format_part, format_percent
+from ddpbench.present.steps.columns import format_ms, format_percent
 from ddpbench.records.schema import Bucket, Collective
 
 BUCKETS = 12  # rows of a text
@@ -30,7 +28,6 @@ def build_buckets(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
     if known:
         rows = [_format_bucket(line, bucket) for line, bucket in known]
         table = tabulate_rows("buckets", rows, ("parameters",))
-        table = replace(table, legend=_state_timing_cost(group, "buckets"))
         yield Chart(name, "Buckets", "", table, grouped=True, most=BUCKETS, spread=True)
 
 
@@ -50,25 +47,12 @@ def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
     }
 
 
-def _state_timing_cost(group: Sequence[StepLine], what: str) -> tuple[str, ...]:
-    """State by how much timing the buckets or collectives lengthens a step."""
-    costs = []
-    for line in group:
-        summary = line.summary
-        part = summary.observer if summary and (summary.buckets or summary.collectives) else None
-        if part is not None and is_known(part):
-            value, interval = format_part(part, line.seconds)
-            costs.append(f"{value} ms {interval} on {line.case.backend}")
-    return (f"timing the {what} lengthens a step by {', '.join(costs)}",) if costs else ()
-
-
 def build_layers(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
     """Yield the communication of each layer group, if the collectives were timed."""
     merged = [(line, same) for line in group for same in _merge_layers(line)]
     if not merged:
         return
     table = tabulate_rows("layer groups", [_format_layers(*each) for each in merged])
-    table = replace(table, legend=_state_timing_cost(group, "collectives"))
     drawing = Bars(
         data=[bar for each in merged for bar in _draw_layers(*each)],
         x=Axis("time in a step", theme.TIME_LABELS),

@@ -8,13 +8,11 @@ from typing import Any
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Spans
-from ddpbench.present.columns import format_number
 from ddpbench.present.document import Chart, make_table
 from ddpbench.present.steps.columns import format_ms, format_percent
 from ddpbench.records.schema import Replicas
 from ddpbench.records.wording import counted
 
-LOSSES = 8  # ranks
 _, DIFFERENT, EQUAL, NOT_FINITE, UNKNOWN = theme.VERDICTS
 MOST_TENSORS = 6  # that are named
 CAPTION = (
@@ -25,15 +23,13 @@ KINDS = {"optimizer": "optimizer options and states"}  # kind → plural
 
 
 def build_replicas(name: str, group: Sequence[StepLine], every: int) -> Iterator[Chart]:
-    """Yield the verdict on each backend, its cost and the losses, drawn if replicas differed.
+    """Yield the verdict on each backend and its cost, drawn if replicas differed.
 
     every: steps from one verification to the next.
     """
     rows = []
     for line in group:
-        texts = [*_state_verdict(line, every)]
-        if details := "; ".join(_list_details(line)):
-            texts.append(details)
+        texts = _state_verdict(line, every)
         rows += [["" if i else line.case.backend, text] for i, text in enumerate(texts)]
     if not rows:
         return
@@ -88,6 +84,9 @@ def _state_verdict(line: StepLine, every: int) -> Iterator[str]:
             f"except {replicas.buffers} of {replicas.compared.get('buffer', 0)} buffers, each "
             "rank's own statistics: DDP sends rank 0's before the next forward"
         )
+    if replicas.cost is not None:
+        share = "" if replicas.share is None else f" = {format_percent(replicas.share)} % of a step"
+        yield f"one verification takes {format_ms(replicas.cost.value, line.seconds)} ms{share}"
 
 
 def _describe_failure(replicas: Replicas) -> str:
@@ -111,14 +110,3 @@ def _describe_equality(line: StepLine, replicas: Replicas, every: int) -> str:
     )
     size = f"({replicas.nbytes / 1e6:.1f} MB)"
     return f"replicas equal {when}{launches}, bit for bit: {compared} {size}"
-
-
-def _list_details(line: StepLine) -> Iterator[str]:
-    """Yield the cost of a verification, and the losses of the ranks."""
-    replicas = line.replicas
-    if replicas is not None and replicas.cost is not None:
-        share = "" if replicas.share is None else f" = {format_percent(replicas.share)} % of a step"
-        yield f"one verification takes {format_ms(replicas.cost.value, line.seconds)} ms{share}"
-    if losses := next((r.losses for r in line.results if r.losses), ()):
-        shown = "  ".join(format_number(loss) for loss in losses[:LOSSES])
-        yield f"loss of each rank's last batch: {shown}{' …' if len(losses) > LOSSES else ''}"

@@ -19,23 +19,11 @@ from ddpbench.records.schema import StepCase
 
 PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
 BUCKETS = ("ready", "wire", "wait")
-SHARDED = {
-    "arm": "arm: a variant of the step: complete; without communication; with the prefetch "
-    "switched; with timed collectives",
-    steps.EXPOSED: "step = compute and copies + exposed communication; (x): noise, not clearly "
-    "above 0",
-    steps.OVERHEAD: "communication overhead: exposed communication minus all exposed operations: "
-    "ranks out of step, waking threads, bookkeeping",
-    "from": "from arms: the difference of two variants of the step; from spans: how long the "
-    "compute waits for a collective, in the rank that waits least",
-    "collectives": "hidden: a collective is on its way and the compute goes on; MB: total buffers; "
-    "wait: how much longer the rank that waits most is blocked",
-}
 LEGEND = {
     "arm": "arm: a variant of the step: complete; without communication; also without bucket "
-    "copies; with timed buckets",
-    steps.EXPOSED: "step = compute + bucket copies + exposed communication; (x): noise, not "
-    "clearly above 0",
+    "copies or with the prefetch switched; with timed buckets or collectives",
+    steps.EXPOSED: "step = compute, copies and exposed communication; (x): noise, not clearly "
+    "above 0",
     steps.TRANSFER: "exposed communication = exposed transfer + communication overhead; "
     "communication = exposed transfer + hidden",
     steps.OVERHEAD: "communication overhead: waking threads, bookkeeping, ranks out of step, "
@@ -48,6 +36,10 @@ LEGEND = {
     "wire": "wire: from then until the bucket is reduced, including earlier buckets in the queue",
     "wait": "wait: how long the earliest rank waited for the latest; late rank: the latest, if the "
     "wait is more than noise",
+    "from": "from arms: the difference of two variants of the step; from spans: how long the "
+    "compute waits for a collective, in the rank that waits least",
+    "collectives": "hidden: a collective is on its way and the compute goes on; MB: total buffers; "
+    "wait: how much longer the rank that waits most is blocked",
 }
 TITLES = {"step": "DDP step", "replicas": "Replicas", "training": "Training"}
 
@@ -155,7 +147,6 @@ def _left_out(all_lines: list[StepLine]) -> list[str]:
 def _legend(shown: list[StepLine]) -> list[str]:
     """Explain the headings of the breakdown, the buckets and the layer groups."""
     summaries = [line.summary for line in shown if line.summary]
-    sharded = any(line.case.mesh for line in shown)
     timed = any(summary.collectives for summary in summaries)
     needed = {
         "arm": bool(summaries),
@@ -163,5 +154,4 @@ def _legend(shown: list[StepLine]) -> list[str]:
         **dict.fromkeys(BUCKETS, any(summary.buckets for summary in summaries)),
     }
     needed |= {"from": timed, "collectives": timed}
-    legend = {**LEGEND, **SHARDED} if sharded else LEGEND
-    return [legend[name] for name, shown in needed.items() if shown]
+    return [LEGEND[name] for name, shown in needed.items() if shown]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ddpbench.analysis.step_lines import StepLine
@@ -13,7 +11,6 @@ from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import format_number
 from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.present.load import draw_loads
-from ddpbench.present.steps.columns import format_percent
 from ddpbench.records.schema import Epoch
 
 EPOCHS = 18  # rows of a text
@@ -29,7 +26,7 @@ CAPTION = (
 def build_training(name: str, group: Sequence[StepLine], *, loads: bool) -> Iterator[Chart]:
     """Yield the losses of a workload's training, and the load of its ranks.
 
-    loads: draw the load over the epochs. A line below the table summarises it in any case.
+    loads: draw the load over the epochs.
     """
     trained = [
         (line, launch, epoch)
@@ -52,8 +49,7 @@ def build_training(name: str, group: Sequence[StepLine], *, loads: bool) -> Iter
         }
         for line, launch, epoch in trained
     ]
-    notes = tuple(note for line in group for note in _summarise_load(line))
-    table = replace(tabulate_rows("training", rows, ("replicas",)), legend=notes)
+    table = tabulate_rows("training", rows, ("replicas",))
     numbers = [epoch.number for *_, epoch in trained]
     x = Axis("epoch", theme.COUNT_LABELS, domain=(min(numbers) - 1, max(numbers)))
     points = [
@@ -75,32 +71,15 @@ def build_training(name: str, group: Sequence[StepLine], *, loads: bool) -> Iter
         yield from draw_loads(name, moments, x, "epoch")
 
 
-def _summarise_load(line: StepLine) -> Iterator[str]:
-    """Yield the load of the ranks over the epochs: medians, and the most memory."""
-    epochs = next((r.epochs for r in line.results if r.epochs), ())
-    loads = [epoch.load for epoch in epochs if epoch.load is not None]
-    if not loads:
-        return
-    cores = statistics.median(load.cpu_cores for load in loads)
-    nbytes = max(load.memory_nbytes for load in loads)
-    texts = [f"{format_number(cores)} cores", f"{nbytes / 1e6:.0f} MB of memory"]
-    if shares := [load.gpu_share for load in loads if load.gpu_share is not None]:
-        texts.append(f"GPU busy for {format_percent(statistics.median(shares))} %")
-    if held := [load.gpu_memory_nbytes for load in loads if load.gpu_memory_nbytes is not None]:
-        texts.append(f"{max(held) / 1e6:.0f} MB of GPU memory")
-    yield f"load of a rank on {line.case.backend}: {', '.join(texts)}"
-
-
 def _list_points(epoch: Epoch) -> Iterator[dict[str, Any]]:
     """Yield the losses of an epoch: of its parts at their middle, of the validation at its end."""
     end, parts = float(epoch.number), epoch.train_losses or (epoch.train_loss,)
+    losses = [
+        *((end - 1 + (i + 0.5) / len(parts), "training", loss) for i, loss in enumerate(parts)),
+        (end, "validation", epoch.validation_loss),
+    ]
     verdict = VERDICTS[epoch.replicas_equal]
-    for i, loss in enumerate(parts):
-        yield _make_point(end - 1 + (i + 0.5) / len(parts), "training", loss, verdict)
-    point = _make_point(end, "validation", epoch.validation_loss, verdict)
-    yield {**point, "_marked": verdict if epoch.replicas_equal is False else ""}
-
-
-def _make_point(x: float, kind: str, loss: float | None, verdict: str) -> dict[str, Any]:
-    known = {"loss of": kind, "loss": format_number(loss), "replicas": verdict}
-    return {**known, "_x": x, "_y": loss, "_marked": ""}
+    for x, kind, loss in losses:
+        marked = verdict if kind == "validation" and epoch.replicas_equal is False else ""
+        known = {"loss of": kind, "loss": format_number(loss), "replicas": verdict}
+        yield {**known, "_x": x, "_y": loss, "_marked": marked}

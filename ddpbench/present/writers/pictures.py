@@ -6,7 +6,7 @@ A picture contains its title and caption, because readers see it outside its pag
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,6 @@ CAPTION_COLUMNS = 116  # characters of a caption's line in this width
 # vl-convert measures text in Liberation Sans, which it brings along. Arial and Helvetica have the
 # same widths, so labels have room for their text wherever the picture is opened.
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
-# Characters of captions that this font lacks; one such character changes the font.
-LACKS = str.maketrans({"⁹": "^9"})
 
 
 def choose(sections: Sequence[Section], names: Sequence[str]) -> list[Section]:
@@ -53,35 +51,29 @@ def choose(sections: Sequence[Section], names: Sequence[str]) -> list[Section]:
 def write(charts: Iterable[Chart], folder: Path, form: str) -> Iterator[tuple[str, Path]]:
     """Write each chart that can be drawn as FOLDER/NAME.svg or .png. Raises OSError.
 
-    form: of FORMS. Yields the chart's name and its file.
+    form: "svg" or "png". Yields the chart's name and its file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for chart in charts:
         if chart.spec is not None:
             path = folder / f"{chart.name}.{form}"
-            store.replace_file(path, FORMS[form](chart))
+            store.replace_file(path, _draw(chart, form))
             yield chart.name, path
 
 
-def make_svg(chart: Chart) -> bytes:
-    from vl_convert import vegalite_to_svg
+def _draw(chart: Chart, form: str) -> bytes:
+    import vl_convert
 
-    return vegalite_to_svg(make_spec(chart), config=_config()).encode()
-
-
-def make_png(chart: Chart) -> bytes:
-    from vl_convert import vegalite_to_png
-
-    return vegalite_to_png(make_spec(chart), config=_config(), scale=SCALE)
-
-
-FORMS: dict[str, Callable[[Chart], bytes]] = {"svg": make_svg, "png": make_png}
+    spec, config = make_spec(chart), _config()
+    if form == "png":
+        return vl_convert.vegalite_to_png(spec, config=config, scale=SCALE)
+    return vl_convert.vegalite_to_svg(spec, config=config).encode()
 
 
 def make_spec(chart: Chart) -> dict[str, Any]:
     """Return the Vega-Lite of a picture: the chart's own, with its width, title and caption."""
     assert chart.spec is not None
-    caption = textwrap.wrap(chart.caption.translate(LACKS), CAPTION_COLUMNS)
+    caption = textwrap.wrap(chart.caption, CAPTION_COLUMNS)
     spec = {key: value for key, value in chart.spec.items() if key != "config"}
     spec["title"] = {"text": chart.title, "subtitle": caption, "anchor": "start"}
     return spec | {"width": WIDTH, "autosize": {"type": "fit-x", "contains": "padding"}}
