@@ -77,9 +77,6 @@ class Options(RunOptions):
             seed=seed,
         )
 
-    def ddp_options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in DDP_OPTIONS}
-
     def settings_of(self, workload: Workload) -> dict[str, int]:
         """Return the workload's settings: the user's, else the defaults for the device."""
         chosen = dict(self.settings)
