@@ -26,8 +26,6 @@ MARK = "DDPBENCH_FAMILY"  # folders of the runs to which a process belongs, oute
 SHARED = Path("/dev/shm")
 # Where Open MPI puts the memory that ranks share; its session folder follows TMPDIR.
 BACKING = tuple(f"OMPI_MCA_{name}_backing_directory" for name in ("btl_sm", "osc_sm", "osc_rdma"))
-# They remove files that other processes left in shared memory, and end after these.
-CLEANERS = ("resource_tracker", "torch_shm_manager")
 CLEAN_SECONDS, KILL_SECONDS = 1.0, 5.0
 VERDICT = "verdict"  # the file with a verdict that has been printed
 
@@ -186,16 +184,14 @@ def _clean_up(waits: int, ending: int, folder: Path, memory: Path | None) -> NoR
 
 
 def _kill_members(folder: Path) -> None:
-    """Kill all members of the run with this folder; those that clean up come last."""
+    """Kill all members of the run with this folder."""
     sessions = {int(line) for line in read_text(folder / "sessions").split()}
     began = time.monotonic()
     while members := list(_list_members(str(folder), sessions)):
-        seconds = time.monotonic() - began
         for process in members:
             with contextlib.suppress(psutil.Error):
-                if seconds > CLEAN_SECONDS or not _is_cleaner(process):
-                    process.kill()
-        if seconds > KILL_SECONDS:
+                process.kill()
+        if time.monotonic() - began > KILL_SECONDS:
             break
         time.sleep(0.02)
 
@@ -207,10 +203,6 @@ def _list_members(mark: str, sessions: set[int]) -> Iterator[psutil.Process]:
                 marked = mark in process_environ(process).get(MARK, "").split(":")
                 if marked or os.getsid(process.pid) in sessions:
                     yield process
-
-
-def _is_cleaner(process: psutil.Process) -> bool:
-    return any(name in word for word in process.cmdline() for name in CLEANERS)
 
 
 def kill_descendants() -> None:
@@ -227,7 +219,7 @@ def kill_descendants() -> None:
                 descendants.append(process)
     for process in descendants:
         with contextlib.suppress(psutil.Error):
-            if process.pid != me.pid and not _is_cleaner(process):
+            if process.pid != me.pid:
                 process.kill()
 
 

@@ -79,8 +79,12 @@ class Watch:
 
         Ends the launch if a rank has been stopped for too long, or does not end after a signal.
         """
-        names = {pid: f"rank {rank}" for rank, pid in self.pids.items()}
-        names |= self._find_ranks() if self.starter is not None else {}
+        names = {}
+        if self.starter is not None:
+            names[self.starter] = "mpirun"
+            if len(self.pids) < self.nproc:
+                self._find_ranks()
+        names |= {pid: f"rank {rank}" for rank, pid in self.pids.items()}
         sentence = self._describe_stopped(names)
         if time.monotonic() > self._end_requested + END_SECONDS:
             sentence = f"{_name_all(names)} did not end within {END_SECONDS:g} s: killed"
@@ -98,23 +102,11 @@ class Watch:
         now = time.monotonic()
         self._gone |= {living[pid]: now for pid in ended if pid in living}
 
-    def _find_ranks(self) -> dict[int, str]:
-        """Find the ranks that mpirun has started. Return pid → name of mpirun and new children."""
-        assert self.starter is not None
-        names = {self.starter: "mpirun"}
-        missing = [rank for rank in range(self.nproc) if rank not in self.pids]
-        if not missing:
-            return names
-        with contextlib.suppress(psutil.Error):
-            started = psutil.Process(self.starter).children(recursive=True)
-            for process in started:
-                with contextlib.suppress(Refused):
-                    if (placement := read_placement(process_environ(process))) is not None:
-                        self.pids.setdefault(placement.rank, process.pid)
-            name = f"rank {missing[0]}" if len(missing) == 1 else "a rank that is starting"
-            unnamed = [each.pid for each in started if each.pid not in self.pids.values()]
-            names |= dict.fromkeys(unnamed, name)
-        return names
+    def _find_ranks(self) -> None:
+        with contextlib.suppress(psutil.Error, Refused):
+            for process in psutil.Process(self.starter).children(recursive=True):
+                if (placement := read_placement(process_environ(process))) is not None:
+                    self.pids.setdefault(placement.rank, process.pid)
 
     def _describe_stopped(self, names: Mapping[int, str]) -> str:
         """Return a sentence on processes that have been stopped for too long; "" if none."""

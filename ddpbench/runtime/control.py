@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from ddpbench.runtime.world import World
+
+class Membership(Protocol):
+    """The part of a World that these collectives need."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
 
 
-def gather_values(world: World, value: Any) -> list[Any]:
+def gather_values(world: Membership, value: Any) -> list[Any]:
     """Return every rank's JSON-able value, in order of rank, on every rank."""
     import torch
     import torch.distributed as dist
@@ -32,13 +40,13 @@ def gather_values(world: World, value: Any) -> list[Any]:
     ]
 
 
-def broadcast_value(world: World, value: Any) -> Any:
+def broadcast_value(world: Membership, value: Any) -> Any:
     """Return rank 0's JSON-able value on every rank."""
     content = json.dumps(value).encode() if world.rank == 0 else b""
     return json.loads(broadcast_bytes(world, content))
 
 
-def broadcast_bytes(world: World, content: bytes) -> bytes:
+def broadcast_bytes(world: Membership, content: bytes) -> bytes:
     """Return rank 0's bytes on every rank."""
     import torch
     import torch.distributed as dist
@@ -52,7 +60,7 @@ def broadcast_bytes(world: World, content: bytes) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def broadcast_decision(world: World, value: int) -> int:
+def broadcast_decision(world: Membership, value: int) -> int:
     """Return rank 0's integer on every rank; cheap enough between repetitions."""
     import torch
     import torch.distributed as dist
@@ -100,7 +108,9 @@ def agree_any(value: bool) -> bool:
     return bool(cell.item())
 
 
-def gather_to_rank_0(world: World, array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+def gather_to_rank_0(
+    world: Membership, array: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64] | None:
     """Gather arrays of one shape from all ranks: int64[world, …] on rank 0, None elsewhere."""
     import numpy as np
     import torch
@@ -115,7 +125,7 @@ def gather_to_rank_0(world: World, array: npt.NDArray[np.int64]) -> npt.NDArray[
     return rows.numpy()
 
 
-def agree_objection(world: World, objection: str | None) -> str | None:
+def agree_objection(world: Membership, objection: str | None) -> str | None:
     """Return the lowest rank's objection, with all ranks that object; None if no rank does."""
     if not agree_any(objection is not None):
         return None

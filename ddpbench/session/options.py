@@ -33,7 +33,7 @@ SAME = {  # names of dtypes elsewhere
 # What to write → the options of torchrun, nccl-tests, OSU and others that it replaces.
 ANSWERS = {
     "-n N, the number of ranks on this host": (
-        "--nproc-per-node --nproc_per_node --nproc --world-size -g --ngpus --gpus -np"
+        "--nproc-per-node --nproc_per_node --nproc --world-size -g --ngpus --gpus"
     ),
     "--precision PERCENT or --case-time SECONDS, which end a case; ddp also takes --rounds N": (
         "--iters --iterations --steps"
@@ -82,9 +82,6 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown arguments, also when this parses a subcommand."""
         words = [*(sys.argv[1:] if args is None else args)]
-        passes_on = any(action.dest == "program" for action in self._actions)
-        if "-np" in words and not passes_on:  # argparse would read -n p
-            self.error("unrecognized arguments: -np")
         for action in (action for action in self._actions if action.metavar == VARIANT):
             option = action.option_strings[0]
             if option in words[:-1]:  # argparse would take the value for an option
