@@ -72,21 +72,18 @@ def gpu() -> dict[str, Any]:
 
 
 def gpu_state(uuid: str | None = None) -> dict[str, object] | None:
-    """Return clocks, throttle reasons, temperature and NVLinks of a GPU, from NVML.
+    """Return clock, throttle reasons and temperature of a GPU, from NVML.
 
     uuid: of the GPU; None: of the one that is current in this thread.
     """
     nvml = open_nvml(uuid) if uuid else _open_nvml()
     if nvml is None:
         return None
-    sm, memory = (nvml.query("nvmlDeviceGetClockInfo", clock) for clock in (1, 2))  # in MHz
-    links = [nvml.is_active(n) for n in range(nvml.module.NVML_NVLINK_MAX_LINKS)]
+    sm = nvml.query("nvmlDeviceGetClockInfo", 1)  # in MHz
     return {
         "sm_clock_hertz": sm and sm * 10**6,
-        "memory_clock_hertz": memory and memory * 10**6,
         "throttle_reasons": _throttle_reasons(nvml),
         "temperature_celsius": nvml.query("nvmlDeviceGetTemperature", 0),
-        "nvlinks_active": None if set(links) == {None} else links.count(True),
     }
 
 
