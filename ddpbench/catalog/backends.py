@@ -27,8 +27,6 @@ class Backend:
                  unknown
     in_stream    whether a call returns once it is enqueued on the current stream; its kernel launch
                  can then be hidden
-    interfaces   environment variable with its network interfaces, in NCCL's syntax; gloo's
-                 is checked with the control group
     """
 
     name: str
@@ -41,7 +39,6 @@ class Backend:
     launcher: str = "torchrun"
     transport: str = ""
     in_stream: bool = False
-    interfaces: str = ""
 
 
 def _torch() -> str:
@@ -140,7 +137,6 @@ BACKENDS: dict[str, Backend] = {
             library=nccl_library.describe,
             transport="links",
             in_stream=True,
-            interfaces="NCCL_SOCKET_IFNAME",
         ),
         Backend(
             name="mpi",

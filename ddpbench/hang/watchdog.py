@@ -26,7 +26,7 @@ from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.self_report import RankIdentity
 from ddpbench.hang.status import ALIVE, DIED, STOPPED, RankStatus, SilentRank
 from ddpbench.hang.status_board import Board, print_message
-from ddpbench.launch import siblings
+from ddpbench.launch import family
 from ddpbench.records import codec
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class CommandWatchdog(Watchdog):
             return code
         print_message(f"ddpbench: {judgement.sentence}\n")
         if topic == "end":
-            siblings.report_verdict(judgement.sentence)
+            family.report_verdict(judgement.sentence)
             self.on_end("interrupted" if interrupted else "failed", judgement.sentence, code)
             silent = [rank.rank for rank in judgement.silent]
             self._board.kill_ranks(silent if late else judgement.stopped)

@@ -78,6 +78,13 @@ class Family:
         (self.folder / VERDICT).write_text(sentence)
 
 
+def report_verdict(sentence: str) -> None:
+    """Report to the process that started this rank that the ranks have printed a verdict."""
+    if MARK in os.environ:
+        with contextlib.suppress(OSError):
+            (Path(os.environ[MARK].split(":")[-1]) / VERDICT).write_text(sentence)
+
+
 @contextlib.contextmanager
 def open_family() -> Iterator[Family]:
     """Create a new run's family; at the end, remove its processes and folders."""

@@ -116,21 +116,16 @@ def first_host(nodes: str) -> str:
 def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return host and port of rank 0 in this job step: the first node, and a port from the ids."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
-    try:
-        job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    except ValueError as error:
-        raise Refused(f"SLURM_JOB_ID and SLURM_STEP_ID must be integers: {error}") from None
+    job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     if environ.get("SLURM_STEP_NUM_NODES") == "1":
         nodes = "127.0.0.1"  # the step's tasks share a host
     return first_host(nodes), 20_000 + (job * 31 + step) % 12_000
 
 
-def node_address(name: str, placement: Placement) -> str:
-    """Return the name if it resolves here, else the address by which Slurm reaches the node.
-
-    Raises Refused if there is neither; the first rank of each such node reports it.
-    """
-    if _resolves(name):
+def node_address(name: str) -> str:
+    """Return the name if it resolves here or Slurm knows no better, else the node's address."""
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo(name, None)
         return name
     line, shown = ["scontrol", "--oneliner", "show", "node", name], ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -138,22 +133,7 @@ def node_address(name: str, placement: Placement) -> str:
             line, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, timeout=10
         )
     address = re.search(r"\bNodeAddr=(\S+)", shown)
-    if address and _resolves(address[1]):
-        return address[1]
-    raise Refused(
-        f"the ranks would meet on {name}, the first node of this step, but {socket.gethostname()} "
-        "cannot resolve that name, and scontrol shows no address for it: give the address of rank "
-        "0 with --master-addr",
-        speaker=placement.rank if placement.local_rank == 0 else -1,
-    )
-
-
-def _resolves(name: str) -> bool:
-    try:
-        socket.getaddrinfo(name, None)
-    except (OSError, UnicodeError):
-        return False
-    return True
+    return address[1] if address else name
 
 
 _reserved: list[socket.socket] = []  # bound, so that no other process gets their ports

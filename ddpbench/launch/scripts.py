@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 
-from ddpbench.launch import siblings, sockets, supervise
+from ddpbench.launch import sockets, supervise
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 
@@ -97,7 +97,7 @@ def await_all(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int])
     codes = [rank.returncode for rank in ranks]
     reasons = []
     for rank in failed:
-        name = siblings.describe_process(f"rank {rank}", ranks[rank].pid)
+        name = supervise.describe_process(f"rank {rank}", ranks[rank].pid)
         death = supervise.describe_death(name, -codes[rank]) if codes[rank] < 0 else ""
         reasons.append(death.partition(". ")[0] or f"{name} ended with exit code {codes[rank]}")
         if death and 5 not in codes:

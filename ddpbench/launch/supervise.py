@@ -12,6 +12,7 @@ import math
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,14 @@ from typing import Protocol
 
 import psutil
 
-from ddpbench.launch import siblings
-from ddpbench.launch.family import Family
-from ddpbench.launch.placement import ORDERLY, PASSED_ON
+from ddpbench.launch.family import MARK, Family, process_environ
+from ddpbench.launch.placement import ORDERLY, PASSED_ON, Refused, read_placement
 from ddpbench.records.terminal_text import tell
 
 # Seconds between looks while ranks start, how long that lasts, and seconds between looks later.
 FIND_SECONDS, START_SECONDS, LOOK_SECONDS = 0.05, 10.0, 0.5
+LATE_SECONDS = 6.0  # beyond the deadline, for the ranks to report by themselves before the starter
+REPORTING_SECONDS = 4.0  # for the starter to end the ranks after that
 END_SECONDS = 20.0  # for the ranks to end after a signal
 GRACE_SECONDS = (0.0, 30.0)  # once a rank has failed: until SIGTERM, then until SIGKILL
 WHO_STOPS = "Next: find what stopped it (a debugger, a batch system, kill -STOP), and start again"
@@ -69,7 +71,7 @@ class Watch:
     def request_end(self) -> None:
         """Note that the ranks have been asked to end; kill stopped ones, which cannot."""
         self._end_requested = min(self._end_requested, time.monotonic())
-        for pid in filter(siblings.is_stopped, self.pids.values()):
+        for pid in filter(_is_stopped, self.pids.values()):
             send_signal(pid, signal.SIGKILL)
 
     def wait(self, children: Iterable[int]) -> None:
@@ -77,8 +79,12 @@ class Watch:
 
         Ends the launch if a rank has been stopped for too long, or does not end after a signal.
         """
-        names = {pid: f"rank {rank}" for rank, pid in self.pids.items()}
-        names |= self._find_ranks() if self.starter is not None else {}
+        names = {}
+        if self.starter is not None:
+            names[self.starter] = "mpirun"
+            if len(self.pids) < self.nproc:
+                self._find_ranks()
+        names |= {pid: f"rank {rank}" for rank, pid in self.pids.items()}
         sentence = self._describe_stopped(names)
         if time.monotonic() > self._end_requested + END_SECONDS:
             sentence = f"{_name_all(names)} did not end within {END_SECONDS:g} s: killed"
@@ -96,26 +102,16 @@ class Watch:
         now = time.monotonic()
         self._gone |= {living[pid]: now for pid in ended if pid in living}
 
-    def _find_ranks(self) -> dict[int, str]:
-        """Find the ranks that mpirun has started. Return pid → name of mpirun and new children."""
-        assert self.starter is not None
-        names = {self.starter: "mpirun"}
-        missing = [rank for rank in range(self.nproc) if rank not in self.pids]
-        if not missing:
-            return names
-        with contextlib.suppress(psutil.Error):
-            started = psutil.Process(self.starter).children(recursive=True)
-            for rank, process in siblings.find_ranks(started).items():
-                self.pids.setdefault(rank, process.pid)
-            name = f"rank {missing[0]}" if len(missing) == 1 else "a rank that is starting"
-            unnamed = [each.pid for each in started if each.pid not in self.pids.values()]
-            names |= dict.fromkeys(unnamed, name)
-        return names
+    def _find_ranks(self) -> None:
+        with contextlib.suppress(psutil.Error, Refused):
+            for process in psutil.Process(self.starter).children(recursive=True):
+                if (placement := read_placement(process_environ(process))) is not None:
+                    self.pids.setdefault(placement.rank, process.pid)
 
     def _describe_stopped(self, names: Mapping[int, str]) -> str:
         """Return a sentence on processes that have been stopped for too long; "" if none."""
-        now, limit = time.monotonic(), self.deadline.seconds + siblings.LATE_SECONDS
-        stopped = [pid for pid in names if siblings.is_stopped(pid)]
+        now, limit = time.monotonic(), self.deadline.seconds + LATE_SECONDS
+        stopped = [pid for pid in names if _is_stopped(pid)]
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
         late = {pid: names[pid] for pid in stopped if now - self._stopped_since[pid] >= limit}
         if not late or not self.deadline.ends:
@@ -154,8 +150,28 @@ class Watch:
 
 def _name_all(names: Mapping[int, str]) -> str:
     """Return "rank 1 (host, pid 7); rank 2 (host, pid 8)"; pid 0 is unknown."""
-    named = [siblings.describe_process(name, pid) if pid else name for pid, name in names.items()]
+    named = [describe_process(name, pid) if pid else name for pid, name in names.items()]
     return "; ".join(named)
+
+
+def describe_process(name: str, pid: int) -> str:
+    """Return "rank 1 (host, pid 7)", for a process on this host."""
+    return f"{name} ({socket.gethostname()}, pid {pid})"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
+def add_patience(seconds: float) -> float:
+    """Return how long ranks that have not met wait for each other if their deadline is `seconds`.
+
+    The process that started them names a rank that is stopped; ranks see only that it is missing.
+    """
+    return seconds + (LATE_SECONDS + REPORTING_SECONDS if MARK in os.environ else 0.0)
 
 
 def describe_death(name: str, number: int) -> str:

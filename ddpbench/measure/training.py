@@ -37,12 +37,10 @@ def train(
     epochs: int,
     *,
     verify: Verify | None = None,
-    report: Callable[[Epoch], None] = lambda epoch: None,
 ) -> tuple[Epoch, ...]:
     """Train to the end of epoch number `epochs`, all ranks together. Return the trained epochs.
 
     verify: called once; the check that it returns follows each optimizer step.
-    report: called in every rank after each epoch.
 
     If a rank is interrupted, all ranks stop after the epoch.
     """
@@ -77,7 +75,6 @@ def train(
             **_gather_facts(world, began, meter, torch.stack(losses), MOST_LOSSES // epochs),
         )
         trained.append(epoch)
-        report(epoch)
         if control.agree_objection(world, world.interrupted) is not None:
             break
     return tuple(trained)

@@ -29,10 +29,8 @@ class CpuUse:
 
     wall_seconds: float
     own_seconds: float
-    voluntary_switches: int
     involuntary_switches: int
     host_busy_seconds: float | None
-    interrupt_seconds: float | None
     steal_seconds: float | None
     throttled_seconds: float | None
 
@@ -59,10 +57,10 @@ class CpuMeter:
 def _read_counters() -> list[Any]:
     usage, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     own = usage.ru_utime + usage.ru_stime
-    return [wall, own, usage.ru_nvcsw, usage.ru_nivcsw, *_host(wall)]
+    return [wall, own, usage.ru_nivcsw, *_host(wall)]
 
 
-_left_out = [0.0] * 7  # of what _read_counters returns
+_left_out = [0.0] * 5  # of what _read_counters returns
 
 
 @contextlib.contextmanager
@@ -126,20 +124,19 @@ def process_seconds(cores: Container[int]) -> dict[str, float]:
     return seconds
 
 
-def _host(wall: float) -> tuple[float | None, float | None, float | None]:
-    """Busy (plus a constant), interrupt and steal seconds of all cores together since boot.
+def _host(wall: float) -> tuple[float | None, float | None]:
+    """Busy (plus a constant) and steal seconds of all cores together since boot.
 
-    Busy is all time that was not idle, rather than user + system + …. The kernel samples the latter
-    at its tick and misses ranks that sleep and wake between ticks. With two gloo ranks on two cores
-    the sum was 3–6 % of the cores too low, which hid a busy host. Idle time is stamped exactly
-    (1–3 % too high, the cost of waking). Interrupts that the kernel counts are not process time.
+    Busy is all time that was not idle, rather than user + system + …: the kernel samples the latter
+    at its tick and misses ranks that sleep and wake between ticks, but stamps idle time exactly.
+    Interrupts that the kernel counts are not process time.
     """
     ticks = [int(count) for count in (read("/proc/stat") or "").partition("\n")[0].split()[4:9]]
     if len(ticks) < 5 or not ticks[0]:
-        return None, None, None
+        return None, None
     idle, waiting, hard, soft, steal = (count / os.sysconf("SC_CLK_TCK") for count in ticks)
     interrupts = hard + soft if hard else 0.0
-    return (psutil.cpu_count() or 1) * wall - idle - waiting - steal - interrupts, interrupts, steal
+    return (psutil.cpu_count() or 1) * wall - idle - waiting - steal - interrupts, steal
 
 
 def _throttled(levels: Sequence[Path]) -> float | None:

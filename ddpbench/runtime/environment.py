@@ -72,7 +72,6 @@ def run_facts() -> dict[str, object]:
         "nccl": or_none(nccl_library.describe_version),
         "mpi": or_none(mpi_library.library) if "mpi4py.MPI" in sys.modules else None,
         **host_facts(),
-        "loopback": _interface("lo"),
         "default_interface": _interface(route),
     }
 

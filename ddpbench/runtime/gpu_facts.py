@@ -72,21 +72,18 @@ def gpu() -> dict[str, Any]:
 
 
 def gpu_state(uuid: str | None = None) -> dict[str, object] | None:
-    """Return clocks, throttle reasons, temperature and NVLinks of a GPU, from NVML.
+    """Return clock, throttle reasons and temperature of a GPU, from NVML.
 
     uuid: of the GPU; None: of the one that is current in this thread.
     """
     nvml = open_nvml(uuid) if uuid else _open_nvml()
     if nvml is None:
         return None
-    sm, memory = (nvml.query("nvmlDeviceGetClockInfo", clock) for clock in (1, 2))  # in MHz
-    links = [nvml.is_active(n) for n in range(nvml.module.NVML_NVLINK_MAX_LINKS)]
+    sm = nvml.query("nvmlDeviceGetClockInfo", 1)  # in MHz
     return {
         "sm_clock_hertz": sm and sm * 10**6,
-        "memory_clock_hertz": memory and memory * 10**6,
         "throttle_reasons": _throttle_reasons(nvml),
         "temperature_celsius": nvml.query("nvmlDeviceGetTemperature", 0),
-        "nvlinks_active": None if set(links) == {None} else links.count(True),
     }
 
 
@@ -254,12 +251,8 @@ def _fabric(nvml: Nvml) -> str | None:
 
 # --- links as the kernel reports them in /sys -----------------------------------------------------
 
-# Rates are bytes per second in one direction: the signalling rate less the encoding. Headers of
-# packets are not deducted.
 # Transfers per second of a lane → the share that is data, by the PCI Express Base Specification:
-# 8b/10b encoding up to 5 GT/s (revision 2.0), 128b/130b up to 32 GT/s (3.0 to 5.0, section 4.2.2),
-# flits of 256 bytes, 14 of them for error correction, at 64 GT/s and above (6.0, section 4.2.3).
-# A link of 16 lanes at 16 GT/s carries 31.5 GB/s.
+# 8b/10b encoding, then 128b/130b, then flits of 256 bytes. Headers of packets are not deducted.
 ENCODINGS = ((5e9, 8 / 10), (32e9, 128 / 130), (float("inf"), 242 / 256))
 
 

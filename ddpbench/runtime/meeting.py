@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.hang.self_report import RankIdentity, identify
-from ddpbench.launch import siblings
+from ddpbench.launch import supervise
 from ddpbench.launch.placement import (
     Placement,
     Refused,
@@ -56,7 +56,7 @@ def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
     """Return the store that all ranks share. Raises Refused if it cannot be reached."""
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=siblings.add_patience(rendezvous.timeout_seconds))
+    timeout = timedelta(seconds=supervise.add_patience(rendezvous.timeout_seconds))
     url = _choose_url(placement, rendezvous)
     try:
         if not url.startswith("tcp://"):  # torchrun's own store, or a file
@@ -113,7 +113,7 @@ def _choose_url(placement: Placement, rendezvous: Rendezvous) -> str:
         return f"tcp://{address}:{port}"
     if placement.launcher == "srun":
         host, number = slurm_address()
-        return f"tcp://{address or node_address(host, placement)}:{port or number}"
+        return f"tcp://{address or node_address(host)}:{port or number}"
     if placement.launcher == "mpirun":
         return f"tcp://{_broadcast_address_over_mpi(placement, rendezvous, address, port)}"
     return f"tcp://{address or '127.0.0.1'}:{port or free_port()}"
@@ -173,7 +173,7 @@ def _gather_over_store(
     """Return all ranks' JSON-able values. Raises Refused with the ranks that did not come."""
     keys = {rank: f"ddpbench/{topic}/{rank}" for rank in range(placement.world_size)}
     store.set(keys[placement.rank], json.dumps(value))
-    deadline, absent = time.monotonic() + siblings.add_patience(seconds), list(keys)
+    deadline, absent = time.monotonic() + supervise.add_patience(seconds), list(keys)
     try:
         while absent := [rank for rank in absent if not store.check([keys[rank]])]:
             if time.monotonic() > deadline or store.check(["ddpbench/gave up"]):

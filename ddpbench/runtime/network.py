@@ -148,26 +148,6 @@ def matches_names(value: str, name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns) != value.startswith("^")
 
 
-def check_nccl_interface(
-    variable: str, several_hosts: bool, environ: Mapping[str, str] = os.environ
-) -> str | None:
-    """Return why no interface of this host matches a variable of NCCL; None if one does."""
-    value, interfaces = environ.get(variable, ""), sockets.list_interfaces()
-    fitting = [
-        name
-        for name, address in interfaces.items()
-        if matches_names(value, name) and not (several_hosts and sockets.is_loopback(address))
-    ]
-    if not value or fitting:
-        return None
-    existing = ", ".join(f"{name} {address}" for name, address in interfaces.items())
-    reached = "that other hosts can reach " if several_hosts else ""
-    return (
-        f"{variable}={value} matches no interface {reached}on {socket.gethostname()}, which has "
-        f"{existing}"
-    )
-
-
 def _resolve_own_name(host: str) -> tuple[str, str]:
     """Return the address that gloo uses if no interface is requested, and the reason."""
     addresses = []

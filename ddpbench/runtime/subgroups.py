@@ -1,13 +1,14 @@
 """Subgroups: ranks that run an operation among themselves while other subgroups run the same one.
 
 A partition divides the ranks: inside each host, between hosts (the first ranks of all hosts, the
-second ones, …), or all as one. One entry of GROUPS adds a way to divide them.
+second ones, …), or all as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 Hosts = Sequence[Sequence[int]]  # the ranks of each host
 Members = tuple[tuple[int, ...], ...]  # the ranks of each subgroup
+GROUPS = ("host", "cross", "world")
 
 
 @dataclass(frozen=True)
@@ -46,43 +48,25 @@ class Subgroup:
     rank: int = 0  # of this process in the subgroup
 
 
-def _between(hosts: Hosts) -> Members:
-    # The smallest host limits the number of subgroups. torch orders a group's ranks ascending.
-    return tuple(tuple(sorted(members)) for members in zip(*hosts, strict=False))
-
-
-def _all(hosts: Hosts) -> Members:
-    return (tuple(sorted(rank for host in hosts for rank in host)),)
-
-
-def _inside_objection(hosts: Hosts) -> str | None:
-    sizes = [len(host) for host in hosts]
-    if min(sizes) < max(sizes):
-        return (
+def divide_ranks(name: str, hosts: Hosts) -> Partition:
+    """Return the partition of these hosts' ranks by one of GROUPS."""
+    sizes, objection = [len(host) for host in hosts], None
+    if name == "host" and min(sizes) < max(sizes):
+        objection = (
             f"the hosts have {min(sizes)} to {max(sizes)} ranks, but groups must have equal sizes: "
             "start the same number of ranks on each host"
         )
-    return "each host has one rank, and a host group needs two" if sizes[0] == 1 else None
-
-
-# name → (how to divide the ranks, why they cannot be divided)
-GROUPS: dict[str, tuple[Callable[[Hosts], Members], Callable[[Hosts], str | None]]] = {
-    "host": (lambda hosts: tuple(map(tuple, hosts)), _inside_objection),
-    "cross": (
-        _between,
-        lambda hosts: (
-            "all ranks are on one host, and a cross group needs two" if len(hosts) == 1 else None
-        ),
-    ),
-    "world": (_all, lambda hosts: None),
-}
-
-
-def divide_ranks(name: str, hosts: Hosts) -> Partition:
-    """Return the partition of these hosts' ranks by an entry of GROUPS."""
-    divide, find_objection = GROUPS[name]
-    objection = find_objection(hosts)
-    members = (_all if objection else divide)(hosts)
+    elif name == "host" and sizes[0] == 1:
+        objection = "each host has one rank, and a host group needs two"
+    elif name == "cross" and len(hosts) == 1:
+        objection = "all ranks are on one host, and a cross group needs two"
+    members: Members = (tuple(chain.from_iterable(hosts)),)
+    if name == "host" and objection is None:
+        members = tuple(map(tuple, hosts))
+    elif name == "cross" and objection is None:
+        members = tuple(zip(*hosts, strict=False))  # the smallest host limits their number
+    # torch orders a group's ranks ascending.
+    members = tuple(tuple(sorted(subgroup)) for subgroup in members)
     first = set(members[0])
     counts = [len(first & set(host)) for host in hosts]
     return Partition(name, members, tuple(count for count in counts if count), objection)

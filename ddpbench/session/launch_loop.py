@@ -23,7 +23,7 @@ from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Examination, Plan, Result, StepResult
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
-from ddpbench.runtime import control, cpu, devices, environment, network
+from ddpbench.runtime import control, cpu, devices, environment
 from ddpbench.runtime.world import Turns, World, describe_failed_connection, join_world
 from ddpbench.session import launch_facts, run_folder
 from ddpbench.session.progress import Progress
@@ -274,8 +274,6 @@ def agree_torch_name(world: World, backend: Backend) -> str:
     """
     name = backend.register() if backend.register else backend.name
     size, objection = backend.size(), None
-    if backend.interfaces:
-        objection = network.check_nccl_interface(backend.interfaces, len(world.hosts) > 1)
     if size is not None and size != world.world_size:
         objection = (
             f"{backend.name} sees a world size of {size}, not {world.world_size}: start the ranks "

@@ -77,9 +77,6 @@ class Options(RunOptions):
             seed=seed,
         )
 
-    def ddp_options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in DDP_OPTIONS}
-
     def settings_of(self, workload: Workload) -> dict[str, int]:
         """Return the workload's settings: the user's, else the defaults for the device."""
         chosen = dict(self.settings)
@@ -133,24 +130,19 @@ class Options(RunOptions):
         return mesh
 
     def _check_way(self) -> None:
-        sharded = [way.name for way in WAYS.values() if way.shards]
-        in_ddp, shards = not self.way.dimensions, self.way.shards
-        for option, is_given, applies, owners in (
-            ("--no-prefetch", self.no_prefetch, shards, sharded),
-            ("--reshard-after-forward", self.reshard_after_forward, shards, sharded),
-            ("--bucket-cap-mb", self.bucket_cap_mb, in_ddp, ["ddp"]),
-            ("--gradient-as-bucket-view", self.gradient_as_bucket_view, in_ddp, ["ddp"]),
-            ("--static-graph", self.static_graph, in_ddp, ["ddp"]),
-            ("--find-unused-parameters", self.find_unused_parameters, in_ddp, ["ddp"]),
-            ("--comm-hook", self.comm_hook != "none", in_ddp, ["ddp"]),
-        ):
-            if is_given and not applies:
+        sharded = tuple(way.name for way in WAYS.values() if way.shards)
+        owners = {
+            **dict.fromkeys(("no_prefetch", "reshard_after_forward"), sharded),
+            **dict.fromkeys((*DDP_OPTIONS, "comm_hook"), ("ddp",)),
+        }
+        for name, ways in owners.items():
+            if getattr(self, name) not in (None, False, "none") and self.parallel not in ways:
                 raise Refused(
-                    f"{option} does not apply to --parallel {self.parallel}: it belongs to "
-                    f"--parallel {list_choices(owners)}"
+                    f"--{name.replace('_', '-')} does not apply to --parallel {self.parallel}: it "
+                    f"belongs to --parallel {list_choices(ways)}"
                 )
         planned = [each.name for each in WORKLOADS.values() if each.plan is not None]
-        for name in [] if in_ddp else self.subjects:
+        for name in self.subjects if self.way.dimensions else ():
             if name not in planned:
                 raise Refused(
                     f"--parallel {self.parallel} cannot divide the workload {name}: "

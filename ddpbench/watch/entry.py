@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import runpy
@@ -121,9 +120,8 @@ def _find_meeting_point(placement: Placement) -> dict[str, Any]:
     """Return the variables for address and port of rank 0; nothing if they are unknown."""
     if placement.launcher == "srun":
         name, port = slurm_address()
-        with contextlib.suppress(Refused):
-            return {"MASTER_ADDR": node_address(name, placement), "MASTER_PORT": port}
-    elif placement.local_world_size == placement.world_size:
+        return {"MASTER_ADDR": node_address(name), "MASTER_PORT": port}
+    if placement.local_world_size == placement.world_size:
         job = os.environ.get("PMIX_NAMESPACE") or f"{os.getppid()}"  # equal in all ranks of mpirun
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 20_000 + crc32(job.encode()) % 12_000}
     return {}

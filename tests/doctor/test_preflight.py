@@ -132,7 +132,7 @@ def test_facts_without_nvml_are_not_checked(
     setup = a_setup(a_rank(), a_rank())
     (unchecked,) = measure._unchecked(setup, [silent, silent], None)
     frozen.text(unchecked)
-    known = {"gpu_uuid": "GPU-1", "gpu_before": {"nvlinks_active": None}}
+    known = {"gpu_uuid": "GPU-1", "gpu_before": {"sm_clock_hertz": None}}
     assert list(measure._unchecked(setup, [known, {"gpu_uuid": None}], None)) == []
 
 

@@ -23,10 +23,10 @@ from ddpbench.launch import family
 # `main` of each rank: a Python expression of `place` and `dist`, run as `python -c`.
 PROGRAM = """
 import os, signal, sys, time
-from ddpbench.launch import forks, placement, siblings, supervise
+from ddpbench.launch import forks, placement, supervise
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import join_world
-siblings.LATE_SECONDS = 1.0
+supervise.LATE_SECONDS = 1.0
 def main():
     place = placement.read_placement()
     {body}

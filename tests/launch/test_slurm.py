@@ -15,7 +15,6 @@ from slurm_cluster import Cluster, explain_missing, start_cluster
 from warm_python import warm_python
 
 from ddpbench.launch import placement
-from ddpbench.launch.placement import Placement, Refused
 from ddpbench.records import store
 
 TINY = ("--device", "cpu", "--op", "all_reduce", "--sizes", "4,1K", "--case-time", "0.1")
@@ -38,26 +37,8 @@ def test_a_node_is_reached_by_name_or_as_slurm_reaches_it(
     """A name that resolves is taken as it is; for another, scontrol is asked for the address."""
     program(tmp_path, "scontrol", 'echo "NodeName=$4 Arch=x86_64 NodeAddr=127.0.0.9 Port=1"')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    place = Placement("srun", 1, 2, 0, None)
-    assert placement.node_address("localhost", place) == "localhost"
-    assert placement.node_address(NOWHERE, place) == "127.0.0.9"
-
-
-@pytest.mark.parametrize(("local_rank", "speaker"), [(0, 5), (1, -1)])
-def test_an_unknown_node_is_one_sentence_of_each_host(
-    local_rank: int, speaker: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither a name service nor scontrol knows the node: its name and the option that helps are
-    told, by the first rank of a host only."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for line in (None, "exit 1", f"echo NodeAddr={NOWHERE}"):
-        if line is not None:
-            program(tmp_path, "scontrol", line)
-        with pytest.raises(Refused) as caught:
-            placement.node_address(NOWHERE, Placement("srun", 5, 8, local_rank, None))
-        assert NOWHERE in str(caught.value)
-        assert "--master-addr" in str(caught.value)
-        assert caught.value.speaker == speaker
+    assert placement.node_address("localhost") == "localhost"
+    assert placement.node_address(NOWHERE) == "127.0.0.9"
 
 
 # --- signals --------------------------------------------------------------------------------------

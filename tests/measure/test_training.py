@@ -63,14 +63,13 @@ class Bench:
         return WORKLOADS["regression"].build(self.settings, self.setup(rank))
 
     def train(
-        self, epochs: int, verify: training.Verify | None = None,
-        seen: Callable[[Epoch], Any] = str, task: Task | None = None,
+        self, epochs: int, verify: training.Verify | None = None, task: Task | None = None
     ) -> tuple[Epoch, ...]:  # fmt: skip
         """All ranks together."""
         return training.train(
             self.world, self.tested, task or self.task(),
             lambda model: torch.optim.Adam(model.parameters(), lr=self.rate),
-            epochs, verify=verify, report=seen,
+            epochs, verify=verify,
         )  # fmt: skip
 
 
@@ -131,13 +130,16 @@ def play_verified(bench: Bench) -> Any:
 
 
 def play_interrupted(bench: Bench) -> Any:
-    """The last rank gets SIGINT after the second epoch. The last play: the watchdog waits now."""
+    """The last rank gets SIGINT in the second epoch. The last play: the watchdog waits now."""
 
-    def seen(epoch: Epoch) -> None:
-        if epoch.number == 2 and bench.world.rank == bench.world.world_size - 1:
+    def verify(*_: object) -> training.Check:
+        return lambda step: step != workloads.STEPS + 1 or bool(interrupt())
+
+    def interrupt() -> None:
+        if bench.world.rank == bench.world.world_size - 1:
             os.kill(os.getpid(), signal.SIGINT)
 
-    return [epoch.number for epoch in bench.train(4, seen=seen)]
+    return [epoch.number for epoch in bench.train(4, verify=verify)]
 
 
 def play_converged(bench: Bench) -> Any:

@@ -86,10 +86,8 @@ def test_throttle_reasons_have_one_name_in_both_generations(
     a_nvml(monkeypatch, {f"GPU-{BODY}": "gpu"}, **queries)
     assert gpu_facts.gpu_state() == {
         "sm_clock_hertz": 1_980_000_000,
-        "memory_clock_hertz": 3_201_000_000,
         "throttle_reasons": reasons,
         "temperature_celsius": None,
-        "nvlinks_active": 2,
     }
 
 
@@ -230,8 +228,8 @@ def test_the_real_pynvml_reads_a_gpu_with_eighteen_links(tmp_path: Path) -> None
     )
     state, links, health = json.loads(done.stdout)
     assert state == {
-        "sm_clock_hertz": 10**9, "memory_clock_hertz": 2 * 10**9, "temperature_celsius": 55,
-        "throttle_reasons": ["GpuIdle", "HwThermalSlowdown"], "nvlinks_active": 18,
+        "sm_clock_hertz": 10**9, "temperature_celsius": 55,
+        "throttle_reasons": ["GpuIdle", "HwThermalSlowdown"],
     }  # fmt: skip
     assert links["gpu_nvlinks"] == [
         {"to": "switch", "count": 17, "bytes_per_second": 26.562e9},
