@@ -1,4 +1,4 @@
-"""Read logs of nccl-tests and rccl-tests (text since 2.13, JSON) and of OSU (since 5.9).
+"""Read logs of nccl-tests and rccl-tests (text since 2.13, JSON of -J) and of OSU (since 5.9).
 
 nccl-tests and rccl-tests time a loop of iterations and synchronise once at the end: `pipelined`,
 the mean over the iterations and over processes. Sizes are the total buffer.
@@ -55,7 +55,6 @@ NCCL_TEXT = re.compile(
     re.MULTILINE,
 )
 NCCL_JSON = re.compile(r'\A.*?"args"\s*:\s*\[', re.DOTALL)
-RCCL_JSON = re.compile(r'\A.*?\{[^{}]*"inPlace"\s*:[^{}]*\}', re.DOTALL)
 NCCL_HEADS = re.compile(r"# +size +count +type +redop +root +")
 PLACES = re.compile(r"^# +((?:(?:out-of|in)-place *)+)$", re.MULTILINE)
 DEVICE = re.compile(r"^# +Rank +(\d+) +(?:Group +(\d+) +)?Pid +\d+ +on ", re.MULTILINE)
@@ -331,21 +330,6 @@ def read_nccl_json(part: Part) -> tuple[Test, list[Result]]:
         for place, in_place in (("out_of_place", False), ("in_place", True))
         if row["size"] and row.get(place) is not None
     ]
-
-
-def read_rccl_json(part: Part) -> tuple[Test, list[Result]]:
-    """Read the JSON of rccl-tests (-x): one record for each figure. Raises ValueError."""
-    results = []
-    for match in re.findall(r"\{[^{}]*\}", part.text):
-        record = {"ranks": 1, "gpus": 1, "gpusPerRank": 1, **codec.parse(match.encode())}
-        ranks = int(record["ranks"]) * int(record["gpus"]) * int(record["gpusPerRank"])
-        test = Test("rccl-tests", "of unknown version", find_operation(record["name"]), ranks)
-        if record["size"]:
-            row = {"#wrong": record.get("wrong"), **record}
-            results.append(make_result(test, row, in_place=bool(record["inPlace"])))
-    if part.text.count("{") > part.text.count("}"):
-        part.left_out.append((part.line + part.text.count("\n"), "the last record is incomplete"))
-    return test, results
 
 
 def _refuse_options(part: Part) -> None:

@@ -25,15 +25,9 @@ PREFIX = re.compile(
     r"|[a-z][a-z0-9.]*-[a-z0-9.-]+ (?:[a-z][a-z0-9-]* )?|\d{4}-\d\d-\d\dT\S+ (?:stdout F )?)+",
     re.MULTILINE,
 )
-# NCCL writes lines of its own, even between the words of a row.
-BROKEN_ROW = re.compile(
-    r"^([ \t]*\d.*?)((?:[A-Za-z][\w.-]{0,254}:\d+:\d+ \[-?\d+\] .*\n)+)(.*)", re.MULTILINE
-)
-
 # Kind of log → an expression that finds each start of the tool; reads what one start printed.
 READERS: dict[str, tuple[re.Pattern[str], Callable[[Part], tuple[Test, list[Result]]]]] = {
     "JSON of nccl-tests (-J)": (log.NCCL_JSON, log.read_nccl_json),
-    "JSON of rccl-tests (-x)": (log.RCCL_JSON, log.read_rccl_json),
     "text of nccl-tests or rccl-tests since 2.13": (log.NCCL_TEXT, log.read_nccl_text),
     "text of the OSU Micro-Benchmarks since 5.9": (log.OSU, log.read_osu),
 }
@@ -102,7 +96,4 @@ def read(path: Path, hints: Hints = NO_HINTS) -> Run:
 def _clean(data: bytes) -> str:
     """Return the lines as the tool printed them, without what others added or indentation."""
     text = ESCAPE.sub("", data.decode("utf-8-sig", errors="replace").replace("\r", ""))
-    text = BROKEN_ROW.sub(
-        lambda row: f"{row[1]} {row[3]}" + "\n" * row[2].count("\n"), PREFIX.sub("", text)
-    )
-    return "\n".join(line.strip() for line in text.split("\n"))
+    return "\n".join(line.strip() for line in PREFIX.sub("", text).split("\n"))

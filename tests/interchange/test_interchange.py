@@ -84,15 +84,6 @@ def the_json(**other: Any) -> str:
     return json.dumps({**known, **other})
 
 
-def record(inside: int, time: float, **other: Any) -> dict[str, Any]:
-    """Return what rccl-tests writes with -x, of the rows above."""
-    return {
-        "numCycle": 0, "name": "AllReduce", "nodes": 1, "ranks": 4, "ranksPerNode": 4,
-        "gpusPerRank": 1, "size": MIB, "type": "float", "redop": "sum", "inPlace": inside,
-        "time": time, "algBw": 1.0, "busBw": 1.5, "wrong": "0", **other,
-    }  # fmt: skip
-
-
 def osu(title: str, *rows: str, heads: str = "Size       Avg Latency(us)", dtype: str = "") -> str:
     """Return what a benchmark of OSU prints."""
     typed = f"# Datatype: {dtype}.\n" if dtype else ""
@@ -103,7 +94,6 @@ def osu(title: str, *rows: str, heads: str = "Size       Avg Latency(us)", dtype
 NONE = "float    none      -1"
 FULL = "Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
 ALLREDUCE = osu("Allreduce", "4     2.00", "8     2.50")
-RECORDS = [record(0, 40.0), record(1, 41.0), record(0, 1.0, size=0)]
 GROUPS = re.sub(r"Rank ( [4-7]) Group  0", r"Rank \1 Group  1", nccl(row(), ranks=8))
 EMPTY = "0    0  float  sum  -1  34.27    0.00    0.00    N/A   33.57    0.00    0.00  N/A"
 ITERATIONS = [*NCCL_HEADS[:5], *2 * [*SIDE, "i_min", "i_max", "i_p99", "i_cv%"]]
@@ -131,9 +121,6 @@ LOGS: dict[str, tuple[Any, ...]] = {
     "rccl-tests": (nccl(row(), name="").replace("NVIDIA", "AMD"), "all_reduce"),
     "rccl-tests -O 0": (nccl(OF_ONE_SIDE, heads=ONE_SIDE, places="in-place"),),
     "rccl-tests -O 1": (nccl(OF_ONE_SIDE, heads=ONE_SIDE, places="out-of-place"),),
-    "rccl-tests -x": (json.dumps(RECORDS),),
-    "rccl-tests -x, a record a line": ("\n".join(map(json.dumps, RECORDS)),),
-    "rccl-tests -x, wrong": (json.dumps([record(0, 1.0, wrong="3")]),),
     "OSU": (ALLREDUCE, None, 4),
     "OSU -T": (osu("Allreduce", "1024          15.50", dtype="MPI_INT"), None, 4),
     "OSU -f": (osu("Allgather", "1024     15.50    14.00    17.00   1000", heads=FULL), None, 4),
@@ -193,7 +180,7 @@ PREFIXES: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["nccl-tests", "-J", "rccl-tests -x", "OSU"])
+@pytest.mark.parametrize("kind", ["nccl-tests", "-J", "OSU"])
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_prefixes_are_removed(kind: str, prefix: str) -> None:
     """What launchers and terminals add moves no figure, nor do lines of other programs."""
@@ -205,18 +192,7 @@ def test_prefixes_are_removed(kind: str, prefix: str) -> None:
     assert (run.results, run.findings) == (clean, ())
 
 
-def test_lines_of_nccl_may_break_a_row() -> None:
-    """Lines within rows and between them move no figure and no number of a line."""
-    info = "node1:4711:4790 [0] NCCL INFO comm 0x55 rank 0 nranks 4 busId 18000 - Init COMPLETE\n"
-    text = nccl(row(8, 9.5, 9.75), row(), row(MIB, 4, 5) + " x")
-    noisy = re.sub(r"(?m)^ .*? -1(?= )", rf"\g<0>{info}{info}", text).replace("# O", f"{info}# O")
-    clean, run = read(text), read(noisy)
-    assert run.results == clean.results
-    (line,) = (number for number, each in enumerate(noisy.split("\n"), 1) if each.endswith(" x"))
-    assert run.findings[0].place == {"line": line - 2}  # the row begins two lines earlier
-
-
-@pytest.mark.parametrize("kind", ["nccl-tests", "-J", "rccl-tests -x", "OSU"])
+@pytest.mark.parametrize("kind", ["nccl-tests", "-J", "OSU"])
 def test_no_cut_makes_another_figure(kind: str) -> None:
     """A log that ends anywhere is refused with a sentence, or its whole rows are what they were."""
     text, *hints = LOGS[kind]
@@ -274,8 +250,6 @@ NOT_READ: dict[str, str] = {
     "a size below 0": the_json().replace(f'"size": {MIB}', '"size": -1'),
     "NaN": the_json().replace('"time": 40.0', '"time": NaN'),
     "-a in JSON": the_json(args=["all_reduce_perf", "-a", "0"]),
-    "0 ranks": json.dumps([record(0, 1.0, ranks=0)]),
-    "AlltoAllv": json.dumps([record(0, 1.0, name="AlltoAllv")]),
     "OSU, a cut row": osu("Allreduce", "8  2.50")[:-2],
     "OSU, no number": osu("Allreduce", "8  x"),
     "OSU, non-blocking": osu("Non-blocking Allreduce", "4  2.00"),
