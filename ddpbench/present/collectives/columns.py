@@ -6,10 +6,9 @@ One entry of COLUMNS adds a column.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.analysis import peers
 from ddpbench.catalog.sizes import readable
 from ddpbench.present.columns import (
     Column,
@@ -21,12 +20,40 @@ from ddpbench.present.columns import (
     scale_known,
     text_column,
 )
-from ddpbench.records.schema import LAUNCH_HIDDEN
+from ddpbench.records.schema import EVENTS, EXIT_ENTRY, LAUNCH_HIDDEN, Result
 
 if TYPE_CHECKING:
     from ddpbench.analysis.lines import Line
 
 Number = Callable[["Line"], "float | None"]
+BETWEEN_PAIRS = ("send_recv", "bidirectional")  # other benchmarks time something else
+
+
+def _is_osu(result: Result) -> bool:
+    """Return whether OSU measures such a case in the same way: one call between two barriers."""
+    case = result.case
+    between = case.issue == "isolated" and case.start == "barrier" and not case.async_op
+    one_call = result.calls == 1 and case.time_definition in (EXIT_ENTRY, EVENTS)
+    return between and one_call and _is_of_all(result)
+
+
+def _is_nccl_tests(result: Result) -> bool:
+    """Return whether nccl-tests measures such a case in the same way: calls in flight."""
+    return result.case.issue == "pipelined" and _is_of_all(result)
+
+
+def _is_of_all(result: Result) -> bool:
+    return result.case.group == "world" and result.case.operation not in BETWEEN_PAIRS
+
+
+def _mean_seconds(results: Sequence[Result], is_alike: Callable[[Result], bool]) -> float | None:
+    """Return the mean over calls and ranks of exit - entry, median over launches.
+
+    OSU and nccl-tests define their times like this. None if the benchmark measures otherwise.
+    """
+    alike = [r.summary for r in results if r.summary and is_alike(r)]
+    means = [s.overall_mean_seconds for s in alike if s.overall_mean_seconds is not None]
+    return statistics.median(means) if means else None
 
 
 def _check(line: Line) -> str:
@@ -52,10 +79,6 @@ def _microseconds(seconds: Iterable[float]) -> str | None:
 
 def _faults(line: Line) -> float | None:
     return max(((r.page_faults or 0) / r.calls for r in line.results if r.calls), default=None)
-
-
-def _hides_launch(line: Line) -> bool:
-    return line.case.time_definition in LAUNCH_HIDDEN
 
 
 def _extra(name: str, value: Callable[[Line], Value], meaning: str, **more: Any) -> Column[Line]:
@@ -141,12 +164,12 @@ COLUMNS: dict[str, Column[Line]] = by_name(
     _statistic("rank_min", "time of a call on the fastest rank"),
     _time(
         "osu",
-        lambda line: peers.seconds(line.results, peers.of_osu),
+        lambda line: _mean_seconds(line.results, _is_osu),
         "as OSU prints it: mean over calls and ranks of calls between barriers",
     ),
     _time(
         "nccl_tests",
-        lambda line: peers.seconds(line.results, peers.of_nccl_tests),
+        lambda line: _mean_seconds(line.results, _is_nccl_tests),
         "as nccl-tests prints it: time of the calls in flight / their number, mean over ranks",
     ),
     _statistic("last_in", "from the last rank's entry to the last exit"),
@@ -163,7 +186,7 @@ COLUMNS: dict[str, Column[Line]] = by_name(
         "until the slowest rank's call returned to the host, median; the device was busy "
         "meanwhile, so the time does not include it",
         default=True,
-        applies=_hides_launch,
+        applies=lambda line: line.case.time_definition in LAUNCH_HIDDEN,
     ),
     _time(
         "cold",
