@@ -7,9 +7,9 @@ import pytest
 from random_stamps import random_stamps
 from stored_runs import a_case, a_result, a_run, a_summary
 
-from ddpbench.analysis import lines, peers, stats
+from ddpbench.analysis import lines, stats
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.present.collectives.columns import COLUMNS
+from ddpbench.present.collectives.columns import BETWEEN_PAIRS, COLUMNS
 
 PIPELINED: dict[str, Any] = {"issue": "pipelined", "start": "none", "async_op": True, "depth": 20}
 
@@ -85,4 +85,4 @@ def test_over_launches_it_is_the_median() -> None:
 def test_what_is_between_pairs_is_what_the_catalog_says() -> None:
     """This module may not ask it."""
     paired = tuple(name for name, operation in OPERATIONS.items() if operation.paired)
-    assert paired == peers.BETWEEN_PAIRS
+    assert paired == BETWEEN_PAIRS
