@@ -282,7 +282,7 @@ def describe_mismatches(statuses: Statuses) -> list[str]:
             kinds = _group_equal_calls(by_rank)
             if len(kinds) > 1:
                 sentence = _describe_mismatch(number, group, kinds, statuses)
-                (odd, *_), (usual, *_) = kinds[1], kinds[0]
+                usual, odd = (next(iter(kind)) for kind in kinds[:2])
                 if len(kinds) == 2 and (how := _find_shift(logs[odd], logs[usual], number)):
                     verb = "has" if len(kinds[1]) == 1 else "have"
                     sentence += f": {format_ranks([*kinds[1]])} {verb} {how} a collective"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -103,7 +102,7 @@ def to_json(run: Run, found: SideCase, folder: Path) -> dict[str, Any]:
     side, case, launch = found.side, found.case, run.launches[0]
     assert side is not None
     stored = {
-        "case": json.loads(codec.encode(case)),
+        "case": codec.to_plain(case),
         "launch_medians_seconds": list(side.times),
         "launch_lower_quartiles_seconds": list(side.quartiles),
         "busy_share_of_launches": side.busy,

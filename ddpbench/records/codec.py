@@ -17,7 +17,8 @@ def encode(record: Any, indent: int | None = 1) -> bytes:
 
     Raises ValueError for a NaN or an infinity.
     """
-    text = json.dumps(to_plain(record), ensure_ascii=False, allow_nan=False)
+    plain = record if isinstance(record, dict) else to_plain(record)
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
     data = SURROGATE.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text).encode()
     return data if indent is None else msgspec.json.format(data, indent=indent)
 
