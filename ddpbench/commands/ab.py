@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,11 +49,7 @@ HELP = "measure two variants in turns until the verdict is clear"
 LOOKS = ((1, 0.95), (6, 0.968), (12, 0.99), (24, 0.995), (48, 0.9975))
 LEAST_BLOCKS = 6
 # Variants may differ in how the same thing is done, but not in what is done or what a time means.
-VARIED = (
-    "backend", "provider", "form", "in_place", "async_op", "buffers",
-    "bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters",
-    "comm_hook", "amp", "threads", "prefetch", "reshard_after_forward",
-)  # fmt: skip
+VARIED = ("threads", *chain.from_iterable(turns.HOW.values()))  # OMP_NUM_THREADS sets the threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,6 @@
 """Facts about the GPU that this rank uses, ready for JSON. No query creates a context on a GPU.
 
-NVML (the module pynvml) reports NVIDIA's GPUs. A part of a GPU (MIG) has its own UUID there, but
-its clocks and links are those of the whole GPU. Unknown facts are None.
+NVML (the module pynvml) reports NVIDIA's GPUs. Unknown facts are None.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class Nvml:
 
     module: Any
     gpu: Any
-    is_part: bool  # whether the rank uses a part of this GPU (MIG)
 
     def query(self, function: str, *arguments: object) -> Any:
         return or_none(lambda: getattr(self.module, function)(self.gpu, *arguments))
@@ -47,12 +45,12 @@ class Nvml:
         return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else None
 
     def busy_share(self) -> float | None:
-        """Return the share of time, 0 to 1, in which this GPU ran a kernel; None for a part of one.
+        """Return the share of time, 0 to 1, in which this GPU ran a kernel.
 
         NVML's sample period is at most 1 s.
         """
         rates = self.query("nvmlDeviceGetUtilizationRates")
-        return None if rates is None or self.is_part else int(rates.gpu) / 100
+        return None if rates is None else int(rates.gpu) / 100
 
     def is_active(self, link: int) -> bool | None:
         """Return whether an NVLink is up, though it may sleep. GPUs since Hopper have a field."""
@@ -91,14 +89,14 @@ def gpu_links() -> dict[str, object]:
     """Return how this rank's GPU reaches others: its PCIe link, NVLinks, and their fabric.
 
     gpu_nvlinks   one entry for each other end: "switch", or the place of a GPU on the PCI bus; none
-                  without NVLinks; None if NVML does not report it, or the rank has a part of a GPU
+                  without NVLinks; None if NVML does not report it
     gpu_fabric    equal for GPUs that NVLinks connect across hosts
     """
     nvml = _open_nvml()
     bus = _bus(nvml)
     # The GPU of a Grace superchip reaches its host over other links than PCIe.
     reached_otherwise = nvml is not None and nvml.field("NVML_FI_DEV_C2C_LINK_COUNT")
-    links = None if nvml is None or nvml.is_part else _nvlinks(nvml)
+    links = None if nvml is None else _nvlinks(nvml)
     return {
         "gpu_bus": bus,
         "gpu_pcie": pcie_link(bus, ROOT) if bus and not reached_otherwise else None,
@@ -186,13 +184,8 @@ def open_nvml(uuid: str) -> Nvml | None:
     if module is None:
         return None
     or_none(module.nvmlInit)
-    body = re.sub("^(GPU|MIG)-", "", uuid)
-    whole = or_none(lambda: module.nvmlDeviceGetHandleByUUID(f"GPU-{body}"))
-    if whole is not None:
-        return Nvml(module, whole, is_part=uuid.startswith("MIG-"))
-    part = or_none(lambda: module.nvmlDeviceGetHandleByUUID(f"MIG-{body}"))
-    whole = or_none(lambda: module.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
-    return None if whole is None else Nvml(module, whole, is_part=True)
+    gpu = or_none(lambda: module.nvmlDeviceGetHandleByUUID(uuid))
+    return None if gpu is None else Nvml(module, gpu)
 
 
 def explain_unknown_gpu() -> str:

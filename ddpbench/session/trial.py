@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from dataclasses import dataclass, replace
@@ -97,7 +96,7 @@ class Trial:
     ) -> None:
         self.world, self.tested, self.backend = context.world, context.tested, context.backend
         self.options, self.plan, self.device = context.options, context.plan, context.device
-        self.index, self.turns = context.index, context.turns
+        self.index = context.index
         self.threads, self.meshes = threads, meshes
         self.planted = tuple(faults.parse(text) for text in self.options.inject)
 
@@ -171,7 +170,6 @@ class Trial:
             seed=self.plan.seed,
             verify=ledger.check if options.verify else None,
             every=options.verify,
-            turns=self.turns,
             faults=self.planted,
             progress=progress.show_part,
         )
@@ -186,7 +184,7 @@ class Trial:
         epochs = EPOCHS if options.epochs is None else options.epochs
         if not (workload.trains and epochs):
             return ()
-        rate = self.learning_rate(workload)
+        rate = workload.learning_rate
 
         def verify(ddp: Any, optimizer: Any) -> Any:
             verifier = Verifier(ddp, optimizer, dist.group.WORLD)
@@ -238,7 +236,7 @@ class Trial:
         return case, replica if sentence is None else None, sentence
 
     def _divide(self, workload: Workload, task: Task, case: StepCase, switchable: bool) -> Replica:
-        rate = self.learning_rate(workload)
+        rate = workload.learning_rate
         if self.meshes is None:
             slow_link = any(planted.fault.name == "slow-link" for planted in self.planted)
             switchable = switchable or slow_link
@@ -272,8 +270,7 @@ class Trial:
             objection = _describe_shortage(error, self._case(workload, None, batch))
             if objection is None:
                 raise
-        refusal = control.agree_objection(self.world, self._gather_difference(task) or refusal)
-        if refusal is not None:
+        if (refusal := control.agree_objection(self.world, refusal)) is not None:
             raise Refused(refusal)
         case = self._case(workload, task, batch)
         objection = objection or self._too_large(workload, task, case, replicas)
@@ -299,22 +296,6 @@ class Trial:
             ranks_per_host=tuple(len(host) for host in self.world.hosts.values()),
             clock=devices.of(self.device).clock,
         )
-
-    def learning_rate(self, workload: Workload) -> float:
-        return self.options.learning_rate or workload.learning_rate
-
-    def _gather_difference(self, task: Task | None) -> str | None:
-        """Describe how this rank's model differs from rank 0's, with which DDP would hang."""
-        own = [
-            [name, list(each.shape), str(each.dtype), each.requires_grad]
-            for name, each in (task.model.named_parameters() if task else ())
-        ]
-        models = control.gather_values(self.world, own)
-        if [] in models or own == models[0]:
-            return None
-        pairs = itertools.zip_longest(own, models[0])
-        own_parameter, first = next((a, b) for a, b in pairs if a != b)
-        return f"the model differs from rank 0's: parameter {own_parameter} is {first} in rank 0"
 
     def _too_large(
         self, workload: Workload, task: Task | None, case: StepCase, replicas: int

@@ -11,7 +11,7 @@ from ddpbench.catalog import backends
 from ddpbench.launch.placement import Refused, read_placement, require_world_size
 from ddpbench.present.formats import FORMATS
 from ddpbench.runtime import devices
-from ddpbench.session import options, run_folder
+from ddpbench.session import options
 from ddpbench.watch.settings import Settings, explain_wrong_port
 
 USAGE = """%(prog)s [options] SCRIPT [the script's own options]
@@ -32,8 +32,6 @@ OPTIONS = """
 --prometheus  write metrics for Prometheus: to this file, or serve them on this port (default:
               neither)
 --format      format of the table that rank 0 prints to stderr at the end
---report      also write report.html, a page with charts, into the folder of the run (default: no
-              page)
 """
 
 
@@ -43,12 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options.add_group(parser, "watch", OPTIONS)
     add("-n", "--ranks", kind=options.whole(1), metavar="N")
     add("--verify", kind=options.whole(1), metavar="N")
-    add("--timeout", kind=options.time_limit, metavar="SECONDS")
+    add("--timeout", kind=options.whole(1), metavar="SECONDS")
     add("--every", kind=options.positive, default=30.0, metavar="SECONDS")
     add("--output", default="results", metavar="FOLDER")
     add("--prometheus", kind=_file_or_port, metavar="FILE|PORT")
     add("--format", default="table", choices=tuple(FORMATS))
-    add("--report", action="store_true")
     # All that follows a script or -m is the program's.
     parser.add_argument("-m", nargs=argparse.REMAINDER, dest="module", help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -92,19 +89,13 @@ def parse(
 ) -> tuple[argparse.Namespace, Program]:
     """Return the options and the program of a command line.
 
-    Raises Refused without a program, if -n contradicts the launcher that has started the ranks, and
-    if the page of --report cannot be made; ends the process with exit code 2 for a wrong option.
+    Raises Refused without a program, and if -n contradicts the launcher that has started the ranks;
+    ends the process with exit code 2 for a wrong option.
     """
     parser = options.Parser(prog=prog, description=DESCRIPTION)
     add_arguments(parser)
     namespace = parser.parse_args(words)
-    placement = read_placement()
-    require_world_size(namespace.ranks, placement)
-    if namespace.report:
-        if namespace.output == "none":
-            raise Refused("--report needs a stored run: leave out --output none")
-        if placement is None or placement.rank == 0:  # which writes the page
-            run_folder.require_page(True)
+    require_world_size(namespace.ranks, read_placement())
     return namespace, Program.of(namespace)
 
 
@@ -117,7 +108,6 @@ def read_settings(namespace: argparse.Namespace, program: Program) -> Settings:
         output=None if namespace.output == "none" else Path(namespace.output).absolute(),
         prometheus=namespace.prometheus,
         format=namespace.format,
-        report=namespace.report,
         script=program.name,
     )
 

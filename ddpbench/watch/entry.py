@@ -18,7 +18,6 @@ from zlib import crc32
 from ddpbench.launch.placement import (
     Placement,
     Refused,
-    node_address,
     read_placement,
     slurm_address,
 )
@@ -119,8 +118,8 @@ def complete_environment() -> None:
 def _find_meeting_point(placement: Placement) -> dict[str, Any]:
     """Return the variables for address and port of rank 0; nothing if they are unknown."""
     if placement.launcher == "srun":
-        name, port = slurm_address()
-        return {"MASTER_ADDR": node_address(name), "MASTER_PORT": port}
+        host, port = slurm_address()
+        return {"MASTER_ADDR": host, "MASTER_PORT": port}
     if placement.local_world_size == placement.world_size:
         job = os.environ.get("PMIX_NAMESPACE") or f"{os.getppid()}"  # equal in all ranks of mpirun
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 20_000 + crc32(job.encode()) % 12_000}

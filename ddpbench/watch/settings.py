@@ -14,8 +14,7 @@ NOTE = "DDPBENCH_WATCH_NOTE"  # names a file in which rank 0 notes the folder of
 class Settings:
     """The arguments of `ddpbench.watch`, which explains them; they are also options of the command.
 
-    output: absolute, because the script may change its folder; report: write a page into the folder
-    of the run at the end; script: for titles.
+    output: absolute, because the script may change its folder; script: for titles.
     """
 
     verify: int = 0
@@ -25,7 +24,6 @@ class Settings:
     on_report: Callable[[dict[str, Any]], object] | None = None
     prometheus: str | None = None
     format: str = "table"
-    report: bool = False
     script: str = ""
 
 

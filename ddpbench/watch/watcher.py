@@ -28,7 +28,6 @@ from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.watched import WatchedBalance
 from ddpbench.runtime.load import LoadMeter
-from ddpbench.session import run_folder
 from ddpbench.session.run_folder import interrupted
 from ddpbench.watch.gather.joining import join_hosts
 from ddpbench.watch.gather.transport import Transport
@@ -70,7 +69,6 @@ class Watcher:
         self.values = self._observer.values
         self._proof = Proof(settings.verify, self._observer)
         self._guard: guard.Guard | None = None
-        self._stored: Path | None = None  # the complete run, in rank 0
         self._rank = int(os.environ.get("RANK", "0"))
         self._closing, self._end = threading.Event(), End("complete", None, 0)
         guard.before_end.append(self._finish)
@@ -93,8 +91,6 @@ class Watcher:
         self._observer.close()
         if self._guard is not None:
             self._guard.close()
-        if self._settings.report and self._stored is not None:
-            run_folder.write_page(self._stored)  # here, because the thread may end with the process
 
     def _finish(self, end: End) -> None:
         """Report a last time how this rank ends."""
@@ -139,7 +135,7 @@ class Watcher:
                 number = transport.begin_round().number
                 window = rank.read_window(Round(number, time.time_ns()), last=True)
                 reports.send(number, window, rank)
-            self._stored, self.exit_code = reports.folder, reports.exit_code
+            self.exit_code = reports.exit_code
         except Exception as error:
             if not isinstance(error, ValueError) or _has_group():  # a short script has ended it
                 self._fail(error)

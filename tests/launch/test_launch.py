@@ -162,7 +162,7 @@ def test_a_free_port_can_be_bound_and_a_taken_one_is_refused() -> None:
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("", port))
     placement.require_free(port)
-    refused = pytest.raises(Refused, match=f"--master-port {port} ")
+    refused = pytest.raises(Refused, match=f"port {port} ")
     with socket.create_server(("", port)), refused:
         placement.require_free(port)
 

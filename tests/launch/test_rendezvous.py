@@ -86,11 +86,15 @@ def test_on_one_host_nothing_listens_beyond_it(starter: str, tmp_path: Path) -> 
 @pytest.mark.nightly
 @pytest.mark.thorough
 @needs_mpirun
-def test_under_mpirun_the_store_listens_on_loopback(tmp_path: Path) -> None:
+def test_under_mpirun_the_store_listens_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MPI has sockets of its own, wherever it likes; the ranks' store has one, on the port given,
     and that is on loopback."""
     port = placement.free_port()
-    words = [*SWEEP, "--backend", "mpi", "-n", "2", "--master-port", str(port)]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    words = [*SWEEP, "--backend", "mpi", "-n", "2"]
     seen = seen_listening(DDPBENCH, words, tmp_path)
     assert {address for address, number in seen if number == port} == {"127.0.0.1"}
 

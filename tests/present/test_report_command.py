@@ -1,5 +1,5 @@
-"""`ddpbench report RUN…`, `compare --report` and `--report` of measuring commands: pages, verdicts,
-and what is said if there can be no page."""
+"""`ddpbench report RUN…` and `compare --report-file`: pages, verdicts, and what is said if there can
+be no page."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_lines import QUICK
 from drawn import values
 from frozen import Frozen
 from in_process import Outcome, call_in_process, forbid_processes
-from rank_pool import RankPool
 from stored_runs import (
     a_case,
     a_launch,
-    a_result,
     a_run,
     base_and_new,
     launch_results,
@@ -32,7 +29,6 @@ from ddpbench.present.document import Section
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Run
 from ddpbench.records.wording import install_extra
-from ddpbench.session import run_folder
 from ddpbench.verdicts import comparison
 from ddpbench.verdicts.matching import Source
 
@@ -228,18 +224,15 @@ def no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("report", "mine"),
         ("compare", "mine", "mine", "--report-file", "page.html"),
-        ("collectives", "-n", "2", "--report"),
-        ("watch", "-n", "2", "--report", "train.py"),
     ],
 )
 @pytest.mark.usefixtures("no_extra")
 def test_a_missing_extra_is_refused_before_anything_is_done(words: tuple[str, ...]) -> None:
     """Without altair, a command that is to write a page ends at once with the words to type."""
     put("mine", base_and_new(1)[0])
-    Path("train.py").touch()
     with forbid_processes():
         done = call_in_process(words)
-    what = {"report": "a report", "compare": "--report-file"}.get(words[0], "--report")
+    what = {"report": "a report", "compare": "--report-file"}[words[0]]
     assert done == Outcome(2, "", f"ddpbench: {what} needs altair: {EXTRA}\n")
     assert [path.name for path in Path("results").iterdir()] == ["mine"]
 
@@ -291,69 +284,3 @@ def test_a_page_that_cannot_be_written_is_one_sentence(
     assert [(done.code, done.err.count("\n")) for done in refused] == [(2, 1)] * 4
     frozen.text("".join(done.err for done in refused))
     assert sorted(path.name for path in Path().iterdir()) == ["plain", "results"]
-
-
-# --- measuring commands ---------------------------------------------------------------------------
-
-
-def test_a_measured_run_has_its_page_at_the_end(pool: RankPool, home: Path) -> None:
-    """`collectives --report` writes report.html into the run's folder and prints its path."""
-    words = ("--backend", "gloo", "--op", "all_reduce", "--sizes", "4", *QUICK)
-    done = pool.call(2, home, "collectives", *words, "--output", "mine", "--report")
-    assert done.returncode in (0, 1), done.stderr
-    *_, stored, written = done.stderr.splitlines()
-    assert stored.endswith("mine")
-    assert written.endswith("mine/report.html")
-    page = Path("mine/report.html").read_text()
-    assert "all_reduce" in page
-    assert "<h1>mine</h1>" in page
-
-
-def finish(capfd: pytest.CaptureFixture[str], end: store.End | None, *words: str) -> Outcome:
-    """Finish a run that has a result, as a measuring command does."""
-    from ddpbench import collectives
-    from ddpbench.session.options import Parser
-
-    parser = Parser()
-    collectives.add_arguments(parser)
-    options = collectives.Options.of(parser.parse_args(["--report", *words]))
-    code = run_folder.finish(Path("results/mine"), options, end)
-    return Outcome(code, *capfd.readouterr())
-
-
-END = store.End("failed", "rank 1 ended with SIGKILL", 5)
-
-
-@pytest.mark.parametrize(
-    "end", [None, END, run_folder.interrupted("SIGINT")], ids=["complete", "failed", "interrupted"]
-)
-def test_every_end_has_a_page(
-    capfd: pytest.CaptureFixture[str], end: store.End | None, frozen: Frozen
-) -> None:
-    """A run that is complete, failed or interrupted gets its page, after all else is stored."""
-    put("mine", replace(a_run(a_result()), state="running", exit_code=None))
-    done = finish(capfd, end)
-    assert done.code == (end.code if end else 0)
-    frozen.text(done.err)
-    if end is not None:
-        assert end.state in Path("results/mine/report.html").read_text()
-
-
-def test_a_page_never_makes_a_run_fail(capfd: pytest.CaptureFixture[str], frozen: Frozen) -> None:
-    """If the page cannot be written, one line says so; the exit code is that of the run, and
-    --quiet keeps the line."""
-    put("mine", replace(a_run(a_result()), state="running", exit_code=None))
-    Path("results/mine/report.html").mkdir()
-    done = finish(capfd, None, "--quiet")
-    assert done.code == 0
-    assert done.err.count("\n") == 1
-    frozen.text(done.err)
-
-
-def test_a_run_without_results_has_no_page(capfd: pytest.CaptureFixture[str]) -> None:
-    """A run that ended before its first result gets no page, and no word about it."""
-    put("mine", replace(a_run(), state="running", exit_code=None))
-    done = finish(capfd, END)
-    assert done.code == 5
-    assert "page" not in done.err
-    assert not Path("results/mine/report.html").exists()
