@@ -188,28 +188,23 @@ def test_one_rank_has_a_step_and_no_communication(pool: RankPool, tmp_path: Path
     assert "exposed communication" not in parts(one(tmp_path))
 
 
-def test_steps_are_timed_with_the_devices_clock(
-    pool: RankPool, tmp_path: Path, frozen: Frozen
-) -> None:
-    """As on a GPU, with events of the CPU: the case says so, the parts of the budget make the step,
-    and a fault is found right after its step."""
+def test_steps_are_timed_with_the_devices_clock(pool: RankPool, tmp_path: Path) -> None:
+    """As on a GPU, with events of the CPU: the case says so, and the parts of the budget make the
+    step."""
     (tmp_path / "timed.py").write_text(
         'from ddpbench.runtime import devices\ndevices.KINDS["cpu"].clock = "device"\n'
     )
-    fault = ("--inject", "bit-flip:step=7,rank=1", "--on-mismatch", "continue")
-    done = pool.call(2, tmp_path, "ddp", "--import", "timed", *SMALL, *FEW, *fault)
-    assert done.returncode == 4, done.stdout + done.stderr
+    done = pool.call(2, tmp_path, "ddp", "--import", "timed", *SMALL, *FEW)
+    assert done.returncode == 0, done.stdout + done.stderr
     result = one(tmp_path)
     assert result.case.clock == "device"
     assert result.replicas is not None
-    assert (result.replicas.equal_until, result.replicas.first_bad) == (6, 7)
     assert result.replicas.verified == 16
     summary, part = result.summary, parts(result)
     assert summary is not None
     whole = part["compute"] + part["bucket copies"] + part["exposed communication"]
     assert whole == pytest.approx(summary.step.value)
     assert summary.buckets
-    frozen.facts(end_facts(read_stored_run(tmp_path)[1]))
 
 
 def test_an_edited_buffer_is_no_fault(pool: RankPool, tmp_path: Path) -> None:
@@ -221,19 +216,6 @@ def test_an_edited_buffer_is_no_fault(pool: RankPool, tmp_path: Path) -> None:
     assert replicas is not None
     assert replicas.ok
     assert replicas.compared["buffer"] > 0
-
-
-def test_going_on_after_a_mismatch(pool: RankPool, tmp_path: Path, frozen: Frozen) -> None:
-    """--on-mismatch continue measures to the end, tells the first bad step, and ends with 4."""
-    words = ("ddp", *SMALL, *FEW, "--inject", "bit-flip", "--on-mismatch", "continue")
-    done = pool.call(2, tmp_path, *words)
-    assert done.returncode == 4
-    result = one(tmp_path)
-    assert result.summary is not None
-    assert result.summary.rounds == 6
-    assert result.replicas is not None
-    assert (result.replicas.first_bad, result.replicas.last_step) == (5, 16)
-    frozen.facts(end_facts(read_stored_run(tmp_path)[1]))
 
 
 # It writes how long the last bucket really took, in each rank and step.

@@ -7,6 +7,7 @@ Recorder and measures each case. The recorder stores each case at once.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -94,7 +95,7 @@ class Recorder:
         self.launch, self._context, self._world = launch, context, context.world
         self.failure: str | None = None  # why nothing more can be stored
         self._folder = context.folder if self._world.rank == 0 else None
-        shown = self._world.rank == 0 and context.options.shows_progress
+        shown = self._world.rank == 0 and not context.options.quiet and sys.stderr.isatty()
         self.progress = Progress(context.backend.name, launch.cases, shown)
         self._measuring_seconds = 0.0
         if self._folder is not None:
@@ -121,7 +122,7 @@ class Recorder:
             if self.failure is not None:
                 break
         usage = launch_facts.gather_usage(self._world, self._context.meter)
-        self.progress.stop()
+        self.progress.close()
         if self._folder is None or self.failure is not None:
             return
         ranks = zip(self.launch.ranks, usage, strict=True)

@@ -24,7 +24,6 @@ from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 
 T = TypeVar("T")
-VARIANT = "VARIANT"  # metavar of an option whose value consists of options
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,19 +34,9 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
         )
 
-    def print_help(self, file: Any = None) -> None:
-        """Print the help. Unlike argparse, raise OSError if stdout cannot be written."""
-        (file or sys.stdout).write(self.format_help())
-
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown arguments, also when this parses a subcommand."""
-        words = [*(sys.argv[1:] if args is None else args)]
-        for action in (action for action in self._actions if action.metavar == VARIANT):
-            option = action.option_strings[0]
-            if option in words[:-1]:  # argparse would take the value for an option
-                at = words.index(option)
-                words[at : at + 2] = [f"{option}={words[at + 1]}"]
-        namespace, unknown = super().parse_known_args(words, namespace)
+        namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
@@ -299,5 +288,4 @@ def add_stored(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--join", help=argparse.SUPPRESS)
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--paced", action="store_true", help=argparse.SUPPRESS)

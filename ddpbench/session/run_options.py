@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -41,7 +40,6 @@ class RunOptions:
     output: str | None
     join: str | None  # the folder of the run, in ranks that ddpbench started
     launch: int  # number of the launch in the run
-    progress: bool
     paced: bool  # each launch waits for a line on stdin and writes its exit code to stdout
 
     @classmethod
@@ -61,11 +59,6 @@ class RunOptions:
 
     def check(self) -> None:
         """Raise Refused for options that exclude each other."""
-
-    @property
-    def shows_progress(self) -> bool:
-        """Return whether a terminal shows progress: here, or where ddpbench started the ranks."""
-        return not self.quiet and (self.progress or sys.stderr.isatty())
 
     def named(self) -> dict[str, object]:
         """Return the values that must be equal in all ranks, by the names of the options."""

@@ -113,7 +113,6 @@ def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int,
     }
     line = ["-m", f"ddpbench.{launch.command}", *words]
     line += [str(word) for setting in settings.items() for word in setting]
-    line += ["--progress"] if launch.shows_progress else []
     code = starters.start(
         backends.get(launch.backend[0]).launcher,
         line,

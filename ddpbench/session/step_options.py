@@ -59,7 +59,6 @@ class Options(RunOptions):
     steps_per_round: int | None
     no_breakdown: bool
     verify: int
-    on_mismatch: str
     inject: tuple[str, ...]
     epochs: int | None
 
@@ -212,8 +211,7 @@ PROTOCOL = """
 --steps-per-round  steps of one arm in a round (default: 5, or 1 if five steps take over a second)
 --no-breakdown  measure only the complete step, not the other arms; needs half the memory
 --verify       prove that the replicas are equal: after every step, after every N steps, or never
-               (off) (default: every)
---on-mismatch  what to do when replicas differ
+               (off); a difference ends the run (default: every)
 --inject       inject a fault in the last rank from step {step} on, or in the rank and step that
                :step=7,rank=0 names; can be repeated (default: none). {faults}
 """
@@ -298,7 +296,6 @@ def _add_protocol(parser: argparse.ArgumentParser) -> None:
     add("--steps-per-round", kind=options.whole(1), metavar="K")
     add("--no-breakdown", action="store_true")
     add("--verify", kind=parse_interval, default=1, metavar="every|N|off")
-    add("--on-mismatch", default="stop", choices=("stop", "continue"))
     fault = options.fault(IN_STEP)
     metavar = "FAULT[:setting=value,…]"
     add("--inject", kind=fault, default=[], action="append", metavar=metavar)

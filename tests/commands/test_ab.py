@@ -414,6 +414,6 @@ def test_an_operation_of_the_users_module_can_be_measured_in_turns(
     Path("own_exchange.py").write_text(OWN)
     words = ("collectives", "--import", "own_exchange", "--op", "exchange")
     try:
-        assert called("ab", "--a", "", "--b", "--async", *words) == 0, capsys.readouterr().err
+        assert called("ab", "--a", "", "--b=--async", *words) == 0, capsys.readouterr().err
     finally:
         operations.OPERATIONS.pop("exchange", None)

@@ -24,7 +24,7 @@ RUNS = sorted(path.name for path in (GOLDEN / "runs").iterdir())
 DAMAGED = ("damaged", "newer")  # no command can read these
 # Their pages as Markdown have every title, caption, sentence, table and legend of a page.
 MARKDOWN = (
-    "sweep", "sweep changed", "step", "hsdp", "diverged", "training", "doctor", "doctor-slow",
+    "sweep", "step", "hsdp", "diverged", "training", "doctor", "doctor-slow",
     "watch-late",
 )  # fmt: skip
 WORDING = ("sentence", "next_step", "reason", "why")  # columns of text

@@ -1,5 +1,4 @@
-"""`ddpbench report RUN…` and `compare --report-file`: pages, verdicts, and what is said if there can
-be no page."""
+"""`ddpbench report RUN` and `compare --report-file`: pages, and why there may be none."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from frozen import Frozen
 from in_process import Outcome, call_in_process, forbid_processes
 from stored_runs import (
     a_case,
-    a_launch,
     a_run,
     base_and_new,
     launch_results,
@@ -27,7 +25,7 @@ from without_torch import run_without_torch
 from ddpbench.present import compared_runs as sections
 from ddpbench.present.document import Section
 from ddpbench.records import store
-from ddpbench.records.schema import Examination, Run
+from ddpbench.records.schema import Run
 from ddpbench.records.wording import install_extra
 from ddpbench.verdicts import comparison
 from ddpbench.verdicts.matching import Source
@@ -97,20 +95,7 @@ def test_of_many_cases_the_clear_ones_are_drawn(frozen: Frozen) -> None:
     frozen.text(chart.caption)
 
 
-# --- several runs ---------------------------------------------------------------------------------
-
-
-def test_the_first_run_is_the_base_of_all_others() -> None:
-    """A page of three runs has a section on the verdicts for the second and for the third."""
-    base, new = base_and_new(1.2)
-    for name, run in (("base", base), ("slow", new), ("same", base_and_new(1.001)[1])):
-        put(name, run)
-    assert call_in_process(["report", "base", "slow", "same"]).out == "results/base/report.html\n"
-    page = Path("results/base/report.html").read_text()
-    for name, text in (("verdicts", "1 SLOWER"), ("verdicts-2", "1 SAME")):
-        (part,) = page.split(f'<section id="{name}"')[1:]
-        assert text in part.split("</section>")[0]
-    assert all(name in page for name in ("base", "slow", "same"))
+# --- compare --report-file ---------------------------------------------------------------------
 
 
 def verdict_lines(page: str) -> str:
@@ -120,65 +105,8 @@ def verdict_lines(page: str) -> str:
     return "\n".join((title, *re.findall(r"<(?:p|li)\b[^>]*>(.*?)</(?:p|li)>", section, re.DOTALL)))
 
 
-def doctor_run() -> Run:
-    """Return a run of the doctor that found nothing."""
-    examination = Examination("links", 0, "gloo", 1.0)
-    return replace(a_run(), command="doctor", launches=(a_launch(),), examinations=(examination,))
-
-
-OTHER = a_run(*launch_results(1e-3, a_case(operation="broadcast", reduce_op=None, root=0)))
-
-
-@pytest.mark.parametrize(
-    ("new", "verdicts"),
-    [
-        (doctor_run(), []),
-        (OTHER, ["1 ONLY BASE", "1 ONLY NEW"]),
-        (base_and_new(1.5, launches=2)[1], ["1 INCONCLUSIVE"]),
-    ],
-    ids=["doctor", "other case", "few launches"],
-)
-def test_what_cannot_be_compared_stands_side_by_side(
-    new: Run, verdicts: list[str], frozen: Frozen
-) -> None:
-    """Runs without verdicts get a page with one sentence on the reason, and all their sections."""
-    put("base", base_and_new(1)[0])
-    put("new", new)
-    assert call_in_process(["report", "base", "new", "--report-file", "page.html"]).code == 0
-    page = Path("page.html").read_text()
-    assert all(verdict in page for verdict in verdicts)
-    assert "<h1>base and new</h1>" in page
-    frozen.text(verdict_lines(page))
-
-
-def test_two_runs_of_one_name_have_names_of_their_own() -> None:
-    """A run and its copy are told apart by their folders; a run that is named twice counts once."""
-    base, new = base_and_new(1.5)
-    first = put("one", base)
-    store.write(copy := put("copy", new), replace(new, id="one"))
-    done = call_in_process(
-        ["report", str(first), str(copy), str(first), "--report-file", "page.html"]
-    )
-    assert done.code == 0
-    page = Path("page.html").read_text()
-    assert "<h1>results/one and results/copy</h1>" in page
-    assert 'id="verdicts-2"' not in page
-
-
-def test_a_page_goes_to_stdout() -> None:
-    """`--report-file -` writes the page to stdout, and nothing else."""
-    put("mine", base_and_new(1)[0])
-    done = call_in_process(["report", "mine", "--report-file", "-"])
-    assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("<!doctype html>")
-    assert done.out.rstrip().endswith("</html>")
-
-
-# --- compare --report -----------------------------------------------------------------------------
-
-
 def test_compare_writes_a_page_besides_its_output(frozen: Frozen) -> None:
-    """`compare --report` prints the same table with the same exit code, and the verdicts and both
+    """`--report-file` leaves table and exit code as they are; the page has the verdicts and both
     runs are on the page."""
     base, new = base_and_new(1.2)
     put("base", base)

@@ -4,16 +4,13 @@ hang."""
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_lines import clean_environment, write_warm_python
+from command_lines import write_warm_python
 from frozen import Frozen
-from patience import PATIENCE_SECONDS
 from rank_pool import Done, RankPool
 from simulated_hosts import PORT, Hosts
 from warm_python import warm_python
@@ -72,29 +69,6 @@ def refused(done: Done) -> str:
     told = [line for line in done.stderr.splitlines() if line.startswith("ddpbench: ")]
     assert (done.returncode, len(told), done.stdout) == (2, 1, ""), done
     return told[0].removeprefix("ddpbench: ")
-
-
-def test_nothing_stays_of_a_bench(hosts: Callable[..., Hosts]) -> None:
-    """The end of a bench kills what runs in its hosts, in whatever session, and removes the hosts;
-    a bench that a killed process left behind is removed by the next."""
-    with Hosts(1) as bench:
-        daemon = bench.start(0, ["setsid", "sleep", "999"])
-        assert bench[0].namespace in _namespaces()
-    assert daemon.poll() is not None
-    assert bench[0].namespace not in _namespaces()
-    assert not bench[0].etc.exists()
-    leave = "import os; from simulated_hosts import Hosts; b = Hosts(1); b.__enter__(); "
-    left = subprocess.run(
-        [sys.executable, "-c", leave + "print(b.switch, flush=True); os._exit(9)"],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    ).stdout.strip()
-    assert left in _namespaces()
-    with Hosts(1):
-        assert left not in _namespaces()
 
 
 def test_ranks_of_two_hosts_measure_and_tell_their_addresses(
@@ -277,7 +251,3 @@ def test_the_bound_of_the_clocks_holds_between_hosts(
     assert (found.host, found.ranks) == ("host2", (2,))
     assert abs(found.seconds) <= found.bound_seconds
     assert run.results[0].clock_off_seconds
-
-
-def _namespaces() -> str:
-    return subprocess.check_output(["ip", "netns"], text=True)

@@ -122,7 +122,7 @@ def test_help_shows_everything_that_can_be_asked() -> None:
     help_text = " ".join(make_parser().format_help().split())
     for name in ("--op ", "--sizes", "--backend", *OPERATIONS, "float8_e5m2", "markdown"):
         assert name in help_text
-    for hidden in ("--join", "--progress"):
+    for hidden in ("--join", "--paced"):
         assert hidden not in help_text
 
 
