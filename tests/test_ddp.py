@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from dataclasses import replace
@@ -36,14 +35,14 @@ from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.measure import step
 from ddpbench.records import store
 from ddpbench.records.schema import StepResult
-from ddpbench.session import options, trial
+from ddpbench.session import options
 
 SMALL = ("--width", "64", "--depth", "2", "--batch", "8")
 FEW = ("--rounds", "6", "--steps-per-round", "2")
 # A shape that each workload takes a moment for.
 TINY = (
     "--width", "16", "--depth", "2", "--layers", "1", "--sequence", "8", "--vocabulary", "64",
-    "--rows", "500", "--batch", "8", "--epochs", "2",
+    "--rows", "500", "--batch", "8",
 )  # fmt: skip
 
 
@@ -111,7 +110,6 @@ def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
         assert result.replicas.verified == result.summary.warm_up + 2
         joined = result.case.workload == "contrastive"
         assert len(set(result.losses)) == (1 if joined else 2)
-        assert len(result.epochs) == (2 if result.case.workload == "regression" else 0)
 
 
 @pytest.mark.nightly
@@ -283,7 +281,6 @@ def test_sizes_depend_on_the_kind_of_device(
         ("--width", "0"),
         ("--workload", "linear", "--width", "8"),
         ("--static-graph", "--accumulate", "2"),
-        ("--epochs", "3"),
         ("--bukcet-cap-mb", "1"),
         ("--columns", "sise"),
         ("--workload", "nowhere.at:all"),
@@ -440,20 +437,6 @@ def test_a_parameter_that_the_loss_does_not_use_is_the_cause(
     frozen.facts(end_facts(read_stored_run(tmp_path)[1]))
 
 
-def test_regression_is_trained_to_finite_losses(pool: RankPool, tmp_path: Path) -> None:
-    """Every epoch is stored, on three ranks."""
-    words = ("ddp", "--workload", "regression", "--rounds", "1", "--no-breakdown", "--epochs", "4")
-    done = pool.call(3, tmp_path, *words, "--output", "run")
-    assert done.returncode == 0, done.stdout + done.stderr
-    epochs = store.read(tmp_path / "run").steps[0].epochs
-    assert [epoch.number for epoch in epochs] == [1, 2, 3, 4]
-    assert all(
-        math.isfinite(loss or math.nan)
-        for e in epochs
-        for loss in (e.train_loss, e.validation_loss)
-    )
-
-
 def test_phases_of_several_micro_batches_are_added_up() -> None:
     """Marks begin, (forward, backward) twice, end: 10 + 30 forward, 20 + 40 backward, 5 optimizer;
     and the second step goes on from where it began."""
@@ -499,22 +482,3 @@ def test_the_other_ranks_do_their_part_of_a_fault() -> None:
     for rank in range(3):
         Planted(fault, {"step": 4.0, "rank": 1.0}).act(Replica(), rank, 3, True)
     assert seen == ["even", "odd", "even"]
-
-
-def test_the_ledger_keeps_the_first_bad_report() -> None:
-    """Later reports neither replace it nor extend the last step known to be equal."""
-
-    class Verifier:
-        def check(self, number: int) -> object:
-            class Report:
-                failed = number in (3, 4)
-                step = number
-
-            return Report()
-
-    ledger = trial.Ledger(goes_on=True, verifier=Verifier())  # type: ignore[arg-type]
-    assert [ledger.check(number) for number in (1, 2, 3, 4)] == [True] * 4
-    assert ledger.bad is not None
-    assert (ledger.bad.step, ledger.equal_until, ledger.verified) == (3, 2, 4)
-    stopping = trial.Ledger(goes_on=False, verifier=Verifier())  # type: ignore[arg-type]
-    assert [stopping.check(number) for number in (2, 3)] == [True, False]

@@ -37,12 +37,7 @@ def exit_code(run: Run) -> int:
 def replicas_bad(result: StepResult) -> bool:
     """Whether a verification found replicas that differ, or are not finite."""
     replicas = result.replicas
-    return (replicas is not None and replicas.failed) or _bad_epoch(result) is not None
-
-
-def _bad_epoch(result: StepResult) -> int | None:
-    """Return the first epoch after which the replicas were not equal."""
-    return next((e.number for e in result.epochs if e.replicas_equal is False), None)
+    return replicas is not None and replicas.failed
 
 
 def _wrong_results(run: Run) -> Iterator[Finding]:
@@ -80,7 +75,7 @@ def _invalid(run: Run) -> Iterator[Finding]:
 def _replicas(run: Run) -> Iterator[Finding]:
     """Report differing replicas. Notes are left out: random states, buffers that DDP resends."""
     for result in run.steps:
-        replicas, case, epoch = result.replicas, result.case, _bad_epoch(result)
+        replicas, case = result.replicas, result.case
         place: dict[str, Any] = {"workload": case.workload, "backend": case.backend}
         who = f"{case.workload} on {case.backend}"
         for finding in replicas.findings if replicas is not None and not replicas.ok else ():
@@ -89,15 +84,6 @@ def _replicas(run: Run) -> Iterator[Finding]:
                 when = "" if step is None else f", after step {step}"
                 sentence = f"{who}{when}: {finding.sentence}"
                 yield replace(finding, sentence=sentence, place={**place, **finding.place})
-        if epoch is not None:
-            yield Finding(
-                "error",
-                "replicas-differ",
-                f"{who}: the replicas were not equal, or not finite, after epoch {epoch}",
-                "do not use the trained model; to find the step, the tensors and the ranks: "
-                f"ddpbench ddp --workload {case.workload} --verify every",
-                {**place, "epoch": epoch},
-            )
 
 
 def _late_rank(run: Run) -> Iterator[Finding]:

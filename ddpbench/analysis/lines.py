@@ -187,12 +187,6 @@ def _takes_faults(result: Result) -> bool:
     return pages >= 16 and pages * 4096 >= result.case.nbytes / 4
 
 
-def _lacks_huge_pages(result: Result) -> bool:
-    """Whether huge pages were requested, and the kernel left a tenth or more in small ones."""
-    requested = result.case.buffers == "huge" and result.case.nbytes > 0
-    return requested and (result.huge_share or 0.0) < 0.9
-
-
 FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
     "WRONG": Flag(
         "a result was wrong: do not use the row",
@@ -253,12 +247,6 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
         mark="G",
     ),
     "busy": BUSY,
-    "small-pages": Flag(
-        "the kernel did not grant all requested huge pages: check "
-        "/sys/kernel/mm/transparent_hugepage/enabled and the free memory",
-        lambda line, plan: any(_lacks_huge_pages(r) for r in line.results),
-        mark="P",
-    ),
     "faults": Flag(
         "each call takes page faults (--columns faults) for a quarter of its bytes or more, as it "
         "maps new memory; to let glibc keep memory, set MALLOC_MMAP_MAX_=0 "

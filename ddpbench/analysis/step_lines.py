@@ -78,7 +78,7 @@ def same_but_backend(case: StepCase) -> StepCase:
 
 
 def _line(case: StepCase, results: list[StepResult], plan: Plan) -> StepLine:
-    known = tuple(r for r in results if r.summary or r.replicas or r.epochs or r.watched)
+    known = tuple(r for r in results if r.summary or r.replicas or r.watched)
     if not known:
         return StepLine(case=case, results=(), reason=results[0].reason or "nothing was measured")
     summaries = [r.summary for r in known if r.summary is not None]
@@ -98,11 +98,9 @@ def _is_imprecise(line: StepLine, plan: Plan) -> bool:
 
 FLAGS: dict[str, Flag[StepLine]] = {  # in the order in which a row shows them
     "DIFFER": Flag(
-        "the replicas differed after a step or an epoch: do not train like this",
+        "the replicas differed after a step: do not train like this",
         lambda line, plan: any(
-            (r.replicas is not None and not r.replicas.equal)
-            or any(epoch.replicas_equal is False for epoch in r.epochs)
-            for r in line.results
+            r.replicas is not None and not r.replicas.equal for r in line.results
         ),
     ),
     "NONFINITE": Flag(

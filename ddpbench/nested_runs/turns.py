@@ -38,7 +38,6 @@ HOW: dict[str, tuple[str, ...]] = {
     "--form": ("form",),
     "--place": ("in_place",),
     "--async": ("async_op",),
-    "--buffers": ("buffers",),
     "--bucket-cap-mb": ("bucket_cap_mb",),
     "--gradient-as-bucket-view": ("gradient_as_bucket_view",),
     "--static-graph": ("static_graph",),

@@ -39,7 +39,7 @@ def draw_loads(
     """Yield a chart of each known kind of load, all with one x axis.
 
     name: begins the names of the charts. loads: columns of a moment, as in `Lines.data`, and its
-    load. when: the kind of a moment, such as "epoch".
+    load. when: the kind of a moment, such as "report".
     """
     known = [(facts, load) for facts, load in loads if load is not None]
     for field, title, caption, labels, show in KINDS:

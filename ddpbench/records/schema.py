@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpbench.records.launched import Launch
-from ddpbench.records.load import Load
 from ddpbench.records.table import Table
 from ddpbench.records.watched import Watched
 
@@ -42,7 +41,7 @@ class Case:
     depth: int  # operations in flight; 0: unknown
     world_size: int
     ranks_per_host: tuple[int, ...]  # empty: unknown
-    buffers: str = "torch"  # whose memory: torch's own, or "huge", which asks for huge pages
+    buffers: str = "torch"  # whose memory: torch's, or that of another tool
     size_convention: str = "total"
     time_definition: str = EXIT_ENTRY
     clock: str = "host"
@@ -179,8 +178,6 @@ class Result:
     # Largest error between stamps of different ranks, converted to rank 0's clock; 0.0: all ranks
     # read one clock; None: unknown. Above 5 % of a repetition, skew is not computed.
     clock_off_seconds: float | None = None
-    # Share of the buffers' bytes in huge pages, in the rank with the least; None: unknown.
-    huge_share: float | None = None
     # Page faults per timed repetition, in the rank with the most; None: unknown.
     page_faults: float | None = None
     # Round trip of a cache line between the cores of two neighbouring ranks, after the case; of the
@@ -350,20 +347,6 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """One epoch of a training that runs to its end."""
-
-    number: int  # from 1
-    train_loss: float | None  # mean over the samples of all ranks; None: NaN or infinite
-    validation_loss: float | None  # the same, each sample counted once
-    seconds: float
-    replicas_equal: bool | None = None  # None: not verified
-    # Of equal parts of the epoch's steps, in order; empty: one part, or an older run.
-    train_losses: tuple[float | None, ...] = ()
-    load: Load | None = None  # during the epoch; None: an older run
-
-
-@dataclass(frozen=True)
 class StepSummary:
     """Statistics of the rounds of one case."""
 
@@ -393,7 +376,6 @@ class StepResult:
     summary: StepSummary | None = None
     replicas: Replicas | None = None
     losses: tuple[float, ...] = ()  # of each rank's own last batch
-    epochs: tuple[Epoch, ...] = ()
     notes: tuple[str, ...] = ()  # parts that could not be measured, and why
     others_share: float | None = None
     wall_seconds: float = 0.0

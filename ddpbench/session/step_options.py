@@ -60,7 +60,6 @@ class Options(RunOptions):
     no_breakdown: bool
     verify: int
     inject: tuple[str, ...]
-    epochs: int | None
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -166,8 +165,6 @@ class Options(RunOptions):
         own = [name for name in self.subjects if name not in WORKLOADS]
         if self.batch and own:
             raise Refused(f"--batch does not apply to {own[0]}: its batch(step) sets the size")
-        if self.epochs and sum(workload.trains for workload in built_in) != 1:
-            raise Refused("--epochs needs --workload regression")
 
 
 class _Setting(argparse.Action):
@@ -186,7 +183,6 @@ TRAINED = """
 --optimizer    optimizer of the step (default: the workload's own)
 --accumulate   micro-batches per step; all but the last run under no_sync
 --amp          run the forward under autocast to this type (default: off)
---epochs       epochs of regression's training (default: 20)
 """
 PARALLEL = """
 --parallel     way of parallel training (default: ddp). {ways}
@@ -244,7 +240,6 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", choices=tuple(OPTIMIZERS))
     add("--accumulate", kind=options.whole(1), default=1, metavar="N")
     add("--amp", choices=("bf16",))
-    add("--epochs", kind=options.whole(0), metavar="N")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

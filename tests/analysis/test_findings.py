@@ -13,7 +13,6 @@ from stored_steps import (
     a_step_result,
     a_step_run,
     a_step_summary,
-    some_epochs,
     some_replicas,
 )
 
@@ -149,7 +148,7 @@ def test_a_clean_step_has_no_findings_and_exits_with_0() -> None:
     """Equal replicas, hidden communication, no late rank; notes about random states and buffers
     that are sent again are no findings of the run."""
     notes = some_replicas(findings=(Finding("note", "rng-differs", "x"),))
-    run = a_step_run(a_step_result(summary=QUIET, replicas=notes, epochs=some_epochs(3)))
+    run = a_step_run(a_step_result(summary=QUIET, replicas=notes))
     assert findings.findings(run) == ()
     assert findings.exit_code(run) == 0
 
@@ -191,14 +190,6 @@ def test_replicas_that_were_not_all_compared_are_a_warning() -> None:
     assert codec.decode(Replicas, stored) == partly
     del stored["not_compared"]  # as a run of before has it
     assert codec.decode(Replicas, stored).failed
-
-
-def test_a_training_whose_replicas_differ_names_the_first_epoch(frozen: Frozen) -> None:
-    """An epoch after which replicas were not equal is an error and exit code 4."""
-    bad = some_epochs(3, replicas_equal=False)
-    run = a_step_run(a_step_result(summary=QUIET, epochs=(*bad, *bad)))
-    frozen.findings(findings.findings(run))
-    assert findings.exit_code(run) == 4
 
 
 def test_a_late_rank_is_warned_about_once(frozen: Frozen) -> None:

@@ -125,17 +125,11 @@ HARD = Limit(4096 / 1e-3, "nominal")  # 4 KiB take 1 ms at least
         ("busy", {"others_share": 1.0}, {"others_share": None}),
         ("batched", {"calls": 2, "batch": 2}, {"calls": 2, "batch": 1}),
         (
-            "small-pages",
-            {"case": a_case(buffers="huge"), "huge_share": 0.89},
-            {"case": a_case(buffers="huge"), "huge_share": 0.9},
-        ),
-        (
             "faults",
             {"case": a_case(nbytes=2**20), "requested_nbytes": 2**20, "page_faults": 64.0},
             {"case": a_case(nbytes=2**20), "requested_nbytes": 2**20, "page_faults": 63.0},
         ),
         ("faults", {"page_faults": 16.0}, {"page_faults": 15.0}),
-        ("small-pages", {"case": a_case(buffers="huge"), "huge_share": None}, {"huge_share": 0.0}),
         ("rounded", {"requested_nbytes": 4097}, {"requested_nbytes": 4096}),
         ("stopped", {"stop_reason": "interrupted"}, {"stop_reason": "time slice"}),
     ],

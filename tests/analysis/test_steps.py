@@ -12,7 +12,6 @@ from stored_steps import (
     a_step_result,
     a_step_run,
     a_step_summary,
-    some_epochs,
     some_replicas,
     step_samples,
 )
@@ -340,7 +339,6 @@ def test_below_six_launches_a_part_is_resolved_where_it_is_in_each() -> None:
     ("flag", "raising", "not_raising"),
     [
         ("DIFFER", {"replicas": some_replicas(equal=False, ok=False)}, {}),
-        ("DIFFER", {"epochs": some_epochs(3, replicas_equal=False)}, {"epochs": some_epochs(3)}),
         ("NONFINITE", {"replicas": some_replicas(ok=False)}, {"replicas": None}),
         ("imprecise", {"summary": a_step_summary(rounds=5)}, {"summary": a_step_summary(rounds=6)}),
         ("busy", {"others_share": 0.051}, {"others_share": 0.05}),

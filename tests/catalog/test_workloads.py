@@ -39,7 +39,6 @@ SMALL: dict[str, dict[str, int]] = {
     "transformer": {"layers": 2, "width": 128, "sequence": 8, "vocabulary": 50},
     "embedding": {"rows": 500, "width": 8},
     "contrastive": {"width": 16},
-    "regression": {"width": 16, "depth": 3},
 }
 
 
@@ -90,7 +89,7 @@ def test_ranks_share_one_data_set(name: str) -> None:
     """In each epoch each sample is dealt to one rank, every batch is full, and the next epoch deals
     in another order; behind the last epoch the batches come again."""
     tasks = [built(name, alone(rank, 3)) for rank in range(3)]
-    steps = workloads.STEPS if name == "regression" else BATCHES
+    steps = BATCHES
     epochs: list[list[str]] = []
     for epoch in range(EPOCHS):
         epochs.append([])
@@ -137,23 +136,6 @@ def test_most_rows_of_the_table_get_no_gradient() -> None:
     rows = gradient.abs().sum(1).nonzero().view(-1)
     assert set(rows.tolist()) <= set(task.batch(0)[0].view(-1).tolist())
     assert 0 < len(rows) < 250
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 1010])
-def test_validation_counts_each_sample_once(ranks: int) -> None:
-    """Over the shares of all ranks, of which one may be empty."""
-    setup = RankSetup(0, ranks, 2, CPU, 3, None)
-    shares = [
-        training.validation
-        for rank in sorted({0, 1 % ranks, ranks - 2, ranks - 1} if ranks > 3 else set(range(ranks)))
-        if (training := built("regression", replace(setup, rank=rank)).training)
-    ]
-    assert all(len(x) == len(y) == size for share in shares for (x, y), size in share)
-    if ranks > 3:
-        assert [sum(size for _, size in share) for share in shares] == [1, 1, 1, 0]
-        return
-    samples = [str(row) for share in shares for (x, _), _ in share for row in x.tolist()]
-    assert len(samples) == len(set(samples)) == workloads.VALIDATION
 
 
 # --- names

@@ -29,7 +29,6 @@ from stored_steps import (
     a_step_result,
     a_step_run,
     a_step_summary,
-    some_epochs,
     some_replicas,
 )
 from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without_torch
@@ -314,13 +313,12 @@ def test_a_fault_in_one_launch_makes_the_case_invalid(
     [
         {"replicas": some_replicas(equal=False, ok=False)},
         {"replicas": some_replicas(ok=False)},
-        {"epochs": some_epochs(2, replicas_equal=False)},
     ],
 )
 def test_a_step_whose_replicas_are_not_ok_is_invalid(
     compared: Compare, fault: dict[str, Any]
 ) -> None:
-    """Replicas that differ after a step or an epoch, or hold NaN: there is no time to compare."""
+    """Replicas that differ after a step, or hold NaN: there is no time to compare."""
     good = [a_step_result(launch=n) for n in range(6)]
     bad = [*good[:5], replace(good[5], **fault)]
     result = judged(compared(a_step_run(*bad), a_step_run(*good), "--format", "json"))

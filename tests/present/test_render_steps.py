@@ -14,7 +14,6 @@ from stored_steps import (
     a_step_result,
     a_step_run,
     a_step_summary,
-    some_epochs,
     some_replicas,
 )
 from text_tables import read_table
@@ -23,7 +22,6 @@ from ddpbench.analysis import findings, step_lines
 from ddpbench.present import formats
 from ddpbench.present.formats import FORMATS
 from ddpbench.present.steps.columns import STEP_COLUMNS, format_ms
-from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run, StepResult
 
 
@@ -98,7 +96,7 @@ def test_of_many_buckets_twelve_are_shown(count: int) -> None:
     assert numbers[-1] == count - 1
 
 
-# --- replicas and training ------------------------------------------------------------------------
+# --- replicas -------------------------------------------------------------------------------------
 
 
 def test_too_few_rounds_have_a_note_instead_of_a_budget() -> None:
@@ -122,16 +120,6 @@ def test_of_many_tensors_that_differ_two_stand_above_the_tables(frozen: Frozen) 
     frozen.text(
         formats.show("table", replace(run, findings=findings.findings(run))).split("\n\n")[1]
     )
-
-
-def test_a_training_shows_the_load_of_a_rank(frozen: Frozen) -> None:
-    """The medians over the epochs, and the most memory; GPUs only where there are some."""
-    loads = [Load(0.5, 0.6, 10**9), Load(0.7, 0.9, 2 * 10**9), Load(0.9, 1.0, 10**9)]
-    epochs = [replace(e, load=load) for e, load in zip(some_epochs(3), loads, strict=True)]
-    on_gpu = replace(loads[0], gpu_share=0.82, gpu_memory_nbytes=3 * 10**9)
-    for each in (epochs, [replace(epochs[0], load=on_gpu), *epochs[1:]], some_epochs(3)):
-        text = show(a_step_result(epochs=tuple(each)))
-        frozen.text("\n".join(line for line in text.splitlines() if line.startswith("load ")))
 
 
 # --- for machines ---------------------------------------------------------------------------------
@@ -181,7 +169,6 @@ def test_every_column_can_be_shown_for_every_line() -> None:
         a_step_result(),
         a_step_result(a_step_case(batch=1), summary=bare, replicas=None, cold_seconds=None),
         replace(a_step_result(a_step_case(batch=2), replicas=DIFFER), summary=None),
-        a_step_result(a_step_case(batch=3), epochs=some_epochs(2)),
     ]
     for line in step_lines.lines(a_step_run(*results)):
         for name, column in STEP_COLUMNS.items():

@@ -174,7 +174,7 @@ def test_what_was_not_measured_has_its_reason_in_every_format(kind: str, tmp_pat
     results = run["steps" if kind == "ddp" else "results"]
     skipped = results[0]["case"]
     for result in (each for each in results if each["case"] == skipped):
-        result.update(summary=None, reason="no, 1.5 GB", replicas=None, epochs=[])
+        result.update(summary=None, reason="no, 1.5 GB", replicas=None)
     (tmp_path / "run.json").write_text(json.dumps(run))
     for form in FORMATS:
         ended = call_in_process(["show", str(tmp_path), "--format", form])

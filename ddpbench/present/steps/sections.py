@@ -1,4 +1,4 @@
-"""DDP steps: table, timeline, breakdown and communication, then replicas and training."""
+"""DDP steps: table, timeline, breakdown and communication, then replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ddpbench.present.steps.breakdown import build_breakdown
 from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.present.steps.communication import build_buckets, build_layers
 from ddpbench.present.steps.replicas import build_replicas
-from ddpbench.present.steps.training import build_training
 from ddpbench.records.schema import StepCase
 
 PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
@@ -41,13 +40,13 @@ LEGEND = {
     "collectives": "hidden: a collective is on its way and the compute goes on; MB: total buffers; "
     "wait: how much longer the rank that waits most is blocked",
 }
-TITLES = {"step": "DDP step", "replicas": "Replicas", "training": "Training"}
+TITLES = {"step": "DDP step", "replicas": "Replicas"}
 
 
 def build_sections(
     run: ReportRun, wanted: tuple[str, ...] | None = None, *, drawn: bool = False
 ) -> Iterator[Section]:
-    """Yield the sections on the steps, the replicas and a training, then remarks.
+    """Yield the sections on the steps and the replicas, then remarks.
 
     wanted: columns of the only table; None: the default ones, and all other tables. drawn: with
     timelines, and without watched jobs, which have a section of their own.
@@ -60,7 +59,7 @@ def build_sections(
     groups: dict[StepCase, list[StepLine]] = {}
     for line in shown:
         groups.setdefault(step_lines.same_but_backend(line.case), []).append(line)
-    charts: dict[str, list[Chart]] = {"step": [], "replicas": [], "training": []}
+    charts: dict[str, list[Chart]] = {"step": [], "replicas": []}
     for number, group in enumerate(groups.values()):
         name = plain_name(group[0].case.workload) + (f"-{number + 1}" if number else "")
         table = show_rows(_describe_case(group[0].case), columns, group)
@@ -71,7 +70,6 @@ def build_sections(
             charts["step"] += build_buckets(f"step-{name}-buckets", group)
             charts["step"] += build_layers(f"step-{name}-layers", group)
             charts["replicas"] += build_replicas(f"replicas-{name}", group, run.run.plan.verify)
-            charts["training"] += build_training(f"training-{name}", group, loads=drawn)
     legend = explain(shown, columns, step_lines.FLAGS) if shown else []
     legend += _legend(shown) if wanted is None else []
     for name, title in TITLES.items():
