@@ -6,9 +6,8 @@ blocked in collectives: waiting for other ranks, and for the transfer itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ddpbench.records.load import Load
 from ddpbench.records.wording import counted
 
 PHASES = ("input", "forward", "backward", "optimizer", "other")
@@ -16,8 +15,6 @@ COLUMNS = (*PHASES, "blocked")  # of every `seconds` below; they add up to the s
 MOST_RANKS, MOST_COLLECTIVES, MOST_MOMENTS, MOST_LINKS = 32, 32, 200, 64
 MOST_LATE = 8  # ranks whose lateness is stored over time
 MOST_PAUSES = 12
-MOST_VALUES = 8  # names of values that the script records
-LOSS = "loss"  # the name of the training loss among them
 
 
 @dataclass(frozen=True)
@@ -29,10 +26,6 @@ class Moment:
     step_seconds: float
     seconds: tuple[float, ...]  # of the median rank, by COLUMNS
     exposed_seconds: float  # the least that any rank was blocked
-    # Means of the values recorded in this part of the run; there may be none.
-    load: Load | None = None
-    loss: float | None = None  # the tensor passed to backward; median over ranks
-    values: dict[str, float] = field(default_factory=dict)  # that the script records, by name
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any
 
 from ddpbench.present.formats import FORMATS
 from ddpbench.records.terminal_text import tell
@@ -46,15 +46,6 @@ class Watch:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
-
-    def record(self, name: str, value: SupportsFloat) -> None:
-        """Record a value of the current step that the watch cannot know: "validation loss".
-
-        The newest value of each name is sent with this rank's next report; the run keeps the median
-        over the ranks that recorded it, of at most 8 names. float(value) must be a number.
-        """
-        if self._watcher is not None and os.getpid() == self._pid:
-            self._watcher.values.record(name, value)
 
     def close(self, error: BaseException | None = None) -> int:
         """Stop watching; rank 0 prints the final table. A second call does nothing.

@@ -27,7 +27,6 @@ from ddpbench.records.schema import Finding
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.watched import WatchedBalance
-from ddpbench.runtime.load import LoadMeter
 from ddpbench.session import run_folder
 from ddpbench.session.run_folder import interrupted
 from ddpbench.watch.gather.joining import join_hosts
@@ -47,7 +46,6 @@ from ddpbench.watch.stored import identify_job, store_end
 from ddpbench.watch.window import COLUMNS, STEPS, JoinedCall, Round, Window, make_window
 
 POLL_SECONDS = 0.2  # between two looks for a process group
-LOAD_SECONDS = 1.0  # a load over less may be that of the job's end
 CLOSE_SECONDS = 60.0  # for a disk; the waits for other ranks have limits of their own, 7 s in all
 OUTPUT_SHARE = 2e-3  # of the time that rank 0 may spend on findings and outputs
 OUTPUT_SECONDS = 30.0  # from one output to the next at the latest
@@ -67,7 +65,6 @@ class Watcher:
         self._marks = Marks()
         self._over = False
         self._observer = Observer(self._marks, on_error=self._fail)
-        self.values = self._observer.values
         self._proof = Proof(settings.verify, self._observer)
         self._guard: guard.Guard | None = None
         self._stored: Path | None = None  # the complete run, in rank 0
@@ -160,11 +157,11 @@ class _Rank:
     def __init__(self, watcher: Watcher) -> None:
         self._number, self._began_ns = watcher._rank, watcher._began_ns
         self._marks, self._observer = watcher._marks, watcher._observer
-        self._values, self._proof = watcher.values, watcher._proof
+        self._proof = watcher._proof
         self._builder = StepBuilder()
         self._steps = deque[Step](maxlen=REMEMBERED_STEPS)
         self._arrivals = Arrivals(self._number, time.time_ns())
-        self._facts, self._links, self._load = Facts(self._observer.counts), Links(), LoadMeter()
+        self._facts, self._links = Facts(self._observer.counts), Links()
         self._long, self._stacks = LongSteps(self._number), Stacks(self._marks, self._observer)
 
     def read_window(self, round_: Round, last: bool = False) -> Window:
@@ -179,17 +176,14 @@ class _Rank:
         ahead_ns = time.time_ns() - time.perf_counter_ns()
         until_ns = round_.began_ns
         ended = [step for step in self._steps if step.ended_ns + ahead_ns <= until_ns][-STEPS:]
-        facts, load = self._facts.read(), self._load.read()
         return make_window(
             self._number,
             first_step=ended[0].number if ended else 0,
             rows=np.array([step.row for step in ended], np.float32).reshape(-1, COLUMNS),
             ended_ns=ended[-1].ended_ns + ahead_ns if ended else until_ns,
             calls=self._arrivals.read(self._steps, round_, ahead_ns, last),
-            facts=facts,
+            facts=self._facts.read(),
             links=self._links.read(),
-            load=load if facts["seconds"] >= LOAD_SECONDS else None,
-            values=self._values.take(),
             findings=[*self._list_findings(last)],
             long_steps=self._long.take(until_ns, ahead_ns),
             lines=self._long.usual_lines(),

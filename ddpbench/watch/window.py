@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding
 from ddpbench.records.watched import PHASES
 
@@ -35,7 +34,6 @@ ROUND_RANKS = 256  # whose rows are in the window of all ranks: again those that
 ALL = -1  # in place of a rank: all of them
 
 Rows = npt.NDArray[np.float32]  # [steps, COLUMNS], or [steps]
-Values = dict[str, tuple[int, float]]  # what a script computes: name → step, value
 
 
 class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
@@ -150,8 +148,7 @@ class Window(msgspec.Struct, frozen=True):
     the ranks that look slowest; medians: host → [steps, COLUMNS]; least_blocked: [steps], over all
     ranks; calls: the newest last; facts: of the ranks in rows, name → value, such as "gc_seconds";
     host_facts: host → the medians over its ranks; addresses: of the host, to name the peers of
-    other hosts' links; load: medians over ranks, then over hosts; values: the newest of each name,
-    medians over ranks; findings: by rank; lines: seconds of a usual step by line of the program, by
+    other hosts' links; findings: by rank; lines: seconds of a usual step by line of the program, by
     rank and under ALL; last: the ranks' script has ended. There may be no steps but calls: a job
     without an optimizer.
     """
@@ -167,8 +164,6 @@ class Window(msgspec.Struct, frozen=True):
     host_facts: dict[str, dict[str, float]] = {}
     links: list[Link] = []
     addresses: list[str] = []
-    load: Load | None = None
-    values: Values = {}
     findings: dict[int, list[Finding]] = {}
     long_steps: list[LongStep] = []
     lines: dict[int, dict[str, float]] = {}

@@ -13,7 +13,6 @@ from synthetic_rounds import BEGAN_NS, Fault, Job
 
 from ddpbench.present.document import Chart, ReportRun
 from ddpbench.present.watch import sections as watched_section
-from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import Watched, WatchedCollective, WatchedLink
 from ddpbench.watch.judging.judge import judge
@@ -33,20 +32,14 @@ def watch_a_job() -> tuple[Watched, tuple[Finding, ...]]:
 
 
 def a_watched_run(**changes: Any) -> Run:
-    """The run of this job with load, loss and a recorded value in some moments."""
+    """The run of this job, with collectives and a link."""
     watched, findings = watch_a_job()
-    moments = tuple(
-        replace(moment, load=Load(0.5, 0.7, 2**30), loss=1 / (i + 1), values={"v <b>": i / 7})
-        if i % 10 == 5
-        else moment
-        for i, moment in enumerate(watched.moments)
-    )
     collectives = (
         WatchedCollective("0 (0-3)", 4, "all_reduce", 4_000_000, 1.0, 0.03, 3, 0.9),
         WatchedCollective("0 (0-3)", 4, "broadcast", 8, 0.01, 0.01, None, 0.3, 1e-5),
     )
     links = (WatchedLink("a", "b", "eth0", 10**9, 1e9, 1e-4, 3),)
-    known = replace(watched, moments=moments, collectives=collectives, links=links)
+    known = replace(watched, collectives=collectives, links=links)
     result = a_step_result(a_step_case(workload="train.py"), watched=replace(known, **changes))
     run = a_step_run(result, command="watch", started="2026-09-21T14:13:20Z")
     assert BEGAN_NS == 1_790_000_000 * 10**9

@@ -21,7 +21,6 @@ from stored_steps import a_step_case, a_step_result, a_step_run
 from ddpbench.present.formats import FORMATS
 from ddpbench.records import redact, store
 from ddpbench.records.launched import Launch
-from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.store import End
 from ddpbench.records.watched import COLUMNS
@@ -68,8 +67,6 @@ def a_round(number: int = 0, steps: int = 60) -> Window:
         medians={"a": np.median(rows[:2], axis=0), "b": np.median(rows[2:], axis=0)},
         least_blocked=rows[:, :, 5].min(axis=0),
         links=[Link("a", "b", "eth0", 10**8, 0.9, 2e-4, 3)],
-        load=Load(1.234567, 1.5, 3 * 2**30, 0.51, 2**33),
-        values=dict.fromkeys(("loss", "validation loss"), (first + steps - 1, 1 / (number + 3))),
     )
 
 

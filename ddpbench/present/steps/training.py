@@ -68,7 +68,7 @@ def build_training(name: str, group: Sequence[StepLine], *, loads: bool) -> Iter
             ({"backend": line.case.backend, "launch": n, "epoch": e.number, "_x": e.number}, e.load)
             for line, n, e in trained
         ]
-        yield from draw_loads(name, moments, x, "epoch")
+        yield from draw_loads(name, moments, x)
 
 
 def _list_points(epoch: Epoch) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The charts of a watched job over time: parts of a step, lateness, recorded values and load."""
+"""The charts of a watched job over time: parts of a step, and lateness."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Lines, Rows
 from ddpbench.present.columns import format_number
 from ddpbench.present.document import Chart, tabulate_rows
-from ddpbench.present.load import draw_loads
 from ddpbench.records.schema import Finding, Run
-from ddpbench.records.watched import COLUMNS, LOSS, Watched
+from ddpbench.records.watched import COLUMNS, Watched
 
 LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
 RARE, CUT = 0.98, 3.0  # values beyond this quantile are cut if they exceed it by this factor
@@ -67,16 +66,11 @@ class Timeline:
         return [{**rule, "_label": ""} for rule in self.rules]
 
 
-def draw(run: Run, watched: Watched, backend: str) -> Iterator[Chart]:
+def draw(run: Run, watched: Watched) -> Iterator[Chart]:
     """Yield all charts over time, one below the other on the same axis. They need a moment."""
     timeline = _build_timeline(run, watched)
     yield _draw_parts(timeline, watched)
     yield from _draw_lateness(timeline, run, watched)
-    yield from _draw_values(timeline, watched)
-    moments = zip(timeline.facts, watched.moments, strict=True)
-    loads = [({**facts, "backend": backend}, moment.load) for facts, moment in moments]
-    when, rules = "report of the ranks", timeline.unlabelled
-    yield from draw_loads("watch-load", loads, timeline.x, when, rules)
 
 
 def _build_timeline(run: Run, watched: Watched) -> Timeline:
@@ -178,26 +172,3 @@ def _draw_lateness(timeline: Timeline, run: Run, watched: Watched) -> Iterator[C
     )
     words = "watch-lateness", "Lateness of the latest ranks", caption
     yield timeline.draw(words, late, y, format_milliseconds)
-
-
-def _draw_values(timeline: Timeline, watched: Watched) -> Iterator[Chart]:
-    """Yield one chart of all losses, and one per other recorded value."""
-    moments = watched.moments
-    values: dict[str, list[float | None]] = {"training loss": [m.loss for m in moments]}
-    for name in dict.fromkeys(name for m in moments for name in m.values):
-        values[name] = [m.values.get(name) for m in moments]
-    known = {n: v for n, v in values.items() if any(x is not None for x in v)}
-    losses = {name: v for name, v in known.items() if name.lower().endswith(LOSS)}
-    if losses:
-        caption = (
-            "The tensor passed to backward, of one step in each round of reports, and losses that "
-            "the script records; medians over ranks."
-        )
-        words = "watch-loss", "Loss", caption
-        yield timeline.draw(words, losses, Axis("loss", theme.NUMBER_LABELS), format_number)
-    for number, name in enumerate((name for name in known if name not in losses), 1):
-        caption = "Recorded by the script; median over the ranks that recorded it."
-        words = f"watch-value-{number}", name, caption
-        yield timeline.draw(
-            words, {name: known[name]}, Axis(name, theme.NUMBER_LABELS), format_number
-        )

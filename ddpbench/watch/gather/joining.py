@@ -11,8 +11,6 @@ import numpy as np
 import numpy.ma  # np.median imports it when first called, which would be in a watched step
 from msgspec import structs
 
-from ddpbench.records.load import join_loads
-from ddpbench.records.watched import MOST_VALUES
 from ddpbench.watch.window import (
     ALL,
     BLOCKED,
@@ -87,7 +85,6 @@ def _join(windows: Sequence[Window], most_ranks: int, most_calls: int) -> Window
     with_facts = rows or dict.fromkeys(chain(*(window.facts for window in windows)))
     shown = {*[*with_facts][:most_ranks]}
     least = [window.least_blocked for window in members]
-    values = _summarize([window.values for window in windows], _find_median_pair)
     lines = _summarize([window.lines.get(ALL, {}) for window in windows], sum)
     return Window(
         hosts={host: [*chain(*lists)] for host, lists in _group(listed, "hosts").items()},
@@ -106,8 +103,6 @@ def _join(windows: Sequence[Window], most_ranks: int, most_calls: int) -> Window
             for host, facts in _group(windows, "host_facts").items()
         },
         links=[*chain.from_iterable(window.links for window in windows)],
-        load=join_loads([window.load for window in windows if window.load is not None]),
-        values=dict([*values.items()][: MOST_VALUES + 1]),
         findings=dict(chain.from_iterable(window.findings.items() for window in windows)),
         long_steps=join_long_steps(chain(*(window.long_steps for window in windows))),
         lines={rank: lines for w in windows for rank, lines in w.lines.items() if rank in shown}
@@ -209,12 +204,6 @@ def _summarize(parts: Sequence[Mapping[str, T]], statistic: Callable[[list[T]], 
     """Return a statistic of each name over the parts that have it."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: statistic([part[name] for part in parts if name in part]) for name in names}
-
-
-def _find_median_pair(pairs: Sequence[tuple[int, float]]) -> tuple[int, float]:
-    """Return the median of the steps, and that of the values."""
-    steps, values = zip(*pairs, strict=True)
-    return int(statistics.median(steps)), statistics.median(values)
 
 
 def _name_peers(links: Sequence[Link], hosts: Sequence[Window]) -> list[Link]:

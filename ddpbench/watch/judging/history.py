@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.records.watched import MOST_VALUES, WatchedBalance, WatchedPause
+from ddpbench.records.watched import WatchedBalance, WatchedPause
 from ddpbench.watch.judging.pauses import PauseHistory
 from ddpbench.watch.window import BLOCKED, COLUMNS, RANKS, WARM_UP, JoinedCall, Link, Window
 
@@ -120,8 +120,6 @@ class History:
         self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.rounds = 0
-        self.loads: dict[str, Samples] = {}  # by field of Load
-        self.values: dict[str, Samples] = {}  # by name
         self.calls: dict[tuple[str, str, int], Calls] = {}  # by group, operation and bytes
         self.call_steps = 0  # in which any of these calls was made
         self.links: dict[tuple[str, str], Link] = {}  # what they carried; older rounds fade
@@ -178,7 +176,8 @@ class History:
             self._add_steps(window, new)
         self._add_links(window)
         self._add_calls(calls)
-        self._add_readings(window)
+        self.facts.append({rank: window.facts[rank] for rank in self.ranks if rank in window.facts})
+        self.host_facts.append(window.host_facts)
         self.long_steps.add(window.long_steps)
         self.lines = window.lines or self.lines
         self.rounds += 1
@@ -222,17 +221,6 @@ class History:
         self.steps += new
         self.last_step = int(number[-1])
 
-    def _add_readings(self, window: Window) -> None:
-        self.facts.append({rank: window.facts[rank] for rank in self.ranks if rank in window.facts})
-        self.host_facts.append(window.host_facts)
-        load = {} if window.load is None else asdict(window.load)
-        for name, reading in load.items():
-            if reading is not None:
-                _add_reading(self.loads, name, self.last_step, reading)
-        for name, (step, value) in window.values.items():
-            if name in self.values or len(self.values) <= MOST_VALUES:
-                _add_reading(self.values, name, step, value)
-
     def _add_links(self, window: Window) -> None:
         self.links = {pair: link.scale(FADE) for pair, link in self.links.items()}
         for link in window.links:
@@ -252,10 +240,6 @@ class History:
             key = call.group, call.operation, call.nbytes
             if key in self.calls or len(self.calls) < KINDS:
                 self.calls.setdefault(key, Calls()).add(call)
-
-
-def _add_reading(kept: dict[str, Samples], name: str, step: int, value: float) -> None:
-    kept.setdefault(name, Samples("f8")).add(np.array([step]), np.array([value]))
 
 
 def format_time(seconds: float) -> str:

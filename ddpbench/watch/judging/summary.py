@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,11 +11,9 @@ import numpy as np
 from ddpbench.analysis import stats
 from ddpbench.analysis.steps import EXPOSED
 from ddpbench.records import watched
-from ddpbench.records.load import Load
 from ddpbench.records.schema import Figure, Part, Phase, StepSummary
 from ddpbench.records.watched import (
     COLUMNS,
-    LOSS,
     Moment,
     Watched,
     WatchedCollective,
@@ -114,33 +112,10 @@ def _make_figure(seconds: Floats) -> Figure:
 
 
 def _list_moments(history: History) -> list[Moment]:
-    """Divide the steps evenly, so that the timeline is of the whole run, and add what was read."""
+    """Divide the steps evenly, so that the timeline is of the whole run."""
     even = history.job.evenly()
     width = math.ceil(len(even) / watched.MOST_MOMENTS)
-    moments = list(_take_medians(history, even[len(even) % width :].reshape(-1, width)))
-    loads, values = _list_means(history.loads, moments), _list_means(history.values, moments)
-    return [
-        replace(moment, load=_make_load(load), loss=named.pop(LOSS, None), values=named)
-        for moment, load, named in zip(moments, loads, values, strict=True)
-    ]
-
-
-def _list_means(kept: Mapping[str, Samples], moments: Sequence[Moment]) -> list[dict[str, float]]:
-    """Return the mean of what was read in each moment, by name."""
-    means: list[dict[str, float]] = [{} for _ in moments]
-    for name, samples in kept.items():
-        of_moments = _take_means(samples, samples.values, moments)
-        for named, mean in zip(means, of_moments, strict=True):
-            if mean is not None:
-                named[name] = mean
-    return means
-
-
-def _make_load(read: Mapping[str, float]) -> Load | None:
-    if not read:
-        return None
-    fields = {name: round(mean) if "nbytes" in name else mean for name, mean in read.items()}
-    return Load(**fields)  # type: ignore[arg-type]
+    return list(_take_medians(history, even[len(even) % width :].reshape(-1, width)))
 
 
 def _take_medians(history: History, steps: Integers) -> Iterator[Moment]:
