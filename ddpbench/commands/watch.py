@@ -20,8 +20,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddpbench.catalog import backends
 from ddpbench.launch import scripts
 from ddpbench.launch.placement import read_placement
+from ddpbench.runtime import devices
 from ddpbench.watch import command
 from ddpbench.watch.settings import NOTE
 
@@ -42,7 +44,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         os.execv(sys.executable, line)
     with tempfile.NamedTemporaryFile() as note:
         os.environ[NOTE] = note.name
-        end = scripts.run_on_host(line, request.ranks or command.usual_ranks())
+        usual = devices.get(backends.choose_device(("auto",), "auto")).usual_ranks()
+        end = scripts.run_on_host(line, request.ranks or usual)
         folder = Path(note.name).read_text()
     if folder:
         from ddpbench.watch import stored

@@ -360,10 +360,10 @@ def test_the_summary_has_phases_ranks_calls_and_a_timeline() -> None:
         history.add(round_, calls)
     summary = summarize(history)
     assert summary is not None
-    phases = {phase.name: phase for phase in summary.watched.phases}
+    assert summary.steps is not None
+    phases = {phase.name: phase for phase in summary.steps.phases}
     assert phases["backward"].slowest_rank == 2
     assert phases["backward"].slowest_share > 0.9
-    assert summary.steps is not None
     assert summary.steps.step.value == pytest.approx(0.155, rel=0.1)
     assert summary.steps.step.interval is not None
     (collective,) = summary.watched.collectives

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -248,77 +247,57 @@ def _judge_communication(context: Context) -> Iterator[Finding]:
         )
 
 
-class Check(NamedTuple):
-    """A finding on hosts whose ranks lose more than a share of their time.
-
-    find_share: of the means of a host's ranks and their number → the share.
-    """
-
-    code: str
-    severity: str
-    least: float
-    find_share: Callable[[Mapping[str, float], int], float]
-    sentence: str
-    next_step: str
-
-
-def _find_others_share(facts: Mapping[str, float], ranks: int) -> float:
-    """Return the share of a host's cores that other programs use."""
-    own = facts.get("cpu_seconds", 0.0) + facts.get("worker_seconds", 0.0)
-    others = facts.get("host_busy_seconds", 0.0) - own * ranks
-    return others / (facts["seconds"] * facts["cores"])
-
-
-CHECKS = (
-    Check(
-        "gc-pauses",
+CHECKS = {  # code → severity, least share, sentence, next step
+    "gc-pauses": (
         "note",
         0.03,
-        lambda facts, _: facts.get("gc_seconds", 0.0) / facts["seconds"],
         "Python's garbage collector stops the ranks for {share:.0%} of the time",
         "after the set-up, call gc.freeze() and gc.disable(); then call gc.collect() on all ranks "
         "every few hundred steps",
     ),
-    Check(
-        "recompilations",
+    "recompilations": (
         "warning",
         0.03,
-        lambda facts, _: facts.get("compile_seconds", 0.0) / facts["seconds"],
         "torch.compile still compiles for {share:.0%} of the time",
         "to see why, start the job again after: export TORCH_LOGS=recompiles",
     ),
-    Check(
-        "busy-host",
+    "busy-host": (
         "note",
         BUSY_SHARE,
-        _find_others_share,
         "other programs use {share:.0%} of the cores",
         "run top there to see them; stop them, or run the job elsewhere",
     ),
-)
+}
+
+
+def _find_shares(facts: Mapping[str, float], ranks: int) -> dict[str, float]:
+    """Return the share of each of CHECKS on a host. facts: means of its ranks."""
+    seconds, cores = facts["seconds"], facts["cores"]
+    own = facts.get("cpu_seconds", 0.0) + facts.get("worker_seconds", 0.0)
+    others = facts.get("host_busy_seconds", 0.0) - own * ranks
+    return {
+        "gc-pauses": facts.get("gc_seconds", 0.0) / seconds,
+        "recompilations": facts.get("compile_seconds", 0.0) / seconds,
+        "busy-host": others / (seconds * cores),
+    }
 
 
 def _judge_hosts(context: Context) -> Iterator[Finding]:
     """Report what takes time on hosts, by CHECKS. The first round has the start of the job."""
-    history = context.history
+    history, shares = context.history, dict[str, list[dict[str, float]]]()
     is_first = history.rounds == len(history.host_facts)
-    rounds = [*history.host_facts][int(is_first) :]
-    for check in CHECKS:
-        shares = {}
-        for host, ranks in history.hosts.items():
-            known = [hosts[host] for hosts in rounds if hosts.get(host, {}).get("seconds")]
-            if len(known) >= ROUNDS:
-                share = float(np.median([check.find_share(one, len(ranks)) for one in known]))
-                shares |= {host: share} if share > check.least else {}
-        if shares:
-            most = max(shares.values())
-            yield Finding(
-                check.severity,
-                check.code,
-                f"{list_all(shares)}: {check.sentence.format(share=most)}",
-                check.next_step,
-                {"hosts": [*shares], "share": most},
-            )
+    for hosts in [*history.host_facts][int(is_first) :]:
+        for host, facts in hosts.items():
+            if host in history.hosts and facts.get("seconds"):
+                shares.setdefault(host, []).append(_find_shares(facts, len(history.hosts[host])))
+    known = {host: reads for host, reads in shares.items() if len(reads) >= ROUNDS}
+    for code, (severity, least, sentence, next_step) in CHECKS.items():
+        medians = {h: float(np.median([one[code] for one in known[h]])) for h in known}
+        named = {host: share for host, share in medians.items() if share > least}
+        if named:
+            most = max(named.values())
+            sentence = f"{list_all(named)}: {sentence.format(share=most)}"
+            yield Finding(severity, code, sentence, next_step, {"hosts": [*named], "share": most})
 
 
 # All judges in the order of their findings, each with what must be known before it is asked.
