@@ -20,10 +20,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpbench.catalog import backends
 from ddpbench.launch import scripts
 from ddpbench.launch.placement import read_placement
-from ddpbench.runtime import devices
 from ddpbench.watch import command
 from ddpbench.watch.settings import NOTE
 
@@ -44,8 +42,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
         os.execv(sys.executable, line)
     with tempfile.NamedTemporaryFile() as note:
         os.environ[NOTE] = note.name
-        usual = devices.get(backends.choose_device(("auto",), "auto")).usual_ranks()
-        end = scripts.run_on_host(line, request.ranks or usual)
+        end = scripts.run_on_host(line, request.ranks or command.usual_ranks())
         folder = Path(note.name).read_text()
     if folder:
         from ddpbench.watch import stored

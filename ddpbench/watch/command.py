@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ddpbench.catalog import backends
 from ddpbench.launch.placement import Refused, read_placement, require_world_size
+from ddpbench.runtime import devices
 from ddpbench.session import options
 from ddpbench.watch.settings import Settings, make_settings
 
@@ -76,3 +78,8 @@ def parse(words: Sequence[str], prog: str = "python -m ddpbench.watch") -> Reque
     if not is_module and not Path(program[0]).is_file():
         raise Refused(f"{program[0]} is not a file: write the path of a script, or -m MODULE")
     return Request(namespace.ranks, settings, program, is_module)
+
+
+def usual_ranks() -> int:
+    """Return how many ranks to start on this host if the user names no number."""
+    return devices.get(backends.choose_device(("auto",), "auto")).usual_ranks()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from frozen import Frozen
+from msgspec import structs
 from stored_steps import a_step_case, a_step_result, a_step_run
 
 from ddpbench.present.formats import FORMATS
@@ -66,12 +67,11 @@ def a_round(number: int = 0, steps: int = 60) -> Window:
     rows = own.astype(np.float32)
     first = number * steps
     return Window(
+        number=number,
         first_step=first,
         ended_ns=int((1.8e9 + 6 * number) * 1e9),
         rows=dict(enumerate(rows)),
         hosts={"a": [0, 1], "b": [2, 3]},
-        medians={"a": np.median(rows[:2], axis=0), "b": np.median(rows[2:], axis=0)},
-        least_blocked=rows[:, :, 5].min(axis=0),
         links=[Link("a", "b", "eth0", 10**8, 0.9, 2e-4, 3)],
     )
 
@@ -82,7 +82,7 @@ def add_round(history: History, number: int, steps: int = 60) -> None:
         JoinedCall("world", i, "allreduce", 2**20, i, 0, 10**6, 20 * 10**6, 2, 4)
         for i in range(number * steps, (number + 1) * steps)
     ]
-    history.add(a_round(number, steps), calls)
+    history.add(structs.replace(a_round(number, steps), calls=calls))
 
 
 def a_history(rounds: int = 1) -> History:

@@ -20,7 +20,6 @@ from ddpbench.watch.judging.pauses import KINDS, PauseHistory
 from ddpbench.watch.observe.long_steps import LongSteps, Look, Stacks
 from ddpbench.watch.observe.steps import Step
 from ddpbench.watch.window import (
-    ALL,
     BLOCKED,
     COLUMNS,
     LONG_STEPS,
@@ -198,7 +197,7 @@ def test_kinds_of_pauses_are_bounded() -> None:
 def judge_pauses(steps: Sequence[LongStep], lines: dict[str, float], count: int = 1000) -> Any:
     """The findings on a job with steps of 10 ms and these pauses; lines: of a usual step."""
     history = History()
-    history.add(Window({"a": [0, 1]}, 10**9, long_steps=[*steps], lines={ALL: lines}))
+    history.add(Window(0, {"a": [0, 1]}, 10**9, long_steps=[*steps], lines={0: lines}))
     together = sum(kind.seconds for kind in history.long_steps.kinds)
     history.balance = WatchedBalance(1.0, count, 0.01 * count, len(steps), together, 1.0)
     return [finding for finding in judge(history, 2) if finding.code == "pauses"]

@@ -82,7 +82,7 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
 
 def _judge_links(context: Context) -> Iterator[Finding]:
     history = context.history
-    yield from find_slow_links(history.links.values(), history.hosts, history.link_seconds)
+    yield from find_slow_links(history.links, history.hosts, history.link_seconds)
 
 
 def _judge_missing(context: Context) -> Iterator[Finding]:

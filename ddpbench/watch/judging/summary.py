@@ -148,8 +148,7 @@ def _list_collectives(history: History) -> list[WatchedCollective]:
 
 
 def _list_links(history: History) -> Iterator[WatchedLink]:
-    busiest = sorted(history.links.values(), key=lambda link: -link.nbytes)
-    for link in busiest[: watched.MOST_LINKS]:
+    for link in history.links[: watched.MOST_LINKS]:
         yield WatchedLink(
             host=link.host,
             peer=link.peer,
