@@ -13,7 +13,6 @@ from ddpbench.records.wording import counted
 PHASES = ("input", "forward", "backward", "optimizer", "other")
 COLUMNS = (*PHASES, "blocked")  # of every `seconds` below; they add up to the step
 MOST_RANKS, MOST_COLLECTIVES, MOST_MOMENTS, MOST_LINKS = 32, 32, 200, 64
-MOST_LATE = 8  # ranks whose lateness is stored over time
 MOST_PAUSES = 12
 
 
@@ -48,13 +47,7 @@ class WatchedRank:
     host: str
     seconds: tuple[float, ...]  # by COLUMNS
     steps: int  # number of steps in this median
-    # Own time beyond that of the other ranks, in each moment, the mean of its steps; None: unknown.
-    # Empty for all but the MOST_LATE ranks that are latest.
-    late_seconds: tuple[float | None, ...] = ()
-    # Means over all steps, which add up to the mean step; and how much longer each phase takes
-    # than on the other ranks. Empty in old runs.
-    mean_seconds: tuple[float, ...] = ()  # by COLUMNS
-    extra_seconds: tuple[float, ...] = ()  # by PHASES
+    mean_seconds: tuple[float, ...] = ()  # by COLUMNS; means over all steps
 
 
 @dataclass(frozen=True)
@@ -92,11 +85,9 @@ class WatchedPause:
     rank: int | None  # the rank that causes it; None: all ranks take longer
     phase: str  # of COLUMNS, in which it takes longer
     line: str  # of the program: "train.py:31 torch.save"; "": unknown
-    waits_at: str  # the line at which other ranks wait; "": unknown, or no rank waits
     count: int
     every: int  # steps from one to the next; 0: it varies
     first_step: int
-    first_ended: float  # in seconds since 1970
     last_step: int
     seconds: float  # longer than a usual step, median
     longest_seconds: float

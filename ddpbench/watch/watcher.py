@@ -28,7 +28,6 @@ from ddpbench.records.schema import Finding
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.watched import WatchedBalance
-from ddpbench.session import run_folder
 from ddpbench.session.run_folder import interrupted
 from ddpbench.watch.gather.joining import join_hosts
 from ddpbench.watch.gather.transport import Transport
@@ -68,7 +67,6 @@ class Watcher:
         self._observer = Observer(self._marks, on_error=self._fail)
         self._proof = Proof(settings.verify, self._observer)
         self._guard: guard.Guard | None = None
-        self._stored: Path | None = None  # the complete run, in rank 0
         self._rank = int(os.environ.get("RANK", "0"))
         self._closing, self._end = threading.Event(), End("complete", None, 0)
         guard.before_end.append(self._finish)
@@ -87,12 +85,9 @@ class Watcher:
             self._fail(problem)
         self._finish(self._describe_end(error))
         guard.before_end.remove(self._finish)
-        self._proof.close()
         self._observer.close()
         if self._guard is not None:
             self._guard.close()
-        if self._settings.report and self._stored is not None:
-            run_folder.write_page(self._stored)  # here, because the thread may end with the process
 
     def _finish(self, end: End) -> None:
         """Report a last time how this rank ends."""
@@ -137,7 +132,7 @@ class Watcher:
                 number = transport.begin_round().number
                 window = rank.read_window(Round(number, time.time_ns()), last=True)
                 reports.send(window, rank)
-            self._stored, self.exit_code = reports.folder, reports.exit_code
+            self.exit_code = reports.exit_code
         except Exception as error:
             if not isinstance(error, ValueError) or _has_group():  # a short script has ended it
                 self._fail(error)
@@ -197,8 +192,7 @@ class _Rank:
 
     def _list_findings(self, last: bool) -> Iterator[Finding]:
         """Yield what this rank found; rank 0 reports what no rank can see."""
-        yield from self._proof.reported
-        yield from self._proof.summarize(self._number, last)
+        yield from self._proof.list_findings(self._number, last)
         if self._number == 0 and (unseen := self._arrivals.unavailable):
             yield Finding("note", "unseen-collectives", unseen)
         if self._number == 0 and self._observer.steps_by_backward:
@@ -246,7 +240,7 @@ class _Reports:
         if rank == 0:
             import scipy.special  # noqa: F401  # else analysis.stats does, in a watched step
 
-            job = identify_job(settings.script, settings.verify, name, self._world_size)
+            job = identify_job(settings.verify, name, self._world_size)
             self._outputs = Outputs(settings, job)
             self.transport.publish_folder(f"{self.folder or ''}")
         self._end = End("complete", None, 0)

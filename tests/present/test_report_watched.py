@@ -78,18 +78,8 @@ def test_a_rule_stands_where_a_finding_begins(shown: dict[str, Chart]) -> None:
     assert before < rule["_x"] < after
 
 
-def test_the_late_rank_stands_out_over_time(shown: dict[str, Chart]) -> None:
-    """It is late by 30 ms after the step, and not before; and it is the first of the ranks, named
-    by its finding."""
-    table = shown["watch-lateness"].table
-    column = [c.heading for c in table.columns].index("rank 3")
-    late = [(row[1], float(row[column].removesuffix(" ms"))) for row in table.rows]
-    before = [value for step, value in late if step < SINCE - 20]
-    after = [value for step, value in late if step > SINCE + 20]
-    assert len(before) > 10
-    assert len(after) > 10
-    assert before == pytest.approx([0] * len(before), abs=18)
-    assert after == pytest.approx([30] * len(after), abs=18)
+def test_the_late_rank_stands_out(shown: dict[str, Chart]) -> None:
+    """It is the first of the ranks, named by its finding."""
     assert shown["watch-ranks"].table.rows[0][0] == "3"
     texts = {row["rank"]: row["_text"] for row in rows_of(shown["watch-ranks"], "_text")}
     assert texts["3 on b"] == "straggler"

@@ -74,8 +74,6 @@ def test_the_package_can_be_called() -> None:
     [
         {"verify": -1},
         {"timeout": float("nan")},
-        {"every": 0},
-        {"format": "tabel"},
         {"prometheus": 70000},
     ],
     ids=lambda arguments: next(iter(arguments)),
@@ -131,8 +129,8 @@ def test_the_folder_of_runs_stays_where_the_job_began(
 ) -> None:
     """Even if the script changes its folder before there is a process group."""
     monkeypatch.chdir(tmp_path)
-    namespace, program = command.parse(["--prometheus", "metrics.prom", "train.py"])
-    settings = command.read_settings(namespace, program)
+    (tmp_path / "train.py").touch()
+    settings = command.parse(["--prometheus", "metrics.prom", "train.py"]).settings
     assert settings.output == tmp_path / "results"
     assert settings.prometheus == str(tmp_path / "metrics.prom")
 

@@ -52,7 +52,7 @@ def build_sections(run: ReportRun, *, drawn: bool = False) -> Iterator[Section]:
 def _list_rows(run: Run, watched: Watched, *, drawn: bool) -> Iterator[tuple[Chart, ...]]:
     yield (*_draw_balance(watched), *_draw_pauses(watched))
     if drawn and len(watched.moments) > 1:
-        yield from ((chart,) for chart in over_time.draw(run, watched))
+        yield (over_time.draw(run, watched),)
     yield tuple(_draw_ranks(run, watched))
     yield tuple(_draw_collectives(watched))
     yield tuple(_draw_links(run, watched))

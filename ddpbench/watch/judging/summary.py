@@ -30,7 +30,6 @@ from ddpbench.watch.judging.history import (
     find_most_frequent,
 )
 from ddpbench.watch.judging.slow_links import find_rate
-from ddpbench.watch.window import BLOCKED
 
 LATEST = 64  # steps of `Summary.latest`, at most
 DECIMALS = 7  # of the seconds of a stored mean step
@@ -79,7 +78,7 @@ def summarize(history: History) -> Summary | None:
         phases=tuple(phases),
         exposed_seconds=steps.budget[0].figure.value,
         moments=tuple(moments),
-        ranks=tuple(_list_ranks(history, moments)),
+        ranks=tuple(_list_ranks(history)),
         balance=history.balance,
         pauses=history.pauses,
     )
@@ -131,7 +130,7 @@ def _take_medians(history: History, steps: Integers) -> Iterator[Moment]:
         )
 
 
-def _list_ranks(history: History, moments: Sequence[Moment]) -> Iterator[WatchedRank]:
+def _list_ranks(history: History) -> Iterator[WatchedRank]:
     """Yield the ranks with the most own time, in order of their numbers."""
     host_of = history.host_of
     known = [rank for rank in history.ranks if rank in host_of]
@@ -140,16 +139,12 @@ def _list_ranks(history: History, moments: Sequence[Moment]) -> Iterator[Watched
         kept = history.ranks[rank]
         even = kept.values[kept.evenly()]
         row = even["row"].mean(axis=0, dtype=np.float64).round(DECIMALS)
-        excess = even["excess"].mean(axis=0, dtype=np.float64).round(DECIMALS)
-        late = _take_means(kept, kept.values["excess"][:, OWN], moments)
         yield WatchedRank(
             rank=rank,
             host=host_of[rank],
             seconds=tuple(np.median(even["row"], axis=0).tolist()),
             steps=kept.steps,
-            late_seconds=tuple(late) if rank in known[: watched.MOST_LATE] else (),
             mean_seconds=tuple(row.tolist()),
-            extra_seconds=tuple(excess[:BLOCKED].tolist()),
         )
 
 
