@@ -127,7 +127,6 @@ class History:
         self.steps = 0  # that all ranks reported, without the warm-up
         self.last_step = -1
         self.spreads: deque[float] = deque(maxlen=RECENT)  # of ranks' own time
-        self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
         self.rounds = 0
         self.calls: dict[tuple[str, str, int], Calls] = {}  # by group, operation and bytes
@@ -238,7 +237,6 @@ class History:
                 self.calls.setdefault(key, Calls()).add(call)
 
     def _add_facts(self, window: Window) -> None:
-        self.facts.append({rank: window.facts[rank] for rank in self.ranks if rank in window.facts})
         medians = {}
         for host, ranks in window.hosts.items():
             known = [window.facts[rank] for rank in ranks if rank in window.facts]

@@ -234,7 +234,8 @@ def _judge_communication(context: Context) -> Iterator[Finding]:
     exposed = float(np.median(history.job.values["exposed"][-RECENT:]))
     step = history.mean_seconds
     # A wait for a message is no transfer: what comes before it may take that long.
-    has_messages = any(facts.get("messages") for ranks in history.facts for facts in ranks.values())
+    facts = [facts for hosts in history.host_facts for facts in hosts.values()]
+    has_messages = any(one.get("messages") for one in facts)
     if context.world_size > 1 and not has_messages and exposed >= NOTABLE * step:
         yield Finding(
             "note",
