@@ -72,14 +72,14 @@ def watch(
     timeout: float = 0.0,
     output: str | Path | None = "results",
     on_report: Callable[[dict[str, Any]], object] | None = None,
-    prometheus: str | Path | int | None = None,
+    prometheus: int | None = None,
 ) -> Watch:
     """Watch this job from now on. Call it in every rank, before or after init_process_group.
 
     verify: compare the replicas bit for bit in every N-th step; 0 never. timeout: report
         a hang after so many seconds and end the job with exit code 5; 0 never.
     output: folder for the stored run; None stores nothing.
-    on_report: rank 0 calls it with each report, a dict. prometheus: a file, or a port, for metrics.
+    on_report: rank 0 calls it with each report, a dict. prometheus: a port that serves metrics.
 
     Returns the watch, for use in `with`. If one is on already, as under `python -m ddpbench.watch`,
     returns that one, with its settings. Raises ValueError for an argument that is not allowed.

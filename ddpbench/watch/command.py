@@ -27,8 +27,7 @@ OPTIONS = """
 --verify      compare the replicas bit for bit in every N-th step (default: never)
 --timeout     report a hang after this time and end the job with exit code 5 (default: never)
 --output      folder for the stored run; none stores nothing
---prometheus  write metrics for Prometheus: to this file, or serve them on this port (default:
-              neither)
+--prometheus  serve metrics for Prometheus on this port (default: no metrics)
 """
 
 
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verify", kind=options.whole(1), metavar="N")
     add("--timeout", kind=options.time_limit, metavar="SECONDS")
     add("--output", default="results", metavar="FOLDER")
-    add("--prometheus", metavar="FILE|PORT")
+    add("--prometheus", kind=options.whole(1), metavar="PORT")
     # All that follows a script or -m is the program's.
     parser.add_argument("-m", nargs=argparse.REMAINDER, dest="module", help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -12,9 +11,8 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from zlib import crc32
 
-from ddpbench.launch.placement import Refused, node_address, read_placement, slurm_address
+from ddpbench.launch.placement import Refused, read_placement
 from ddpbench.session.errors import speak
 from ddpbench.watch import api, command
 
@@ -28,7 +26,6 @@ def main(words: Sequence[str]) -> None:
         request = command.parse(words)
         if request.ranks is not None and read_placement() is None:
             raise Refused(f"-n does not start ranks here: type ddpbench watch {' '.join(words)}")
-        complete_environment()
     except Refused as error:
         speak(str(error), error.speaker)
         sys.exit(2)
@@ -79,32 +76,6 @@ class _Finder(MetaPathFinder):
 
             loader.exec_module = exec_module
         return spec
-
-
-def complete_environment() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, each where it is missing.
-
-    torchrun sets them; mpirun and srun do not. Under mpirun on several hosts, the user gives the
-    address of rank 0. Raises Refused if a launcher's variables contradict each other.
-    """
-    if (placement := read_placement()) is None or placement.launcher in ("torchrun", "fork"):
-        return
-    variables: dict[str, Any] = {
-        "RANK": placement.rank,
-        "WORLD_SIZE": placement.world_size,
-        "LOCAL_RANK": placement.local_rank,
-        "LOCAL_WORLD_SIZE": placement.local_world_size,
-    }
-    if placement.launcher == "srun":
-        name, port = slurm_address()
-        variables |= {"MASTER_ADDR": node_address(name), "MASTER_PORT": port}
-    elif placement.local_world_size == placement.world_size:
-        job = os.environ.get("PMIX_NAMESPACE") or f"{os.getppid()}"  # equal in all ranks of mpirun
-        port = 20_000 + crc32(job.encode()) % 12_000
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in variables.items():
-        if value is not None:
-            os.environ.setdefault(name, str(value))
 
 
 def run(program: Sequence[str], is_module: bool) -> None:

@@ -93,8 +93,8 @@ class Outputs:
         self._run = replace(self._run, id=folder.name)
         self._outputs[STORING] = lambda run, _: stored.store_run(folder, run)
 
-    def _open_metrics(self, where: str) -> None:
-        self._outputs[METRICS] = Metrics(where).update
+    def _open_metrics(self, port: int) -> None:
+        self._outputs[METRICS] = Metrics(port).update
 
     def _show_line(self, run: Run, latest: Moment | None) -> None:
         """Print the line, if it is time and the job goes on. latest: None before any step."""
@@ -135,36 +135,32 @@ def describe_report(run: Run, latest: Moment | None) -> dict[str, Any]:
 
 
 class Metrics:
-    """The newest report as metrics for Prometheus.
+    """The newest report as metrics for Prometheus, on a port of all interfaces.
 
-    where: a port on which to serve them on all interfaces, or a file for the textfile collector.
     Raises ImportError without prometheus_client, and OSError.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, port: int) -> None:
         try:
             import prometheus_client
         except ImportError as error:
             hint = f"prometheus_client is not installed: {install_extra('watch')}"
             raise ImportError(hint) from error
-        self._registry: Any = prometheus_client.CollectorRegistry()
+        registry = prometheus_client.CollectorRegistry()
 
         def add(name: str, text: str, *labels: str) -> Any:
-            name = f"ddpbench_watch_{name}"
-            return prometheus_client.Gauge(name, text, labels, registry=self._registry)
+            return prometheus_client.Gauge(
+                f"ddpbench_watch_{name}", text, labels, registry=registry
+            )
 
-        self._running = add("running", "1: the job goes on.")
         self._step = add("last_step", "Number of the last step that all ranks reported.")
         self._seconds = add("seconds", "Time of a step and its parts, newest median.", "part")
         self._finding = add("finding", "1: this is found now.", "severity", "code", "rank", "host")
-        self._file, self._server = where, None
-        if where.isdecimal():
-            serve: Any = prometheus_client.start_http_server
-            self._server, _ = serve(int(where), registry=self._registry)
+        serve: Any = prometheus_client.start_http_server
+        self._server, _ = serve(port, registry=registry)
 
     def update(self, run: Run, latest: Moment | None) -> None:
         """Show the metrics of a report. After the last one, serve no more."""
-        self._running.set(float(run.state == "running"))
         if latest is not None:
             self._step.set(latest.step)
             for part, seconds in describe_report(run, latest)["seconds"].items():
@@ -175,10 +171,6 @@ class Metrics:
             rank, host = place.get("rank", ""), place.get("host", "")
             hosts = ",".join(place.get("hosts", [host]))
             self._finding.labels(finding.severity, finding.code, str(rank), hosts).set(1.0)
-        if self._server is None:
-            from prometheus_client import write_to_textfile
-
-            write_to_textfile(self._file, self._registry)
-        elif run.state != "running":
+        if run.state != "running":
             self._server.shutdown()
             self._server.server_close()

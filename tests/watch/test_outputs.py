@@ -301,37 +301,24 @@ def metrics(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
     }
 
 
-def test_metrics_in_a_file(tmp_path: Path) -> None:
-    """The file has base units and one series per part; single ranks only where a finding names
-    them. After the end it shows that the job does not run any more."""
+def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
+    """The port serves the newest report in base units, with one series per part and single ranks
+    only where a finding names them, until the job ends. A second job on the same port goes on."""
     pytest.importorskip("prometheus_client")
-    file = tmp_path / "watch.prom"
-    outputs = Outputs(Settings(prometheus=str(file)), a_job())
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    settings = Settings(prometheus=port)
+    outputs = Outputs(settings, a_job())
     outputs.update(a_history(), [SLOW, NOTE, SLOW, LINK])
-    shown = metrics(file.read_text())
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        shown = metrics(answer.read().decode())
     assert shown["ddpbench_watch_last_step"] == [({}, 59)]
     seconds = {labels["part"]: value for labels, value in shown["ddpbench_watch_seconds"]}
     assert seconds["step"] == pytest.approx(0.1, rel=0.02)
     assert set(seconds) == {"step", "exposed", *COLUMNS}
     found = sorted((one["rank"], one["host"]) for one, _ in shown["ddpbench_watch_finding"])
     assert found == [("", ""), ("", "a,b"), ("2", "b")]
-    assert shown["ddpbench_watch_running"] == [({}, 1)]
-    outputs.finish(a_history(), [], COMPLETE)
-    assert metrics(file.read_text())["ddpbench_watch_running"] == [({}, 0)]
-
-
-def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
-    """A port serves the newest report, until the job ends. A second job on the same port is told
-    so, and goes on."""
-    pytest.importorskip("prometheus_client")
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    settings = Settings(prometheus=str(port))
-    outputs = Outputs(settings, a_job())
-    outputs.update(a_history(), [])
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        assert metrics(answer.read().decode())["ddpbench_watch_last_step"] == [({}, 59)]
     Outputs(settings, a_job()).update(a_history(), [])
     assert capfd.readouterr().err.count("Prometheus") == 1
     outputs.finish(a_history(), [], COMPLETE)
@@ -344,5 +331,5 @@ def test_without_prometheus_client(
 ) -> None:
     """One sentence says what to install."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    Outputs(Settings(prometheus="9400"), a_job()).update(a_history(), [])
+    Outputs(Settings(prometheus=9400), a_job()).update(a_history(), [])
     frozen.text(capfd.readouterr().err)

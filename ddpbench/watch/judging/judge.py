@@ -234,7 +234,7 @@ def _judge_communication(context: Context) -> Iterator[Finding]:
     exposed = float(np.median(history.job.values["exposed"][-RECENT:]))
     step = history.mean_seconds
     # A wait for a message is no transfer: what comes before it may take that long.
-    facts = [facts for hosts in history.host_facts for facts in hosts.values()]
+    facts = [one for ranks in history.facts for one in ranks.values()]
     has_messages = any(one.get("messages") for one in facts)
     if context.world_size > 1 and not has_messages and exposed >= NOTABLE * step:
         yield Finding(
@@ -271,26 +271,30 @@ CHECKS = {  # code → severity, least share, sentence, next step
 }
 
 
-def _find_shares(facts: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """Return the share of each of CHECKS on a host. facts: means of its ranks."""
-    seconds, cores = facts["seconds"], facts["cores"]
-    own = facts.get("cpu_seconds", 0.0) + facts.get("worker_seconds", 0.0)
-    others = facts.get("host_busy_seconds", 0.0) - own * ranks
-    return {
-        "gc-pauses": facts.get("gc_seconds", 0.0) / seconds,
-        "recompilations": facts.get("compile_seconds", 0.0) / seconds,
-        "busy-host": others / (seconds * cores),
+def _find_shares(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the share of each of CHECKS. ranks: the facts of a host's ranks, at least one."""
+
+    def mean(name: str) -> float:
+        return sum(facts.get(name, 0.0) for facts in ranks) / len(ranks)
+
+    own = len(ranks) * (mean("cpu_seconds") + mean("worker_seconds"))
+    others = (mean("host_busy_seconds") - own) / mean("cores")
+    lost = {
+        "gc-pauses": mean("gc_seconds"),
+        "recompilations": mean("compile_seconds"),
+        "busy-host": others,
     }
+    return {code: seconds / mean("seconds") for code, seconds in lost.items()}
 
 
 def _judge_hosts(context: Context) -> Iterator[Finding]:
     """Report what takes time on hosts, by CHECKS. The first round has the start of the job."""
     history, shares = context.history, dict[str, list[dict[str, float]]]()
-    is_first = history.rounds == len(history.host_facts)
-    for hosts in [*history.host_facts][int(is_first) :]:
-        for host, facts in hosts.items():
-            if host in history.hosts and facts.get("seconds"):
-                shares.setdefault(host, []).append(_find_shares(facts, len(history.hosts[host])))
+    is_first = history.rounds == len(history.facts)
+    for facts in [*history.facts][int(is_first) :]:
+        for host, ranks in history.hosts.items():
+            if reads := [facts[rank] for rank in ranks if facts.get(rank, {}).get("seconds")]:
+                shares.setdefault(host, []).append(_find_shares(reads))
     known = {host: reads for host, reads in shares.items() if len(reads) >= ROUNDS}
     for code, (severity, least, sentence, next_step) in CHECKS.items():
         medians = {h: float(np.median([one[code] for one in known[h]])) for h in known}
