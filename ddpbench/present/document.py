@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from ddpbench.analysis.lines import Line
     from ddpbench.present.charts.kinds import Drawing
-    from ddpbench.present.repetitions import Repetitions
 
 NO_VALUES = Table("", (), ())
 Kind = tuple[str, ...]  # kind of a case: columns.title_parts
@@ -45,30 +44,7 @@ class ReportRun:
         """Return the raw samples (store.SAMPLE_COLUMNS); None if none are stored."""
         from ddpbench.records import store  # loads msgspec
 
-        return None if self.folder is None or self.damage else store.read_samples(self.folder)
-
-    @property
-    def repetitions(self) -> tuple[Repetitions, ...]:
-        """Return the raw samples of each case and launch, reduced; none if none are stored.
-
-        Reducing loads one case at a time, `samples` the whole run.
-        """
-        return self._reduced[0]
-
-    @property
-    def damage(self) -> str | None:
-        """Return why stored samples cannot be read; None if they can, or if none are stored."""
-        return self._reduced[1]
-
-    @cached_property
-    def _reduced(self) -> tuple[tuple[Repetitions, ...], str | None]:
-        from ddpbench.present.repetitions import reduce_samples  # loads numpy
-        from ddpbench.records import store
-
-        try:
-            return tuple(reduce_samples(self.folder)) if self.folder else (), None
-        except store.InvalidRun as error:
-            return (), str(error)
+        return None if self.folder is None else store.read_samples(self.folder)
 
 
 @dataclass(frozen=True)

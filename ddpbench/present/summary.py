@@ -30,18 +30,15 @@ def build_section(runs: Sequence[ReportRun]) -> Section:
     findings = [
         replace(found, sentence=f"{run.label}: {found.sentence}") if several else found
         for run in runs
-        for found in (*_list_missing(run), *run.run.findings)
+        for found in (*_list_missing(run.run), *run.run.findings)
     ]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Section("overview", "Summary", intro, lines, tuple(findings), setup[0].rows)
 
 
-def _list_missing(run: ReportRun) -> Iterator[Finding]:
-    """Yield findings on a part of the run that is missing, and on damaged samples."""
-    for line in header.explain_partial(run.run):
-        yield Finding("warning", "missing", line)
-    if run.damage:
-        line = f"DAMAGED: {run.damage}. Repetitions and skew are missing."
+def _list_missing(run: Run) -> Iterator[Finding]:
+    """Yield findings on a part of the run that is missing."""
+    for line in header.explain_partial(run):
         yield Finding("warning", "missing", line)
 
 

@@ -97,7 +97,7 @@ def test_the_readme_shows_what_its_command_draws(tmp_path: Path) -> None:
     ((_, drawn),) = pictures.write(charts, tmp_path, "svg")
     advice = f"draw it again: {command} --chart {CHARTS[0]}"
     assert read_texts(shown) == read_texts(drawn), advice
-    for color in theme.LIGHT[:2]:
+    for color in theme.COLORS[:2]:
         assert read_line(shown, color) == pytest.approx(read_line(drawn, color), abs=0.01), advice
 
 

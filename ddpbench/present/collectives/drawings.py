@@ -1,27 +1,21 @@
-"""Charts of collectives: time and bandwidth over message sizes, and the fastest backends."""
+"""Charts of collectives: time and bandwidth over message sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ddpbench.analysis.flags import UNUSABLE
 from ddpbench.analysis.lines import Line
-from ddpbench.catalog.sizes import readable
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Bars, Drawing, Lines, Matrix
+from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.collectives.columns import COLUMNS
-from ddpbench.present.columns import title_parts
-from ddpbench.present.document import NO_VALUES, Chart, ReportRun, make_titles
+from ddpbench.present.document import ReportRun
 
 TOOLTIPS = {
     "seconds": ("size", "backend", "time", "interval", "faster", "p99", "skew", "launch", "check"),
     "rate": ("size", "backend", "busbw", "limit", "check"),
 }
-FASTEST = (
-    "Colour: the backend whose 95 % interval is below all others. Number: time of the "
-    "second-fastest backend / its time. Empty: not measured, or none is clearly the fastest."
-)
 Point = tuple[ReportRun, Line]
 AXES = {
     "seconds": Axis("time of a call", theme.TIME_LABELS, log=True),
@@ -29,56 +23,20 @@ AXES = {
 }
 
 
-def draw_fastest(run: ReportRun) -> Iterator[Chart]:
-    """Yield the matrix of operations and sizes, if any backend is clearly the fastest."""
-    known = [line for line in run.lines if line.seconds and line.case.nbytes]
-    names = make_titles(title_parts(line.case) for line in known)
-    cells = [
-        {
-            "operation": names[title_parts(line.case)],
-            "size": readable(line.case.nbytes),
-            "fastest": line.case.backend,
-            "time": f"{COLUMNS['time'].show(line)} µs",
-            "_text": f"{line.faster:.{1 if line.faster < 9.95 else 0}f}",
-        }
-        for line in known
-        if line.faster
-    ]
-    sizes = sorted({line.case.nbytes for line in known})
-    if not cells or len(sizes) < 2:
-        return
-    drawing = Matrix(
-        data=cells,
-        column="size",
-        row="operation",
-        titles=("message size", None),
-        ends=tuple(map(readable, sizes)),
-        color="fastest",
-        order=tuple(theme.order_backends(cell["fastest"] for cell in cells)),
-    )
-    yield Chart("fastest", "Fastest backend", FASTEST, NO_VALUES, drawing)
+def draw_sizes(shown: Sequence[Point], value: str) -> Lines | None:
+    """Return the chart of time or bandwidth over sizes; None for fewer than two sizes.
 
-
-def draw_sizes(shown: Sequence[Point], value: str) -> Drawing | None:
-    """Return the chart of time or bandwidth over sizes, or of one size with a row per backend.
-
-    value: of AXES. None: there is nothing to draw.
+    value: of AXES.
     """
     several = len({run.label for run, _ in shown}) > 1
     points = [
         {**({"run": run.label} if several else {}), **_point(line, value)} for run, line in shown
     ]
-    points = [point for point in points if point["_y"]]
-    if not points:
+    points = [point for point in points if point["_x"] and point["_y"]]  # for logarithmic axes
+    if len({point["_x"] for point in points}) < 2:
         return None
-    if len({point["_x"] for point in points}) == 1:
-        rows = [
-            {**p, "_end": p["_y"], "_row": f"{p['backend']} {p.get('run', '')}".strip()}
-            for p in points
-        ]
-        return Bars(data=rows, x=AXES[value], row="_row", dots=True)
     return Lines(
-        data=[point for point in points if point["_x"]],  # the axis is logarithmic
+        data=points,
         x=Axis("message size", theme.SIZE_LABELS, log=True),
         y=AXES[value],
         dash="run" if several else "",

@@ -13,7 +13,7 @@ from ddpbench.analysis.fit import Estimate, Fit
 from ddpbench.analysis.lines import Line
 from ddpbench.catalog.sizes import readable
 from ddpbench.present.collectives.columns import COLUMNS
-from ddpbench.present.collectives.drawings import Point, draw_fastest, draw_sizes
+from ddpbench.present.collectives.drawings import Point, draw_sizes
 from ddpbench.present.columns import (
     Column,
     choose_columns,
@@ -60,8 +60,6 @@ def build_sections(
     columns = choose_columns(wanted, COLUMNS, shown)
     names, fits = make_titles(groups), list[Fit]()
     rows: list[tuple[Chart, ...]] = []
-    if drawn:
-        rows += [(chart,) for run in runs for chart in draw_fastest(run)]
     for kind, group in groups.items():
         own = [each for run in runs if fitted for each in _fit(run, group)]
         fits += own

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpbench.analysis.spans import OPERATIONS
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.present.steps.columns import format_ms, format_percent
 from ddpbench.records.schema import Bucket, Collective
@@ -16,10 +13,6 @@ from ddpbench.records.schema import Bucket, Collective
 BUCKETS = 12  # rows of a text
 NAME = 24  # characters of a parameter's name
 LAYERS = 12  # rows; with more, equal layer groups share one
-LAYER_CAPTION = (
-    "Communication time of each group of layers in a step, in the rank that waits least; median "
-    "over rounds. Full colour: exposed, the compute waits. Pale: hidden, the compute goes on."
-)
 
 
 def build_buckets(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
@@ -49,19 +42,10 @@ def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
 
 def build_layers(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
     """Yield the communication of each layer group, if the collectives were timed."""
-    merged = [(line, same) for line in group for same in _merge_layers(line)]
-    if not merged:
-        return
-    table = tabulate_rows("layer groups", [_format_layers(*each) for each in merged])
-    drawing = Bars(
-        data=[bar for each in merged for bar in _draw_layers(*each)],
-        x=Axis("time in a step", theme.TIME_LABELS),
-        row="layers",
-        within="backend",
-        color="operation",
-        order=OPERATIONS,
-    )
-    yield Chart(name, "Layer groups", LAYER_CAPTION, table, drawing, grouped=True)
+    rows = [_format_layers(line, same) for line in group for same in _merge_layers(line)]
+    if rows:
+        table = tabulate_rows("layer groups", rows)
+        yield Chart(name, "Layer groups", "", table, grouped=True)
 
 
 def _merge_layers(line: StepLine) -> list[list[Collective]]:
@@ -97,18 +81,3 @@ def _format_layers(line: StepLine, same: Sequence[Collective]) -> dict[str, str]
         "wait ms": format_ms(sum(each.wait.value for each in same), line.seconds),
         "late rank": " ".join(map(str, late)) or "-",
     }
-
-
-def _draw_layers(line: StepLine, same: Sequence[Collective]) -> Iterator[dict[str, Any]]:
-    """Yield the exposed and the hidden time of an operation, which share a row."""
-    for part in ("exposed", "hidden"):
-        seconds = sum(getattr(each, part).value for each in same)
-        yield {
-            "layers": f"{_name_layers(same)}, {same[0].phase}",
-            "operation": same[0].operation,
-            "part": part,
-            "backend": line.case.backend,
-            "ms": format_ms(seconds, line.seconds),
-            "_end": seconds,
-            "_pale": part == "hidden",
-        }

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Spans
 from ddpbench.present.document import Chart, make_table
 from ddpbench.present.steps.columns import format_ms, format_percent
 from ddpbench.records.schema import Replicas
 from ddpbench.records.wording import counted
 
-_, DIFFERENT, EQUAL, NOT_FINITE, UNKNOWN = theme.VERDICTS
-MOST_TENSORS = 6  # that are named
-CAPTION = (
-    "Results of the verifications over the steps, warm-up included. Not known: between the last "
-    "good verification and the first bad one."
-)
 KINDS = {"optimizer": "optimizer options and states"}  # kind → plural
 
 
 def build_replicas(name: str, group: Sequence[StepLine], every: int) -> Iterator[Chart]:
-    """Yield the verdict on each backend and its cost, drawn if replicas differed.
+    """Yield the verdict on each backend and its cost.
 
     every: steps from one verification to the next.
     """
@@ -31,38 +22,9 @@ def build_replicas(name: str, group: Sequence[StepLine], every: int) -> Iterator
     for line in group:
         texts = _state_verdict(line, every)
         rows += [["" if i else line.case.backend, text] for i, text in enumerate(texts)]
-    if not rows:
-        return
-    bars = [
-        bar
-        for line in group
-        for launch, result in enumerate(line.results, 1)
-        if result.replicas is not None
-        for bar in _draw(f"{line.case.backend}, launch {launch}", result.replicas)
-    ]
-    words = name, f"Replicas of {group[0].case.workload}"
-    table = make_table("replicas", ("", ""), rows, ("",))
-    if all(bar["found"] == EQUAL for bar in bars):
-        yield Chart(*words, "", table)
-        return
-    x = Axis("step", theme.COUNT_LABELS)
-    spans = Spans(data=bars, x=x, lane="case", color="found", order=theme.VERDICTS)
-    yield Chart(*words, CAPTION, table, spans)
-
-
-def _draw(case: str, replicas: Replicas) -> Iterator[dict[str, Any]]:
-    """Yield the states over the steps. The span of a step ends at its number."""
-    until, last = replicas.equal_until or 0, replicas.last_step
-    first = last + 1 if replicas.first_bad is None else replicas.first_bad
-    state = EQUAL if not replicas.failed else NOT_FINITE if replicas.equal else DIFFERENT
-    ends = [(EQUAL, 0, until), (UNKNOWN, until, first - 1), (state, first - 1, last)]
-    for found, begin, end in ends:
-        if end > begin:
-            bar = {"case": case, "found": found, "steps": f"{begin + 1} to {end}"}
-            if found != EQUAL:
-                bar["ranks"] = ", ".join(map(str, replicas.ranks))
-                bar["tensors"] = ", ".join(replicas.tensors[:MOST_TENSORS])
-            yield {**bar, "_begin": begin, "_end": end}
+    if rows:
+        table = make_table("replicas", ("", ""), rows, ("",))
+        yield Chart(name, f"Replicas of {group[0].case.workload}", "", table)
 
 
 def _state_verdict(line: StepLine, every: int) -> Iterator[str]:

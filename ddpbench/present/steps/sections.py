@@ -71,7 +71,7 @@ def build_sections(
             charts["step"] += build_buckets(f"step-{name}-buckets", group)
             charts["step"] += build_layers(f"step-{name}-layers", group)
             charts["replicas"] += build_replicas(f"replicas-{name}", group, run.run.plan.verify)
-            charts["training"] += build_training(f"training-{name}", group, loads=drawn)
+            charts["training"] += build_training(f"training-{name}", group)
     legend = explain(shown, columns, step_lines.FLAGS) if shown else []
     legend += _legend(shown) if wanted is None else []
     for name, title in TITLES.items():
