@@ -290,8 +290,9 @@ def read_samples(folder: Path) -> pd.DataFrame:
         first = (str(error).splitlines() or ["unknown error"])[0]
         raise InvalidRun(f"the samples in {folder} cannot be read: {first}") from None
     nothing = pd.DataFrame(columns=list(SAMPLE_COLUMNS))
-    joined: pd.DataFrame = pd.concat(frames or [nothing], ignore_index=True)
-    return joined.astype({"case": str})  # categories differ from part to part
+    # Categories differ from part to part.
+    joined: pd.DataFrame = pd.concat(frames or [nothing], ignore_index=True).astype({"case": str})
+    return joined
 
 
 def join_samples(folder: Path) -> None:

@@ -59,7 +59,8 @@ def build_training(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
         for line, launch, epoch in trained
         for kind, loss in (("training", epoch.train_loss), ("validation", epoch.validation_loss))
     ]
-    losses = [point["_y"] for point in points if point["_y"] is not None]
+    each = [loss for *_, e in trained for loss in (e.train_loss, e.validation_loss)]
+    losses = [loss for loss in each if loss is not None]
     log = bool(losses) and 0 < DECADE * min(losses) <= max(losses)
     y = Axis("loss", theme.NUMBER_LABELS, log=log)
     drawing = Lines(data=points, x=x, y=y, dash="loss of") if losses else None
