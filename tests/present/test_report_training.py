@@ -3,15 +3,14 @@
 from drawn import values
 from stored_steps import a_step_case, a_step_result, a_step_run, some_epochs
 
-from ddpbench.analysis import step_lines
-from ddpbench.present.document import Chart
-from ddpbench.present.steps.training import build_training
+from ddpbench.present.document import Chart, ReportRun
+from ddpbench.present.steps.sections import build_sections
 from ddpbench.records.schema import Epoch, Run
 
 
 def charts(run: Run) -> list[Chart]:
     """The charts of the run's training."""
-    return list(build_training("training", step_lines.lines(run)))
+    return next(s for s in build_sections(ReportRun("a", run)) if s.name == "training").charts
 
 
 def a_run(*epochs: tuple[Epoch, ...], backends: tuple[str, ...] = ("gloo",)) -> Run:
