@@ -110,14 +110,6 @@ def test_a_name_has_one_colour_on_all_charts() -> None:
     assert line["encoding"]["color"]["legend"]["values"] == ["mpi", "x"]
 
 
-def test_runs_have_dashes_and_limits_of_their_own() -> None:
-    """The lines of one backend in two runs are told apart, also where they have a reference."""
-    data = some_rows(2, backend="gloo", run=["a", "b"], _x=[1, 2], _y=[1.0, 2.0], _reference=3.0)
-    reference, line = layers(Lines(data=data, x=LOGARITHMIC, y=LOGARITHMIC, dash="run"), "line")
-    assert fields(reference, "detail") == ["run"]
-    assert line["encoding"]["strokeDash"]["field"] == "run"
-
-
 @pytest.mark.parametrize(
     ("axis", "options"),
     [

@@ -17,7 +17,6 @@ from stored_steps import (
     some_epochs,
     some_replicas,
 )
-from text_tables import read_table
 
 from ddpbench.analysis import findings, step_lines
 from ddpbench.present import formats
@@ -39,12 +38,6 @@ def two_backends(**other: Any) -> Run:
 def show(*results: StepResult, **other: Any) -> str:
     """Return the text table of a run of these results."""
     return formats.show("table", a_step_run(*results, **other))
-
-
-def read_rows(text: str, title: str) -> list[dict[str, str]]:
-    """Return the rows of a table by head, without the lines of text below it."""
-    text = re.sub(r"\n(without|DDP's|timing|no breakdown) .*", "", text)
-    return read_table(text, title)
 
 
 DIFFER = some_replicas(
@@ -81,20 +74,6 @@ def test_milliseconds_have_the_places_of_the_step(
 ) -> None:
     """A step has four digits, and its parts have as many decimal places."""
     assert format_ms(seconds, like) == text
-
-
-# --- buckets --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [12, 40])
-def test_of_many_buckets_twelve_are_shown(count: int) -> None:
-    """Spread evenly, up to the last."""
-    text = show(a_step_result(summary=a_step_summary(buckets=count)))
-    title = "buckets" if count == 12 else "buckets (12 of 40)"
-    numbers = [int(row["#"]) for row in read_rows(text, title)]
-    assert len(numbers) == 12
-    assert numbers == sorted(numbers)
-    assert numbers[-1] == count - 1
 
 
 # --- replicas and training ------------------------------------------------------------------------

@@ -103,20 +103,6 @@ def test_what_cannot_be_compared_stands_side_by_side(
     frozen.text(verdict_lines(page))
 
 
-def test_two_runs_of_one_name_have_names_of_their_own() -> None:
-    """A run and its copy are told apart by their folders; a run that is named twice counts once."""
-    base, new = base_and_new(1.5)
-    first = put("one", base)
-    store.write(copy := put("copy", new), replace(new, id="one"))
-    done = call_in_process(
-        ["report", str(first), str(copy), str(first), "--report-file", "page.html"]
-    )
-    assert done.code == 0
-    page = Path("page.html").read_text()
-    assert "<h1>results/one and results/copy</h1>" in page
-    assert 'id="verdicts-2"' not in page
-
-
 def test_a_page_goes_to_stdout() -> None:
     """`--report-file -` writes the page to stdout, and nothing else."""
     put("mine", base_and_new(1)[0])
@@ -142,23 +128,6 @@ def test_compare_writes_a_page_besides_its_output(frozen: Frozen) -> None:
     page = Path("pages/page.html").read_text()
     assert "1 SLOWER" in page
     frozen.text(done.err)
-    frozen.text(verdict_lines(page))
-
-
-def test_of_pooled_runs_the_newest_is_shown(frozen: Frozen) -> None:
-    """The verdicts are on all runs of a folder; the page shows the newest of each side and says
-    which."""
-    for name, factor in (("base", 1.0), ("new", 1.3)):
-        for n in range(6):
-            result = launch_results(1e-3 * factor, launches=1, seed=n)
-            run = a_run(*result, started=f"2026-01-0{n + 1}T00:00:00Z")
-            folder = Path(f"results/{name}/{name}-{n}")
-            folder.mkdir(parents=True)
-            store.write(folder, replace(run, id=folder.name))
-    assert call_in_process(["compare", "base", "new", "--report-file", "page.html"]).code == 1
-    page = Path("page.html").read_text()
-    assert "1 SLOWER" in page
-    assert all(name in page for name in ("BASE base-5", "NEW new-5"))
     frozen.text(verdict_lines(page))
 
 
@@ -285,17 +254,6 @@ def test_every_end_has_a_page(
     frozen.text(done.err)
     if end is not None:
         assert end.state in Path("results/mine/report.html").read_text()
-
-
-def test_a_page_never_makes_a_run_fail(capfd: pytest.CaptureFixture[str], frozen: Frozen) -> None:
-    """If the page cannot be written, one line says so; the exit code is that of the run, and
-    --quiet keeps the line."""
-    put("mine", replace(a_run(a_result()), state="running", exit_code=None))
-    Path("results/mine/report.html").mkdir()
-    done = finish(capfd, None, "--quiet")
-    assert done.code == 0
-    assert done.err.count("\n") == 1
-    frozen.text(done.err)
 
 
 def test_a_run_without_results_has_no_page(capfd: pytest.CaptureFixture[str]) -> None:

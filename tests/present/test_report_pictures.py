@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -122,27 +121,6 @@ def test_markdown_links_its_pictures(folder: Path) -> None:
     links = re.findall(r"!\[.*\]\((.*)\)", text)
     assert links == [f"../new/my%20pictures/{name}.svg" for name in CHARTS]
     assert len(re.findall(r"^\| +4 KiB \| gloo ", text, re.MULTILINE)) == 1
-
-
-@pytest.mark.parametrize(
-    "words", [("--svg", "x"), ("--png", "x"), ("--markdown", "x/report.md")], ids=lambda w: w[0]
-)
-def test_a_full_disk_is_named_with_the_file(
-    words: tuple[str, ...], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    frozen: Frozen,
-) -> None:  # fmt: skip
-    """If a picture or the Markdown does not fit on the disk, one sentence names its file, and no
-    part of it is left."""
-    monkeypatch.chdir(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        done = report(small, *words, "--chart", CHARTS[0])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert done.code == 2
-    frozen.text(done.err)
-    assert not list(Path("x").iterdir())
 
 
 def test_markdown_shows_names_as_text(frozen: Frozen) -> None:
