@@ -123,7 +123,7 @@ def _judge(base: ReportRun, new: ReportRun, number: int) -> Section:
         first, second = (Source(side.label, (side.run,)) for side in (base, new))
         with store.refuse_impossible_values(f"{base.label} or {new.label}"):
             result = compare.compare_stored(first, second, Rule(compare.MARGIN_PERCENT / 100))
-            return compared_runs.build_section(result, number, drawn=True)
+            return compared_runs.build_section(result, number)
     except (InvalidRun, Refused) as error:
         return compared_runs.explain_missing(base.label, new.label, str(error), number)
 

@@ -52,15 +52,15 @@ def build_document(comparison: Comparison) -> Document:
     return Document(TITLE, (build_section(comparison),), values, data)
 
 
-def build_section(comparison: Comparison, number: int = 1, *, drawn: bool = False) -> Section:
+def build_section(comparison: Comparison, number: int = 1) -> Section:
     """Return the section on the verdicts of one comparison.
 
-    number: from 1, of the comparisons in one document. drawn: whether to draw the changes.
+    number: from 1, of the comparisons in one document.
     """
     names, shared = _name_cases(comparison)
     rows = [row for row in comparison.rows if row.verdict not in (ONLY_BASE, ONLY_NEW)]
     counts = ", ".join(f"{count} {name}" for name, count in comparison.counts.items())
-    name, confidence = _name_section(number), comparison.rule.confidence
+    name = _name_section(number)
     changes = [
         describe_change(
             {"case": names[row.case]}, row, drift=f"±{row.drift * 100:.1f} %" if row.drift else ""
@@ -69,8 +69,7 @@ def build_section(comparison: Comparison, number: int = 1, *, drawn: bool = Fals
     ]
     charts = []
     if rows:
-        where = f"{name}-changes"
-        charts.append(list_changes(where, "case", changes, drawn=drawn, confidence=confidence))
+        charts.append(list_changes(f"{name}-changes", "case", changes))
     charts += _list_parts(f"{name}-parts", [(names[row.case], row) for row in rows])
     charts += [*_list_differences(f"{name}-differences", comparison)]
     return Section(

@@ -17,19 +17,6 @@ from ddpbench.measure.step import advise_smaller, find_shortage
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kind", memory.KINDS)
-@pytest.mark.parametrize("count", [1, 1 << 20])
-def test_tensors_are_zero_and_can_be_written(kind: str, count: int) -> None:
-    """To their end; one that asks for huge pages begins 64 bytes into one, where torch's allocator
-    puts a large tensor in its page."""
-    tensor = memory.zeros(count, torch.float32, CPU, kind)
-    assert tensor.shape == (count,)
-    assert not tensor.any()
-    if kind == "huge":
-        assert tensor.data_ptr() % memory.HUGE_NBYTES == memory.IN_PAGE
-    assert tensor.fill_(1).sum() == count
-
-
 def test_the_share_in_huge_pages_is_of_the_tensors_mappings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

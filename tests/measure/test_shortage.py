@@ -145,12 +145,3 @@ def test_what_does_not_fit_in_one_rank_is_skipped_in_all(tmp_path: Path, frozen:
     second = results["mine:second"]
     assert second.summary is not None
     frozen.text("\n".join([*reasons, *second.notes]))
-
-
-@pytest.mark.thorough
-def test_a_shortage_in_a_step_says_what_helps(tmp_path: Path) -> None:
-    """It ends the run, because other ranks would wait for this one."""
-    done = run_steps(tmp_path, 1, "late")
-    assert done.returncode == 5
-    assert "OutOfMemoryError: " in done.stderr
-    assert STEP_SHORT in done.stderr

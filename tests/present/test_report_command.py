@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from command_lines import QUICK
-from drawn import values
 from frozen import Frozen
 from in_process import Outcome, call_in_process, forbid_processes
 from rank_pool import RankPool
@@ -27,14 +26,10 @@ from stored_runs import (
 )
 from without_torch import run_without_torch
 
-from ddpbench.present import compared_runs as sections
-from ddpbench.present.document import Section
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Run
 from ddpbench.records.wording import install_extra
 from ddpbench.session import run_folder
-from ddpbench.verdicts import comparison
-from ddpbench.verdicts.matching import Source
 
 EXTRA = install_extra("report")
 
@@ -52,53 +47,6 @@ def put(name: str, run: Run) -> Path:
     folder.mkdir(parents=True)
     store.write(folder, replace(run, id=name))
     return folder
-
-
-def judged(base: Run, new: Run, drawn: bool = True) -> Section:
-    """Return the section on the verdicts of two runs."""
-    sides = (Source("base", (base,)), Source("new", (new,)))
-    return sections.build_section(comparison.compare(*sides, comparison.Rule()), drawn=drawn)
-
-
-def many_cases(count: int, factor: float) -> Run:
-    """Return a run of so many cases; every tenth takes `factor` times as long."""
-    return a_run(
-        *(
-            result
-            for n in range(count)
-            for result in launch_results(
-                1e-3 * (factor if n % 10 == 0 else 1), a_case(nbytes=4 * (n + 1), count=n + 1)
-            )
-        )
-    )
-
-
-# --- the section of verdicts ----------------------------------------------------------------------
-
-
-def test_a_change_is_drawn_with_its_interval_and_margin() -> None:
-    """The chart has the ratio of the times, its interval and the margin of each case, and the
-    verdict by colour and shape; its table has the texts of `compare`."""
-    base, new = base_and_new(1.1)
-    (chart,) = judged(base, new).rows[0]
-    (row,) = values(chart)
-    assert chart.spec is not None
-    assert row["verdict"] == "SLOWER"
-    assert 1.09 < row["_low"] < row["_end"] < row["_high"] < 1.11
-    assert (row["_band_low"], row["_band_high"]) == (pytest.approx(1 / 1.03), 1.03)
-    channels = chart.spec["layer"][1]["encoding"]
-    assert channels["color"]["field"] == channels["shape"]["field"] == "verdict"
-    assert chart.table == judged(base, new, drawn=False).charts[0].table
-
-
-def test_of_many_cases_the_clear_ones_are_drawn(frozen: Frozen) -> None:
-    """Of 70 cases, the chart has 60 rows of 24 pixels, SLOWER ones first; the table has all."""
-    (chart,) = judged(many_cases(70, 1), many_cases(70, 1.5)).rows[0]
-    assert chart.spec is not None
-    assert [row["verdict"] for row in values(chart)] == ["SLOWER"] * 7 + ["SAME"] * 53
-    assert chart.spec["height"] == 1440
-    assert len(chart.table.rows) == 70
-    frozen.text(chart.caption)
 
 
 # --- several runs ---------------------------------------------------------------------------------
@@ -155,20 +103,6 @@ def test_what_cannot_be_compared_stands_side_by_side(
     frozen.text(verdict_lines(page))
 
 
-def test_two_runs_of_one_name_have_names_of_their_own() -> None:
-    """A run and its copy are told apart by their folders; a run that is named twice counts once."""
-    base, new = base_and_new(1.5)
-    first = put("one", base)
-    store.write(copy := put("copy", new), replace(new, id="one"))
-    done = call_in_process(
-        ["report", str(first), str(copy), str(first), "--report-file", "page.html"]
-    )
-    assert done.code == 0
-    page = Path("page.html").read_text()
-    assert "<h1>results/one and results/copy</h1>" in page
-    assert 'id="verdicts-2"' not in page
-
-
 def test_a_page_goes_to_stdout() -> None:
     """`--report-file -` writes the page to stdout, and nothing else."""
     put("mine", base_and_new(1)[0])
@@ -194,23 +128,6 @@ def test_compare_writes_a_page_besides_its_output(frozen: Frozen) -> None:
     page = Path("pages/page.html").read_text()
     assert "1 SLOWER" in page
     frozen.text(done.err)
-    frozen.text(verdict_lines(page))
-
-
-def test_of_pooled_runs_the_newest_is_shown(frozen: Frozen) -> None:
-    """The verdicts are on all runs of a folder; the page shows the newest of each side and says
-    which."""
-    for name, factor in (("base", 1.0), ("new", 1.3)):
-        for n in range(6):
-            result = launch_results(1e-3 * factor, launches=1, seed=n)
-            run = a_run(*result, started=f"2026-01-0{n + 1}T00:00:00Z")
-            folder = Path(f"results/{name}/{name}-{n}")
-            folder.mkdir(parents=True)
-            store.write(folder, replace(run, id=folder.name))
-    assert call_in_process(["compare", "base", "new", "--report-file", "page.html"]).code == 1
-    page = Path("page.html").read_text()
-    assert "1 SLOWER" in page
-    assert all(name in page for name in ("BASE base-5", "NEW new-5"))
     frozen.text(verdict_lines(page))
 
 
@@ -337,17 +254,6 @@ def test_every_end_has_a_page(
     frozen.text(done.err)
     if end is not None:
         assert end.state in Path("results/mine/report.html").read_text()
-
-
-def test_a_page_never_makes_a_run_fail(capfd: pytest.CaptureFixture[str], frozen: Frozen) -> None:
-    """If the page cannot be written, one line says so; the exit code is that of the run, and
-    --quiet keeps the line."""
-    put("mine", replace(a_run(a_result()), state="running", exit_code=None))
-    Path("results/mine/report.html").mkdir()
-    done = finish(capfd, None, "--quiet")
-    assert done.code == 0
-    assert done.err.count("\n") == 1
-    frozen.text(done.err)
 
 
 def test_a_run_without_results_has_no_page(capfd: pytest.CaptureFixture[str]) -> None:
