@@ -33,7 +33,6 @@ from warm_python import warm_python
 from ddpbench import ddp
 from ddpbench.catalog.planting import Fault, Planted
 from ddpbench.catalog.workloads import WORKLOADS
-from ddpbench.launch import placement
 from ddpbench.measure import step
 from ddpbench.records import store
 from ddpbench.records.schema import StepResult
@@ -62,10 +61,8 @@ def parts(result: StepResult) -> dict[str, float]:
 
 def test_torchrun_prints_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Phases, budget, buckets and replicas from rank 0 alone, exit code 0; what is stored agrees:
-    each step was verified, phases add up to the step, both gradients' buckets were seen. The ranks
-    meet at another address than torchrun's, as one is given."""
+    each step was verified, phases add up to the step, both gradients' buckets were seen."""
     words = [*torchrun(2), "--no-python", *warm_python(), "-m", "ddpbench.ddp", *SMALL, *FEW]
-    words += ["--init-method", f"tcp://127.0.0.1:{placement.free_port()}"]
     done = run_command(words, tmp_path)
     assert done.returncode == 0, done.stderr
     for word in ("forward", "backward", "optimizer", "exposed communication", "wire"):
@@ -144,7 +141,7 @@ def test_a_divided_model_steps_on_mpi(tmp_path: Path) -> None:
         ("--static-graph", "--amp", "bf16", "--optimizer", "adamw"),
         ("--find-unused-parameters", "--accumulate", "3", "--verify", "5"),
         pytest.param(("--comm-hook", "fp16", "--optimizer", "adam"), marks=pytest.mark.thorough),
-        ("--no-breakdown", "--verify", "off", "--threads", "2"),
+        ("--no-breakdown", "--verify", "off"),
     ],
     ids=" ".join,
 )
@@ -174,7 +171,6 @@ def test_ddp_options(pool: RankPool, tmp_path: Path, options: tuple[str, ...]) -
     if "off" in options:
         assert result.replicas is None
         assert not summary.buckets
-        assert case.threads == 2
 
 
 def test_a_hook_that_hangs_on_this_backend_is_refused(pool: RankPool, tmp_path: Path) -> None:
@@ -192,28 +188,23 @@ def test_one_rank_has_a_step_and_no_communication(pool: RankPool, tmp_path: Path
     assert "exposed communication" not in parts(one(tmp_path))
 
 
-def test_steps_are_timed_with_the_devices_clock(
-    pool: RankPool, tmp_path: Path, frozen: Frozen
-) -> None:
-    """As on a GPU, with events of the CPU: the case says so, the parts of the budget make the step,
-    and a fault is found right after its step."""
+def test_steps_are_timed_with_the_devices_clock(pool: RankPool, tmp_path: Path) -> None:
+    """As on a GPU, with events of the CPU: the case says so, and the parts of the budget make the
+    step."""
     (tmp_path / "timed.py").write_text(
         'from ddpbench.runtime import devices\ndevices.KINDS["cpu"].clock = "device"\n'
     )
-    fault = ("--inject", "bit-flip:step=7,rank=1", "--on-mismatch", "continue")
-    done = pool.call(2, tmp_path, "ddp", "--import", "timed", *SMALL, *FEW, *fault)
-    assert done.returncode == 4, done.stdout + done.stderr
+    done = pool.call(2, tmp_path, "ddp", "--import", "timed", *SMALL, *FEW)
+    assert done.returncode == 0, done.stdout + done.stderr
     result = one(tmp_path)
     assert result.case.clock == "device"
     assert result.replicas is not None
-    assert (result.replicas.equal_until, result.replicas.first_bad) == (6, 7)
     assert result.replicas.verified == 16
     summary, part = result.summary, parts(result)
     assert summary is not None
     whole = part["compute"] + part["bucket copies"] + part["exposed communication"]
     assert whole == pytest.approx(summary.step.value)
     assert summary.buckets
-    frozen.facts(end_facts(read_stored_run(tmp_path)[1]))
 
 
 def test_an_edited_buffer_is_no_fault(pool: RankPool, tmp_path: Path) -> None:
@@ -225,19 +216,6 @@ def test_an_edited_buffer_is_no_fault(pool: RankPool, tmp_path: Path) -> None:
     assert replicas is not None
     assert replicas.ok
     assert replicas.compared["buffer"] > 0
-
-
-def test_going_on_after_a_mismatch(pool: RankPool, tmp_path: Path, frozen: Frozen) -> None:
-    """--on-mismatch continue measures to the end, tells the first bad step, and ends with 4."""
-    words = ("ddp", *SMALL, *FEW, "--inject", "bit-flip", "--on-mismatch", "continue")
-    done = pool.call(2, tmp_path, *words)
-    assert done.returncode == 4
-    result = one(tmp_path)
-    assert result.summary is not None
-    assert result.summary.rounds == 6
-    assert result.replicas is not None
-    assert (result.replicas.first_bad, result.replicas.last_step) == (5, 16)
-    frozen.facts(end_facts(read_stored_run(tmp_path)[1]))
 
 
 # It writes how long the last bucket really took, in each rank and step.

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from ddpbench.hang.self_report import RankIdentity, observe_state
 from ddpbench.hang.status import ALIVE, DIED, ENDED, LEFT, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family, sockets
-from ddpbench.launch.clock import Clock
+from ddpbench.launch.supervise import Clock
 from ddpbench.records import codec, redact
 from ddpbench.records.terminal_text import escape_lines
 

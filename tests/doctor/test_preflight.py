@@ -238,8 +238,8 @@ def test_real_ranks_are_compared(pool: RankPool, tmp_path: Path, frozen: Frozen)
     environs = [
         {**its, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank, its in enumerate(planted)
     ]
-    words = ("doctor", "--only", "preflight", "--output", "run", "--init-method")
-    done = pool.ask(tmp_path, environs, *words, f"file://{tmp_path / 'meeting'}")
+    words = ("doctor", "--only", "preflight", "--output", "run")
+    done = pool.ask(tmp_path, environs, *words)
     assert done.returncode == 0, done
     run = store.read(tmp_path / "run")
     (found,) = [f for f in run.findings if f.severity != "note"]
@@ -257,7 +257,7 @@ def test_a_time_of_day_that_is_off_is_found(pool: RankPool, tmp_path: Path, froz
          "DAY_AHEAD_NS": str(90 * 10**9)},
     ]  # fmt: skip
     words = ("doctor", "--only", "preflight", "--import", "shifted_clock", "--output", "run")
-    done = pool.ask(tmp_path, environs, *words, "--init-method", f"file://{tmp_path / 'meeting'}")
+    done = pool.ask(tmp_path, environs, *words)
     assert done.returncode == 0, done
     (examined,) = store.read(tmp_path / "run").examinations
     frozen.facts([round(its["clock_ahead_seconds"]) for its in examined.figures["ranks"]])

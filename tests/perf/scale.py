@@ -86,7 +86,7 @@ def simulate(size: int) -> World:
     hosts = {rank: f"host{rank // A_HOST}" for rank in range(size)}
     who = tuple(RankIdentity(rank, host, rank, f"boot of {host}") for rank, host in hosts.items())
     watchdog: Any = SimpleNamespace(signal=None, rearm=lambda: None, phase=lambda what: None)
-    net = tuple(Endpoint(r, its.host, its.boot_id, "", {}, {}) for r, its in enumerate(who))
+    net = tuple(Endpoint(r, its.host, its.boot_id, "", (), {}) for r, its in enumerate(who))
     place = Placement("torchrun", 0, size, 0, A_HOST)
     return World(place, who, net, watchdog, timedelta(seconds=60))
 

@@ -28,7 +28,7 @@ from ddpbench.records.schema import Part
 from simulated_hosts import Hosts, missing, payload  # isort: skip  (links has put their folder on the path)
 
 RATES = {"1 Gbit/s": 1e9, "300 Mbit/s": 3e8, "100 Mbit/s": 1e8}
-MLP = ("--workload", "mlp", "--width", "512", "--depth", "4", "--batch", "64", "--threads", "1")
+MLP = ("--workload", "mlp", "--width", "512", "--depth", "4", "--batch", "64")
 OFF = 0.10
 
 

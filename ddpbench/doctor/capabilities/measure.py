@@ -38,7 +38,7 @@ from ddpbench.doctor.capabilities.judge import (
 )
 from ddpbench.doctor.capabilities.throwaway_ranks import Report, Trial
 from ddpbench.doctor.context import Context, Outcome
-from ddpbench.launch.clock import Clock
+from ddpbench.launch.supervise import Clock
 from ddpbench.measure import start
 from ddpbench.records.schema import Case, Plan
 from ddpbench.records.wording import counted
