@@ -113,13 +113,11 @@ def gpu_health() -> dict[str, object]:
     nvml = _open_nvml()
     kind, index = _in_use()
     node = or_none(lambda: int(read(ROOT / DEVICES / str(_bus(nvml)) / "numa_node") or "-1"))
-    ecc = nvml and nvml.query("nvmlDeviceGetEccMode")
     errors = (UNCORRECTED, SINCE_DRIVER_LOADED)
     return {
         "gpu_numa_node": None if node is None or node < 0 else node,
         "gpu_free_nbytes": kind and or_none(lambda: kind.free_nbytes(_device(kind, index))),
         "gpu_nbytes": kind and or_none(lambda: kind.total_nbytes(_device(kind, index))),
-        "gpu_ecc": ecc and bool(ecc[0]),
         "gpu_memory_errors": nvml and nvml.query("nvmlDeviceGetTotalEccErrors", *errors),
     }
 
