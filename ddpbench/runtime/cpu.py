@@ -7,7 +7,7 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,13 +102,6 @@ def queued_seconds() -> float | None:
     """
     fields = (read("/proc/self/schedstat") or "").split()
     return int(fields[1]) / 1e9 if len(fields) > 1 else None
-
-
-def core_hertz(cores: Iterable[int]) -> float | None:
-    """Return the mean clock frequency of these cores now; None if the kernel does not report it."""
-    texts = [read(f"/sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq") for core in cores]
-    hertz = [int(text) * 1e3 for text in texts if text]
-    return sum(hertz) / len(hertz) if hertz else None
 
 
 def process_seconds(cores: Container[int]) -> dict[str, float]:

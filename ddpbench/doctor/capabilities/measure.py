@@ -57,11 +57,6 @@ class Trials:
     verdicts: list[Verdict] = field(default_factory=list)  # of the first wanted ones, in order
     given_up: str | None = None  # why the rest was not tried, a clause
 
-    @property
-    def untried(self) -> int:
-        """Return the number of combinations that are left."""
-        return len(self.request.wanted) - len(self.verdicts)
-
 
 def list_combinations() -> list[Combination]:
     """Return all combinations, the most important first: sums before other reduce ops."""
@@ -95,9 +90,9 @@ def examine(context: Context) -> Outcome:
 
 def _outcome(context: Context, trials: Trials) -> Outcome:
     wanted, unchecked = len(trials.request.wanted), []
-    if trials.untried:
+    if untried := wanted - len(trials.verdicts):
         reason = trials.given_up or "it was interrupted"
-        unchecked.append(f"{trials.untried} of {wanted} combinations were not tried: {reason}")
+        unchecked.append(f"{untried} of {wanted} combinations were not tried: {reason}")
     pairs = zip(trials.request.wanted, trials.verdicts, strict=False)
     rows = [{**asdict(combination), **asdict(verdict)} for combination, verdict in pairs]
     lines = [
@@ -128,7 +123,7 @@ def try_all(trials: Trials, seconds: float, clock: Clock = time) -> Generator[No
     combination that seems to crash is tried a second time, in fresh ranks.
     """
     until, suspect = clock.monotonic() + seconds, -1
-    while trials.untried and trials.given_up is None:
+    while len(trials.verdicts) < len(trials.request.wanted) and trials.given_up is None:
         first = len(trials.verdicts)
         with start_ranks(replace(trials.request, first=first)) as (folder, process):
             hung = yield from _wait(folder, process, until, clock)
