@@ -6,7 +6,7 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,13 +83,6 @@ def queued_seconds() -> float | None:
     """
     fields = (read("/proc/self/schedstat") or "").split()
     return int(fields[1]) / 1e9 if len(fields) > 1 else None
-
-
-def core_hertz(cores: Iterable[int]) -> float | None:
-    """Return the mean clock frequency of these cores now; None if the kernel does not report it."""
-    texts = [read(f"/sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq") for core in cores]
-    hertz = [int(text) * 1e3 for text in texts if text]
-    return sum(hertz) / len(hertz) if hertz else None
 
 
 def process_seconds(cores: Container[int]) -> dict[str, float]:

@@ -111,13 +111,11 @@ def gpu_health() -> dict[str, object]:
     """Return NUMA node and memory of this rank's GPU, and what its error correction reports."""
     nvml, index = _open_nvml(), or_none(CUDA.in_use)
     node = or_none(lambda: int(read(ROOT / DEVICES / str(_bus(nvml)) / "numa_node") or "-1"))
-    ecc = nvml and nvml.query("nvmlDeviceGetEccMode")
     errors = (UNCORRECTED, SINCE_DRIVER_LOADED)
     return {
         "gpu_numa_node": None if node is None or node < 0 else node,
         "gpu_free_nbytes": or_none(lambda: CUDA.free_nbytes(_device(index))),
         "gpu_nbytes": or_none(lambda: CUDA.total_nbytes(_device(index))),
-        "gpu_ecc": ecc and bool(ecc[0]),
         "gpu_memory_errors": nvml and nvml.query("nvmlDeviceGetTotalEccErrors", *errors),
     }
 
