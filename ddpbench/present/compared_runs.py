@@ -52,12 +52,11 @@ def build_document(comparison: Comparison) -> Document:
     return Document(TITLE, (build_section(comparison),), values, data)
 
 
-def build_section(comparison: Comparison, *, drawn: bool = False) -> Section:
-    """Return the section on the verdicts. drawn: whether to draw the changes."""
+def build_section(comparison: Comparison) -> Section:
+    """Return the section on the verdicts."""
     names, shared = _name_cases(comparison)
     rows = [row for row in comparison.rows if row.verdict not in (ONLY_BASE, ONLY_NEW)]
     counts = ", ".join(f"{count} {name}" for name, count in comparison.counts.items())
-    confidence = comparison.rule.confidence
     changes = [
         describe_change(
             {"case": names[row.case]}, row, drift=f"±{row.drift * 100:.1f} %" if row.drift else ""
@@ -66,8 +65,7 @@ def build_section(comparison: Comparison, *, drawn: bool = False) -> Section:
     ]
     charts = []
     if rows:
-        name = "verdicts-changes"
-        charts.append(list_changes(name, "case", changes, drawn=drawn, confidence=confidence))
+        charts.append(list_changes("verdicts-changes", "case", changes))
     charts += _list_parts("verdicts-parts", [(names[row.case], row) for row in rows])
     charts += [*_list_differences("verdicts-differences", comparison)]
     return Section(

@@ -11,24 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drawn import values
 from frozen import Frozen
 from in_process import Outcome, call_in_process, forbid_processes
 from stored_runs import (
-    a_case,
     a_run,
     base_and_new,
     launch_results,
 )
 from without_torch import run_without_torch
 
-from ddpbench.present import compared_runs as sections
-from ddpbench.present.document import Section
 from ddpbench.records import store
 from ddpbench.records.schema import Run
 from ddpbench.records.wording import install_extra
-from ddpbench.verdicts import comparison
-from ddpbench.verdicts.matching import Source
 
 EXTRA = install_extra("report")
 
@@ -46,53 +40,6 @@ def put(name: str, run: Run) -> Path:
     folder.mkdir(parents=True)
     store.write(folder, replace(run, id=name))
     return folder
-
-
-def judged(base: Run, new: Run, drawn: bool = True) -> Section:
-    """Return the section on the verdicts of two runs."""
-    sides = (Source("base", (base,)), Source("new", (new,)))
-    return sections.build_section(comparison.compare(*sides, comparison.Rule()), drawn=drawn)
-
-
-def many_cases(count: int, factor: float) -> Run:
-    """Return a run of so many cases; every tenth takes `factor` times as long."""
-    return a_run(
-        *(
-            result
-            for n in range(count)
-            for result in launch_results(
-                1e-3 * (factor if n % 10 == 0 else 1), a_case(nbytes=4 * (n + 1), count=n + 1)
-            )
-        )
-    )
-
-
-# --- the section of verdicts ----------------------------------------------------------------------
-
-
-def test_a_change_is_drawn_with_its_interval_and_margin() -> None:
-    """The chart has the ratio of the times, its interval and the margin of each case, and the
-    verdict by colour and shape; its table has the texts of `compare`."""
-    base, new = base_and_new(1.1)
-    (chart,) = judged(base, new).rows[0]
-    (row,) = values(chart)
-    assert chart.spec is not None
-    assert row["verdict"] == "SLOWER"
-    assert 1.09 < row["_low"] < row["_end"] < row["_high"] < 1.11
-    assert (row["_band_low"], row["_band_high"]) == (pytest.approx(1 / 1.03), 1.03)
-    channels = chart.spec["layer"][1]["encoding"]
-    assert channels["color"]["field"] == channels["shape"]["field"] == "verdict"
-    assert chart.table == judged(base, new, drawn=False).charts[0].table
-
-
-def test_of_many_cases_the_clear_ones_are_drawn(frozen: Frozen) -> None:
-    """Of 70 cases, the chart has 60 rows of 24 pixels, SLOWER ones first; the table has all."""
-    (chart,) = judged(many_cases(70, 1), many_cases(70, 1.5)).rows[0]
-    assert chart.spec is not None
-    assert [row["verdict"] for row in values(chart)] == ["SLOWER"] * 7 + ["SAME"] * 53
-    assert chart.spec["height"] == 1440
-    assert len(chart.table.rows) == 70
-    frozen.text(chart.caption)
 
 
 # --- compare --report-file ---------------------------------------------------------------------
