@@ -197,10 +197,6 @@ class Cpu:
         """Return DistributedDataParallel's `device_ids` for a model on this device."""
         return None
 
-    def seeded_devices(self, device: torch.device) -> list[torch.device]:
-        """Return the devices with a random generator beside the CPU's: torch.random.fork_rng."""
-        return []
-
     def random_states(self, device: torch.device) -> list[torch.Tensor]:
         """Return the states of the generators that a model on this device can draw from."""
         import torch
@@ -282,9 +278,6 @@ class Cuda(Cpu):
         self._module.empty_cache()
 
     def ddp_device_ids(self, device: torch.device) -> list[torch.device] | None:
-        return [device]
-
-    def seeded_devices(self, device: torch.device) -> list[torch.device]:
         return [device]
 
     def random_states(self, device: torch.device) -> list[torch.Tensor]:

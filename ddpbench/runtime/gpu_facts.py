@@ -139,18 +139,15 @@ def _place(pci_info: Any) -> str | None:
 
 
 def _open_nvml() -> Nvml | None:
-    uuid = gpu()["gpu_uuid"]
-    return uuid and open_nvml(uuid)  # a rank on the CPU need not import pynvml
-
-
-def open_nvml(uuid: str) -> Nvml | None:
-    """Return NVML's view of a GPU; None without NVML."""
+    """Return NVML's view of the GPU in use; None without NVML."""
+    if (uuid := gpu()["gpu_uuid"]) is None:  # a rank on the CPU need not import pynvml
+        return None
     module: Any = or_none(lambda: import_module("pynvml"))
     if module is None:
         return None
     or_none(module.nvmlInit)
-    gpu = or_none(lambda: module.nvmlDeviceGetHandleByUUID(uuid))
-    return None if gpu is None else Nvml(module, gpu)
+    handle = or_none(lambda: module.nvmlDeviceGetHandleByUUID(uuid))
+    return None if handle is None else Nvml(module, handle)
 
 
 def explain_unknown_gpu() -> str:

@@ -123,22 +123,6 @@ def test_each_verdict_has_its_exit_code(
     assert document["margin"] == (0.15 if "15" in words else 0.1)
 
 
-def test_the_figures_in_the_table_are_those_of_the_launch_medians(compared: Compare) -> None:
-    """Medians with their units and intervals, the change and its interval, both runs' names."""
-    base, new = base_and_new(1.2)
-    _, out, _ = compared(base, new)
-    sides = [[r.summary.median_seconds for r in run.results if r.summary] for run in (base, new)]
-    each = sorted(b / a for a in sides[0] for b in sides[1])
-    row = next(line for line in out.splitlines() if "SLOWER" in line and "all_reduce" in line)
-    for side in sides:
-        ordered = sorted(side)
-        assert f"{(ordered[2] + ordered[3]) / 2 * 1e6:.0f} µs" in row
-        width = (ordered[-1] - ordered[0]) / (ordered[-1] + ordered[0])
-        assert f"±{width * 100:.1f} %" in row
-    assert f"+{((each[17] * each[18]) ** 0.5 - 1) * 100:.1f} %" in row
-    assert f"+{(each[5] - 1) * 100:.1f} % … +{(each[30] - 1) * 100:.1f} %" in row
-
-
 def test_too_few_launches_are_told_with_what_is_needed(compared: Compare, frozen: Frozen) -> None:
     """Below five a side a change of 50 % is INCONCLUSIVE; from five on it is SLOWER."""
     for launches in (1, 4, 5, 6):
