@@ -152,7 +152,6 @@ def test_the_users_function_is_called_in_its_rank() -> None:
     task = workload.build({}, alone(rank=1, world_size=2))
     assert task.model.weight.shape == (2, 3)
     assert (task.batch(7), task.loss(task.model, "x")) == (7, "x")
-    assert task.training is None
 
 
 def test_samples_are_counted_in_the_batch_itself() -> None:
