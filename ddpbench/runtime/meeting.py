@@ -13,7 +13,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.hang.self_report import RankIdentity, identify
+from ddpbench.hang.status_board import RankIdentity, identify
 from ddpbench.launch import supervise
 from ddpbench.launch.placement import (
     Placement,
@@ -42,7 +42,7 @@ class Rendezvous:
     master_addr: str | None = None
     master_port: int | None = None
     timeout_seconds: float = 60.0
-    watchdog: str = "end"  # at a missed deadline: "end" the run, "report" it, or "off"
+    watchdog: str = "end"  # at a missed deadline: "end" the run, or "off"
 
     @property
     def group_timeout(self) -> timedelta:

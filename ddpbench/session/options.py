@@ -281,7 +281,7 @@ WHERE = """
 --master-addr  host name or address of rank 0 (default: as the launcher defines it)
 --master-port  port on rank 0 (default: as the launcher defines it, else a free one)
 --timeout      longest time that a rank waits for the others, in seconds, at least 1
---watchdog     what to do when a deadline is missed: end the run, report it, or ignore it
+--watchdog     what to do when a deadline is missed: end the run, or ignore it
 """
 
 
@@ -298,7 +298,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     add("--master-addr", metavar="HOST")
     add("--master-port", kind=whole(1, 65535), metavar="PORT")
     add("--timeout", kind=time_limit, default=60.0, metavar="SECONDS")
-    add("--watchdog", default="end", choices=("end", "report", "off"))
+    add("--watchdog", default="end", choices=("end", "off"))
 
 
 REPEATS = """

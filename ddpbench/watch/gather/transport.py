@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from ddpbench.analysis.clocks import Ahead
-from ddpbench.hang import self_report
-from ddpbench.hang.status_board import STORE_TIMEOUT, Address, StoreClient, await_server, find_store
+from ddpbench.hang.status_board import STORE_TIMEOUT, Address, StoreClient, find_store, identify
 from ddpbench.launch import placement, sockets
 from ddpbench.watch.gather.inbox import (
     CONNECT_SECONDS,
@@ -85,7 +84,7 @@ class Transport:
         self._client: StoreClient | None = None
         if isinstance(self._place, Address):  # a watch waits for less than the job itself
             self._place = self._place._replace(timeout=STORE_TIMEOUT)
-        self._identity = self_report.identify(rank)
+        self._identity = identify(rank)
         addresses = (address.partition("/")[0] for address in sockets.list_interfaces().values())
         outward = [address for address in addresses if not sockets.is_loopback(address)]
         self._addresses = outward[:LINKS]
@@ -181,9 +180,10 @@ class Transport:
         try:
             if self._client is None:
                 if isinstance(self._place, Address):
-                    await_server(self._place, REACH_SECONDS)
+                    # To a server that is absent, torch's client prints a C++ stack.
+                    socket.create_connection(self._place[:2], REACH_SECONDS).close()
                 self._client = StoreClient(self._place)
-        except RuntimeError:  # it may have ended with its process group
+        except (OSError, RuntimeError):  # it may have ended with its process group
             return None
         answer = self._client.request(2 * STORE_SECONDS, function)
         if self._client.gone:

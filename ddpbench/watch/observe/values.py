@@ -13,7 +13,7 @@ from typing import Any, SupportsFloat
 
 from torch import Tensor
 
-from ddpbench.hang.cuda import relaxed_capture
+from ddpbench.hang.flight_recorder import relaxed_capture
 from ddpbench.records import redact
 from ddpbench.records.watched import LOSS, MOST_VALUES
 from ddpbench.watch.observe.steps import Marks
