@@ -34,7 +34,7 @@ from tabulate import tabulate
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.hang.self_report import RankIdentity
+from ddpbench.hang.status_board import RankIdentity
 from ddpbench.launch.placement import Placement
 from ddpbench.measure import pace
 from ddpbench.records import store
