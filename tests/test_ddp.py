@@ -203,8 +203,8 @@ def test_one_rank_has_a_step_and_no_communication(pool: RankPool, tmp_path: Path
 def test_steps_are_timed_with_the_devices_clock(
     pool: RankPool, tmp_path: Path, frozen: Frozen
 ) -> None:
-    """With events of the CPU, as on a GPU: the case records it, the budget adds up to the step, and a
-    fault is found after its step. With --on-mismatch continue, the run goes on."""
+    """With events of the CPU, as on a GPU: the case records it, the budget adds up to the step, and
+    a fault is found after its step. With --on-mismatch continue, the run goes on."""
     (tmp_path / "timed.py").write_text(
         'from ddpbench.runtime import devices\ndevices.KINDS["cpu"].clock = "device"\n'
     )
@@ -256,8 +256,8 @@ ddp_step.Hook._reduced = reduce_and_stamp
 
 @pytest.mark.measures_time
 def test_a_planted_slow_link_is_recovered(pool: RankPool, tmp_path: Path) -> None:
-    """The last bucket takes 40 ms from hand-over to reduction. Exposed communication is the time that
-    was really slept, longer on a busy host, within its interval or a millisecond."""
+    """The last bucket takes 40 ms from hand-over to reduction. Exposed communication is the time
+    that was really slept, longer on a busy host, within its interval or a millisecond."""
     (tmp_path / "stamped_link.py").write_text(STAMPED_LINK)
     words = ("ddp", "--workload", "linear", "--rounds", "12", "--steps-per-round", "1")
     fault = ("--inject", "slow-link:ms=40,step=1", "--import", "stamped_link")
