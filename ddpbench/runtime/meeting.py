@@ -12,7 +12,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.hang.self_report import RankIdentity, identify
+from ddpbench.hang.status_board import RankIdentity, identify
 from ddpbench.launch import supervise
 from ddpbench.launch.placement import (
     Placement,
@@ -35,7 +35,7 @@ class Rendezvous:
     """The deadlines of the rendezvous and of the groups."""
 
     timeout_seconds: float = 60.0
-    watchdog: str = "end"  # at a missed deadline: "end" the run, "report" it, or "off"
+    watchdog: str = "end"  # at a missed deadline: "end" the run, or "off"
 
     @property
     def group_timeout(self) -> timedelta:

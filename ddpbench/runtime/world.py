@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ddpbench.hang import status_board, torch_settings
+from ddpbench.hang import status_board
 from ddpbench.hang.places import describe_error, is_of_program
-from ddpbench.hang.self_report import RankIdentity
+from ddpbench.hang.status_board import RankIdentity
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, CommandWatchdog
 from ddpbench.launch import sockets
 from ddpbench.launch.placement import PATIENT, Placement, Refused
@@ -153,8 +153,7 @@ class World:
         bound = devices.of(device).group_options(device, torch_name) if device else {}
         objection = None
         try:
-            with torch_settings.watched_groups(self.timeout):
-                group = dist.new_group(members, backend=torch_name, timeout=self.timeout, **bound)
+            group = dist.new_group(members, backend=torch_name, timeout=self.timeout, **bound)
         except (AssertionError, ImportError, TypeError, ValueError) as error:
             raise RuntimeError(f"no group on {torch_name}: {control.first_line(error)}") from error
         except RuntimeError as error:
@@ -211,24 +210,23 @@ def join_world(
 
     store = connect_store(placement, rendezvous)
     members, endpoints = gather_introductions(store, placement, rendezvous.timeout_seconds)
-    with torch_settings.watched_groups(rendezvous.group_timeout):  # it opens the recorders
-        patient = {PATIENT, "OMPI_COMM_WORLD_RANK"} <= os.environ.keys()
-        hurried = placement.launcher == "mpirun" and not patient
-        watchdog = CommandWatchdog(
-            store,
-            placement.rank,
-            members,
-            rendezvous.timeout_seconds,
-            leave=status_board.end_process,
-            signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
-            mode=rendezvous.watchdog,
-        )
+    patient = {PATIENT, "OMPI_COMM_WORLD_RANK"} <= os.environ.keys()
+    hurried = placement.launcher == "mpirun" and not patient
+    watchdog = CommandWatchdog(
+        store,
+        placement.rank,
+        members,
+        rendezvous.timeout_seconds,
+        leave=status_board.end_process,
+        signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
+        is_on=rendezvous.watchdog == "end",
+    )
     try:
         timeout = rendezvous.group_timeout
         rank, size = placement.rank, placement.world_size
         control_store = dist.PrefixStore("ddpbench/control", store)
         control_store.set_timeout(timeout)  # nccl's ranks wait for the first of them there
-        with network.keep_gloo_on_loopback(endpoints), torch_settings.watched_groups(timeout):
+        with network.keep_gloo_on_loopback(endpoints):
             dist.init_process_group(
                 "gloo", store=control_store, rank=rank, world_size=size, timeout=timeout
             )

@@ -189,7 +189,7 @@ WHERE = """
                (default: none)
 --share-gpu    allow two ranks to use the same GPU, for tests
 --timeout      longest time that a rank waits for the others, in seconds
---watchdog     what to do when a deadline is missed: end the run, report it, or ignore it
+--watchdog     what to do when a deadline is missed: end the run, or ignore it
 """
 
 
@@ -203,7 +203,7 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     add("--import", default=[], dest="modules", action="append", metavar="MODULE")
     add("--share-gpu", action="store_true")
     add("--timeout", kind=whole(1), default=60, metavar="SECONDS")
-    add("--watchdog", default="end", choices=("end", "report", "off"))
+    add("--watchdog", default="end", choices=("end", "off"))
 
 
 REPEATS = """

@@ -281,7 +281,7 @@ def test_a_slow_link_and_a_slow_host_are_found(
     hosts: Callable[..., Hosts], tmp_path: Path, frozen: Frozen
 ) -> None:
     """Of four hosts at 1 Gbit/s, the fourth, and the first two to each other, have a tenth of that.
-    The rates are about the planted ones; tests/perf/slow_links.py measures how close."""
+    The rates are about the planted ones; tests/perf/links.py measures how close."""
     trial = Trial("host1-host2 and host4 at 100 Mbit/s")
     bench = hosts(4, rate=[1e9, 1e9, 1e9, 1e8], pairs={(0, 1): 1e8})
     words = "doctor --only links --by host --case-time 4 --fail-on warning --backend gloo"

@@ -1,13 +1,13 @@
-"""What ddpbench itself costs rank 0 as ranks grow: the data of many ranks through its own code.
+"""Measure what ddpbench costs rank 0 as ranks grow: the data of many ranks through its own code.
 
     python tests/perf/scale.py [WORLD_SIZE …]
 
 The ranks are simulated below torch.distributed: a gather gives as many stamps as there would be
-ranks, each time other ones, and every rank tells the facts of this one. All else is what rank 0 of
-a sweep runs: pace, control, session, book, store, the tables. Three cases of 5000 repetitions, the
-most there are, 8 ranks a host, each world in a fresh process. Seconds are of this process's CPU
-time; what the network would take is not in them. facts and end: once a launch; gather, summary and
-store: a case. memory: the most, above what the imports take.
+ranks, each time other ones, and every rank reports the facts of this one. All else is what rank 0
+of a sweep runs: pace, control, recorder, store, tables. Three cases of 5000 repetitions, the most
+there are, 8 ranks per host, each world in a fresh process. Seconds are CPU time of this process,
+without the network. facts and end: once per launch; gather, summary and store: per case. memory:
+the most, above what the imports take.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tabulate import tabulate
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.hang.self_report import RankIdentity
+from ddpbench.hang.status_board import RankIdentity
 from ddpbench.launch.placement import Placement
 from ddpbench.measure import pace
 from ddpbench.records import store
