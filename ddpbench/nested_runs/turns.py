@@ -163,7 +163,7 @@ class Side:
     ) -> None:
         self.variant, self.folder = variant, folder
         self._line = [variant.python, "-m", "ddpbench", *words, *variant.words]
-        self._errors = (folder.parent / f"{folder.name}.stderr").open("w+", errors="replace")
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [*self._line, *settings, "--quiet", "--output", str(folder)],
             env=_environ(variant),
@@ -206,11 +206,6 @@ class Side:
             self._process.communicate(timeout=120)
         self._process.kill()
         self._process.wait()
-        self._errors.seek(0)
-        text = redact.text(self._errors.read())
-        self._errors.seek(0)
-        self._errors.truncate()
-        self._errors.write(text)
         self._errors.close()
 
 

@@ -543,14 +543,12 @@ def raw(run: Run, **other: Any) -> bytes:
     [
         b"",
         codec.encode(a_run(a_result()))[:-700],
-        b"\x89PNG\r\n\x1a\n",
         b'{"benchmarks": []}',
-        b"[]",
         raw(a_run(), schema=SCHEMA + 1),
         raw(a_run(), plan=3),
         raw(a_run()),
     ],
-    ids=["empty", "truncated", "foreign", "another's JSON", "a list", "newer", "mistyped", "bare"],
+    ids=["empty", "truncated", "another's JSON", "newer", "mistyped", "bare"],
 )
 def test_stored_data_that_cannot_be_read_end_with_3(
     compared: Compare, capsys: pytest.CaptureFixture[str], data: bytes

@@ -68,13 +68,9 @@ SINCE_535 = {
     [
         (BEFORE_535, ["SwPowerCap", "bit 40"]),
         (SINCE_535, ["ApplicationsClocksSetting", "SwPowerCap"]),
-        (
-            {**BEFORE_535, **SINCE_535, "nvmlDeviceGetCurrentClocksEventReasons": refuse},
-            ["SwPowerCap", "bit 40"],
-        ),
         ({}, None),
     ],
-    ids=["old names", "new names", "new module, old driver", "neither"],
+    ids=["old names", "new names", "neither"],
 )
 def test_throttle_reasons_have_one_name_in_both_generations(
     queries: dict[str, Any], reasons: list[str] | None, monkeypatch: pytest.MonkeyPatch
