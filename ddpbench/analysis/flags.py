@@ -69,15 +69,14 @@ def find_fastest(group: Sequence[LineT]) -> LineT | None:
     Returns None if one of them has no interval or a flag of NOT_COMPARABLE, or if their times have
     different definitions: between events, a backend that hides its kernel launches excludes them.
     """
-    measured = [line for line in group if line.seconds is not None]
+    measured = sorted((line for line in group if line.seconds), key=lambda line: line.seconds or 0)
     intervals = [line.interval for line in measured if line.interval is not None]
     definitions = {(line.case.time_definition, line.case.clock) for line in measured}
     flags = {flag for line in measured for flag in line.flags}
     if len(definitions) > 1 or NOT_COMPARABLE & flags or not 1 < len(measured) == len(intervals):
         return None
-    best = min(range(len(measured)), key=lambda i: measured[i].seconds or 0.0)
-    others = intervals[:best] + intervals[best + 1 :]
-    return measured[best] if all(intervals[best].high < each.low for each in others) else None
+    best, *others = intervals
+    return measured[0] if all(best.high < other.low for other in others) else None
 
 
 def note_fastest(known: Sequence[LineT], same: Callable[[LineT], Hashable]) -> list[LineT]:
@@ -91,7 +90,7 @@ def note_fastest(known: Sequence[LineT], same: Callable[[LineT], Hashable]) -> l
     fastest: dict[int, LineT] = {}
     for group in groups.values():
         best = find_fastest(group)
-        if best is not None and best.seconds:
+        if best is not None:
             _, second, *_ = sorted(line.seconds for line in group if line.seconds is not None)
             fastest[id(best)] = replace(best, faster=second / best.seconds)
     return [fastest.get(id(line), line) for line in known]

@@ -151,13 +151,6 @@ def outliers(times: Floats, distance: float) -> int:
     return int(((times < low - reach) | (times > high + reach)).sum())
 
 
-def lag1(times: Floats) -> float | None:
-    """Return the autocorrelation of neighbouring repetitions; None if it is undefined."""
-    if len(times) < 3 or 0.0 in (float(times[:-1].std()), float(times[1:].std())):
-        return None
-    return float(np.corrcoef(times[:-1], times[1:])[0, 1])
-
-
 def summary(
     over: OverRanks,
     calls: int,
@@ -194,7 +187,6 @@ def summary(
         launch_seconds=launch if hidden_launch else None,
         outliers=outliers(times, 1.5),
         far_outliers=outliers(times, 3.0),
-        lag1=lag1(times),
         quantiles_seconds=quantiles(times) if single else (),
         **{
             name: float(np.median(values)) * 1e-9 if common_clock and not hidden_launch else None

@@ -29,8 +29,8 @@ COMPUTE, COPIES, EXPOSED = "compute", "bucket copies", "exposed communication"
 EITHER = "compute and copies"  # if no arm separates them
 TRANSFER, OVERHEAD = "exposed transfer", "communication overhead"  # make EXPOSED
 HIDDEN, COMMUNICATION = "hidden communication", "communication"  # TRANSFER and HIDDEN make the last
+CHAIN = (COMPUTE, EITHER, COPIES, EXPOSED)  # make the step
 WAITING = "waiting for rank"
-CHAINS = ((COMPUTE, EITHER, COPIES, EXPOSED), (TRANSFER, HIDDEN))  # make the step, COMMUNICATION
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from ddpbench.present.case_labels import label_parts, name_case
 from ddpbench.present.changes import (
     describe_change,
     format_noticeable,
-    format_shift,
     list_changes,
 )
-from ddpbench.present.document import Chart, Document, Section, make_table, tabulate_rows
+from ddpbench.present.document import Chart, Document, Section, make_table
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.verdicts.comparison import Comparison, exit_code, explain_other_machine
@@ -43,7 +42,7 @@ def build_document(comparison: Comparison) -> Document:
         "exit_code_strict": exit_code(comparison, strict=True),
         "counts": comparison.counts,
         "rows": [
-            {**values, "identity": asdict(row.case), "parts": [asdict(p) for p in row.parts]}
+            {**values, "identity": asdict(row.case)}
             for values, row in zip(rows, comparison.rows, strict=True)
         ],
         "differences": [asdict(difference) for difference in comparison.differences],
@@ -71,7 +70,6 @@ def build_section(comparison: Comparison, number: int = 1, *, drawn: bool = Fals
     if rows:
         where = f"{name}-changes"
         charts.append(list_changes(where, "case", changes, drawn=drawn, confidence=confidence))
-    charts += _list_parts(f"{name}-parts", [(names[row.case], row) for row in rows])
     charts += [*_list_differences(f"{name}-differences", comparison)]
     return Section(
         name,
@@ -171,24 +169,6 @@ def _advise(comparison: Comparison) -> Iterator[Finding]:
         if count:
             sentence = f"{count} INCONCLUSIVE: {why}"
             yield Finding("note", "inconclusive", sentence, next_step)
-
-
-def _list_parts(name: str, rows: Sequence[tuple[str, Row]]) -> Iterator[Chart]:
-    """Yield the table of the parts of all steps, if there are any. rows: with their labels."""
-    cells = [
-        {
-            "case": label,
-            "part of a step": part.name,
-            "base": f"{part.base_seconds * 1e3:.4g} ms",
-            "new": f"{part.new_seconds * 1e3:.4g} ms",
-            **format_shift(part.shift),
-            "verdict": part.verdict,
-        }
-        for label, row in rows
-        for part in row.parts
-    ]
-    if cells:
-        yield Chart(name, "Parts of each step", "", tabulate_rows("", cells))
 
 
 def _list_differences(name: str, comparison: Comparison) -> Iterator[Chart]:

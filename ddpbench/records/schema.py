@@ -121,7 +121,6 @@ class Summary:
     global_seconds: float | None  # median of (last exit - first entry)
     outliers: int | None  # beyond 1.5 interquartile ranges; counted, never dropped
     far_outliers: int | None  # beyond 3
-    lag1: float | None  # autocorrelation of neighbouring repetitions
     # Quantiles of t_max in steps of 5 %, which show two modes and the lower quartile; empty in runs
     # stored before, and if a repetition is several calls.
     quantiles_seconds: tuple[float, ...] = ()
@@ -280,7 +279,6 @@ class Part:
     share: float | None  # of the step
     resolved: bool  # its interval does not include 0, so it is more than noise
     rank: int | None = None  # the rank that causes it
-    source: str = ""  # "arms": a difference of arms; "spans": timed collectives; "": unknown
 
 
 @dataclass(frozen=True)

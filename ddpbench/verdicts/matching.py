@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from ddpbench.analysis import findings, lines, stats, steps
+from ddpbench.analysis import findings, lines, stats
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Case, Interval, Result, Run, StepCase, StepResult
 
 Outcome = Result | StepResult
 AnyCase = Case | StepCase
-PHASES = ("forward", "backward")  # of a DDP step that are judged on their own
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,6 @@ class Side:
     # log of another tool, or an older run.
     quartiles: tuple[float, ...] = ()
     statistic: str = "median"  # of a launch: what `times` are
-    handoffs: tuple[float, ...] = ()  # between the ranks' cores, in seconds, where known
-    # Parts of a step that exceed 0 in every launch: name → seconds, one per launch.
-    parts: dict[str, tuple[float, ...]] = field(default_factory=dict)
     busy: float = 0.0  # share of the launches in which other processes kept the cores busy
 
     def of_quartiles(self) -> Side | None:
@@ -120,12 +116,6 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> SideCase:
             times,
             launches,
             quartiles if len(quartiles) == len(times) else (),
-            handoffs=tuple(
-                o.handoff_seconds
-                for o in outcomes
-                if isinstance(o, Result) and o.handoff_seconds is not None
-            ),
-            parts=_parts(outcomes),
             busy=sum((o.others_share or 0) > BUSY_SHARE for o in outcomes) / len(outcomes),
         )
     return SideCase(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
@@ -149,27 +139,6 @@ def _quartile(outcome: Outcome) -> float | None:
         return None
     known = outcome.summary.quantiles_seconds
     return stats.lower_quartile(known) if len(known) == stats.QUANTILES else None
-
-
-def _parts(outcomes: list[Outcome]) -> dict[str, tuple[float, ...]]:
-    """Return the parts of a step in all launches that measured it; phases are parts in DDP."""
-    launches = []
-    for outcome in outcomes:
-        if not isinstance(outcome, StepResult) or outcome.summary is None:
-            continue
-        budget, phases = outcome.summary.budget, outcome.summary.phases
-        if outcome.case.mesh:
-            launches.append({part.name: part.figure.value for part in budget if part.source})
-            continue
-        parts = {each.name: each.slowest.value for each in phases if each.name in PHASES}
-        exposed = {part.name: part.figure.value for part in budget if part.name == steps.EXPOSED}
-        launches.append(parts | exposed)
-    first = launches[0] if launches else {}
-    return {
-        name: tuple(each[name] for each in launches)
-        for name in first
-        if all(each.get(name, 0.0) > 0 for each in launches)
-    }
 
 
 def _fault(outcome: Outcome) -> str | None:

@@ -55,22 +55,6 @@ def launches(seconds: list[float], **other: Any) -> list[Result]:
     return [a_result(launch=n, summary=a_summary(s), **other) for n, s in enumerate(seconds)]
 
 
-def test_moved_cores_are_told_where_launches_differ() -> None:
-    """The flag stands beside `launches` where handoffs between cores took half as long again in
-    some launches, and not where only one of both differs, or no handoff is known."""
-
-    def flags(seconds: float, *handoffs: float | None) -> set[str]:
-        results = launches([1e-3] * 5 + [seconds])
-        told = zip(results, [*[2.5e-7] * 4, *handoffs], strict=True)
-        return {"launches", "cores"} & set(
-            only(*(replace(r, handoff_seconds=h) for r, h in told)).flags
-        )
-
-    assert flags(3e-3, None, 6e-7) == {"launches", "cores"}
-    assert flags(1e-3, None, 6e-7) == set()
-    assert flags(3e-3, None, 3e-7) == flags(3e-3, None, None) == {"launches"}
-
-
 def test_five_launches_have_a_centre_and_no_interval() -> None:
     """The centre is the median of the launches' medians, not their mean; an interval within one
     launch is not passed off as one over launches."""
@@ -129,14 +113,7 @@ HARD = Limit(4096 / 1e-3, "nominal")  # 4 KiB take 1 ms at least
             {"case": a_case(buffers="huge"), "huge_share": 0.89},
             {"case": a_case(buffers="huge"), "huge_share": 0.9},
         ),
-        (
-            "faults",
-            {"case": a_case(nbytes=2**20), "requested_nbytes": 2**20, "page_faults": 64.0},
-            {"case": a_case(nbytes=2**20), "requested_nbytes": 2**20, "page_faults": 63.0},
-        ),
-        ("faults", {"page_faults": 16.0}, {"page_faults": 15.0}),
         ("small-pages", {"case": a_case(buffers="huge"), "huge_share": None}, {"huge_share": 0.0}),
-        ("rounded", {"requested_nbytes": 4097}, {"requested_nbytes": 4096}),
         ("stopped", {"stop_reason": "interrupted"}, {"stop_reason": "time slice"}),
     ],
 )  # fmt: skip
@@ -147,7 +124,7 @@ def test_each_flag_is_raised_alone_and_only_with_cause(
     launch with the cause is enough for what concerns the use of a row."""
     assert only(a_result(**raising)).flags == (flag,)
     assert only(a_result(**not_raising)).flags == ()
-    if flag in ("WRONG", "INVALID", "busy", "batched", "rounded", "stopped"):
+    if flag in ("WRONG", "INVALID", "busy", "batched", "stopped"):
         quiet = [a_result(launch=n) for n in range(5)]
         assert only(*quiet, a_result(launch=5, **raising)).flags == (flag,)
 

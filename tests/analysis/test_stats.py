@@ -153,23 +153,9 @@ def test_the_mean_may_fall_by_half_but_grow_by_a_tenth_only() -> None:
     assert not stats.windows_agree(with_outlier(2.01), calm)
 
 
-# --- outliers and autocorrelation -----------------------------------------------------------------
+# --- outliers -----------------------------------------------------------------
 
 
-def test_lag1_is_the_correlation_of_neighbours() -> None:
-    """An alternating series has -1, a rising one 1, and any other what the formula gives."""
-    assert stats.lag1(np.array([1.0, 2.0] * 10)) == pytest.approx(-1)
-    assert stats.lag1(np.arange(20.0)) == pytest.approx(1)
-    times = np.random.default_rng(0).exponential(1.0, 50).cumsum() % 3
-    assert stats.lag1(times) == pytest.approx(
-        statistics.correlation(times[:-1].tolist(), times[1:].tolist())
-    )
-
-
-# --- the summary ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("world", "calls"), [(1, 1), (2, 20), (5, 2)])
 def test_the_bracket_holds_the_time(world: int, calls: int) -> None:
     """In one repetition: last-in ≤ t_max ≤ global, and global - last-in is the skew, of which a
     call has its share. In a summary, of medians: last-in ≤ t_max ≤ global and t_min ≤ t_mean ≤
@@ -224,7 +210,6 @@ def test_a_summary_is_of_t_max() -> None:
         reach = distance * (third - first)
         assert counted == sum(not first - reach <= t <= third + reach for t in times)
     assert summary.outliers > summary.far_outliers == 1
-    assert summary.lag1 == stats.lag1(stats.over_ranks(stamps).times(1))
     assert summary.interval == stats.median_interval(stats.over_ranks(stamps).times(1))
 
 
