@@ -19,7 +19,7 @@ Stamps = npt.NDArray[np.int64]
 
 BATCH = 20  # neighbouring repetitions are correlated, medians of batches hardly
 FEWEST = 6  # values that a 95 % interval of a median needs
-QUANTILES = 21  # the 6th is the lower quartile
+QUANTILES = 21  # of the times of a launch
 # percentile → repetitions that its 95 % interval needs
 PERCENTILES = {"p50": 6, "p90": 36, "p99": 368, "p99.9": 3688}
 
@@ -137,11 +137,6 @@ def percentiles(times: Floats) -> dict[str, float]:
 def quantiles(times: Floats) -> tuple[float, ...]:
     """Return QUANTILES values from the least to the largest, evenly by rank, to 0.1 ns."""
     return tuple(np.percentile(times, np.linspace(0, 100, QUANTILES)).round(10).tolist())
-
-
-def lower_quartile(quantile_values: Sequence[float]) -> float:
-    """Return the lower quartile from the result of `quantiles`."""
-    return quantile_values[QUANTILES // 4]
 
 
 def outliers(times: Floats, distance: float) -> int:

@@ -106,14 +106,11 @@ def _name_cases(comparison: Comparison) -> tuple[dict[AnyCase, str], str]:
 
 
 def _describe(comparison: Comparison, shared: str) -> Iterator[str]:
-    """Yield the two sides, the shared properties of all cases, and the statistic."""
+    """Yield the two sides, and the shared properties of all cases."""
     yield f"BASE: {_describe_side(comparison.base)}"
     yield f"NEW: {_describe_side(comparison.new)}"
     if shared:
         yield f"All cases: {shared}"
-    kinds = dict.fromkeys(row.base.statistic for row in comparison.rows if row.base and row.new)
-    if kinds:
-        yield f"Times: {' or '.join(kinds)} of each launch, median over launches"
 
 
 def _describe_side(source: Source) -> str:
@@ -191,7 +188,6 @@ def _list_values(row: Row) -> dict[str, Any]:
         "change": math.expm1(shift.estimate) if shift else None,
         "change_low": math.expm1(shift.low) if shift else None,
         "change_high": math.expm1(shift.high) if shift else None,
-        "statistic": row.base.statistic if row.base and row.new else None,
         "margin": row.margin if row.verdict in COMPARED else None,
         "drift": row.drift or None,
         "launches_needed": row.needed,

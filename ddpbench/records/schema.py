@@ -121,8 +121,8 @@ class Summary:
     global_seconds: float | None  # median of (last exit - first entry)
     outliers: int | None  # beyond 1.5 interquartile ranges; counted, never dropped
     far_outliers: int | None  # beyond 3
-    # Quantiles of t_max in steps of 5 %, which show two modes and the lower quartile; empty in runs
-    # stored before, and if a repetition is several calls.
+    # Quantiles of t_max in steps of 5 %, which show two modes; empty if a repetition is several
+    # calls, or in older runs.
     quantiles_seconds: tuple[float, ...] = ()
     # Mean over repetitions and ranks of (exit - entry) by the host's clock: the figure of OSU and
     # of nccl-tests. None: unknown, or stored before this field existed.

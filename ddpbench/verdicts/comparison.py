@@ -162,8 +162,7 @@ def _match(base: SideCase | None, new: SideCase | None, rule: Rule) -> Row | Non
     row = replace(row, why=matching.differing(base.case, new.case))
     if not set(matching.fields_differing(base.case, new.case)) <= set(rule.varied):
         return replace(row, verdict=INCOMPARABLE)
-    left, right = matching.align(left, right)
-    return replace(row, base=left, new=right)
+    return row
 
 
 def _list_conditions(name: str, source: Source) -> Iterator[str]:

@@ -71,8 +71,7 @@ def estimate_drift(base: Source, new: Source, stored: Iterable[Run]) -> Drift | 
             continue
         for case, found in matching.find_cases(Source(run.id, (run,))).items():
             if found.side is not None:
-                side = found.side.of_quartiles() or found.side
-                known[case] = (*known.get(case, ()), math.log(side.seconds))
+                known[case] = (*known.get(case, ()), math.log(found.side.seconds))
     return Drift(second[0] - first[1], known)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -39,29 +39,7 @@ class Side:
     interval: Interval | None
     times: tuple[float, ...]  # seconds, one per launch
     launches: tuple[int, ...]  # their numbers
-    # Lower quartiles in seconds, one per launch; empty if a launch has none, as a DDP step, the
-    # log of another tool, or an older run.
-    quartiles: tuple[float, ...] = ()
-    statistic: str = "median"  # of a launch: what `times` are
     busy: float = 0.0  # share of the launches in which other processes kept the cores busy
-
-    def of_quartiles(self) -> Side | None:
-        """Return this side by the lower quartiles of its launches; None if a launch has none.
-
-        If the times of calls have two modes, the median jumps between them. The lower quartile
-        stays with one of them, so fewer launches suffice.
-        """
-        if not self.quartiles:
-            return None
-        seconds, interval = stats.over_launches(np.array(self.quartiles))
-        times, statistic = self.quartiles, "lower quartile"
-        return replace(self, seconds=seconds, interval=interval, times=times, statistic=statistic)
-
-
-def align(base: Side, new: Side) -> tuple[Side, Side]:
-    """Return both sides by the lower quartile if both have it, else unchanged."""
-    left, right = base.of_quartiles(), new.of_quartiles()
-    return (base, new) if left is None or right is None else (left, right)
 
 
 @dataclass(frozen=True)
@@ -110,12 +88,10 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> SideCase:
     side = None
     if timed and fault is None:
         launches, times = zip(*timed, strict=True)
-        quartiles = tuple(q for o in outcomes if (q := _quartile(o)) is not None)
         side = Side(
             *stats.over_launches(np.array(times)),
             times,
             launches,
-            quartiles if len(quartiles) == len(times) else (),
             busy=sum((o.others_share or 0) > BUSY_SHARE for o in outcomes) / len(outcomes),
         )
     return SideCase(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
@@ -132,13 +108,6 @@ def _seconds(outcome: Outcome) -> float | None:
     if isinstance(outcome, StepResult):
         return outcome.summary.step.value
     return outcome.summary.median_seconds
-
-
-def _quartile(outcome: Outcome) -> float | None:
-    if isinstance(outcome, StepResult) or outcome.summary is None:
-        return None
-    known = outcome.summary.quantiles_seconds
-    return stats.lower_quartile(known) if len(known) == stats.QUANTILES else None
 
 
 def _fault(outcome: Outcome) -> str | None:

@@ -153,9 +153,10 @@ def test_the_mean_may_fall_by_half_but_grow_by_a_tenth_only() -> None:
     assert not stats.windows_agree(with_outlier(2.01), calm)
 
 
-# --- outliers -----------------------------------------------------------------
+# --- the summary ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("world", "calls"), [(1, 1), (2, 20), (5, 2)])
 def test_the_bracket_holds_the_time(world: int, calls: int) -> None:
     """In one repetition: last-in ≤ t_max ≤ global, and global - last-in is the skew, of which a
     call has its share. In a summary, of medians: last-in ≤ t_max ≤ global and t_min ≤ t_mean ≤

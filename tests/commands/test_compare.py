@@ -529,24 +529,6 @@ def test_stored_runs_tell_how_a_machine_drifts(compared: Compare, frozen: Frozen
     frozen.text(result["wording"])
 
 
-def test_quartiles_are_compared_where_both_sides_have_them(compared: Compare) -> None:
-    """Medians that went from one usual time to the other are no change; where a run is older than
-    quartiles, medians are all there is."""
-
-    def made(median: float, seed: int, quantiles: bool) -> Run:
-        each = launch_medians(6, 1e-3, 0.002, seed)
-        known = [tuple([float(t)] * 10 + [median] * 11) if quantiles else () for t in each]
-        return a_run(*(
-            a_result(None, n, a_summary(median, quantiles_seconds=known[n])) for n in range(6)
-        ))  # fmt: skip
-
-    for quantiles, name, statistic in (
-        (True, "SAME", "lower quartile"), (False, "SLOWER", "median"),
-    ):  # fmt: skip
-        row = later(compared, made(1e-3, 1, quantiles), made(4e-3, 2, True))["row"]
-        assert (row["verdict"], row["statistic"]) == (name, statistic)
-
-
 # --- formats --------------------------------------------------------------------------------------
 
 
