@@ -11,7 +11,7 @@ import pytest
 from stored_runs import a_case, a_result, a_run, a_summary
 
 from ddpbench.analysis import fit, lines
-from ddpbench.analysis.fit import Estimate, Fit, Floats
+from ddpbench.analysis.fit import Estimate, Fit
 from ddpbench.records.schema import Result
 
 SIZES = tuple(4 * 4**k for k in range(13))
@@ -77,22 +77,6 @@ def test_intervals_over_launches_cover_the_truth(launches: int, shared: float) -
         hits.append([covers(e, t) for e, t in zip(estimates, truths, strict=True)])
     assert len(hits) >= 25
     assert (np.mean(hits, axis=0) >= 0.92).all()
-
-
-def test_the_scan_finds_what_curve_fit_finds() -> None:
-    """scipy's curve_fit of the same model has the same optimum."""
-    from scipy.optimize import curve_fit
-
-    def model(n: Floats, a: float, b: float) -> Floats:
-        return np.logaddexp(a, b + np.log(n))
-
-    sizes = np.array(SIZES, dtype=float)
-    draw = np.random.default_rng(0)
-    truth = math.log(LATENCY), -math.log(RATE)
-    logs = model(sizes, *truth) + draw.normal(0, 0.2, (20, len(sizes)))
-    a, b, _, _ = fit._scan(logs, sizes)
-    expected = [curve_fit(model, sizes, row, p0=truth)[0] for row in logs]
-    assert np.column_stack([a, b]) == pytest.approx(np.array(expected), abs=0.02)
 
 
 def two_protocols(nbytes: float) -> float:

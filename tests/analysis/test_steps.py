@@ -270,16 +270,9 @@ def test_a_verifications_cost_is_its_slowest_ranks() -> None:
     samples = replace(step_samples(), verify=np.array([[1, 5, 3], [2, 1, 4]]) * MS)
     figure, share = steps.compute_cost(samples, 0.08)
     assert figure is not None
-    assert (figure.value, figure.interval) == (pytest.approx(4e-3), None)
-    assert share == pytest.approx(0.05)
-    many, _ = steps.compute_cost(step_samples(), 0.08)
-    assert many is not None
-    assert many.interval is not None
-    assert many.interval.of == "median of 30 verifications"
-    assert steps.compute_cost(replace(samples, verify=np.empty((2, 0), np.int64)), 0.08) == (
-        None,
-        None,
-    )
+    assert (figure.value, share) == (pytest.approx(4e-3), pytest.approx(0.05))
+    none = replace(samples, verify=np.empty((2, 0), np.int64))
+    assert steps.compute_cost(none, 0.08) == (None, None)
 
 
 # --- one line a case, over launches ---------------------------------------------------------------
