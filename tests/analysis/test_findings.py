@@ -66,13 +66,6 @@ def test_an_impossible_time_is_told_with_the_launch_that_had_it(frozen: Frozen) 
     frozen.findings(findings.findings(a_run(*slow, quick, fitting)))
 
 
-def test_exit_codes_follow_the_worst() -> None:
-    """Errors make 1, warnings and notes 0, a wrong result 4 whatever else there is."""
-    run = a_run(a_result())
-    for severity, code in (("note", 0), ("warning", 0), ("error", 1)):
-        assert findings.exit_code(replace(run, findings=(Finding(severity, "x", "y"),))) == code
-
-
 # --- the environment ------------------------------------------------------------------------------
 
 

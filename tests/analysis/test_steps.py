@@ -126,23 +126,6 @@ def test_the_budget_adds_up_in_one_launch_and_over_several(
         assert_adds_up(summary)
 
 
-def test_hidden_communication_is_never_below_0() -> None:
-    """One bucket, which is on its way for 2 ms after backward while the step is 4 ms longer:
-    nothing is hidden, exactly, and the 2 ms that are no transfer have a row of their own."""
-    samples = step_samples(compute=0.5, copies=0.05, exposed=4, buckets=1, wire=2, noise=0.02)
-    budget = parts(steps.summarise(samples, 1, 0))
-    hidden, overhead = budget["hidden communication"], budget["communication overhead"]
-    assert hidden.figure.interval is not None
-    assert (hidden.figure.interval.low, hidden.figure.interval.high) == (0.0, 0.0)
-    assert budget["exposed transfer"].figure == budget["communication"].figure
-    assert overhead.resolved
-    assert overhead.figure.value * 1e3 == pytest.approx(2, abs=0.1)
-    for seed in range(20):
-        noisy = parts(a_step_summary(rounds=12, noise=0.3, seed=seed))["hidden communication"]
-        assert noisy.figure.interval is not None
-        assert noisy.figure.interval.low >= 0
-
-
 def test_differences_are_paired_round_by_round() -> None:
     """A machine that becomes twice as slow in the course of the rounds, for all arms alike, leaves
     a difference of 1 % of the step resolved."""
