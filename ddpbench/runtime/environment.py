@@ -43,7 +43,7 @@ ALLOWED = re.compile(
     r"PYTHON(DEVMODE|MALLOC|TRACEMALLOC))$"
 )
 # Open MPI sets many variables for its ranks; a user sets OMPI_MCA_*.
-NOISE = re.compile(r"OMPI_(?!MCA_)|OMPI_MCA_(orte|prte|pmix|ess|initial|PREFIXES|cpu_|num_)")
+NOISE = re.compile(r"OMPI_(?!MCA_)|OMPI_MCA_(orte|prte|rmaps|pmix|ess|initial|PREFIXES|cpu_|num_)")
 DRIVERS = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version")
 IPC_LOCK = 14  # the capability that lifts RLIMIT_MEMLOCK
 COMMAND_DEADLINE_SECONDS = 5.0

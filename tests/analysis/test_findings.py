@@ -17,6 +17,7 @@ from stored_steps import (
 )
 
 from ddpbench.analysis import findings, step_lines
+from ddpbench.present import formats
 from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Finding, Limit, Run, Wrong
@@ -155,6 +156,7 @@ def test_replicas_that_were_not_all_compared_are_a_warning() -> None:
     assert findings.exit_code(replace(run, plan=replace(run.plan, fail_on="warning"))) == 1
     (line,) = step_lines.lines(run)
     assert STEP_COLUMNS["equal"].show(line) == "unknown"
+    assert "NOT ALL COMPARED" in formats.show("table", run)
 
 
 def test_a_training_whose_replicas_differ_names_the_first_epoch(frozen: Frozen) -> None:

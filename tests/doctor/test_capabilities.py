@@ -383,6 +383,7 @@ def test_a_crash_is_found_and_nothing_is_left(
     or file is left."""
     (tmp_path / "planted.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)
+    # Before tempdir changes: the server of warm Pythons stays until pytest ends.
     monkeypatch.setattr(sys, "executable", write_warm_python(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     wanted = [BARRIER, LIST, SUM, Combination("broadcast", "tensor", None, "float32")]

@@ -199,8 +199,8 @@ def test_real_ranks_are_compared(pool: RankPool, tmp_path: Path, frozen: Frozen)
     environs = [
         {**its, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank, its in enumerate(planted)
     ]
-    words = ("doctor", "--only", "preflight", "--output", "run", "--init-method")
-    done = pool.ask(tmp_path, environs, *words, f"file://{tmp_path / 'meeting'}")
+    words = ("doctor", "--only", "preflight", "--output", "run")
+    done = pool.ask(tmp_path, environs, *words)
     assert done.returncode == 0, done
     run = store.read(tmp_path / "run")
     (found,) = [f for f in run.findings if f.severity != "note"]

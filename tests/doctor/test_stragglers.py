@@ -310,7 +310,7 @@ def test_crowded_ranks_are_looked_at_alone(pool: RankPool, tmp_path: Path, froze
     only finding is that they are too many."""
     many = str(len(os.sched_getaffinity(0)) + 1)
     environs = [{"RANK": str(r), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": many} for r in range(2)]
-    done = pool.ask(tmp_path, environs, *WORDS, "--init-method", f"file://{tmp_path / 'meet'}")
+    done = pool.ask(tmp_path, environs, *WORDS)
     assert done.returncode == 0, done
     run = store.read(tmp_path / "run")
     bad = [[f.severity, f.code] for f in run.findings if f.severity != "note"]

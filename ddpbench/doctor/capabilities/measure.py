@@ -32,7 +32,7 @@ from ddpbench.doctor.capabilities import judge, ranks
 from ddpbench.doctor.capabilities.judge import CRASH, HANG, Combination, Verdict
 from ddpbench.doctor.capabilities.ranks import Request
 from ddpbench.doctor.context import Context, Outcome
-from ddpbench.launch.clock import Clock
+from ddpbench.launch.supervise import Clock
 from ddpbench.records.wording import counted
 from ddpbench.runtime import control
 
