@@ -103,14 +103,6 @@ def impossible(result: Result, seconds: float) -> bool:
     return hard is not None and seconds < result.least_nbytes / hard.bytes_per_second
 
 
-def fraction(result: Result, seconds: float) -> float | None:
-    """Return busbw over the calibrated rate; it may exceed 1 if the network itself reduces."""
-    if result.limit is None or result.case.world_size < 2 or not result.case.nbytes:
-        return None
-    rate = busbw(result.case.nbytes, seconds, result.bus_factor)
-    return rate / result.limit.bytes_per_second
-
-
 def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> Line:
     measured = [r for r in results if r.summary is not None]
     if not measured:
@@ -125,7 +117,8 @@ def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> L
     skews = [s.skew_seconds for s in summaries if s.skew_seconds is not None]
     factor = measured[0].bus_factor
     known = bool(case.nbytes and seconds)  # a device's clock may be too coarse for a single rank
-    fractions = [f for r in measured if (f := fraction(r, seconds)) is not None]
+    rate = busbw(case.nbytes, seconds, factor) if known else None
+    limits = [r.limit.bytes_per_second for r in measured if r.limit and case.world_size > 1]
     line = Line(
         case=case,
         results=tuple(measured),
@@ -137,8 +130,9 @@ def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> L
         },
         skew=float(np.median(skews)) if skews else None,
         algbw=case.nbytes / seconds if known else None,
-        busbw=busbw(case.nbytes, seconds, factor) if known else None,
-        fraction=float(np.median(fractions)) if fractions else None,
+        busbw=rate,
+        # It may exceed 1 if the network itself reduces.
+        fraction=float(np.median([rate / limit for limit in limits])) if rate and limits else None,
         shares_gpu=any(r.launch in sharing for r in measured),
     )
     return replace(line, flags=raised_flags(line, plan, FLAGS))

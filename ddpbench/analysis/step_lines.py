@@ -132,14 +132,11 @@ def _over_launches(summaries: Sequence[StepSummary]) -> StepSummary:
         step=_middle([s.step for s in summaries]),
         samples_per_second=float(np.median([s.samples_per_second for s in summaries])),
         phases=_merge_all([s.phases for s in summaries]),
-        budget=tuple(_merge_parts(summaries, [s.budget for s in summaries])),
+        budget=tuple(_merge_parts(summaries)),
         speed_up=_middle(factors) if len(factors) == len(summaries) else None,
         buckets=_merge_all([s.buckets for s in summaries]),
         collectives=_merge_all([s.collectives for s in summaries]),
         peak_nbytes=max(s.peak_nbytes for s in summaries),
-        observer=next(
-            _merge_parts(summaries, [(s.observer,) if s.observer else () for s in summaries]), None
-        ),
     )
 
 
@@ -175,21 +172,19 @@ def _merge(same: Sequence[RecordT]) -> RecordT:
     return replace(same[0], **changes)
 
 
-def _merge_parts(
-    summaries: Sequence[StepSummary], budgets: Sequence[tuple[Part, ...]]
-) -> Iterator[Part]:
+def _merge_parts(summaries: Sequence[StepSummary]) -> Iterator[Part]:
     """Yield the parts that all launches have, of the launches with the median step: they add up.
 
     Fewer than six launches give no interval: a part is then resolved if every launch resolves it.
     """
-    order = sorted(range(len(summaries)), key=lambda launch: summaries[launch].step.value)
-    chosen = order[(len(order) - 1) // 2 : len(order) // 2 + 1]
-    step = float(np.mean([summaries[launch].step.value for launch in chosen]))
-    for part in budgets[0]:
-        same = [each for budget in budgets for each in budget if each.name == part.name]
-        if len(same) < len(budgets):
+    ordered = sorted(summaries, key=lambda summary: summary.step.value)
+    middle = slice((len(ordered) - 1) // 2, len(ordered) // 2 + 1)
+    step = float(np.mean([summary.step.value for summary in ordered[middle]]))
+    for part in summaries[0].budget:
+        same = [each for s in ordered for each in s.budget if each.name == part.name]
+        if len(same) < len(ordered):
             continue
-        value = float(np.mean([same[launch].figure.value for launch in chosen]))
+        value = float(np.mean([each.figure.value for each in same[middle]]))
         figure = steps.holding(value, _middle([each.figure for each in same]).interval)
         resolved = all(each.resolved for each in same)
         if figure.interval is not None:

@@ -370,7 +370,6 @@ class StepSummary:
     budget: tuple[Part, ...] = ()
     speed_up: Figure | None = None  # a factor: the step without any communication
     buckets: tuple[Bucket, ...] = ()
-    observer: Part | None = None  # time that stamping buckets or collectives adds to a step
     collectives: tuple[Collective, ...] = ()  # of a sharded step, in the order of the first calls
     peak_nbytes: int = 0  # memory at the peak of a step, of the rank that needs most; 0: unknown
 
