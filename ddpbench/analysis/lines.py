@@ -81,7 +81,7 @@ def lines(run: Run) -> list[Line]:
 
     sharing = {launch.index for launch in run.launches if share_gpu(launch.ranks)}
     known = [_line(case, by_case[case], run.plan, sharing) for case in sorted(by_case, key=order)]
-    return note_fastest(known, lambda line: replace(line.case, backend="", provider=""))
+    return note_fastest(known)
 
 
 def share_gpu(ranks: Sequence[Mapping[str, Any]]) -> bool:

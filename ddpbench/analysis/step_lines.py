@@ -68,7 +68,7 @@ def lines(run: Run) -> list[StepLine]:
         return names.index(case.workload), group, backends.index(case.backend)
 
     known = [_line(case, by_case[case], run.plan) for case in sorted(by_case, key=order)]
-    return note_fastest(known, lambda line: same_but_backend(line.case))
+    return note_fastest(known)
 
 
 def same_but_backend(case: StepCase) -> StepCase:

@@ -52,11 +52,6 @@ class SideCase:
     fault: str | None  # why its figures must not be used
     reason: str  # why it was not measured
 
-    @property
-    def tried(self) -> bool:
-        """Whether there are figures, even wrong ones."""
-        return self.side is not None or self.fault is not None
-
 
 def find_cases(
     source: Source, wanted: Callable[[AnyCase], bool] = lambda case: True
@@ -134,16 +129,13 @@ def pair_cases(
     unmatched = {case: found for case, found in new.items() if case not in base}
     for case, found in base.items():
         partner = new.get(case)
-        if partner is None and found.tried and (partner := _nearest(found, unmatched)):
-            del unmatched[partner.case]
+        if partner is None:  # the case of the same row that differs least
+            same = [each for each in unmatched.values() if each.row == found.row]
+            same.sort(key=lambda each: len(fields_differing(case, each.case)))
+            partner = unmatched.pop(same[0].case) if same else None
         yield found, partner
     for found in unmatched.values():
         yield None, found
-
-
-def _nearest(base: SideCase, unmatched: dict[AnyCase, SideCase]) -> SideCase | None:
-    same = [new for new in unmatched.values() if new.tried and new.row == base.row]
-    return min(same, key=lambda new: len(fields_differing(base.case, new.case)), default=None)
 
 
 def fields_differing(base: AnyCase, new: AnyCase) -> list[str]:
