@@ -84,8 +84,7 @@ def note_fastest(known: Sequence[LineT]) -> list[LineT]:
         groups.setdefault(replace(line.case, backend="", provider=""), []).append(line)
     fastest: dict[int, LineT] = {}
     for group in groups.values():
-        best = find_fastest(group)
-        if best is not None:
-            _, second, *_ = sorted(line.seconds for line in group if line.seconds is not None)
-            fastest[id(best)] = replace(best, faster=second / best.seconds)
+        if (best := find_fastest(group)) is not None:
+            first, second, *_ = sorted(line.seconds for line in group if line.seconds)
+            fastest[id(best)] = replace(best, faster=second / first)
     return [fastest.get(id(line), line) for line in known]
