@@ -29,8 +29,8 @@ COMPUTE, COPIES, EXPOSED = "compute", "bucket copies", "exposed communication"
 EITHER = "compute and copies"  # if no arm separates them
 TRANSFER, OVERHEAD = "exposed transfer", "communication overhead"  # make EXPOSED
 HIDDEN, COMMUNICATION = "hidden communication", "communication"  # TRANSFER and HIDDEN make the last
+CHAIN = (COMPUTE, EITHER, COPIES, EXPOSED)  # make the step
 WAITING = "waiting for rank"
-CHAINS = ((COMPUTE, EITHER, COPIES, EXPOSED), (TRANSFER, HIDDEN))  # make the step, COMMUNICATION
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
     ddp = samples.arm("ddp")
     assert ddp is not None
     in_a_row = ddp.shape[2]
-    timed, arm = arm_seconds(samples, "timed"), arm_seconds(samples, "ddp")
+    arm = arm_seconds(samples, "ddp")
     step = figure(arm)
     assert step is not None
     seconds = step.value
@@ -99,7 +99,6 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
         budget=tuple(_budget(samples, arm, seconds)),
         speed_up=factor,
         buckets=tuple(_buckets(samples, seconds)),
-        observer=difference("timing hook", seconds, timed - arm),
     )
 
 

@@ -120,9 +120,8 @@ class Summary:
     global_seconds: float | None  # median of (last exit - first entry)
     outliers: int | None  # beyond 1.5 interquartile ranges; counted, never dropped
     far_outliers: int | None  # beyond 3
-    lag1: float | None  # autocorrelation of neighbouring repetitions
-    # Quantiles of t_max in steps of 5 %, which show two modes and the lower quartile; empty in runs
-    # stored before, and if a repetition is several calls.
+    # Quantiles of t_max in steps of 5 %, which show two modes; empty if a repetition is several
+    # calls, or in older runs.
     quantiles_seconds: tuple[float, ...] = ()
     # Mean over repetitions and ranks of (exit - entry) by the host's clock: the figure of OSU and
     # of nccl-tests. None: unknown, or stored before this field existed.
@@ -277,7 +276,6 @@ class Part:
     share: float | None  # of the step
     resolved: bool  # its interval does not include 0, so it is more than noise
     rank: int | None = None  # the rank that causes it
-    source: str = ""  # "arms": a difference of arms; "spans": timed collectives; "": unknown
 
 
 @dataclass(frozen=True)
@@ -359,7 +357,6 @@ class StepSummary:
     budget: tuple[Part, ...] = ()
     speed_up: Figure | None = None  # a factor: the step without any communication
     buckets: tuple[Bucket, ...] = ()
-    observer: Part | None = None  # time that stamping buckets or collectives adds to a step
     collectives: tuple[Collective, ...] = ()  # of a sharded step, in the order of the first calls
     peak_nbytes: int = 0  # memory at the peak of a step, of the rank that needs most; 0: unknown
 

@@ -43,8 +43,6 @@ LEGEND = {
     "wire": "wire: from then until the bucket is reduced, including earlier buckets in the queue",
     "wait": "wait: how long the earliest rank waited for the latest; late rank: the latest, if the "
     "wait is more than noise",
-    "from": "from arms: the difference of two variants of the step; from spans: how long the "
-    "compute waits for a collective, in the rank that waits least",
     "collectives": "hidden: a collective is on its way and the compute goes on; MB: total buffers; "
     "wait: how much longer the rank that waits most is blocked",
 }
@@ -159,7 +157,7 @@ def _legend(shown: list[StepLine]) -> list[str]:
         **{part: any(line.part(part) for line in shown) for part in PARTS},
         **dict.fromkeys(BUCKETS, any(summary.buckets for summary in summaries)),
     }
-    needed |= {"from": timed, "collectives": timed}
+    needed |= {"collectives": timed}
     return [LEGEND[name] for name, shown in needed.items() if shown]
 
 
