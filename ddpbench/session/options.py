@@ -41,7 +41,6 @@ ANSWERS = {
     "--sizes, such as --sizes 4K or --sizes 8:128M:x2": (
         "-b -e -f --minbytes --maxbytes --stepfactor -s --size --message-size"
     ),
-    "--sizes 4:1K:+256 for a step of 256 bytes": "-i --stepbytes",
     "no option: every case warms up itself": "--warmup --warmup_iters -w -x",
     "no option: results are checked, unless you write --no-check": "-c --check",
     "--dtype float32": "-d --datatype",
