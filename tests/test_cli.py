@@ -37,7 +37,7 @@ from ddpbench.records import store
     "words",
     [
         ["watch", "--verify", "2", "absent.py"],
-        ["watch", "--every", "0", "absent.py"],
+        ["watch", "--timeout", "0", "absent.py"],
         ["watch", "-n", "2"],
         ["collectives", "--size", "4"],
         ["collectives", "--timeout", "0"],

@@ -228,7 +228,7 @@ def list_differences(fault: Fault, place: dict[str, Any], began: Sequence[float]
         yield f"{place['seconds'] * 1e3:.2f} ms"
     if place["every"] != fault.every:
         yield f"every {place['every']}"
-    if "until" in place:
+    if "until_step" in place:
         yield f"until step {place['until_step']}"
     since = place.get("since_step")
     if (since is None) != (fault.since == 0):

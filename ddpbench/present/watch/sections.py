@@ -41,7 +41,7 @@ def build_sections(run: ReportRun, *, drawn: bool = False) -> Iterator[Section]:
     for line in step_lines.lines(run.run):
         rows.append((Chart("watch-step", "Step", "", _list_parts(line, run.run)),))
         for watched in (result.watched for result in line.results if result.watched):
-            rows += _list_rows(run.run, watched, line.case.backend, drawn=drawn)
+            rows += _list_rows(run.run, watched, drawn=drawn)
             legend += LEGEND if watched.steps else ()
             legend += [WAIT] if watched.collectives else []
     if rows:
@@ -49,12 +49,10 @@ def build_sections(run: ReportRun, *, drawn: bool = False) -> Iterator[Section]:
         yield Section("watch", "Watched job", rows=known, legend=tuple(dict.fromkeys(legend)))
 
 
-def _list_rows(
-    run: Run, watched: Watched, backend: str, *, drawn: bool
-) -> Iterator[tuple[Chart, ...]]:
+def _list_rows(run: Run, watched: Watched, *, drawn: bool) -> Iterator[tuple[Chart, ...]]:
     yield (*_list_balance(watched), *_list_pauses(watched))
     if drawn and len(watched.moments) > 1:
-        yield from ((chart,) for chart in over_time.draw(run, watched, backend))
+        yield (over_time.draw(run, watched),)
     yield tuple(_draw_ranks(run, watched))
     yield tuple(_list_collectives(watched))
     yield tuple(_list_links(watched))
@@ -67,21 +65,22 @@ def _list_parts(line: StepLine, run: Run) -> Table:
     case = line.case
     parts = [case.workload, " ".join(case.settings), format_ranks(case), case.backend, case.device]
     title = "  ".join(filter(None, parts))
-    watched = next((result.watched for result in line.results if result.watched), None)
-    if watched is None or not watched.steps:
+    result = next((result for result in line.results if result.watched), None)
+    watched, summary = (result.watched, result.summary) if result else (None, None)
+    if watched is None or summary is None:
         why = line.reason or "no optimizer step was seen on all ranks"
         return make_table(title, (), (), (), (why,))
     step = watched.step_seconds
     cells = [
         [
             phase.name,
-            format_ms(phase.seconds, step),
-            format_percent(phase.seconds / step),
-            format_ms(phase.slowest_seconds, step),
+            format_ms(seconds, step),
+            format_percent(seconds / step),
+            format_ms(phase.slowest.value, step),
             f"{phase.slowest_rank} ({phase.slowest_share * 100:.0f} %)",
             format_ms(phase.fastest_seconds, step),
         ]
-        for phase in watched.phases
+        for phase, seconds in zip(summary.phases, watched.median_seconds, strict=True)
     ]
     cells.append(["= step", format_ms(step, step), "100.0", "", "", ""])
     mean = watched.balance.mean_seconds if watched.balance else step
@@ -216,18 +215,11 @@ def _list_links(watched: Watched) -> Iterator[Chart]:
 
 
 def _list_moments(watched: Watched) -> Iterator[Chart]:
-    step, known, rows = watched.step_seconds, dict[str, float](), []
-    for moment in watched.moments:  # not each has a report of the ranks: the newest counts
-        load = moment.load
-        read = {
-            "loss": moment.loss,
-            "cores": load.cpu_cores if load else None,
-            "GPU %": scale_known(load.gpu_share, 100) if load else None,
-        }
-        known |= {name: value for name, value in read.items() if value is not None}
+    step, rows = watched.step_seconds, []
+    for moment in watched.moments:
         parts = dict(zip(COLUMNS, _ms(moment.seconds, step), strict=True))
         clock, whole = over_time.format_clock(moment.ended), format_ms(moment.step_seconds, step)
-        rows.append({"UTC": clock, "step": moment.step, "ms": whole, **parts, **read, **known})
+        rows.append({"UTC": clock, "step": moment.step, "ms": whole, **parts})
     if len(rows) > 1:
         table = tabulate_rows("timeline", rows)
         yield Chart("watch-timeline", "Timeline", "", table, most=MOMENTS, spread=True)
