@@ -172,10 +172,6 @@ class Cpu:
         """Return the memory of the device that one process can allocate; 0: not limited by it."""
         return 0
 
-    def held_nbytes(self, device: torch.device) -> int | None:
-        """Return the device memory that torch has allocated here, including its cache."""
-        return None
-
     def reset_peak(self, device: torch.device) -> bool:
         """Reset `peak_nbytes`; return whether that worked."""
         return cpu.reset_peak()
@@ -281,9 +277,6 @@ class Accelerator(Cpu):
 
     def total_nbytes(self, device: torch.device) -> int:
         return int(self._module.mem_get_info(device)[1])
-
-    def held_nbytes(self, device: torch.device) -> int | None:
-        return int(self._module.memory_reserved(device))
 
     def reset_peak(self, device: torch.device) -> bool:
         self._module.reset_peak_memory_stats(device)

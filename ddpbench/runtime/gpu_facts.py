@@ -46,14 +46,6 @@ class Nvml:
         values = self.query("nvmlDeviceGetFieldValues", [(number, scope)])
         return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else None
 
-    def busy_share(self) -> float | None:
-        """Return the share of time, 0 to 1, in which this GPU ran a kernel; None for a part of one.
-
-        NVML's sample period is at most 1 s.
-        """
-        rates = self.query("nvmlDeviceGetUtilizationRates")
-        return None if rates is None or self.is_part else int(rates.gpu) / 100
-
     def is_active(self, link: int) -> bool | None:
         """Return whether an NVLink is up, though it may sleep. GPUs since Hopper have a field."""
         state = self.field("NVML_FI_DEV_NVLINK_GET_STATE", link)
@@ -122,22 +114,6 @@ def gpu_health() -> dict[str, object]:
         "gpu_ecc": ecc and bool(ecc[0]),
         "gpu_memory_errors": nvml and nvml.query("nvmlDeviceGetTotalEccErrors", *errors),
     }
-
-
-def most_used() -> tuple[str, int] | None:
-    """Return the UUID of the GPU on which torch has most memory allocated here, and these bytes.
-
-    None without any. All threads get the same answer, although each has its own current GPU.
-    """
-    held = [
-        (kind.held_nbytes(_device(kind, index)) or 0, kind, index)
-        for kind in devices.KINDS.values()
-        if or_none(kind.in_use) is not None
-        for index in range(kind.count())
-    ]
-    nbytes, kind, index = max(held, key=lambda each: each[0], default=(0, None, 0))
-    uuid = kind and or_none(partial(kind.identity, index))
-    return (uuid, nbytes) if uuid else None
 
 
 def _device(kind: devices.Cpu, index: int) -> torch.device:
