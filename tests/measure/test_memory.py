@@ -12,30 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpbench.catalog.task import Task
 from ddpbench.measure import memory
-from ddpbench.measure.step import advise_smaller, find_shortage
+from ddpbench.measure.step import find_shortage
 
 CPU = torch.device("cpu")
-
-
-def test_the_share_in_huge_pages_is_of_the_tensors_mappings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Between none and all of what was written; unknown for no bytes or a silent kernel."""
-    huge = memory.zeros(1 << 20, torch.float32, CPU, "huge").fill_(1)
-    share = memory.huge_share([huge, huge])
-    assert share is not None
-    assert 0 <= share <= 1
-    assert memory.huge_share([torch.empty(0)]) is None
-    start = huge.data_ptr()
-    mappings = [(start, 3072), (start + huge.nbytes, 0)]
-    smaps = "".join(
-        f"{low:x}-{low + huge.nbytes:x} rw-p 0 00:00 0 \nSize: 9 kB\nRss:  4096 kB\n"
-        f"AnonHugePages:    {granted} kB\nVmFlags: rd\n"
-        for low, granted in mappings
-    )
-    for text, expected in ((smaps, 0.75), (None, None)):
-        monkeypatch.setattr(memory, "read", lambda _, text=text: text)
-        assert memory.huge_share([huge]) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,11 +47,6 @@ def test_every_shortage_of_memory_is_recognised(error: Exception, detail: str | 
     assert sentence.startswith(f"not enough memory on the host: {detail}")
     assert "; use smaller --sizes" in sentence
     assert ("NCCL_BUFFSIZE" in sentence) == ("NCCL" in str(error))
-
-
-def test_the_options_that_help_are_the_sizes_of_the_workload() -> None:
-    case = a_step_case(settings=("width=256", "depth=8"))
-    assert advise_smaller(case) == "use a smaller --batch, --width or --depth"
 
 
 class Allocated(TorchDispatchMode):

@@ -19,7 +19,6 @@ from rank_pool import RankPool
 from stored_runs import (
     a_case,
     a_launch,
-    a_result,
     a_run,
     base_and_new,
     launch_results,
@@ -29,7 +28,6 @@ from without_torch import run_without_torch
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Run
 from ddpbench.records.wording import install_extra
-from ddpbench.session import run_folder
 
 EXTRA = install_extra("report")
 
@@ -146,14 +144,12 @@ def no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         ("report", "mine"),
         ("compare", "mine", "mine", "--report-file", "page.html"),
         ("collectives", "-n", "2", "--report"),
-        ("watch", "-n", "2", "--report", "train.py"),
     ],
 )
 @pytest.mark.usefixtures("no_extra")
 def test_a_missing_extra_is_refused_before_anything_is_done(words: tuple[str, ...]) -> None:
     """Without altair, a command that is to write a page ends at once with the words to type."""
     put("mine", base_and_new(1)[0])
-    Path("train.py").touch()
     with forbid_processes():
         done = call_in_process(words)
     what = {"report": "a report", "compare": "--report-file"}.get(words[0], "--report")
@@ -224,42 +220,3 @@ def test_a_measured_run_has_its_page_at_the_end(pool: RankPool, home: Path) -> N
     page = Path("mine/report.html").read_text()
     assert "all_reduce" in page
     assert "<h1>mine</h1>" in page
-
-
-def finish(capfd: pytest.CaptureFixture[str], end: store.End | None, *words: str) -> Outcome:
-    """Finish a run that has a result, as a measuring command does."""
-    from ddpbench import collectives
-    from ddpbench.session.options import Parser
-
-    parser = Parser()
-    collectives.add_arguments(parser)
-    options = collectives.Options.of(parser.parse_args(["--report", *words]))
-    code = run_folder.finish(Path("results/mine"), options, end)
-    return Outcome(code, *capfd.readouterr())
-
-
-END = store.End("failed", "rank 1 ended with SIGKILL", 5)
-
-
-@pytest.mark.parametrize(
-    "end", [None, END, run_folder.interrupted("SIGINT")], ids=["complete", "failed", "interrupted"]
-)
-def test_every_end_has_a_page(
-    capfd: pytest.CaptureFixture[str], end: store.End | None, frozen: Frozen
-) -> None:
-    """A run that is complete, failed or interrupted gets its page, after all else is stored."""
-    put("mine", replace(a_run(a_result()), state="running", exit_code=None))
-    done = finish(capfd, end)
-    assert done.code == (end.code if end else 0)
-    frozen.text(done.err)
-    if end is not None:
-        assert end.state in Path("results/mine/report.html").read_text()
-
-
-def test_a_run_without_results_has_no_page(capfd: pytest.CaptureFixture[str]) -> None:
-    """A run that ended before its first result gets no page, and no word about it."""
-    put("mine", replace(a_run(), state="running", exit_code=None))
-    done = finish(capfd, END)
-    assert done.code == 5
-    assert "page" not in done.err
-    assert not Path("results/mine/report.html").exists()
