@@ -55,9 +55,8 @@ def _list_facts(run: Run) -> Facts:
         f"ddpbench {facts.get('ddpbench')}, torch {facts.get('torch')}, "
         f"Python {facts.get('python')}, Linux {facts.get('kernel')}",
     )
-    commit = f"commit {facts['commit']}" if facts.get("commit") else ""
-    if own := ", ".join(filter(None, (run.label, commit))):
-        yield "label", own
+    if facts.get("commit"):
+        yield "commit", facts["commit"]
     for launch in {launch.backend: launch for launch in run.launches}.values():
         provider = "" if launch.provider == "native" else f" (provider {launch.provider})"
         yield launch.backend, f"{launch.library}{provider}, {launch.launcher}"

@@ -427,7 +427,6 @@ class Run:
     ended: str | None = None
     operations: tuple[str, ...] = ()  # or workloads, in the requested order
     backends: tuple[str, ...] = ()
-    label: str = ""  # of --label
     launches: tuple[Launch, ...] = ()
     results: tuple[Result, ...] = ()
     steps: tuple[StepResult, ...] = ()

@@ -1,7 +1,6 @@
 """Facts about the GPU that this rank uses, ready for JSON. No query creates a context on a GPU.
 
-NVML (the module pynvml) reports NVIDIA's GPUs. A part of a GPU (MIG) has its own UUID there, but
-its clocks and links are those of the whole GPU. Unknown facts are None.
+NVML (the module pynvml) reports NVIDIA's GPUs. Unknown facts are None.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 # NVML renamed its throttle reasons to event reasons in driver 535, and may drop the old names.
 REASON = re.compile(r"nvmlClocks(Event|Throttle)Reason(?!s|None$|All$)(\w+)")
 REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+CUDA = devices.get("cuda")
 GPU, SWITCH = 0, 2  # what is at the other end of an NVLink
 DEVICES = "sys/bus/pci/devices"
 UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0  # of memory errors: kind, counter
@@ -35,7 +35,6 @@ class Nvml:
 
     module: Any
     gpu: Any
-    is_part: bool  # whether the rank uses a part of this GPU (MIG)
 
     def query(self, function: str, *arguments: object) -> Any:
         return or_none(lambda: getattr(self.module, function)(self.gpu, *arguments))
@@ -55,11 +54,11 @@ class Nvml:
 
 def gpu() -> dict[str, Any]:
     """Return index, name and UUID of the GPU that this rank already uses."""
-    kind, index = _in_use()
+    index = or_none(CUDA.in_use)
     return {
         "gpu_index": index,
         "gpu_name": getattr(_properties(), "name", None),
-        "gpu_uuid": kind and or_none(partial(kind.identity, index)),
+        "gpu_uuid": None if index is None else or_none(partial(CUDA.identity, index)),
     }
 
 
@@ -83,14 +82,14 @@ def gpu_links() -> dict[str, object]:
     """Return how this rank's GPU reaches others: its PCIe link, NVLinks, and their fabric.
 
     gpu_nvlinks   one entry for each other end: "switch", or the place of a GPU on the PCI bus; none
-                  without NVLinks; None if NVML does not report it, or the rank has a part of a GPU
+                  without NVLinks; None if NVML does not report it
     gpu_fabric    equal for GPUs that NVLinks connect across hosts
     """
     nvml = _open_nvml()
     bus = _bus(nvml)
     # The GPU of a Grace superchip reaches its host over other links than PCIe.
     reached_otherwise = nvml is not None and nvml.field("NVML_FI_DEV_C2C_LINK_COUNT")
-    links = None if nvml is None or nvml.is_part else _nvlinks(nvml)
+    links = None if nvml is None else _nvlinks(nvml)
     return {
         "gpu_bus": bus,
         "gpu_pcie": pcie_link(bus, ROOT) if bus and not reached_otherwise else None,
@@ -102,37 +101,28 @@ def gpu_links() -> dict[str, object]:
 
 def gpu_health() -> dict[str, object]:
     """Return NUMA node and memory of this rank's GPU, and what its error correction reports."""
-    nvml = _open_nvml()
-    kind, index = _in_use()
+    nvml, index = _open_nvml(), or_none(CUDA.in_use)
     node = or_none(lambda: int(read(ROOT / DEVICES / str(_bus(nvml)) / "numa_node") or "-1"))
-    ecc = nvml and nvml.query("nvmlDeviceGetEccMode")
     errors = (UNCORRECTED, SINCE_DRIVER_LOADED)
     return {
         "gpu_numa_node": None if node is None or node < 0 else node,
-        "gpu_free_nbytes": kind and or_none(lambda: kind.free_nbytes(_device(kind, index))),
-        "gpu_nbytes": kind and or_none(lambda: kind.total_nbytes(_device(kind, index))),
-        "gpu_ecc": ecc and bool(ecc[0]),
+        "gpu_free_nbytes": or_none(lambda: CUDA.free_nbytes(_device(index))),
+        "gpu_nbytes": or_none(lambda: CUDA.total_nbytes(_device(index))),
         "gpu_memory_errors": nvml and nvml.query("nvmlDeviceGetTotalEccErrors", *errors),
     }
 
 
-def _device(kind: devices.Cpu, index: int) -> torch.device:
+def _device(index: int | None) -> torch.device:
     import torch
 
-    return torch.device(kind.name, index)
-
-
-def _in_use() -> tuple[devices.Cpu | None, Any]:
-    """Return the kind and the index of the device that this rank uses; None if it is the CPU."""
-    for kind in devices.KINDS.values():
-        if (index := or_none(kind.in_use)) is not None:
-            return kind, index
-    return None, None
+    if index is None:
+        raise ValueError("no GPU is in use")
+    return torch.device("cuda", index)
 
 
 def _properties() -> Any:
-    kind, index = _in_use()
-    return kind and or_none(partial(kind.properties, index))
+    index = or_none(CUDA.in_use)
+    return None if index is None else or_none(partial(CUDA.properties, index))
 
 
 def _bus(nvml: Nvml | None) -> str | None:
@@ -162,13 +152,8 @@ def open_nvml(uuid: str) -> Nvml | None:
     if module is None:
         return None
     or_none(module.nvmlInit)
-    body = re.sub("^(GPU|MIG)-", "", uuid)
-    whole = or_none(lambda: module.nvmlDeviceGetHandleByUUID(f"GPU-{body}"))
-    if whole is not None:
-        return Nvml(module, whole, is_part=uuid.startswith("MIG-"))
-    part = or_none(lambda: module.nvmlDeviceGetHandleByUUID(f"MIG-{body}"))
-    whole = or_none(lambda: module.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
-    return None if whole is None else Nvml(module, whole, is_part=True)
+    gpu = or_none(lambda: module.nvmlDeviceGetHandleByUUID(uuid))
+    return None if gpu is None else Nvml(module, gpu)
 
 
 def explain_unknown_gpu() -> str:

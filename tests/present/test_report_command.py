@@ -1,5 +1,4 @@
-"""`ddpbench report RUN…`, `compare --report` and `--report` of measuring commands: pages, verdicts,
-and what is said if there can be no page."""
+"""`ddpbench report RUN` and `compare --report-file`: pages, and why there may be none."""
 
 from __future__ import annotations
 
@@ -12,13 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_lines import QUICK
 from frozen import Frozen
 from in_process import Outcome, call_in_process, forbid_processes
-from rank_pool import RankPool
 from stored_runs import (
-    a_case,
-    a_launch,
     a_run,
     base_and_new,
     launch_results,
@@ -26,7 +21,7 @@ from stored_runs import (
 from without_torch import run_without_torch
 
 from ddpbench.records import store
-from ddpbench.records.schema import Examination, Run
+from ddpbench.records.schema import Run
 from ddpbench.records.wording import install_extra
 
 EXTRA = install_extra("report")
@@ -47,20 +42,7 @@ def put(name: str, run: Run) -> Path:
     return folder
 
 
-# --- several runs ---------------------------------------------------------------------------------
-
-
-def test_the_first_run_is_the_base_of_all_others() -> None:
-    """A page of three runs has a section on the verdicts for the second and for the third."""
-    base, new = base_and_new(1.2)
-    for name, run in (("base", base), ("slow", new), ("same", base_and_new(1.001)[1])):
-        put(name, run)
-    assert call_in_process(["report", "base", "slow", "same"]).out == "results/base/report.html\n"
-    page = Path("results/base/report.html").read_text()
-    for name, text in (("verdicts", "1 SLOWER"), ("verdicts-2", "1 SAME")):
-        (part,) = page.split(f'<section id="{name}"')[1:]
-        assert text in part.split("</section>")[0]
-    assert all(name in page for name in ("base", "slow", "same"))
+# --- compare --report-file ---------------------------------------------------------------------
 
 
 def verdict_lines(page: str) -> str:
@@ -70,51 +52,8 @@ def verdict_lines(page: str) -> str:
     return "\n".join((title, *re.findall(r"<(?:p|li)\b[^>]*>(.*?)</(?:p|li)>", section, re.DOTALL)))
 
 
-def doctor_run() -> Run:
-    """Return a run of the doctor that found nothing."""
-    examination = Examination("links", 0, "gloo", 1.0)
-    return replace(a_run(), command="doctor", launches=(a_launch(),), examinations=(examination,))
-
-
-OTHER = a_run(*launch_results(1e-3, a_case(operation="broadcast", reduce_op=None, root=0)))
-
-
-@pytest.mark.parametrize(
-    ("new", "verdicts"),
-    [
-        (doctor_run(), []),
-        (OTHER, ["1 ONLY BASE", "1 ONLY NEW"]),
-        (base_and_new(1.5, launches=2)[1], ["1 INCONCLUSIVE"]),
-    ],
-    ids=["doctor", "other case", "few launches"],
-)
-def test_what_cannot_be_compared_stands_side_by_side(
-    new: Run, verdicts: list[str], frozen: Frozen
-) -> None:
-    """Runs without verdicts get a page with one sentence on the reason, and all their sections."""
-    put("base", base_and_new(1)[0])
-    put("new", new)
-    assert call_in_process(["report", "base", "new", "--report-file", "page.html"]).code == 0
-    page = Path("page.html").read_text()
-    assert all(verdict in page for verdict in verdicts)
-    assert "<h1>base and new</h1>" in page
-    frozen.text(verdict_lines(page))
-
-
-def test_a_page_goes_to_stdout() -> None:
-    """`--report-file -` writes the page to stdout, and nothing else."""
-    put("mine", base_and_new(1)[0])
-    done = call_in_process(["report", "mine", "--report-file", "-"])
-    assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("<!doctype html>")
-    assert done.out.rstrip().endswith("</html>")
-
-
-# --- compare --report -----------------------------------------------------------------------------
-
-
 def test_compare_writes_a_page_besides_its_output(frozen: Frozen) -> None:
-    """`compare --report` prints the same table with the same exit code, and the verdicts and both
+    """`--report-file` leaves table and exit code as they are; the page has the verdicts and both
     runs are on the page."""
     base, new = base_and_new(1.2)
     put("base", base)
@@ -126,6 +65,23 @@ def test_compare_writes_a_page_besides_its_output(frozen: Frozen) -> None:
     page = Path("pages/page.html").read_text()
     assert "1 SLOWER" in page
     frozen.text(done.err)
+    frozen.text(verdict_lines(page))
+
+
+def test_of_pooled_runs_the_newest_is_shown(frozen: Frozen) -> None:
+    """The verdicts are on all runs of a folder; the page shows the newest of each side and says
+    which."""
+    for name, factor in (("base", 1.0), ("new", 1.3)):
+        for n in range(6):
+            result = launch_results(1e-3 * factor, launches=1, seed=n)
+            run = a_run(*result, started=f"2026-01-0{n + 1}T00:00:00Z")
+            folder = Path(f"results/{name}/{name}-{n}")
+            folder.mkdir(parents=True)
+            store.write(folder, replace(run, id=folder.name))
+    assert call_in_process(["compare", "base", "new", "--report-file", "page.html"]).code == 1
+    page = Path("page.html").read_text()
+    assert "1 SLOWER" in page
+    assert all(name in page for name in ("BASE base-5", "NEW new-5"))
     frozen.text(verdict_lines(page))
 
 
@@ -143,7 +99,6 @@ def no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("report", "mine"),
         ("compare", "mine", "mine", "--report-file", "page.html"),
-        ("collectives", "-n", "2", "--report"),
     ],
 )
 @pytest.mark.usefixtures("no_extra")
@@ -152,7 +107,7 @@ def test_a_missing_extra_is_refused_before_anything_is_done(words: tuple[str, ..
     put("mine", base_and_new(1)[0])
     with forbid_processes():
         done = call_in_process(words)
-    what = {"report": "a report", "compare": "--report-file"}.get(words[0], "--report")
+    what = {"report": "a report", "compare": "--report-file"}[words[0]]
     assert done == Outcome(2, "", f"ddpbench: {what} needs altair: {EXTRA}\n")
     assert [path.name for path in Path("results").iterdir()] == ["mine"]
 
@@ -204,19 +159,3 @@ def test_a_page_that_cannot_be_written_is_one_sentence(
     assert [(done.code, done.err.count("\n")) for done in refused] == [(2, 1)] * 4
     frozen.text("".join(done.err for done in refused))
     assert sorted(path.name for path in Path().iterdir()) == ["plain", "results"]
-
-
-# --- measuring commands ---------------------------------------------------------------------------
-
-
-def test_a_measured_run_has_its_page_at_the_end(pool: RankPool, home: Path) -> None:
-    """`collectives --report` writes report.html into the run's folder and prints its path."""
-    words = ("--backend", "gloo", "--op", "all_reduce", "--sizes", "4", *QUICK)
-    done = pool.call(2, home, "collectives", *words, "--output", "mine", "--report")
-    assert done.returncode in (0, 1), done.stderr
-    *_, stored, written = done.stderr.splitlines()
-    assert stored.endswith("mine")
-    assert written.endswith("mine/report.html")
-    page = Path("mine/report.html").read_text()
-    assert "all_reduce" in page
-    assert "<h1>mine</h1>" in page

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ddpbench.hang.status_board import STORE_TIMEOUT, Address, StoreClient, await_server, find_store
+from ddpbench.hang.status_board import STORE_TIMEOUT, Address, StoreClient, find_store
 from ddpbench.launch import placement, sockets
 from ddpbench.measure.offsets import ask_ahead
 from ddpbench.watch.gather.joining import join_ranks
@@ -243,9 +243,10 @@ class Transport:
         try:
             if self._client is None:
                 if isinstance(self._place, Address):
-                    await_server(self._place, CONNECT_SECONDS)
+                    # To a server that is absent, torch's client prints a C++ stack.
+                    socket.create_connection(self._place[:2], CONNECT_SECONDS).close()
                 self._client = StoreClient(self._place)
-        except RuntimeError:  # it may have ended with its process group
+        except (OSError, RuntimeError):  # it may have ended with its process group
             return None
         answer = self._client.request(2 * STORE_SECONDS, function)
         if self._client.gone:
