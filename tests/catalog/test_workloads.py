@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,23 +100,6 @@ def test_ranks_share_one_data_set(name: str) -> None:
     assert epochs[0] != epochs[1]
     assert len(set(epochs[0])) == len(epochs[0]) == 3 * 4 * steps
     assert tasks[0].batch(EPOCHS * steps) is tasks[0].batch(0)
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 1010])
-def test_validation_counts_each_sample_once(ranks: int) -> None:
-    """Over the shares of all ranks, of which one may be empty."""
-    setup = RankSetup(0, ranks, 2, CPU, 3, None)
-    shares = [
-        training.validation
-        for rank in sorted({0, 1 % ranks, ranks - 2, ranks - 1} if ranks > 3 else set(range(ranks)))
-        if (training := built("regression", replace(setup, rank=rank)).training)
-    ]
-    assert all(len(x) == len(y) == size for share in shares for (x, y), size in share)
-    if ranks > 3:
-        assert [sum(size for _, size in share) for share in shares] == [1, 1, 1, 0]
-        return
-    samples = [str(row) for share in shares for (x, _), _ in share for row in x.tolist()]
-    assert len(samples) == len(set(samples)) == workloads.VALIDATION
 
 
 # --- names

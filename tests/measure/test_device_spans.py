@@ -196,14 +196,6 @@ def test_sleeps_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(kind.slept) == loop.MOST_SECONDS
 
 
-def test_one_slow_launch_changes_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the first call of a case, which connects, nor one launch in a long burst."""
-    seen = iter([False] + [True] * 10 + [False] + [True] * 100)
-    hidden, kind = hidden_launch(monkeypatch, lambda seconds: next(seen))
-    assert [repeat(hidden, count) for count in (1, 40, 1)] == [1, 1, 0]
-    assert set(kind.slept[1:]) == {loop.FIRST_SECONDS}
-
-
 def test_a_batch_sleeps_for_the_launch_of_all_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, kind = hidden_launch(monkeypatch, lambda seconds: True)
     repeat(hidden, 2, calls=3)

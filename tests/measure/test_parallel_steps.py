@@ -206,19 +206,6 @@ def test_the_ranks_learn_what_one_process_learns_on_the_joined_batch(
     assert torch.equal(first, second) == (job.case.data_ranks == 1)
 
 
-def test_arms_are_those_that_the_way_has(seen: list[Any]) -> None:
-    """Where parameters are gathered, one arm has the prefetch switched; the arm "timed" sees the
-    operations that the way needs."""
-    arms = {name: seen[0][name]["arms"] for name in JOBS}
-    assert arms["fsdp"] == ["ddp", "noop", "no_prefetch", "timed"]
-    assert arms["fsdp, no prefetch, no reshard"] == ["ddp", "noop", "prefetch", "timed"]
-    assert arms["tp"] == ["ddp", "noop", "timed"]
-    operations = {name: set(seen[0][name]["spans"]) for name in JOBS}
-    assert operations["fsdp"] == {"all_gather", "reduce_scatter"}
-    assert operations["hsdp"] == {"all_gather", "reduce_scatter", "all_reduce"}
-    assert operations["tp"] == {"all_reduce"}
-
-
 def test_a_backend_that_sums_in_place_of_averaging_is_refused(
     seen: list[Any], frozen: Frozen
 ) -> None:
