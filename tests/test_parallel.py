@@ -75,14 +75,6 @@ def test_the_default_mesh_has_all_ranks(
     assert WAYS[way].lay_out((), hosts) == mesh
 
 
-def test_hsdp_without_a_second_replica_must_be_meant(frozen: Frozen) -> None:
-    """An odd number of ranks makes no two replicas: only a mesh of one replica by name does."""
-    with pytest.raises(ValueError, match="--mesh 1x3") as caught:
-        WAYS["hsdp"].lay_out((), (3,))
-    frozen.text(str(caught.value))
-    assert WAYS["hsdp"].lay_out((1, 3), (3,)) == (1, 3)
-
-
 @pytest.mark.parametrize("text", ["", "x", "2x", "0x2", "-1", "2x2.0", "²"])
 def test_a_mesh_is_whole_numbers(text: str) -> None:
     """Anything else is refused."""

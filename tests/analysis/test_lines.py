@@ -111,7 +111,6 @@ HARD = Limit(4096 / 1e-3, "nominal")  # 4 KiB take 1 ms at least
         ("busy", {"others_share": 0.051}, {"others_share": 0.05}),
         ("busy", {"others_share": 1.0}, {"others_share": None}),
         ("batched", {"calls": 2, "batch": 2}, {"calls": 2, "batch": 1}),
-        (
         ("stopped", {"stop_reason": "interrupted"}, {"stop_reason": "time slice"}),
     ],
 )  # fmt: skip
