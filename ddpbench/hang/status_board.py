@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import psutil
 
-from ddpbench.hang.status import ALIVE, DIED, ENDED, LEFT, STOPPED, RankStatus, SilentRank
+from ddpbench.hang.verdict import ALIVE, DIED, ENDED, LEFT, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family, sockets
 from ddpbench.launch.clock import Clock
 from ddpbench.records import codec, redact
@@ -63,14 +63,8 @@ def identify(rank: int) -> RankIdentity:
     """Return this process's identity as a rank."""
     host = socket.gethostname()
     boot_id = family.read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or host
-    return RankIdentity(rank, host, os.getpid(), boot_id, _namespace("net"), _namespace("pid"))
-
-
-def _namespace(kind: str) -> str:
-    try:
-        return str(Path(f"/proc/self/ns/{kind}").stat().st_ino)
-    except OSError:
-        return ""
+    network, processes = (str(Path("/proc/self/ns", kind).readlink()) for kind in ("net", "pid"))
+    return RankIdentity(rank, host, os.getpid(), boot_id, network, processes)
 
 
 def observe_state(identity: RankIdentity, own: RankIdentity) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from frozen import Frozen
 
-from ddpbench.hang.status import (
+from ddpbench.hang.verdict import (
     ALIVE,
     DIED,
     ENDED,
@@ -17,8 +17,9 @@ from ddpbench.hang.status import (
     Log,
     RankStatus,
     SilentRank,
+    describe_mismatches,
+    explain_hang,
 )
-from ddpbench.hang.verdict import describe_mismatches, explain_hang
 
 CUT_OFF = "did not answer (stopped, dead or cut off)"
 REDUCE = ("all_reduce", "float32[1024]")
