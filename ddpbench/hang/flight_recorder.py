@@ -375,12 +375,13 @@ def _read_call(entry: Entry) -> Call:
 def _read_mpi() -> Records:
     work = sys.modules.get("ddpbench.mpi_backend.work")
     records: Records = {}
-    for name, started, finished, past, moves in work.recorded() if work else ():
+    for queue in work.live_queues() if work else ():
+        started, finished, past, moves = queue.recorded()
         calls = [
             Call(n, op, _describe_elements(dtype, nbytes))
             for n, op, dtype, nbytes in past[-RECENT:]
         ]
-        records[name, "mpi4py"] = Log("", (), started, finished, tuple(calls), moves=moves)
+        records[queue.group, "mpi4py"] = Log("", (), started, finished, tuple(calls), moves=moves)
     return records
 
 

@@ -389,17 +389,6 @@ def check_checkpoint(group: Group, rank: int, size: int) -> None:
         shutil.rmtree(texts[0])
 
 
-def check_helpers(group: Group, rank: int, size: int) -> None:
-    """The library's name and version, and the world."""
-    assert mpi_library.library().split()[0] in {"Open", "MPICH", "Intel(R)"}
-    assert mpi_library.library().split()[-1][0].isdigit()
-    assert "\n" not in mpi_library.library()
-    assert mpi_library.world() == (rank, size)
-    assert dist.get_backend(group) == mpi.NAME
-    assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, size)
-    mpi.register()
-
-
 CHECKS = {name: check for name, check in globals().items() if name.startswith("check_")}
 
 
