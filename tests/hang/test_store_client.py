@@ -1,46 +1,15 @@
-"""A connection to the ranks' store: real sockets and a real store, also one that is stopped."""
+"""A connection to a real store of the ranks, which is stopped."""
 
 import os
 import signal
-import socket
 import sys
 import threading
-from datetime import timedelta
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 from command_lines import running_command
-from patience import PATIENCE_SECONDS
 
-from ddpbench.hang.status_board import Address, StoreClient, find_store
-
-LOCAL = "127.0.0.1"
-
-
-def test_a_store_that_accepts_late_is_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
-    """A client connects once the store accepts connections, and torch prints no C++ stack."""
-    busy = socket.create_server((LOCAL, 0), backlog=0)  # which accepts nobody
-    port = busy.getsockname()[1]
-    queued = [socket.socket() for _ in range(4)]
-    for each in queued:
-        each.setblocking(False)
-        each.connect_ex((LOCAL, port))
-    clients: list[StoreClient] = []
-    server = Address(LOCAL, port, timedelta(seconds=PATIENCE_SECONDS))
-    thread = threading.Thread(target=lambda: clients.append(StoreClient(server)))
-    thread.start()
-    thread.join(1.0)
-    assert not clients
-    for each in [busy, *queued]:
-        each.close()
-    store = dist.TCPStore(LOCAL, port, is_master=True, wait_for_workers=False)
-    thread.join(PATIENCE_SECONDS)
-    store.set("key", "value")
-    assert clients[0].request(PATIENCE_SECONDS, lambda client: client.get("key")) == b"value"
-    clients[0].close()
-    assert "frame #" not in capfd.readouterr().err
-
+from ddpbench.hang.status_board import StoreClient, find_store
 
 STORE = """
 import time, torch.distributed as dist
