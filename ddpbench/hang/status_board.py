@@ -25,7 +25,7 @@ import psutil
 
 from ddpbench.hang.verdict import ALIVE, DIED, ENDED, LEFT, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family, sockets
-from ddpbench.launch.clock import Clock
+from ddpbench.launch.supervise import Clock
 from ddpbench.records import codec, redact
 from ddpbench.records.terminal_text import escape_lines
 

@@ -27,7 +27,7 @@ from ddpbench.launch.placement import PATIENT, Placement, Refused
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
 from ddpbench.records.wording import name_ranks
-from ddpbench.runtime import control, cpu, devices, network
+from ddpbench.runtime import control, devices, network
 from ddpbench.runtime.meeting import Rendezvous, connect_store, gather_introductions
 from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
@@ -35,8 +35,6 @@ from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-
-    from ddpbench.launch.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -212,7 +210,8 @@ def join_world(
 
     store = connect_store(placement, rendezvous)
     members, endpoints = gather_introductions(store, placement, rendezvous.timeout_seconds)
-    hurried = placement.launcher == "mpirun" and PATIENT not in os.environ
+    patient = {PATIENT, "OMPI_COMM_WORLD_RANK"} <= os.environ.keys()
+    hurried = placement.launcher == "mpirun" and not patient
     watchdog = CommandWatchdog(
         store,
         placement.rank,
@@ -272,29 +271,3 @@ def _destroy_group(group: dist.ProcessGroup | None) -> None:
         time.sleep(0.02)
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group(group)
-
-
-class Turns:
-    """The turns of a launch: its ranks wait together while another launch measures."""
-
-    def __init__(self, world: World, turn: Turn | None, shared: bool) -> None:
-        """turn: in rank 0 only. shared: whether the launch is measured in turns; in all ranks."""
-        self._world, self._turn, self._shared = world, turn, shared
-
-    def wait(self) -> float:
-        """Let the other side measure if this one's turn is over. Return the seconds it took.
-
-        All ranks call it, between repetitions. Rank 0 decides, and the others sleep meanwhile.
-        """
-        if not self._shared or not self._waits():
-            return 0.0
-        began = time.monotonic()
-        with cpu.left_out():
-            while self._waits():
-                self._world.watchdog.rearm()
-        self._world.watchdog.rearm()
-        return time.monotonic() - began
-
-    def _waits(self) -> bool:
-        turn = self._turn if self._world.watchdog.signal is None else None
-        return bool(control.broadcast_decision(self._world, turn is not None and turn.waits()))

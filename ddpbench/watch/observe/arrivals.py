@@ -132,7 +132,7 @@ class Arrivals:
             nbytes=nbytes,
             step=-1,
             first_ns=entered_ns,
-            second_ns=entered_ns,
+            second_ns=0,
             last_ns=entered_ns,
             last_rank=self._rank,
         )
