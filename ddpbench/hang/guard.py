@@ -172,7 +172,6 @@ class Guard(Watchdog):
                 ranks = range(len(self._board.identities))
                 self._board.await_keys([self._board.key("left", r) for r in ranks], LINGER_SECONDS)
         self._board.client.close()
-        self._thread.join(CLOSE_SECONDS)  # see StoreClient.close for the reason
         _on = None
 
     def _watch(self) -> None:

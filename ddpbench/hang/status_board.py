@@ -133,18 +133,9 @@ class StoreClient:
         return answers[0] if answers else None
 
     def close(self) -> None:
-        """End the thread, even while it waits for the store.
-
-        If the interpreter ends while a thread is in C++, that thread cannot return to Python, and
-        the process ends with SIGABRT or SIGSEGV. A store may not answer for a long time: forked
-        children of its process keep the connection open after that process has ended.
-        """
+        """End the thread, unless the store does not answer it."""
         self._requests.put(None)
         self._thread.join(CLOSE_SECONDS)
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join(STORE_TIMEOUT.total_seconds() + CLOSE_SECONDS)
         if self._connection is not None:
             self._connection.close()
 
