@@ -39,8 +39,3 @@ def facts_of(report: dict[str, Any], *drop: str) -> list[Any]:
 def without_figures(text: str) -> str:
     """Return a text with N for each number: values of a training differ between processors."""
     return re.sub(r"\d+(?:\.\d+)?(?:e-\d+)?", "N", text)
-
-
-def pairs_of(mismatch: dict[str, Any]) -> list[list[Any]]:
-    """Return each form of a mismatch with the ranks that have it."""
-    return [[*pair] for pair in zip(mismatch["forms"], mismatch["sides"], strict=True)]

@@ -206,12 +206,6 @@ class Cpu:
         """Return the devices with a random generator beside the CPU's: torch.random.fork_rng."""
         return []
 
-    def random_states(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the states of the generators that a model on this device can draw from."""
-        import torch
-
-        return [torch.get_rng_state()]
-
 
 class Accelerator(Cpu):
     """Devices with streams, through torch's module for this kind."""
@@ -300,9 +294,6 @@ class Accelerator(Cpu):
 
     def seeded_devices(self, device: torch.device) -> list[torch.device]:
         return [device]
-
-    def random_states(self, device: torch.device) -> list[torch.Tensor]:
-        return [*super().random_states(device), self._module.get_rng_state(device)]
 
 
 class Cuda(Accelerator):

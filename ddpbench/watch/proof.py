@@ -3,8 +3,7 @@
 A comparison is a collective call of the ranks that hold a replica, so it takes place where they
 meet anyway: at the end of their n-th synchronised backward, one in which each of their process
 groups had collectives, such as DDP's reductions. Optimizer steps, which a rank may skip, count only
-for models without such a backward. Models under Join, and those that torch averages now and then,
-are not compared.
+for models without such a backward. Models under Join are not compared.
 
 Before they compare, the ranks meet at the store. A rank that waits in vain gives this comparison up
 and goes on. What such waits may cost is bounded: FREE_SECONDS and SHARE of the job's time.
@@ -39,15 +38,9 @@ from ddpbench.replicas.verify import gather_report
 from ddpbench.watch.observe.observer import Meetings, Observer
 
 FREE_SECONDS, SHARE = 1.0, 0.005  # of waits in vain, in all: so long, and this share of the job
-LOCATED = 16  # differing tensors of a kind that are compared element by element
 MET, LATE = "met", "late"  # what the ranks agree on
 COMPARED, NOT_COMPARED = "replicas-compared", "replicas-not-compared"  # codes of findings
 JOIN = "within Join some ranks ran out of data, so no comparison has all ranks"
-AVERAGED = "averaged-now-and-then"  # the cause of a difference between two averages
-APART = (
-    "its ranks train apart and average their parameters now and then; call ddpbench.Verifier "
-    "after an average"
-)
 
 _times = itertools.count()  # how often a proof began in this process, equal in all ranks
 
@@ -142,17 +135,8 @@ class Proof:
                 self._add(one.ranks, _describe_missed(one, number))
 
     def _compare_now(self, step: int, one: Replica, record: Record) -> None:
-        options = Options(
-            gradients=None,
-            finite=True,
-            locate=LOCATED,
-            step=step,
-            equal_until=record.equal_until,
-        )
+        options = Options(step=step, equal_until=record.equal_until)
         report = gather_report(one.module, tuple(one.optimizers), None, options)
-        if report.cause is not None and report.cause.code == AVERAGED:
-            record.reason = APART
-            return
         record.contents = {kind: count for kind, count in report.compared.items() if count}
         record.compared += 1
         errors = [f for f in report.findings if f.severity == "error"]
@@ -328,13 +312,8 @@ def _list_ranks(target: channel.Target) -> tuple[tuple[int, ...], Meetings]:
 
 
 def _name_model(module: nn.Module, ranks: tuple[int, ...]) -> str:
-    """Return the class of a module, and a digest of its ranks and of its parameters.
-
-    On a mesh the parameters are left out: the stages of a pipeline hold other layers of one model,
-    and the verification knows them.
-    """
-    inner, form = unwrap(module), list[object]()
-    if not _list_meshes(module):
-        form = [(name, tuple(p.shape)) for name, p in inner.named_parameters()]
+    """Return the class of a module, and a digest of its ranks and of its parameters."""
+    inner = unwrap(module)
+    form = [(name, tuple(p.shape)) for name, p in inner.named_parameters()]
     digest = hashlib.sha256(repr((form, ranks)).encode()).hexdigest()
     return f"{type(inner).__name__} {digest[:8]}"

@@ -97,10 +97,7 @@ def measure(title: str, rank: int, rounds: int) -> None:
     tensors = [parameter.detach() for parameter in module.parameters()]
     few = torch.zeros(30, dtype=torch.int64)
     ways: dict[str, Callable[[], Report]] = {
-        "parameters, finite=False": partial(
-            verify_replicas, replica, gradients=False, finite=False
-        ),
-        "parameters": partial(verify_replicas, replica, gradients=False),
+        "parameters": partial(verify_replicas, replica),
         "and the optimizer": partial(verify_replicas, replica, optimizer),
         "and gradients": partial(verify_replicas, replica, optimizer, gradients=True),
     }

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddpbench.replicas import digest
-from ddpbench.replicas.origin import Tracer
 
 MIB = 1 << 20
 MOST_NBYTES = 112 * MIB + 1024  # as digest.py states beside BLOCK, and scalars
@@ -118,23 +117,3 @@ def test_elements_that_are_not_finite_are_counted() -> None:
     assert digest.read(tensors, range(10))[1].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 1, 0]
     floats = {i: tensor for i, tensor in enumerate(tensors) if digest.may_be_nonfinite(tensor)}
     assert digest.find_suspects(floats) == [3, 4, 5, 6, 7, 8, 9]
-
-
-class OnBoth(nn.Linear):
-    """A layer whose output is on the CPU and, without memory, on another device."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), torch.empty(2, device="meta")
-
-
-def test_a_step_may_have_outputs_on_several_devices() -> None:
-    """Where outputs are traced, the sums of a step are kept together on the device."""
-    layer = OnBoth(2, 2)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    tracer = Tracer(layer, (optimizer,))
-    layer(torch.ones(1, 2))[0].sum().backward()
-    optimizer.step()
-    ((places, values),) = tracer._steps
-    assert len(places) == len(values) == 4  # outputs and gradients
-    assert values.is_meta
-    tracer.close()
