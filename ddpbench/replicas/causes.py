@@ -299,12 +299,12 @@ CAUSES = (
 )
 
 
-def find_cause(facts: Facts) -> tuple[Cause, Difference] | None:
-    """Return the first cause whose pattern applies, and a difference that shows it, else None."""
+def find_cause(facts: Facts) -> tuple[Cause | None, Difference | None]:
+    """Return the first cause whose pattern applies, and a difference that shows it."""
     cause = next((cause for cause in CAUSES if cause.applies(facts)), None)
     # A mismatch explains itself, and may be the cause of the differences.
     if cause is None or (facts.report.mismatches and not facts.unused):
-        return None
+        return None, None
     differences = facts.report.differences
     example = next((d for d in differences if d.kind == cause.evidence), differences[0])
     names = {

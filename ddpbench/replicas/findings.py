@@ -70,7 +70,7 @@ def _fold(faults: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     folds: dict[Hashable, list[T]] = {}
     for fault in faults:
         folds.setdefault(key(fault), []).append(fault)
-    return [*folds.values()][:_FOLDS]
+    return list(folds.values())[:_FOLDS]
 
 
 def _make_place(
@@ -101,9 +101,8 @@ def _name_tensors(fold: Sequence[Fault]) -> str:
 
 def _list_differences(report: Report, facts: Facts, *, explain: bool) -> Iterator[Finding]:
     differences = report.differences
-    found = find_cause(facts) if explain and differences else None
-    if found:
-        differences = sorted(differences, key=lambda difference: difference is not found[1])
+    cause, example = find_cause(facts) if explain and differences else (None, None)
+    differences = sorted(differences, key=lambda difference: difference is not example)
     for fold in _fold(differences, lambda d: (d.kind == "buffer", d.sides)):
         first = fold[0]
         at = first.minority or [rank for side in first.sides for rank in side]
@@ -112,8 +111,7 @@ def _list_differences(report: Report, facts: Facts, *, explain: bool) -> Iterato
             severity = "note"
         place = _make_place(report, fold, at, ranks=list(first.minority))
         finding = Finding(severity, "replicas-differ", _describe(fold, report), "", place)
-        if found:
-            cause, found = found[0], None
+        if cause is not None and example in fold:
             finding = replace(
                 finding,
                 code=cause.code,

@@ -216,7 +216,8 @@ def count_by_kind(tensors: Iterable[Fault | NotCompared]) -> Counter[str]:
 def listed_kinds(counts: Mapping[str, int]) -> str:
     """Return "2 parameters, 24 optimizer values", without the kinds of which there are none."""
     nouns = {"optimizer": "optimizer value"}  # an option, or a tensor or number of the state
-    return ", ".join(counted(n, nouns.get(kind, kind)) for kind, n in counts.items() if n)
+    parts = [counted(n, nouns.get(kind, kind)) for kind, n in counts.items() if n]
+    return ", ".join(parts) or "nothing"
 
 
 def few(names: Sequence[str]) -> str:

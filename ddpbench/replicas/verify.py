@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -85,7 +86,7 @@ class Verifier:
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-        listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        listed: Sequence[Any] = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         optimizers = tuple(each for each in listed if each is not None)
         for each in optimizers:
             if not isinstance(each, torch.optim.Optimizer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from math import prod
 
 import pytest
@@ -132,8 +131,3 @@ def test_ranks_are_named_by_their_coordinates(frozen: Frozen) -> None:
     sets = ([5], [4, 5, 6, 7], [1, 3], [0, 7], range(8))
     frozen.facts([name_places(report, ranks) for ranks in sets])
     assert name_places(Report((), None), [1, 2]) == "ranks 1, 2"
-
-
-def test_coordinates_are_in_row_major_order() -> None:
-    """As in a DeviceMesh."""
-    assert list(CUBE.coordinates.values()) == list(product(range(2), repeat=3))

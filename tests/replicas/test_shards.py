@@ -19,11 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from frozen import Frozen
-from replica_reports import facts_of, report_as_json
+from mesh_training import facts_of, report_as_json
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from warm_python import warm_python
 
 import ddpbench
@@ -206,16 +206,6 @@ def other_placements(mesh: DeviceMesh) -> Any:
     return report
 
 
-def partial_sums(mesh: DeviceMesh) -> Any:
-    """A tensor that is not reduced has no value yet: it is named, and is no failure."""
-    part = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()], run_check=False)
-    report = verify(module_of(part, on_mesh(mesh, [Replicate()] * 2, 2)))
-    assert (report.ok, report.failed) == (False, False)
-    (skipped,) = report.not_compared
-    assert skipped.reason == "not reduced: its placement is Partial along a"
-    return report
-
-
 def many_shards(mesh: DeviceMesh) -> Any:
     """Two shards that differ alike are one difference; apart, they are two."""
     module = module_of(on_mesh(mesh, [Replicate(), Shard(0)], 4, 2))
@@ -253,7 +243,7 @@ PLAYS: dict[str, Play] = {
     play.__name__: play
     for play in (
         traffic, two_meshes, part_of_a_mesh, empty_shards, gathered_copies,
-        unsynchronised_gradients, nan_in_a_shard, other_placements, partial_sums, many_shards,
+        unsynchronised_gradients, nan_in_a_shard, other_placements, many_shards,
         ranks_in_another_order,
     )
 }  # fmt: skip
