@@ -146,9 +146,8 @@ class Trial:
         options = self.options
         if options.verify:
             # Over control groups: the measured backend cannot spoil its own proof.
-            mesh = self.meshes.control if self.meshes else None
-            group = None if mesh else dist.group.WORLD
-            ledger.verifier = Verifier(main.wrapped, main.optimizer, group, mesh=mesh)
+            group = self.meshes.control if self.meshes else dist.group.WORLD
+            ledger.verifier = Verifier(main.wrapped, main.optimizer, group)
         rounds = Rounds(
             world=self.world,
             main=main,
