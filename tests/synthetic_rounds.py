@@ -1,4 +1,4 @@
-"""The rounds of a made-up job whose ranks wait for one another, with the noise of a busy host."""
+"""The rounds of a simulated job whose ranks wait for one another, with the noise of a busy host."""
 
 from __future__ import annotations
 
@@ -73,32 +73,32 @@ class Job:
         return np.concatenate([own, blocked[:, :, None]], axis=2, dtype=np.float32)
 
     def rounds(self, steps: int) -> list[Window]:
-        """What rank 0 gets of so many steps."""
+        """Return the windows that rank 0 receives for so many steps."""
         rows = self.rows(steps)
         ends = BEGAN_NS + (np.cumsum(np.median(rows.sum(axis=2), axis=0)) * 1e9).astype(np.int64)
-        found, first = [], 0
+        windows, first = [], 0
         while first < steps:
             began = ends[first - 1] if first else BEGAN_NS
             last = int(np.searchsorted(ends, began + ROUND_SECONDS * 1e9))
             last = max(first + 1, min(last, first + STEPS, steps))
-            found.append(self._round(rows[:, first:last], first, int(ends[last - 1])))
+            windows.append(self._round(rows[:, first:last], first, int(ends[last - 1])))
             first = last
-        return found
+        return windows
 
     def _round(self, rows: npt.NDArray[np.float32], first: int, ended_ns: int) -> Window:
-        known: dict[int, npt.NDArray[np.float32]] = {}
+        slowest: dict[int, npt.NDArray[np.float32]] = {}
         medians = {}
         for host, ranks in self.hosts.items():
             medians[host] = np.median(rows[list(ranks)], axis=0)
             own = rows[list(ranks), :, :BLOCKED].sum(axis=(1, 2))
-            known.update({ranks[i]: rows[ranks[i]] for i in np.argsort(-own)[:8]})
+            slowest.update({ranks[i]: rows[ranks[i]] for i in np.argsort(-own)[:8]})
         assert rows.shape[2] == COLUMNS
         least = rows[:, :, BLOCKED].min(axis=0)
         hosts = {host: [*ranks] for host, ranks in self.hosts.items()}
-        return Window(hosts, ended_ns, first, known, medians, least)
+        return Window(hosts, ended_ns, first, slowest, medians, least)
 
     def watch(self, steps: int) -> History:
-        """What is remembered of so many steps."""
+        """Return the history of so many steps."""
         history = History()
         for round_ in self.rounds(steps):
             history.add(round_)

@@ -27,7 +27,7 @@ from command_lines import (
     wait_for_result,
 )
 from frozen import Frozen
-from in_process import call_in_process, capture_command
+from in_process import call_in_process
 from patience import PATIENCE_SECONDS
 from rank_pool import Done, RankPool
 from warm_python import warm_python
@@ -292,29 +292,6 @@ def test_sizes_depend_on_the_kind_of_device(
     settings = chosen.settings_of(transformer)
     assert (settings["sequence"], settings["layers"]) == (sequence, 3)
     assert replace(chosen, batch=5).batch_of(transformer) == 5
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--width", "0"),
-        ("--workload", "linear", "--width", "8"),
-        ("--static-graph", "--accumulate", "2"),
-        ("--epochs", "3"),
-        ("--bukcet-cap-mb", "1"),
-        ("--columns", "sise"),
-        ("--workload", "nowhere.at:all"),
-    ],
-    ids=" ".join,
-)
-def test_bad_input_is_one_sentence(
-    words: tuple[str, ...], frozen: Frozen, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The sentence has the input and what is allowed, with exit code 2, before any rank starts."""
-    ended = capture_command(capsys, "-n", "2", *words, command="ddp")
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.count("\n") == 1
-    frozen.text(ended.err)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ SCRIPTS: list[tuple[str, list[str], str, tuple[pytest.MarkDecorator, ...]]] = [
     ("links", ["step", "2", "1 Gbit/s"], "of 1 rows off", NIGHTLY),
     ("mpi_speed", ["2", "1", "4 B", "1"], "all_gather 4 B", (*NIGHTLY, needs_mpirun)),
     ("overhead", ["gloo", "1", "0.05"], "1 launches per side; bound ", NIGHTLY),
-    ("scale", ["16"], "run.json MB", ()),
     ("verdicts", ["simulated", "10"], "worst share of false verdicts: ", ()),
     ("verdicts", ["noticed", "8"], "launch=0.1, cases=4, earlier=10): ", ()),
     ("verify_cost", ["2", "1", "1"], "and gradients", ()),

@@ -27,7 +27,7 @@ SHARING = {"NCCL_MAX_CTAS": "4", "NCCL_SOCKET_IFNAME": "lo"}
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured: CUDA tensors on nccl, or in a rehearsal CPU tensors on gloo."""
+    """CUDA tensors on nccl, or in a rehearsal CPU tensors on gloo."""
 
     device: str
     backend: str
@@ -62,7 +62,7 @@ class Machine:
 
 
 def read_facts(device: str) -> dict[str, object]:
-    """Return what torch says about the devices, asked in another process."""
+    """Return torch's facts about the devices, from another process."""
     library = {"LD_PRELOAD": os.environ[LIBRARY]} if os.environ.get(LIBRARY) else {}
     words = [sys.executable, str(UNITS), "facts", device]
     done = run_command(words, UNITS.parent, **library)
