@@ -1,6 +1,6 @@
 """A gloo backend that records the devices named in its barriers: "nccl-recording".
 
-It stands for NCCL, whose name it bears: NCCL itself needs GPUs.
+Its name begins with that of NCCL, which it replaces without a GPU.
 """
 
 from datetime import timedelta

@@ -44,7 +44,7 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 
 @cache
 def warm_python() -> list[str]:
-    """Return the words that stand for `python` in a command line; they work until pytest ends.
+    """Return the words that replace `python` in a command line; they work until pytest ends.
 
     Libraries that read the environment when they are loaded have read OMP_NUM_THREADS=1.
     """

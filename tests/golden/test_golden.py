@@ -99,7 +99,7 @@ COMMAND_LINES = {
         "report damaged",
         "report nowhere",
     ),
-    "guide": ("guide nothing",),
+    "guide": ("guide nothing", "guide contribuiting"),
     "collectives": (
         "collectives --backend gloo",
         "collectives --op all_redcue",

@@ -57,14 +57,14 @@ def play(
 @pytest.mark.parametrize("recorder", RECORDER)
 @pytest.mark.parametrize("name", VERDICTS)
 def test_a_hang_is_blamed_on_rank_1(
-    machine: Machine, two_ranks: dict[str, str], tmp_path: Path, name: str, recorder: str,
+    machine: Machine, tmp_path: Path, name: str, recorder: str,
     frozen: Frozen,
 ) -> None:  # fmt: skip
     """Rank 1 is late before DDP(), skips an all_reduce, or is stopped. With the recorder, rank 0
     ends with exit code 5 and names rank 1 as the cause; without, it has at least rank 1's line."""
     size = RECORDER[recorder]
     variables = {"TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size}
-    code, text = play(machine, name, tmp_path, {**two_ranks, **variables})
+    code, text = play(machine, name, tmp_path, {**machine.two_ranks, **variables})
     verdicts = re.findall(r"^ddpbench: (.*)$", text, re.MULTILINE)
     assert verdicts
     pattern = VERDICTS[name] if recorder == "on" else "rank 1"

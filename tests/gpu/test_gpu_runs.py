@@ -52,7 +52,7 @@ def test_gloo_and_mpi_with_tensors_of_a_shared_gpu(
     machine: Machine, tmp_path: Path, backend: str
 ) -> None:
     """Two ranks share a GPU, and the results are right. mpi moves tensors of a GPU through pinned
-    host memory unless MPI knows CUDA, and the table has which."""
+    host memory unless MPI is CUDA-aware, and the table names the way."""
     words = ("--backend", backend, "--sizes", "8,1M")
     done = machine.run(tmp_path, "collectives", *words, *TWO, *SHORT)
     assert done.returncode == 0
@@ -90,14 +90,12 @@ def test_too_many_ranks_of_nccl_on_one_gpu_are_refused(machine: Machine, tmp_pat
 
 
 @pytest.mark.parametrize("start", ["barrier", "p2p_barrier"])
-def test_two_ranks_of_nccl(
-    machine: Machine, two_ranks: dict[str, str], tmp_path: Path, start: str
-) -> None:
+def test_two_ranks_of_nccl(machine: Machine, tmp_path: Path, start: str) -> None:
     """Two ranks of nccl measure every operation with right results, with both starts. The device's
     time is never longer than the host's, and the case has its definition."""
     words = ("collectives", "--backend", machine.backend, "--op", "all", "--sync", start)
     sizes = ("--sizes", "8,64K,16M")
-    done = machine.run(tmp_path, *words, *sizes, *TWO, *SHORT, **two_ranks)
+    done = machine.run(tmp_path, *words, *sizes, *TWO, *SHORT, **machine.two_ranks)
     assert done.returncode == 0
     assert_measured(tmp_path, "all_reduce", "send_recv", "barrier", "all_to_all")
     folder, run = read_stored_run(tmp_path)
@@ -121,18 +119,18 @@ def assert_device_times(folder: Path, run: Run) -> None:
             assert result.case.time_definition in LAUNCH_HIDDEN
 
 
-def test_ddp_on_nccl(machine: Machine, two_ranks: dict[str, str], tmp_path: Path) -> None:
+def test_ddp_on_nccl(machine: Machine, tmp_path: Path) -> None:
     """A transformer's step on two ranks of nccl, its budget, and equal replicas."""
     words = ("ddp", "--backend", machine.backend, "--workload", "transformer", *SMALL)
-    done = machine.run(tmp_path, *words, "--rounds", "5", *TWO, **two_ranks)
+    done = machine.run(tmp_path, *words, "--rounds", "5", *TWO, **machine.two_ranks)
     assert done.returncode == 0
     assert "exposed" in done.stdout
 
 
-def test_the_doctor_on_nccl(machine: Machine, two_ranks: dict[str, str], tmp_path: Path) -> None:
+def test_the_doctor_on_nccl(machine: Machine, tmp_path: Path) -> None:
     """The doctor ends with its tables and finds no error on two healthy ranks of nccl."""
     words = ("doctor", "--backend", machine.backend, "--case-time", "5")
-    done = machine.run(tmp_path, *words, *TWO, **two_ranks)
+    done = machine.run(tmp_path, *words, *TWO, **machine.two_ranks)
     assert done.returncode in (0, 1)
     assert "ERROR" not in done.stdout
     assert "examinations" in done.stdout

@@ -312,7 +312,7 @@ def judge_tests(base: Run, new: Run, earlier: Sequence[Run]) -> list[str]:
 
 
 def print_table(folder: Path) -> bool:
-    """Compare every two runs of a pool; return whether equal sides are rarely told apart."""
+    """Compare every two runs of a pool; return whether equal sides rarely differ."""
     good, draw, table = True, random.Random(0), []
     for backend, judge, earlier in itertools.product(
         BACKENDS, (compare_stored, judge_tests), (4, 0)
