@@ -11,7 +11,7 @@ from scipy.signal import lfilter
 
 from ddpbench.records.watched import PHASES
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.window import BLOCKED, COLUMNS, STEPS, Window
+from ddpbench.watch.window import STEPS, Window
 
 ROUND_SECONDS = 5.0
 BEGAN_NS = 1_790_000_000_000_000_000
@@ -76,26 +76,16 @@ class Job:
         """Return the windows that rank 0 receives for so many steps."""
         rows = self.rows(steps)
         ends = BEGAN_NS + (np.cumsum(np.median(rows.sum(axis=2), axis=0)) * 1e9).astype(np.int64)
-        windows, first = [], 0
+        hosts = {host: [*ranks] for host, ranks in self.hosts.items()}
+        windows, first = list[Window](), 0
         while first < steps:
             began = ends[first - 1] if first else BEGAN_NS
             last = int(np.searchsorted(ends, began + ROUND_SECONDS * 1e9))
             last = max(first + 1, min(last, first + STEPS, steps))
-            windows.append(self._round(rows[:, first:last], first, int(ends[last - 1])))
+            of_ranks = dict(enumerate(rows[:, first:last]))
+            windows.append(Window(len(windows), hosts, int(ends[last - 1]), first, of_ranks))
             first = last
         return windows
-
-    def _round(self, rows: npt.NDArray[np.float32], first: int, ended_ns: int) -> Window:
-        slowest: dict[int, npt.NDArray[np.float32]] = {}
-        medians = {}
-        for host, ranks in self.hosts.items():
-            medians[host] = np.median(rows[list(ranks)], axis=0)
-            own = rows[list(ranks), :, :BLOCKED].sum(axis=(1, 2))
-            slowest.update({ranks[i]: rows[ranks[i]] for i in np.argsort(-own)[:8]})
-        assert rows.shape[2] == COLUMNS
-        least = rows[:, :, BLOCKED].min(axis=0)
-        hosts = {host: [*ranks] for host, ranks in self.hosts.items()}
-        return Window(hosts, ended_ns, first, slowest, medians, least)
 
     def watch(self, steps: int) -> History:
         """Return the history of so many steps."""

@@ -35,7 +35,6 @@ from warm_python import warm_python
 from ddpbench import ddp
 from ddpbench.catalog.planting import Fault, Planted
 from ddpbench.catalog.workloads import WORKLOADS
-from ddpbench.launch import placement
 from ddpbench.measure import step
 from ddpbench.records import store
 from ddpbench.records.schema import StepResult
@@ -64,10 +63,8 @@ def read_budget(result: StepResult) -> dict[str, float]:
 
 def test_torchrun_prints_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Phases, budget, buckets and replicas from rank 0 alone, exit code 0; what is stored agrees:
-    each step was verified, phases add up to the step, both gradients' buckets were seen. The ranks
-    meet at another address than torchrun's, as one is given."""
+    each step was verified, phases add up to the step, both gradients' buckets were seen."""
     words = [*torchrun(2), "--no-python", *warm_python(), "-m", "ddpbench.ddp", *SMALL, *FEW]
-    words += ["--init-method", f"tcp://127.0.0.1:{placement.free_port()}"]
     done = run_command(words, tmp_path)
     assert done.returncode == 0, done.stderr
     for word in ("forward", "backward", "optimizer", "exposed communication", "wire"):
@@ -200,28 +197,23 @@ def test_one_rank_has_a_step_and_no_communication(pool: RankPool, tmp_path: Path
     assert "exposed communication" not in read_budget(read_result(tmp_path))
 
 
-def test_steps_are_timed_with_the_devices_clock(
-    pool: RankPool, tmp_path: Path, frozen: Frozen
-) -> None:
-    """With events of the CPU, as on a GPU: the case records it, the budget adds up to the step, and
-    a fault is found after its step. With --on-mismatch continue, the run goes on."""
+def test_steps_are_timed_with_the_devices_clock(pool: RankPool, tmp_path: Path) -> None:
+    """As on a GPU, with events of the CPU: the case says so, and the parts of the budget make the
+    step."""
     (tmp_path / "timed.py").write_text(
         'from ddpbench.runtime import devices\ndevices.KINDS["cpu"].clock = "device"\n'
     )
-    fault = ("--inject", "bit-flip:step=7,rank=1", "--on-mismatch", "continue")
-    done = pool.call(2, tmp_path, "ddp", "--import", "timed", *SMALL, *FEW, *fault)
-    assert done.returncode == 4, done.stdout + done.stderr
+    done = pool.call(2, tmp_path, "ddp", "--import", "timed", *SMALL, *FEW)
+    assert done.returncode == 0, done.stdout + done.stderr
     result = read_result(tmp_path)
     assert result.case.clock == "device"
     assert result.replicas is not None
-    assert (result.replicas.equal_until, result.replicas.first_bad) == (6, 7)
     assert result.replicas.verified == 16
     summary, part = result.summary, read_budget(result)
     assert summary is not None
     whole = part["compute"] + part["bucket copies"] + part["exposed communication"]
     assert whole == pytest.approx(summary.step.value)
     assert summary.buckets
-    frozen.facts(end_facts(read_stored_run(tmp_path)[1]))
 
 
 def test_an_edited_buffer_is_overwritten(pool: RankPool, tmp_path: Path) -> None:

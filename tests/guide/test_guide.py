@@ -345,13 +345,6 @@ def test_a_chapter_can_be_shown(path: Path, capsys: pytest.CaptureFixture[str]) 
         assert all(word in shown for word in block.text.split())
 
 
-def test_a_terminal_gets_a_list_that_fits() -> None:
-    """On a terminal, long sentences are wrapped below each other."""
-    lines = show_on_terminal(ddpbench_command("guide")).splitlines()
-    assert max(map(len, lines)) <= 100
-    assert any(line.startswith("  contributing  ") for line in lines)
-
-
 def test_a_wide_table_keeps_its_lines() -> None:
     """Output that is wider than the terminal is not broken: the pager scrolls sideways."""
     wide = "one " * 40 + "end"

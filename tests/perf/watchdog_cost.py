@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ddpbench
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.hang.self_report import read_status
+from ddpbench.hang.watchdog import read_status
 from ddpbench.launch import forks
 
 RANKS, WARM = 2, 2
