@@ -198,8 +198,7 @@ def test_one_rank_has_a_step_and_no_communication(pool: RankPool, tmp_path: Path
 
 
 def test_steps_are_timed_with_the_devices_clock(pool: RankPool, tmp_path: Path) -> None:
-    """As on a GPU, with events of the CPU: the case says so, and the parts of the budget make the
-    step."""
+    """With events of the CPU, as on a GPU, the case records it; the budget adds up to the step."""
     (tmp_path / "timed.py").write_text(
         'from ddpbench.runtime import devices\ndevices.KINDS["cpu"].clock = "device"\n'
     )
@@ -453,16 +452,10 @@ def test_a_fault_acts_in_its_rank_at_its_step(before: bool, steps: list[int]) ->
     assert seen == [(role, step) for step in steps for role in ("right", "faulty")]
 
 
-def test_the_ledger_keeps_the_first_bad_report() -> None:
-    """Later reports neither replace it nor extend the last step known to be equal."""
-
-    def check(number: int) -> object:
-        return SimpleNamespace(failed=number in (3, 4), step=number)
-
-    verifier: Any = SimpleNamespace(check=check)
-    ledger = trial.Ledger(goes_on=True, verifier=verifier)
-    assert [ledger.check(number) for number in (1, 2, 3, 4)] == [True] * 4
-    assert ledger.bad is not None
-    assert (ledger.bad.step, ledger.equal_until, ledger.verified) == (3, 2, 4)
-    stopping = trial.Ledger(goes_on=False, verifier=verifier)
-    assert [stopping.check(number) for number in (2, 3)] == [True, False]
+def test_the_ledger_ends_at_the_first_bad_report() -> None:
+    """A failed verification does not extend the last step known to be equal, and ends the case."""
+    verifier: Any = SimpleNamespace(check=lambda step: SimpleNamespace(failed=step == 3, step=step))
+    ledger = trial.Ledger(verifier=verifier)
+    assert [ledger.check(number) for number in (1, 2, 3)] == [True, True, False]
+    assert ledger.report is not None
+    assert (ledger.report.step, ledger.equal_until, ledger.verified) == (3, 2, 3)
