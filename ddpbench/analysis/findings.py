@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ddpbench.analysis import lines, step_lines, steps
+from ddpbench.analysis import lines, step_lines, steps, tuning
 from ddpbench.analysis.flags import BUSY_SHARE, AnyLine
 from ddpbench.analysis.rank_setup import crowded
 from ddpbench.analysis.spans import EXPOSED_OF, WOULD_SAVE
@@ -20,7 +20,10 @@ FIRST_BUCKET = 2**20  # bytes of DDP's first bucket, at most, by default
 
 def findings(run: Run) -> tuple[Finding, ...]:
     """Return all findings, the worst first."""
-    unique = {(f.code, f.sentence): f for check in CHECKS for f in check(run)}
+    default = tuning.keep_default(run)
+    found = [f for check in CHECKS for f in check(run)]
+    found += [f for check in STEP_CHECKS for f in check(default)]
+    unique = {(f.code, f.sentence): f for f in found}
     return tuple(sorted(unique.values(), key=lambda f: SEVERITIES.index(f.severity)))
 
 
@@ -277,7 +280,7 @@ CHECKS: list[Callable[[Run], Iterator[Finding]]] = [
     _debug,
     _oversubscribed,
     _busy,
-    _late_rank,
-    _exposed,
     _one_rank,
+    tuning.list_findings,
 ]
+STEP_CHECKS = (_late_rank, _exposed)  # of several settings, these check the default only

@@ -214,11 +214,17 @@ def _buckets(launches: Sequence[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
         return ()
     return tuple(
         replace(
-            _merged(same, "wire", "wait"),
+            _merged(same, "wire", "wait", *_explained(same)),
             handed_seconds=_median(bucket.handed_seconds for bucket in same),
         )
         for same in zip(*launches, strict=True)
     )
+
+
+def _explained(same: Sequence[Bucket]) -> tuple[str, ...]:
+    """Return the fields that explain the wire, if all launches have them."""
+    known = all(bucket.alone is not None for bucket in same)
+    return ("alone", "queue", "contention", "unexplained") if known else ()
 
 
 def _merged(same: Sequence[MergedT], *names: str) -> MergedT:

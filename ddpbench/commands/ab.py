@@ -51,7 +51,7 @@ LEAST_BLOCKS = 6
 VARIED = (
     "backend", "provider", "form", "in_place", "async_op", "buffers",
     "bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters",
-    "comm_hook", "amp", "threads", "prefetch", "reshard_after_forward",
+    "broadcast_buffers", "comm_hook", "amp", "threads", "prefetch", "reshard_after_forward",
 )  # fmt: skip
 
 

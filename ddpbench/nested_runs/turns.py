@@ -37,7 +37,8 @@ SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--see
 HOW = (  # options of a variant: how the same thing is done
     "--python", "--import", "--backend", "--form", "--place", "--async", "--buffers",
     "--bucket-cap-mb", "--gradient-as-bucket-view", "--static-graph", "--find-unused-parameters",
-    "--comm-hook", "--amp", "--threads", "--no-prefetch", "--reshard-after-forward",
+    "--no-broadcast-buffers", "--comm-hook", "--amp", "--threads", "--no-prefetch",
+    "--reshard-after-forward",
 )  # fmt: skip
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
 CHECK_SECONDS = 120.0  # for another Python to import torch and ddpbench

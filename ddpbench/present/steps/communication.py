@@ -15,6 +15,7 @@ from ddpbench.records.schema import Bucket, Collective
 
 BUCKETS = 12  # rows of a text
 NAME = 24  # characters of a parameter's name
+EXPLAINED = ("alone", "queue", "contention", "unexplained")  # these add up to the wire
 LAYERS = 12  # rows; with more, equal layer groups share one
 LAYER_CAPTION = (
     "Communication time of each group of layers in a step, in the rank that waits least; median "
@@ -42,9 +43,15 @@ def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
         "parameters": first if bucket.parameters == 1 else f"{first} … {last}",
         "ready after ms": format_ms(bucket.handed_seconds, line.seconds),
         "wire ms": format_ms(bucket.wire.value, line.seconds),
+        **{f"{name} ms": _format_figure(bucket, name, line) for name in EXPLAINED},
         "wait ms": format_ms(bucket.wait.value, line.seconds),
         "late rank": "-" if bucket.late_rank is None else str(bucket.late_rank),
     }
+
+
+def _format_figure(bucket: Bucket, name: str, line: StepLine) -> str | None:
+    figure = getattr(bucket, name)
+    return None if figure is None else format_ms(figure.value, line.seconds)
 
 
 def build_layers(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
+from ddpbench.analysis.tuning import keep_default
 from ddpbench.catalog.parallel import WAYS
 from ddpbench.present.columns import choose_columns, explain, format_number, format_ranks
 from ddpbench.present.document import Chart, ReportRun, Section, plain_name, show_rows
@@ -54,7 +55,15 @@ def build_sections(
     """
     if drawn and of_watch(run.run):
         return
-    known = step_lines.lines(run.run)
+    reported = run.run
+    if reported.command == "tune" and wanted is None:
+        from ddpbench.present.steps.tuning import LEGEND as TUNING
+        from ddpbench.present.steps.tuning import build_tuning
+
+        tuned = tuple((chart,) for chart in build_tuning(reported))
+        yield Section("tune", "Settings", rows=tuned, legend=TUNING)
+        reported = keep_default(reported)
+    known = step_lines.lines(reported)
     shown = [line for line in known if line.results]
     columns = choose_columns(wanted, STEP_COLUMNS, shown)
     groups: dict[StepCase, list[StepLine]] = {}
@@ -111,6 +120,7 @@ def _describe_case(case: StepCase) -> str:
         "gradients in buckets" if case.gradient_as_bucket_view else "",
         "static graph" if case.static_graph else "",
         "unused parameters searched" if case.find_unused_parameters else "",
+        "" if case.broadcast_buffers else "buffers not broadcast",
         _format_parallel(case),
         format_ranks(case),
         case.device,
