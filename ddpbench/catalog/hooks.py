@@ -52,7 +52,7 @@ def _powersgd(rank: int, group: dist.ProcessGroup) -> tuple[object, HookFunction
     """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    options = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2}
+    options: dict[str, Any] = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2}
     return powerSGD_hook.PowerSGDState(group, **options), powerSGD_hook.powerSGD_hook
 
 

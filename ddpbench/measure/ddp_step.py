@@ -160,7 +160,8 @@ class DdpReplica(Replica):
         if self.hook is None or hooks.HOOKS[self.case.comm_hook].share is None:
             return None
         self.hook.mode = "timed"
-        count, spent, began = ALONE_MOST, [], clock.now_ns()
+        count, began = ALONE_MOST, clock.now_ns()
+        spent: list[list[int]] = []
         while len(spent) < count:
             spent.append([self._reduce_alone(index) for index in sorted(self.hook.infos)])
             world.watchdog.rearm()
@@ -180,7 +181,7 @@ class DdpReplica(Replica):
         return elapsed_ns(self.hook.handed[index], self.hook.reduced[index])
 
 
-def _buffer_options(case: StepCase) -> dict[str, bool]:
+def _buffer_options(case: StepCase) -> dict[str, Any]:
     """Return the option that stops DDP's broadcast of buffers, by its name in this torch."""
     if case.broadcast_buffers:
         return {}

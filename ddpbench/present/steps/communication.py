@@ -32,7 +32,7 @@ def build_buckets(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
         yield Chart(name, "Buckets", "", table, grouped=True, most=BUCKETS, spread=True)
 
 
-def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
+def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, Any]:
     names = bucket.first, bucket.last
     first, last = (n if len(n) <= NAME else f"…{n[1 - NAME :]}" for n in names)
     return {

@@ -19,7 +19,7 @@ from ddpbench.present.steps.training import build_training
 from ddpbench.records.schema import StepCase
 
 PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
-BUCKETS = ("ready", "wire", "wait")
+BUCKETS = ("ready", "wire", "alone", "wait")
 LEGEND = {
     "arm": "arm: a variant of the step: complete; without communication; also without bucket "
     "copies or with the prefetch switched; with timed buckets or collectives",
@@ -35,6 +35,8 @@ LEGEND = {
     "compute",
     "ready": "ready after: from the start of backward until the last rank hands the bucket over",
     "wire": "wire: from then until the bucket is reduced, including earlier buckets in the queue",
+    "alone": "alone: the same reduction while nothing else runs; queue: an earlier bucket is in "
+    "flight; contention: backward computes; alone, queue, contention and unexplained make the wire",
     "wait": "wait: how long the earliest rank waited for the latest; late rank: the latest, if the "
     "wait is more than noise",
     "from": "from arms: the difference of two variants of the step; from spans: how long the "
@@ -162,6 +164,7 @@ def _legend(shown: list[StepLine]) -> list[str]:
         "arm": bool(summaries),
         **{part: any(line.part(part) for line in shown) for part in PARTS},
         **dict.fromkeys(BUCKETS, any(summary.buckets for summary in summaries)),
+        "alone": any(b.alone for summary in summaries for b in summary.buckets),
     }
     needed |= {"from": timed, "collectives": timed}
     return [LEGEND[name] for name, shown in needed.items() if shown]
