@@ -31,6 +31,7 @@ ON_THIS_HOST = [
     ("scale", ["16"], "run.json MB"),
     ("verdicts", ["noticed", "8"], "launch=0.1, cases=4, earlier=10): "),
     ("verify_cost", ["2", "1", "1"], "and gradients"),
+    ("tuning", ["host", "1"], "run 0: "),
     ("watch_cost", ["1", "1", "5"], "CPU of the launch"),
     ("watch_pauses", ["--runs", "1", "--seed", "24", "--only", "save and barrier"], "95 of 100"),
     ("watch_scale", ["16"], "history hold"),
@@ -48,11 +49,11 @@ ON_SEVERAL_HOSTS = [
     ("step_links", ["2", "1 Gbit/s"], "of 1 off"),
 ]
 # These take more than ten seconds.
-NIGHTLY = {"healthy", "links", "mpi_speed", "overhead", "slow_links", "step_links",
+NIGHTLY = {"healthy", "links", "mpi_speed", "overhead", "slow_links", "step_links", "tuning",
            "watch_cost", "watch_stragglers"}  # fmt: skip
 # These judge measured figures, which may be bad here, and then exit with 1.
 JUDGES = {
-    "coverage", "links", "overhead", "slow_links", "step_links", "verdicts",
+    "coverage", "links", "overhead", "slow_links", "step_links", "tuning", "verdicts",
     "watch_pauses", "watch_stragglers",
 }  # fmt: skip
 NOT_HERE = {
