@@ -23,8 +23,8 @@ HELP = "read the manual"
 # The order of the list. A chapter that is missing here comes after these.
 ORDER = (
     "start", "hangs", "watch", "doctor", "replicas", "collectives", "ddp", "tune", "parallel",
-    "your_model", "faults", "compare", "pytest", "results", "report", "api", "launchers", "mpi", "gpu",
-    "method", "contributing",
+    "your_model", "faults", "compare", "pytest", "results", "report", "api", "launchers", "mpi",
+    "gpu", "method", "contributing",
 )  # fmt: skip
 LEAST_COLUMNS = 60  # on a narrower terminal, the list would have one word per line
 
