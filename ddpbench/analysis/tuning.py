@@ -52,10 +52,18 @@ class Setting:
         return ", ".join(f"{k}={_format(v)}" for k, v in self.changes.items()) or "default"
 
     @property
-    def times(self) -> dict[int, float]:
-        """Return the seconds of a step per micro-batch, by block."""
-        known = ((r.block, r.summary.step.value) for r in self.results if r.summary is not None)
-        return {block: seconds / self.case.accumulate for block, seconds in known}
+    def times(self) -> dict[tuple[int, int], float]:
+        """Return the seconds of a step per micro-batch, by launch and block."""
+        return {
+            (r.launch, r.block): r.summary.step.value / self.case.accumulate
+            for r in self.results
+            if r.summary is not None
+        }
+
+    @property
+    def is_finalist(self) -> bool:
+        """Whether a block that judges has measured it."""
+        return any(block >= SCREENING for _, block in self.times)
 
     @property
     def seconds(self) -> float | None:
@@ -110,7 +118,7 @@ def judge(results: Sequence[StepResult]) -> Verdict:
     """Decide on the results of one workload and backend; the first is of the default."""
     settings = group_settings(results)
     default, *others = settings
-    finalists = [s for s in others if max(s.times, default=0) >= SCREENING]
+    finalists = [setting for setting in others if setting.is_finalist]
     changes = {s.label: compare(s, default, 1 - 0.05 / max(1, len(finalists))) for s in others}
     known = {label: figure for label, figure in changes.items() if figure is not None}
     bounds = {s.label: known[s.label].interval for s in finalists if s.label in known}
@@ -145,12 +153,11 @@ def compare(setting: Setting, default: Setting, confidence: float) -> Figure | N
     exact one of the median of the blocks' ratios; None without enough blocks.
     """
     own, base = setting.times, default.times
-    blocks = sorted(own.keys() & base.keys())
-    if blocks and blocks[-1] >= SCREENING:
-        blocks = [block for block in blocks if block >= SCREENING]
+    blocks = own.keys() & base.keys()
+    blocks = {place for place in blocks if place[1] >= SCREENING} or blocks
     if not blocks:
         return None
-    logs = np.array([math.log(own[block] / base[block]) for block in blocks])
+    logs = np.array([math.log(own[place] / base[place]) for place in blocks])
     interval = None
     if (ends := stats.ends_of_median(logs, confidence)) is not None:
         low, high = map(math.expm1, ends)
@@ -226,11 +233,11 @@ def _compare_loss(setting: Setting, default: Setting) -> float | None:
 
     In the first block, the default takes another number of steps.
     """
-    base = {r.block: r.losses for r in default.results if r.losses and r.block}
+    base = {(r.launch, r.block): np.mean(r.losses) for r in default.results if r.losses and r.block}
     differences = [
-        abs(np.mean(r.losses) - np.mean(base[r.block])) / abs(np.mean(base[r.block]))
+        abs(np.mean(r.losses) / base[r.launch, r.block] - 1)
         for r in setting.results
-        if r.losses and r.block in base
+        if r.losses and (r.launch, r.block) in base
     ]
     return float(max(differences)) if differences else None
 

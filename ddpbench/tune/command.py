@@ -30,6 +30,7 @@ from ddpbench.tune.settings import KINDS, Base, Changes, list_settings
 CASE_SECONDS = 1.0  # of a setting in a block
 FEWEST_ROUNDS, MOST_ROUNDS = 6, 200
 WARM_UP = 4  # steps before the rounds: measure.rounds.WARM_UP, which imports torch
+VISITS = 2 * 8 + CONFIRMING * (FINALISTS + 2)  # about as many as a workload needs, for the progress
 SURVEY_ROUNDS = 6  # of the first block, which also measures the breakdown of the step
 USUAL = "buckets,options"
 
@@ -81,7 +82,7 @@ def measure_launch(context: LaunchContext[Options]) -> Recorder:
     """Try the settings of each workload in one launch, in all ranks together."""
     options = context.options
     threads = options.threads or launch_facts.agree_thread_count(context.world)
-    recorder = context.gather_recorder(len(options.subjects), threads=threads)
+    recorder = context.gather_recorder(len(options.subjects) * VISITS, threads=threads)
     tunings = [Tuning(context, name, threads) for name in options.subjects]
     visits = (visit for tuning in tunings for visit in tuning.agree_visits())
 
