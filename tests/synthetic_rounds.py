@@ -11,7 +11,7 @@ from scipy.signal import lfilter
 
 from ddpbench.records.watched import PHASES
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.window import BLOCKED, COLUMNS, STEPS, Window
+from ddpbench.watch.window import STEPS, Window
 
 ROUND_SECONDS = 5.0
 BEGAN_NS = 1_790_000_000_000_000_000
@@ -76,26 +76,16 @@ class Job:
         """What rank 0 gets of so many steps."""
         rows = self.rows(steps)
         ends = BEGAN_NS + (np.cumsum(np.median(rows.sum(axis=2), axis=0)) * 1e9).astype(np.int64)
-        found, first = [], 0
+        hosts = {host: [*ranks] for host, ranks in self.hosts.items()}
+        found, first = list[Window](), 0
         while first < steps:
             began = ends[first - 1] if first else BEGAN_NS
             last = int(np.searchsorted(ends, began + ROUND_SECONDS * 1e9))
             last = max(first + 1, min(last, first + STEPS, steps))
-            found.append(self._round(rows[:, first:last], first, int(ends[last - 1])))
+            of_ranks = dict(enumerate(rows[:, first:last]))
+            found.append(Window(len(found), hosts, int(ends[last - 1]), first, of_ranks))
             first = last
         return found
-
-    def _round(self, rows: npt.NDArray[np.float32], first: int, ended_ns: int) -> Window:
-        known: dict[int, npt.NDArray[np.float32]] = {}
-        medians = {}
-        for host, ranks in self.hosts.items():
-            medians[host] = np.median(rows[list(ranks)], axis=0)
-            own = rows[list(ranks), :, :BLOCKED].sum(axis=(1, 2))
-            known.update({ranks[i]: rows[ranks[i]] for i in np.argsort(-own)[:8]})
-        assert rows.shape[2] == COLUMNS
-        least = rows[:, :, BLOCKED].min(axis=0)
-        hosts = {host: [*ranks] for host, ranks in self.hosts.items()}
-        return Window(hosts, ended_ns, first, known, medians, least)
 
     def watch(self, steps: int) -> History:
         """What is remembered of so many steps."""

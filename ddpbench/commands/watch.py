@@ -36,17 +36,16 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
     Returns the highest exit code, 5 for a rank that a signal ended. Raises Refused.
     """
-    namespace, program = command.parse(words, "ddpbench watch")
-    program.require()
+    request = command.parse(words, "ddpbench watch")
     line = [sys.executable, "-m", "ddpbench.watch", *words]
     if read_placement() is not None:
         os.execv(sys.executable, line)
     with tempfile.NamedTemporaryFile() as note:
         os.environ[NOTE] = note.name
-        end = scripts.run_on_host(line, namespace.ranks or command.usual_ranks())
+        end = scripts.run_on_host(line, request.ranks or command.usual_ranks())
         folder = Path(note.name).read_text()
     if folder:
         from ddpbench.watch import stored
 
-        stored.correct_end(Path(folder), end, namespace.format)
+        stored.correct_end(Path(folder), end)
     return end.code

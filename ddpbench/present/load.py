@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Lines, Rows
+from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import format_number
 from ddpbench.present.document import Chart, draw_chart
 from ddpbench.records.load import Load
@@ -33,13 +33,11 @@ def draw_loads(
     name: str,
     loads: Iterable[tuple[Mapping[str, Any], Load | None]],
     x: Axis,
-    when: str,
-    rules: Rows = (),
 ) -> Iterator[Chart]:
     """Yield a chart of each known kind of load, all with one x axis.
 
-    name: begins the names of the charts. loads: columns of a moment, as in `Lines.data`, and its
-    load. when: the kind of a moment, such as "epoch".
+    name: begins the names of the charts. loads: columns of an epoch, as in `Lines.data`, and its
+    load.
     """
     known = [(facts, load) for facts, load in loads if load is not None]
     for field, title, caption, labels, show in KINDS:
@@ -51,8 +49,6 @@ def draw_loads(
                     row["rank that uses most"] = show(load.most_cpu_cores)
                 rows.append(row)
         if rows:
-            drawing = Lines(
-                data=rows, x=x, y=Axis(title, labels, zero=True), rules=rules, height=110
-            )
+            drawing = Lines(data=rows, x=x, y=Axis(title, labels, zero=True), height=110)
             chart = f"{name}-{title.lower().replace(' ', '-')}"
-            yield draw_chart(chart, title, f"{caption} A point for each {when}.", drawing)
+            yield draw_chart(chart, title, f"{caption} A point for each epoch.", drawing)

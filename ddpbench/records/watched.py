@@ -6,18 +6,14 @@ blocked in collectives: waiting for other ranks, and for the transfer itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ddpbench.records.load import Load
 from ddpbench.records.wording import counted
 
 PHASES = ("input", "forward", "backward", "optimizer", "other")
 COLUMNS = (*PHASES, "blocked")  # of every `seconds` below; they add up to the step
 MOST_RANKS, MOST_COLLECTIVES, MOST_MOMENTS, MOST_LINKS = 32, 32, 200, 64
-MOST_LATE = 8  # ranks whose lateness is stored over time
 MOST_PAUSES = 12
-MOST_VALUES = 8  # names of values that the script records
-LOSS = "loss"  # the name of the training loss among them
 
 
 @dataclass(frozen=True)
@@ -29,22 +25,6 @@ class Moment:
     step_seconds: float
     seconds: tuple[float, ...]  # of the median rank, by COLUMNS
     exposed_seconds: float  # the least that any rank was blocked
-    # Means of the values recorded in this part of the run; there may be none.
-    load: Load | None = None
-    loss: float | None = None  # the tensor passed to backward; median over ranks
-    values: dict[str, float] = field(default_factory=dict)  # that the script records, by name
-
-
-@dataclass(frozen=True)
-class WatchedPhase:
-    """One column of a step, over the ranks: medians over steps."""
-
-    name: str  # of COLUMNS
-    seconds: float  # of the median rank
-    slowest_seconds: float  # of the slowest rank of each step
-    fastest_seconds: float
-    slowest_rank: int  # the rank that was the slowest most often
-    slowest_share: float  # share of the steps in which it was
 
 
 @dataclass(frozen=True)
@@ -55,13 +35,7 @@ class WatchedRank:
     host: str
     seconds: tuple[float, ...]  # by COLUMNS
     steps: int  # number of steps in this median
-    # Own time beyond that of the other ranks, in each moment, the mean of its steps; None: unknown.
-    # Empty for all but the MOST_LATE ranks that are latest.
-    late_seconds: tuple[float | None, ...] = ()
-    # Means over all steps, which add up to the mean step; and how much longer each phase takes
-    # than on the other ranks. Empty in old runs.
-    mean_seconds: tuple[float, ...] = ()  # by COLUMNS
-    extra_seconds: tuple[float, ...] = ()  # by PHASES
+    mean_seconds: tuple[float, ...] = ()  # by COLUMNS; means over all steps
 
 
 @dataclass(frozen=True)
@@ -99,11 +73,9 @@ class WatchedPause:
     rank: int | None  # the rank that causes it; None: all ranks take longer
     phase: str  # of COLUMNS, in which it takes longer
     line: str  # of the program: "train.py:31 torch.save"; "": unknown
-    waits_at: str  # the line at which other ranks wait; "": unknown, or no rank waits
     count: int
     every: int  # steps from one to the next; 0: it varies
     first_step: int
-    first_ended: float  # in seconds since 1970
     last_step: int
     seconds: float  # longer than a usual step, median
     longest_seconds: float
@@ -157,7 +129,7 @@ class Watched:
     steps: int = 0  # that all ranks reported
     last_step: int = -1  # its number, counted from the start of the job
     step_seconds: float = 0.0  # median over steps
-    phases: tuple[WatchedPhase, ...] = ()  # by COLUMNS
+    median_seconds: tuple[float, ...] = ()  # of the median rank, by COLUMNS; median over steps
     exposed_seconds: float = 0.0  # the least that any rank was blocked, median
     moments: tuple[Moment, ...] = ()  # the timeline, at most MOST_MOMENTS, oldest first
     ranks: tuple[WatchedRank, ...] = ()  # those that look slowest, at most MOST_RANKS

@@ -81,7 +81,7 @@ def run(options: Options, placement: Placement) -> int:
 def measure_launch(context: LaunchContext[Options]) -> Recorder:
     """Try the settings of each workload in one launch, in all ranks together."""
     options = context.options
-    threads = options.threads or launch_facts.agree_thread_count(context.world)
+    threads = launch_facts.agree_thread_count(context.world)
     recorder = context.gather_recorder(len(options.subjects) * VISITS, threads=threads)
     tunings = [Tuning(context, name, threads) for name in options.subjects]
     visits = (visit for tuning in tunings for visit in tuning.agree_visits())
@@ -140,8 +140,9 @@ class Tuning:
         hook = HOOKS[visit.changes.get("comm_hook", "none")]
         if why := hook.fails.get(context.backend.name):
             return self._skip(visit, f"on {context.backend.name} it {why}")
-        options = replace(context.options, epochs=0, **visit.changes, **self._protocol(visit))
-        threads = visit.changes.get("threads", self._threads)
+        changes = dict(visit.changes)
+        threads = changes.pop("threads", self._threads)
+        options = replace(context.options, epochs=0, **changes, **self._protocol(visit))
         torch.set_num_threads(threads)
         torch.manual_seed(context.plan.seed)
         trial, objection, result = (

@@ -1,12 +1,12 @@
 """The settings that `ddpbench tune` tries. To add a kind, add an entry to KINDS.
 
-A setting is a set of changed options: field of `step_options.Options` → value.
+A setting is a set of changes: field of `step_options.Options`, or "threads" → value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ddpbench.catalog.hooks import HOOKS
@@ -87,10 +87,10 @@ KINDS = {
 def list_settings(kinds: tuple[str, ...], base: Base) -> list[Changes]:
     """Return the default, {}, and each change of these kinds that differs from it, once."""
     settings: list[Changes] = [{}]
-    current = replace(base.options, threads=base.threads)
     for kind in kinds:
         for changes in KINDS[kind].list_changes(base):
-            differs = any(getattr(current, name) != value for name, value in changes.items())
+            current = {**vars(base.options), "threads": base.threads}
+            differs = any(current[name] != value for name, value in changes.items())
             if differs and changes not in settings:
                 settings.append(changes)
     return settings

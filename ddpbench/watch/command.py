@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ddpbench.catalog import backends
 from ddpbench.launch.placement import Refused, read_placement, require_world_size
-from ddpbench.present.formats import FORMATS
 from ddpbench.runtime import devices
-from ddpbench.session import options, run_folder
-from ddpbench.watch.settings import Settings, explain_wrong_port
+from ddpbench.session import options
+from ddpbench.watch.settings import Settings, make_settings
 
 USAGE = """%(prog)s [options] SCRIPT [the script's own options]
        %(prog)s [options] -m MODULE [the module's own options]"""
@@ -27,13 +26,8 @@ OPTIONS = """
               per GPU)
 --verify      compare the replicas bit for bit in every N-th step (default: never)
 --timeout     report a hang after this time and end the job with exit code 5 (default: never)
---every       print a line on the terminal every so many seconds
 --output      folder for the stored run; none stores nothing
---prometheus  write metrics for Prometheus: to this file, or serve them on this port (default:
-              neither)
---format      format of the table that rank 0 prints to stderr at the end
---report      also write report.html, a page with charts, into the folder of the run (default: no
-              page)
+--prometheus  serve metrics for Prometheus on this port (default: no metrics)
 """
 
 
@@ -43,83 +37,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options.add_group(parser, "watch", OPTIONS)
     add("-n", "--ranks", kind=options.whole(1), metavar="N")
     add("--verify", kind=options.whole(1), metavar="N")
-    add("--timeout", kind=options.time_limit, metavar="SECONDS")
-    add("--every", kind=options.positive, default=30.0, metavar="SECONDS")
+    add("--timeout", kind=options.whole(1), metavar="SECONDS")
     add("--output", default="results", metavar="FOLDER")
-    add("--prometheus", kind=_file_or_port, metavar="FILE|PORT")
-    add("--format", default="table", choices=tuple(FORMATS))
-    add("--report", action="store_true")
+    add("--prometheus", kind=options.whole(1), metavar="PORT")
     # All that follows a script or -m is the program's.
     parser.add_argument("-m", nargs=argparse.REMAINDER, dest="module", help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def _file_or_port(text: str) -> str:
-    if wrong := explain_wrong_port(text):
-        raise argparse.ArgumentTypeError(wrong)
-    return text if text.isdecimal() else str(Path(text).absolute())
+class Request(NamedTuple):
+    """What a command line asks for. program: a script or a module, and its own words."""
+
+    ranks: int | None
+    settings: Settings
+    program: list[str]
+    is_module: bool
 
 
-@dataclass(frozen=True)
-class Program:
-    """A script or a module, and its own words."""
+def parse(words: Sequence[str], prog: str = "python -m ddpbench.watch") -> Request:
+    """Return what a command line asks for.
 
-    name: str
-    arguments: tuple[str, ...]
-    is_module: bool = False
-
-    @classmethod
-    def of(cls, namespace: argparse.Namespace) -> Program:
-        """Return the program that a command line starts. Raises Refused if there is none."""
-        is_module = namespace.module is not None
-        words = [*(namespace.module or ()), *namespace.program]
-        if not is_module and words[:1] == ["--"]:
-            del words[0]
-        if not words and is_module:
-            raise Refused("no module after -m: write -m and the name of a module")
-        if not words:
-            raise Refused("no script: write train.py, or -m and the name of a module")
-        return cls(words[0], tuple(words[1:]), is_module)
-
-    def require(self) -> None:
-        """Raise Refused if there is no such script."""
-        if not self.is_module and not Path(self.name).is_file():
-            raise Refused(f"{self.name} is not a file: write the path of a script, or -m MODULE")
-
-
-def parse(
-    words: Sequence[str], prog: str = "python -m ddpbench.watch"
-) -> tuple[argparse.Namespace, Program]:
-    """Return the options and the program of a command line.
-
-    Raises Refused without a program, if -n contradicts the launcher that has started the ranks, and
-    if the page of --report cannot be made; ends the process with exit code 2 for a wrong option.
+    Raises Refused without a program, for a port that does not exist, and if -n contradicts the
+    launcher that has started the ranks; ends the process with exit code 2 for a wrong option.
     """
     parser = options.Parser(prog=prog, description=DESCRIPTION)
     add_arguments(parser)
     namespace = parser.parse_args(words)
-    placement = read_placement()
-    require_world_size(namespace.ranks, placement)
-    if namespace.report:
-        if namespace.output == "none":
-            raise Refused("--report needs a stored run: leave out --output none")
-        if placement is None or placement.rank == 0:  # which writes the page
-            run_folder.require_page(True)
-    return namespace, Program.of(namespace)
-
-
-def read_settings(namespace: argparse.Namespace, program: Program) -> Settings:
-    """Return the settings that the options ask for."""
-    return Settings(
-        verify=namespace.verify or 0,
-        timeout=namespace.timeout or 0.0,
-        every=namespace.every,
-        output=None if namespace.output == "none" else Path(namespace.output).absolute(),
-        prometheus=namespace.prometheus,
-        format=namespace.format,
-        report=namespace.report,
-        script=program.name,
-    )
+    require_world_size(namespace.ranks, read_placement())
+    output = None if namespace.output == "none" else namespace.output
+    timeout, verify = namespace.timeout or 0.0, namespace.verify or 0
+    try:
+        settings = make_settings(verify, timeout, output, None, namespace.prometheus)
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    is_module = namespace.module is not None
+    program = [*(namespace.module or ()), *namespace.program]
+    if not program:
+        raise Refused("no program: write the path of a script, or -m and the name of a module")
+    if not is_module and not Path(program[0]).is_file():
+        raise Refused(f"{program[0]} is not a file: write the path of a script, or -m MODULE")
+    return Request(namespace.ranks, settings, program, is_module)
 
 
 def usual_ranks() -> int:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import io
-import os
 import runpy
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from zlib import crc32
 
-from ddpbench.launch.placement import (
-    Placement,
-    Refused,
-    node_address,
-    read_placement,
-    slurm_address,
-)
+from ddpbench.launch.placement import Refused, read_placement
 from ddpbench.session.errors import speak
 from ddpbench.watch import api, command
-from ddpbench.watch.command import Program
 
 
 def main(words: Sequence[str]) -> None:
@@ -33,28 +23,21 @@ def main(words: Sequence[str]) -> None:
     With --verify, a program that ends well may still end with the code that `api.close` returns.
     """
     try:
-        namespace, program = command.parse(words)
-        if namespace.ranks is not None and read_placement() is None:
+        request = command.parse(words)
+        if request.ranks is not None and read_placement() is None:
             raise Refused(f"-n does not start ranks here: type ddpbench watch {' '.join(words)}")
-        settings = command.read_settings(namespace, program)
-        program.require()
-        complete_environment()
     except Refused as error:
         speak(str(error), error.speaker)
         sys.exit(2)
-    call_after_import("torch", lambda: api.start(settings))
+    call_after_import("torch", lambda: api.start(request.settings))
     try:
-        run(program)
+        run(request.program, request.is_module)
     except SystemExit as error:
         if error.code:
             sys.last_value = SystemExit(error.code)  # for the watch; it keeps no frame alive
             raise
-    if settings.verify:
-        for thread in threading.enumerate():  # as Python does before it ends
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
-        if code := api.close():
-            sys.exit(code)
+    if request.settings.verify and (code := api.close()):
+        sys.exit(code)
 
 
 def call_after_import(name: str, function: Callable[[], object]) -> None:
@@ -95,48 +78,17 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-def complete_environment() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, each where it is missing.
-
-    torchrun sets them; mpirun and srun do not. Under mpirun on several hosts, the user gives the
-    address of rank 0. Raises Refused if a launcher's variables contradict each other.
-    """
-    if (placement := read_placement()) is None or placement.launcher in ("torchrun", "fork"):
-        return
-    variables = {
-        "RANK": placement.rank,
-        "WORLD_SIZE": placement.world_size,
-        "LOCAL_RANK": placement.local_rank,
-        "LOCAL_WORLD_SIZE": placement.local_world_size,
-    }
-    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        variables |= _find_meeting_point(placement)
-    for name, value in variables.items():
-        if value is not None:
-            os.environ.setdefault(name, str(value))
-
-
-def _find_meeting_point(placement: Placement) -> dict[str, Any]:
-    """Return the variables for address and port of rank 0; nothing if they are unknown."""
-    if placement.launcher == "srun":
-        name, port = slurm_address()
-        return {"MASTER_ADDR": node_address(name), "MASTER_PORT": port}
-    if placement.local_world_size == placement.world_size:
-        job = os.environ.get("PMIX_NAMESPACE") or f"{os.getppid()}"  # equal in all ranks of mpirun
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 20_000 + crc32(job.encode()) % 12_000}
-    return {}
-
-
-def run(program: Program) -> None:
+def run(program: Sequence[str], is_module: bool) -> None:
     """Make this process that of the program (sys.argv, sys.path[0], `__main__`), and run it."""
+    name, *arguments = program
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"])
-    sys.argv = ["-m" if program.is_module else program.name, *program.arguments]
-    sys.path[0] = str(Path.cwd() if program.is_module else Path(program.name).resolve().parent)
-    if program.is_module:
-        vars(runpy)["_run_module_as_main"](program.name)  # as `python -m` does
+    sys.argv = ["-m" if is_module else name, *arguments]
+    sys.path[0] = str(Path.cwd() if is_module else Path(name).resolve().parent)
+    if is_module:
+        vars(runpy)["_run_module_as_main"](name)  # as `python -m` does
         return
-    path = str(Path(program.name).absolute())
+    path = str(Path(name).absolute())
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     main.__dict__.update(

@@ -3,8 +3,7 @@
 A comparison is a collective call of the ranks that hold a replica, so it takes place where they
 meet anyway: at the end of their n-th synchronised backward, one in which each of their process
 groups had collectives, such as DDP's reductions. Optimizer steps, which a rank may skip, count only
-for models without such a backward. Models under Join, and those that torch averages now and then,
-are not compared.
+for models without such a backward. Models that torch averages now and then are not compared.
 
 Before they compare, the ranks meet at the store. A rank that waits in vain gives this comparison up
 and goes on. What such waits may cost is bounded: FREE_SECONDS and SHARE of the job's time.
@@ -17,7 +16,7 @@ import hashlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -31,9 +30,9 @@ from torch.optim import Optimizer
 from ddpbench.launch import placement
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted, spans
-from ddpbench.replicas import Report, channel, state
+from ddpbench.replicas import channel, state
 from ddpbench.replicas.compare import Options
-from ddpbench.replicas.report import few, listed_kinds
+from ddpbench.replicas.report import listed_kinds
 from ddpbench.replicas.state import shards_state, unwrap, wrapper
 from ddpbench.replicas.verify import gather_report
 from ddpbench.watch.observe.observer import Meetings, Observer
@@ -42,12 +41,9 @@ FREE_SECONDS, SHARE = 1.0, 0.005  # of waits in vain, in all: so long, and this 
 LOCATED = 16  # differing tensors of a kind that are compared element by element
 MET, LATE = "met", "late"  # what the ranks agree on
 COMPARED, NOT_COMPARED = "replicas-compared", "replicas-not-compared"  # codes of findings
-JOIN = "within Join some ranks ran out of data, so no comparison has all ranks"
+NOTED = ("nothing-to-compare", "not-compared")  # findings of a comparison that are reported once
 AVERAGED = "averaged-now-and-then"  # the cause of a difference between two averages
-APART = (
-    "its ranks train apart and average their parameters now and then; call ddpbench.Verifier "
-    "after an average"
-)
+APART = "its ranks train apart; call ddpbench.Verifier after an average of their parameters"
 
 _times = itertools.count()  # how often a proof began in this process, equal in all ranks
 
@@ -79,20 +75,18 @@ class Record:
     contents: dict[str, int] = field(default_factory=dict)  # of the last comparison, by kind
     reason: str = ""  # why it cannot be compared
     store: dist.Store | None = None  # of the last comparison
-    noted: bool = False  # whether what is not compared is reported
+    findings: tuple[Finding, ...] = ()
 
 
 class Proof:
-    """Compares the replicas that an observer finds. `findings` has what was found, in every rank.
+    """Compares the replicas that an observer finds, each until its first error.
 
-    every: steps from one comparison to the next; 0: none. Each replica is compared until its first
-    error. A step has the number that it has for the first of the replica's ranks.
+    every: steps from one comparison to the next; 0: none. A step has the number that it has for the
+    first of the replica's ranks.
     """
 
     def __init__(self, every: int, observer: Observer) -> None:
-        self.findings: tuple[Finding, ...] = ()
-        self.reported: tuple[Finding, ...] = ()  # those that this rank reports to rank 0
-        self._every, self._observer, self._asked = every, observer, bool(every)
+        self._every, self._observer = every, observer
         self._records: dict[str, Record] = {}
         self._backwards: Counter[tuple[int, ...]] = Counter()  # synchronised ones of each group
         self._steps = 0  # optimizer steps
@@ -102,14 +96,25 @@ class Proof:
             observer.after_backward.append(self._after_backward)
             observer.after_step.append(self._after_step)
 
-    def close(self) -> None:
-        """Compare no more. For any thread."""
-        self._every = 0
+    def list_findings(self, rank: int, ended: bool) -> Iterator[Finding]:
+        """Yield the findings on the replicas whose first rank is this one. For any thread."""
+        for name, record in [*self._records.items()]:
+            if record.ranks[0] == rank:
+                yield from record.findings
+                if record.compared or ended:
+                    yield _describe_record(name, record)
+
+    def conclude(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Return an error if no rank has compared anything, although this was asked for."""
+        if not self._every or any(f.code in (COMPARED, NOT_COMPARED) for f in findings):
+            return []
+        steps = max([self._steps, *self._backwards.values()])
+        return [_explain_never_compared(f"the job ended after {counted(steps, 'step')}")]
 
     def _after_backward(self, met: Meetings) -> None:
         counts = self._backwards
         counts.update(met)
-        if not self._every or all(counts[ranks] % self._every for ranks in met):
+        if all(counts[ranks] % self._every for ranks in met):
             return
         for one in self._list_replicas():
             # Of groups that do not meet equally often, the one that meets least has the number.
@@ -120,7 +125,7 @@ class Proof:
 
     def _after_step(self, number: int) -> None:
         self._steps = number + 1
-        if self._every and self._steps % self._every == 0 and dist.is_initialized():
+        if self._steps % self._every == 0 and dist.is_initialized():
             for one in self._list_replicas():
                 if not all(self._backwards[ranks] for ranks in one.groups):
                     self._compare(f"step/{number}", number, one)
@@ -130,65 +135,31 @@ class Proof:
         record = self._records.setdefault(one.name, Record(one.ranks))
         if record.failed or record.reason:
             return
-        ddp: Any = wrapper(one.module)
         step = self._meet(point, number, one, record)
-        if step is not None:
-            self._compare_now(step, one, record)
-        elif ddp is not None and ddp._join_config.enable:
-            record.reason = JOIN
-        else:
+        if step is None:
             record.missed += 1
             if record.missed == 1:
-                self._add(one.ranks, _describe_missed(one, number))
-
-    def _compare_now(self, step: int, one: Replica, record: Record) -> None:
-        options = Options(
-            gradients=None,
-            finite=True,
-            locate=LOCATED,
-            step=step,
-            equal_until=record.equal_until,
-        )
+                record.findings += (_describe_missed(one, number),)
+            return
+        options = Options(None, True, LOCATED, step, record.equal_until)
         report = gather_report(one.module, tuple(one.optimizers), None, options)
         if report.cause is not None and report.cause.code == AVERAGED:
             record.reason = APART
             return
-        record.contents = {kind: count for kind, count in report.compared.items() if count}
+        record.contents = report.compared
         record.compared += 1
-        errors = [f for f in report.findings if f.severity == "error"]
-        self._add(one.ranks, *(replace(f, sentence=f"step {step}: {f.sentence}") for f in errors))
         record.failed = report.failed
         if not report.differs:
             record.equal += 1
             record.equal_until = step
-        if not record.noted and (report.not_compared or report.nothing_to_compare):
-            record.noted = True
-            self._add(one.ranks, _describe_uncompared(one.module, report))
-
-    def _add(self, ranks: tuple[int, ...], *findings: Finding) -> None:
-        guide = "ddpbench guide replicas"
-        new = tuple(f if f.next_step else replace(f, next_step=guide) for f in findings)
-        self.findings += new
-        if dist.get_rank() == ranks[0]:  # all of these ranks have found the same
-            self.reported += new
-
-    def summarize(self, rank: int, ended: bool) -> list[Finding]:
-        """Return how often each replica was compared, if this rank reports that. For any thread."""
-        return [
-            _describe_record(name, record)
-            for name, record in [*self._records.items()]
-            if record.ranks[0] == rank and (record.compared or ended)
-        ]
-
-    def conclude(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Return an error if no rank has compared anything, although this was asked for."""
-        if not self._asked or any(f.code in (COMPARED, NOT_COMPARED) for f in findings):
-            return []
-        most = max([self._steps, *self._backwards.values()])
-        reason = f"the job ended after {counted(most, 'step')}"
-        if not most:
-            reason = "neither an optimizer step nor a backward of a DDP or sharded model was seen"
-        return [_explain_never_compared(reason)]
+        known = {finding.code for finding in record.findings}
+        for finding in report.findings:
+            if finding.severity == "error":
+                sentence = f"step {step}: {finding.sentence}"
+                next_step = finding.next_step or "ddpbench guide replicas"
+                record.findings += (replace(finding, sentence=sentence, next_step=next_step),)
+            elif finding.code in NOTED and finding.code not in known:
+                record.findings += (finding,)
 
     def _list_replicas(self) -> list[Replica]:
         """Return this rank's replicas with names that are the same in all ranks, in their order."""
@@ -211,7 +182,10 @@ class Proof:
             if keys or ddp is not None or meshes:
                 optimizers = {id(one): one for key in keys for one in owners[key]}
                 ranks, groups = _list_ranks(channel.choose_target(None, ddp, meshes)[0])
-                name = _name_model(module, ranks)
+                # The stages of a pipeline hold other layers of one model on a mesh.
+                forms = [] if meshes else [(n, *p.shape) for n, p in module.named_parameters()]
+                digest = hashlib.sha256(repr((forms, ranks)).encode()).hexdigest()
+                name = f"{type(unwrap(module)).__name__} {digest[:8]}"
                 count[name] += 1
                 name = f"{name} {count[name]}"
                 replicas.append(Replica(name, module, [*optimizers.values()], ranks, groups))
@@ -251,31 +225,22 @@ def _describe_missed(one: Replica, number: int) -> Finding:
         f"{one.name.split()[0]} was not compared at step {number}: some of ranks "
         f"{spans(one.ranks)} did not reach it with such a model when the others did"
     )
-    step = (
-        "ignore this if it happened once on a busy host; otherwise print len(loader) and the model "
-        "in every rank: all must take the same steps"
-    )
-    return Finding("warning", NOT_COMPARED, sentence, step, {"step": number})
+    next_step = "print len(loader) and the model in every rank: all must take the same steps"
+    return Finding("warning", NOT_COMPARED, sentence, next_step, {"step": number})
 
 
 def _describe_record(name: str, record: Record) -> Finding:
     model = f"{name.split()[0]} (ranks {spans(record.ranks)})"
-    place = {"compared": record.compared, "equal": record.equal, "step": record.equal_until}
     if not record.compared:
         reason = record.reason or "some of its ranks never came to a comparison together"
         return _explain_never_compared(f"{model}: {reason}")
-    subject = "replicas"
-    if "parameter" not in record.contents:
-        subject = "replicated tensors, none of them a parameter,"
-    times = counted(record.compared, "comparison")
-    sentence = f"{subject} of {model} were equal in {record.equal} of {times}"
-    if record.equal:
-        sentence += f", the last one at step {record.equal_until}"
-    sentence += f": {listed_kinds(record.contents)}"
+    sentence = (
+        f"replicas of {model} were equal in {record.equal} of "
+        f"{counted(record.compared, 'comparison')}: {listed_kinds(record.contents)}"
+    )
     if record.missed:
         sentence += f"; {counted(record.missed, 'comparison')} given up, because ranks did not come"
-    if record.reason:
-        sentence += f"; {record.reason}"
+    place = {"compared": record.compared, "equal": record.equal, "step": record.equal_until}
     return Finding("note", COMPARED, sentence, "", place)
 
 
@@ -283,21 +248,6 @@ def _explain_never_compared(reason: str) -> Finding:
     """Return the error of a job whose replicas were never compared although that was asked for."""
     step = "a smaller N in --verify N, or ddpbench.Verifier: ddpbench guide replicas"
     return Finding("error", NOT_COMPARED, f"the replicas were never compared: {reason}", step)
-
-
-def _describe_uncompared(module: nn.Module, report: Report) -> Finding:
-    if not report.not_compared:
-        sentence = (
-            f"nothing to compare in {type(unwrap(module)).__name__}: each element of each "
-            "parameter is in one rank only, so no other rank can show whether it is right. In one "
-            f"rank only: {listed_kinds(report.held_once)}"
-        )
-        return Finding("note", "nothing-to-compare", sentence, "", {"held_once": report.held_once})
-    reasons = sorted({skipped.reason for skipped in report.not_compared})
-    names = [skipped.name for skipped in report.not_compared]
-    kinds = listed_kinds(Counter(skipped.kind for skipped in report.not_compared))
-    sentence = f"not compared: {kinds}: {few(names)} ({'; '.join(reasons)})"
-    return Finding("note", "not-compared", sentence, "", {"tensors": names})
 
 
 def _list_parts(root: nn.Module) -> list[nn.Module]:
@@ -325,16 +275,3 @@ def _list_ranks(target: channel.Target) -> tuple[tuple[int, ...], Meetings]:
     sized = [number for number, size in enumerate(grid.shape) if size > 1] or [0]
     groups = [dist.get_process_group_ranks(target.get_group(number)) for number in sized]
     return tuple(sorted(grid.ranks)), frozenset(map(tuple, groups))
-
-
-def _name_model(module: nn.Module, ranks: tuple[int, ...]) -> str:
-    """Return the class of a module, and a digest of its ranks and of its parameters.
-
-    On a mesh the parameters are left out: the stages of a pipeline hold other layers of one model,
-    and the verification knows them.
-    """
-    inner, form = unwrap(module), list[object]()
-    if not _list_meshes(module):
-        form = [(name, tuple(p.shape)) for name, p in inner.named_parameters()]
-    digest = hashlib.sha256(repr((form, ranks)).encode()).hexdigest()
-    return f"{type(inner).__name__} {digest[:8]}"

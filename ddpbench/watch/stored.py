@@ -30,13 +30,13 @@ TIME = "from the end of an optimizer step to the end of the next"  # other than 
 NO_STEP = "no optimizer step was seen on all ranks"
 
 
-def identify_job(script: str, verify: int, name: str, world_size: int) -> Run:
+def identify_job(verify: int, name: str, world_size: int) -> Run:
     """Return the run of this job before its first report. Runs in rank 0.
 
-    script: its name for titles, or "" for that of the running program. name: of its default
-    process group's backend, in torch; world_size: the number of its ranks.
+    verify: of --verify; name: of its default process group's backend, in torch; world_size: the
+    number of its ranks.
     """
-    kind = devices.preferred()
+    kind = devices.get("cuda")
     device = "cpu" if kind.in_use() is None else kind.name
     backend = backends.get("mpi" if name == NAME else name)
     launch = Launch(
@@ -51,7 +51,7 @@ def identify_job(script: str, verify: int, name: str, world_size: int) -> Run:
         cases=1,
     )
     case = StepCase(
-        workload=Path(script or sys.argv[0]).name,
+        workload=Path(sys.argv[0]).name,
         settings=tuple(redact.arguments(sys.argv[1:])),
         backend=launch.backend,
         provider=launch.provider,
@@ -62,11 +62,6 @@ def identify_job(script: str, verify: int, name: str, world_size: int) -> Run:
         time_definition=TIME,
         rank_reduction="median",
     )
-    return make_run(case, launch, verify)
-
-
-def make_run(case: StepCase, launch: Launch, verify: int = 0) -> Run:
-    """Return the run of a job before its first report. verify: of --verify."""
     return Run(
         id="",
         command="watch",
@@ -102,39 +97,37 @@ def _end_run(run: Run, end: End, code: int | None) -> Run:
     return replace(run, state=end.state, state_reason=reason, exit_code=code, ended=now)
 
 
-class StoredRun:
-    """A new run in a folder of runs. Raises OSError if it cannot be written."""
+def create_run(results: Path, run: Run) -> Path:
+    """Create the folder of a run and store its first record. Raises OSError."""
+    (launch,) = run.launches
+    folder = store.new_folder(f"watch-{launch.backend}-w{launch.world_size}", results)
+    if note := os.environ.get(NOTE):
+        Path(note).write_text(str(folder))
+    store.write(folder, replace(run, id=folder.name))
+    return folder
 
-    def __init__(self, results: Path, run: Run) -> None:
-        (launch,) = run.launches
-        label = f"watch-{launch.backend}-w{launch.world_size}"
-        self.folder = store.new_folder(label, results)
-        self._inode = 0  # of the record as this process wrote it
-        if note := os.environ.get(NOTE):
-            Path(note).write_text(str(self.folder))
-        self.update(replace(run, id=self.folder.name))
 
-    def update(self, run: Run) -> None:
-        """Replace the record, and store the table of a job that has ended."""
-        path = self.folder / "run.json"
-        if run.state != "running":
-            _write(self.folder, run)
-        elif not self._inode or path.stat().st_ino == self._inode:  # else another stored the end
-            store.write(self.folder, run)
-            self._inode = path.stat().st_ino
+def store_run(folder: Path, run: Run) -> None:
+    """Replace the record, unless another process has stored the end; at the end, add the table."""
+    if run.state != "running":
+        store.write(folder, run)
+        table = FORMATS["table"](run, None, False)
+        store.replace_file(folder / "table.txt", table.encode())
+    elif store.read(folder).state == "running":
+        store.write(folder, run)
 
 
 def store_end(folder: Path, end: End) -> Run:
     """Store how a job ended, with the table of what is known."""
     run = _end_run(store.read(folder), end, end.code)
-    _write(folder, run)
+    store_run(folder, run)
     return run
 
 
-def correct_end(folder: Path, end: End, form: str) -> None:
+def correct_end(folder: Path, end: End) -> None:
     """Store how a job ended, where rank 0 could not, or saw only what followed.
 
-    form: of the table, which is printed if rank 0 could not print it.
+    The table is printed if rank 0 could not print it.
     """
     with contextlib.suppress(OSError, store.InvalidRun):
         before = store.read(folder)
@@ -144,16 +137,11 @@ def correct_end(folder: Path, end: End, form: str) -> None:
             end = end._replace(reason=f"{end.reason}; {before.state_reason}")
         run = store_end(folder, end)
         if before.state == "running":
-            print_table(run, form, folder)
+            print_table(run, folder)
 
 
-def print_table(run: Run, form: str, folder: Path | None) -> None:
-    """Print the table of a job that has ended to stderr. form: one of FORMATS."""
-    sys.stderr.write(FORMATS[form](run, None, False))
+def print_table(run: Run, folder: Path | None) -> None:
+    """Print the table of a job that has ended to stderr."""
+    sys.stderr.write(FORMATS["table"](run, None, False))
     if folder is not None:
         tell(f"stored in {folder}")
-
-
-def _write(folder: Path, run: Run) -> None:
-    store.write(folder, run)
-    store.replace_file(folder / "table.txt", FORMATS["table"](run, None, False).encode())

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -27,8 +28,6 @@ from ddpbench.records.schema import Finding
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.watched import WatchedBalance
-from ddpbench.runtime.load import LoadMeter
-from ddpbench.session import run_folder
 from ddpbench.session.run_folder import interrupted
 from ddpbench.watch.gather.joining import join_hosts
 from ddpbench.watch.gather.transport import Transport
@@ -44,10 +43,9 @@ from ddpbench.watch.outputs import Outputs
 from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.settings import Settings
 from ddpbench.watch.stored import identify_job, store_end
-from ddpbench.watch.window import COLUMNS, STEPS, JoinedCall, Round, Window, make_window
+from ddpbench.watch.window import ROWS, STEPS, Round, Window
 
 POLL_SECONDS = 0.2  # between two looks for a process group
-LOAD_SECONDS = 1.0  # a load over less may be that of the job's end
 CLOSE_SECONDS = 60.0  # for a disk; the waits for other ranks have limits of their own, 7 s in all
 OUTPUT_SHARE = 2e-3  # of the time that rank 0 may spend on findings and outputs
 OUTPUT_SECONDS = 30.0  # from one output to the next at the latest
@@ -67,10 +65,8 @@ class Watcher:
         self._marks = Marks()
         self._over = False
         self._observer = Observer(self._marks, on_error=self._fail)
-        self.values = self._observer.values
         self._proof = Proof(settings.verify, self._observer)
         self._guard: guard.Guard | None = None
-        self._stored: Path | None = None  # the complete run, in rank 0
         self._rank = int(os.environ.get("RANK", "0"))
         self._closing, self._end = threading.Event(), End("complete", None, 0)
         guard.before_end.append(self._finish)
@@ -89,12 +85,9 @@ class Watcher:
             self._fail(problem)
         self._finish(self._describe_end(error))
         guard.before_end.remove(self._finish)
-        self._proof.close()
         self._observer.close()
         if self._guard is not None:
             self._guard.close()
-        if self._settings.report and self._stored is not None:
-            run_folder.write_page(self._stored)  # here, because the thread may end with the process
 
     def _finish(self, end: End) -> None:
         """Report a last time how this rank ends."""
@@ -128,18 +121,18 @@ class Watcher:
                 with contextlib.suppress(RuntimeError, ValueError):
                     self._guard = guard.watchdog(self._settings.timeout)
             with (
-                contextlib.closing(_Rank(self)) as rank,
+                contextlib.closing(_Rank(self, dist.get_world_size())) as rank,
                 contextlib.closing(_Reports(self._settings, self._prefix, self._proof)) as reports,
             ):
                 transport = reports.transport
                 while not self._closing.wait(transport.seconds_to_round()):
                     round_ = transport.begin_round()
-                    reports.send(round_.number, rank.read_window(round_), rank)
+                    reports.send(rank.read_window(round_), rank)
                 reports.end(self._end)
                 number = transport.begin_round().number
                 window = rank.read_window(Round(number, time.time_ns()), last=True)
-                reports.send(number, window, rank)
-            self._stored, self.exit_code = reports.folder, reports.exit_code
+                reports.send(window, rank)
+            self.exit_code = reports.exit_code
         except Exception as error:
             if not isinstance(error, ValueError) or _has_group():  # a short script has ended it
                 self._fail(error)
@@ -157,14 +150,15 @@ class Watcher:
 class _Rank:
     """What this rank observes of itself."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, world_size: int) -> None:
+        self._most_steps = max(1, min(STEPS, ROWS // world_size))
         self._number, self._began_ns = watcher._rank, watcher._began_ns
         self._marks, self._observer = watcher._marks, watcher._observer
-        self._values, self._proof = watcher.values, watcher._proof
+        self._proof = watcher._proof
         self._builder = StepBuilder()
         self._steps = deque[Step](maxlen=REMEMBERED_STEPS)
         self._arrivals = Arrivals(self._number, time.time_ns())
-        self._facts, self._links, self._load = Facts(self._observer.counts), Links(), LoadMeter()
+        self._facts, self._links = Facts(self._observer.counts), Links()
         self._long, self._stacks = LongSteps(self._number), Stacks(self._marks, self._observer)
 
     def read_window(self, round_: Round, last: bool = False) -> Window:
@@ -178,28 +172,27 @@ class _Rank:
         self._stacks.overdue_seconds = self._long.limit_seconds
         ahead_ns = time.time_ns() - time.perf_counter_ns()
         until_ns = round_.began_ns
-        ended = [step for step in self._steps if step.ended_ns + ahead_ns <= until_ns][-STEPS:]
-        facts, load = self._facts.read(), self._load.read()
-        return make_window(
-            self._number,
+        ended = [step for step in self._steps if step.ended_ns + ahead_ns <= until_ns]
+        ended = ended[-self._most_steps :]
+        number = self._number
+        return Window(
+            number=round_.number,
+            hosts={socket.gethostname(): [number]},
             first_step=ended[0].number if ended else 0,
-            rows=np.array([step.row for step in ended], np.float32).reshape(-1, COLUMNS),
+            rows={number: np.array([step.row for step in ended], np.float32)} if ended else {},
             ended_ns=ended[-1].ended_ns + ahead_ns if ended else until_ns,
             calls=self._arrivals.read(self._steps, round_, ahead_ns, last),
-            facts=facts,
+            facts={number: self._facts.read()},
             links=self._links.read(),
-            load=load if facts["seconds"] >= LOAD_SECONDS else None,
-            values=self._values.take(),
-            findings=[*self._list_findings(last)],
+            findings={number: [*self._list_findings(last)]},
             long_steps=self._long.take(until_ns, ahead_ns),
-            lines=self._long.usual_lines(),
+            lines={number: self._long.usual_lines()},
             last=last,
         )
 
     def _list_findings(self, last: bool) -> Iterator[Finding]:
         """Yield what this rank found; rank 0 reports what no rank can see."""
-        yield from self._proof.reported
-        yield from self._proof.summarize(self._number, last)
+        yield from self._proof.list_findings(self._number, last)
         if self._number == 0 and (unseen := self._arrivals.unavailable):
             yield Finding("note", "unseen-collectives", unseen)
         if self._number == 0 and self._observer.steps_by_backward:
@@ -240,7 +233,6 @@ class _Reports:
         # First of all: a short script may end its group while the other parts are made.
         self.transport = Transport(_get_default_store(), prefix, rank, self._world_size)
         self._history, self._findings = History(), tuple[Finding, ...]()
-        self._group_sizes = Counter[str]()
         self._outputs: Outputs | None = None
         self._output_at = 0.0  # when rank 0 judges again
         self._proof, self.exit_code = proof, 0
@@ -248,20 +240,19 @@ class _Reports:
         if rank == 0:
             import scipy.special  # noqa: F401  # else analysis.stats does, in a watched step
 
-            job = identify_job(settings.script, settings.verify, name, self._world_size)
+            job = identify_job(settings.verify, name, self._world_size)
             self._outputs = Outputs(settings, job)
             self.transport.publish_folder(f"{self.folder or ''}")
         self._end = End("complete", None, 0)
 
-    def send(self, number: int, window: Window, rank: _Rank) -> None:
+    def send(self, window: Window, rank: _Rank) -> None:
         """Send this rank's window of a round; in rank 0, judge what all ranks sent."""
-        hosts = self.transport.exchange(number, window)
+        hosts = self.transport.exchange(window)
         for host in hosts:
             self._sent |= host.findings
         if self._outputs is None or not hosts:
             return
-        joined = join_hosts(hosts)
-        self._history.add(joined, self._choose_complete(joined.calls))
+        self._history.add(join_hosts(hosts))
         self._history.balance = rank.make_balance()
         if time.monotonic() < self._output_at and not window.last:
             return
@@ -276,13 +267,6 @@ class _Reports:
         self._outputs.update(self._history, self._findings)
         pause = (time.thread_time() - began) / OUTPUT_SHARE
         self._output_at = time.monotonic() + min(pause, OUTPUT_SECONDS)
-
-    def _choose_complete(self, calls: Sequence[JoinedCall]) -> list[JoinedCall]:
-        """Return the calls that all ranks of their group report."""
-        sizes = self._group_sizes
-        for call in calls:
-            sizes[call.group] = max(sizes[call.group], call.ranks)
-        return [call for call in calls if call.ranks == sizes[call.group]]
 
     @property
     def folder(self) -> Path | None:

@@ -1,21 +1,19 @@
 """The message of a watch: what one rank, the ranks of a host, or all ranks learned. No torch.
 
 A window covers the latest steps and collective calls, up to a fixed number of each: a message does
-not grow with the steps of a job, and a host's message does not grow with its ranks.
+not grow with the steps of a job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from ddpbench.records.load import Load
 from ddpbench.records.schema import Finding
 from ddpbench.records.watched import PHASES
 
@@ -24,18 +22,14 @@ from ddpbench.records.watched import PHASES
 BLOCKED = len(PHASES)
 COLUMNS = BLOCKED + 1
 WARM_UP = 5  # first steps of a job, which compile and allocate: not judged
-STEPS = 64  # of a window
+STEPS, ROWS = 64, 1 << 16  # of a window, at most: of one rank, and of all ranks together
 CALLS = 512
 LONG_STEPS = 64
 LINES = 8  # of the program
-RANKS = 8  # whose rows a host passes on: those that look slowest
-HOST_CALLS = 256  # that a host passes on
 LINKS = 16
-ROUND_RANKS = 256  # whose rows are in the window of all ranks: again those that look slowest
 ALL = -1  # in place of a rank: all of them
 
-Rows = npt.NDArray[np.float32]  # [steps, COLUMNS], or [steps]
-Values = dict[str, tuple[int, float]]  # what a script computes: name → step, value
+Rows = npt.NDArray[np.float32]  # [steps, COLUMNS]
 
 
 class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
@@ -77,37 +71,29 @@ class Link(msgspec.Struct, frozen=True, array_like=True):
     retransmitted: int
     transfer_seconds: float = 0.0
 
-    def add(self, other: Link) -> Link:
-        """Return this link with what another one carried as well, and the RTT of this one."""
-        return structs.replace(
-            self,
-            nbytes=self.nbytes + other.nbytes,
-            busy_seconds=self.busy_seconds + other.busy_seconds,
-            transfer_seconds=self.transfer_seconds + other.transfer_seconds,
-            retransmitted=self.retransmitted + other.retransmitted,
-        )
-
-    def scale(self, share: float) -> Link:
-        """Return this link with a share of what it carried."""
-        return structs.replace(
-            self,
-            nbytes=round(self.nbytes * share),
-            busy_seconds=self.busy_seconds * share,
-            transfer_seconds=self.transfer_seconds * share,
-            retransmitted=round(self.retransmitted * share),
-        )
-
 
 def add_links(links: Iterable[Link]) -> list[Link]:
-    """Return one link for several of a host with the same peer and interface, at most LINKS.
+    """Return one link for several of a host with the same peer and interface.
 
     Those that carried most come first. Each has the RTT of the connection that was used most.
     """
-    sums: dict[tuple[str, str], Link] = {}
-    for link in sorted(links, key=lambda link: -link.nbytes):
-        key = link.peer, link.interface
-        sums[key] = sums[key].add(link) if key in sums else link
-    return sorted(sums.values(), key=lambda link: -link.nbytes)[:LINKS]
+    sums: dict[tuple[str, str, str], Link] = {}
+    for link in sorted(links, key=_find_nbytes, reverse=True):
+        key = link.host, link.peer, link.interface
+        if (more := sums.get(key)) is not None:
+            link = structs.replace(
+                more,
+                nbytes=more.nbytes + link.nbytes,
+                busy_seconds=more.busy_seconds + link.busy_seconds,
+                transfer_seconds=more.transfer_seconds + link.transfer_seconds,
+                retransmitted=more.retransmitted + link.retransmitted,
+            )
+        sums[key] = link
+    return sorted(sums.values(), key=_find_nbytes, reverse=True)
+
+
+def _find_nbytes(link: Link) -> int:
+    return link.nbytes
 
 
 class LongStep(msgspec.Struct, frozen=True, array_like=True):
@@ -115,8 +101,8 @@ class LongStep(msgspec.Struct, frozen=True, array_like=True):
 
     rank: the one with the most additional time of its own; extra: seconds by COLUMNS that it took
     longer than usual; lines: seconds of these by line of the program; ranks: how many report it;
-    shared: seconds of additional time of its own that each of them has; waited, waits_at: the
-    longest additional wait of a rank, and its line.
+    shared: seconds of additional time of its own that each of them has; waited: the longest
+    additional wait of a rank.
     """
 
     number: int
@@ -126,7 +112,6 @@ class LongStep(msgspec.Struct, frozen=True, array_like=True):
     lines: dict[str, float]
     shared: float
     waited: float
-    waits_at: str = ""
     ranks: int = 1
 
     @property
@@ -145,30 +130,23 @@ class Round(NamedTuple):
 class Window(msgspec.Struct, frozen=True):
     """What some ranks learned since their last window, over the steps that all of them have.
 
-    hosts: host → those of its ranks that have these steps or have ended; ended_ns: the end of
-    their last step, by the clock of the rank's host, and by rank 0's in that of a host; rows: of
-    the ranks that look slowest; medians: host → [steps, COLUMNS]; least_blocked: [steps], over all
-    ranks; calls: the newest last; facts: of the ranks in rows, name → value, such as "gc_seconds";
-    host_facts: host → the medians over its ranks; addresses: of the host, to name the peers of
-    other hosts' links; load: medians over ranks, then over hosts; values: the newest of each name,
-    medians over ranks; findings: by rank; lines: seconds of a usual step by line of the program, by
-    rank and under ALL; last: the ranks' script has ended. There may be no steps but calls: a job
-    without an optimizer.
+    number: of the round; hosts: host → its ranks; ended_ns: the end of the last step, by the clock
+    of the rank's host, and by rank 0's in that of a host; rows: by rank, without ranks that lack
+    the others' steps; calls: the newest last; facts: by rank, name → value, such as "gc_seconds";
+    addresses: of the hosts, to name the peers of other hosts' links; findings: by rank; lines: by
+    rank, seconds of a usual step by line of the program; last: the ranks' script has ended. There
+    may be no steps but calls: a job without an optimizer.
     """
 
+    number: int
     hosts: dict[str, list[int]]
     ended_ns: int
     first_step: int = 0
     rows: dict[int, Rows] = {}
-    medians: dict[str, Rows] = {}
-    least_blocked: Rows = msgspec.field(default_factory=lambda: np.empty(0, np.float32))
     calls: list[JoinedCall] = []
     facts: dict[int, dict[str, float]] = {}
-    host_facts: dict[str, dict[str, float]] = {}
     links: list[Link] = []
-    addresses: list[str] = []
-    load: Load | None = None
-    values: Values = {}
+    addresses: dict[str, list[str]] = {}
     findings: dict[int, list[Finding]] = {}
     long_steps: list[LongStep] = []
     lines: dict[int, dict[str, float]] = {}
@@ -179,42 +157,10 @@ class Window(msgspec.Struct, frozen=True):
         """The ranks of all hosts."""
         return [rank for ranks in self.hosts.values() for rank in ranks]
 
-    def without_news(self) -> Window:
-        """Return only that these ranks have ended: nothing else must count twice."""
-        return Window(self.hosts, self.ended_ns, addresses=self.addresses, last=True)
-
-
-def make_window(
-    rank: int,
-    first_step: int,
-    rows: Rows,
-    ended_ns: int,
-    calls: Sequence[JoinedCall] = (),
-    *,
-    facts: Mapping[str, float] = MappingProxyType({}),
-    lines: Mapping[str, float] = MappingProxyType({}),
-    findings: Sequence[Finding] = (),
-    **others: Any,
-) -> Window:
-    """Return the window of one rank, whose host gets its name when it is joined.
-
-    rows: float32[steps, COLUMNS], from first_step on; facts, lines, findings: of this rank; others:
-    other fields of a Window.
-    """
-    return Window(
-        hosts={"": [rank]},
-        ended_ns=ended_ns,
-        first_step=first_step,
-        rows={rank: rows},
-        medians={"": rows},
-        least_blocked=rows[:, BLOCKED],
-        calls=list(calls),
-        facts={rank: dict(facts)},
-        host_facts={"": dict(facts)},
-        lines={rank: dict(lines), ALL: dict(lines)},
-        findings={rank: list(findings)} if findings else {},
-        **others,
-    )
+    @property
+    def steps(self) -> int:
+        """The number of steps that all ranks in `rows` have."""
+        return len(next(iter(self.rows.values()), ()))
 
 
 def join_long_steps(steps: Iterable[LongStep]) -> list[LongStep]:
@@ -226,12 +172,10 @@ def join_long_steps(steps: Iterable[LongStep]) -> list[LongStep]:
 
 
 def _join(same: Sequence[LongStep]) -> LongStep:
-    waits = max(same, key=lambda step: step.waited)
     return structs.replace(
         max(same, key=lambda step: step.own),
         shared=min(step.shared for step in same),
-        waited=waits.waited,
-        waits_at=waits.waits_at,
+        waited=max(step.waited for step in same),
         ranks=sum(step.ranks for step in same),
     )
 

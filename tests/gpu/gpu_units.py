@@ -35,8 +35,6 @@ from ddpbench.measure import calibrate
 from ddpbench.replicas import digest
 from ddpbench.runtime import devices, gpu_facts
 from ddpbench.runtime.devices import elapsed_ns
-from ddpbench.watch.observe.steps import Marks
-from ddpbench.watch.observe.values import ScriptValues
 
 EXACT = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
@@ -249,19 +247,6 @@ def check_device_copy(device: torch.device) -> None:
     assert device.type == "cpu" or limit > 0.9 * rate
 
 
-def check_losses(device: torch.device) -> None:
-    """A watch keeps the loss of a step without waiting for the device."""
-    values, kind = ScriptValues(Marks()), devices.of(device)
-    loss = torch.full((1,), 0.625, device=device, requires_grad=True) * 2
-    kind.sleep(device, 0.05)
-    began = time.perf_counter()
-    values.keep_loss(loss)
-    seconds = time.perf_counter() - began
-    print(f"kept a loss in {seconds * 1e6:.0f} µs")
-    assert seconds < 0.02
-    assert values.take() == {"loss": (0, 1.25)}
-
-
 def check_recorder(device: torch.device) -> None:
     """Batches of sends leave the numbers of collectives alone; an all_reduce that waits is open."""
     flight, kind = Flight(), devices.of(device)
@@ -333,7 +318,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "payload": check_payload, "digest": check_digest, "located bit": check_located_bit,
     "events": check_events, "noop hook": check_noop_hook, "timing": check_timing,
     "gpu facts": check_gpu_facts,
-    "device copy": check_device_copy, "losses": check_losses, "capture": check_capture,
+    "device copy": check_device_copy, "capture": check_capture,
     "recorder": check_recorder,
 }  # fmt: skip
 

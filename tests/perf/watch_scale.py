@@ -32,19 +32,28 @@ import numpy as np
 import psutil
 from tabulate import tabulate
 
+from ddpbench.measure.offsets import ask_ahead
 from ddpbench.watch.gather import joining
-from ddpbench.watch.gather.inbox import TOKEN_NBYTES, Delivery, Inbox, open_connection, send
+from ddpbench.watch.gather.transport import (
+    QUESTIONS,
+    TOKEN_NBYTES,
+    Inbox,
+    open_connection,
+    send,
+)
 from ddpbench.watch.judging.history import History
+from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.window import (
     CALLS,
     COLUMNS,
+    LINES,
+    ROWS,
     STEPS,
     JoinedCall,
     Link,
     Window,
     decode,
     encode,
-    make_window,
 )
 
 WORLDS = (8, 1024, 16384)
@@ -54,20 +63,31 @@ TOKEN = b"t" * TOKEN_NBYTES
 ROW = np.array([1, 10, 20, 3, 1, 5]) * 1e-3
 
 
-def a_window(rank: int, first: int, noise: np.random.Generator) -> Window:
+def a_window(rank: int, first: int, noise: np.random.Generator, steps: int = STEPS) -> Window:
     """What a rank sends; it makes four calls in each step."""
-    rows = (ROW * noise.normal(1, 0.02, (STEPS, COLUMNS))).astype(np.float32)
-    numbers = range(4 * (first + STEPS) - CALLS, 4 * (first + STEPS))
+    rows = (ROW * noise.normal(1, 0.02, (steps, COLUMNS))).astype(np.float32)
+    numbers = range(4 * (first + steps) - CALLS, 4 * (first + steps))
     calls = []
     for number in numbers:
         ns = EPOCH + number * 10 * MS + rank
         calls.append(
-            JoinedCall("world", number, "all_reduce", 25 * MS, number // 4, ns, ns, ns, rank)
+            JoinedCall("world", number, "all_reduce", 25 * MS, number // 4, ns, 0, ns, rank)
         )
     facts = dict.fromkeys(FACTS, 0.125)
-    links = [Link("host", f"10.0.0.{n}", "eth0", 10**8, 1.5, 1e-4, 0) for n in range(2)]
+    links = [Link("host0", f"10.0.0.{n}", "eth0", 10**8, 1.5, 1e-4, 0) for n in range(2)]
     ended_ns = EPOCH + first * 40 * MS
-    return make_window(rank, first, rows, ended_ns, calls, facts=facts, links=links)
+    lines = {f"train.py:{n} a_function_of_the_model": 0.01 for n in range(LINES)}
+    return Window(
+        number=7,
+        hosts={"host0": [rank]},
+        ended_ns=ended_ns,
+        first_step=first,
+        rows={rank: rows},
+        calls=calls,
+        facts={rank: facts},
+        links=links,
+        lines={rank: lines},
+    )
 
 
 def as_other(host: Window, number: int) -> Window:
@@ -82,12 +102,11 @@ def as_other(host: Window, number: int) -> Window:
     return msgspec.structs.replace(
         host,
         hosts={name: [rank + A_HOST * number for rank in host.ranks]},
-        medians={name: host.medians["host0"]},
-        host_facts={name: host.host_facts["host0"]},
         rows={rank + A_HOST * number: row for rank, row in host.rows.items()},
         facts={rank + A_HOST * number: fact for rank, fact in host.facts.items()},
+        lines={rank + A_HOST * number: lines for rank, lines in host.lines.items()},
         calls=calls,
-        addresses=[f"10.{number >> 8}.{number & 255}.1"],
+        addresses={name: [f"10.{number >> 8}.{number & 255}.1"]},
     )
 
 
@@ -121,8 +140,9 @@ def send_hosts(target: tuple[str, int], host: Window, hosts: int) -> None:
     """Send the windows of all hosts but the first, as their leaders do."""
     for number in range(1, hosts):
         window = as_other(host, number)
-        with open_connection(target, TOKEN, time.time_ns) as (connection, _):
-            send(connection, number, Delivery(7, A_HOST, window))
+        with open_connection(target) as connection:
+            ask_ahead(connection, TOKEN, QUESTIONS, time.time_ns)
+            send(connection, window)
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
@@ -138,8 +158,7 @@ def measure_growth(steps: int) -> float:
     history, sizes = History(), []
     for number, first in enumerate(range(0, steps + STEPS, STEPS)):
         windows = [decode(encode(a_window(rank, first, noise))) for rank in range(2)]
-        round_ = joining.join_hosts([joining.join_ranks(windows, "host0")])
-        history.add(round_, round_.calls)
+        history.add(joining.join_hosts([joining.join_ranks(windows, [], 0)]))
         if number in (steps // 10 // STEPS, steps // STEPS):
             sizes.append(psutil.Process().memory_info().rss)
     return (sizes[1] - sizes[0]) / 1e6
@@ -148,10 +167,11 @@ def measure_growth(steps: int) -> float:
 def measure(world: int) -> dict[str, float]:
     """One round of a world, as rank 0 sees it."""
     noise = np.random.default_rng(1)
-    windows = [a_window(rank, 1_000_000, noise) for rank in range(A_HOST)]
+    steps = max(1, min(STEPS, ROWS // world))
+    windows = [a_window(rank, 1_000_000, noise, steps) for rank in range(A_HOST)]
     messages = [encode(window) for window in windows]
     decoded = [decode(message) for message in messages]
-    host, host_seconds = timed(lambda: joining.join_ranks(decoded, "host0", ["10.0.0.1"], 50_000))
+    host, host_seconds = timed(lambda: joining.join_ranks(decoded, ["10.0.0.1"], 50_000))
     message, hosts = encode(host), world // A_HOST
     server = socket.create_server(("127.0.0.1", 0), backlog=1024)
     target, inbox = server.getsockname(), Inbox(server, TOKEN, time.time_ns)
@@ -169,7 +189,8 @@ def measure(world: int) -> dict[str, float]:
         round_, join_seconds = timed(lambda: joining.join_hosts([host, *others]))
     with Holds() as adding:
         history = History()
-        _, add_seconds = timed(lambda: history.add(round_, round_.calls))
+        _, add_seconds = timed(lambda: history.add(round_))
+    _, judge_seconds = timed(lambda: judge(history, world))
     assert sum(map(len, round_.hosts.values())) == world
     assert round_.calls[-1].ranks == world
     inbox.close()
@@ -186,6 +207,7 @@ def measure(world: int) -> dict[str, float]:
         "join hold": holds.longest,
         "history s": add_seconds,
         "history hold": adding.longest,
+        "judge s": judge_seconds,
         "memory MB": (after - before) * 1024 / 1e6,
     }
 

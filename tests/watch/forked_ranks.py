@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from msgspec import structs
 from patience import PATIENCE_SECONDS
 
 from ddpbench.watch.gather.transport import Transport
-from ddpbench.watch.window import COLUMNS, JoinedCall, Window, make_window
+from ddpbench.watch.window import COLUMNS, JoinedCall, Window
 
 PERIOD = 0.5
 FORK = multiprocessing.get_context("fork")
@@ -57,7 +58,8 @@ def a_window(rank: int, first: int, last: bool = False, **known: Any) -> Window:
     calls = [
         JoinedCall("world", first + n, "all_reduce", 8, -1, now, now, now, rank) for n in range(8)
     ]
-    return make_window(rank, first, rows, now, calls, last=last, **known)
+    hosts = {socket.gethostname(): [rank]}
+    return Window(first, hosts, now, first, {rank: rows}, calls, last=last, **known)
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,9 @@ def _follow_orders(where: str, rank: int, world_size: int, pipe: Connection) -> 
         first, last = order
         if not last:
             time.sleep(transport.seconds_to_round())
-        hosts = transport.exchange(transport.begin_round().number, a_window(rank, first, last))
+        window = a_window(rank, first, last)
+        number = transport.begin_round().number
+        hosts = transport.exchange(structs.replace(window, number=number))
         pipe.send(
             Reported(
                 {name: ranks for host in hosts for name, ranks in host.hosts.items()},

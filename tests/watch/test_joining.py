@@ -1,42 +1,32 @@
-"""What the windows of ranks and hosts say together: calls are matched, the slowest ranks are passed
-on, and messages stay as large as they are."""
+"""What the windows of ranks and hosts say together: calls are matched, steps are cut, and messages
+stay as large as they are."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import msgspec
 import numpy as np
-import pytest
+from msgspec import structs
 
 from ddpbench.watch.gather.joining import join_hosts, join_ranks
-from ddpbench.watch.window import (
-    BLOCKED,
-    CALLS,
-    COLUMNS,
-    HOST_CALLS,
-    LINKS,
-    RANKS,
-    ROUND_RANKS,
-    STEPS,
-    JoinedCall,
-    Link,
-    Window,
-    encode,
-    make_window,
-)
+from ddpbench.watch.window import CALLS, COLUMNS, LINKS, STEPS, JoinedCall, Link, Window, encode
 
 EPOCH = 1_700_000_000 * 10**9
 MS = 10**6
 STEP = np.array([1, 10, 20, 3, 1, 5]) * 1e-3  # seconds: what every healthy rank needs
 STEP_NS = 100 * MS
-NONE = np.empty((0, COLUMNS), np.float32)
 
 
 def a_call(rank: int, number: int, ns: int, step: int = -1, group: str = "world") -> JoinedCall:
     """A call as one rank arrived at it."""
-    return JoinedCall(group, number, "all_reduce", 64, step, ns, ns, ns, rank)
+    return JoinedCall(group, number, "all_reduce", 64, step, ns, 0, ns, rank)
+
+
+def without_steps(rank: int, host: str = "one", **known: Any) -> Window:
+    """The window of a rank without steps."""
+    return Window(7, {host: [rank]}, EPOCH, **known)
 
 
 @dataclasses.dataclass
@@ -49,49 +39,40 @@ class Simulated:
     late: Callable[[int], int] = lambda rank: 0
     ahead: Callable[[int], int] = lambda rank: 0
     first: int = 100
-    steps: int = STEPS
     group: Callable[[int], str] = lambda rank: "world"
 
-    def window(self, rank: int, first: int | None = None) -> Window:
+    def window(self, rank: int, first: int | None = None, host: str = "one") -> Window:
         """What a rank sends."""
         first = self.first if first is None else first
-        calls = []
-        for step in range(first, first + self.steps):
+        calls, group = [], self.group(rank)
+        for step in range(first, first + STEPS):
             begin = EPOCH + step * STEP_NS + self.ahead(rank)
             calls += [
-                a_call(rank, 3 * step, begin + self.late(rank), step, group=self.group(rank)),
-                a_call(rank, 3 * step + 1, begin + 60 * MS, step, group=self.group(rank)),
-                a_call(rank, 3 * step + 2, begin + 70 * MS, step, group=self.group(rank)),
+                a_call(rank, 3 * step, begin + self.late(rank), step, group),
+                a_call(rank, 3 * step + 1, begin + 60 * MS, step, group),
+                a_call(rank, 3 * step + 2, begin + 70 * MS, step, group),
             ]
-        ended = EPOCH + (first + self.steps) * STEP_NS + self.ahead(rank)
-        rows = np.tile(STEP, (self.steps, 1)).astype(np.float32)
-        return make_window(rank, first, rows, ended, calls[-CALLS:])
+        ended = EPOCH + (first + STEPS) * STEP_NS + self.ahead(rank)
+        rows = np.tile(STEP, (STEPS, 1)).astype(np.float32)
+        return Window(7, {host: [rank]}, ended, first, {rank: rows}, calls[-CALLS:])
 
     def host(self, ranks: Sequence[int], name: str = "one") -> Window:
         """The joined windows of some ranks."""
-        windows = [self.window(rank) for rank in ranks]
-        return join_ranks(windows, name, ["10.0.0.9"], -self.ahead(ranks[0]))
+        windows = [self.window(rank, host=name) for rank in ranks]
+        return join_ranks(windows, ["10.0.0.9"], -self.ahead(ranks[0]))
 
 
-def test_arrivals_of_ranks_are_joined() -> None:
-    """Rank 3 comes last to a call: it is named, with the first arrival and the last but one."""
-    round_ = join_hosts([Simulated(late=lambda rank: 50 * MS * (rank == 3)).host(range(8))])
-    call = round_.calls[-3]
-    assert (call.last_rank, call.ranks, call.operation) == (3, 8, "all_reduce")
-    assert (call.last_ns - call.first_ns, call.last_ns - call.second_ns) == (50 * MS, 50 * MS)
-    assert len(round_.rows) == 8
-    assert np.allclose(round_.least_blocked, STEP[BLOCKED])
-
-
-def test_arrivals_of_hosts_are_joined_by_the_clock_of_rank_0() -> None:
-    """Rank 9 is late, on the second host, whose clock is 5 ms ahead."""
+def test_arrivals_are_joined_by_the_clock_of_rank_0() -> None:
+    """Rank 9 comes last to a call, on the second host, whose clock is 5 ms ahead: it is named, with
+    the first arrival and the last but one, which is of its own host."""
+    late = {9: 50 * MS, 8: 20 * MS}
     job = Simulated(
-        late=lambda rank: 50 * MS * (rank == 9), ahead=lambda rank: 5 * MS if rank >= 8 else 0
+        late=lambda rank: late.get(rank, 0), ahead=lambda rank: 5 * MS if rank >= 8 else 0
     )
     round_ = join_hosts([job.host(range(8, 16), "two"), job.host(range(8))])
-    assert list(round_.hosts) == ["one", "two"]
+    assert (list(round_.hosts), len(round_.rows), round_.steps) == (["one", "two"], 16, STEPS)
     call = round_.calls[-3]
-    assert (call.last_rank, call.ranks, call.last_ns - call.second_ns) == (9, 16, 50 * MS)
+    assert (call.last_rank, call.ranks, call.last_ns - call.second_ns) == (9, 16, 30 * MS)
     assert call.first_ns == EPOCH + call.step * STEP_NS
     assert round_.ended_ns == EPOCH + (100 + STEPS) * STEP_NS
 
@@ -106,81 +87,30 @@ def test_groups_are_matched_by_name_and_number() -> None:
 
 
 def test_windows_are_joined_over_the_steps_that_all_have() -> None:
-    """Windows that begin and end at different steps are cut, and a rank that has stopped long ago
-    hides nobody's steps."""
+    """Windows that begin and end at different steps are cut. A rank that has stopped long ago, or
+    has no steps, hides nobody's, but is one of its host."""
     job = Simulated()
     windows = [job.window(0, first=100), job.window(1, first=103), job.window(2, first=10)]
-    host = join_ranks(windows, "one")
-    assert (host.first_step, len(host.least_blocked)) == (103, STEPS - 3)
-    assert host.ranks == [0, 1]
-    other = join_ranks([job.window(3, first=110)], "two")
+    host = join_ranks([*windows, without_steps(3, last=True)], [], 0)
+    assert (host.first_step, host.steps, list(host.rows)) == (103, STEPS - 3, [0, 1])
+    assert (host.ranks, host.last) == ([0, 1, 2, 3], False)
+    other = join_ranks([job.window(4, first=110, host="two")], [], 0)
     round_ = join_hosts([host, other])
-    assert (round_.first_step, len(round_.least_blocked)) == (110, STEPS - 10)
+    assert (round_.first_step, list(round_.rows)) == (110, [0, 1, 4])
     assert {len(rows) for rows in round_.rows.values()} == {STEPS - 10}
-
-
-def test_a_rank_that_has_ended_stays_one_of_its_host() -> None:
-    """Ranks without steps are listed once they have ended, and cost the others none of theirs."""
-    job = Simulated()
-    windows = [
-        job.window(0),
-        make_window(1, 0, NONE, EPOCH, last=True),
-        make_window(2, 0, NONE, EPOCH),
-    ]
-    host = join_ranks(windows, "one")
-    assert (host.ranks, list(host.rows)) == ([0, 1], [0])
-    assert len(host.medians["one"]) == STEPS
-
-
-def test_a_host_passes_on_its_newest_calls() -> None:
-    """Of more calls than fit, the newest remain, and all steps."""
-    round_ = join_hosts([Simulated(group=lambda rank: f"alone {rank}").host(range(8))])
-    assert len(round_.calls) == HOST_CALLS
-    assert min(call.step for call in round_.calls) == 100 + STEPS - 1 - HOST_CALLS // (8 * 3)
-    assert len(round_.least_blocked) == STEPS
-
-
-@pytest.mark.parametrize("phase", range(BLOCKED))
-def test_the_slowest_ranks_are_passed_on(phase: int) -> None:
-    """Of 64 noisy ranks these are among the few passed on, in any phase: one that is always 5 %
-    late, one that is late in every fifth step only, and the one that is blocked least."""
-    noise = np.random.default_rng(phase)
-    windows = []
-    for rank in range(64):
-        rows = STEP * noise.normal(1, 0.02, (STEPS, COLUMNS))
-        rows[:, phase] += {11: 0.05, 22: 0.0}.get(rank, 0.0) * STEP.sum()
-        if rank == 22:
-            rows[::5, phase] += 0.2 * STEP.sum()
-        if rank == 33:
-            rows[:, BLOCKED] *= 0.8
-        windows.append(make_window(rank, 0, rows.astype(np.float32), EPOCH))
-    host = join_ranks(windows, "one")
-    assert len(host.rows) == RANKS
-    assert {11, 22, 33} <= host.rows.keys()
-    assert host.ranks == [*range(64)]
-
-
-def test_rows_of_some_ranks_are_passed_on() -> None:
-    """Of more ranks than fit, those of ROUND_RANKS; the medians of all hosts."""
-    job = Simulated()
-    hosts = [job.host(range(8 * n, 8 * n + 8), f"host {n}") for n in range(48)]
-    round_ = join_hosts(hosts)
-    assert len(round_.rows) == ROUND_RANKS
-    assert len(round_.medians) == len(round_.hosts) == 48
-    assert round_.hosts["host 1"] == list(range(8, 16))
 
 
 def test_links_of_a_host_are_added_and_named() -> None:
     """Connections of several ranks to one peer are one link; a peer is named by its address unless
     two hosts have that address."""
-    link = Link("", "10.0.0.2", "eth0", 1000, 0.5, 0.001, 1)
-    bridge = Link("", "172.17.0.1", "docker0", 10, 0.5, 0.001, 0)
+    link = Link("one", "10.0.0.2", "eth0", 1000, 0.5, 0.001, 1)
+    bridge = Link("one", "172.17.0.1", "docker0", 10, 0.5, 0.001, 0)
     windows = [
-        make_window(rank, 0, NONE, EPOCH, facts={"gc_seconds": rank}, links=[link, bridge])
+        without_steps(rank, facts={rank: {"gc_seconds": rank}}, links=[link, bridge])
         for rank in range(2)
     ]
-    one = join_ranks(windows, "one", ["10.0.0.1", "172.17.0.1"])
-    two = join_ranks([make_window(2, 0, NONE, EPOCH)], "two", ["10.0.0.2", "172.17.0.1"])
+    one = join_ranks(windows, ["10.0.0.1", "172.17.0.1"], 0)
+    two = join_ranks([without_steps(2, "two")], ["10.0.0.2", "172.17.0.1"], 0)
     round_ = join_hosts([one, two])
     links = {(each.host, each.peer): (each.nbytes, each.retransmitted) for each in round_.links}
     assert links == {("one", "two"): (2000, 2), ("one", "172.17.0.1"): (20, 0)}
@@ -190,27 +120,27 @@ def test_links_of_a_host_are_added_and_named() -> None:
 
 def test_a_job_without_steps_still_has_calls() -> None:
     """Ranks that only call collectives, without an optimizer, report their calls."""
-    windows = [make_window(rank, 0, NONE, EPOCH, [a_call(rank, 1, EPOCH)]) for rank in range(2)]
-    round_ = join_hosts([join_ranks(windows, "one")])
-    assert (len(round_.least_blocked), round_.rows, round_.medians) == (0, {}, {})
+    windows = [without_steps(rank, calls=[a_call(rank, 1, EPOCH)]) for rank in range(2)]
+    round_ = join_hosts([join_ranks(windows, [], 0)])
+    assert (round_.steps, round_.rows) == (0, {})
     assert [call.ranks for call in round_.calls] == [2]
 
 
-def test_messages_do_not_grow_with_steps_or_ranks() -> None:
-    """A host of 64 ranks at step a million sends as much as one of eight ranks at step 100, but for
-    the digits of its numbers, and no more than a socket takes; so does a rank."""
+def test_messages_do_not_grow_with_steps() -> None:
+    """At step a million, ranks and hosts send as much as at step 100, but for the digits of their
+    numbers; of more calls than fit, the newest."""
     sizes = []
-    for first, count in ((100, 8), (1_000_000, 8), (1_000_000, 64)):
-        job = Simulated(first=first)
-        links = [Link("", f"10.0.{n}.1", "eth0", 1, 0.1, 0.1, 0) for n in range(LINKS + 4)]
-        windows = [
-            msgspec.structs.replace(job.window(rank), links=links[n % 4 :][:LINKS])
-            for n, rank in enumerate(range(16384 - count, 16384))
-        ]
-        host = join_ranks(windows, "host", [f"10.0.0.{n}" for n in range(LINKS)])
+    for first in (100, 1_000_000):
+        job = Simulated(first=first, group=lambda rank: f"alone {rank}")
+        links = [Link("one", f"10.0.{n}.1", "eth0", 1, 0.1, 0.1, 0) for n in range(LINKS)]
+        windows = [structs.replace(job.window(rank), links=links) for rank in range(8)]
+        host = join_ranks(windows, [f"10.0.0.{n}" for n in range(LINKS)], 0)
+        assert len(host.calls) == CALLS
+        assert min(call.step for call in host.calls) == first + STEPS - 1 - CALLS // (8 * 3)
         sizes.append((len(encode(windows[0])), len(encode(host))))
     ranks, hosts = zip(*sizes, strict=True)
     assert max(ranks) - min(ranks) <= CALLS * 8
     assert max(ranks) < 40_000
-    assert max(hosts) - min(hosts) <= HOST_CALLS * 8
-    assert max(hosts) < 50_000
+    assert max(hosts) - min(hosts) <= CALLS * 8
+    assert max(hosts) < 60_000
+    assert len(STEP) == COLUMNS

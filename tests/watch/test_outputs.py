@@ -16,21 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 from frozen import Frozen
+from msgspec import structs
 from stored_steps import a_step_case, a_step_result, a_step_run
 
 from ddpbench.present.formats import FORMATS
 from ddpbench.records import redact, store
 from ddpbench.records.launched import Launch
-from ddpbench.records.load import Load
-from ddpbench.records.schema import Finding, Run
+from ddpbench.records.schema import Finding, Plan, Run, StepResult
 from ddpbench.records.store import End
 from ddpbench.records.watched import COLUMNS
 from ddpbench.session.run_folder import interrupted
 from ddpbench.verdicts import comparison, matching
+from ddpbench.watch import outputs as watch_outputs
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.outputs import Outputs
 from ddpbench.watch.settings import Settings
-from ddpbench.watch.stored import TIME, make_run
+from ddpbench.watch.stored import NO_STEP, TIME
 from ddpbench.watch.window import JoinedCall, Link, Window
 
 COMPLETE = End("complete", None, 0)
@@ -48,7 +49,12 @@ def a_job(script: str = "train.py", arguments: tuple[str, ...] = ("--epochs", "3
         workload=script, settings=arguments, world_size=4, time_definition=TIME,
         parameters=0, parameter_nbytes=0, batch=0, accumulate=0, optimizer="", comm_hook="",
     )  # fmt: skip
-    return make_run(case, Launch(0, case.backend, "native", "gloo", "torchrun", 4, started="2026"))
+    launch = Launch(0, case.backend, "native", "gloo", "torchrun", 4, started="2026")
+    return Run(
+        id="", command="watch", command_line=("ddpbench", "watch", script, *arguments),
+        plan=Plan(verify=0), started="2026", operations=(script,), backends=(case.backend,),
+        launches=(launch,), steps=(StepResult(case, 0, NO_STEP),),
+    )  # fmt: skip
 
 
 def a_round(number: int = 0, steps: int = 60) -> Window:
@@ -61,15 +67,12 @@ def a_round(number: int = 0, steps: int = 60) -> Window:
     rows = own.astype(np.float32)
     first = number * steps
     return Window(
+        number=number,
         first_step=first,
         ended_ns=int((1.8e9 + 6 * number) * 1e9),
         rows=dict(enumerate(rows)),
         hosts={"a": [0, 1], "b": [2, 3]},
-        medians={"a": np.median(rows[:2], axis=0), "b": np.median(rows[2:], axis=0)},
-        least_blocked=rows[:, :, 5].min(axis=0),
         links=[Link("a", "b", "eth0", 10**8, 0.9, 2e-4, 3)],
-        load=Load(1.234567, 1.5, 3 * 2**30, 0.51, 2**33),
-        values=dict.fromkeys(("loss", "validation loss"), (first + steps - 1, 1 / (number + 3))),
     )
 
 
@@ -79,7 +82,7 @@ def add_round(history: History, number: int, steps: int = 60) -> None:
         JoinedCall("world", i, "allreduce", 2**20, i, 0, 10**6, 20 * 10**6, 2, 4)
         for i in range(number * steps, (number + 1) * steps)
     ]
-    history.add(a_round(number, steps), calls)
+    history.add(structs.replace(a_round(number, steps), calls=calls))
 
 
 def a_history(rounds: int = 1) -> History:
@@ -203,12 +206,14 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFi
 # --- on the terminal ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_stdout_belongs_to_the_job(capfd: pytest.CaptureFixture[str], form: str) -> None:
-    """The final table goes to stderr, in every format, of a job with and without steps; without a
-    terminal there is no line."""
+def test_stdout_belongs_to_the_job(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The final table of a job with and without steps goes to stderr; without a terminal there is
+    no line."""
+    monkeypatch.setattr(watch_outputs, "LINE_SECONDS", 0.0)
     for history in (a_history(), History()):
-        outputs = Outputs(Settings(output=None, every=1e-9, format=form), a_job())
+        outputs = Outputs(Settings(), a_job())
         outputs.update(history, [SLOW])
         assert capfd.readouterr() == ("", "")
         outputs.finish(history, [SLOW], interrupted("SIGINT"))
@@ -223,7 +228,7 @@ def test_a_job_without_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     closed.close()
     for number, stream in enumerate((None, closed, SimpleNamespace(write=len))):
         monkeypatch.setattr(sys, "stderr", stream)
-        outputs = Outputs(Settings(output=tmp_path / str(number), every=1e-9), a_job())
+        outputs = Outputs(Settings(output=tmp_path / str(number)), a_job())
         outputs.update(a_history(), [SLOW])
         outputs.finish(a_history(), [SLOW], COMPLETE)
         assert the_run(tmp_path / str(number)).state == "complete"
@@ -235,10 +240,9 @@ def test_the_line_on_a_terminal(frozen: Frozen, monkeypatch: pytest.MonkeyPatch)
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        quiet, outputs = (
-            Outputs(Settings(output=None, every=every), a_job()) for every in (1000, 1e-9)
-        )
-        quiet.update(a_history(), [])
+        Outputs(Settings(), a_job()).update(a_history(), [])
+        monkeypatch.setattr(watch_outputs, "LINE_SECONDS", 0.0)
+        outputs = Outputs(Settings(), a_job())
         outputs.update(History(), [])
         outputs.update(a_history(), [NOTE, SLOW])
         text = os.read(ours, 10_000)
@@ -297,36 +301,24 @@ def metrics(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
     }
 
 
-def test_metrics_in_a_file(tmp_path: Path) -> None:
-    """The file has base units and one series per part; single ranks only where a finding names
-    them. After the end it says that the job does not run any more."""
-    pytest.importorskip("prometheus_client")
-    file = tmp_path / "watch.prom"
-    outputs = Outputs(Settings(output=None, prometheus=str(file)), a_job())
-    outputs.update(a_history(), [SLOW, NOTE, SLOW, LINK])
-    shown = metrics(file.read_text())
-    assert shown["ddpbench_watch_last_step"] == [({}, 59)]
-    assert shown["ddpbench_watch_step_seconds"][0][1] == pytest.approx(0.1, rel=0.02)
-    assert [labels["part"] for labels, _ in shown["ddpbench_watch_part_seconds"]] == list(COLUMNS)
-    found = sorted((one["rank"], one["host"]) for one, _ in shown["ddpbench_watch_finding"])
-    assert found == [("", ""), ("", "a,b"), ("2", "b")]
-    assert shown["ddpbench_watch_running"] == [({}, 1)]
-    outputs.finish(a_history(), [], COMPLETE)
-    assert metrics(file.read_text())["ddpbench_watch_running"] == [({}, 0)]
-
-
 def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
-    """A port serves the newest report, until the job ends. A second job on the same port is told
-    so, and goes on."""
+    """The port serves the newest report in base units, with one series per part and single ranks
+    only where a finding names them, until the job ends. A second job on the same port goes on."""
     pytest.importorskip("prometheus_client")
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    settings = Settings(output=None, prometheus=str(port))
+    settings = Settings(prometheus=port)
     outputs = Outputs(settings, a_job())
-    outputs.update(a_history(), [])
+    outputs.update(a_history(), [SLOW, NOTE, SLOW, LINK])
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        assert metrics(answer.read().decode())["ddpbench_watch_ranks"] == [({}, 4)]
+        shown = metrics(answer.read().decode())
+    assert shown["ddpbench_watch_last_step"] == [({}, 59)]
+    seconds = {labels["part"]: value for labels, value in shown["ddpbench_watch_seconds"]}
+    assert seconds["step"] == pytest.approx(0.1, rel=0.02)
+    assert set(seconds) == {"step", "exposed", *COLUMNS}
+    found = sorted((one["rank"], one["host"]) for one, _ in shown["ddpbench_watch_finding"])
+    assert found == [("", ""), ("", "a,b"), ("2", "b")]
     Outputs(settings, a_job()).update(a_history(), [])
     assert capfd.readouterr().err.count("Prometheus") == 1
     outputs.finish(a_history(), [], COMPLETE)
@@ -339,5 +331,5 @@ def test_without_prometheus_client(
 ) -> None:
     """One sentence says what to install."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    Outputs(Settings(output=None, prometheus="9400"), a_job()).update(a_history(), [])
+    Outputs(Settings(prometheus=9400), a_job()).update(a_history(), [])
     frozen.text(capfd.readouterr().err)

@@ -20,7 +20,6 @@ from ddpbench.watch.judging.pauses import KINDS, PauseHistory
 from ddpbench.watch.observe.long_steps import LongSteps, Look, Stacks
 from ddpbench.watch.observe.steps import Step
 from ddpbench.watch.window import (
-    ALL,
     BLOCKED,
     COLUMNS,
     LONG_STEPS,
@@ -115,14 +114,14 @@ def test_steps_are_reported_by_all_ranks_in_the_same_round() -> None:
 
 
 def test_joined_steps_have_the_rank_with_the_most_time_of_its_own() -> None:
-    """And the line of the rank that waits longest; joined in any order, by host or at once."""
+    """Joined in any order, by host or at once."""
     steps = [
-        a_long_step(7, 0, 0.25, lines={SAVE: 0.25}, waits_at=SAVE),
-        a_long_step(7, 1, 0.0, 0.24, lines={WAIT: 0.24}, waits_at=WAIT),
-        a_long_step(7, 2, 0.01, 0.25, lines={WAIT: 0.25}, waits_at=WAIT),
+        a_long_step(7, 0, 0.25, lines={SAVE: 0.25}),
+        a_long_step(7, 1, 0.0, 0.24, lines={WAIT: 0.24}),
+        a_long_step(7, 2, 0.01, 0.25, lines={WAIT: 0.25}),
     ]
     (joined,) = join_long_steps(steps)
-    assert (joined.rank, joined.ranks, joined.shared, joined.waits_at) == (0, 3, 0.0, WAIT)
+    assert (joined.rank, joined.ranks, joined.shared) == (0, 3, 0.0)
     assert join_long_steps([*join_long_steps(steps[1:]), steps[0]]) == [joined]
 
 
@@ -140,8 +139,8 @@ def save_every(every: int, first: int = 0, count: int = 1000) -> list[LongStep]:
         step
         for number in range(first or every, count, every)
         for step in (
-            a_long_step(number, 0, 0.25, lines={SAVE: 0.25}, waits_at=SAVE),
-            a_long_step(number, 1, 0.0, 0.25, lines={WAIT: 0.25}, waits_at=WAIT),
+            a_long_step(number, 0, 0.25, lines={SAVE: 0.25}),
+            a_long_step(number, 1, 0.0, 0.25, lines={WAIT: 0.25}),
         )
     ]
 
@@ -153,8 +152,8 @@ def test_pauses_are_counted_with_their_period(every: int) -> None:
     others = draw.choice(1500, max(1, 150 // every), replace=False)
     noise = [a_long_step(int(n), 0, 0.2, lines={}) for n in others]
     (pause, *_) = remember(save_every(every, count=1500) + noise, 1500).summarize(1500)
-    assert (pause.rank, pause.phase, pause.line, pause.waits_at) == (0, "other", SAVE, WAIT)
-    assert (pause.every, pause.first_step) == (every, every)
+    assert (pause.rank, pause.phase, pause.line) == (0, "other", SAVE)
+    assert pause.every == every
     assert pause.seconds == pytest.approx(0.25, rel=0.05)
     assert pause.mean_seconds == pytest.approx(0.25 / every, rel=0.3)  # with the others
 
@@ -180,8 +179,8 @@ def test_what_all_ranks_do_is_a_pause_of_all() -> None:
 
 
 def test_pauses_at_different_lines_are_different() -> None:
-    """Also after one pause was at both lines."""
-    lines = {n: {SAVE: 0.2} for n in range(50, 300, 50)} | {300: {SAVE: 0.1, MODEL: 0.1}}
+    """One without a line is of the kind that has such a size and comes most often."""
+    lines = {n: {SAVE: 0.2} for n in range(50, 300, 50)} | {300: {}}
     lines |= {n: {MODEL: 0.2} for n in range(307, 500, 50)}
     history = remember([a_long_step(n, 0, 0.2, lines=one) for n, one in lines.items()])
     assert [(kind.line, kind.count) for kind in history.summarize(500)] == [(SAVE, 6), (MODEL, 4)]
@@ -198,7 +197,7 @@ def test_kinds_of_pauses_are_bounded() -> None:
 def judge_pauses(steps: Sequence[LongStep], lines: dict[str, float], count: int = 1000) -> Any:
     """The findings on a job with steps of 10 ms and these pauses; lines: of a usual step."""
     history = History()
-    history.add(Window({"a": [0, 1]}, 10**9, long_steps=[*steps], lines={ALL: lines}))
+    history.add(Window(0, {"a": [0, 1]}, 10**9, long_steps=[*steps], lines={0: lines}))
     together = sum(kind.seconds for kind in history.long_steps.kinds)
     history.balance = WatchedBalance(1.0, count, 0.01 * count, len(steps), together, 1.0)
     return [finding for finding in judge(history, 2) if finding.code == "pauses"]

@@ -84,7 +84,7 @@ def folder(tmp_path: Path) -> Path:
     [
         ("scripts/train.py", "--verify", "--", "-m", "x", "--help"),
         ("link.py",),
-        ("-m", "package.module", "--every", "-5"),
+        ("-m", "package.module", "--verify", "-5"),
         ("-mpackage",),
     ],
     ids=" ".join,
@@ -128,7 +128,7 @@ def test_variables_that_a_script_sets_come_before_torch(tmp_path: Path) -> None:
         ["absent.py"],
         ["folder"],
         ["--verify", "0", "x.py"],
-        ["--prometheus", "0", "x.py"],
+        ["--prometheus", "70000", "x.py"],
         ["-n", "2", "x.py"],
         [],
     ],
@@ -146,6 +146,7 @@ def test_a_wrong_command_line_is_one_sentence(
     monkeypatch.setattr(sys, "argv", ["watch", *words])
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "folder").mkdir()
+    (tmp_path / "x.py").touch()
     with pytest.raises(SystemExit) as end:
         entry.main(words)
     assert end.value.code == 2

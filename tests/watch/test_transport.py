@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,16 +11,27 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from forked_ranks import HERE, Job, Place, a_window, open_job
+from msgspec import structs
 from patience import PATIENCE_SECONDS, wait_until
 from simulated_hosts import Hosts
 
-from ddpbench.watch.gather import inbox, transport
-from ddpbench.watch.gather.inbox import Delivery, Inbox, open_connection, send
+from ddpbench.measure.offsets import ask_ahead
+from ddpbench.watch.gather import transport
 from ddpbench.watch.gather.joining import join_hosts, join_ranks
-from ddpbench.watch.gather.transport import AFTER_SECONDS, PERIOD, Transport
+from ddpbench.watch.gather.transport import (
+    AFTER_SECONDS,
+    PERIOD,
+    QUESTIONS,
+    SIZE,
+    TOKEN_NBYTES,
+    Inbox,
+    Transport,
+    open_connection,
+    send,
+)
 from ddpbench.watch.window import Window, decode, encode
 
-NAME, TOKEN, SECOND = socket.gethostname(), b"t" * inbox.TOKEN_NBYTES, 10**9
+NAME, TOKEN, SECOND = socket.gethostname(), b"t" * TOKEN_NBYTES, 10**9
 HOUR_NS = 3600 * SECOND
 pytestmark = pytest.mark.usefixtures("patient_store")
 
@@ -30,13 +40,13 @@ pytestmark = pytest.mark.usefixtures("patient_store")
 def _patient_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a busy machine take long to answer, in forked ranks too."""
     for name in ("CONNECT_SECONDS", "IDLE_SECONDS"):
-        monkeypatch.setattr(inbox, name, PATIENCE_SECONDS)
+        monkeypatch.setattr(transport, name, PATIENCE_SECONDS)
 
 
 @pytest.fixture
 def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Inbox, tuple[str, int]]]:
     """An inbox whose clock is an hour ahead, and its address."""
-    monkeypatch.setattr(inbox, "ANSWER_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(transport, "ANSWER_SECONDS", PATIENCE_SECONDS)
     server = socket.create_server(("127.0.0.1", 0))
     target = server.getsockname()
     made = Inbox(server, TOKEN, lambda: time.time_ns() + HOUR_NS)
@@ -44,13 +54,12 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Inbox, tuple[str, int
     made.close()
 
 
-def deliver(target: tuple[str, int], number: int, window: Window, sender: int = -1) -> int:
-    """Send a window of a round; return how far the inbox's clock is ahead, in ns."""
-    with open_connection(target, TOKEN, time.time_ns) as (connection, ahead):
-        sender = window.ranks[0] if sender < 0 else sender
-        send(connection, sender, Delivery(number, len(window.ranks), window))
+def deliver(target: tuple[str, int], number: int, window: Window) -> None:
+    """Send a window of a round."""
+    with open_connection(target) as connection:
+        ahead = ask_ahead(connection, TOKEN, QUESTIONS, time.time_ns)
+        send(connection, structs.replace(window, number=number))
     assert ahead.least_ns <= HOUR_NS <= ahead.most_ns
-    return ahead.middle_ns
 
 
 def settle(job: Job, ranks: dict[str, list[int]], without: tuple[int, ...] = ()) -> None:
@@ -130,13 +139,11 @@ def test_a_stranger_is_not_believed(box: tuple[Inbox, tuple[str, int]]) -> None:
     own, target = box
     with socket.create_connection(target), socket.create_connection(target) as other:
         other.sendall(b"x" * 100)
-        with (
-            pytest.raises(ConnectionError),
-            open_connection(target, b"u" * len(TOKEN), time.time_ns),
-        ):
-            pass
-        with open_connection(target, TOKEN, time.time_ns) as (connection, _):
-            connection.sendall(struct.pack("!qqiq", 5, 7, 1, 3) + b"xyz")
+        with open_connection(target) as connection, pytest.raises(ConnectionError):
+            ask_ahead(connection, b"u" * len(TOKEN), QUESTIONS, time.time_ns)
+        with open_connection(target) as connection:
+            ask_ahead(connection, TOKEN, QUESTIONS, time.time_ns)
+            connection.sendall(SIZE.pack(3) + b"xyz")
         deliver(target, 7, a_window(1, 3))
         assert [each.ranks for each in own.collect(7, 1, PATIENCE_SECONDS)] == [[1]]
 
@@ -154,7 +161,7 @@ def test_an_inbox_waits_for_its_ranks_as_long_as_it_may(
         (9, 8, 1, False, 0),
     ):
         deliver(target, sent, a_window(1, 3))
-        wait_until(lambda: 1 in own._deliveries, "the window")
+        wait_until(lambda: own._windows, "the window")
         began = time.monotonic()
         assert len(own.collect(number, count, 0.05, last)) == found
         assert 0.05 <= time.monotonic() - began < PATIENCE_SECONDS
@@ -162,22 +169,14 @@ def test_an_inbox_waits_for_its_ranks_as_long_as_it_may(
     assert own.collect(9, 1, 0.0) == []
 
 
-def test_what_has_ended_counts_once(box: tuple[Inbox, tuple[str, int]]) -> None:
-    """The last window of a sender is passed on whole once, whatever its round, then only that its
-    ranks have ended; a window that comes later from the same sender counts again."""
+def test_ranks_that_have_ended_are_not_waited_for(box: tuple[Inbox, tuple[str, int]]) -> None:
+    """The last window of a rank is returned once, whatever its round."""
     own, target = box
-    last = a_window(2, 3, last=True, facts={"gc_seconds": 1.0})
+    last = a_window(2, 3, last=True, facts={2: {"gc_seconds": 1.0}})
     deliver(target, 6, last)
-    first, second = (own.collect(number, 1, PATIENCE_SECONDS)[0] for number in (7, 8))
-    assert encode(first) == encode(last)
-    assert (second.rows, len(second.calls), second.facts, second.links) == ({}, 0, {}, [])
-    assert second.last
-    joined = join_ranks([a_window(0, 9), second], "one")
-    assert (joined.ranks, len(joined.least_blocked)) == ([0, 2], 8)
-    again = a_window(2, 9)
-    deliver(target, 9, again)
-    wait_until(lambda: not own._deliveries[2].window.last, "the window")
-    assert encode(own.collect(9, 1, PATIENCE_SECONDS)[0]) == encode(again)
+    (window,) = own.collect(7, 1, PATIENCE_SECONDS)
+    assert encode(window) == encode(structs.replace(last, number=6))
+    assert own.collect(8, 1, PATIENCE_SECONDS) == []
 
 
 def test_1024_ranks_report_to_rank_0(box: tuple[Inbox, tuple[str, int]]) -> None:
@@ -187,11 +186,10 @@ def test_1024_ranks_report_to_rank_0(box: tuple[Inbox, tuple[str, int]]) -> None
     for number in (7, 8):
         for host in range(127 if number == 7 else 100):
             messages = [encode(a_window(8 * host + n, number)) for n in range(8)]
-            window = join_ranks([*map(decode, messages)], f"host{host}", (), HOUR_NS)
-            deliver(target, number, window, sender=host)
+            deliver(target, number, join_ranks([*map(decode, messages)], (), HOUR_NS))
         hosts = own.collect(number, 8 * (host + 1), PATIENCE_SECONDS)
         joined = join_hosts(hosts)
-        assert sum(map(len, joined.hosts.values())) == 8 * (host + 1)
+        assert len(joined.ranks) == len(joined.rows) == 8 * (host + 1)
         assert {call.ranks for call in joined.calls} == {8 * len(hosts)}
         assert joined.first_step == number
         assert joined.ended_ns > time.time_ns() + HOUR_NS - 100 * SECOND
@@ -206,7 +204,7 @@ def test_rounds_begin_at_multiples_of_the_period() -> None:
         now_ns += round(alone.seconds_to_round() * SECOND)
         round_ = alone.begin_round()
         assert round_ == (340_000_000 + number, (1_700_000_000 + 5 * number) * SECOND)
-        (host,) = alone.exchange(round_.number, a_window(0, number))
+        (host,) = alone.exchange(a_window(0, number))
         assert (host.hosts, host.first_step) == ({NAME: [0]}, number)
     now_ns -= SECOND
     assert alone.seconds_to_round() == pytest.approx(PERIOD + 1, abs=2 * AFTER_SECONDS)
@@ -214,8 +212,8 @@ def test_rounds_begin_at_multiples_of_the_period() -> None:
 
 
 def test_rounds_begin_by_the_clock_of_rank_0() -> None:
-    """In a host whose clock is an hour behind; its stamps are corrected by as much. What is learned
-    later narrows the bounds, and a clock that was set is learned anew."""
+    """In a host whose clock is an hour behind; its stamps are corrected by as much. A clock
+    that was set is learned anew."""
     store, ahead_ns, windows = dist.HashStore(), HOUR_NS, []
     ranks = [
         Transport(
@@ -225,8 +223,8 @@ def test_rounds_begin_by_the_clock_of_rank_0() -> None:
     ]
     for _ in range(2):
         for number in range(3):
-            assert ranks[1].exchange(number, a_window(1, number)) == []
-            ((window,),) = (ranks[0].exchange(number, a_window(0, number)),)
+            assert ranks[1].exchange(a_window(1, number)) == []
+            (window,) = ranks[0].exchange(a_window(0, number))
             windows.append(window)
         first, second = (rank.begin_round() for rank in ranks)
         assert first.number == second.number
@@ -243,6 +241,6 @@ def test_a_job_that_rank_0_never_publishes_costs_a_short_wait() -> None:
     lost = Transport(store, "watch/1", 1, 2)
     for last in (False, True):
         began = time.monotonic()
-        assert lost.exchange(7, a_window(1, 0, last)) == []
+        assert lost.exchange(a_window(1, 0, last)) == []
         assert (time.monotonic() - began >= transport.STORE_SECONDS) == last
     lost.close()

@@ -3,10 +3,12 @@
 The leader of a host is the rank that has bound the job's Unix socket, of which each network
 namespace has its own. The kernel frees the name when the leader ends, however it ends, and the next
 rank that finds nobody there binds it. The leader of rank 0's host is rank 0. Ranks find the job's
-token and rank 0's addresses in the job's store.
+token and rank 0's port in the job's store.
 
-Rounds begin at multiples of a period, by rank 0's clock, so that the windows of all ranks have
-steps in common. All stamps are of the system clock, which torch uses for the times of its calls.
+A sender connects in each round. It first compares its clock with the receiver's, which answers in
+rank 0's time, and then sends its window. Rounds begin at multiples of a period, by rank 0's clock,
+so that the windows of all ranks have steps in common. All stamps are of the system clock, which
+torch uses for the times of its calls.
 """
 
 from __future__ import annotations
@@ -16,26 +18,19 @@ import hashlib
 import os
 import secrets
 import socket
+import struct
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ddpbench.analysis.clocks import Ahead
-from ddpbench.hang import self_report
-from ddpbench.hang.status_board import STORE_TIMEOUT, Address, StoreClient, await_server, find_store
+from ddpbench.hang.status_board import STORE_TIMEOUT, Address, StoreClient, find_store
 from ddpbench.launch import placement, sockets
-from ddpbench.watch.gather.inbox import (
-    CONNECT_SECONDS,
-    TOKEN_NBYTES,
-    Delivery,
-    Inbox,
-    open_connection,
-    send,
-)
+from ddpbench.measure.offsets import ask_ahead
 from ddpbench.watch.gather.joining import join_ranks
-from ddpbench.watch.window import LINKS, Round, Window
+from ddpbench.watch.window import LINKS, Round, Window, decode, encode
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -46,10 +41,14 @@ ROUND_RANKS = 4096
 HOST_SECONDS, LAST_HOST_SECONDS = 0.4, 1.5  # for a host's ranks, in a round and at the job's end
 JOB_SECONDS, LAST_JOB_SECONDS = 0.6, 3.0  # the same for all hosts
 STORE_SECONDS = 0.5  # for an answer of the store
-REACH_SECONDS = 0.3  # for its host to accept a connection
+CONNECT_SECONDS, ANSWER_SECONDS = 0.3, 0.5
+IDLE_SECONDS = 2.0  # after which a receiver closes a connection that is silent
 POLL_SECONDS = 0.02
 AFTER_SECONDS = 0.001  # the beginning of a round, so that no clock is before it
-MOST_DRIFT = 500e-6  # that clocks are known to have
+TOKEN_NBYTES = 16
+QUESTIONS = 6  # about the receiver's clock, in each connection
+SIZE = struct.Struct("!q")  # of a window
+Target = bytes | tuple[str, int]  # the name of a Unix socket, or address and port
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -58,6 +57,70 @@ class Job(msgspec.Struct, frozen=True):
     token: bytes
     addresses: list[str]
     port: int
+
+
+class Inbox:
+    """Receives windows in threads of its own, and answers questions about the time.
+
+    server: a socket that listens; token: of the job, which every sender must have; now_ns: rank 0's
+    time, as far as this rank knows it.
+    """
+
+    def __init__(self, server: socket.socket, token: bytes, now_ns: Callable[[], int]) -> None:
+        self._server, self._token, self._now_ns = server, token, now_ns
+        self._windows: list[Window] = []
+        self._ended = 0  # ranks whose last window was returned
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="ddpbench-inbox", daemon=True)
+        self._thread.start()
+
+    def collect(self, number: int, ranks: int, seconds: float, last: bool = False) -> list[Window]:
+        """Return the windows of a round, and last ones of any round.
+
+        Waits until they are of so many ranks, counting those that have ended before, or for this
+        time. last: wait for last windows alone.
+        """
+
+        def is_complete() -> bool:
+            present = [w for w in self._windows if w.last or (w.number == number and not last)]
+            return self._ended + sum(len(window.ranks) for window in present) >= ranks
+
+        with self._changed:
+            self._changed.wait_for(is_complete, seconds)
+            windows = [w for w in self._windows if w.last or w.number == number]
+            self._windows = [w for w in self._windows if not w.last and w.number > number]
+            self._ended += sum(len(window.ranks) for window in windows if window.last)
+            return windows
+
+    def close(self) -> None:
+        """Receive no more; another rank may then take this one's place."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # which ends a wait for a connection
+        self._server.close()
+        self._thread.join(IDLE_SECONDS)
+
+    def _serve(self) -> None:
+        while not self._closing:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:  # closed, or this process may open no more files
+                time.sleep(POLL_SECONDS)
+                continue
+            threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+
+    def _receive(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, msgspec.MsgspecError):
+            connection.settimeout(IDLE_SECONDS)
+            _send_at_once(connection)
+            for _ in range(QUESTIONS):
+                sockets.answer_stamp(connection, self._token, self._now_ns)
+            (nbytes,) = SIZE.unpack(sockets.receive(connection, SIZE.size))
+            window = decode(sockets.receive(connection, nbytes))
+            with self._changed:
+                self._windows.append(window)
+                self._changed.notify_all()
 
 
 class Transport:
@@ -85,12 +148,11 @@ class Transport:
         self._client: StoreClient | None = None
         if isinstance(self._place, Address):  # a watch waits for less than the job itself
             self._place = self._place._replace(timeout=STORE_TIMEOUT)
-        self._identity = self_report.identify(rank)
         addresses = (address.partition("/")[0] for address in sockets.list_interfaces().values())
         outward = [address for address in addresses if not sockets.is_loopback(address)]
         self._addresses = outward[:LINKS]
         self._job: Job | None = None
-        self._ahead, self._compared_ns = Ahead(0, 0), 0  # rank 0's clock, and when it was compared
+        self._ahead_ns = 0  # of rank 0's clock
         self._latest = 0  # round
         self._ranks: Inbox | None = None  # for windows of this host's ranks, in its leader
         self._hosts: Inbox | None = None  # for those of other hosts, in rank 0
@@ -114,28 +176,28 @@ class Transport:
         self._latest = (job_ns + self._period_ns // 2) // self._period_ns
         return Round(self._latest, self._latest * self._period_ns + now_ns - job_ns)
 
-    def exchange(self, number: int, window: Window) -> list[Window]:
+    def exchange(self, window: Window) -> list[Window]:
         """Hand over this rank's window of a round.
 
         Returns all hosts' windows in rank 0, none in other ranks. Blocks up to about 1 s; for a
         last window 2.5 s in a host's leader and 5 s in rank 0, if other ranks do not end.
         """
         if self._world_size == 1:
-            return self._join([window])
+            return [join_ranks([window], self._addresses, 0)]
         job = self._find_job(STORE_SECONDS if window.last else 0.0)
-        if job is None or (self._ranks is None and not self._take_lead(job, number, window)):
+        if job is None or (self._ranks is None and not self._take_lead(job, window)):
             return []
         assert self._ranks is not None
         seconds = LAST_HOST_SECONDS if window.last else HOST_SECONDS
-        others = self._ranks.collect(number, self._local_size - 1, seconds, window.last)
-        windows = [window, *others]
+        others = self._ranks.collect(window.number, self._local_size - 1, seconds, window.last)
         if self._rank:
-            self._report(job, number, windows)
+            self._report(job, [window, *others])
             return []
         assert self._hosts is not None
+        own = join_ranks([window, *others], self._addresses, 0)
         seconds = LAST_JOB_SECONDS if window.last else JOB_SECONDS
-        missing = self._world_size - len(windows)
-        return self._join(windows) + self._hosts.collect(number, missing, seconds, window.last)
+        missing = self._world_size - len(own.ranks)
+        return [own, *self._hosts.collect(window.number, missing, seconds, window.last)]
 
     def publish_folder(self, folder: str) -> None:
         """Let the other ranks know the folder of the stored run. Only rank 0 calls it."""
@@ -154,7 +216,7 @@ class Transport:
 
     def _job_ns(self) -> int:
         """Return rank 0's time, as far as this rank knows it."""
-        return self._now_ns() + self._ahead.middle_ns
+        return self._now_ns() + self._ahead_ns
 
     def _open_job(self) -> None:
         dual = socket.has_dualstack_ipv6()
@@ -181,9 +243,10 @@ class Transport:
         try:
             if self._client is None:
                 if isinstance(self._place, Address):
-                    await_server(self._place, REACH_SECONDS)
+                    # To a server that is absent, torch's client prints a C++ stack.
+                    socket.create_connection(self._place[:2], CONNECT_SECONDS).close()
                 self._client = StoreClient(self._place)
-        except RuntimeError:  # it may have ended with its process group
+        except (OSError, RuntimeError):  # it may have ended with its process group
             return None
         answer = self._client.request(2 * STORE_SECONDS, function)
         if self._client.gone:
@@ -206,14 +269,12 @@ class Transport:
         server.listen(1024)
         return Inbox(server, job.token, self._job_ns)
 
-    def _take_lead(self, job: Job, number: int, window: Window) -> bool:
+    def _take_lead(self, job: Job, window: Window) -> bool:
         """Send a window to this host's leader; if there is none, become it and return True."""
         for _ in range(2):  # another rank may become it meanwhile
             try:
-                with open_connection(_name_socket(job), job.token, self._now_ns) as opened:
-                    connection, ahead = opened
-                    send(connection, self._rank, Delivery(number, 1, window))
-                self._compare(ahead)
+                with self._connect(_name_socket(job), job) as connection:
+                    send(connection, window)
                 self._had_leader = True
                 return False
             except ConnectionRefusedError:
@@ -226,38 +287,47 @@ class Transport:
                 return False
         return False
 
-    def _report(self, job: Job, number: int, windows: Sequence[Window]) -> None:
+    def _report(self, job: Job, windows: Sequence[Window]) -> None:
         """Send the windows of this host's ranks to rank 0, by whose clock their times are."""
-        host = f"{self._identity.boot_id}/{self._identity.network}"
-        sender = int.from_bytes(hashlib.blake2b(host.encode(), digest_size=7).digest(), "big")
-        with contextlib.suppress(OSError):
-            if (target := self._find_target(job)) is not None:
-                with open_connection(target, job.token, self._now_ns) as (connection, ahead):
-                    self._compare(ahead)
-                    (window,) = self._join(windows)
-                    send(connection, sender, Delivery(number, len(windows), window))
-
-    def _find_target(self, job: Job) -> tuple[str, int] | None:
         if self._target is None:
             targets = [(address, job.port) for address in job.addresses]
             failed = sockets.try_connections(targets, CONNECT_SECONDS)
             self._target = next((target for target in targets if target not in failed), None)
-        return self._target
+        if self._target is not None:
+            with contextlib.suppress(OSError), self._connect(self._target, job) as connection:
+                send(connection, join_ranks(windows, self._addresses, self._ahead_ns))
 
-    def _compare(self, ahead: Ahead) -> None:
-        """Learn how far rank 0's clock is ahead of this one, within the bounds that were known."""
-        now_ns = self._now_ns()
-        if self._compared_ns:
-            drift_ns = round(MOST_DRIFT * abs(now_ns - self._compared_ns))
-            least_ns = max(ahead.least_ns, self._ahead.least_ns - drift_ns)
-            most_ns = min(ahead.most_ns, self._ahead.most_ns + drift_ns)
-            if least_ns <= most_ns:  # otherwise somebody has set a clock
-                ahead = Ahead(least_ns, most_ns)
-        self._ahead, self._compared_ns = ahead, now_ns
+    @contextlib.contextmanager
+    def _connect(self, target: Target, job: Job) -> Iterator[socket.socket]:
+        """Yield a connection to an inbox, and learn how far rank 0's clock is ahead."""
+        with open_connection(target) as connection:
+            ahead = ask_ahead(connection, job.token, QUESTIONS, self._now_ns)
+            self._ahead_ns = ahead.middle_ns
+            yield connection
 
-    def _join(self, windows: Sequence[Window]) -> list[Window]:
-        ahead_ns = self._ahead.middle_ns
-        return [join_ranks(windows, self._identity.host, self._addresses, ahead_ns)]
+
+@contextlib.contextmanager
+def open_connection(target: Target) -> Iterator[socket.socket]:
+    """Yield a connection to an inbox. Raises OSError, ConnectionRefusedError if there is none."""
+    is_local = isinstance(target, bytes)
+    family = socket.AF_UNIX if is_local else sockets.address_family(str(target[0]))
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.settimeout(CONNECT_SECONDS)
+        connection.connect(target)
+        connection.settimeout(ANSWER_SECONDS)
+        _send_at_once(connection)
+        yield connection
+
+
+def send(connection: socket.socket, window: Window) -> None:
+    """Send a window over a connection to an inbox, whose questions are answered."""
+    data = encode(window)
+    connection.sendall(SIZE.pack(len(data)) + data)
+
+
+def _send_at_once(connection: socket.socket) -> None:
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _name_socket(job: Job) -> bytes:

@@ -9,15 +9,25 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.records.watched import MOST_VALUES, WatchedBalance, WatchedPause
+from ddpbench.records.watched import WatchedBalance, WatchedPause
 from ddpbench.watch.judging.pauses import PauseHistory
-from ddpbench.watch.window import BLOCKED, COLUMNS, RANKS, WARM_UP, JoinedCall, Link, Window
+from ddpbench.watch.window import (
+    ALL,
+    BLOCKED,
+    COLUMNS,
+    WARM_UP,
+    JoinedCall,
+    Link,
+    Window,
+    add_links,
+)
 
 Floats = npt.NDArray[np.floating[Any]]
 Integers = npt.NDArray[np.int64]
@@ -30,8 +40,6 @@ RECENT = 12  # rounds whose facts are kept
 SILENT = 24  # rounds without a report of a rank: of hosts, some report in fewer
 KINDS = 128  # of calls that are counted apart
 CALLS = 256  # of one kind, the newest
-LINKS = 16384
-FADE = 0.95  # of what a link carried, from one of its rounds to the next
 
 # The samples of the job. slowest, fastest: of the ranks, by COLUMNS, and who is slowest; exposed:
 # the least that any rank was blocked.
@@ -112,21 +120,19 @@ class History:
     def __init__(self) -> None:
         self.job = Samples(JOB)
         self.ranks: dict[int, Samples] = {}  # of RANK
-        self.hosts: Mapping[str, Sequence[int]] = {}
+        self.host_of: dict[int, str] = {}  # by rank, even if it did not report lately
+        self.hosts: dict[str, list[int]] = {}  # the same by host
         self._reported: dict[int, int] = {}  # rank → the latest round with its steps, if any
         self.steps = 0  # that all ranks reported, without the warm-up
         self.last_step = -1
         self.spreads: deque[float] = deque(maxlen=RECENT)  # of ranks' own time
-        self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)
-        self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
+        self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)  # by rank
         self.rounds = 0
-        self.loads: dict[str, Samples] = {}  # by field of Load
-        self.values: dict[str, Samples] = {}  # by name
         self.calls: dict[tuple[str, str, int], Calls] = {}  # by group, operation and bytes
+        self._group_sizes = Counter[str]()
         self.call_steps = 0  # in which any of these calls was made
-        self.links: dict[tuple[str, str], Link] = {}  # what they carried; older rounds fade
-        self.link_seconds = 0.0  # in which they did, fading alike
-        self._ended_ns = 0
+        self._links: deque[Sequence[Link]] = deque(maxlen=RECENT)
+        self._ended_ns: deque[int] = deque(maxlen=RECENT + 1)  # the end of each round
         self.long_steps = PauseHistory()
         self.lines: Mapping[int, Mapping[str, float]] = {}  # as in a Window, the newest
         self.balance: WatchedBalance | None = None  # of rank 0
@@ -145,14 +151,19 @@ class History:
         return float(self.job.values["seconds"][self.job.evenly()].mean())
 
     @property
-    def host_of(self) -> dict[int, str]:
-        """The host of each rank."""
-        return {rank: host for host, ranks in self.hosts.items() for rank in ranks}
-
-    @property
     def world_size(self) -> int:
         """The number of ranks that report."""
-        return sum(map(len, self.hosts.values()))
+        return len(self.host_of)
+
+    @property
+    def links(self) -> list[Link]:
+        """What each link carried in the latest rounds."""
+        return add_links(chain(*self._links))
+
+    @property
+    def link_seconds(self) -> float:
+        """The time in which the links carried this."""
+        return (self._ended_ns[-1] - self._ended_ns[0]) * 1e-9 if self._ended_ns else 0.0
 
     def find_end(self, step: int) -> float:
         """Return when a step ended, in seconds since 1970; between kept steps interpolated."""
@@ -168,85 +179,56 @@ class History:
         since = self.rounds - SILENT
         return [rank for rank in range(world_size) if self._reported.get(rank, -SILENT) < since]
 
-    def add(self, window: Window, calls: Sequence[JoinedCall] = ()) -> None:
-        """Add the window of all ranks, every few seconds, and the calls that are new in it."""
+    def add(self, window: Window) -> None:
+        """Add the window of all ranks, every few seconds."""
         self._add_hosts(window.hosts)
-        self._note_reports(window)
-        skipped = max(self.last_step, WARM_UP - 1) + 1 - window.first_step
-        new = len(window.least_blocked) - max(skipped, 0)
-        if new > 0 and window.rows:
+        if window.rows and not self.job:
+            self._reported.clear()
+        if window.rows or not self.job:  # in a job without steps, all that report count
+            self._reported |= dict.fromkeys(window.rows or window.ranks, self.rounds)
+        new = window.first_step + window.steps - max(self.last_step + 1, WARM_UP, window.first_step)
+        if new > 0:
             self._add_steps(window, new)
-        self._add_links(window)
-        self._add_calls(calls)
-        self._add_readings(window)
+        self._links.append(window.links)
+        self._ended_ns.append(window.ended_ns)
+        self._add_calls(window.calls)
+        self.facts.append(window.facts)
         self.long_steps.add(window.long_steps)
-        self.lines = window.lines or self.lines
+        if window.lines:
+            self.lines = {**window.lines, ALL: _average_lines([*window.lines.values()])}
         self.rounds += 1
 
     def _add_hosts(self, hosts: Mapping[str, Sequence[int]]) -> None:
-        """Keep hosts that did not report this time, unless others now have their ranks."""
-        reported = {rank for ranks in hosts.values() for rank in ranks}
-        silent = {h: r for h, r in self.hosts.items() if h not in hosts and not reported & {*r}}
-        if silent:
-            hosts = dict(sorted({**silent, **hosts}.items(), key=lambda host: min(host[1])))
-        self.hosts = hosts
-
-    def _note_reports(self, window: Window) -> None:
-        """Note whose steps this round has; in a job without steps, who has reported."""
-        if window.rows and not self.job:
-            self._reported.clear()
-        if window.rows or not self.job:
-            known = window.rows if window.rows and _has_all_rows(window) else window.ranks
-            self._reported |= dict.fromkeys(known, self.rounds)
+        now = {rank: host for host, ranks in hosts.items() for rank in ranks}
+        if not now.items() <= self.host_of.items():
+            self.host_of, self.hosts = self.host_of | now, {}
+            for rank, host in sorted(self.host_of.items()):
+                self.hosts.setdefault(host, []).append(rank)
 
     def _add_steps(self, window: Window, new: int) -> None:
-        known = sorted(window.rows)
-        rows = np.stack([window.rows[rank][-new:] for rank in known])
-        medians = np.stack([median[-new:] for median in window.medians.values()])
-        number = np.arange(len(window.least_blocked))[-new:] + window.first_step
-        if _has_all_rows(window):  # then ranks are compared with ranks, else with other hosts
-            peers, place, averaged = rows, np.arange(len(known)), 1.0
-        else:
-            peers, place = medians, _find_places(window, known)
-            averaged = max(len(window.hosts[host]) for host in window.medians) ** 0.5 / 1.2533
-        self.job.add(number, _summarize_steps(window, known, rows, peers))
-        self.spreads.append(_find_spread(peers) * max(1.0, averaged))
-        excess = _add_own(rows) - _find_median_of_others(_add_own(peers))[place]
+        ranks = sorted(window.rows)
+        rows = np.stack([window.rows[rank][-new:] for rank in ranks])
+        number = np.arange(window.first_step, window.first_step + window.steps)[-new:]
+        self.job.add(number, _summarize_steps(rows, ranks, window.ended_ns))
+        self.spreads.append(_find_spread(rows))
+        with_own = np.concatenate([rows, rows[..., :BLOCKED].sum(axis=-1, keepdims=True)], axis=-1)
+        excess = with_own - _find_median_of_others(with_own)
         most_late = np.argsort(-excess[:, :, OWN].mean(axis=1))[:TRACKED]
         for i in most_late.tolist():
             kept = np.empty(new, RANK)
             kept["row"], kept["excess"] = rows[i], excess[i]
-            self.ranks.setdefault(known[i], Samples(RANK)).add(number, kept)
+            self.ranks.setdefault(ranks[i], Samples(RANK)).add(number, kept)
         while len(self.ranks) > 2 * TRACKED:
             del self.ranks[min(self.ranks, key=lambda rank: self.ranks[rank].number[-1])]
         self.steps += new
         self.last_step = int(number[-1])
 
-    def _add_readings(self, window: Window) -> None:
-        self.facts.append({rank: window.facts[rank] for rank in self.ranks if rank in window.facts})
-        self.host_facts.append(window.host_facts)
-        load = {} if window.load is None else asdict(window.load)
-        for name, reading in load.items():
-            if reading is not None:
-                _add_reading(self.loads, name, self.last_step, reading)
-        for name, (step, value) in window.values.items():
-            if name in self.values or len(self.values) <= MOST_VALUES:
-                _add_reading(self.values, name, step, value)
-
-    def _add_links(self, window: Window) -> None:
-        self.links = {pair: link.scale(FADE) for pair, link in self.links.items()}
-        for link in window.links:
-            pair = link.host, link.peer
-            if pair in self.links:
-                self.links[pair] = link.add(self.links[pair])
-            elif len(self.links) < LINKS:
-                self.links[pair] = link
-        if self._ended_ns:
-            passed = max(0, window.ended_ns - self._ended_ns) * 1e-9
-            self.link_seconds = self.link_seconds * FADE + passed
-        self._ended_ns = window.ended_ns
-
     def _add_calls(self, calls: Sequence[JoinedCall]) -> None:
+        """Add the calls that all ranks of their group report."""
+        sizes = self._group_sizes
+        for call in calls:
+            sizes[call.group] = max(sizes[call.group], call.ranks)
+        calls = [call for call in calls if call.ranks == sizes[call.group]]
         self.call_steps += len({call.step for call in calls if call.step >= 0})
         for call in calls:
             key = call.group, call.operation, call.nbytes
@@ -254,25 +236,17 @@ class History:
                 self.calls.setdefault(key, Calls()).add(call)
 
 
-def _add_reading(kept: dict[str, Samples], name: str, step: int, value: float) -> None:
-    kept.setdefault(name, Samples("f8")).add(np.array([step]), np.array([value]))
+def _average_lines(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    mean: dict[str, float] = {}
+    for own in lines:
+        for line, seconds in own.items():
+            mean[line] = mean.get(line, 0.0) + seconds / len(lines)
+    return mean
 
 
 def format_time(seconds: float) -> str:
     """Return a time since 1970 in UTC as in the table's timeline: "14:32:10 UTC"."""
     return time.strftime("%H:%M:%S UTC", time.gmtime(seconds))
-
-
-def _has_all_rows(window: Window) -> bool:
-    """Return whether a window has the rows of all ranks, not only of those that look slowest."""
-    sizes = [len(window.hosts[host]) for host in window.medians]
-    return max(sizes) <= RANKS and sum(sizes) <= TRACKED
-
-
-def _find_places(window: Window, known: Sequence[int]) -> Integers:
-    """Return the position of each known rank's host in the window's medians."""
-    hosts = {rank: i for i, host in enumerate(window.medians) for rank in window.hosts[host]}
-    return np.array([hosts[rank] for rank in known])
 
 
 def find_most_frequent(ranks: Sequence[int] | Floats) -> tuple[int, float]:
@@ -282,9 +256,9 @@ def find_most_frequent(ranks: Sequence[int] | Floats) -> tuple[int, float]:
 
 
 def _find_spread(rows: Floats) -> float:
-    """Return the standard deviation of own time over ranks or hosts, as the faster half shows it.
+    """Return the standard deviation of own time over ranks, as the faster half shows it.
 
-    rows: [ranks or hosts, steps, COLUMNS]. The result is in seconds; 0 if too few show it.
+    rows: [ranks, steps, COLUMNS]. The result is in seconds; 0 if too few ranks show it.
     """
     if len(rows) < 8:
         return 0.0
@@ -292,14 +266,8 @@ def _find_spread(rows: Floats) -> float:
     return float(middle - low) / 1.028
 
 
-def _add_own(rows: Floats) -> Floats:
-    """Append own time, which is all but blocked time, as a last column."""
-    own = rows[..., :BLOCKED].sum(axis=-1, keepdims=True)
-    return np.concatenate([rows, own], axis=-1)
-
-
 def _find_median_of_others(rows: Floats) -> Floats:
-    """Return, for each rank or host, the median of all others. rows: [ranks, steps, columns].
+    """Return, for each rank, the median of all others. rows: [ranks, steps, columns].
 
     Each rank's level over these steps is compared apart: else one straggler would make the median
     of three the larger of the other two, whatever the noise. One alone is its own base.
@@ -321,21 +289,15 @@ def _leave_one_out(rows: Floats) -> Floats:
     return np.asarray((lower + upper) / 2)
 
 
-def _summarize_steps(
-    window: Window, known: Sequence[int], rows: Floats, peers: Floats
-) -> npt.NDArray[np.void]:
-    """Return the job's samples of these steps: JOB[steps].
-
-    rows: of the known ranks; peers: the same, or hosts' medians where not all ranks are known.
-    """
-    new = rows.shape[1]
-    job, slowest = np.empty(new, JOB), rows.argmax(axis=0)
-    job["seconds"] = np.median(peers.sum(axis=-1, dtype=np.float64), axis=0)
+def _summarize_steps(rows: Floats, ranks: Sequence[int], ended_ns: int) -> npt.NDArray[np.void]:
+    """Return the job's samples of the latest steps: JOB[steps]. ended_ns: the end of the last."""
+    job, slowest = np.empty(rows.shape[1], JOB), rows.argmax(axis=0)
+    job["seconds"] = np.median(rows.sum(axis=-1, dtype=np.float64), axis=0)
     later = np.cumsum(job["seconds"][::-1])[::-1] - job["seconds"]
-    job["ended_ns"] = window.ended_ns - later * 1e9
-    job["median"] = np.median(peers, axis=0)
-    job["exposed"] = window.least_blocked[-new:]
-    job["slowest"] = np.take_along_axis(rows, slowest[None], axis=0)[0]
-    job["fastest"] = np.minimum(rows.min(axis=0), peers.min(axis=0))
-    job["slowest_rank"] = np.array(known)[slowest]
+    job["ended_ns"] = ended_ns - later * 1e9
+    job["median"] = np.median(rows, axis=0)
+    job["exposed"] = rows[:, :, BLOCKED].min(axis=0)
+    job["slowest"] = rows.max(axis=0)
+    job["fastest"] = rows.min(axis=0)
+    job["slowest_rank"] = np.array(ranks)[slowest]
     return job

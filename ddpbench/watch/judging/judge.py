@@ -6,7 +6,7 @@ at the end of this module. A finding states what, where, how much, and what to d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,12 +16,12 @@ from ddpbench.analysis import stats
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.records.watched import COLUMNS, PHASES, WatchedPause
-from ddpbench.records.wording import list_all, name_ranks
+from ddpbench.records.wording import counted, list_all, name_ranks
 from ddpbench.watch.judging import stragglers
 from ddpbench.watch.judging.history import History, format_time
 from ddpbench.watch.judging.series import find_parts
 from ddpbench.watch.judging.slow_links import find_slow_links
-from ddpbench.watch.judging.stragglers import RECENT, Late
+from ddpbench.watch.judging.stragglers import COMPARE, RECENT, Late
 from ddpbench.watch.window import ALL, BLOCKED
 
 FEWEST = stragglers.FEWEST  # steps that any verdict on steps needs
@@ -30,10 +30,7 @@ MOST_OFTEN = 0.6  # of the calls, at which the same rank is last
 LEAST_SHARE = 0.05  # of the time between two calls
 
 NOTABLE, LARGE = 0.1, 0.3  # of the step, in input or communication
-NOTABLE_GC, LARGE_GC = 0.01, 0.03  # of the time, in garbage collections
-LASTING_SECONDS = 60.0  # shorter jobs, and starts, have garbage collections of their own
-NOTABLE_COMPILING = 0.03  # of the time, in torch.compile
-ROUNDS = 3  # recent ones that a verdict on these needs, after the first, which has the start
+ROUNDS = 3  # that a verdict on a host needs
 
 LEAST_CHANGE, LARGE_CHANGE = 0.1, 0.25  # of the step
 FEWEST_CHANGED, SHORTEST_SECONDS = 64, 60.0  # of the new level: a shorter one may be the host's
@@ -44,7 +41,12 @@ NOTABLE_PAUSE, CLEAR_PAUSE, LARGE_PAUSE = 0.01, 0.03, 0.05  # of the job's time
 FEWEST_PAUSES = 3
 LONG_SECONDS, LONG_STEPS = 1.0, 10.0  # a pause that counts even if it is the only one
 UNUSUAL = 0.1  # of a step: a line at which ranks are for less
-LATE_PERIODS = 2  # before the first pause, from which on pauses began later
+PAUSE_STEPS = {  # by phase
+    "input": "keep the workers, DataLoader(persistent_workers=True), or raise prefetch_factor",
+    "blocked": "to measure each link: ddpbench doctor --only links",
+    "other": "do this less often, or in the background, as torch.distributed.checkpoint.async_save "
+    "does; if the line is a usual one, run top on the host",
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
 
 def _judge_links(context: Context) -> Iterator[Finding]:
     history = context.history
-    yield from find_slow_links(history.links.values(), history.hosts, history.link_seconds)
+    yield from find_slow_links(history.links, history.hosts, history.link_seconds)
 
 
 def _judge_missing(context: Context) -> Iterator[Finding]:
@@ -114,13 +116,10 @@ def _judge_arrivals(context: Context) -> Iterator[Finding]:
             "late-arrival",
             f"rank {rank} on {context.history.host_of.get(rank, 'an unknown host')} is the last to "
             f"arrive at {operation} of {nbytes / 1e3:.4g} kB on group {group} in {often:.0%} of "
-            f"the calls: {seconds * 1e3:.3g} ms [{interval.low * 1e3:.3g}, "
-            f"{interval.high * 1e3:.3g}] after the other ranks, {seconds / between:.1%} of the "
-            "time from one call to the next",
-            f"find what rank {rank} does longer than the others before this call; to compare the "
-            "ranks' devices: ddpbench doctor --only stragglers",
-            {"rank": rank, "group": group, "operation": operation, "nbytes": nbytes}
-            | {"seconds": seconds, "share": seconds / between},
+            f"the calls: {seconds * 1e3:.3g} ms after the other ranks, {seconds / between:.1%} of "
+            "the time from one call to the next",
+            f"find what rank {rank} does longer than the others before this call; {COMPARE}",
+            {"rank": rank, "group": group, "operation": operation, "seconds": seconds},
         )
 
 
@@ -140,8 +139,8 @@ def _judge_pauses(context: Context) -> Iterator[Finding]:
         yield Finding(
             severity,
             "pauses",
-            f"{_describe_pause(history, pause)}; {history.describe_cost(pause.mean_seconds)}",
-            _find_next_step(pause, severity),
+            _describe_pause(history, pause),
+            PAUSE_STEPS.get(pause.phase, PAUSE_STEPS["other"]),
             place
             | {"phase": pause.phase, "line": pause.line, "seconds": pause.seconds}
             | {"every": pause.every, "count": pause.count, "first_step": pause.first_step}
@@ -165,52 +164,18 @@ def _is_clear(history: History, pause: WatchedPause) -> bool:
 
 
 def _describe_pause(history: History, pause: WatchedPause) -> str:
-    first, when = pause.first_step, format_time(pause.first_ended)
-    where = f" at {pause.line}" if pause.line else f" in {pause.phase}"
-    if pause.phase == COLUMNS[BLOCKED]:
-        who = "all ranks are blocked for longer than usual"
-        where = where if pause.line else ""
-    elif pause.rank is None:
-        who = "all ranks pause"
-    else:
+    who = "all ranks pause"
+    if pause.rank is not None:
         who = f"rank {pause.rank} on {history.host_of.get(pause.rank, '')} pauses"
-    size = f"{pause.seconds:.3g} s" if pause.seconds >= 1 else f"{pause.seconds * 1e3:.3g} ms"
-    often = f"{pause.count} times (steps {first} to {pause.last_step})"
+    where = f" at {pause.line}" if pause.line else ""
+    often = f"every {pause.every} steps, " if pause.every else ""
+    steps = f"steps {pause.first_step} to {pause.last_step}"
     if pause.count == 1:
-        often = f"once, in step {first} ({when})"
-    elif pause.every:
-        since = f", since {when}" if first > LATE_PERIODS * pause.every else ""
-        often = f"every {pause.every} steps, {often}{since}"
-    else:
-        often = f"without a fixed period, {often}"
-    waits = f", while others wait at {pause.waits_at}" if pause.waits_at else ""
-    return f"{who}{where}: {size} {often}{waits}"
-
-
-def _find_next_step(pause: WatchedPause, severity: str) -> str:
-    if pause.phase == "input":
-        return (
-            "at the start of an epoch, keep the workers: DataLoader(persistent_workers=True), with "
-            "num_workers above 0; otherwise raise prefetch_factor, or check the storage"
-        )
-    if pause.phase == COLUMNS[BLOCKED]:
-        return (
-            "look for what else uses the network at these times; to measure each link: ddpbench "
-            "doctor --only links"
-        )
-    if pause.count == 1:
-        return (
-            "find what happened then: recompilation, storage, other programs on the host; ignore "
-            "it if it does not come back"
-        )
-    if severity == "note" and not pause.every:
-        return "usual steps are at this line, too, so suspect the host: run top there at such times"
-    if pause.line.endswith("save"):
-        return (
-            "save less often, or in the background: call torch.distributed.checkpoint.async_save "
-            "on all ranks (it needs a CPU backend, such as cpu:gloo,cuda:nccl)"
-        )
-    return "do this less often, or in a background thread"
+        steps = f"step {pause.first_step}"
+    return (
+        f"{who} in {pause.phase}{where}: {pause.seconds * 1e3:.0f} ms {often}"
+        f"{counted(pause.count, 'time')} ({steps}); {history.describe_cost(pause.mean_seconds)}"
+    )
 
 
 def _judge_stragglers(context: Context) -> Iterator[Finding]:
@@ -221,7 +186,7 @@ def _judge_stragglers(context: Context) -> Iterator[Finding]:
 
 
 def _judge_speed(context: Context) -> Iterator[Finding]:
-    """Report the latest lasting change of the step time that no late rank explains."""
+    """Report since when the steps take longer, unless a late rank explains it."""
     history = context.history
     number, series = history.job.number, history.job.values["seconds"]
     parts = find_parts(series, LEAST_CHANGE * float(np.median(series)))
@@ -235,20 +200,17 @@ def _judge_speed(context: Context) -> Iterator[Finding]:
     # Two speeds that alternate are no change.
     alternates = np.percentile(before, 5) < new < np.percentile(before, 95)
     is_explained = any(one.since and abs(one.since - since) <= BESIDE for one in context.late)
-    if not lasts or alternates or is_explained:
-        return
     change = float(new / old - 1)
-    when = history.find_end(since)
+    if change < 0 or not lasts or alternates or is_explained:
+        return
     yield Finding(
         "warning" if change >= LARGE_CHANGE else "note",
-        "slower-since" if change > 0 else "faster-since",
-        f"since step {since} ({format_time(when)}) steps take {abs(change):.0%} "
-        f"{'longer' if change > 0 else 'less'}: {new * 1e3:.4g} ms instead of {old * 1e3:.4g} ms",
+        "slower-since",
+        f"since step {since} ({format_time(history.find_end(since))}) steps take {change:.0%} "
+        f"longer: {new * 1e3:.4g} ms instead of {old * 1e3:.4g} ms",
         "find what changed at that time: shapes of batches, other jobs on the hosts, clocks; to "
-        "see the timeline: ddpbench show last"
-        if change > 0
-        else "",
-        {"since_step": since, "since": when, "seconds": float(new), "before_seconds": float(old)},
+        "see the timeline: ddpbench show last",
+        {"since_step": since, "seconds": float(new), "before_seconds": float(old)},
     )
 
 
@@ -272,90 +234,75 @@ def _judge_communication(context: Context) -> Iterator[Finding]:
     exposed = float(np.median(history.job.values["exposed"][-RECENT:]))
     step = history.mean_seconds
     # A wait for a message is no transfer: what comes before it may take that long.
-    has_messages = any(facts.get("messages") for ranks in history.facts for facts in ranks.values())
+    facts = [one for ranks in history.facts for one in ranks.values()]
+    has_messages = any(one.get("messages") for one in facts)
     if context.world_size > 1 and not has_messages and exposed >= NOTABLE * step:
         yield Finding(
             "note",
             "exposed-communication",
             f"{exposed * 1e3:.3g} ms of each step, {exposed / step:.0%} of the job's time, is "
-            "exposed communication: without any, the job would be at most "
-            f"{step / max(step - exposed, 1e-9):.3g} times as fast",
-            "communicate less often (no_sync with more micro-batches, a larger batch) or send "
-            "fewer bytes (a compressing communication hook); to see what a hook gains: "
-            'ddpbench ab --a "--comm-hook none" --b "--comm-hook fp16" ddp',
+            "exposed communication",
+            "communicate less often (no_sync, a larger batch) or send fewer bytes; to see what a "
+            'hook gains: ddpbench ab --a "--comm-hook none" --b "--comm-hook fp16" ddp',
             {"seconds": exposed, "share": exposed / step},
         )
 
 
-def _judge_garbage_collection(context: Context) -> Iterator[Finding]:
-    history = context.history
-    share = _find_share(history, "gc_seconds")
-    if share < NOTABLE_GC:
-        return
-    ends = history.job.values["ended_ns"]
-    lasts = (ends[-1] - ends[0]) * 1e-9 >= LASTING_SECONDS
-    facts = [facts for ranks in history.facts for facts in ranks.values()]
-    longest = max((one.get("gc_longest_seconds", 0.0) for one in facts), default=0.0)
-    yield Finding(
-        "warning" if share >= LARGE_GC and lasts else "note",
-        "gc-pauses",
-        f"Python's garbage collector stops the ranks for {share:.1%} of the time, at the longest "
-        f"for {longest * 1e3:.3g} ms",
+CHECKS = {  # code → severity, least share, sentence, next step
+    "gc-pauses": (
+        "note",
+        0.03,
+        "Python's garbage collector stops the ranks for {share:.0%} of the time",
         "after the set-up, call gc.freeze() and gc.disable(); then call gc.collect() on all ranks "
         "every few hundred steps",
-        {"share": share, "seconds": longest},
-    )
+    ),
+    "recompilations": (
+        "warning",
+        0.03,
+        "torch.compile still compiles for {share:.0%} of the time",
+        "to see why, start the job again after: export TORCH_LOGS=recompiles",
+    ),
+    "busy-host": (
+        "note",
+        BUSY_SHARE,
+        "other programs use {share:.0%} of the cores",
+        "run top there to see them; stop them, or run the job elsewhere",
+    ),
+}
 
 
-def _judge_compilation(context: Context) -> Iterator[Finding]:
-    share = _find_share(context.history, "compile_seconds")
-    if share >= NOTABLE_COMPILING:
-        yield Finding(
-            "warning",
-            "recompilations",
-            f"torch.compile still compiles, long after the start: {share:.0%} of the time",
-            "to see why, start the job again after: export TORCH_LOGS=recompiles; mark dimensions "
-            "that change with torch._dynamo.mark_dynamic",
-            {"share": share},
-        )
+def _find_shares(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the share of each of CHECKS. ranks: the facts of a host's ranks, at least one."""
+
+    def mean(name: str) -> float:
+        return sum(facts.get(name, 0.0) for facts in ranks) / len(ranks)
+
+    own = len(ranks) * (mean("cpu_seconds") + mean("worker_seconds"))
+    others = (mean("host_busy_seconds") - own) / mean("cores")
+    lost = {
+        "gc-pauses": mean("gc_seconds"),
+        "recompilations": mean("compile_seconds"),
+        "busy-host": others,
+    }
+    return {code: seconds / mean("seconds") for code, seconds in lost.items()}
 
 
 def _judge_hosts(context: Context) -> Iterator[Finding]:
-    """Report hosts whose cores other programs use, all in one note."""
-    history, shares = context.history, dict[str, list[float]]()
-    for hosts in history.host_facts:
-        for host, facts in hosts.items():
-            if facts.get("seconds") and "host_busy_seconds" in facts and host in history.hosts:
-                own = facts.get("cpu_seconds", 0.0) + facts.get("worker_seconds", 0.0)
-                others = facts["host_busy_seconds"] - own * len(history.hosts[host])
-                shares.setdefault(host, []).append(others / (facts["seconds"] * facts["cores"]))
-    medians = {host: float(np.median(values)) for host, values in shares.items()}
-    busy = {host: share for host, share in medians.items() if share > BUSY_SHARE}
-    if busy:
-        most = max(busy.values())
-        place = {"host": next(iter(busy))} if len(busy) == 1 else {"hosts": list(busy)}
-        yield Finding(
-            "note",
-            "busy-host",
-            f"{list_all(busy)}: other programs use {'up to ' if len(busy) > 1 else ''}{most:.0%} "
-            "of the cores",
-            "run top there to see them; stop them, or run the job elsewhere",
-            place | {"share": most},
-        )
-
-
-def _find_share(history: History, name: str) -> float:
-    """Return the share of the time that a fact in seconds takes, without the job's first round.
-
-    Of hosts the mean, of rounds the median; 0 if too few rounds have the fact.
-    """
-    shares = []
-    is_first = history.rounds == len(history.host_facts)
-    for hosts in [*history.host_facts][int(is_first) :]:
-        reads = [facts for facts in hosts.values() if name in facts and facts.get("seconds")]
-        if reads:
-            shares.append(float(np.mean([facts[name] / facts["seconds"] for facts in reads])))
-    return float(np.median(shares)) if len(shares) >= ROUNDS else 0.0
+    """Report what takes time on hosts, by CHECKS. The first round has the start of the job."""
+    history, shares = context.history, dict[str, list[dict[str, float]]]()
+    is_first = history.rounds == len(history.facts)
+    for facts in [*history.facts][int(is_first) :]:
+        for host, ranks in history.hosts.items():
+            if reads := [facts[rank] for rank in ranks if facts.get(rank, {}).get("seconds")]:
+                shares.setdefault(host, []).append(_find_shares(reads))
+    known = {host: reads for host, reads in shares.items() if len(reads) >= ROUNDS}
+    for code, (severity, least, sentence, next_step) in CHECKS.items():
+        medians = {h: float(np.median([one[code] for one in known[h]])) for h in known}
+        named = {host: share for host, share in medians.items() if share > least}
+        if named:
+            most = max(named.values())
+            sentence = f"{list_all(named)}: {sentence.format(share=most)}"
+            yield Finding(severity, code, sentence, next_step, {"hosts": [*named], "share": most})
 
 
 # All judges in the order of their findings, each with what must be known before it is asked.
@@ -368,8 +315,6 @@ JUDGES: tuple[tuple[str, Callable[[Context], Iterator[Finding]]], ...] = (
     (ALL_RANKS, _judge_speed),
     (ALL_RANKS, _judge_input),
     (ALL_RANKS, _judge_communication),
-    (ALL_RANKS, _judge_garbage_collection),
-    (ALL_RANKS, _judge_compilation),
     (STEPS, _judge_hosts),
     (CALLS_ONLY, _judge_arrivals),
 )

@@ -1,4 +1,4 @@
-"""Which ranks are late: in which phase, how much, in which steps, since when, and why. No torch.
+"""Which ranks are late: in which phase, how much, in which steps, and since when. No torch.
 
 A rank is late if its own time is larger than the other ranks' and it is blocked less than they are:
 they wait for it. A rank that only waits has more blocked time, and no more time of its own.
@@ -7,9 +7,8 @@ they wait for it. A rank that only waits has more blocked time, and no more time
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,20 +33,7 @@ ALLOWED = 0.75 * PERIODIC_COST  # with noise
 LASTING = 0.2  # of the steps: a rank that was late for less is worth a note
 MOST = 8  # findings on ranks
 LINE_SHARE = 0.25  # of the lateness, that a line must explain
-EXPLAINS = 0.4  # of the lateness, that a cause must explain
-PAGES = 10.0  # read from a disk in a second, that name a lack of memory
-GPU = "gpu_slowed_by_"
-MORE_OFTEN = 0.5  # of the reads: by which a late rank's GPU is slowed more often than others
-COMPARE = "to compare the ranks' devices: ddpbench doctor --only stragglers"
-NEXT_STEPS = {
-    "input": "give rank {rank}'s DataLoader more workers, or check the disk that holds its files",
-    "forward": "compare the shapes of rank {rank}'s batches with those of other ranks; " + COMPARE,
-    "backward": "compare the shapes of rank {rank}'s batches with those of other ranks; " + COMPARE,
-    "optimizer": "check whether rank {rank} holds more parameters or optimizer state than the "
-    "others; " + COMPARE,
-    "other": "look for what only rank {rank} does between its steps: making batches without a "
-    "DataLoader, logging, checkpoints, evaluation",
-}
+COMPARE = "to compare devices and hosts: ddpbench doctor --only stragglers"
 
 
 @dataclass(frozen=True)
@@ -56,7 +42,7 @@ class Late:
 
     phases: which take longer, by most first; seconds: how much longer a late step takes in them;
     since, until: numbers of its first late step, None from the start, and of its last one, None if
-    it is still late; every: a step in so many is late; first: number of a late step.
+    it is still late; every: a step in so many is late.
     """
 
     rank: int
@@ -66,7 +52,6 @@ class Late:
     since: int | None = None
     until: int | None = None
     every: int = 1
-    first: int = 0
 
     @property
     def cost(self) -> float:
@@ -207,7 +192,7 @@ def _find_periodic(part: _Steps) -> Late | None:
     is_seldom = usual[OWN] < part.least  # else it is always late, and in some steps more so
     is_large = late.seconds >= max(part.least, PERIODIC_COST * part.step_seconds * best.every)
     if is_seldom and is_large and less_blocked >= WAITED_FOR * late.seconds:
-        return replace(late, every=best.every, first=int(steps.number[0]))
+        return replace(late, every=best.every)
     return None
 
 
@@ -222,122 +207,58 @@ def _measure(steps: _Steps, excess: Floats) -> Late:
     return Late(steps.rank, phases, float(np.median(series)), stats.median_interval(series))
 
 
-class _Cause(NamedTuple):
-    """Why a rank is late, and what to do about it."""
-
-    name: str
-    sentence: str
-    next_step: str
-
-
-# Of a rank's seconds, more than its host's ranks usually have: name of the fact → cause.
-SECONDS = {
-    "throttled_seconds": _Cause(
-        "throttled",
-        "the CPU quota of its control group stops it",
-        "raise the CPU quota of rank {rank}'s container, or use fewer threads",
-    ),
-    "queued_seconds": _Cause(
-        "host busy",
-        "its main thread waits for a core",
-        "find what shares the cores of rank {rank} (top, taskset -cp PID), or use fewer threads",
-    ),
-    "gc_seconds": _Cause(
-        "gc",
-        "Python's garbage collector stops it",
-        "after the set-up, call gc.freeze() and gc.disable(); then call gc.collect() on all ranks "
-        "in the same step",
-    ),
-    "compile_seconds": _Cause(
-        "compile",
-        "torch.compile spends the time compiling",
-        "to see why rank {rank} recompiles, start the job again after: export "
-        "TORCH_LOGS=recompiles",
-    ),
-}
-SWAP = _Cause(
-    "swap",
-    "it reads pages of its memory from a disk",
-    "see on rank {rank}'s host whether its memory is full: free -h; then use less of it",
-)
-
-
 def describe_late(history: History, late: Sequence[Late]) -> Iterator[Finding]:
     """Yield a finding for each host whose ranks are all late, and for the latest other ranks."""
-    hosts = _find_slow_hosts(history, late)
-    for host, ranks in hosts.items():
-        seconds = float(np.median([one.seconds for one in ranks]))
-        place = {"host": host, "ranks": [one.rank for one in ranks], "phase": ranks[0].phase}
-        yield Finding(
-            "warning",
-            "slow-host",
-            f"{host} is slow: {ranks[0].phase} takes its ranks {seconds * 1e3:.3g} ms longer than "
-            f"those of other hosts: {history.describe_cost(seconds)}",
-            f"compare cores, memory and clocks: run on {host}, and on another host: ddpbench "
-            "doctor --only stragglers",
-            {**place, "seconds": seconds, "share": seconds / history.mean_seconds},
-        )
-    rest = [one for one in late if history.host_of.get(one.rank) not in hosts]
-    yield from (_describe_rank(history, one) for one in rest[:MOST])
+    always = [one for one in late if one.every == 1 and one.until is None]
+    for ranks in history.hosts.values():
+        members = [one for one in always if one.rank in ranks]
+        phases = {one.phase for one in members}
+        if len(members) == len(ranks) > 1 and len(phases) == 1 < len(history.hosts):
+            yield _describe(history, members[len(members) // 2], ranks)
+            late = [one for one in late if one not in members]
+    yield from (_describe(history, one) for one in late[:MOST])
 
 
-def _find_slow_hosts(history: History, late: Sequence[Late]) -> dict[str, list[Late]]:
-    """Return the hosts of which all known ranks, at least two, are always late in one phase."""
-    always = {one.rank: one for one in late if one.every == 1 and one.until is None}
-    slow: dict[str, list[Late]] = {}
-    for host, ranks in history.hosts.items():
-        known = [always.get(rank) for rank in ranks if rank in history.ranks]
-        members = [one for one in known if one is not None]
-        if 1 < len(members) == len(known) and len({one.phase for one in members}) == 1:
-            slow[host] = members
-    return slow if len(slow) < len(history.hosts) else {}
-
-
-def _describe_rank(history: History, late: Late) -> Finding:
+def _describe(history: History, late: Late, ranks: Sequence[int] = ()) -> Finding:
+    """Return the finding on a rank. ranks: all of its host, if it is the median of late ones."""
     host, last = history.host_of.get(late.rank, ""), history.last_step
     until = last if late.until is None else late.until
     lasted = (until + 1 - (late.since or 0)) / (last + 1)  # of the job's steps
     cost = late.cost * lasted
-    # Facts and lines are only kept of the latest rounds.
-    cause = _find_cause(history, late) if late.until is None else None
-    line = _find_line(history, late) if late.until is None else ""
+    line = _find_line(history, late) if late.until is None else ""  # those of the latest rounds
     place = {
-        "rank": late.rank,
+        **({"ranks": [*ranks]} if ranks else {"rank": late.rank, "every": late.every}),
         "host": host,
         "phase": late.phase,
         "seconds": late.seconds,
         "share": cost / history.mean_seconds,
-        "every": late.every,
-        "cause": cause and cause.name,
         "line": line or None,
         "since_step": late.since,
         "since": None if late.since is None else history.find_end(late.since),
         "until_step": late.until,
-        "until": None if late.until is None else history.find_end(late.until),
     }
-    next_step = cause.next_step if cause else NEXT_STEPS[late.phase]
-    phases = f"{' and '.join(late.phases)} {'take' if len(late.phases) > 1 else 'takes'}"
     size = f"{late.seconds * 1e3:.3g} ms"
     if late.interval is not None:
         size += f" [{late.interval.low * 1e3:.3g}, {late.interval.high * 1e3:.3g}]"
+    code = "straggler" if late.every == 1 else "intermittent-straggler"
+    who = host if ranks else f"rank {late.rank} on {host}"
     return Finding(
         "warning" if late.until is None or lasted >= LASTING else "note",
-        "straggler" if late.every == 1 else "intermittent-straggler",
-        f"rank {late.rank} on {host} {_describe_steps(history, late)}: its {phases} {size} "
+        "slow-host" if ranks else code,
+        f"{who} {_describe_steps(history, late)}: its {' and '.join(late.phases)} takes {size} "
         f"longer than the other ranks'{f', at {line}' if line else ''}: "
-        f"{history.describe_cost(cost)}{f'; {cause.sentence}' if cause else ''}",
-        next_step.format(rank=late.rank),
+        f"{history.describe_cost(cost)}",
+        f"look for what only {who} does there: larger batches, slower files, logging; {COMPARE}",
         {name: value for name, value in place.items() if value is not None},
     )
 
 
 def _describe_steps(history: History, late: Late) -> str:
-    """Return "is late in one of 5 steps (3, 8, …) since step 3 (14:32:10 UTC)"."""
+    """Return "is late in one of 5 steps from step 3 (14:32:10 UTC)"."""
     text = "is late" if late.until is None else "was late"
     if late.every > 1:
-        text += f" in one of {late.every} steps ({late.first}, {late.first + late.every}, …)"
-    since = "since" if late.until is None else "from"
-    for word, step in ((since, late.since), ("until", late.until)):
+        text += f" in one of {late.every} steps"
+    for word, step in (("from", late.since), ("until", late.until)):
         if step is not None:
             text += f" {word} step {step} ({format_time(history.find_end(step))})"
     return text
@@ -351,40 +272,3 @@ def _find_line(history: History, late: Late) -> str:
     # The means over all ranks contain the late one.
     least = LINE_SHARE * late.cost * (1 - 1 / history.world_size)
     return line if line and longer[line] >= least else ""
-
-
-def _find_cause(history: History, late: Late) -> _Cause | None:
-    """Return what explains most of a rank's lateness; None if no fact does."""
-    host = history.host_of.get(late.rank, "")
-    more: dict[str, list[float]] = {}  # by fact: per second, more than usual on its host
-    for ranks, hosts in zip(history.facts, history.host_facts, strict=True):
-        facts, usual = ranks.get(late.rank, {}), hosts.get(host, {})
-        for name in (*SECONDS, "major_faults"):
-            if name in facts and facts.get("seconds"):
-                common = usual.get(name, 0.0) / (usual.get("seconds") or 1.0)
-                more.setdefault(name, []).append(facts[name] / facts["seconds"] - common)
-    means = {name: float(np.mean(values)) for name, values in more.items()}
-    most = max(SECONDS, key=lambda name: means.get(name, 0.0))
-    step_seconds = float(np.median(history.job.values["seconds"][-RECENT:]))
-    if means.get(most, 0.0) * step_seconds >= EXPLAINS * late.cost:
-        return SECONDS[most]
-    if reasons := ", ".join(_find_slowdowns(history, late.rank)):
-        return _Cause(
-            "gpu clock",
-            f"its GPU lowers its clock ({reasons})",
-            "run on rank {rank}'s host: nvidia-smi -q -d PERFORMANCE",
-        )
-    return SWAP if means.get("major_faults", 0.0) >= PAGES else None
-
-
-def _find_slowdowns(history: History, rank: int) -> list[str]:
-    """Return the reasons that the rank's GPU gives for a lower clock, and other ranks' do not."""
-    own = [ranks[rank] for ranks in history.facts if rank in ranks]
-    others = [facts for ranks in history.facts for r, facts in ranks.items() if r != rank]
-    names = {name for facts in own for name in facts if name.startswith(GPU)}
-
-    def share(reads: Sequence[Mapping[str, float]], name: str) -> float:
-        return sum(name in facts for facts in reads) / max(1, len(reads))
-
-    slowed = [name for name in names if share(own, name) - share(others, name) >= MORE_OFTEN]
-    return sorted(name.removeprefix(GPU) for name in slowed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,32 +11,20 @@ import numpy as np
 from ddpbench.analysis import stats
 from ddpbench.analysis.steps import EXPOSED
 from ddpbench.records import watched
-from ddpbench.records.load import Load
 from ddpbench.records.schema import Figure, Part, Phase, StepSummary
 from ddpbench.records.watched import (
     COLUMNS,
-    LOSS,
     Moment,
     Watched,
     WatchedCollective,
     WatchedLink,
-    WatchedPhase,
     WatchedRank,
 )
-from ddpbench.watch.judging.history import (
-    OWN,
-    Floats,
-    History,
-    Integers,
-    Samples,
-    find_most_frequent,
-)
+from ddpbench.watch.judging.history import OWN, Floats, History, Integers, find_most_frequent
 from ddpbench.watch.judging.slow_links import find_rate
-from ddpbench.watch.window import BLOCKED
 
 LATEST = 64  # steps of `Summary.latest`, at most
 DECIMALS = 7  # of the seconds of a stored mean step
-DIGITS = 6  # of a stored mean in a moment
 STANDS_OUT = 2.0  # times the share that each rank would have, to be named as last
 
 
@@ -60,28 +48,19 @@ def summarize(history: History) -> Summary | None:
     )
     if not history.job:  # as of a job without an optimizer
         return Summary(steps=None, watched=record, latest=None)
-    steps, moments = _summarize_steps(history), _list_moments(history)
-    medians = np.median(history.job.values["median"][history.job.evenly()], axis=0).tolist()
-    phases = [
-        WatchedPhase(
-            name=phase.name,
-            seconds=median,
-            slowest_seconds=phase.slowest.value,
-            fastest_seconds=phase.fastest_seconds,
-            slowest_rank=phase.slowest_rank,
-            slowest_share=phase.slowest_share,
-        )
-        for phase, median in zip(steps.phases, medians, strict=True)
-    ]
+    steps, even = _summarize_steps(history), history.job.evenly()
+    # Divide the steps evenly, so that the timeline is of the whole run.
+    width = math.ceil(len(even) / watched.MOST_MOMENTS)
+    moments = _take_medians(history, even[len(even) % width :].reshape(-1, width))
     record = replace(
         record,
         steps=history.steps,
         last_step=history.last_step,
         step_seconds=steps.step.value,
-        phases=tuple(phases),
+        median_seconds=tuple(np.median(history.job.values["median"][even], axis=0).tolist()),
         exposed_seconds=steps.budget[0].figure.value,
         moments=tuple(moments),
-        ranks=tuple(_list_ranks(history, moments)),
+        ranks=tuple(_list_ranks(history)),
         balance=history.balance,
         pauses=history.pauses,
     )
@@ -113,36 +92,6 @@ def _make_figure(seconds: Floats) -> Figure:
     return Figure(float(np.median(seconds)), stats.median_interval(np.asarray(seconds, np.float64)))
 
 
-def _list_moments(history: History) -> list[Moment]:
-    """Divide the steps evenly, so that the timeline is of the whole run, and add what was read."""
-    even = history.job.evenly()
-    width = math.ceil(len(even) / watched.MOST_MOMENTS)
-    moments = list(_take_medians(history, even[len(even) % width :].reshape(-1, width)))
-    loads, values = _list_means(history.loads, moments), _list_means(history.values, moments)
-    return [
-        replace(moment, load=_make_load(load), loss=named.pop(LOSS, None), values=named)
-        for moment, load, named in zip(moments, loads, values, strict=True)
-    ]
-
-
-def _list_means(kept: Mapping[str, Samples], moments: Sequence[Moment]) -> list[dict[str, float]]:
-    """Return the mean of what was read in each moment, by name."""
-    means: list[dict[str, float]] = [{} for _ in moments]
-    for name, samples in kept.items():
-        of_moments = _take_means(samples, samples.values, moments)
-        for named, mean in zip(means, of_moments, strict=True):
-            if mean is not None:
-                named[name] = mean
-    return means
-
-
-def _make_load(read: Mapping[str, float]) -> Load | None:
-    if not read:
-        return None
-    fields = {name: round(mean) if "nbytes" in name else mean for name, mean in read.items()}
-    return Load(**fields)  # type: ignore[arg-type]
-
-
 def _take_medians(history: History, steps: Integers) -> Iterator[Moment]:
     """Yield the medians of some steps. steps: [moments, steps], their indices in the samples."""
     for chosen in steps:
@@ -156,7 +105,7 @@ def _take_medians(history: History, steps: Integers) -> Iterator[Moment]:
         )
 
 
-def _list_ranks(history: History, moments: Sequence[Moment]) -> Iterator[WatchedRank]:
+def _list_ranks(history: History) -> Iterator[WatchedRank]:
     """Yield the ranks with the most own time, in order of their numbers."""
     host_of = history.host_of
     known = [rank for rank in history.ranks if rank in host_of]
@@ -165,16 +114,12 @@ def _list_ranks(history: History, moments: Sequence[Moment]) -> Iterator[Watched
         kept = history.ranks[rank]
         even = kept.values[kept.evenly()]
         row = even["row"].mean(axis=0, dtype=np.float64).round(DECIMALS)
-        excess = even["excess"].mean(axis=0, dtype=np.float64).round(DECIMALS)
-        late = _take_means(kept, kept.values["excess"][:, OWN], moments)
         yield WatchedRank(
             rank=rank,
             host=host_of[rank],
             seconds=tuple(np.median(even["row"], axis=0).tolist()),
             steps=kept.steps,
-            late_seconds=tuple(late) if rank in known[: watched.MOST_LATE] else (),
             mean_seconds=tuple(row.tolist()),
-            extra_seconds=tuple(excess[:BLOCKED].tolist()),
         )
 
 
@@ -203,8 +148,7 @@ def _list_collectives(history: History) -> list[WatchedCollective]:
 
 
 def _list_links(history: History) -> Iterator[WatchedLink]:
-    busiest = sorted(history.links.values(), key=lambda link: -link.nbytes)
-    for link in busiest[: watched.MOST_LINKS]:
+    for link in history.links[: watched.MOST_LINKS]:
         yield WatchedLink(
             host=link.host,
             peer=link.peer,
@@ -214,19 +158,3 @@ def _list_links(history: History) -> Iterator[WatchedLink]:
             rtt_seconds=link.rtt_seconds or None,
             retransmitted=link.retransmitted,
         )
-
-
-def _take_means(kept: Samples, values: Floats, moments: Sequence[Moment]) -> list[float | None]:
-    """Return the mean of the values of each moment; None where it has none.
-
-    values: [kept], of these samples. What is newer than the last moment counts there.
-    """
-    even, count = kept.evenly(), len(moments)
-    ends = np.array([moment.step for moment in moments])
-    place = np.minimum(np.searchsorted(ends, kept.number[even]), count - 1)
-    sums = np.bincount(place, values[even], minlength=count).tolist()
-    counts = np.bincount(place, minlength=count).tolist()
-    return [
-        float(f"{total / each:.{DIGITS}g}") if each else None
-        for total, each in zip(sums, counts, strict=True)
-    ]

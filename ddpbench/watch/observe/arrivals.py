@@ -18,9 +18,8 @@ from zlib import crc32
 
 from msgspec import structs
 
-from ddpbench.hang import flight_recorder, torch_settings
-from ddpbench.hang.flight_recorder import BATCH, DTYPES, Entry
-from ddpbench.hang.process_groups import Group, list_groups
+from ddpbench.hang import flight_recorder
+from ddpbench.hang.flight_recorder import BATCH, DTYPES, Entry, Group, list_groups
 from ddpbench.records.wording import spans
 from ddpbench.watch.observe.steps import Step
 from ddpbench.watch.window import CALLS, JoinedCall, Round
@@ -28,8 +27,7 @@ from ddpbench.watch.window import CALLS, JoinedCall, Round
 if TYPE_CHECKING:
     from ddpbench.mpi_backend.stamps import Stamp
 
-READ_ROUNDS = 6  # from one read of a recorder of so many entries, in up to 50 ms, to the next:
-ENTRIES = 2000
+READ_ROUNDS = 6  # from one read of a recorder, in up to 50 ms, to the next
 
 
 class Arrivals:
@@ -41,7 +39,6 @@ class Arrivals:
     def __init__(self, rank: int, since_ns: int) -> None:
         self.unavailable = ""
         self._rank, self._since_ns = rank, since_ns  # earlier calls may be of groups that have gone
-        self._rounds = READ_ROUNDS * max(1, torch_settings.count_entries() // ENTRIES)
         self._newest: dict[str, int] = {}  # recorder → the newest entry that was read
         self._groups: dict[str, Group] = {}
         self._waiting: list[JoinedCall] = []  # for the end of their step
@@ -53,12 +50,12 @@ class Arrivals:
 
         steps: the latest of this rank, to find in which one a call was made; ahead_ns: of the
         system clock to perf_counter; final: nothing will be read after this. Otherwise recorders
-        are read in every READ_ROUNDS-th round, longer ones in fewer: the same ones in all ranks.
+        are read in every READ_ROUNDS-th round, the same one in all ranks.
         """
         until_ns = round_.began_ns
         self._groups |= {group.name: group for group in list_groups()}
         calls = [*self._waiting, *self._read_mpi()]
-        if final or round_.number % self._rounds == 0:
+        if final or round_.number % READ_ROUNDS == 0:
             calls += self._read_recorders(until_ns)
         calls.sort(key=lambda call: call.last_ns)
         if steps and not final:
@@ -91,11 +88,9 @@ class Arrivals:
 
     def _read_recorders(self, until_ns: int) -> Iterator[JoinedCall]:
         backends = {backend for group in self._groups.values() for backend in group.backends}
-        recorders = flight_recorder.find_recorders(backends)
+        recorders = flight_recorder.find_recorders()
         self.unavailable = _explain_unavailable(backends - {"mpi4py"}, recorders)
         for name, recorder in recorders.items():
-            if not name.startswith("_dump") and name not in backends:
-                continue
             before, read = self._newest.get(name, -1), 0
             for entry in reversed(flight_recorder.read_dump(recorder).entries):
                 is_old = entry.record_id <= before or entry.time_created_ns < self._since_ns
@@ -137,7 +132,7 @@ class Arrivals:
             nbytes=nbytes,
             step=-1,
             first_ns=entered_ns,
-            second_ns=entered_ns,
+            second_ns=0,
             last_ns=entered_ns,
             last_rank=self._rank,
         )

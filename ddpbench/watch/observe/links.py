@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddpbench.launch import sockets
-from ddpbench.watch.window import Link, add_links
+from ddpbench.watch.window import LINKS, Link, add_links
 
 BULK_NBYTES = 1 << 16  # of one connection in one read, at least,
 SEGMENT_NBYTES = 1000  # and of its segments on average
@@ -61,11 +61,12 @@ class Links:
     def read(self) -> list[Link]:
         """Return at most LINKS links that carried bulk data, those first that carried most."""
         before, self._counters = self._counters, dict(_read_connections())
-        return add_links(
+        links = add_links(
             link
             for ends, now in self._counters.items()
             if (link := self._make_link(ends, now, before.get(ends, Counters()))) is not None
         )
+        return links[:LINKS]
 
     def _make_link(self, ends: Ends, now: Counters, before: Counters) -> Link | None:
         """Return what a connection carried since then; None for short messages alone."""

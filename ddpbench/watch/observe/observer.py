@@ -42,7 +42,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as Batches
 from ddpbench.watch.observe import calls
 from ddpbench.watch.observe.calls import ModuleCall
 from ddpbench.watch.observe.steps import BACKWARD, END, FORWARD, INPUT, OPTIMIZER, OTHER, Marks
-from ddpbench.watch.observe.values import ScriptValues
 from ddpbench.watch.window import BLOCKED
 
 PATIENCE = 32  # steps of one other optimizer after which it becomes the anchor
@@ -71,16 +70,15 @@ class Observer:
     one, or synchronised backwards, take over after PATIENCE steps without a step of the anchor.
     after_step: called in the training thread after each step of the anchor, with its number, from
     0; after_backward: after each synchronised backward, one in which process groups had
-    collectives, with the ranks of each of these groups. values: that the script computes. counts:
-    of "messages", sends and receives since the first step. thread: of the training, None before its
-    first mark, NOBODY once this has stopped. on_error: called once, with an error in the observer
-    or in after_step, which ends the observation and not the job.
+    collectives, with the ranks of each of these groups. counts: of "messages", sends and receives
+    since the first step. thread: of the training, None before its first mark, NOBODY once this has
+    stopped. on_error: called once, with an error in the observer or in after_step, which ends the
+    observation and not the job.
     """
 
     def __init__(self, marks: Marks, on_error: Callable[[Exception], object] | None = None) -> None:
         self.after_step: list[Callable[[int], object]] = []
         self.after_backward: list[Callable[[Meetings], object]] = []
-        self.values = ScriptValues(marks)
         self.counts = {"messages": 0}
         self._marks, self._on_error = marks, on_error
         self._owner = get_ident()  # the thread that uses the hooks
@@ -254,8 +252,6 @@ class Observer:
                         torch._C.DisableTorchFunction(),
                     ):  # subclasses may count what they see
                         self._watch_begin(tensors)
-                        if self._marks.step + 1 >= self.values.due:
-                            self.values.keep_loss(tensors)
                 original(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
