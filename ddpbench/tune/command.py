@@ -47,8 +47,8 @@ class Options(step_options.Options):
     def plan(self, seed: int) -> Plan:
         return replace(super().plan(seed), slice_seconds=self.case_time or CASE_SECONDS)
 
-    def check(self, world_size: int | None = None) -> None:
-        super().check(world_size)
+    def check(self) -> None:
+        super().check()
         if self.parallel != "ddp":
             raise Refused(f"tune tries settings of DDP: leave out --parallel {self.parallel}")
         for name in ("rounds", "steps_per_round", "epochs", "no_breakdown"):

@@ -92,10 +92,10 @@ def _draw(settings: list[Setting], verdict: Verdict) -> Bars | None:
                     "setting": setting.label,
                     "change": f"{figure.value:+.1%}",
                     "interval": _format_interval(figure),
+                    "_begin": 0.0,
                     "_end": figure.value,
                     "_low": interval.low if interval else float("nan"),
                     "_high": interval.high if interval else float("nan"),
-                    "_reference": 0.0,
                 }
             )
     if not rows:
@@ -105,5 +105,4 @@ def _draw(settings: list[Setting], verdict: Verdict) -> Bars | None:
         x=Axis("change of a step", theme.SHARE_LABELS),
         row="setting",
         color="",
-        dots=True,
     )
