@@ -80,8 +80,11 @@ def run(options: Options, placement: Placement) -> int:
 
 def measure_launch(context: LaunchContext[Options]) -> Recorder:
     """Try the settings of each workload in one launch, in all ranks together."""
+    import torch
+
     options = context.options
     threads = launch_facts.agree_thread_count(context.world)
+    torch.set_num_threads(threads)
     recorder = context.gather_recorder(len(options.subjects) * VISITS, threads=threads)
     tunings = [Tuning(context, name, threads) for name in options.subjects]
     visits = (visit for tuning in tunings for visit in tuning.agree_visits())
