@@ -64,7 +64,7 @@ def test_settings_are_measured_and_judged(tmp_path: Path, pool: RankPool) -> Non
     run = read_stored_run(tmp_path)[1]
     codes = [found.code for found in run.findings]
     assert "faster-setting" in codes or "keep-defaults" in codes
-    assert "skipped: on gloo it hangs" in done.stdout
+    assert "skipped comm_hook=powersgd: on gloo it hangs" in done.stdout
     measured = [result for result in run.steps if result.summary is not None]
     assert all(result.replicas is not None and result.replicas.ok for result in measured)
     assert len({result.block for result in measured}) >= 7

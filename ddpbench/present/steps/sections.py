@@ -69,11 +69,9 @@ def build_sections(
         return
     reported = run.run
     if reported.command == "tune" and wanted is None:
-        from ddpbench.present.steps.tuning import LEGEND as TUNING
-        from ddpbench.present.steps.tuning import build_tuning
+        from ddpbench.present.steps import tuning  # loads numpy
 
-        tuned = tuple((chart,) for chart in build_tuning(reported))
-        yield Section("tune", "Settings", rows=tuned, legend=TUNING)
+        yield tuning.build_section(reported)
         reported = keep_default(reported)
     known = step_lines.lines(reported)
     shown = [line for line in known if line.results]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from ddpbench.analysis import steps
@@ -10,7 +9,7 @@ from ddpbench.analysis.tuning import Setting, Verdict, judge_runs
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
-from ddpbench.present.document import Chart, plain_name, tabulate_rows
+from ddpbench.present.document import Chart, Section, plain_name, tabulate_rows
 from ddpbench.present.steps.columns import format_ms
 from ddpbench.records.schema import Figure, Run, StepSummary
 
@@ -26,20 +25,19 @@ LEGEND = (
 )
 
 
-def build_tuning(run: Run) -> Iterator[Chart]:
-    """Yield the settings of each workload and backend."""
+def build_section(run: Run) -> Section:
+    """Return the settings of each workload and backend, the fastest first."""
+    charts, skipped = [], []
     for verdict in judge_runs(run):
         case = verdict.settings[0].case
         title = f"{case.workload} on {case.backend}"
-        ranked = sorted(verdict.settings, key=lambda s: _sort_key(s, verdict))
-        table = tabulate_rows(title, [_format(s, verdict) for s in ranked], ("setting", "note"))
+        measured = [s for s in verdict.settings if s.seconds is not None]
+        measured.sort(key=lambda s: verdict.changes[s.label].value if s.changes else 0.0)
+        table = tabulate_rows(title, [_format(s, verdict) for s in measured], ("setting", "note"))
         name = f"tune-{plain_name(title)}"
-        yield Chart(name, title, CAPTION, table, _draw(ranked, verdict))
-
-
-def _sort_key(setting: Setting, verdict: Verdict) -> tuple[bool, float]:
-    figure = verdict.changes.get(setting.label)
-    return setting.seconds is None, 0.0 if figure is None else figure.value
+        charts.append((Chart(name, title, CAPTION, table, _draw(measured, verdict)),))
+        skipped += [f"skipped {s.label}: {s.reason}" for s in verdict.settings if s.reason]
+    return Section("tune", "Settings", lines=tuple(skipped), rows=tuple(charts), legend=LEGEND)
 
 
 def _format(setting: Setting, verdict: Verdict) -> dict[str, Any]:
@@ -74,8 +72,6 @@ def _format_megabytes(setting: Setting, summary: StepSummary | None) -> str:
 
 
 def _note(setting: Setting, verdict: Verdict) -> str:
-    if setting.reason is not None:
-        return f"skipped: {setting.reason}"
     if setting is verdict.best:
         return "recommended"
     return "changes the numbers" if setting.changes_numbers else ""
