@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from links import measured
+from links import MLP, measure
 
 from ddpbench.analysis import tuning
 from ddpbench.analysis.tuning import Verdict
@@ -30,7 +30,6 @@ from ddpbench.verdicts.verdict import paired_shift
 
 from simulated_hosts import Hosts, missing  # isort: skip  (links has put their folder on the path)
 
-MLP = ("--workload", "mlp", "--width", "512", "--depth", "4", "--batch", "64", "--threads", "1")
 SMALL = (*MLP, "--backend", "gloo", "-n", "2")
 BAD = ("--bucket-cap-mb", "0.1")
 RATE = 1e9  # bit/s
@@ -115,7 +114,7 @@ def confirm(bench: Hosts, best: list[str], launches: int) -> int:
     for number in range(launches):
         for side in np.random.default_rng(number).permutation(2).tolist():
             own = best if side else []
-            run = measured(bench, *MLP, *own, "--no-breakdown", "--rounds", "10", command="ddp")
+            run = measure(bench, "ddp", *MLP, *own, "--no-breakdown", "--rounds", "10")
             seconds[side] += [r.summary.step.value for r in run.steps if r.summary is not None]
     shift = paired_shift(np.array(seconds[0]), np.array(seconds[1]))
     assert shift is not None
@@ -130,16 +129,14 @@ def check_link(launches: int) -> int:
         sys.exit(f"no hosts to measure between: {why}")
     wrong = 0
     with Hosts(2, rate=RATE) as bench:
-        run = measured(bench, *MLP, command="tune")
+        run = measure(bench, "tune", *MLP)
         verdict = report("default", run)
         wrong += check_buckets(run)
         if verdict.best is not None:
             wrong += confirm(bench, words(verdict), launches)
-        wrong += (
-            report("buckets of 0.1 MB", measured(bench, *MLP, *BAD, command="tune")).best is None
-        )
+        wrong += report("buckets of 0.1 MB", measure(bench, "tune", *MLP, *BAD)).best is None
         late = f"slow-rank:rank=1,ms={LATE_MS}"
-        run = measured(bench, *MLP, "--rounds", "20", "--inject", late, command="ddp")
+        run = measure(bench, "ddp", *MLP, "--rounds", "20", "--inject", late)
         wait = max(bucket.wait.value for bucket in list_buckets(run))
         off = abs(wait * 1e3 / LATE_MS - 1) > OFF
         print(f"  rank 1 late by {LATE_MS} ms: wait {wait * 1e3:.1f} ms{'  OFF' * off}")
