@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ddpbench.analysis import lines, step_lines, steps
+from ddpbench.analysis import lines, step_lines, steps, tuning
 from ddpbench.analysis.rank_setup import crowded
 from ddpbench.records.schema import SEVERITIES, Finding, Run, StepResult
 from ddpbench.records.wording import counted
@@ -24,7 +24,10 @@ LESS_SHARDED = (
 
 def findings(run: Run) -> tuple[Finding, ...]:
     """Return all findings, the worst first."""
-    unique = {(f.code, f.sentence): f for check in CHECKS for f in check(run)}
+    default = tuning.keep_default(run)
+    found = [f for check in CHECKS for f in check(run)]
+    found += [f for check in STEP_CHECKS for f in check(default)]
+    unique = {(f.code, f.sentence): f for f in found}
     return tuple(sorted(unique.values(), key=lambda f: SEVERITIES.index(f.severity)))
 
 
@@ -195,7 +198,7 @@ CHECKS: list[Callable[[Run], Iterator[Finding]]] = [
     _mixed_versions,
     _debug,
     _oversubscribed,
-    _late_rank,
-    _exposed,
     _one_rank,
+    tuning.list_findings,
 ]
+STEP_CHECKS = (_late_rank, _exposed)  # of several settings, these check the default only

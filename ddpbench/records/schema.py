@@ -223,6 +223,7 @@ class StepCase:
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
     comm_hook: str = ""  # "none", "fp16", …
     threads: int  # of compute, in one rank
     world_size: int
@@ -291,6 +292,13 @@ class Bucket:
     wire: Figure  # the least over ranks of (reduced - handed over)
     wait: Figure  # the most over ranks of (reduced - handed over), less the wire
     late_rank: int | None  # the rank for which the others wait; None: none exceeds the noise
+    # The same reduction while nothing else runs; None: not measured. The wire is this time, the
+    # times in which an earlier bucket is in flight and in which backward computes, as far as they
+    # explain the rest, and an unexplained rest, which can be negative.
+    alone: Figure | None = None
+    queue: Figure | None = None
+    contention: Figure | None = None
+    unexplained: Figure | None = None
 
 
 @dataclass(frozen=True)
@@ -376,6 +384,7 @@ class StepResult:
     notes: tuple[str, ...] = ()  # parts that could not be measured, and why
     others_share: float | None = None
     wall_seconds: float = 0.0
+    block: int = 0  # of tune: each block measures each setting once
     watched: Watched | None = None  # of a job that `watch` observed
 
 

@@ -343,3 +343,23 @@ def test_lines_stand_by_workload_settings_and_backend() -> None:
     shuffled = replace(run, steps=tuple(reversed(run.steps)))
     found = [line.case for line in step_lines.lines(shuffled)]
     assert [(c.workload, c.backend) for c in found] == [(c.workload, c.backend) for c in cases]
+
+
+def test_the_time_of_a_bucket_is_explained() -> None:
+    """What exceeds the reduction alone is time behind an earlier bucket, then time in which
+    backward computes, then unexplained. The rank that waits least shows it, here rank 0."""
+    stamps = np.array([[0, 10], [2, 30], [20, 45]]) * MS  # of three buckets: handed over, reduced
+    late = np.array([stamps, stamps - np.array([5, 0]) * MS])  # rank 1 waits 5 ms more
+    samples = replace(
+        step_samples(rounds=6, buckets=3),
+        bucket_stamps=np.stack([late] * 6, axis=1),
+        alone=np.full((2, 6, 3), [10, 12, 5]) * MS,
+    )
+    explained = [
+        [figure.value * 1e3 for figure in (b.wire, b.alone, b.queue, b.contention, b.unexplained)]
+        for b in steps.summarise(samples, 1, 0).buckets
+        if b.alone and b.queue and b.contention and b.unexplained
+    ]
+    assert explained == [
+        pytest.approx(parts) for parts in ([10, 10, 0, 0, 0], [28, 12, 8, 8, 0], [25, 5, 10, 0, 10])
+    ]
