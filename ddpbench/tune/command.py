@@ -51,7 +51,7 @@ class Options(step_options.Options):
         super().check()
         if self.parallel != "ddp":
             raise Refused(f"tune tries settings of DDP: leave out --parallel {self.parallel}")
-        for name in ("rounds", "steps_per_round", "epochs", "no_breakdown"):
+        for name in ("rounds", "steps_per_round", "no_breakdown"):
             if getattr(self, name):
                 option = name.replace("_", "-")
                 raise Refused(f"--{option} does not apply to tune: use --case-time or --max-time")
@@ -145,7 +145,7 @@ class Tuning:
             return self._skip(visit, f"on {context.backend.name} it {why}")
         changes = dict(visit.changes)
         threads = changes.pop("threads", self._threads)
-        options = replace(context.options, epochs=0, **changes, **self._protocol(visit))
+        options = replace(context.options, **changes, **self._protocol(visit))
         torch.set_num_threads(threads)
         torch.manual_seed(context.plan.seed)
         trial, objection, result = (
