@@ -29,14 +29,14 @@ def main(words: Sequence[str]) -> None:
     except Refused as error:
         speak(str(error), error.speaker)
         sys.exit(2)
-    call_after_import("torch", lambda: api.start(request.settings))
+    call_after_import("torch", lambda: api.watch(**request.options))
     try:
         run(request.program, request.is_module)
     except SystemExit as error:
         if error.code:
             sys.last_value = SystemExit(error.code)  # for the watch; it keeps no frame alive
             raise
-    if request.settings.verify and (code := api.close()):
+    if request.options["verify"] and (code := api.close()):
         sys.exit(code)
 
 

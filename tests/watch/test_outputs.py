@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import socket
 import sys
 import urllib.error
@@ -27,10 +25,8 @@ from ddpbench.records.store import End
 from ddpbench.records.watched import COLUMNS
 from ddpbench.session.run_folder import interrupted
 from ddpbench.verdicts import comparison, matching
-from ddpbench.watch import outputs as watch_outputs
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.outputs import Outputs
-from ddpbench.watch.settings import Settings
+from ddpbench.watch.outputs import Outputs, Settings
 from ddpbench.watch.stored import NO_STEP, TIME
 from ddpbench.watch.window import JoinedCall, Link, Window
 
@@ -206,12 +202,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFi
 # --- on the terminal ------------------------------------------------------------------------------
 
 
-def test_stdout_belongs_to_the_job(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The final table of a job with and without steps goes to stderr; without a terminal there is
-    no line."""
-    monkeypatch.setattr(watch_outputs, "LINE_SECONDS", 0.0)
+def test_stdout_belongs_to_the_job(capfd: pytest.CaptureFixture[str]) -> None:
+    """The final table of a job with and without steps goes to stderr, and nothing before it."""
     for history in (a_history(), History()):
         outputs = Outputs(Settings(), a_job())
         outputs.update(history, [SLOW])
@@ -232,28 +224,6 @@ def test_a_job_without_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         outputs.update(a_history(), [SLOW])
         outputs.finish(a_history(), [SLOW], COMPLETE)
         assert the_run(tmp_path / str(number)).state == "complete"
-
-
-def test_the_line_on_a_terminal(frozen: Frozen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal, each line has the newest steps, where they went, and the worst finding; none
-    comes before its time."""
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        Outputs(Settings(), a_job()).update(a_history(), [])
-        monkeypatch.setattr(watch_outputs, "LINE_SECONDS", 0.0)
-        outputs = Outputs(Settings(), a_job())
-        outputs.update(History(), [])
-        outputs.update(a_history(), [NOTE, SLOW])
-        text = os.read(ours, 10_000)
-        while text.count(b"\n") < 2:
-            text += os.read(ours, 10_000)
-    os.close(ours)
-    none, line = text.decode().splitlines()
-    frozen.text(none)
-    assert line.startswith("ddpbench: step 59: ")
-    assert ", backward 50." in line
-    assert line.endswith(f"; warning: {SLOW.sentence}")
 
 
 # --- the callback ---------------------------------------------------------------------------------
