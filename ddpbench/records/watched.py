@@ -76,7 +76,6 @@ class WatchedPause:
     count: int
     every: int  # steps from one to the next; 0: it varies
     first_step: int
-    last_step: int
     seconds: float  # longer than a usual step, median
     longest_seconds: float
     mean_seconds: float  # per step, over all steps of the job

@@ -1,4 +1,8 @@
-"""The command line of a watch: its own options, then the program, whose words stay untouched."""
+"""Run a training script unmodified in this rank, and show why it is slow.
+
+torchrun, mpirun or srun starts the ranks; `ddpbench watch` starts them on this host. All options
+before the script belong to ddpbench, all after it to the script.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,6 @@ from ddpbench.session import options
 NOTE = "DDPBENCH_WATCH_NOTE"  # names a file in which rank 0 notes the folder of the stored run
 USAGE = """%(prog)s [options] SCRIPT [the script's own options]
        %(prog)s [options] -m MODULE [the module's own options]"""
-
-DESCRIPTION = """Run a training script unmodified in this rank, and show why it is slow.
-
-torchrun, mpirun or srun starts the ranks; `ddpbench watch` starts them on this host. All options
-before the script belong to ddpbench, all after it to the script.
-"""
 OPTIONS = """
 --ranks       number of ranks to start on this host if no launcher started them (default: 2, or one
               per GPU)
@@ -63,7 +61,7 @@ def parse(words: Sequence[str], prog: str = "python -m ddpbench.watch") -> Reque
     Raises Refused without a program, and if -n contradicts the launcher that has started the ranks;
     ends the process with exit code 2 for a wrong option.
     """
-    parser = options.Parser(prog=prog, description=DESCRIPTION)
+    parser = options.Parser(prog=prog, description=__doc__)
     add_arguments(parser)
     namespace = parser.parse_args(words)
     require_world_size(namespace.ranks, read_placement())

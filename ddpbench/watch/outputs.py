@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,7 @@ def describe_report(run: Run, latest: Moment | None) -> dict[str, Any]:
 
     latest: the newest steps, None before any.
     """
-    case = run.steps[0].case
-    seconds: dict[str, float] = {}
+    case, seconds = run.steps[0].case, dict[str, float]()
     if latest is not None:
         seconds = dict(zip(COLUMNS, latest.seconds, strict=True))
         seconds |= {"step": latest.step_seconds, "exposed": latest.exposed_seconds}
@@ -132,15 +132,11 @@ class Metrics:
             hint = f"prometheus_client is not installed: {install_extra('watch')}"
             raise ImportError(hint) from error
         registry = prometheus_client.CollectorRegistry()
-
-        def add(name: str, text: str, *labels: str) -> Any:
-            return prometheus_client.Gauge(
-                f"ddpbench_watch_{name}", text, labels, registry=registry
-            )
-
-        self._step = add("last_step", "Number of the last step that all ranks reported.")
-        self._seconds = add("seconds", "Time of a step and its parts, newest median.", "part")
-        self._finding = add("finding", "1: this is found now.", "severity", "code", "rank", "host")
+        gauge: Any = partial(prometheus_client.Gauge, namespace="ddpbench_watch", registry=registry)
+        self._step = gauge("last_step", "Number of the last step that all ranks reported.")
+        self._seconds = gauge("seconds", "Time of a step and its parts, newest median.", ["part"])
+        names = ["severity", "code", "rank", "host"]
+        self._finding = gauge("finding", "1: this is found now.", names)
         serve: Any = prometheus_client.start_http_server
         self._server, _ = serve(port, registry=registry)
 

@@ -58,11 +58,6 @@ class Late:
         """Seconds of an average step while the rank is late."""
         return self.seconds / self.every
 
-    @property
-    def phase(self) -> str:
-        """The phase that takes longer by most."""
-        return self.phases[0]
-
 
 @dataclass(frozen=True)
 class _Steps:
@@ -212,7 +207,7 @@ def describe_late(history: History, late: Sequence[Late]) -> Iterator[Finding]:
     always = [one for one in late if one.every == 1 and one.until is None]
     for ranks in history.hosts.values():
         members = [one for one in always if one.rank in ranks]
-        phases = {one.phase for one in members}
+        phases = {one.phases[0] for one in members}
         if len(members) == len(ranks) > 1 and len(phases) == 1 < len(history.hosts):
             yield _describe(history, members[len(members) // 2], ranks)
             late = [one for one in late if one not in members]
@@ -229,7 +224,7 @@ def _describe(history: History, late: Late, ranks: Sequence[int] = ()) -> Findin
     place = {
         **({"ranks": [*ranks]} if ranks else {"rank": late.rank, "every": late.every}),
         "host": host,
-        "phase": late.phase,
+        "phase": late.phases[0],
         "seconds": late.seconds,
         "share": cost / history.mean_seconds,
         "line": line or None,
