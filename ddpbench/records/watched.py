@@ -50,7 +50,6 @@ class WatchedCollective:
     wait_seconds: float  # how long the earliest rank waited for the latest, median over calls
     last_rank: int | None  # the rank that came last most often; None: none exceeds the noise
     last_share: float  # share of the calls in which it did
-    wire_seconds: float | None = None  # of the transfer alone, median; None: unknown
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class _Rank:
         self._builder = StepBuilder()
         self._steps = deque[Step](maxlen=REMEMBERED_STEPS)
         self._arrivals = Arrivals(self._number, time.time_ns())
-        self._facts, self._links = Facts(self._observer.counts), Links()
+        self._facts, self._links = Facts(), Links()
         self._long, self._stacks = LongSteps(self._number), Stacks(self._marks, self._observer)
 
     def read_window(self, round_: Round, last: bool = False) -> Window:
@@ -181,7 +181,7 @@ class _Rank:
             rows={number: np.array([step.row for step in ended], np.float32)} if ended else {},
             ended_ns=ended[-1].ended_ns + ahead_ns if ended else until_ns,
             calls=self._arrivals.read(self._steps, round_, ahead_ns, last),
-            facts={number: self._facts.read()},
+            facts={number: {**self._facts.read(), "messages": self._observer.messages}},
             links=self._links.read(),
             findings={number: [*self._list_findings(last)]},
             long_steps=self._long.take(until_ns, ahead_ns),

@@ -37,9 +37,8 @@ class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
 
     group: name and members of the group, equal in all its ranks; number: of the call in its group;
     step: in which it was called, -1 unknown; first_ns, second_ns, last_ns: the first arrival, the
-    last but one and the last, by the system clock; last_rank: who came last; ranks: how many are
-    known; wire_ns: the time of the transfer, -1 unknown. Of a single rank, wire_ns contains its
-    wait for the others: the least over the ranks is the transfer.
+    last but one, 0 for a single rank, and the last, by the system clock; last_rank: who came last;
+    ranks: how many are known.
     """
 
     group: str
@@ -52,7 +51,6 @@ class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
     last_ns: int
     last_rank: int
     ranks: int = 1
-    wire_ns: int = -1
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True):

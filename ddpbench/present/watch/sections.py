@@ -27,8 +27,8 @@ LEGEND = (
     "exposed communication: the least that any rank was blocked in a step",
 )
 WAIT = (
-    "wait ms: how long the earliest rank waited for the latest; wire ms: the transfer alone, - if "
-    "unknown; last rank: the rank that most often arrives last, - if no rank is clearly last"
+    "wait ms: how long the earliest rank waited for the latest; last rank: the rank that most "
+    "often arrives last, - if no rank is clearly last"
 )
 
 
@@ -200,7 +200,6 @@ def _draw_collectives(watched: Watched) -> Iterator[Chart]:
             "kB": size,
             **({"per step": f"{calls:.1f}"} if watched.steps else {"calls": f"{row.calls:.0f}"}),
             "wait ms": format_ms(row.wait_seconds, watched.step_seconds),
-            "wire ms": format_ms(row.wire_seconds, watched.step_seconds),
             "last rank": last,
             "_row": f"{row.operation} {size} kB, {group}",
             "_end": row.wait_seconds * calls,

@@ -118,14 +118,12 @@ def _join_calls(calls: Iterable[JoinedCall]) -> list[JoinedCall]:
 def _join_reports(same: Sequence[JoinedCall]) -> JoinedCall:
     last = max(same, key=_find_last_ns)
     others_ns = [call.last_ns for call in same if call is not last]
-    wires_ns = [call.wire_ns for call in same if call.wire_ns >= 0]
     return structs.replace(
         last,
         step=max(call.step for call in same),
         first_ns=min(call.first_ns for call in same),
         second_ns=max([last.second_ns, *others_ns]),
         ranks=sum(call.ranks for call in same),
-        wire_ns=min(wires_ns, default=-1),  # only the last rank to arrive waits for nobody
     )
 
 

@@ -127,7 +127,6 @@ def _list_collectives(history: History) -> list[WatchedCollective]:
     for (group, operation, nbytes), calls in history.calls.items():
         last_rank, share = calls.find_last()
         stands_out = share >= min(STANDS_OUT / calls.ranks, (1 + 1 / calls.ranks) / 2)
-        wires = [call.wire_ns * 1e-9 for call in calls.newest if call.wire_ns >= 0]
         waits = [(call.last_ns - call.first_ns) * 1e-9 for call in calls.newest]
         row = WatchedCollective(
             group=group,
@@ -138,7 +137,6 @@ def _list_collectives(history: History) -> list[WatchedCollective]:
             wait_seconds=float(np.median(waits)),
             last_rank=last_rank if stands_out and calls.ranks > 1 else None,
             last_share=share,
-            wire_seconds=float(np.median(wires)) if wires else None,
         )
         rows.append(row)
     rows.sort(key=lambda row: -row.wait_seconds * row.calls)
