@@ -28,18 +28,6 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class WatchedPhase:
-    """One column of a step, over the ranks: medians over steps."""
-
-    name: str  # of COLUMNS
-    seconds: float  # of the median rank
-    slowest_seconds: float  # of the slowest rank of each step
-    fastest_seconds: float
-    slowest_rank: int  # the rank that was the slowest most often
-    slowest_share: float  # share of the steps in which it was
-
-
-@dataclass(frozen=True)
 class WatchedRank:
     """The median step of one rank. The straggler has the most own time and is blocked least."""
 
@@ -87,7 +75,6 @@ class WatchedPause:
     count: int
     every: int  # steps from one to the next; 0: it varies
     first_step: int
-    last_step: int
     seconds: float  # longer than a usual step, median
     longest_seconds: float
     mean_seconds: float  # per step, over all steps of the job
@@ -140,7 +127,7 @@ class Watched:
     steps: int = 0  # that all ranks reported
     last_step: int = -1  # its number, counted from the start of the job
     step_seconds: float = 0.0  # median over steps
-    phases: tuple[WatchedPhase, ...] = ()  # by COLUMNS
+    median_seconds: tuple[float, ...] = ()  # of the median rank, by COLUMNS; median over steps
     exposed_seconds: float = 0.0  # the least that any rank was blocked, median
     moments: tuple[Moment, ...] = ()  # the timeline, at most MOST_MOMENTS, oldest first
     ranks: tuple[WatchedRank, ...] = ()  # those that look slowest, at most MOST_RANKS

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import io
-import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from zlib import crc32
 
-from ddpbench.launch.placement import Refused, node_address, read_placement, slurm_address
+from ddpbench.launch.placement import Refused, read_placement
 from ddpbench.session.errors import speak
 from ddpbench.watch import api, command
 
@@ -28,41 +27,38 @@ def main(words: Sequence[str]) -> None:
         request = command.parse(words)
         if request.ranks is not None and read_placement() is None:
             raise Refused(f"-n does not start ranks here: type ddpbench watch {' '.join(words)}")
-        complete_environment()
     except Refused as error:
         speak(str(error), error.speaker)
         sys.exit(2)
-    call_after_import("torch", lambda: api.start(request.settings))
+    start = partial(api.watch, **request.options)
+    if "torch" in sys.modules:
+        start()
+    else:
+        sys.meta_path.insert(0, TorchFinder(start))
     try:
         run(request.program, request.is_module)
     except SystemExit as error:
         if error.code:
             sys.last_value = SystemExit(error.code)  # for the watch; it keeps no frame alive
             raise
-    if request.settings.verify and (code := api.close()):
+    if request.options["verify"] and (code := api.close()):
         sys.exit(code)
 
 
-def call_after_import(name: str, function: Callable[[], object]) -> None:
-    """Call a function as soon as a module has been imported, and never import it for that.
+class TorchFinder(MetaPathFinder):
+    """Calls a function as soon as torch has been imported, and never imports it for that.
 
     The script may therefore set variables of the environment before it imports torch.
     """
-    if name in sys.modules:
-        function()
-    else:
-        sys.meta_path.insert(0, _Finder(name, function))
 
-
-class _Finder(MetaPathFinder):
-    def __init__(self, name: str, function: Callable[[], object]) -> None:
-        self._name, self._function = name, function
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
 
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the module as without this finder, and have the function called when it has run."""
-        if name != self._name:
+        """Find torch as without this finder, and have the function called when it has run."""
+        if name != "torch":
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         specs = (finder.find_spec(name, path, target) for finder in others)
@@ -79,32 +75,6 @@ class _Finder(MetaPathFinder):
 
             loader.exec_module = exec_module
         return spec
-
-
-def complete_environment() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, each where it is missing.
-
-    torchrun sets them; mpirun and srun do not. Under mpirun on several hosts, the user gives the
-    address of rank 0. Raises Refused if a launcher's variables contradict each other.
-    """
-    if (placement := read_placement()) is None or placement.launcher in ("torchrun", "fork"):
-        return
-    variables: dict[str, Any] = {
-        "RANK": placement.rank,
-        "WORLD_SIZE": placement.world_size,
-        "LOCAL_RANK": placement.local_rank,
-        "LOCAL_WORLD_SIZE": placement.local_world_size,
-    }
-    if placement.launcher == "srun":
-        name, port = slurm_address()
-        variables |= {"MASTER_ADDR": node_address(name), "MASTER_PORT": port}
-    elif placement.local_world_size == placement.world_size:
-        job = os.environ.get("PMIX_NAMESPACE") or f"{os.getppid()}"  # equal in all ranks of mpirun
-        port = 20_000 + crc32(job.encode()) % 12_000
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in variables.items():
-        if value is not None:
-            os.environ.setdefault(name, str(value))
 
 
 def run(program: Sequence[str], is_module: bool) -> None:

@@ -182,7 +182,10 @@ class Proof:
             if keys or ddp is not None or meshes:
                 optimizers = {id(one): one for key in keys for one in owners[key]}
                 ranks, groups = _list_ranks(channel.choose_target(None, ddp, meshes)[0])
-                name = _name_model(module, ranks)
+                # The stages of a pipeline hold other layers of one model on a mesh.
+                forms = [] if meshes else [(n, *p.shape) for n, p in module.named_parameters()]
+                digest = hashlib.sha256(repr((forms, ranks)).encode()).hexdigest()
+                name = f"{type(unwrap(module)).__name__} {digest[:8]}"
                 count[name] += 1
                 name = f"{name} {count[name]}"
                 replicas.append(Replica(name, module, [*optimizers.values()], ranks, groups))
@@ -272,16 +275,3 @@ def _list_ranks(target: channel.Target) -> tuple[tuple[int, ...], Meetings]:
     sized = [number for number, size in enumerate(grid.shape) if size > 1] or [0]
     groups = [dist.get_process_group_ranks(target.get_group(number)) for number in sized]
     return tuple(sorted(grid.ranks)), frozenset(map(tuple, groups))
-
-
-def _name_model(module: nn.Module, ranks: tuple[int, ...]) -> str:
-    """Return the class of a module, and a digest of its ranks and of its parameters.
-
-    On a mesh the parameters are left out: the stages of a pipeline hold other layers of one model,
-    and the verification knows them.
-    """
-    inner, form = unwrap(module), list[object]()
-    if not _list_meshes(module):
-        form = [(name, tuple(p.shape)) for name, p in inner.named_parameters()]
-    digest = hashlib.sha256(repr((form, ranks)).encode()).hexdigest()
-    return f"{type(inner).__name__} {digest[:8]}"

@@ -38,9 +38,8 @@ from ddpbench.watch.observe.links import Links
 from ddpbench.watch.observe.long_steps import LongSteps, Stacks
 from ddpbench.watch.observe.observer import Observer
 from ddpbench.watch.observe.steps import Marks, Step, StepBuilder
-from ddpbench.watch.outputs import Outputs
+from ddpbench.watch.outputs import Outputs, Settings
 from ddpbench.watch.proof import NOT_COMPARED, Proof
-from ddpbench.watch.settings import Settings
 from ddpbench.watch.stored import identify_job, store_end
 from ddpbench.watch.window import CALLS, MOST_CALLS, ROWS, STEPS, Round, Window
 

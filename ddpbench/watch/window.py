@@ -99,8 +99,8 @@ class LongStep(msgspec.Struct, frozen=True, array_like=True):
 
     rank: the one with the most additional time of its own; extra: seconds by COLUMNS that it took
     longer than usual; lines: seconds of these by line of the program; ranks: how many report it;
-    shared: seconds of additional time of its own that each of them has; waited, waits_at: the
-    longest additional wait of a rank, and its line.
+    shared: seconds of additional time of its own that each of them has; waited: the longest
+    additional wait of a rank.
     """
 
     number: int
@@ -110,7 +110,6 @@ class LongStep(msgspec.Struct, frozen=True, array_like=True):
     lines: dict[str, float]
     shared: float
     waited: float
-    waits_at: str = ""
     ranks: int = 1
 
     @property
@@ -170,12 +169,10 @@ def join_long_steps(steps: Iterable[LongStep]) -> list[LongStep]:
 
 
 def _join(same: Sequence[LongStep]) -> LongStep:
-    waits = max(same, key=lambda step: step.waited)
     return structs.replace(
         max(same, key=lambda step: step.own),
         shared=min(step.shared for step in same),
-        waited=waits.waited,
-        waits_at=waits.waits_at,
+        waited=max(step.waited for step in same),
         ranks=sum(step.ranks for step in same),
     )
 

@@ -153,7 +153,7 @@ def draw(name: str, seed: int) -> Pause:
 
 def train(pause: Pause, folder: Path) -> int:
     """Run a rank of the job under a watch."""
-    from ddpbench.watch.settings import Settings
+    from ddpbench.watch.outputs import Settings
     from ddpbench.watch.watcher import Watcher
 
     rank, kind = int(os.environ["DDPBENCH_RANK"]), KINDS[pause.kind]

@@ -171,7 +171,7 @@ class SlowSgd(torch.optim.SGD):
 
 def train(faults: Sequence[Fault], buffers: bool, path: Path) -> int:
     """Run a rank of the job under a watch; rank 0 stores its last report."""
-    from ddpbench.watch.settings import Settings
+    from ddpbench.watch.outputs import Settings
     from ddpbench.watch.watcher import Watcher
 
     rank = int(os.environ["DDPBENCH_RANK"])

@@ -14,33 +14,34 @@ from synthetic_rounds import BEGAN_NS, Fault, Job
 from ddpbench.present.document import Chart, ReportRun
 from ddpbench.present.watch import sections as watched_section
 from ddpbench.records.schema import Finding, Run
-from ddpbench.records.watched import Watched, WatchedCollective, WatchedLink
+from ddpbench.records.watched import WatchedCollective, WatchedLink
 from ddpbench.watch.judging.judge import judge
-from ddpbench.watch.judging.summary import summarize
+from ddpbench.watch.judging.summary import Summary, summarize
 
 SINCE = 300
 LATE = Fault(3, "forward", 0.03, since=SINCE)
 
 
 @cache
-def watch_a_job() -> tuple[Watched, tuple[Finding, ...]]:
+def watch_a_job() -> tuple[Summary, tuple[Finding, ...]]:
     """What a watch learns of a job of two hosts of which rank 3 is late from half-way on."""
     history = Job({"a": range(2), "b": range(2, 4)}, faults=[LATE]).watch(600)
     summary = summarize(history)
     assert summary is not None
-    return summary.watched, judge(history, history.world_size)
+    return summary, judge(history, history.world_size)
 
 
 def a_watched_run(**changes: Any) -> Run:
     """The run of this job, with collectives and a link."""
-    watched, findings = watch_a_job()
+    summary, findings = watch_a_job()
     collectives = (
         WatchedCollective("0 (0-3)", 4, "all_reduce", 4_000_000, 1.0, 0.03, 3, 0.9),
         WatchedCollective("0 (0-3)", 4, "broadcast", 8, 0.01, 0.01, None, 0.3),
     )
     links = (WatchedLink("a", "b", "eth0", 10**9, 1e9, 1e-4, 3),)
-    known = replace(watched, collectives=collectives, links=links)
+    known = replace(summary.watched, collectives=collectives, links=links)
     result = a_step_result(a_step_case(workload="train.py"), watched=replace(known, **changes))
+    result = replace(result, summary=summary.steps)
     run = a_step_run(result, command="watch", started="2026-09-21T14:13:20Z")
     assert BEGAN_NS == 1_790_000_000 * 10**9
     return replace(run, findings=findings)

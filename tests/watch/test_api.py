@@ -130,9 +130,7 @@ def test_the_folder_of_runs_stays_where_the_job_began(
     """Even if the script changes its folder before there is a process group."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    settings = command.parse(["--prometheus", "metrics.prom", "train.py"]).settings
-    assert settings.output == tmp_path / "results"
-    assert settings.prometheus == str(tmp_path / "metrics.prom")
+    assert command.parse(["train.py"]).options["output"] == tmp_path / "results"
 
 
 def test_a_watch_that_cannot_start_is_one_line(tmp_path: Path) -> None:

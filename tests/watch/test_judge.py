@@ -321,8 +321,6 @@ def test_a_host_that_misses_a_round_is_remembered() -> None:
     assert (busy, list(history.hosts), history.world_size) == ([["a", "b"]], ["a", "b"], 8)
     history.add(Window(10, {"c": TWO_HOSTS["a"]}, 10**18, 200))
     assert dict(history.hosts) == {"c": TWO_HOSTS["a"], "b": TWO_HOSTS["b"]}
-    busy = [f.place["hosts"] for f in judge(history, history.world_size) if f.code == "busy-host"]
-    assert busy == [["b"]]
 
 
 def test_a_rank_that_ends_without_steps_is_missing() -> None:
@@ -356,10 +354,10 @@ def test_the_summary_has_phases_ranks_calls_and_a_timeline() -> None:
         history.add(structs.replace(round_, calls=calls))
     summary = summarize(history)
     assert summary is not None
-    phases = {phase.name: phase for phase in summary.watched.phases}
+    assert summary.steps is not None
+    phases = {phase.name: phase for phase in summary.steps.phases}
     assert phases["backward"].slowest_rank == 2
     assert phases["backward"].slowest_share > 0.9
-    assert summary.steps is not None
     assert summary.steps.step.value == pytest.approx(0.155, rel=0.1)
     assert summary.steps.step.interval is not None
     (collective,) = summary.watched.collectives

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import socket
 import sys
 import urllib.error
@@ -27,10 +25,8 @@ from ddpbench.records.store import End
 from ddpbench.records.watched import COLUMNS
 from ddpbench.session.run_folder import interrupted
 from ddpbench.verdicts import comparison, matching
-from ddpbench.watch import outputs as watch_outputs
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.outputs import Outputs
-from ddpbench.watch.settings import Settings
+from ddpbench.watch.outputs import Outputs, Settings
 from ddpbench.watch.stored import NO_STEP, TIME
 from ddpbench.watch.window import JoinedCall, Link, Window
 
@@ -206,12 +202,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFi
 # --- on the terminal ------------------------------------------------------------------------------
 
 
-def test_stdout_belongs_to_the_job(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The final table of a job with and without steps goes to stderr; without a terminal there is
-    no line."""
-    monkeypatch.setattr(watch_outputs, "LINE_SECONDS", 0.0)
+def test_stdout_belongs_to_the_job(capfd: pytest.CaptureFixture[str]) -> None:
+    """The final table of a job with and without steps goes to stderr, and nothing before it."""
     for history in (a_history(), History()):
         outputs = Outputs(Settings(), a_job())
         outputs.update(history, [SLOW])
@@ -232,28 +224,6 @@ def test_a_job_without_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         outputs.update(a_history(), [SLOW])
         outputs.finish(a_history(), [SLOW], COMPLETE)
         assert the_run(tmp_path / str(number)).state == "complete"
-
-
-def test_the_line_on_a_terminal(frozen: Frozen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal, each line has the newest steps, where they went, and the worst finding; none
-    comes before its time."""
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        Outputs(Settings(), a_job()).update(a_history(), [])
-        monkeypatch.setattr(watch_outputs, "LINE_SECONDS", 0.0)
-        outputs = Outputs(Settings(), a_job())
-        outputs.update(History(), [])
-        outputs.update(a_history(), [NOTE, SLOW])
-        text = os.read(ours, 10_000)
-        while text.count(b"\n") < 2:
-            text += os.read(ours, 10_000)
-    os.close(ours)
-    none, line = text.decode().splitlines()
-    frozen.text(none)
-    assert line.startswith("ddpbench: step 59: ")
-    assert ", backward 50." in line
-    assert line.endswith(f"; warning: {SLOW.sentence}")
 
 
 # --- the callback ---------------------------------------------------------------------------------
@@ -301,37 +271,24 @@ def metrics(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
     }
 
 
-def test_metrics_in_a_file(tmp_path: Path) -> None:
-    """The file has base units and one series per part; single ranks only where a finding names
-    them. After the end it shows that the job does not run any more."""
+def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
+    """The port serves the newest report in base units, with one series per part and single ranks
+    only where a finding names them, until the job ends. A second job on the same port goes on."""
     pytest.importorskip("prometheus_client")
-    file = tmp_path / "watch.prom"
-    outputs = Outputs(Settings(prometheus=str(file)), a_job())
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    settings = Settings(prometheus=port)
+    outputs = Outputs(settings, a_job())
     outputs.update(a_history(), [SLOW, NOTE, SLOW, LINK])
-    shown = metrics(file.read_text())
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        shown = metrics(answer.read().decode())
     assert shown["ddpbench_watch_last_step"] == [({}, 59)]
     seconds = {labels["part"]: value for labels, value in shown["ddpbench_watch_seconds"]}
     assert seconds["step"] == pytest.approx(0.1, rel=0.02)
     assert set(seconds) == {"step", "exposed", *COLUMNS}
     found = sorted((one["rank"], one["host"]) for one, _ in shown["ddpbench_watch_finding"])
     assert found == [("", ""), ("", "a,b"), ("2", "b")]
-    assert shown["ddpbench_watch_running"] == [({}, 1)]
-    outputs.finish(a_history(), [], COMPLETE)
-    assert metrics(file.read_text())["ddpbench_watch_running"] == [({}, 0)]
-
-
-def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
-    """A port serves the newest report, until the job ends. A second job on the same port is told
-    so, and goes on."""
-    pytest.importorskip("prometheus_client")
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    settings = Settings(prometheus=str(port))
-    outputs = Outputs(settings, a_job())
-    outputs.update(a_history(), [])
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        assert metrics(answer.read().decode())["ddpbench_watch_last_step"] == [({}, 59)]
     Outputs(settings, a_job()).update(a_history(), [])
     assert capfd.readouterr().err.count("Prometheus") == 1
     outputs.finish(a_history(), [], COMPLETE)
@@ -344,5 +301,5 @@ def test_without_prometheus_client(
 ) -> None:
     """One sentence says what to install."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    Outputs(Settings(prometheus="9400"), a_job()).update(a_history(), [])
+    Outputs(Settings(prometheus=9400), a_job()).update(a_history(), [])
     frozen.text(capfd.readouterr().err)

@@ -128,7 +128,7 @@ def test_variables_that_a_script_sets_come_before_torch(tmp_path: Path) -> None:
         ["absent.py"],
         ["folder"],
         ["--verify", "0", "x.py"],
-        ["--prometheus", "0", "x.py"],
+        ["--prometheus", "70000", "x.py"],
         ["-n", "2", "x.py"],
         [],
     ],

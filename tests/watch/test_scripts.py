@@ -65,7 +65,7 @@ def command(launcher: str, watch: bool, *script: str) -> list[str]:
     if launcher == "ddpbench":
         start = ["-m", "ddpbench", "watch", "-n", "2"] if watch else ["-c", UNWATCHED]
         return [*python, *start, *script]
-    line = [*python, *words] if watch else by_hand([*python, *words])
+    line = by_hand([*python, *words])
     if launcher == "mpirun":
         return [*mpirun(2), *line]
     return ["srun", "-n", "2", *line]

@@ -65,21 +65,22 @@ def _list_parts(line: StepLine, run: Run) -> Table:
     case = line.case
     parts = [case.workload, " ".join(case.settings), format_ranks(case), case.backend, case.device]
     title = "  ".join(filter(None, parts))
-    watched = next((result.watched for result in line.results if result.watched), None)
-    if watched is None or not watched.steps:
+    result = next((result for result in line.results if result.watched), None)
+    watched, summary = (result.watched, result.summary) if result else (None, None)
+    if watched is None or summary is None:
         why = line.reason or "no optimizer step was seen on all ranks"
         return make_table(title, (), (), (), (why,))
     step = watched.step_seconds
     cells = [
         [
             phase.name,
-            format_ms(phase.seconds, step),
-            format_percent(phase.seconds / step),
-            format_ms(phase.slowest_seconds, step),
+            format_ms(seconds, step),
+            format_percent(seconds / step),
+            format_ms(phase.slowest.value, step),
             f"{phase.slowest_rank} ({phase.slowest_share * 100:.0f} %)",
             format_ms(phase.fastest_seconds, step),
         ]
-        for phase in watched.phases
+        for phase, seconds in zip(summary.phases, watched.median_seconds, strict=True)
     ]
     cells.append(["= step", format_ms(step, step), "100.0", "", "", ""])
     mean = watched.balance.mean_seconds if watched.balance else step

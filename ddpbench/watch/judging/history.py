@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -127,7 +126,7 @@ class History:
         self.steps = 0  # that all ranks reported, without the warm-up
         self.last_step = -1
         self.spreads: deque[float] = deque(maxlen=RECENT)  # of ranks' own time
-        self.host_facts: deque[Mapping[str, Mapping[str, float]]] = deque(maxlen=RECENT)
+        self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)  # by rank
         self.rounds = 0
         self.calls: dict[tuple[str, str, int], Calls] = {}  # by group, operation and bytes
         self._group_sizes = Counter[str]()
@@ -193,7 +192,7 @@ class History:
         self._links.append(window.links)
         self._ended_ns.append(window.ended_ns)
         self._add_calls(window.calls)
-        self._add_facts(window)
+        self.facts.append(window.facts)
         self.long_steps.add(window.long_steps)
         if window.lines:
             self.lines = {**window.lines, ALL: _average_lines([*window.lines.values()])}
@@ -235,16 +234,6 @@ class History:
             key = call.group, call.operation, call.nbytes
             if key in self.calls or len(self.calls) < KINDS:
                 self.calls.setdefault(key, Calls()).add(call)
-
-    def _add_facts(self, window: Window) -> None:
-        medians = {}
-        for host, ranks in window.hosts.items():
-            known = [window.facts[rank] for rank in ranks if rank in window.facts]
-            names = dict.fromkeys(chain(*known))
-            medians[host] = {
-                name: median(facts[name] for facts in known if name in facts) for name in names
-            }
-        self.host_facts.append(medians)
 
 
 def _average_lines(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +23,6 @@ from ddpbench.watch.judging.slow_links import find_slow_links
 from ddpbench.watch.judging.stragglers import COMPARE, RECENT, Late
 from ddpbench.watch.window import ALL, BLOCKED
 
-FEWEST = stragglers.FEWEST  # steps that any verdict on steps needs
 FEWEST_CALLS = 24  # calls that a verdict needs
 MOST_OFTEN = 0.6  # of the calls, at which the same rank is last
 LEAST_SHARE = 0.05  # of the time between two calls
@@ -52,16 +49,12 @@ PAUSE_STEPS = {  # by phase
 
 @dataclass(frozen=True)
 class Context:
-    """The input of a judge. missing: ranks without comparable reports."""
+    """The input of a judge. missing: ranks without comparable reports; late: that are, or were."""
 
     history: History
     world_size: int
     missing: Sequence[int]
-
-    @cached_property
-    def late(self) -> list[Late]:
-        """The ranks that are late, or were; at least FEWEST steps must be known."""
-        return stragglers.find_late(self.history)
+    late: Sequence[Late]
 
 
 def judge(history: History, world_size: int) -> tuple[Finding, ...]:
@@ -70,12 +63,13 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
     Nothing is an error: a watch does not change the exit code of its job. If reports of ranks are
     missing, nothing is said of all ranks: those that are missing may be the reason.
     """
-    context = Context(history, world_size, history.find_missing(world_size))
-    conditions = {ANYTHING}
-    if len(history.job) >= FEWEST:
-        conditions |= {STEPS} if context.missing else {STEPS, ALL_RANKS}
+    conditions, missing, late = {ANYTHING}, history.find_missing(world_size), list[Late]()
+    if len(history.job) >= stragglers.FEWEST:
+        conditions |= {STEPS} if missing else {STEPS, ALL_RANKS}
+        late = stragglers.find_late(history)
     elif not history.call_steps:
         conditions |= {CALLS_ONLY}
+    context = Context(history, world_size, missing, late)
     judges = [function for condition, function in JUDGES if condition in conditions]
     findings = [finding for function in judges for finding in function(context)]
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
@@ -169,13 +163,11 @@ def _describe_pause(history: History, pause: WatchedPause) -> str:
     if pause.rank is not None:
         who = f"rank {pause.rank} on {history.host_of.get(pause.rank, '')} pauses"
     where = f" at {pause.line}" if pause.line else ""
-    often = f"every {pause.every} steps, " if pause.every else ""
-    steps = f"steps {pause.first_step} to {pause.last_step}"
-    if pause.count == 1:
-        steps = f"step {pause.first_step}"
+    often = f" every {pause.every} steps" if pause.every else ""
     return (
-        f"{who} in {pause.phase}{where}: {pause.seconds * 1e3:.0f} ms {often}"
-        f"{counted(pause.count, 'time')} ({steps}); {history.describe_cost(pause.mean_seconds)}"
+        f"{who} in {pause.phase}{where}: {pause.seconds * 1e3:.0f} ms{often}, "
+        f"{counted(pause.count, 'time')}, first in step {pause.first_step}; "
+        f"{history.describe_cost(pause.mean_seconds)}"
     )
 
 
@@ -235,7 +227,7 @@ def _judge_communication(context: Context) -> Iterator[Finding]:
     exposed = float(np.median(history.job.values["exposed"][-RECENT:]))
     step = history.mean_seconds
     # A wait for a message is no transfer: what comes before it may take that long.
-    facts = [facts for hosts in history.host_facts for facts in hosts.values()]
+    facts = [one for ranks in history.facts for one in ranks.values()]
     has_messages = any(one.get("messages") for one in facts)
     if context.world_size > 1 and not has_messages and exposed >= NOTABLE * step:
         yield Finding(
@@ -249,77 +241,60 @@ def _judge_communication(context: Context) -> Iterator[Finding]:
         )
 
 
-class Check(NamedTuple):
-    """A finding on hosts whose ranks lose more than a share of their time.
-
-    find_share: of the means of a host's ranks and their number → the share.
-    """
-
-    code: str
-    severity: str
-    least: float
-    find_share: Callable[[Mapping[str, float], int], float]
-    sentence: str
-    next_step: str
-
-
-def _find_others_share(facts: Mapping[str, float], ranks: int) -> float:
-    """Return the share of a host's cores that other programs use."""
-    own = facts.get("cpu_seconds", 0.0) + facts.get("worker_seconds", 0.0)
-    others = facts.get("host_busy_seconds", 0.0) - own * ranks
-    return others / (facts["seconds"] * facts["cores"])
-
-
-CHECKS = (
-    Check(
-        "gc-pauses",
+CHECKS = {  # code → severity, least share, sentence, next step
+    "gc-pauses": (
         "note",
         0.03,
-        lambda facts, _: facts.get("gc_seconds", 0.0) / facts["seconds"],
         "Python's garbage collector stops the ranks for {share:.0%} of the time",
-        "after the set-up, call gc.freeze() and gc.disable(); then call gc.collect() on all ranks "
-        "every few hundred steps",
+        "after the set-up: gc.freeze(), gc.disable(); then gc.collect() in all ranks now and then",
     ),
-    Check(
-        "recompilations",
+    "recompilations": (
         "warning",
         0.03,
-        lambda facts, _: facts.get("compile_seconds", 0.0) / facts["seconds"],
         "torch.compile still compiles for {share:.0%} of the time",
         "to see why, start the job again after: export TORCH_LOGS=recompiles",
     ),
-    Check(
-        "busy-host",
+    "busy-host": (
         "note",
         BUSY_SHARE,
-        _find_others_share,
         "other programs use {share:.0%} of the cores",
         "run top there to see them; stop them, or run the job elsewhere",
     ),
-)
+}
+
+
+def _find_shares(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the share of each of CHECKS. ranks: the facts of a host's ranks, at least one."""
+
+    def mean(name: str) -> float:
+        return sum(facts.get(name, 0.0) for facts in ranks) / len(ranks)
+
+    own = len(ranks) * (mean("cpu_seconds") + mean("worker_seconds"))
+    others = (mean("host_busy_seconds") - own) / mean("cores")
+    lost = {
+        "gc-pauses": mean("gc_seconds"),
+        "recompilations": mean("compile_seconds"),
+        "busy-host": others,
+    }
+    return {code: seconds / mean("seconds") for code, seconds in lost.items()}
 
 
 def _judge_hosts(context: Context) -> Iterator[Finding]:
     """Report what takes time on hosts, by CHECKS. The first round has the start of the job."""
-    history = context.history
-    is_first = history.rounds == len(history.host_facts)
-    rounds = [*history.host_facts][int(is_first) :]
-    for check in CHECKS:
-        shares = {}
+    history, shares = context.history, dict[str, list[dict[str, float]]]()
+    is_first = history.rounds == len(history.facts)
+    for facts in [*history.facts][int(is_first) :]:
         for host, ranks in history.hosts.items():
-            known = [hosts[host] for hosts in rounds if hosts.get(host, {}).get("seconds")]
-            if len(known) >= ROUNDS:
-                share = float(np.median([check.find_share(one, len(ranks)) for one in known]))
-                shares |= {host: share} if share > check.least else {}
-        if shares:
-            most = max(shares.values())
-            yield Finding(
-                check.severity,
-                check.code,
-                f"{list_all(shares)}: {check.sentence.format(share=most)}",
-                check.next_step,
-                {"hosts": [*shares], "share": most},
-            )
+            if reads := [facts[rank] for rank in ranks if facts.get(rank, {}).get("seconds")]:
+                shares.setdefault(host, []).append(_find_shares(reads))
+    known = {host: reads for host, reads in shares.items() if len(reads) >= ROUNDS}
+    for code, (severity, least, sentence, next_step) in CHECKS.items():
+        medians = {h: float(np.median([one[code] for one in known[h]])) for h in known}
+        named = {host: share for host, share in medians.items() if share > least}
+        if named:
+            most = max(named.values())
+            sentence = f"{list_all(named)}: {sentence.format(share=most)}"
+            yield Finding(severity, code, sentence, next_step, {"hosts": [*named], "share": most})
 
 
 # All judges in the order of their findings, each with what must be known before it is asked.

@@ -58,11 +58,6 @@ class Late:
         """Seconds of an average step while the rank is late."""
         return self.seconds / self.every
 
-    @property
-    def phase(self) -> str:
-        """The phase that takes longer by most."""
-        return self.phases[0]
-
 
 @dataclass(frozen=True)
 class _Steps:
@@ -210,41 +205,28 @@ def _measure(steps: _Steps, excess: Floats) -> Late:
 def describe_late(history: History, late: Sequence[Late]) -> Iterator[Finding]:
     """Yield a finding for each host whose ranks are all late, and for the latest other ranks."""
     always = [one for one in late if one.every == 1 and one.until is None]
-    for host, ranks in history.hosts.items():
+    for ranks in history.hosts.values():
         members = [one for one in always if one.rank in ranks]
-        phases = {one.phase for one in members}
+        phases = {one.phases[0] for one in members}
         if len(members) == len(ranks) > 1 and len(phases) == 1 < len(history.hosts):
-            yield _describe_host(history, host, members)
+            yield _describe(history, members[len(members) // 2], ranks)
             late = [one for one in late if one not in members]
-    yield from (_describe_rank(history, one) for one in late[:MOST])
+    yield from (_describe(history, one) for one in late[:MOST])
 
 
-def _describe_host(history: History, host: str, late: Sequence[Late]) -> Finding:
-    seconds, phase = float(np.median([one.seconds for one in late])), late[0].phase
-    place = {"host": host, "ranks": sorted(one.rank for one in late), "phase": phase}
-    return Finding(
-        "warning",
-        "slow-host",
-        f"{host} is slow: {phase} takes its ranks {seconds * 1e3:.3g} ms longer than those of "
-        f"other hosts: {history.describe_cost(seconds)}",
-        COMPARE,
-        {**place, "seconds": seconds, "share": seconds / history.mean_seconds},
-    )
-
-
-def _describe_rank(history: History, late: Late) -> Finding:
+def _describe(history: History, late: Late, ranks: Sequence[int] = ()) -> Finding:
+    """Return the finding on a rank. ranks: all of its host, if it is the median of late ones."""
     host, last = history.host_of.get(late.rank, ""), history.last_step
     until = last if late.until is None else late.until
     lasted = (until + 1 - (late.since or 0)) / (last + 1)  # of the job's steps
     cost = late.cost * lasted
     line = _find_line(history, late) if late.until is None else ""  # those of the latest rounds
     place = {
-        "rank": late.rank,
+        **({"ranks": [*ranks]} if ranks else {"rank": late.rank, "every": late.every}),
         "host": host,
-        "phase": late.phase,
+        "phase": late.phases[0],
         "seconds": late.seconds,
         "share": cost / history.mean_seconds,
-        "every": late.every,
         "line": line or None,
         "since_step": late.since,
         "since": None if late.since is None else history.find_end(late.since),
@@ -253,14 +235,15 @@ def _describe_rank(history: History, late: Late) -> Finding:
     size = f"{late.seconds * 1e3:.3g} ms"
     if late.interval is not None:
         size += f" [{late.interval.low * 1e3:.3g}, {late.interval.high * 1e3:.3g}]"
+    code = "straggler" if late.every == 1 else "intermittent-straggler"
+    who = host if ranks else f"rank {late.rank} on {host}"
     return Finding(
         "warning" if late.until is None or lasted >= LASTING else "note",
-        "straggler" if late.every == 1 else "intermittent-straggler",
-        f"rank {late.rank} on {host} {_describe_steps(history, late)}: its "
-        f"{' and '.join(late.phases)} takes {size} longer than the other ranks'"
-        f"{f', at {line}' if line else ''}: {history.describe_cost(cost)}",
-        f"look for what only rank {late.rank} does there: larger batches, slower files, logging; "
-        f"{COMPARE}",
+        "slow-host" if ranks else code,
+        f"{who} {_describe_steps(history, late)}: its {' and '.join(late.phases)} takes {size} "
+        f"longer than the other ranks'{f', at {line}' if line else ''}: "
+        f"{history.describe_cost(cost)}",
+        f"look for what only {who} does there: larger batches, slower files, logging; {COMPARE}",
         {name: value for name, value in place.items() if value is not None},
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,22 +18,12 @@ from ddpbench.records.watched import (
     Watched,
     WatchedCollective,
     WatchedLink,
-    WatchedPhase,
     WatchedRank,
 )
-from ddpbench.watch.judging.history import (
-    OWN,
-    Floats,
-    History,
-    Integers,
-    Samples,
-    find_most_frequent,
-)
+from ddpbench.watch.judging.history import OWN, Floats, History, Integers, find_most_frequent
 from ddpbench.watch.judging.slow_links import find_rate
 
 LATEST = 64  # steps of `Summary.latest`, at most
-DECIMALS = 7  # of the seconds of a stored mean step
-DIGITS = 6  # of a stored mean in a moment
 STANDS_OUT = 2.0  # times the share that each rank would have, to be named as last
 
 
@@ -57,25 +47,16 @@ def summarize(history: History) -> Summary | None:
     )
     if not history.job:  # as of a job without an optimizer
         return Summary(steps=None, watched=record, latest=None)
-    steps, moments = _summarize_steps(history), _list_moments(history)
-    medians = np.median(history.job.values["median"][history.job.evenly()], axis=0).tolist()
-    phases = [
-        WatchedPhase(
-            name=phase.name,
-            seconds=median,
-            slowest_seconds=phase.slowest.value,
-            fastest_seconds=phase.fastest_seconds,
-            slowest_rank=phase.slowest_rank,
-            slowest_share=phase.slowest_share,
-        )
-        for phase, median in zip(steps.phases, medians, strict=True)
-    ]
+    steps, even = _summarize_steps(history), history.job.evenly()
+    # Divide the steps evenly, so that the timeline is of the whole run.
+    width = math.ceil(len(even) / watched.MOST_MOMENTS)
+    moments = _take_medians(history, even[len(even) % width :].reshape(-1, width))
     record = replace(
         record,
         steps=history.steps,
         last_step=history.last_step,
         step_seconds=steps.step.value,
-        phases=tuple(phases),
+        median_seconds=tuple(np.median(history.job.values["median"][even], axis=0).tolist()),
         exposed_seconds=steps.budget[0].figure.value,
         moments=tuple(moments),
         ranks=tuple(_list_ranks(history)),
@@ -110,13 +91,6 @@ def _make_figure(seconds: Floats) -> Figure:
     return Figure(float(np.median(seconds)), stats.median_interval(np.asarray(seconds, np.float64)))
 
 
-def _list_moments(history: History) -> list[Moment]:
-    """Divide the steps evenly, so that the timeline is of the whole run."""
-    even = history.job.evenly()
-    width = math.ceil(len(even) / watched.MOST_MOMENTS)
-    return list(_take_medians(history, even[len(even) % width :].reshape(-1, width)))
-
-
 def _take_medians(history: History, steps: Integers) -> Iterator[Moment]:
     """Yield the medians of some steps. steps: [moments, steps], their indices in the samples."""
     for chosen in steps:
@@ -138,13 +112,12 @@ def _list_ranks(history: History) -> Iterator[WatchedRank]:
     for rank in sorted(known[: watched.MOST_RANKS]):
         kept = history.ranks[rank]
         even = kept.values[kept.evenly()]
-        row = even["row"].mean(axis=0, dtype=np.float64).round(DECIMALS)
         yield WatchedRank(
             rank=rank,
             host=host_of[rank],
             seconds=tuple(np.median(even["row"], axis=0).tolist()),
             steps=kept.steps,
-            mean_seconds=tuple(row.tolist()),
+            mean_seconds=tuple(even["row"].mean(axis=0, dtype=np.float64).tolist()),
         )
 
 
@@ -181,19 +154,3 @@ def _list_links(history: History) -> Iterator[WatchedLink]:
             rtt_seconds=link.rtt_seconds or None,
             retransmitted=link.retransmitted,
         )
-
-
-def _take_means(kept: Samples, values: Floats, moments: Sequence[Moment]) -> list[float | None]:
-    """Return the mean of the values of each moment; None where it has none.
-
-    values: [kept], of these samples. What is newer than the last moment counts there.
-    """
-    even, count = kept.evenly(), len(moments)
-    ends = np.array([moment.step for moment in moments])
-    place = np.minimum(np.searchsorted(ends, kept.number[even]), count - 1)
-    sums = np.bincount(place, values[even], minlength=count).tolist()
-    counts = np.bincount(place, minlength=count).tolist()
-    return [
-        float(f"{total / each:.{DIGITS}g}") if each else None
-        for total, each in zip(sums, counts, strict=True)
-    ]

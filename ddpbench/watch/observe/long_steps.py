@@ -178,7 +178,6 @@ class LongSteps:
             lines=chosen,
             shared=float(extra[:BLOCKED].sum()),
             waited=float(extra[BLOCKED]),
-            waits_at=max(chosen, key=chosen.__getitem__, default=""),
         )
 
 
