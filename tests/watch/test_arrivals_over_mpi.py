@@ -81,7 +81,7 @@ def observe_waits() -> list[list[int]]:
 
 def read_calls(watched: Arrivals) -> list[JoinedCall]:
     """Return all calls since the last time."""
-    return watched.read([], Round(7, time.time_ns()), 0, final=True)
+    return watched.read([], Round(7, time.time_ns()), final=True)
 
 
 def job_watched(folder: Path) -> None:

@@ -39,18 +39,16 @@ class Arrivals:
         self._groups: dict[str, Group] = {}
         self._waiting: list[JoinedCall] = []  # for the end of their step
 
-    def read(
-        self, steps: Sequence[Step], round_: Round, ahead_ns: int, final: bool = False
-    ) -> list[JoinedCall]:
+    def read(self, steps: Sequence[Step], round_: Round, final: bool = False) -> list[JoinedCall]:
         """Return the calls since the last read up to this round, the newest CALLS, oldest first.
 
-        steps: the latest of this rank, to find in which one a call was made; ahead_ns: of the
-        system clock to perf_counter; final: nothing will be read after this. Otherwise recorders
-        are read in every READ_ROUNDS-th round, longer ones in fewer: the same ones in all ranks.
+        steps: the latest of this rank, to find in which one a call was made; final: nothing will be
+        read after this. Otherwise recorders are read in every READ_ROUNDS-th round, longer ones in
+        fewer: the same ones in all ranks.
         """
         until_ns, steps = round_.began_ns, list(steps)
         if steps and not final:
-            until_ns = min(until_ns, steps[-1].ended_ns + ahead_ns)
+            until_ns = min(until_ns, steps[-1].ended_ns)
         self._groups |= {group.name: group for group in list_groups()}
         calls = [*self._waiting, *self._read_mpi()]
         if final or round_.number % self._rounds == 0:
@@ -61,7 +59,7 @@ class Arrivals:
         # A batch of nccl has several entries with one number.
         ended = {(call.group, call.number): call for call in calls[:count]}
         return [
-            structs.replace(call, step=_find_step(steps, call.last_ns - ahead_ns))
+            structs.replace(call, step=_find_step(steps, call.last_ns))
             for call in [*ended.values()][-CALLS:]
         ]
 

@@ -51,12 +51,16 @@ class Counters(NamedTuple):
 
 
 class Links:
-    """The connections of this process to other hosts; each read is since the last one."""
+    """The connections of this process to other hosts; each read is since the last one.
+
+    addresses: of this host, by which others know it.
+    """
 
     def __init__(self) -> None:
         self._host = socket.gethostname()
         interfaces = sockets.list_interfaces().items()
         self._interfaces = {address.partition("/")[0]: name for name, address in interfaces}
+        self.addresses = [one for one in self._interfaces if not sockets.is_loopback(one)][:LINKS]
         self._counters = dict(_read_connections())
 
     def read(self) -> list[Link]:
