@@ -53,10 +53,10 @@ def kind(name: str, ranks: int = 2, init: bool = True) -> Callable[[Play], Play]
     return add
 
 
-def net(*between: nn.Module) -> nn.Module:
+def net() -> nn.Module:
     """The same model in every rank."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), *between, nn.ReLU(), nn.Linear(8, 4))
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -104,20 +104,6 @@ def _accumulate(rank: int) -> None:
             optimizer.zero_grad()
 
 
-@kind("GAN, two optimizers")
-def _gan(rank: int) -> None:
-    maker, critic = DDP(net(nn.Linear(8, 8))), DDP(nn.Sequential(nn.Linear(4, 1)))
-    optimizers = sgd(maker), sgd(critic)
-    for batch in batches(rank):
-        for sign, optimizer in zip((-1, 1), optimizers, strict=True):
-            optimizer.zero_grad()
-            made = maker(batch) if sign < 0 else maker(batch).detach()
-            loss = (sign * critic(made)).sigmoid().mean()
-            loss.backward()
-            optimizer.step()
-            show(loss)
-
-
 kind("plain DDP")(lambda rank: train(DDP(net()), batches(rank, 1000)))  # for some reports
 kind("torch.compile")(lambda rank: train(torch.compile(DDP(net()), backend="eager"), batches(rank)))
 kind("no training at all", init=False)(lambda rank: print("hello"))
@@ -148,20 +134,6 @@ def _checkpoint(rank: int) -> None:
     train(model, batches(rank), after=save)
 
 
-@kind("evaluation every 5 steps")
-def _evaluate(rank: int) -> None:
-    model = DDP(net())
-
-    def evaluate(step: int) -> None:
-        if step % 5 == 4:
-            with torch.no_grad():
-                total = sum(model.module(batch).square().mean() for batch in batches(rank + 9, 3))
-            dist.all_reduce(total)
-            show(total)
-
-    train(model, batches(rank), after=evaluate)
-
-
 @kind("pipeline of send and recv")
 def _pipeline(rank: int) -> None:
     torch.manual_seed(rank)
@@ -182,23 +154,6 @@ def _pipeline(rank: int) -> None:
             dist.send(received.grad, 0)
             show(loss)
         optimizer.step()
-
-
-@kind("parameter server", 3)
-def _server(rank: int) -> None:
-    model = net()
-    optimizer = sgd(model)
-    for batch in batches(rank):
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, 0)
-        optimizer.zero_grad()
-        loss = model(batch).square().mean() * (rank > 0)
-        loss.backward()
-        for parameter in model.parameters():
-            dist.reduce(parameter.grad, 0)
-        if rank == 0:
-            optimizer.step()
-        show(loss)
 
 
 @kind("training in 2 of 4 ranks", 4)
@@ -235,18 +190,6 @@ def _join(rank: int) -> None:
     model = DDP(net())
     with Join([model]):
         train(model, batches(rank, STEPS + 5 * rank))
-
-
-@kind("local SGD")
-def _local(rank: int) -> None:
-    model = net()
-
-    def average(step: int) -> None:
-        for parameter in model.parameters() if step % 4 == 3 else ():
-            dist.all_reduce(parameter.data)
-            parameter.data /= 2
-
-    train(model, batches(rank), after=average)
 
 
 @kind("training in a thread")
@@ -287,7 +230,6 @@ def _fail() -> None:
 kind("sys.exit(3)")(_at(5, lambda: sys.exit(3)))
 kind("sys.exit('text') after the last step")(_at(STEPS - 1, lambda: sys.exit("text"), (1,)))
 kind("exception in one rank")(_at(5, _fail, (1,)))
-kind("exception in all ranks")(_at(5, _fail))
 kind("os._exit(7)")(_at(5, lambda: os._exit(7)))
 kind("KeyboardInterrupt")(_at(5, lambda: signal.default_int_handler(2, None)))
 

@@ -14,7 +14,6 @@ from warm_python import warm_python
 
 import ddpbench
 from ddpbench.launch.placement import free_port
-from ddpbench.records import store
 from ddpbench.watch import api, command
 
 SCRIPT = """
@@ -41,21 +40,6 @@ os.waitpid(pid, 0)
 watch.close()
 print(dist.get_rank(), len(reports) > 0)
 dist.destroy_process_group()
-"""
-IN_A_THREAD = """
-import os, threading, torch, torch.distributed as dist, ddpbench
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-def train():
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ddpbench.watch():
-        for _ in range(20):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-thread = threading.Thread(target=train)
-thread.start()
-thread.join()
-os._exit(0)
 """
 
 
@@ -110,18 +94,6 @@ def test_one_line_in_the_script_is_enough(tmp_path: Path, when: str) -> None:
     assert "part of a step" in texts[0][1]
     assert texts[1][1] == ""
     assert (tmp_path / "results").exists() == (when == "before")
-
-
-@pytest.mark.thorough
-def test_a_watch_may_begin_and_end_in_any_thread(tmp_path: Path) -> None:
-    """The run is complete, with all steps, where the thread that trains has the watch and the
-    process is killed right after, as by Ray Train."""
-    (tmp_path / "train.py").write_text(IN_A_THREAD)
-    assert run_command([*warm_python(), "train.py"], tmp_path).returncode == 0
-    run = store.read(next((tmp_path / "results").iterdir()))
-    assert run.state == "complete"
-    assert (watched := run.steps[0].watched) is not None
-    assert watched.last_step == 19
 
 
 def test_the_folder_of_runs_stays_where_the_job_began(

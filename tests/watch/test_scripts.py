@@ -4,7 +4,6 @@ Exit codes, output and the digests of all parameters are compared. A few telling
 default; .ci/nightly runs the whole matrix.
 """
 
-import contextlib
 import re
 import signal
 import subprocess
@@ -214,30 +213,6 @@ def test_an_interrupted_launcher_ends_alike(
             process.communicate(timeout=LONG)
             codes.append(process.returncode)
     assert codes[0] == codes[1]
-
-
-@pytest.mark.nightly
-def test_nodes_with_unequal_numbers_of_ranks(tmp_path: Path) -> None:
-    """torchrun with 2 + 1 ranks: `-m ddpbench.watch train.py` is the same as `train.py`."""
-    digests = []
-    for program in ([*WATCH, TUTORIAL], [TUTORIAL]):
-        line = [*warm_python(), "-m", "torch.distributed.run", "--nnodes", "2"]
-        line += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-        with contextlib.ExitStack() as stack:
-            nodes = [
-                stack.enter_context(
-                    running_command(
-                        [*line, f"--node-rank={n}", f"--nproc-per-node={count}", *program],
-                        tmp_path,
-                    )
-                )
-                for n, count in enumerate((2, 1))
-            ]
-            texts = [node.communicate(timeout=LONG) for node in nodes]
-            assert [node.returncode for node in nodes] == [0, 0], texts
-        digests.append(list_words("".join(out for out, _ in texts)))
-        assert digests[-1].count("3:") == 3
-    assert digests[0] == digests[1]
 
 
 @pytest.fixture(scope="module")
