@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from by_hand import run_by_hand
 from command_lines import (
-    clean_environment,
     mpirun,
     needs_mpirun,
     read_stored_run,
@@ -85,19 +85,9 @@ def list_words(text: str) -> list[str]:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     """The script without ddpbench, in two ranks that are started by hand."""
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [*warm_python(), TUTORIAL],
-            cwd=tmp_path_factory.mktemp("plain"),
-            env=clean_environment(RANK=str(rank), LOCAL_RANK=str(rank), **variables),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    text = "".join(rank.communicate(timeout=LONG)[0] for rank in ranks)
+    ranks = run_by_hand(tmp_path_factory.mktemp("plain"), 2, [*warm_python(), TUTORIAL])
     assert [rank.returncode for rank in ranks] == [0, 0]
+    text = "".join(rank.stdout for rank in ranks)
     assert text.count(" of 2: ") == 2
     return subprocess.CompletedProcess(TUTORIAL, 0, text, "")
 
