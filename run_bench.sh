@@ -26,7 +26,7 @@ The other commands of ddpbench work too, as in `run_bench.sh doctor -n 4`:
   collectives watch doctor compare ab baseline report show list guide
 
 cpu, mpi, gpu, all and ddp give options to ddpbench. Yours follow, so yours win:
-run_bench.sh cpu -n 4 --op all_reduce --report
+run_bench.sh cpu -n 4 --op all_reduce
 If the active environment has ddpbench, everything runs there. Otherwise run_bench.sh creates .venv
 in the checkout from python3 (or PYTHON=/path/to/python). If that Python has torch, .venv uses it and
 adds only what is missing. Otherwise .venv gets a torch that fits the NVIDIA driver, if there is one.
@@ -301,7 +301,7 @@ case $command in
   *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python, and no command of ddpbench (run_bench.sh --help)" ;;
 esac
 for word; do
-  case $word in --report | --report-file* | --ddpbench-report-file*) uses+=(report) ;; esac
+  case $word in --report-file* | --ddpbench-report-file*) uses+=(report) ;; esac
 done
 case $command in cpu | mpi | gpu | all | ddp | collectives | doctor) choose_folder "$@" ;; esac
 choose_python

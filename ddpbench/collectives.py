@@ -138,7 +138,6 @@ class Sweep:
             shortest_seconds=self.shortest_seconds,
             objection=objection,
             ahead_ns=self.clocks.ahead_ns,
-            turns=context.turns,
         )
         clock_off_seconds = self.clocks.compare_again(subgroup.partition.subgroups)
         facts = self._gather_facts(samples)
@@ -219,7 +218,7 @@ def _case(
         device=options.device,
         dtype=dtype,
         reduce_op=reduce_op,
-        root=options.root if operation.rooted else None,
+        root=0 if operation.rooted else None,
         nbytes=total,
         count=count,
         in_place=place == "in",
@@ -265,8 +264,6 @@ def _objection(case: Case, world: World, device: torch.device) -> str | None:
     kind = devices.of(device)
     if operation.paired and case.backend == "gloo" and kind.memory != "host":
         return "gloo sends and receives CPU tensors only"
-    if operation.rooted and (case.root or 0) >= case.world_size:
-        return f"root {case.root} does not exist: ranks are 0 to {case.world_size - 1}"
     kind.release_memory()  # of earlier cases
     needed = loop.needed_nbytes(case, operation, DTYPES[case.dtype].nbytes)
     return memory.explain_too_large(world, device, needed)

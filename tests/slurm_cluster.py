@@ -112,7 +112,7 @@ def start_cluster(folder: Path) -> Iterator[Cluster]:
     key = folder / "munge" / "key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
-    environ = clean_environment(SLURM_CONF=str(configuration))
+    environ = clean_environment(SLURM_CONF=str(configuration), MASTER_ADDR="127.0.0.1")
     environ["PATH"] = f"{environ['PATH']}:{SYSTEM}"
     munge = {
         f"--{what}-file": folder / "munge" / what for what in ("key", "pid", "log", "seed")

@@ -147,17 +147,17 @@ def test_auto_forks_ranks_where_there_is_no_gpu(driver: Path, tmp_path: Path) ->
 
 
 SHOW = """
-import json, torch
+import json, pickle, torch
 from ddpbench.catalog import backends
 from ddpbench.hang import flight_recorder
 from ddpbench.runtime import nccl_library
-recorders = flight_recorder.find_recorders({"gloo", "nccl"})
+recorders = flight_recorder.find_recorders()
 print(json.dumps({
     "loaded": nccl_library.loaded_version(),
     "built": torch.cuda.nccl.version(),
     "described": backends.get("nccl").library(),
     "started": torch.cuda.is_initialized(),
-    "recorders": {name: json.loads(each.status(includeCollectives=False))
+    "recorders": {name: pickle.loads(each(includeCollectives=False))
                   for name, each in recorders.items()},
 }))
 """

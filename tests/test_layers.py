@@ -328,7 +328,7 @@ def test_a_stored_run_is_shown_without_torch(tmp_path: Path) -> None:
 KINDS_NAMED = {
     "catalog/backends.py": "nccl carries CUDA tensors only; mpi may stage them",
     "doctor/preflight/checks.py": "a finding counts more where GPUs are measured",
-    "hang/cuda.py": "below the table; CUDA alone has a capture mode",
+    "hang/flight_recorder.py": "below the table; CUDA alone has a capture mode",
     "mpi_backend/work.py": "below the table; torch's futures take no CPU among their devices",
     "present/case_labels.py": "the CPU is not written out",
     "replicas/channel.py": "a group's own list of the kinds that it carries",

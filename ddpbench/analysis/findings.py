@@ -216,11 +216,7 @@ def _debug(run: Run) -> Iterator[Finding]:
 
 
 def _oversubscribed(run: Run) -> Iterator[Finding]:
-    # Where some ranks have cores to themselves, the finding `shared-cores` covers the host.
-    covered = {f.place.get("host") for f in _examined(run) if f.code == "shared-cores"}
     for host in (host for launch in run.launches for host in crowded(launch.ranks)):
-        if host.host in covered:
-            continue
         ways = f"use -n {host.cores} or fewer"
         if host.ranks <= host.cores:
             ways += f", or OMP_NUM_THREADS={host.cores // host.ranks}"

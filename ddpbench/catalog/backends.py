@@ -179,7 +179,7 @@ def choose_device(
         return "cuda"
     if names[0] not in ("auto", "all"):
         return "cpu"
-    kind = devices.preferred()
+    kind = devices.get("cuda")
     why = kind.unusable()
     if why is None:
         return kind.name

@@ -50,10 +50,9 @@ class Log:
     """One rank's record of one group.
 
     group: a phrase, "of group 3", "" for the default group; members: global ranks; started,
-    finished: numbers of the last collectives that the rank called, and that ended (in a heartbeat
-    on nccl, a lower bound); calls: the latest, in order, () in a heartbeat; exact: whether all
-    ranks count in the same way; moves: a number that changes with each request to the group,
-    including sends and receives, -1 if unknown.
+    finished: numbers of the last collectives that the rank called, and that ended (in a heartbeat,
+    a lower bound); calls: the latest, in order, () in a heartbeat; exact: whether all ranks count
+    in the same way; moves: a number that changes with the requests to the group, -1 if unknown.
     """
 
     group: str
@@ -75,11 +74,10 @@ class RankStatus:
     """The state that a rank reports.
 
     place: the innermost line of the program's own code in the main thread, "f (data.py:22)";
-    inside: the function of torch.distributed that this line called, "": none; call: a number of
-    this call, different in the rank's next call, -1 if unknown; peer: the rank from which it
-    receives, or to which it sends, -1: none; phase: the step of a ddpbench command; cause: why this
-    rank raises the alarm, "": it does not; late: it has waited too long; handles: the error that
-    its main thread handles, as in a `finally`, and its line; stack: of the main thread.
+    inside: the function of torch.distributed that this line called, "": none; phase: the step of a
+    ddpbench command; cause: why this rank raises the alarm, "": it does not; late: it has waited
+    too long; handles: the error that its main thread handles, as in a `finally`, and its line;
+    stack: of the main thread.
     """
 
     place: str
@@ -89,17 +87,7 @@ class RankStatus:
     cause: str = ""
     late: bool = False
     stack: str = ""
-    sends: bool = False
-    peer: int = -1
     handles: str = ""
-    call: int = -1
-
-    @property
-    def waits_in(self) -> str:
-        """Return the wait: "all_reduce", "recv from rank 1", "" outside torch.distributed."""
-        if self.peer < 0:
-            return self.inside
-        return f"{'send to' if self.sends else 'recv from'} rank {self.peer}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,16 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.measure import clock
-from ddpbench.records.load import Load, join_loads
 from ddpbench.records.schema import Epoch
 from ddpbench.runtime import control, devices
-from ddpbench.runtime.load import LoadMeter
 
 if TYPE_CHECKING:
     from ddpbench.catalog.task import Task
     from ddpbench.runtime.world import World
-
-MOST_LOSSES = 200  # of the training, stored in one run beside those of whole epochs
 
 # Called with the number of the step, counted from 1. Returns whether the replicas are equal.
 Check = Callable[[int], bool]
@@ -51,12 +46,11 @@ def train(
     device_ids = devices.of(device).ddp_device_ids(device)
     ddp = DistributedDataParallel(task.model, device_ids, process_group=tested)
     optimizer = make_optimizer(ddp)
-    check, meter = verify(ddp, optimizer) if verify else None, LoadMeter()
+    check = verify(ddp, optimizer) if verify else None
     trained: list[Epoch] = []
     steps = 0  # over all epochs
     for number in range(1, epochs + 1):
         world.watchdog.begin_phase(f"epoch {number} of the training")
-        meter.read()  # the load of the epoch begins here
         began = clock.now_ns()
         losses, equal = [], True
         for loss in _take_steps(ddp, optimizer, task, task.training.batches(number)):
@@ -67,12 +61,13 @@ def train(
         sums = torch.stack([torch.stack(losses).sum(0), _validate(world, task, ddp.module)])
         dist.all_reduce(sums, group=ddp.process_group)
         train_loss, validation_loss = map(_mean_loss, sums.tolist())
+        seconds = control.gather_values(world, (clock.now_ns() - began) * 1e-9)
         epoch = Epoch(
             number=number,
             train_loss=train_loss,
             validation_loss=validation_loss,
+            seconds=max(seconds),
             replicas_equal=None if check is None else equal,
-            **_gather_facts(world, began, meter, torch.stack(losses), MOST_LOSSES // epochs),
         )
         trained.append(epoch)
         if control.agree_objection(world, world.interrupted) is not None:
@@ -93,25 +88,6 @@ def _take_steps(
         loss.backward()
         optimizer.step()
         yield _weigh(loss, samples)
-
-
-def _gather_facts(
-    world: World, began_ns: int, meter: LoadMeter, losses: Tensor, parts: int
-) -> dict[str, Any]:
-    """Return the time, the load and the losses of parts of an epoch, the same in all ranks.
-
-    losses: float64[step, 2] of `_weigh`. parts: each with its own training loss.
-    """
-    chunks = losses.tensor_split(max(1, min(parts, len(losses))))
-    seconds, load = (clock.now_ns() - began_ns) * 1e-9, asdict(meter.read())
-    own = [seconds, load, torch.stack([chunk.sum(0) for chunk in chunks]).tolist()]
-    all_seconds, loads, sums = zip(*control.gather_values(world, own), strict=True)
-    means = tuple(map(_mean_loss, torch.tensor(sums, dtype=torch.float64).sum(0).tolist()))
-    return {
-        "seconds": max(all_seconds),
-        "train_losses": means if len(means) > 1 else (),
-        "load": join_loads([Load(**load) for load in loads]),
-    }
 
 
 def _weigh(loss: Tensor, samples: int) -> Tensor:

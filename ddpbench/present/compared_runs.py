@@ -52,15 +52,11 @@ def build_document(comparison: Comparison) -> Document:
     return Document(TITLE, (build_section(comparison),), values, data)
 
 
-def build_section(comparison: Comparison, number: int = 1, *, drawn: bool = False) -> Section:
-    """Return the section on the verdicts of one comparison.
-
-    number: from 1, of the comparisons in one document. drawn: whether to draw the changes.
-    """
+def build_section(comparison: Comparison) -> Section:
+    """Return the section on the verdicts."""
     names, shared = _name_cases(comparison)
     rows = [row for row in comparison.rows if row.verdict not in (ONLY_BASE, ONLY_NEW)]
     counts = ", ".join(f"{count} {name}" for name, count in comparison.counts.items())
-    name, confidence = _name_section(number), comparison.rule.confidence
     changes = [
         describe_change(
             {"case": names[row.case]}, row, drift=f"±{row.drift * 100:.1f} %" if row.drift else ""
@@ -69,12 +65,11 @@ def build_section(comparison: Comparison, number: int = 1, *, drawn: bool = Fals
     ]
     charts = []
     if rows:
-        where = f"{name}-changes"
-        charts.append(list_changes(where, "case", changes, drawn=drawn, confidence=confidence))
-    charts += _list_parts(f"{name}-parts", [(names[row.case], row) for row in rows])
-    charts += [*_list_differences(f"{name}-differences", comparison)]
+        charts.append(list_changes("verdicts-changes", "case", changes))
+    charts += _list_parts("verdicts-parts", [(names[row.case], row) for row in rows])
+    charts += [*_list_differences("verdicts-differences", comparison)]
     return Section(
-        name,
+        "verdicts",
         "Verdicts",
         f"{counted(len(rows), 'case')} compared: {counts}; "
         f"margin ±{comparison.rule.margin * 100:g} %.",
@@ -82,16 +77,6 @@ def build_section(comparison: Comparison, number: int = 1, *, drawn: bool = Fals
         tuple(_find(comparison, names)),
         tuple((chart,) for chart in charts),
     )
-
-
-def explain_missing(base: str, new: str, why: str, number: int = 1) -> Section:
-    """Return the section on two runs that cannot be compared."""
-    intro = f"No verdicts on {new} compared with {base}: {why}."
-    return Section(_name_section(number), "Verdicts", intro)
-
-
-def _name_section(number: int) -> str:
-    return "verdicts" if number == 1 else f"verdicts-{number}"
 
 
 def _name_cases(comparison: Comparison) -> tuple[dict[AnyCase, str], str]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpbench.records.launched import Launch
-from ddpbench.records.load import Load
 from ddpbench.records.table import Table
 from ddpbench.records.watched import Watched
 
@@ -358,9 +357,6 @@ class Epoch:
     validation_loss: float | None  # the same, each sample counted once
     seconds: float
     replicas_equal: bool | None = None  # None: not verified
-    # Of equal parts of the epoch's steps, in order; empty: one part, or an older run.
-    train_losses: tuple[float | None, ...] = ()
-    load: Load | None = None  # during the epoch; None: an older run
 
 
 @dataclass(frozen=True)
@@ -431,7 +427,6 @@ class Run:
     ended: str | None = None
     operations: tuple[str, ...] = ()  # or workloads, in the requested order
     backends: tuple[str, ...] = ()
-    label: str = ""  # of --label
     launches: tuple[Launch, ...] = ()
     results: tuple[Result, ...] = ()
     steps: tuple[StepResult, ...] = ()

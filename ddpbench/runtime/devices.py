@@ -1,7 +1,6 @@
 """Kinds of devices for tensors. All code that depends on the kind of a device is here.
 
-To add a kind, add an entry to KINDS. A kind without an entry (xpu, hpu, …) gets `Accelerator`,
-which uses the functions common to torch's device modules; it has never run on such a device.
+To add a kind, add an entry to KINDS.
 
 The methods take a torch.device of their kind. Until `select`, none of them creates a context on a
 device. An event of the CPU reads the host's clock, so code that times with events also runs without
@@ -213,28 +212,24 @@ class Cpu:
         return [torch.get_rng_state()]
 
 
-class Accelerator(Cpu):
-    """Devices with streams, through torch's module for this kind."""
+class Cuda(Cpu):
+    """NVIDIA's GPUs, and AMD's, which torch also calls cuda."""
 
+    name = "cuda"
     memory = "GPU"
     clock = "device"
-    sleeps = False
+    sleeps = True
     event_step_seconds = 0.5e-6  # as CUDA documents it
     forks = False
     refuses = True
     defaults = "cuda"
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    _cycles_per_second = 0.0
 
     @property
     def _module(self) -> Any:
         import torch
 
-        return torch.get_device_module(self.name)
-
-    def unusable(self) -> str | None:
-        return None if self._module.is_available() else f"this torch finds no {self.name} device"
+        return torch.cuda
 
     def count(self) -> int:
         return int(self._module.device_count())
@@ -243,9 +238,7 @@ class Accelerator(Cpu):
         return max(1, self.count())
 
     def identity(self, index: int) -> str | None:
-        uuid = getattr(self.properties(index), "uuid", None)
-        boot_id = cpu.read("/proc/sys/kernel/random/boot_id")
-        return str(uuid) if uuid else f"{boot_id} {self.name} {index}"
+        return f"GPU-{self.properties(index).uuid}"  # as nvidia-smi writes it
 
     def in_use(self) -> int | None:
         return int(self._module.current_device()) if self._module.is_initialized() else None
@@ -304,16 +297,6 @@ class Accelerator(Cpu):
     def random_states(self, device: torch.device) -> list[torch.Tensor]:
         return [*super().random_states(device), self._module.get_rng_state(device)]
 
-
-class Cuda(Accelerator):
-    """NVIDIA's GPUs, and AMD's, which torch also calls cuda."""
-
-    sleeps = True
-    _cycles_per_second = 0.0
-
-    def __init__(self) -> None:
-        super().__init__("cuda")
-
     def unusable(self) -> str | None:
         """Return CUDA's error, so that an old driver is not reported as a missing GPU.
 
@@ -330,12 +313,11 @@ class Cuda(Accelerator):
             return None
         hidden = [f"{name}={shlex.quote(os.environ[name])}" for name in HIDING & os.environ.keys()]
         place = f" with {' '.join(hidden)}" if hidden and NO_DEVICE.search(error) else ""
-        hint = " (check that nvidia-fabricmanager runs)" if "Error 802" in error else ""
         # CUDA's own number and text, else the first sentence.
         line = error.strip().splitlines()[0]
         own = re.search(r"Error \d+: .*", line)
         shown = own[0] if own else re.split(r"\. (?=[A-Z])", line)[0].rstrip(".")
-        return f'{f"HIP {hip}" if hip else f"CUDA {cuda}"} reports "{shown}"{place}{hint}'
+        return f'{f"HIP {hip}" if hip else f"CUDA {cuda}"} reports "{shown}"{place}'
 
     def broken(self) -> bool:
         import torch
@@ -347,14 +329,6 @@ class Cuda(Accelerator):
         if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             return 0
         return sum(1 for _ in NVIDIA_GPUS.glob("*"))
-
-    def identity(self, index: int) -> str | None:
-        """Return the UUID as nvidia-smi writes it. torch omits the prefix, such as GPU-."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if index < len(visible) and visible[index].startswith("MIG-"):
-            return visible[index]  # CUDA may report one UUID for all instances of a GPU
-        gpu = self.properties(index)
-        return f"{'MIG' if ' MIG ' in gpu.name else 'GPU'}-{gpu.uuid}"
 
     def capturing(self) -> bool:
         return bool(self._module.is_current_stream_capturing())
@@ -422,26 +396,9 @@ KINDS: dict[str, Cpu] = {kind.name: kind for kind in (Cpu(), Cuda())}
 
 def get(name: str) -> Cpu:
     """Return the kind of devices with this name in torch. Raises ValueError if there is none."""
-    if name not in KINDS and name not in list_names():
-        raise ValueError(explain_unknown("device", name, list_names()))
-    return KINDS.get(name) or KINDS.setdefault(name, Accelerator(name))
-
-
-def list_names() -> list[str]:
-    """Return the names of the kinds in the table, and of torch's accelerator."""
-    return list(dict.fromkeys([*KINDS, _find_accelerator() or "cuda"]))
-
-
-def preferred() -> Cpu:
-    """Return the kind that torch was built for, usable or not; without any, cuda."""
-    return get(_find_accelerator() or "cuda")
-
-
-def _find_accelerator() -> str | None:
-    import torch
-
-    current = torch.accelerator.current_accelerator()
-    return current.type if current else None
+    if name not in KINDS:
+        raise ValueError(explain_unknown("device", name, KINDS))
+    return KINDS[name]
 
 
 def of(device: torch.device) -> Cpu:

@@ -14,7 +14,6 @@ from ddpbench.measure import memory
 from ddpbench.measure.start import STARTS
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.records.schema import Plan
-from ddpbench.records.wording import counted
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import GROUPS
 from ddpbench.session import options
@@ -46,7 +45,6 @@ class Options(RunOptions):
     form: tuple[str, ...]
     place: tuple[str, ...]
     groups: tuple[str, ...]
-    root: int
     async_op: bool
     mode: str
     in_flight: int
@@ -61,7 +59,7 @@ class Options(RunOptions):
     def subjects(self) -> tuple[str, ...]:
         return self.op
 
-    def check(self, world_size: int | None = None) -> None:
+    def check(self) -> None:
         where = "host" if self.device == "auto" else devices.get(self.device).memory
         if self.buffers == "huge" and where != "host":
             raise Refused(
@@ -77,11 +75,6 @@ class Options(RunOptions):
                     f"--{option} {','.join(chosen)} applies to none of {', '.join(self.op)}: "
                     f"{advice}leave it out"
                 )
-        if world_size is not None and self.root >= world_size:
-            raise Refused(
-                f"--root {self.root} does not exist: with {counted(world_size, 'rank')}, choose a "
-                f"number from 0 to {world_size - 1}"
-            )
 
     def plan(self, seed: int) -> Plan:
         several = TURN_SLICE if self.paced else SHORT_SLICE
@@ -126,7 +119,6 @@ MEASURED = """
                (default: each operation's usual one)
 --groups       ranks that work together: all ranks (world), the ranks of each host (host) or one
                rank of each host (cross); all hosts, or all such groups, work at the same time
---root         root of broadcast, reduce, gather and scatter: a rank, counted within its group
 --async        call with async_op=True and wait for the result
 """
 PROTOCOL = """
@@ -165,7 +157,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--form", kind=options.names("form", FORMS), default=(), metavar="FORM,…")
     add("--place", kind=options.names("place", PLACES), default=(), metavar="PLACE,…")
     add("--groups", kind=options.names("group", GROUPS), default=("world",), metavar="GROUP,…")
-    add("--root", kind=options.whole(0), default=0, metavar="RANK")
     add("--async", dest="async_op", action="store_true")
     options.add_where(parser)
     _add_protocol(parser)

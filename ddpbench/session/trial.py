@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from ddpbench.catalog.task import OPTIMIZERS, RankSetup, Task, Workload
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import ddp_step, memory, training
 from ddpbench.measure.rounds import Measured, Rounds
-from ddpbench.measure.step import Replica, advise_smaller, find_shortage
+from ddpbench.measure.step import Replica, advise_smaller
 from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import control, cpu, devices
@@ -38,37 +37,29 @@ COPIES = 2  # memory of gradients and buckets, in multiples of the parameters'
 class Ledger:
     """The verifications of one case so far."""
 
-    goes_on: bool
     verifier: Verifier | None = None
     verified: int = 0
-    differing: int = 0
-    last_step: int = 0
     equal_until: int | None = None
-    bad: Report | None = None  # first report that failed
-    last: Report | None = None
+    report: Report | None = None  # the latest
 
     def check(self, step: int) -> bool:
         """Verify after this step, in all ranks. Return whether to continue."""
         assert self.verifier is not None
-        report = self.verifier.check(step)
-        self.verified, self.last_step, self.last = self.verified + 1, step, report
-        self.differing += report.failed
-        if report.failed and self.bad is None:
-            self.bad = report
-        if self.bad is None:
+        self.report = self.verifier.check(step)
+        self.verified += 1
+        if not self.report.failed:
             self.equal_until = step
-        return self.goes_on or not report.failed
+        return not self.report.failed
 
     def summarise(self, cost: Figure | None, share: float | None) -> Replicas | None:
         """Return the record of the verifications; None if there were none."""
-        report = self.bad or self.last
-        if report is None:
+        if (report := self.report) is None:
             return None
         return Replicas(
             verified=self.verified,
-            differing=self.differing,
+            differing=int(report.failed),
             buffers=sum(each.kind == "buffer" for each in report.differences),
-            last_step=self.last_step,
+            last_step=report.step or 0,
             equal=not report.differs,
             ok=report.ok,
             compared=report.compared,
@@ -76,7 +67,7 @@ class Ledger:
             cost=cost,
             share=share,
             equal_until=self.equal_until,
-            first_bad=None if self.bad is None else self.bad.step,
+            first_bad=report.step if report.failed else None,
             tensors=report.faults,
             not_compared=tuple(f"{each.kind} {each.name}" for each in report.not_compared),
             held_once=report.held_once,
@@ -97,7 +88,7 @@ class Trial:
     ) -> None:
         self.world, self.tested, self.backend = context.world, context.tested, context.backend
         self.options, self.plan, self.device = context.options, context.plan, context.device
-        self.index, self.turns = context.index, context.turns
+        self.index = context.index
         self.threads, self.meshes = threads, meshes
         self.planted = tuple(faults.parse(text) for text in self.options.inject)
 
@@ -119,7 +110,7 @@ class Trial:
             _, probe, reason = self.build(workload, switchable=True)
             if probe is None:
                 arms, notes = ("ddp",), [*notes, f"no breakdown and no buckets: {reason}"]
-        ledger = Ledger(self.options.on_mismatch == "continue")
+        ledger = Ledger()
         measured = self._measure_rounds(main, probe, arms, ledger, progress)
         summary, columns = None, None
         cost: tuple[Figure | None, float | None] = None, None
@@ -171,7 +162,6 @@ class Trial:
             seed=self.plan.seed,
             verify=ledger.check if options.verify else None,
             every=options.verify,
-            turns=self.turns,
             faults=self.planted,
             progress=progress.show_part,
         )
@@ -186,7 +176,7 @@ class Trial:
         epochs = EPOCHS if options.epochs is None else options.epochs
         if not (workload.trains and epochs):
             return ()
-        rate = self.learning_rate(workload)
+        rate = workload.learning_rate
 
         def verify(ddp: Any, optimizer: Any) -> Any:
             verifier = Verifier(ddp, optimizer, dist.group.WORLD)
@@ -238,7 +228,7 @@ class Trial:
         return case, replica if sentence is None else None, sentence
 
     def _divide(self, workload: Workload, task: Task, case: StepCase, switchable: bool) -> Replica:
-        rate = self.learning_rate(workload)
+        rate = workload.learning_rate
         if self.meshes is None:
             slow_link = any(planted.fault.name == "slow-link" for planted in self.planted)
             switchable = switchable or slow_link
@@ -272,16 +262,11 @@ class Trial:
             objection = _describe_shortage(error, self._case(workload, None, batch))
             if objection is None:
                 raise
-        refusal = control.agree_objection(self.world, self._gather_difference(task) or refusal)
-        if refusal is not None:
+        if (refusal := control.agree_objection(self.world, refusal)) is not None:
             raise Refused(refusal)
         case = self._case(workload, task, batch)
         objection = objection or self._too_large(workload, task, case, replicas)
         sentence = control.agree_objection(self.world, objection)
-        tries = self.meshes is None and devices.of(self.device).refuses
-        if sentence is None and task is not None and tries:
-            shortage = find_shortage(task, case, self.device, replicas)
-            sentence = control.agree_objection(self.world, shortage)
         return case, task if sentence is None else None, sentence
 
     def _case(self, workload: Workload, task: Task | None, batch: int) -> StepCase:
@@ -299,22 +284,6 @@ class Trial:
             ranks_per_host=tuple(len(host) for host in self.world.hosts.values()),
             clock=devices.of(self.device).clock,
         )
-
-    def learning_rate(self, workload: Workload) -> float:
-        return self.options.learning_rate or workload.learning_rate
-
-    def _gather_difference(self, task: Task | None) -> str | None:
-        """Describe how this rank's model differs from rank 0's, with which DDP would hang."""
-        own = [
-            [name, list(each.shape), str(each.dtype), each.requires_grad]
-            for name, each in (task.model.named_parameters() if task else ())
-        ]
-        models = control.gather_values(self.world, own)
-        if [] in models or own == models[0]:
-            return None
-        pairs = itertools.zip_longest(own, models[0])
-        own_parameter, first = next((a, b) for a, b in pairs if a != b)
-        return f"the model differs from rank 0's: parameter {own_parameter} is {first} in rank 0"
 
     def _too_large(
         self, workload: Workload, task: Task | None, case: StepCase, replicas: int

@@ -155,22 +155,6 @@ def test_few_launches_are_told_with_what_to_type(call: Call, frozen: Frozen) -> 
     assert baseline.FEWEST == stats.FEWEST
 
 
-def test_the_baselines_are_listed(call: Call) -> None:
-    """Name, what was measured, by how many launches, where; a damaged one is told, none is too."""
-    code, out, err = call("list")
-    assert (code, out, bool(ONE_SENTENCE.fullmatch(err))) == (0, "", True)
-    stored("one", base_and_new(1.0)[0])
-    call("save", "mine")
-    Path("results/baselines/broken").mkdir()
-    code, out, err = call("list")
-    assert code == 0
-    assert out.splitlines()[2].split() == [
-        "mine", "collectives", "all_reduce", "gloo", "6", "2.13.0", "2026-01-01", "00:00",
-        "node:", "CPU", "X,", "4", "cores",
-    ]  # fmt: skip
-    assert "'results/baselines/broken'" in err
-
-
 # --- check ----------------------------------------------------------------------------------------
 
 
@@ -272,25 +256,6 @@ def test_without_a_run_it_measures_again_as_then(
     assert shown["new"]["runs"] == [Path(words[-1]).name]
 
 
-@pytest.mark.parametrize("busy_again", [False, True])
-def test_on_a_busy_host_it_measures_once_more(
-    call: Call, measured: Callable[..., list[Sequence[str]]], busy_again: bool
-) -> None:
-    """Other processes used the cores in half of the launches: a change that this may explain is not
-    claimed, and a second measurement decides."""
-    base, new = base_and_new(1.5)
-    disturbed = tuple(replace(r, others_share=0.2 * (r.launch % 2)) for r in new.results)
-    busy = replace(new, results=disturbed)
-    stored("before", replace(base, command_line=LINE))
-    call("save", "mine")
-    got = measured(0, busy, busy if busy_again else new)
-    code, out, _ = call("check", "mine", "--format", "json")
-    (row,) = json.loads(out)["rows"]
-    assert (len(got), code) == (2, 0 if busy_again else 1)
-    assert row["verdict"] == ("INCONCLUSIVE" if busy_again else "SLOWER")
-    assert row["why"] == ("NEW was measured on a busy host: measure again" if busy_again else "")
-
-
 @pytest.mark.parametrize("code", [2, 5, 130])
 def test_a_measurement_that_fails_ends_the_check(
     call: Call, measured: Callable[..., list[Sequence[str]]], code: int
@@ -362,8 +327,8 @@ OPERATIONS["exchange"] = replace(plain, name="exchange", bind=bind)
 @pytest.mark.nightly
 @pytest.mark.thorough
 def test_a_check_measures_the_users_operation_again(tmp_path: Path) -> None:
-    """With --import, as it is now: 5 ms slower. The label and the commit of the repository around
-    the current folder are stored; the baseline is kept in a folder of the user's choice."""
+    """With --import, as it is now: 5 ms slower. The commit of the repository around the current
+    folder is stored; the baseline is kept in a folder of the user's choice."""
     module, kept = tmp_path / "own_exchange.py", ("--folder", "kept")
     module.write_text(f"SECONDS = 0\n{OWN}")
     git = ("git", "-c", "user.name=a", "-c", "user.email=b")
@@ -371,12 +336,12 @@ def test_a_check_measures_the_users_operation_again(tmp_path: Path) -> None:
         subprocess.run([*git, *words], cwd=tmp_path, check=True)
     words = ("--import", "own_exchange", "--op", "exchange", "--sizes", "4K", "--backend", "gloo")
     done = run_ddpbench(tmp_path, "collectives", *words, "-n", "2", "--case-time", "0.02",
-                        "--launches", "1", "--label", "before the change")  # fmt: skip
+                        "--launches", "1")  # fmt: skip
     assert done.returncode == 0, done.stderr
     _, run = read_stored_run(tmp_path)
     commit = run.launches[0].facts["commit"]
     assert re.fullmatch(r"[0-9a-f]{7,}", str(commit))
-    assert f"before the change, commit {commit}" in done.stdout
+    assert re.search(rf"commit\W+{commit}", done.stdout)
     assert run_ddpbench(tmp_path, "baseline", "save", "mine", *kept).returncode == 0
     module.write_text(f"SECONDS = 0.005\n{OWN}")
     done = run_ddpbench(tmp_path, "baseline", "check", "mine", *kept)

@@ -16,7 +16,6 @@ from frozen import Frozen
 from in_process import Outcome, capture_command
 from stored_runs import (
     a_case,
-    a_launch,
     a_result,
     a_run,
     a_summary,
@@ -26,8 +25,6 @@ from stored_runs import (
     with_facts,
 )
 from stored_steps import (
-    a_sharded_case,
-    a_sharded_summary,
     a_step_case,
     a_step_result,
     a_step_run,
@@ -38,13 +35,10 @@ from stored_steps import (
 from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without_torch
 
 from ddpbench.present.case_labels import name_case
-from ddpbench.present.compared_runs import build_document
-from ddpbench.present.writers import text
 from ddpbench.records import codec, store
 from ddpbench.records.schema import SCHEMA, Case, Limit, Result, Run, StepCase, Wrong
-from ddpbench.verdicts import comparison, verdict
+from ddpbench.verdicts import verdict
 from ddpbench.verdicts.environments import compare_environments
-from ddpbench.verdicts.matching import Source
 
 Compare = Callable[..., Outcome]
 
@@ -157,19 +151,6 @@ def test_too_few_launches_are_told_with_what_is_needed(compared: Compare, frozen
             frozen.text(result["wording"])
 
 
-def test_wide_intervals_are_told_with_the_launches_needed(
-    compared: Compare, frozen: Frozen
-) -> None:
-    """The number follows from the half-width; where launches are no answer, the advice says so."""
-    _, out, _ = compared(*base_and_new(1.0, noise=0.1), "--format", "json")
-    shift = verdict.shift(launch_medians(6, 1e-3, 0.1, 1), launch_medians(6, 1e-3, 0.1, 2))
-    (row,) = json.loads(out)["rows"]
-    assert row["launches_needed"] == verdict.launches_needed(shift, 0.1)
-    assert 6 < row["launches_needed"] <= 100
-    _, out, _ = compared(*base_and_new(1.0, noise=0.5))
-    frozen.text("".join(line for line in out.splitlines() if "(inconclusive)" in line))
-
-
 def test_what_matters_stands_first(compared: Compare) -> None:
     """SLOWER, INVALID, INCOMPARABLE, INCONCLUSIVE, FASTER, SAME, then what one side alone has; the
     larger change before the smaller one."""
@@ -247,10 +228,6 @@ def steps(case: StepCase) -> Run:
 
 GATHERED = {"operation": "all_gather", "reduce_op": None}
 ROUNDED = a_case(**GATHERED, nbytes=1020, count=85, world_size=3, ranks_per_host=(3,))
-CONTRASTIVE = [
-    a_step_case(workload="contrastive", settings=("width=256", f"gather={way}"))
-    for way in ("grad", "local-loss")
-]
 OTHERS = {
     **{
         "+".join(other): runs_of(launch_results(1e-3), launch_results(2e-3, a_case(**other)))
@@ -259,9 +236,7 @@ OTHERS = {
             {"world_size": 4, "ranks_per_host": (2, 2)},
             {"issue": "pipelined", "depth": 20},
             {"backend": "mpi", "provider": "mpi4py"},
-            {"start": "p2p_barrier"},
             {"time_definition": "exit-last_entry"},
-            {"buffers": "huge"},
         )
     },
     "a rounded size": runs_of(
@@ -272,7 +247,6 @@ OTHERS = {
         steps(a_step_case()),
         steps(a_step_case(settings=("width=512", "depth=8"), comm_hook="fp16")),
     ),
-    "a setting that is a word": tuple(map(steps, CONTRASTIVE)),
 }
 
 
@@ -284,22 +258,6 @@ def test_another_identity_is_incomparable(compared: Compare, other: str, frozen:
     (row,) = result["rows"]
     assert (result["exit_code"], row["verdict"], row["change"]) == (3, "INCOMPARABLE", None)
     frozen.text(row["why"])
-
-
-def test_of_several_the_case_that_differs_least_is_its_partner(
-    compared: Compare, frozen: Frozen
-) -> None:
-    """Two dtypes on two ranks against the same two on four: each with its own, differing in the
-    ranks alone."""
-
-    def both(**ranks: Any) -> list[Result]:
-        kinds = ({"dtype": "bfloat16", "count": 2048}, {})
-        return [r for kind in kinds for r in launch_results(1e-3, a_case(**kind, **ranks))]
-
-    runs = runs_of(both(), both(world_size=4, ranks_per_host=(4,))[::-1])
-    result = judged(compared(*runs, "--format", "json"))
-    assert (result["exit_code"], result["counts"]) == (3, {"INCOMPARABLE": 2})
-    frozen.text(result["wording"])
 
 
 def test_cases_of_one_side_are_listed(compared: Compare, frozen: Frozen) -> None:
@@ -456,25 +414,6 @@ def test_only_what_differs_in_the_environments_is_told() -> None:
     }
 
 
-def test_a_setting_in_a_file_of_nccl_is_told_like_a_variable() -> None:
-    """nccl.conf and the links of the GPUs explain a change, as a variable does."""
-    run = a_run(*launch_results(1e-3))
-    ring = {"/etc/nccl.conf": {"NCCL_ALGO": "Ring"}}
-    base = with_facts(run, {}, {"variables": {}, "gpu_nvlinks_active": 18})
-    new = with_facts(run, {}, {"variables": {}, "nccl_conf": ring, "gpu_nvlinks_active": 17})
-    assert {d.name: (d.base, d.new) for d in compare_environments([base], [new])} == {
-        "NCCL_ALGO": (("unset",), ("Ring",)),
-        "gpu_nvlinks_active": (("18",), ("17",)),
-    }
-
-
-def test_a_backend_that_one_side_alone_has_differs_in_nothing() -> None:
-    """Only launches of the backends that both sides have are held against each other."""
-    gloo = a_run(*launch_results(1e-3))
-    mpi = replace(a_launch(9, "mpi"), launcher="mpirun", facts={"torch": "2.12.0"})
-    assert compare_environments([gloo], [replace(gloo, launches=(*gloo.launches, mpi))]) == ()
-
-
 def test_what_weakens_a_verdict_is_noted(compared: Compare, frozen: Frozen) -> None:
     """A run that is not complete, a busy host, and a change between launches that were not taken
     by turns."""
@@ -609,15 +548,6 @@ def test_json_and_csv_have_all_figures(compared: Compare) -> None:
     assert line["case"] == row["case"] == name_case(a_case())
 
 
-def test_labels_tell_all_cases_of_a_run_apart() -> None:
-    """Whatever makes a case's key differ makes its label differ."""
-    cases = [a_case(), a_case(dtype="int8"), a_case(reduce_op="max"), a_case(root=1),
-             a_case(nbytes=8), a_case(in_place=False), a_case(form="list"), a_case(device="cuda"),
-             a_case(backend="mpi"), a_case(operation="reduce"), a_step_case(),
-             a_step_case(workload="convnet"), a_step_case(device="cuda")]  # fmt: skip
-    assert len({case.key for case in cases}) == len({name_case(c) for c in cases}) == 13
-
-
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -670,28 +600,3 @@ def test_runs_are_compared_without_torch(tmp_path: Path) -> None:
     assert output.endswith("\n0\n")
     heavy = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py")
     assert "--margin" in run_without_torch(RUN_DDPBENCH, "compare", "--help", forbidden=heavy)
-
-
-def test_parts_of_a_sharded_step_have_verdicts(tmp_path: Path) -> None:
-    """A slower all_gather is named; the reduce_scatter, which did not change, is SAME."""
-    for name, gather in (("base", 4.0), ("new", 6.0)):
-        results = [
-            a_step_result(a_sharded_case(), i, a_sharded_summary(seed=i, gather=(gather, 1.0)))
-            for i in range(6)
-        ]
-        folder = tmp_path / name
-        folder.mkdir()
-        store.write(folder, a_step_run(*results, id=name))
-    done = comparison.compare(
-        *(Source(name, (store.read(tmp_path / name),)) for name in ("base", "new")),
-        comparison.Rule(),
-    )
-    (row,) = done.rows
-    verdicts = {part.name: part.verdict for part in row.parts}
-    assert row.verdict == "SLOWER"
-    assert verdicts["exposed all_gather"] == "SLOWER"
-    assert verdicts["exposed reduce_scatter"] == verdicts["compute and copies"] == "SAME"
-    document = build_document(done)
-    (line,) = [row for row in text.write(document).splitlines() if "exposed all_gather" in row]
-    assert re.search(r"\+50\.\d % .* SLOWER$", line.rstrip())
-    assert document.data["rows"][0]["parts"][0]["name"] == "compute and copies"

@@ -28,7 +28,7 @@ from slept_time import SleptTime
 
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import judge, measure, throwaway_ranks
+from ddpbench.doctor.capabilities import judge, measure, ranks
 from ddpbench.doctor.capabilities.judge import (
     CRASH,
     HANG,
@@ -38,7 +38,9 @@ from ddpbench.doctor.capabilities.judge import (
     Combination,
     Verdict,
 )
-from ddpbench.doctor.capabilities.measure import HANG_SECONDS, Request, Trials, try_all
+from ddpbench.doctor.capabilities.measure import HANG_SECONDS, Trials, try_all
+from ddpbench.doctor.capabilities.ranks import Request
+from ddpbench.launch import placement
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.runtime import control, subgroups
@@ -158,15 +160,12 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     )
     subgroup = Subgroup(subgroups.divide_ranks("world", [[0]]), world, world, rank=0)
 
-    def walk_here(wanted: Sequence[Combination]) -> tuple[list[Verdict], list[str]]:
-        reports: list[str] = []
-
-        def report(kind: str, text: str) -> None:
-            reports.append(f"{kind} {text}")
-
+    def walk_here(wanted: Sequence[Combination]) -> tuple[list[Verdict], list[tuple[int, str]]]:
+        reports: list[tuple[int, str]] = []
         request = request_trials(wanted)
-        attempt = partial(measure.try_call, request, one_rank, subgroup, torch.device("cpu"))
-        return list(measure.walk(request, one_rank, attempt, report)), reports
+        attempt = partial(ranks.try_call, request, one_rank, subgroup, torch.device("cpu"))
+        walked = ranks.walk(request, one_rank, attempt, lambda *report: reports.append(report))
+        return list(walked), reports
 
     try:
         yield walk_here
@@ -181,7 +180,7 @@ def test_a_call_that_does_nothing_is_wrong(
     lazy = replace(OPERATIONS["all_gather"], bind=lambda case, b, group, rank: lambda: None)
     monkeypatch.setitem(OPERATIONS, "all_gather", lazy)
     verdicts, reports = walk([LIST, SUM])
-    assert reports == ["trying 0", "tried 0", "trying 1", "tried 1"]
+    assert reports == [(0, "trying"), (0, "tried"), (1, "trying"), (1, "tried")]
     assert verdicts[0].outcome == WRONG
     place = {"rank": 0, "index": 0, "elements": 64, "got": "nan"}
     assert verdicts[0].wrong == {**place, "expected": verdicts[0].wrong["expected"]}
@@ -194,7 +193,7 @@ def test_a_group_that_a_refusal_breaks_is_not_used_again(
 ) -> None:
     """The reference is tried after each refusal. If it fails, fresh ranks try the rest."""
     verdicts = iter([NO, Verdict(OK), NO, NO])
-    monkeypatch.setattr(measure, "try_call", lambda *_: next(verdicts))
+    monkeypatch.setattr(ranks, "try_call", lambda *_: next(verdicts))
     assert walk([SUM, LIST, MAX8])[0] == [NO, NO]
 
 
@@ -205,25 +204,25 @@ ABORTED = "Fatal Python error: Aborted\n"
 
 def request_trials(wanted: Sequence[Combination], *modules: str) -> Request:
     """A request for these combinations on gloo."""
-    return replace(measure.make_request("gloo", "cpu", modules), wanted=wanted)
+    return Request("gloo", "cpu", "torchrun", modules, wanted)
 
 
 class Ranks:
-    """Scripted ranks that store verdicts, report states, and end with a code, or hang (None)."""
+    """Scripted ranks that store verdicts, write reports, and end with a code, or hang (None)."""
 
     def __init__(
         self,
         first: int,
         outcomes: str = "",
-        states: Sequence[str] = (),
+        reports: Sequence[str] = (),
         code: int | None = 0,
         output: str = "",
         *,
-        reported: Sequence[float] = (0, 0),
+        reported: float = 0,
         ends: float = 0,
     ) -> None:
-        """reported, ends: seconds from the start to the report of each rank, and to the end."""
-        self.first, self.states, self.output, self.code = first, states, output, code
+        """reported, ends: seconds from the start to the last report, and to the end."""
+        self.first, self.reports, self.output, self.code = first, reports, output, code
         self.reported, self.ends = reported, ends
         names = {"o": OK, "u": UNSUPPORTED}
         stored = [msgspec.json.encode(Verdict(names[letter])) + b"\n" for letter in outcomes]
@@ -234,17 +233,13 @@ class Ranks:
         folder.mkdir()
         (folder / "verdicts").write_bytes(self.stored)
         (folder / "output").write_text(self.output)
-        for rank, text in enumerate(self.states):
-            path = folder / f"rank-{rank}"
-            path.write_text(f"doing its start\n{text}\n")
-            os.utime(path, (self.began + self.reported[rank],) * 2)
+        if self.reports:
+            path = folder / "reports"
+            path.write_text("".join(f"{text}\n" for text in self.reports))
+            os.utime(path, (self.began + self.reported,) * 2)
 
     def poll(self) -> int | None:
         return self.code if self.clock.now >= self.began + self.ends else None
-
-    def end(self) -> int:
-        self.lasted = self.clock.now - self.began
-        return -9 if self.code is None else self.code
 
 
 Attempt = Callable[..., Trials]
@@ -259,14 +254,18 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
         left, clock = list(sets), SleptTime()
 
         @contextlib.contextmanager
-        def started(module: str, request: measure.Request) -> Iterator[Any]:
+        def start_ranks(request: Request) -> Iterator[tuple[Path, Ranks]]:
             ranks, folder = left.pop(0), next(folders)
             assert request.first == ranks.first
             ranks.start(folder, clock)
-            states = partial(throwaway_ranks.states, folder)
-            yield SimpleNamespace(folder=folder, process=ranks, states=states, end=ranks.end)
+            yield folder, ranks
 
-        monkeypatch.setattr(throwaway_ranks, "started", started)
+        def end_ranks(process: Ranks) -> int:
+            process.lasted = clock.now - process.began
+            return -9 if process.code is None else process.code
+
+        monkeypatch.setattr(measure, "start_ranks", start_ranks)
+        monkeypatch.setattr(measure, "end_ranks", end_ranks)
         trials = Trials(request_trials(measure.list_combinations()[:3]))
         assert {*try_all(trials, seconds, clock)} <= {None}
         assert left == []
@@ -278,9 +277,9 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Attempt:
 @pytest.mark.parametrize(
     ("end", "outcome"),
     [
-        ((["failed x", "trying 1"], 5, ABORTED), CRASH),
-        ((["failed x", "trying 1"], 5, "a\nb\n"), CRASH),
-        ((["tried 1", "trying 1"], None, ""), HANG),
+        ((["1 0 trying"], 5, ABORTED), CRASH),
+        ((["1 0 trying"], 5, "a\nb\n"), CRASH),
+        ((["1 0 trying", "1 1 trying", "1 0 tried"], None, ""), HANG),
     ],
     ids=["aborted", "exit code", "hang"],
 )
@@ -290,7 +289,7 @@ def test_what_ends_its_ranks_twice_is_told_and_the_rest_is_tried(
     """Fresh ranks try a crash a second time, and a hang never again. They go on with the rest."""
     cut = Ranks(0, "o", *end)
     again = [] if outcome == HANG else [Ranks(1, "", *end)]
-    before, verdict, after = tried(cut, *again, Ranks(2, "o", ["tried 2"])).verdicts
+    before, verdict, after = tried(cut, *again, Ranks(2, "o", ["2 0 tried"])).verdicts
     assert [before, verdict.outcome, after] == [Verdict(OK), outcome, Verdict(OK)]
     frozen.verdict(verdict.why)
     if outcome == HANG:
@@ -300,18 +299,18 @@ def test_what_ends_its_ranks_twice_is_told_and_the_rest_is_tried(
 # What happens → (sets of ranks, first letters of the outcomes)
 HARMLESS = {
     "a crash that does not repeat": (
-        [Ranks(0, "o", ["trying 1"], 5, ABORTED), Ranks(1, "oo", ["tried 2"])],
+        [Ranks(0, "o", ["1 0 trying"], 5, ABORTED), Ranks(1, "oo", ["2 0 tried"])],
         "ooo",
     ),
     "rank 0 waits for a slow rank": (
-        [Ranks(0, "ooo", ["tried 0", "tried 0"], reported=(0, 19), ends=20)],
+        [Ranks(0, "ooo", ["0 0 tried", "0 1 tried"], reported=19, ends=20)],
         "ooo",
     ),
     "ranks hang, leave or die after a verdict": (
         [
-            Ranks(0, "u", ["refused 0 x", "refused 0 x"], None),
-            Ranks(1, "u", ["refused 1 x"], 0),
-            Ranks(2, "o", ["tried 2"], 5, ABORTED),
+            Ranks(0, "u", ["0 0 refused x", "0 1 refused x"], None),
+            Ranks(1, "u", ["1 0 refused x"], 0),
+            Ranks(2, "o", ["2 0 tried"], 5, ABORTED),
         ],
         "uuo",
     ),
@@ -326,7 +325,7 @@ def test_no_combination_is_at_fault(name: str, tried: Attempt) -> None:
 
 def test_trials_end_with_their_time(tried: Attempt) -> None:
     """What was running or waiting then is not judged."""
-    late = Ranks(0, "o", ["trying 1", "trying 1"], None)
+    late = Ranks(0, "o", ["1 0 trying", "1 1 trying"], None)
     trials = tried(late, seconds=3.0)
     assert late.lasted == pytest.approx(3.0, abs=0.2)
     assert trials.verdicts == [Verdict(OK)]
@@ -335,17 +334,54 @@ def test_trials_end_with_their_time(tried: Attempt) -> None:
 
 def test_who_waits_for_a_rank_that_refused_does_not_hang(tried: Attempt, frozen: Frozen) -> None:
     """One rank raises, and the other never returns. The user sees an error: it is unsupported."""
-    refused = Ranks(0, "", ["trying 0", "refused 0 TypeError: no"], None)
-    found = tried(refused, Ranks(1, "ou", ["tried 2"])).verdicts
+    refused = Ranks(0, "", ["0 0 trying", "0 1 refused TypeError: no"], None)
+    found = tried(refused, Ranks(1, "ou", ["2 0 tried"])).verdicts
     assert [verdict.outcome for verdict in found] == [UNSUPPORTED, OK, UNSUPPORTED]
     frozen.verdict(found[0].why)
 
 
 def test_ranks_that_cannot_start_are_given_up(tried: Attempt, frozen: Frozen) -> None:
-    trials = tried(Ranks(0, "", ["failed no GPU"], 5))
+    trials = tried(Ranks(0, code=5, output="RuntimeError: no GPU\nranks ended"))
     assert trials.verdicts == []
     assert trials.given_up
     frozen.text(trials.given_up)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("Fatal Python error: Segmentation fault\n\n", "Fatal Python error: Segmentation fault"),
+        ("terminate called\n  what():  96 vs 88.\nx\n", "what():  96 vs 88."),
+        ("Traceback:\n  x\nValueError: bad\nrank 1 failed\n", "ValueError: bad"),
+        ("a\n---\n", "a"),
+        ("", "no message"),
+    ],
+)
+def test_the_error_of_the_ranks_is_in_their_output(
+    output: str, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "output").write_text(output)
+    assert measure.read_error(tmp_path) == expected
+
+
+def test_launcher_variables_do_not_reach_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of torchrun, three MPIs and Slurm do not; the user's settings do."""
+    dropped = [
+        *("DDPBENCH_RANK", "DDPBENCH_WORLD_SIZE", "DDPBENCH_LOCAL_RANK"),
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME"),
+        *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_UNIVERSE_SIZE", "PMIX_RANK"),
+        *("PMIX_SERVER_URI41", "PRTE_LAUNCHED", "PMI_RANK", "PMI_SIZE", "PMI_FD"),
+        *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "HYDI_CONTROL_FD", "HYDRA_BOOTSTRAP"),
+        *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_JOB_ID"),
+    ]
+    kept = ["OMPI_MCA_btl", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "RANKS"]
+    for name in dropped + kept:
+        monkeypatch.setenv(name, "1")
+    environment = measure.rank_environment()
+    assert not environment.keys() & set(dropped)
+    assert environment.keys() >= set(kept)
+    assert placement.read_placement(environment) is None
 
 
 # --- real trials ----------------------------------------------------------------------------------
@@ -391,8 +427,9 @@ def test_a_crash_is_found_and_nothing_is_left(
     or file is left."""
     (tmp_path / "planted.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # Before tempdir changes: the server of warm Pythons stays until pytest ends.
     monkeypatch.setattr(sys, "executable", write_warm_python(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     wanted = [BARRIER, LIST, SUM, Combination("broadcast", "tensor", None, "float32")]
     trials = Trials(request_trials(wanted, "planted"))
     # However busy this machine is, nothing hangs.
@@ -403,7 +440,7 @@ def test_a_crash_is_found_and_nothing_is_left(
     frozen.facts([verdict.outcome for verdict in trials.verdicts])
     wrong = trials.verdicts[3]
     frozen.facts([wrong.wrong["rank"], wrong.wrong["index"], "index 3" in wrong.why])
-    assert "SIGABRT" in trials.verdicts[1].why
+    assert "Aborted" in trials.verdicts[1].why
     assert capfd.readouterr() == ("", "")
     assert wait_for_left_processes(tmp_path) == []
     assert [*tmp_path.glob("ddpbench-*")] == []

@@ -24,7 +24,7 @@ RUNS = sorted(path.name for path in (GOLDEN / "runs").iterdir())
 DAMAGED = ("damaged", "newer")  # no command can read these
 # Their pages as Markdown have every title, caption, sentence, table and legend of a page.
 MARKDOWN = (
-    "sweep", "sweep changed", "step", "hsdp", "diverged", "training", "doctor", "doctor-slow",
+    "sweep", "step", "hsdp", "diverged", "training", "doctor", "doctor-slow",
     "watch-late",
 )  # fmt: skip
 WORDING = ("sentence", "next_step", "reason", "why")  # columns of text
@@ -47,10 +47,6 @@ COMMAND_LINES = {
     "list": (
         "list",
         "list nowhere",
-        "list --case all_reduce,64K",
-        "list --case mlp,gloo",
-        "list --case nothing",
-        'list --case ""',
     ),
     "compare": (
         "compare sweep changed",
@@ -74,11 +70,10 @@ COMMAND_LINES = {
         "compare sweep nowhere",
     ),
     "baseline": (
-        "baseline list",
         "baseline save main sweep",
         "baseline save main sweep && baseline check main changed",
         "baseline save main sweep && baseline save main changed",
-        "baseline save slow ab-b && baseline check slow ab-a && baseline list",
+        "baseline save slow ab-b && baseline check slow ab-a",
         "baseline save bad damaged",
         "baseline check unknown",
         "baseline save a/b sweep",

@@ -386,13 +386,6 @@ def test_a_chapter_can_be_formatted(path: Path, capsys: pytest.CaptureFixture[st
             assert all(word in shown for word in line.split())
 
 
-def test_a_terminal_gets_a_list_that_fits() -> None:
-    """On a terminal, long sentences are wrapped below each other."""
-    lines = on_a_terminal(ddpbench_command("guide")).splitlines()
-    assert max(map(len, lines)) <= 100
-    assert any(line.startswith("  contributing  ") for line in lines)
-
-
 def test_a_wide_table_keeps_its_lines() -> None:
     """Output that is wider than the terminal is not broken: the pager scrolls sideways."""
     wide = "one " * 40 + "end"

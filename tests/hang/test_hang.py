@@ -86,13 +86,6 @@ def test_groups_of_one_name_are_told_apart_by_their_ranks(frozen: Frozen) -> Non
     frozen.verdict(explain_hang(silent, {0: row(0, 2), 2: waits}))
 
 
-def test_a_circle_over_messages_and_collectives_is_a_deadlock(frozen: Frozen) -> None:
-    """Rank 0 receives from rank 2, which is in a collective that it has not called; rank 3, which
-    waits as well, is no part of the circle."""
-    receives = replace(LOADS, inside="recv", peer=2, place="recv_x (p.py:3)")
-    frozen.verdict(explain_hang([], {0: receives, 2: WAITS, 3: WAITS}))
-
-
 def test_a_rank_that_computes_is_in_no_circle(frozen: Frozen) -> None:
     """Rank 1 has begun a collective, does not wait for it and is in its own code."""
     ranks = {0: in_groups("f0 (x.py:1)", 2, a=1, b=0), 1: in_groups("f1 (x.py:2)", 2, a=0, b=1)}
@@ -100,23 +93,9 @@ def test_a_rank_that_computes_is_in_no_circle(frozen: Frozen) -> None:
     frozen.verdict(explain_hang([], ranks))
 
 
-@pytest.mark.parametrize("told", ["recv", "send"], ids=("source-recv", "destination-send"))
-def test_messages_in_a_ring_are_told_as_one(frozen: Frozen, told: str) -> None:
-    """Each waits for its neighbour."""
-    ranks = {
-        rank: RankStatus(
-            "turn (r.py:5)", told, late=True, sends=told == "send", peer=(rank - 1) % 3
-        )
-        for rank in range(3)
-    }
-    frozen.verdict(explain_hang([], ranks))
-
-
 def test_the_rank_whose_message_is_missing_is_told_first(frozen: Frozen) -> None:
-    """A pipeline whose middle stage is busy: where that one is, then who waits for it."""
-    last = RankStatus(
-        "step (p.py:7)", "wait", late=True, peer=1, cause="has waited longer than 4 s"
-    )
+    """A pipeline whose middle stage is busy: where that one is, then who waits."""
+    last = RankStatus("step (p.py:7)", "wait", late=True, cause="has waited longer than 4 s")
     busy = RankStatus("forward (m.py:2)")
     frozen.verdict(explain_hang([], {0: replace(last, place="step (p.py:6)"), 1: busy, 2: last}))
 
@@ -302,33 +281,6 @@ def test_groups_of_one_rank_each_do_not_hide_a_mismatch(frozen: Frozen) -> None:
     for rank, status in ranks.items():
         own = Log(f"of group {rank + 1}", (rank,), 1, 1, calls(("all_reduce", f"int8[{rank}]")))
         ranks[rank] = replace(status, logs=(*status.logs, own))
-    frozen.verdict(explain_hang([], ranks))
-
-
-@pytest.mark.parametrize(
-    ("made", "told"),
-    [
-        (STEP * 2 + STEP[1:], "skipped"),  # the others wait in #7, never in #8
-        (STEP * 2 + STEP[:1] + STEP[:2], "doubled"),
-        (STEP * 2 + [("barrier", "")], ""),
-    ],
-    ids=("skipped", "doubled", "neither"),
-)
-def test_a_rank_that_is_one_ahead_or_behind_is_told_so(
-    frozen: Frozen, made: list[tuple[str, str]], told: str
-) -> None:
-    """Its calls are the others' next ones, as in the steps before, or their previous ones."""
-    count = 9 if told == "doubled" else 7
-    others = words(*(STEP * 3)[:count], ended=6)
-    said = explain_hang([], {0: others, 1: words(*made, ended=6), 2: others})
-    assert [word for word in ("skipped", "doubled") if word in said] == [told] * bool(told)
-    frozen.verdict(said)
-
-
-def test_what_may_be_either_is_not_told_as_one(frozen: Frozen) -> None:
-    """The others wait in a gather between two equal reductions: their next call is unknown."""
-    gather = ("all_gather", "float32[8]")
-    ranks = {0: words(REDUCE, gather, ended=1), 1: words(REDUCE, REDUCE, ended=1)}
     frozen.verdict(explain_hang([], ranks))
 
 

@@ -311,14 +311,3 @@ def test_a_log_is_shown(frozen: Frozen) -> None:
     frozen.text("\n".join(shown.split("\n")[1:]))  # the first line shows the path
     assert codec.decode(Run, json.loads(formats.show("json", run))) == run
     assert "nan" not in formats.show("csv", run)
-
-
-def test_a_run_is_preferred_to_the_logs_beside_it() -> None:
-    """A folder of runs is its runs, whatever text lies there; a file is named by its path."""
-    store.create(Path("pool/one"), a_run(a_result()), "x")
-    Path("pool/notes.txt").write_text("measured on Monday")
-    assert sources.find_all("pool") == [Path("pool/one")]
-    assert sources.find("pool/one/run.json") == Path("pool/one")
-    assert sources.find("pool/notes.txt") == Path("pool/notes.txt")
-    with pytest.raises(InvalidRun):
-        sources.find_all("nowhere")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from command_lines import QUICK, read_stored_run, run_ddpbench
-from simulated_gpu import CUDA, GUARD_VARIABLE, OnGpu, SimulatedGpu, fake_group
+from simulated_gpu import CUDA, OnGpu, SimulatedGpu, fake_group
 from stored_runs import a_case
 from torch.utils._pytree import tree_leaves
 
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.measure.loop import Bench
 from ddpbench.measure.start import STARTS
-from ddpbench.records.schema import EVENTS, HIDDEN_LAUNCH, TWO_STREAMS, Case, Plan
+from ddpbench.records.schema import EVENTS, HIDDEN_LAUNCH, Case, Plan
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import Partition, Subgroup
 
@@ -112,25 +110,3 @@ def test_nothing_but_the_operation_lies_between_the_events(
             assert timed[0] == timed[1]
             assert gpu.called[-1] == "wait"  # before the next repetition
             assert ("sleep" in gpu.called) == (way == "hidden")
-
-
-@pytest.mark.nightly
-def test_a_whole_sweep_over_gpu_tensors(cuda_guard: Path, tmp_path: Path) -> None:
-    """`collectives --backend nccl` in two ranks, for which gloo stands in and whose tensors are
-    simulated: every case is measured with the device's clock, and every check of a result passes.
-    """
-    words = ["--import", "pretend_gpu", "--device", "cuda", "--backend", "nccl", "-n", "2"]
-    words += ["--op", "all_reduce,all_gather,send_recv,barrier", "--sizes", "4K", *QUICK]
-    environ = {GUARD_VARIABLE: str(cuda_guard)}
-    done = run_ddpbench(tmp_path, "collectives", *words, **environ)
-    assert done.returncode == 0, done.stderr
-    _, run = read_stored_run(tmp_path)
-    assert len(run.results) == 4
-    for result in run.results:
-        barrier = result.case.operation == "barrier"
-        own = {"barrier": EVENTS, "send_recv": TWO_STREAMS}
-        assert (result.case.device, result.case.clock) == ("cuda", "device")
-        assert result.case.time_definition == own.get(result.case.operation, HIDDEN_LAUNCH)
-        assert result.summary is not None
-        assert result.checks > 0 or barrier
-        assert not result.wrong

@@ -250,25 +250,6 @@ def test_bytes_are_those_of_the_layers(seen: Seen, way: str) -> None:
     assert gathers == {"root": 1, "blocks.0": 2, "blocks.1": 2}
 
 
-def test_fully_shard_gathers_in_order_and_reduces_in_reverse(seen: Seen) -> None:
-    """Forward root, blocks.0, blocks.1; backward the other way round, each with its reduce."""
-    keys = [key(span) for span in seen[0]["fsdp"]["spans"]]
-    forward = [layers for _, layers, phase in keys if phase == "forward"]
-    assert forward == ["root", "blocks.0", "blocks.1"]
-    scatters = [layers for operation, layers, _ in keys if operation == "reduce_scatter"]
-    assert sorted(scatters) == ["blocks.0", "blocks.1", "root"]
-    assert scatters.index("blocks.1") < scatters.index("blocks.0")
-    assert {phase for operation, _, phase in keys if operation == "reduce_scatter"} == {"backward"}
-
-
-def test_replicas_reduce_between_groups(seen: Seen) -> None:
-    """HSDP gathers among the ranks of a shard group, and reduces among those of a replica."""
-    for rank, (shards, replicas) in {0: ([0, 1], [0, 2]), 3: ([2, 3], [1, 3])}.items():
-        for span in seen[rank]["hsdp"]["spans"]:
-            expected = replicas if span["operation"] == "all_reduce" else shards
-            assert span["ranks"] == expected
-
-
 def test_tensor_parallel_reduces_in_the_layer_that_needs_it(seen: Seen) -> None:
     """Each block's output in forward; in backward its input's gradient, but the data's."""
     keys = [key(span) for span in seen[0]["tp"]["spans"]]

@@ -1,4 +1,4 @@
-"""False alarms of the replica proof: healthy runs of `ddpbench ddp`, each with a seed of its own.
+"""Count false alarms of the replica check in healthy runs of `ddpbench ddp`, each with its seed.
 
     ./run_bench.sh python tests/perf/healthy.py [RUNS]
 

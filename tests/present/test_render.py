@@ -15,15 +15,13 @@ from stored_runs import a_case, a_result, a_run, a_summary
 from text_tables import read_table
 
 import ddpbench
-from ddpbench import collectives
 from ddpbench.analysis import lines
 from ddpbench.present import formats
 from ddpbench.present.collectives.columns import COLUMNS
-from ddpbench.present.columns import Column, format_number
+from ddpbench.present.columns import format_number
 from ddpbench.present.formats import FORMATS
 from ddpbench.records import codec, store
 from ddpbench.records.schema import Run
-from ddpbench.session import options
 
 
 def two_backends(**other: Any) -> Run:
@@ -174,30 +172,6 @@ def test_json_is_the_whole_run() -> None:
 
 
 # --- adding one -----------------------------------------------------------------------------------
-
-
-def test_a_format_and_a_column_that_are_added_can_be_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An entry added to FORMATS or COLUMNS stands in the help, is accepted and is shown."""
-    monkeypatch.setitem(FORMATS, "mine", lambda run, columns, quiet: f"{run.id}!")
-    monkeypatch.setitem(COLUMNS, "double", Column("double", lambda line: 2 * line.case.nbytes))
-    parser = options.Parser(prog="ddpbench collectives")
-    collectives.add_arguments(parser)
-    shown = " ".join(parser.format_help().split())
-    assert f"{{{','.join(FORMATS)}}}" in shown
-    assert "markdown,mine}" in shown
-    namespace = parser.parse_args(["--format", "mine", "--columns", "double"])
-    run = two_backends()
-    assert FORMATS[namespace.format](run, namespace.columns, False) == "a-run!"
-    assert [r["double"] for r in read_table(formats.show("table", run), "all_reduce")] == [
-        "8", "8", "2097152", "2097152",
-    ]  # fmt: skip
-    assert formats.show("csv", run, namespace.columns).split() == [
-        "double",
-        *["8"] * 2,
-        *["2097152"] * 2,
-    ]
 
 
 def test_a_stored_run_is_loaded_as_the_rows_of_its_csv(tmp_path: Path) -> None:

@@ -156,20 +156,3 @@ def test_a_sharded_step_is_divided_by_operation(frozen: Frozen) -> None:
     assert sources[steps.EXPOSED] == "arms"
     assert sources["exposed all_gather"] == "spans"
     frozen.text("\n".join(chart.table.legend))
-
-
-def test_chart_names_are_plain_and_unique() -> None:
-    """Workloads and backends may have any name, two settings one workload, two libraries one
-    backend: the names of pictures stay letters, digits and hyphens."""
-    cases = [
-        a_step_case(workload="<script>", backend="x' + y"),
-        a_step_case(),
-        a_step_case(provider="mpi4py"),
-        a_step_case(settings=("depth=3",)),
-    ]
-    run = a_step_run(*(a_step_result(case, n) for n, case in enumerate(cases)))
-    names = list(charts(a_report(run)))
-    assert names[:2] == ["step-script", "step-script-x-y"]
-    assert "step-mlp-2-gloo-by-mpi4py" in names
-    assert "step-mlp-3-gloo" in names
-    assert all(set(name) <= {*"abcdefghijklmnopqrstuvwxyz0123456789-"} for name in names)

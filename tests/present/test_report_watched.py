@@ -86,23 +86,6 @@ def test_the_late_rank_stands_out(shown: dict[str, Chart]) -> None:
     assert texts["3 on b"] == "straggler"
 
 
-def test_slow_links_are_outlined() -> None:
-    """Links that findings name are marked in their direction: those that a slow host sends, and one
-    from host to host. A host whose ranks are late marks none."""
-    ends = [(x, y) for x in "abcd" for y in "abcd" if x != y]
-    links = tuple(WatchedLink(x, y, "eth0", 10**9, 1e9, None, 0) for x, y in ends)
-    run = a_watched_run(links=links, hosts=dict.fromkeys("abcd", 1))
-    places = {
-        "slow-link": {"hosts": ["a", "b"]},
-        "slow-host": {"hosts": ["d"], "bytes_per_second": {"sends": 1e6}},
-    }
-    slow = [Finding("warning", code, "slow", "", place) for code, place in places.items()]
-    late = Finding("warning", "slow-host", "late", "", {"host": "c", "phase": "forward"})
-    chart = charts(replace(run, findings=(*slow, late)))["watch-links"]
-    outlined = {(row["from"], row["to"]) for row in rows_of(chart, "_marked") if row["_marked"]}
-    assert outlined == {("a", "b"), ("d", "a"), ("d", "b"), ("d", "c")}
-
-
 def test_one_huge_step_does_not_flatten_the_others(frozen: Frozen) -> None:
     """The axis is cut above the usual steps, and the caption says so; the table has all."""
     run = a_watched_run()

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.parallel import WAYS
+from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import choose_columns, explain, format_number, format_ranks
-from ddpbench.present.document import Chart, ReportRun, Section, plain_name, show_rows
+from ddpbench.present.document import (
+    Chart,
+    ReportRun,
+    Section,
+    make_table,
+    plain_name,
+    show_rows,
+    tabulate_rows,
+)
 from ddpbench.present.header import of_watch
 from ddpbench.present.steps.breakdown import build_breakdown
-from ddpbench.present.steps.columns import STEP_COLUMNS
-from ddpbench.present.steps.communication import build_buckets, build_layers
-from ddpbench.present.steps.replicas import build_replicas
-from ddpbench.present.steps.training import build_training
-from ddpbench.records.schema import StepCase
+from ddpbench.present.steps.columns import STEP_COLUMNS, format_ms, format_percent
+from ddpbench.records.schema import Bucket, Collective, Replicas, StepCase
+from ddpbench.records.wording import counted
 
 PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
 BUCKETS = ("ready", "wire", "wait")
@@ -68,10 +77,10 @@ def build_sections(
         if wanted is None:
             charts["step"] += _draw_timelines(f"step-{name}", run, group) if drawn else []
             charts["step"] += build_breakdown(f"step-{name}-budget", group)
-            charts["step"] += build_buckets(f"step-{name}-buckets", group)
-            charts["step"] += build_layers(f"step-{name}-layers", group)
-            charts["replicas"] += build_replicas(f"replicas-{name}", group, run.run.plan.verify)
-            charts["training"] += build_training(f"training-{name}", group, loads=drawn)
+            charts["step"] += _list_buckets(f"step-{name}-buckets", group)
+            charts["step"] += _list_layers(f"step-{name}-layers", group)
+            charts["replicas"] += _list_replicas(f"replicas-{name}", group, run.run.plan.verify)
+            charts["training"] += _list_training(f"training-{name}", group)
     legend = explain(shown, columns, step_lines.FLAGS) if shown else []
     legend += _legend(shown) if wanted is None else []
     for name, title in TITLES.items():
@@ -155,3 +164,204 @@ def _legend(shown: list[StepLine]) -> list[str]:
     }
     needed |= {"from": timed, "collectives": timed}
     return [LEGEND[name] for name, shown in needed.items() if shown]
+
+
+# --- buckets and layer groups ---------------------------------------------------------------------
+
+MOST_BUCKETS = 12  # rows of a text
+NAME = 24  # characters of a parameter's name
+MOST_LAYERS = 12  # rows; with more, equal layer groups share one
+
+
+def _list_buckets(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
+    """Yield DDP's buckets in the order of reduction, if they were timed."""
+    known = [(line, b) for line in group if line.summary for b in line.summary.buckets]
+    if known:
+        rows = [_format_bucket(line, bucket) for line, bucket in known]
+        table = tabulate_rows("buckets", rows, ("parameters",))
+        yield Chart(name, "Buckets", "", table, grouped=True, most=MOST_BUCKETS, spread=True)
+
+
+def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
+    names = bucket.first, bucket.last
+    first, last = (n if len(n) <= NAME else f"…{n[1 - NAME :]}" for n in names)
+    return {
+        "backend": line.case.backend,
+        "#": str(bucket.index),
+        "MB": f"{bucket.nbytes / 1e6:.2f}",
+        "n": str(bucket.parameters),
+        "parameters": first if bucket.parameters == 1 else f"{first} … {last}",
+        "ready after ms": format_ms(bucket.handed_seconds, line.seconds),
+        "wire ms": format_ms(bucket.wire.value, line.seconds),
+        "wait ms": format_ms(bucket.wait.value, line.seconds),
+        "late rank": "-" if bucket.late_rank is None else str(bucket.late_rank),
+    }
+
+
+def _list_layers(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
+    """Yield the communication of each layer group, if the collectives were timed."""
+    rows = [_format_layers(line, same) for line in group for same in _merge_layers(line)]
+    if rows:
+        table = tabulate_rows("layer groups", rows)
+        yield Chart(name, "Layer groups", "", table, grouped=True)
+
+
+def _merge_layers(line: StepLine) -> list[list[Collective]]:
+    """Join layer groups of equal phase, operation and size if there are many; in call order."""
+    collectives = line.summary.collectives if line.summary else ()
+    merged: dict[tuple[Any, ...], list[Collective]] = {}
+    for i, each in enumerate(collectives):
+        alike = (each.phase, each.operation, each.nbytes, each.calls)
+        merged.setdefault(alike if len(collectives) > MOST_LAYERS else (i,), []).append(each)
+    return list(merged.values())
+
+
+def _name_layers(same: Sequence[Collective]) -> str:
+    first, last = same[0].layers, same[-1].layers
+    return first if first == last else f"{first} … {last}"
+
+
+def _format_layers(line: StepLine, same: Sequence[Collective]) -> dict[str, str]:
+    exposed = sum(each.exposed.value for each in same)
+    hidden = sum(each.hidden.value for each in same)
+    late = sorted({each.late_rank for each in same if each.late_rank is not None})
+    whole = exposed + hidden
+    return {
+        "backend": line.case.backend,
+        "layers": _name_layers(same),
+        "groups": str(len(same)),
+        "phase": same[0].phase,
+        "operation": same[0].operation,
+        "MB": f"{sum(each.nbytes for each in same) / 1e6:.2f}",
+        "exposed ms": format_ms(exposed, line.seconds),
+        "hidden ms": format_ms(hidden, line.seconds),
+        "hidden %": format_percent(hidden / whole if whole else None),
+        "wait ms": format_ms(sum(each.wait.value for each in same), line.seconds),
+        "late rank": " ".join(map(str, late)) or "-",
+    }
+
+
+# --- replicas -------------------------------------------------------------------------------------
+
+KINDS = {"optimizer": "optimizer options and states"}  # kind → plural
+
+
+def _list_replicas(name: str, group: Sequence[StepLine], every: int) -> Iterator[Chart]:
+    """Yield the verdict on each backend and its cost.
+
+    every: steps from one verification to the next.
+    """
+    rows = []
+    for line in group:
+        texts = _state_verdict(line, every)
+        rows += [["" if i else line.case.backend, text] for i, text in enumerate(texts)]
+    if rows:
+        table = make_table("replicas", ("", ""), rows, ("",))
+        yield Chart(name, f"Replicas of {group[0].case.workload}", "", table)
+
+
+def _state_verdict(line: StepLine, every: int) -> Iterator[str]:
+    replicas = line.replicas
+    if replicas is None:
+        if line.summary is not None:
+            yield "not verified"
+        return
+    if line.case.world_size == 1:
+        yield "one rank: there is no other replica to compare with"
+        return
+    if replicas.failed or replicas.unproved:
+        yield _describe_failure(replicas) if replicas.failed else replicas.unproved
+        yield from (f"  {text}" for text in replicas.text.splitlines())
+    else:
+        yield _describe_equality(line, replicas, every)
+    if replicas.buffers and not replicas.failed:
+        yield (
+            f"except {replicas.buffers} of {replicas.compared.get('buffer', 0)} buffers, each "
+            "rank's own statistics: DDP sends rank 0's before the next forward"
+        )
+    if replicas.cost is not None:
+        share = "" if replicas.share is None else f" = {format_percent(replicas.share)} % of a step"
+        yield f"one verification takes {format_ms(replicas.cost.value, line.seconds)} ms{share}"
+
+
+def _describe_failure(replicas: Replicas) -> str:
+    until, count = replicas.equal_until, replicas.differing
+    verdict = "equal, but NOT FINITE" if replicas.equal else "NOT EQUAL"
+    before = "" if until is None else f"; equal until step {until}"
+    after = ""
+    if replicas.last_step != replicas.first_bad:
+        after = f"; the run went on, and {count} of {replicas.verified} verifications failed"
+    return f"{verdict} after step {replicas.first_bad}{before}{after}"
+
+
+def _describe_equality(line: StepLine, replicas: Replicas, every: int) -> str:
+    count = counted(sum(r.replicas.verified for r in line.results if r.replicas), "step")
+    when = f"after each of {count}" if every == 1 else f"after {count}, one in every {every}"
+    launches = f" in {len(line.results)} launches" if len(line.results) > 1 else ""
+    compared = ", ".join(
+        f"{number} {KINDS[kind]}" if kind in KINDS else counted(number, kind)
+        for kind, number in replicas.compared.items()
+        if number
+    )
+    size = f"({replicas.nbytes / 1e6:.1f} MB)"
+    return f"replicas equal {when}{launches}, bit for bit: {compared} {size}"
+
+
+# --- training -------------------------------------------------------------------------------------
+
+EPOCHS = 18  # rows of a text
+DECADE = 10.0  # ratio of the largest loss to the least from which their axis is logarithmic
+VERDICTS = {None: "-", True: "equal", False: "NOT EQUAL"}
+CAPTION = (
+    "Mean loss over the samples of all ranks: of the training, over the steps of each epoch, and "
+    "of the validation after it. Lines of equal losses cover each other."
+)
+
+
+def _list_training(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
+    """Yield the losses of a workload's training."""
+    trained = [
+        (line, launch, epoch)
+        for line in group
+        for launch, result in enumerate(line.results, 1)
+        for epoch in result.epochs
+    ]
+    if not trained:
+        return
+    several = any(launch > 1 for _, launch, _ in trained)
+    rows = [
+        {
+            "backend": line.case.backend,
+            "launch": launch if several else None,
+            "epoch": epoch.number,
+            "train loss": format_number(epoch.train_loss),
+            "validation loss": format_number(epoch.validation_loss),
+            "seconds": format_number(epoch.seconds),
+            "replicas": VERDICTS[epoch.replicas_equal],
+        }
+        for line, launch, epoch in trained
+    ]
+    table = tabulate_rows("training", rows, ("replicas",))
+    numbers = [epoch.number for *_, epoch in trained]
+    x = Axis("epoch", theme.COUNT_LABELS, domain=(min(numbers) - 1, max(numbers)))
+    points = [
+        {
+            "backend": line.case.backend,
+            "launch": launch,
+            "epoch": epoch.number,
+            "loss of": kind,
+            "loss": format_number(loss),
+            "replicas": VERDICTS[epoch.replicas_equal],
+            "_x": epoch.number,
+            "_y": loss,
+        }
+        for line, launch, epoch in trained
+        for kind, loss in (("training", epoch.train_loss), ("validation", epoch.validation_loss))
+    ]
+    each = [loss for *_, e in trained for loss in (e.train_loss, e.validation_loss)]
+    losses = [loss for loss in each if loss is not None]
+    log = bool(losses) and 0 < DECADE * min(losses) <= max(losses)
+    y = Axis("loss", theme.NUMBER_LABELS, log=log)
+    drawing = Lines(data=points, x=x, y=y, dash="loss of") if losses else None
+    title = f"Loss of {group[0].case.workload}"
+    yield Chart(name, title, CAPTION, table, drawing, grouped=True, most=EPOCHS, spread=True)

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Bars, Matrix, Rows, draw_pairs
+from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.columns import format_half_width, format_number, format_ranks, scale_known
 from ddpbench.present.document import Chart, ReportRun, Section, make_table, tabulate_rows
 from ddpbench.present.header import of_watch
 from ddpbench.present.steps.columns import format_ms, format_percent
 from ddpbench.present.watch import over_time
-from ddpbench.records.schema import Finding, Run
+from ddpbench.records.schema import Run
 from ddpbench.records.table import Table
-from ddpbench.records.watched import COLUMNS, Watched, WatchedLink
+from ddpbench.records.watched import COLUMNS, Watched
 
 RANKS, PAUSES, COLLECTIVES, LINKS, MOMENTS = 8, 5, 12, 12, 10  # rows of a table, at most
 GROUP = 32  # characters of a group's name
@@ -50,12 +50,12 @@ def build_sections(run: ReportRun, *, drawn: bool = False) -> Iterator[Section]:
 
 
 def _list_rows(run: Run, watched: Watched, *, drawn: bool) -> Iterator[tuple[Chart, ...]]:
-    yield (*_draw_balance(watched), *_draw_pauses(watched))
+    yield (*_list_balance(watched), *_list_pauses(watched))
     if drawn and len(watched.moments) > 1:
         yield (over_time.draw(run, watched),)
     yield tuple(_draw_ranks(run, watched))
-    yield tuple(_draw_collectives(watched))
-    yield tuple(_draw_links(run, watched))
+    yield tuple(_list_collectives(watched))
+    yield tuple(_list_links(watched))
     if not drawn:
         yield tuple(_list_moments(watched))
 
@@ -103,16 +103,7 @@ def _list_parts(line: StepLine, run: Run) -> Table:
     return make_table(title, headings, cells, headings[:1], (text,))
 
 
-def _draw_bars(
-    words: tuple[str, str, str], title: str, rows: Rows, most: int | None = None
-) -> Iterator[Chart]:
-    """Yield a table of these rows, and a bar of time for each. words: of the chart."""
-    if rows:
-        drawing = Bars(data=rows, x=Axis("time", theme.TIME_LABELS), row="_row", color="")
-        yield Chart(*words, tabulate_rows(title, rows, ("group",)), drawing, most=most)
-
-
-def _draw_balance(watched: Watched) -> Iterator[Chart]:
+def _list_balance(watched: Watched) -> Iterator[Chart]:
     """Yield the parts of all the time of the job."""
     balance = watched.balance
     if balance is None:
@@ -120,22 +111,20 @@ def _draw_balance(watched: Watched) -> Iterator[Chart]:
     rows = []
     for name, seconds in {**balance.parts(), "= wall time": balance.wall_seconds}.items():
         share = format_percent(seconds / balance.wall_seconds)
-        cells = {"time": name, "s": f"{seconds:.3f}", "% of time": share}
-        rows.append({**cells, "_row": name, "_end": seconds, "_text": f"{share} %"})
+        rows.append({"time": name, "s": f"{seconds:.3f}", "% of time": share})
     caption = (
         "Time of rank 0 while it was watched. A long step takes at least 1.5 times as long as "
         "usual; its extra time is a part of its own."
     )
-    yield from _draw_bars(("watch-balance", "Total time", caption), "total time of rank 0", rows)
+    table = tabulate_rows("total time of rank 0", rows)
+    yield Chart("watch-balance", "Total time", caption, table)
 
 
-def _draw_pauses(watched: Watched) -> Iterator[Chart]:
+def _list_pauses(watched: Watched) -> Iterator[Chart]:
     """Yield the steps that took much longer than usual, by cause."""
-    rows = []
-    for pause in watched.pauses:
-        rank = "all" if pause.rank is None else str(pause.rank)
-        cells = {
-            "rank": rank,
+    rows = [
+        {
+            "rank": "all" if pause.rank is None else str(pause.rank),
             "part": pause.phase,
             "line": pause.line or "-",
             "times": str(pause.count),
@@ -144,15 +133,12 @@ def _draw_pauses(watched: Watched) -> Iterator[Chart]:
             "longest ms": f"{pause.longest_seconds * 1e3:.1f}",
             "ms per step": format_ms(pause.mean_seconds, watched.step_seconds),
         }
-        text = f"{pause.count} of {pause.seconds * 1e3:.3g} ms"
-        name = f"{rank}: {pause.line or pause.phase}"
-        rows.append({**cells, "_row": name, "_end": pause.mean_seconds, "_text": text})
-    caption = (
-        "Extra time of long steps per step, the average over all steps, by rank and line; beside "
-        "each bar, number and median size of the pauses."
-    )
-    words = "watch-pauses", "Pauses", caption
-    yield from _draw_bars(words, "pauses, the most costly first", rows, PAUSES)
+        for pause in watched.pauses
+    ]
+    caption = "Extra time of long steps, by rank and line; per step: the average over all steps."
+    if rows:
+        table = tabulate_rows("pauses, the most costly first", rows)
+        yield Chart("watch-pauses", "Pauses", caption, table, most=PAUSES)
 
 
 def _draw_ranks(run: Run, watched: Watched) -> Iterator[Chart]:
@@ -186,35 +172,29 @@ def _draw_ranks(run: Run, watched: Watched) -> Iterator[Chart]:
     yield Chart("watch-ranks", "Ranks", caption, table, drawing, most=RANKS)
 
 
-def _draw_collectives(watched: Watched) -> Iterator[Chart]:
+def _list_collectives(watched: Watched) -> Iterator[Chart]:
     """Yield how long the earliest rank waits for the latest in each kind of call."""
     rows = []
     for row in watched.collectives:
         last = "-" if row.last_rank is None else f"{row.last_rank} ({row.last_share * 100:.0f} %)"
-        size, calls = format_number(row.nbytes / 1e3), row.calls if watched.steps else 1
         group = row.group if len(row.group) <= GROUP else f"{row.group[: GROUP - 1]}…"
+        calls = {"per step": f"{row.calls:.1f}"} if watched.steps else {"calls": f"{row.calls:.0f}"}
         cells = {
             "group": group,
             "ranks": str(row.ranks),
             "operation": row.operation,
-            "kB": size,
-            **({"per step": f"{calls:.1f}"} if watched.steps else {"calls": f"{row.calls:.0f}"}),
+            "kB": format_number(row.nbytes / 1e3),
+            **calls,
             "wait ms": format_ms(row.wait_seconds, watched.step_seconds),
             "last rank": last,
-            "_row": f"{row.operation} {size} kB, {group}",
-            "_end": row.wait_seconds * calls,
-            "_text": "" if last == "-" else f"rank {last}",
         }
         rows.append(cells)
-    caption = (
-        f"Wait per {'step' if watched.steps else 'call'}; beside each bar, the rank that is last "
-        "most often, and its share of the calls."
-    )
-    words = "watch-collectives", "Waits in collectives", caption
-    yield from _draw_bars(words, "collectives, the longest waits first", rows, COLLECTIVES)
+    if rows:
+        table = tabulate_rows("collectives, the longest waits first", rows, ("group",))
+        yield Chart("watch-collectives", "Waits in collectives", "", table, most=COLLECTIVES)
 
 
-def _draw_links(run: Run, watched: Watched) -> Iterator[Chart]:
+def _list_links(watched: Watched) -> Iterator[Chart]:
     """Yield the links between hosts."""
     rows = [
         {
@@ -227,42 +207,10 @@ def _draw_links(run: Run, watched: Watched) -> Iterator[Chart]:
         }
         for link in watched.links
     ]
-    caption = (
-        "Rate of the job's connections from host to host while data is in transfer, in MB/s; more "
-        "is better. Outlined: slow."
-    )
+    caption = "Rate of the job's connections from host to host while data is in transfer."
     if rows:
         table = tabulate_rows("links, the busiest first", rows)
-        heat = _draw_rates(run, watched)
-        yield Chart("watch-links", "Links of the job", caption, table, heat, most=LINKS)
-
-
-def _draw_rates(run: Run, watched: Watched) -> Matrix | None:
-    """Return the rates of the links between hosts; None if they are unknown."""
-    hosts = [host for host in watched.hosts if any(host in (x.host, x.peer) for x in watched.links)]
-    known = [
-        {
-            "from": link.host,
-            "to": link.peer,
-            "_value": float(f"{link.bytes_per_second / 1e6:.3g}"),
-            "_marked": "slow" if any(_is_named(link, found) for found in run.findings) else "",
-            "interface": link.interface,
-            "carried": f"{link.nbytes / 1e6:.4g} MB",
-            "retransmitted": str(link.retransmitted),
-        }
-        for link in watched.links
-        if link.bytes_per_second and {link.host, link.peer} <= set(hosts)
-    ]
-    return draw_pairs(known, hosts, "host", "MB/s") if len(hosts) > 1 and known else None
-
-
-def _is_named(link: WatchedLink, finding: Finding) -> bool:
-    """Whether a finding names this link, or all links of one of its hosts in this direction."""
-    ends = {"sends": [link.host], "receives": [link.peer]}
-    named = [ends[way] for way in finding.place.get("bytes_per_second", ())]
-    if finding.code == "slow-link":
-        named.append([link.host, link.peer])
-    return finding.place.get("hosts") in named
+        yield Chart("watch-links", "Links of the job", caption, table, most=LINKS)
 
 
 def _list_moments(watched: Watched) -> Iterator[Chart]:
