@@ -111,8 +111,7 @@ def _judge_arrivals(context: Context) -> Iterator[Finding]:
             "late-arrival",
             f"rank {rank} on {context.history.host_of.get(rank, 'an unknown host')} is the last to "
             f"arrive at {operation} of {nbytes / 1e3:.4g} kB on group {group} in {often:.0%} of "
-            f"the calls: {seconds * 1e3:.3g} ms after the other ranks, {seconds / between:.1%} of "
-            "the time from one call to the next",
+            f"the calls: {seconds * 1e3:.3g} ms after the other ranks",
             f"find what rank {rank} does longer than the others before this call; {COMPARE}",
             {"rank": rank, "group": group, "operation": operation, "seconds": seconds},
         )

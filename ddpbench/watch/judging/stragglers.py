@@ -102,17 +102,9 @@ def find_late(history: History) -> list[Late]:
         is_tracked = np.isin(recent, kept.number).mean() > TRACKED_SHARE
         excess = kept.values["excess"].astype(np.float64)
         steps = _Steps(rank, kept.number, excess, least, step_seconds)
-        if is_tracked and _may_be_late(steps) and (one := _judge_rank(steps)):
+        if is_tracked and (one := _judge_rank(steps)):
             late.append(one)
     return sorted(late, key=lambda one: -one.cost)
-
-
-def _may_be_late(steps: _Steps) -> bool:
-    """Return whether the averages allow for a verdict: the cheap question."""
-    chunks = np.array_split(steps.excess[:, OWN], max(1, len(steps) // 64))
-    means = steps.phases[-RECENT:].mean(axis=0)
-    most = max(chunk.mean() for chunk in chunks)
-    return bool(most > steps.least / 2 or (means > ALLOWED * steps.step_seconds).any())
 
 
 def _judge_rank(steps: _Steps) -> Late | None:
