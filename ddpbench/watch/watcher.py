@@ -194,9 +194,6 @@ class _Rank:
         yield from self._proof.list_findings(self._number, last)
         if self._number == 0 and (unseen := self._arrivals.unavailable):
             yield Finding("note", "unseen-collectives", unseen)
-        if self._number == 0 and self._observer.steps_by_backward:
-            sentence = "no optimizer step was seen: a step here ends with a synchronised backward"
-            yield Finding("note", "steps-by-backward", sentence)
 
     def close(self) -> None:
         """Stop reading."""

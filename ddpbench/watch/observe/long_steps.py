@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -100,7 +100,7 @@ class LongSteps:
         self._recent = deque[Step](maxlen=2 * CHUNK)
         self._found: list[LongStep] = []
         self._looks: list[Look] = []
-        self._lines: Counter[str] = Counter()  # looks' seconds by line in usual steps
+        self._lines: dict[str, float] = {}  # looks' seconds by line in usual steps
         self._usual = 0  # number of these steps
 
     def add(self, steps: Sequence[Step], looks: Sequence[Look]) -> None:
@@ -122,7 +122,8 @@ class LongSteps:
 
     def usual_lines(self) -> dict[str, float]:
         """Return the seconds of a usual step by line of the program: the lines with the most."""
-        return {line: one / max(1, self._usual) for line, one in self._lines.most_common(LINES)}
+        most = sorted(self._lines, key=lambda line: -self._lines[line])[:LINES]
+        return {line: self._lines[line] / max(1, self._usual) for line in most}
 
     def make_balance(self, since_ns: int) -> WatchedBalance | None:
         """Return where the time went since then; None before the second step."""
@@ -151,24 +152,27 @@ class LongSteps:
                 self._found.append(self._describe(step, extra, lines))
             else:
                 self._usual += 1
-                self._lines.update(lines)
+                for line, seconds in lines.items():
+                    self._lines[line] = self._lines.get(line, 0.0) + seconds
 
-    def _take_lines(self, step: Step, since_ns: int) -> Counter[str]:
+    def _take_lines(self, step: Step, since_ns: int) -> dict[str, float]:
         """Return the seconds by line of the looks at a step; forget them, and older ones.
 
         since_ns: before which the time of a look does not count.
         """
-        lines: Counter[str] = Counter()
+        lines: dict[str, float] = {}
         end = bisect_right(self._looks, step.ended_ns, key=lambda look: look.ns)
         for look in self._looks[:end]:
             if look.line and look.ns > step.began_ns:
-                lines[look.line] += min(look.seconds, (look.ns - since_ns) * 1e-9)
+                seconds = min(look.seconds, (look.ns - since_ns) * 1e-9)
+                lines[look.line] = lines.get(look.line, 0.0) + seconds
         del self._looks[:end]
         return lines
 
     def _describe(self, step: Step, extra: Floats, lines: Mapping[str, float]) -> LongStep:
         least = LINE_SHARE * float(extra.sum())
-        more = {line: one - self._lines[line] / max(1, self._usual) for line, one in lines.items()}
+        usual = {line: seconds / max(1, self._usual) for line, seconds in self._lines.items()}
+        more = {line: seconds - usual.get(line, 0.0) for line, seconds in lines.items()}
         chosen = {line: seconds for line, seconds in more.items() if seconds >= least}
         return LongStep(
             number=step.number,

@@ -12,9 +12,7 @@ stream of the steps: fully_shard, for example, waits in streams of its own.
 All marks come from one thread: the first one that steps an optimizer or meets other ranks in a
 backward. Only the end of a rank's own backward is marked where autograd ends it, which for GPUs may
 be a thread of autograd's own while the training thread waits for it. In other threads and in forked
-children, all this does nothing, and so it does in code that torch.compile traces. A job whose
-optimizer's steps cannot be seen, such as one that compiles them or updates by hand, has steps that
-end with its synchronised backwards instead.
+children, all this does nothing, and so it does in code that torch.compile traces.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ from ddpbench.watch.observe.steps import BACKWARD, END, FORWARD, INPUT, OPTIMIZE
 from ddpbench.watch.window import BLOCKED
 
 PATIENCE = 32  # steps of one other optimizer after which it becomes the anchor
-UNSTEPPED = 8  # synchronised backwards before an optimizer's first step after which they are steps
 SEARCHES = 16  # for root modules
 NOBODY = -1  # in place of a thread
 CALL = "_compiled_call_impl"  # what a module calls in place of its usual call, if it is set
@@ -72,13 +69,12 @@ class Observer:
     """Adds marks to `marks` from its creation until `close`.
 
     anchor: the optimizer whose steps divide the job into steps, the first one that steps; another
-    one, or synchronised backwards, take over after PATIENCE steps without a step of the anchor.
-    after_step: called in the training thread after each step of the anchor, with its number, from
-    0; after_backward: after each synchronised backward, one in which process groups had
-    collectives, with the ranks of each of these groups. messages: sends and receives so far.
-    thread: of the training, None before its first mark, NOBODY once this has stopped. on_error:
-    called once, with an error in the observer or in after_step, which ends the observation and not
-    the job.
+    one takes over after PATIENCE steps without a step of the anchor. after_step: called in the
+    training thread after each step of the anchor, with its number, from 0; after_backward: after
+    each synchronised backward, one in which process groups had collectives, with the ranks of each
+    of these groups. messages: sends and receives so far. thread: of the training, None before its
+    first mark, NOBODY once this has stopped. on_error: called once, with an error in the observer
+    or in after_step, which ends the observation and not the job.
     """
 
     def __init__(self, marks: Marks, on_error: Callable[[Exception], object] | None = None) -> None:
@@ -92,7 +88,6 @@ class Observer:
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._anchor: weakref.ref[Optimizer] | None = None
         self._met: Meetings = frozenset()  # in any backward
-        self._backwards = 0  # synchronised ones since the anchor's last step
         self._roots: list[weakref.ref[nn.Module]] = []
         self._searches = 0
         self._in_backward = self._own_ended = False
@@ -122,11 +117,6 @@ class Observer:
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that have stepped and are still alive, the anchor first."""
         return sorted(self._steps, key=lambda optimizer: not self._is_anchor(optimizer))
-
-    @property
-    def steps_by_backward(self) -> bool:
-        """Whether synchronised backwards end the steps, because no optimizer was seen to step."""
-        return self._backwards > (UNSTEPPED if self._anchor is None else PATIENCE)
 
     def stop(self) -> None:
         """Add no more marks. What is installed stays and does nothing. For any thread."""
@@ -175,18 +165,13 @@ class Observer:
             # By counting alone, so that all ranks decide alike: they free objects at other times.
             if self._is_anchor(optimizer) or self._steps[optimizer] >= PATIENCE:
                 self._anchor = weakref.ref(optimizer)
-                self._backwards = 0
-                self._end_step()
+                self._steps.update(dict.fromkeys(self._steps, 0))
+                self._call(self.after_step, self._marks.add_step())
             else:
                 self._marks.add(OPTIMIZER + END)
 
     def _is_anchor(self, optimizer: Optimizer) -> bool:
         return self._anchor is not None and self._anchor() is optimizer
-
-    def _end_step(self) -> None:
-        self._steps.update(dict.fromkeys(self._steps, 0))
-        number = self._marks.add_step()
-        self._call(self.after_step, number)
 
     def _call(self, callbacks: Sequence[Callable[[T], object]], argument: T) -> None:
         if callbacks:
@@ -271,12 +256,7 @@ class Observer:
                 self._met |= met
                 self._wrap_waits()
                 self._add_roots(is_distributed)
-                if self._anchor is None and (modules := self.modules):
-                    self._marks.use_device(next(modules[0].parameters()).device)
             self._call(self.after_backward, met)
-            self._backwards += 1
-            if self.steps_by_backward:
-                self._end_step()
 
     def _watch_begin(self, tensors: Any) -> None:
         """Have the engine call `_queue_stamp` where this backward begins."""
