@@ -23,7 +23,6 @@ from pathlib import Path
 from ddpbench.launch import scripts
 from ddpbench.launch.placement import read_placement
 from ddpbench.watch import command
-from ddpbench.watch.settings import NOTE
 
 GROUP = "diagnose"
 HELP = "watch any training script: who is slow, in which phase, on which link"
@@ -41,7 +40,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     if read_placement() is not None:
         os.execv(sys.executable, line)
     with tempfile.NamedTemporaryFile() as note:
-        os.environ[NOTE] = note.name
+        os.environ[command.NOTE] = note.name
         end = scripts.run_on_host(line, request.ranks or command.usual_ranks())
         folder = Path(note.name).read_text()
     if folder:

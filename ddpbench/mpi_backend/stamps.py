@@ -1,4 +1,4 @@
-"""Stamps of the calls over MPI: when each was issued, began and ended.
+"""Stamps of the calls over MPI: when each was issued.
 
 By default a group's calls have no stamps. While a watch runs, each queue gets another class, so
 that a call without a watch runs the same instructions as if stamps did not exist.
@@ -8,20 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from time import time_ns
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddpbench.mpi_backend.work import CallQueue, Noted, live_queues
 
 KEPT = 2000  # stamps of a group
-
-
-class Stamp(NamedTuple):
-    """The times of a call, by the system clock."""
-
-    noted: Noted
-    issued_ns: int
-    began_ns: int
-    ended_ns: int
+Stamp = tuple[Noted, int]  # a call, and when it was issued, in ns by the system clock
 
 
 class StampedQueue(CallQueue):
@@ -33,7 +25,7 @@ class StampedQueue(CallQueue):
         began_ns = time_ns()
         CallQueue.call(self, *arguments)  # `end` may change the class meanwhile
         issued_ns = self.current.issued_ns if self.current is not None else began_ns
-        self.stamps.append(Stamp(self.past[-1], issued_ns, began_ns, time_ns()))
+        self.stamps.append((self.past[-1], issued_ns))
 
 
 def take() -> list[tuple[str, list[Stamp]]]:

@@ -33,8 +33,8 @@ LEGEND = (
     "exposed communication: the least that any rank was blocked in a step",
 )
 WAIT = (
-    "wait ms: how long the earliest rank waited for the latest; wire ms: the transfer alone, - if "
-    "unknown; last rank: the rank that most often arrives last, - if no rank is clearly last"
+    "wait ms: how long the earliest rank waited for the latest; last rank: the rank that most "
+    "often arrives last, - if no rank is clearly last"
 )
 
 
@@ -187,7 +187,6 @@ def _list_collectives(watched: Watched) -> Iterator[Chart]:
             "kB": format_number(row.nbytes / 1e3),
             **calls,
             "wait ms": format_ms(row.wait_seconds, watched.step_seconds),
-            "wire ms": format_ms(row.wire_seconds, watched.step_seconds),
             "last rank": last,
         }
         rows.append(cells)

@@ -50,7 +50,6 @@ class WatchedCollective:
     wait_seconds: float  # how long the earliest rank waited for the latest, median over calls
     last_rank: int | None  # the rank that came last most often; None: none exceeds the noise
     last_share: float  # share of the calls in which it did
-    wire_seconds: float | None = None  # of the transfer alone, median; None: unknown
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ class WatchedPause:
     count: int
     every: int  # steps from one to the next; 0: it varies
     first_step: int
-    last_step: int
     seconds: float  # longer than a usual step, median
     longest_seconds: float
     mean_seconds: float  # per step, over all steps of the job

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpbench.records.terminal_text import tell
-from ddpbench.watch.settings import Settings, make_settings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,13 +26,14 @@ class Watch:
     job.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, *settings: Any) -> None:
         self._pid = os.getpid()
         self._watcher: Watcher | None = None
         try:
+            from ddpbench.watch.outputs import Settings
             from ddpbench.watch.watcher import Watcher
 
-            self._watcher = Watcher(settings)
+            self._watcher = Watcher(Settings(*settings))
         except Exception as error:
             tell(f"watch could not start, the job continues: {type(error).__name__}: {error}")
         atexit.register(self.close)
@@ -84,18 +85,19 @@ def watch(
     Returns the watch, for use in `with`. If one is on already, as under `python -m ddpbench.watch`,
     returns that one, with its settings. Raises ValueError for an argument that is not allowed.
     """
-    try:
-        settings = make_settings(verify, timeout, output, on_report, prometheus)
-    except ValueError as error:
-        raise ValueError(f"ddpbench.watch: {error}") from None
-    return start(settings)
-
-
-def start(settings: Settings) -> Watch:
-    """Start a watch with these settings, or return the one that is on."""
     global _on
+    wrong = ""
+    if not verify >= 0:
+        wrong = f"verify is {verify!r}: give a number of steps, or 0"
+    elif not 0 <= timeout < math.inf:
+        wrong = f"timeout is {timeout!r}: give seconds, or 0"
+    elif prometheus is not None and not 0 < prometheus < 2**16:
+        wrong = f"prometheus is {prometheus!r}: give a port from 1 to 65535"
+    if wrong:
+        raise ValueError(f"ddpbench.watch: {wrong}")
     if _on is None or _on._pid != os.getpid():
-        _on = Watch(settings)
+        folder = None if output is None else Path(output).absolute()  # scripts may call os.chdir
+        _on = Watch(verify, timeout, folder, on_report, prometheus)
     return _on
 
 

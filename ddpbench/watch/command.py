@@ -1,26 +1,24 @@
-"""The command line of a watch: its own options, then the program, whose words stay untouched."""
+"""Run a training script unmodified in this rank, and show why it is slow.
+
+torchrun, mpirun or srun starts the ranks; `ddpbench watch` starts them on this host. All options
+before the script belong to ddpbench, all after it to the script.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ddpbench.catalog import backends
 from ddpbench.launch.placement import Refused, read_placement, require_world_size
 from ddpbench.runtime import devices
 from ddpbench.session import options
-from ddpbench.watch.settings import Settings, make_settings
 
+NOTE = "DDPBENCH_WATCH_NOTE"  # names a file in which rank 0 notes the folder of the stored run
 USAGE = """%(prog)s [options] SCRIPT [the script's own options]
        %(prog)s [options] -m MODULE [the module's own options]"""
-
-DESCRIPTION = """Run a training script unmodified in this rank, and show why it is slow.
-
-torchrun, mpirun or srun starts the ranks; `ddpbench watch` starts them on this host. All options
-before the script belong to ddpbench, all after it to the script.
-"""
 OPTIONS = """
 --ranks       number of ranks to start on this host if no launcher started them (default: 2, or one
               per GPU)
@@ -39,17 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verify", kind=options.whole(1), metavar="N")
     add("--timeout", kind=options.whole(1), metavar="SECONDS")
     add("--output", default="results", metavar="FOLDER")
-    add("--prometheus", kind=options.whole(1), metavar="PORT")
+    add("--prometheus", kind=options.whole(1, 65535), metavar="PORT")
     # All that follows a script or -m is the program's.
     parser.add_argument("-m", nargs=argparse.REMAINDER, dest="module", help=argparse.SUPPRESS)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 class Request(NamedTuple):
-    """What a command line asks for. program: a script or a module, and its own words."""
+    """What a command line asks for.
+
+    options: the arguments of `ddpbench.watch`; program: a script or a module, and its own words.
+    """
 
     ranks: int | None
-    settings: Settings
+    options: dict[str, Any]
     program: list[str]
     is_module: bool
 
@@ -57,26 +58,26 @@ class Request(NamedTuple):
 def parse(words: Sequence[str], prog: str = "python -m ddpbench.watch") -> Request:
     """Return what a command line asks for.
 
-    Raises Refused without a program, for a port that does not exist, and if -n contradicts the
-    launcher that has started the ranks; ends the process with exit code 2 for a wrong option.
+    Raises Refused without a program, and if -n contradicts the launcher that has started the ranks;
+    ends the process with exit code 2 for a wrong option.
     """
-    parser = options.Parser(prog=prog, description=DESCRIPTION)
+    parser = options.Parser(prog=prog, description=__doc__)
     add_arguments(parser)
     namespace = parser.parse_args(words)
     require_world_size(namespace.ranks, read_placement())
-    output = None if namespace.output == "none" else namespace.output
-    timeout, verify = namespace.timeout or 0.0, namespace.verify or 0
-    try:
-        settings = make_settings(verify, timeout, output, None, namespace.prometheus)
-    except ValueError as error:
-        raise Refused(str(error)) from None
+    arguments = {
+        "verify": namespace.verify or 0,
+        "timeout": namespace.timeout or 0.0,
+        "output": None if namespace.output == "none" else Path(namespace.output).absolute(),
+        "prometheus": namespace.prometheus,
+    }
     is_module = namespace.module is not None
     program = [*(namespace.module or ()), *namespace.program]
     if not program:
         raise Refused("no program: write the path of a script, or -m and the name of a module")
     if not is_module and not Path(program[0]).is_file():
         raise Refused(f"{program[0]} is not a file: write the path of a script, or -m MODULE")
-    return Request(namespace.ranks, settings, program, is_module)
+    return Request(namespace.ranks, arguments, program, is_module)
 
 
 def usual_ranks() -> int:

@@ -6,6 +6,7 @@ import io
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -29,37 +30,35 @@ def main(words: Sequence[str]) -> None:
     except Refused as error:
         speak(str(error), error.speaker)
         sys.exit(2)
-    call_after_import("torch", lambda: api.start(request.settings))
+    start = partial(api.watch, **request.options)
+    if "torch" in sys.modules:
+        start()
+    else:
+        sys.meta_path.insert(0, TorchFinder(start))
     try:
         run(request.program, request.is_module)
     except SystemExit as error:
         if error.code:
             sys.last_value = SystemExit(error.code)  # for the watch; it keeps no frame alive
             raise
-    if request.settings.verify and (code := api.close()):
+    if request.options["verify"] and (code := api.close()):
         sys.exit(code)
 
 
-def call_after_import(name: str, function: Callable[[], object]) -> None:
-    """Call a function as soon as a module has been imported, and never import it for that.
+class TorchFinder(MetaPathFinder):
+    """Calls a function as soon as torch has been imported, and never imports it for that.
 
     The script may therefore set variables of the environment before it imports torch.
     """
-    if name in sys.modules:
-        function()
-    else:
-        sys.meta_path.insert(0, _Finder(name, function))
 
-
-class _Finder(MetaPathFinder):
-    def __init__(self, name: str, function: Callable[[], object]) -> None:
-        self._name, self._function = name, function
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
 
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the module as without this finder, and have the function called when it has run."""
-        if name != self._name:
+        """Find torch as without this finder, and have the function called when it has run."""
+        if name != "torch":
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         specs = (finder.find_spec(name, path, target) for finder in others)

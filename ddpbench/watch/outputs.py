@@ -1,4 +1,4 @@
-"""All outputs of rank 0: the line, the table, the stored run, metrics and the user's callback.
+"""All outputs of rank 0: the table, the stored run, metrics and the user's callback.
 
 An output that fails is reported once and ends; the others go on.
 """
@@ -6,30 +6,35 @@ An output that fails is reported once and ends; the others go on.
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from ddpbench.present.steps.columns import format_ms
 from ddpbench.records import store
 from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.watched import COLUMNS, Moment
 from ddpbench.records.wording import install_extra
 from ddpbench.watch import stored
+from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.summary import summarize
 
-if TYPE_CHECKING:
-    from ddpbench.watch.judging.history import History
-    from ddpbench.watch.settings import Settings
-
-LINE_SECONDS = 30.0  # between two lines on a terminal
 STORING, METRICS = "storing the run", "metrics for Prometheus"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `ddpbench.watch`, which explains them. output: an absolute path."""
+
+    verify: int = 0
+    timeout: float = 0.0
+    output: Path | None = None
+    on_report: Callable[[dict[str, Any]], object] | None = None
+    prometheus: int | None = None
 
 
 class Outputs:
@@ -49,10 +54,6 @@ class Outputs:
         if settings.on_report is not None:
             call = settings.on_report
             self._outputs["on_report"] = lambda *report: call(describe_report(*report))
-        self._line_at = time.monotonic() + LINE_SECONDS
-        with contextlib.suppress(AttributeError, ValueError):  # none, closed, or the script's own
-            if sys.stderr.isatty():
-                self._outputs["the line"] = self._show_line
 
     @property
     def folder(self) -> Path | None:
@@ -96,29 +97,13 @@ class Outputs:
     def _open_metrics(self, port: int) -> None:
         self._outputs[METRICS] = Metrics(port).update
 
-    def _show_line(self, run: Run, latest: Moment | None) -> None:
-        """Print the line, if it is time and the job goes on. latest: None before any step."""
-        now = time.monotonic()
-        if now < self._line_at or run.state != "running":
-            return
-        self._line_at = now + LINE_SECONDS
-        line = "no optimizer step was seen on all ranks yet"
-        if latest is not None:
-            step = latest.step_seconds
-            columns = zip(COLUMNS, latest.seconds, strict=True)
-            parts = [f"{name} {format_ms(seconds, step)}" for name, seconds in columns]
-            line = f"step {latest.step}: {format_ms(step, step)} ms: {', '.join(parts)}"
-        worst = [f"{finding.severity}: {finding.sentence}" for finding in run.findings[:1]]
-        tell("; ".join([line, *worst]))
-
 
 def describe_report(run: Run, latest: Moment | None) -> dict[str, Any]:
     """Return what `on_report` receives; the guide, chapter api, documents the keys.
 
     latest: the newest steps, None before any.
     """
-    case = run.steps[0].case
-    seconds: dict[str, float] = {}
+    case, seconds = run.steps[0].case, dict[str, float]()
     if latest is not None:
         seconds = dict(zip(COLUMNS, latest.seconds, strict=True))
         seconds |= {"step": latest.step_seconds, "exposed": latest.exposed_seconds}
@@ -147,15 +132,11 @@ class Metrics:
             hint = f"prometheus_client is not installed: {install_extra('watch')}"
             raise ImportError(hint) from error
         registry = prometheus_client.CollectorRegistry()
-
-        def add(name: str, text: str, *labels: str) -> Any:
-            return prometheus_client.Gauge(
-                f"ddpbench_watch_{name}", text, labels, registry=registry
-            )
-
-        self._step = add("last_step", "Number of the last step that all ranks reported.")
-        self._seconds = add("seconds", "Time of a step and its parts, newest median.", "part")
-        self._finding = add("finding", "1: this is found now.", "severity", "code", "rank", "host")
+        gauge: Any = partial(prometheus_client.Gauge, namespace="ddpbench_watch", registry=registry)
+        self._step = gauge("last_step", "Number of the last step that all ranks reported.")
+        self._seconds = gauge("seconds", "Time of a step and its parts, newest median.", ["part"])
+        names = ["severity", "code", "rank", "host"]
+        self._finding = gauge("finding", "1: this is found now.", names)
         serve: Any = prometheus_client.start_http_server
         self._server, _ = serve(port, registry=registry)
 

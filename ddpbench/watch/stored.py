@@ -23,8 +23,8 @@ from ddpbench.records.schema import Finding, Plan, Run, StepCase, StepResult
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.runtime import devices, environment
+from ddpbench.watch.command import NOTE
 from ddpbench.watch.judging.summary import Summary
-from ddpbench.watch.settings import NOTE
 
 TIME = "from the end of an optimizer step to the end of the next"  # other than that of `ddp`
 NO_STEP = "no optimizer step was seen on all ranks"

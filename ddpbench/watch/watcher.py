@@ -1,7 +1,7 @@
 """The watch of one rank, from its start to its end: a thread that reports every few seconds.
 
     hooks ─▶ marks ─▶ steps ──┐
-    recorder ─▶ calls ────────┴▶ window ─▶ the host's leader ─▶ rank 0 ─▶ history ─▶ findings
+    recorder ─▶ calls ────────┴▶ window ─▶ rank 0 ─▶ history ─▶ findings
 
 An error in it ends the watching, is reported once, and never reaches the job.
 """
@@ -27,9 +27,8 @@ from ddpbench.records import store
 from ddpbench.records.schema import Finding
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
-from ddpbench.records.watched import WatchedBalance
 from ddpbench.session.run_folder import interrupted
-from ddpbench.watch.gather.joining import join_hosts
+from ddpbench.watch.gather.joining import join
 from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
@@ -39,11 +38,10 @@ from ddpbench.watch.observe.links import Links
 from ddpbench.watch.observe.long_steps import LongSteps, Stacks
 from ddpbench.watch.observe.observer import Observer
 from ddpbench.watch.observe.steps import Marks, Step, StepBuilder
-from ddpbench.watch.outputs import Outputs
+from ddpbench.watch.outputs import Outputs, Settings
 from ddpbench.watch.proof import NOT_COMPARED, Proof
-from ddpbench.watch.settings import Settings
 from ddpbench.watch.stored import identify_job, store_end
-from ddpbench.watch.window import ROWS, STEPS, Round, Window
+from ddpbench.watch.window import CALLS, MOST_CALLS, ROWS, STEPS, Round, Window
 
 POLL_SECONDS = 0.2  # between two looks for a process group
 CLOSE_SECONDS = 60.0  # for a disk; the waits for other ranks have limits of their own, 7 s in all
@@ -61,7 +59,7 @@ class Watcher:
         global _times
         _times += 1
         self._settings, self._prefix = settings, f"ddpbench/watch/{_times}"
-        self._began_ns = time.perf_counter_ns()
+        self._began_ns = time.time_ns()
         self._marks = Marks()
         self._over = False
         self._observer = Observer(self._marks, on_error=self._fail)
@@ -152,14 +150,16 @@ class _Rank:
 
     def __init__(self, watcher: Watcher, world_size: int) -> None:
         self._most_steps = max(1, min(STEPS, ROWS // world_size))
-        self._number, self._began_ns = watcher._rank, watcher._began_ns
+        self._most_calls = max(1, min(CALLS, MOST_CALLS // world_size))
+        self._number, self.began_ns = watcher._rank, watcher._began_ns
         self._marks, self._observer = watcher._marks, watcher._observer
         self._proof = watcher._proof
         self._builder = StepBuilder()
         self._steps = deque[Step](maxlen=REMEMBERED_STEPS)
         self._arrivals = Arrivals(self._number, time.time_ns())
-        self._facts, self._links = Facts(self._observer.counts), Links()
-        self._long, self._stacks = LongSteps(self._number), Stacks(self._marks, self._observer)
+        self._facts, self._links = Facts(), Links()
+        self.long_steps = LongSteps(self._number)
+        self._stacks = Stacks(self._marks, self._observer)
 
     def read_window(self, round_: Round, last: bool = False) -> Window:
         """Return the latest steps, and the calls since the last round, up to this round.
@@ -168,25 +168,24 @@ class _Rank:
         """
         new = self._builder.add(self._marks.take())
         self._steps.extend(new)
-        self._long.add(new, self._stacks.take())
-        self._stacks.overdue_seconds = self._long.limit_seconds
-        ahead_ns = time.time_ns() - time.perf_counter_ns()
+        self.long_steps.add(new, self._stacks.take())
+        self._stacks.overdue_seconds = self.long_steps.limit_seconds
         until_ns = round_.began_ns
-        ended = [step for step in self._steps if step.ended_ns + ahead_ns <= until_ns]
-        ended = ended[-self._most_steps :]
+        ended = [step for step in self._steps if step.ended_ns <= until_ns][-self._most_steps :]
         number = self._number
         return Window(
             number=round_.number,
             hosts={socket.gethostname(): [number]},
             first_step=ended[0].number if ended else 0,
             rows={number: np.array([step.row for step in ended], np.float32)} if ended else {},
-            ended_ns=ended[-1].ended_ns + ahead_ns if ended else until_ns,
-            calls=self._arrivals.read(self._steps, round_, ahead_ns, last),
-            facts={number: self._facts.read()},
+            ended_ns=ended[-1].ended_ns if ended else until_ns,
+            calls=self._arrivals.read(self._steps, round_, last)[-self._most_calls :],
+            facts={number: {**self._facts.read(), "messages": self._observer.messages}},
             links=self._links.read(),
+            addresses=self._links.addresses,
             findings={number: [*self._list_findings(last)]},
-            long_steps=self._long.take(until_ns, ahead_ns),
-            lines={number: self._long.usual_lines()},
+            long_steps=self.long_steps.take(until_ns),
+            lines={number: self.long_steps.usual_lines()},
             last=last,
         )
 
@@ -195,24 +194,6 @@ class _Rank:
         yield from self._proof.list_findings(self._number, last)
         if self._number == 0 and (unseen := self._arrivals.unavailable):
             yield Finding("note", "unseen-collectives", unseen)
-        if self._number == 0 and self._observer.steps_by_backward:
-            sentence = "no optimizer step was seen: a step here ends with a synchronised backward"
-            yield Finding("note", "steps-by-backward", sentence)
-
-    def make_balance(self) -> WatchedBalance | None:
-        """Return where the time went so far; None before the second step."""
-        first_ns, last = self._long.first_ns, self._long.last
-        if last is None:
-            return None
-        longer = self._long.seconds
-        return WatchedBalance(
-            before_seconds=(first_ns - self._began_ns) * 1e-9,
-            steps=last.number,
-            usual_seconds=(last.ended_ns - first_ns) * 1e-9 - longer,
-            long_steps=self._long.count,
-            longer_seconds=longer,
-            after_seconds=(time.perf_counter_ns() - last.ended_ns) * 1e-9,
-        )
 
     def close(self) -> None:
         """Stop reading."""
@@ -247,13 +228,13 @@ class _Reports:
 
     def send(self, window: Window, rank: _Rank) -> None:
         """Send this rank's window of a round; in rank 0, judge what all ranks sent."""
-        hosts = self.transport.exchange(window)
-        for host in hosts:
-            self._sent |= host.findings
-        if self._outputs is None or not hosts:
+        windows = self.transport.exchange(window)
+        if self._outputs is None or not windows:
             return
-        self._history.add(join_hosts(hosts))
-        self._history.balance = rank.make_balance()
+        joined = join(windows)
+        self._sent |= joined.findings
+        self._history.add(joined)
+        self._history.balance = rank.long_steps.make_balance(rank.began_ns)
         if time.monotonic() < self._output_at and not window.last:
             return
         began = time.thread_time()

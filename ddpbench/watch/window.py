@@ -1,4 +1,4 @@
-"""The message of a watch: what one rank, the ranks of a host, or all ranks learned. No torch.
+"""The message of a watch: what one rank, or all ranks, learned. No torch.
 
 A window covers the latest steps and collective calls, up to a fixed number of each: a message does
 not grow with the steps of a job.
@@ -23,7 +23,7 @@ BLOCKED = len(PHASES)
 COLUMNS = BLOCKED + 1
 WARM_UP = 5  # first steps of a job, which compile and allocate: not judged
 STEPS, ROWS = 64, 1 << 16  # of a window, at most: of one rank, and of all ranks together
-CALLS = 512
+CALLS, MOST_CALLS = 512, 1 << 18  # the same, of one read
 LONG_STEPS = 64
 LINES = 8  # of the program
 LINKS = 16
@@ -37,9 +37,8 @@ class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
 
     group: name and members of the group, equal in all its ranks; number: of the call in its group;
     step: in which it was called, -1 unknown; first_ns, second_ns, last_ns: the first arrival, the
-    last but one and the last, by the system clock; last_rank: who came last; ranks: how many are
-    known; wire_ns: the time of the transfer, -1 unknown. Of a single rank, wire_ns contains its
-    wait for the others: the least over the ranks is the transfer.
+    last but one, 0 for a single rank, and the last, by the system clock; last_rank: who came last;
+    ranks: how many are known.
     """
 
     group: str
@@ -52,7 +51,6 @@ class JoinedCall(msgspec.Struct, frozen=True, array_like=True):
     last_ns: int
     last_rank: int
     ranks: int = 1
-    wire_ns: int = -1
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True):
@@ -130,12 +128,11 @@ class Round(NamedTuple):
 class Window(msgspec.Struct, frozen=True):
     """What some ranks learned since their last window, over the steps that all of them have.
 
-    number: of the round; hosts: host → its ranks; ended_ns: the end of the last step, by the clock
-    of the rank's host, and by rank 0's in that of a host; rows: by rank, without ranks that lack
-    the others' steps; calls: the newest last; facts: by rank, name → value, such as "gc_seconds";
-    addresses: of the hosts, to name the peers of other hosts' links; findings: by rank; lines: by
-    rank, seconds of a usual step by line of the program; last: the ranks' script has ended. There
-    may be no steps but calls: a job without an optimizer.
+    number: of the round; hosts: host → its ranks; ended_ns: the end of the last step; rows: by
+    rank, without ranks that lack the others' steps; calls: the newest last; facts: by rank, name →
+    value, such as "gc_seconds"; addresses: of a rank's host, to name the peers of other hosts'
+    links; findings: by rank; lines: by rank, seconds of a usual step by line of the program; last:
+    the ranks' script has ended. There may be no steps but calls: a job without an optimizer.
     """
 
     number: int
@@ -146,7 +143,7 @@ class Window(msgspec.Struct, frozen=True):
     calls: list[JoinedCall] = []
     facts: dict[int, dict[str, float]] = {}
     links: list[Link] = []
-    addresses: dict[str, list[str]] = {}
+    addresses: list[str] = []
     findings: dict[int, list[Finding]] = {}
     long_steps: list[LongStep] = []
     lines: dict[int, dict[str, float]] = {}

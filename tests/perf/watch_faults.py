@@ -269,7 +269,7 @@ def pause(kind: Kind, job: Job, step: int, rank: int, model: nn.Module) -> bool:
 
 def train(kind: Kind, job: Job, folder: Path) -> int:
     """Run a rank of the job under a watch; store when it took how long."""
-    from ddpbench.watch.settings import Settings
+    from ddpbench.watch.outputs import Settings
     from ddpbench.watch.watcher import Watcher
 
     rank = int(os.environ["DDPBENCH_RANK"])
@@ -360,7 +360,7 @@ def list_differences(
 
 def list_wrong_start(fault: Fault, place: dict[str, Any], began: list[float]) -> Iterator[str]:
     """Yield where the first late step differs. began: time of each step."""
-    if "until" in place:
+    if "until_step" in place:
         yield f"{fault}: until step {place['until_step']}"
     since = place.get("since_step")
     if (since is None) != (fault.since == 0):

@@ -1,11 +1,15 @@
-"""Measure what a watch costs rank 0 as ranks grow: messages, joins and memory.
+"""What a watch costs as ranks and steps grow: messages, joins and memory.
 
     ./run_bench.sh python tests/perf/watch_scale.py [WORLD_SIZE …]
+    ./run_bench.sh python tests/perf/watch_scale.py growth [STEPS]
 
-Eight ranks per host, in windows of STEPS steps and CALLS calls. One host is simulated rank by rank,
-through the real encoding. The other hosts send the same under their own names from another process
-to the inbox of rank 0, which joins them. Each world runs in a fresh process. join s, receive s: CPU
-time of rank 0's process, once per round. memory MB: the most, above what the imports take.
+Eight ranks per host send windows of as many steps and calls as fit in a round, from a process of
+their own, to the inbox of rank 0, which joins and judges them. Each world runs in a fresh process.
+join s, receive s: CPU time of rank 0's process, once per round. hold: the longest CPU time in ms in
+which another thread of rank 0 did not run meanwhile; the switch interval is 0.5 ms, so that only
+calls in C hold the interpreter longer. memory MB: the most, above what the imports take.
+
+growth: MB by which rank 0 grows from a tenth of STEPS (100,000) to all of them. It takes minutes.
 """
 
 from __future__ import annotations
@@ -16,22 +20,21 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
+import psutil
 from tabulate import tabulate
 
-from ddpbench.measure.offsets import ask_ahead
 from ddpbench.watch.gather import joining
 from ddpbench.watch.gather.transport import (
-    QUESTIONS,
     TOKEN_NBYTES,
     Inbox,
-    open_connection,
+    connect,
     send,
 )
 from ddpbench.watch.judging.history import History
@@ -40,6 +43,7 @@ from ddpbench.watch.window import (
     CALLS,
     COLUMNS,
     LINES,
+    MOST_CALLS,
     ROWS,
     STEPS,
     JoinedCall,
@@ -56,107 +60,115 @@ TOKEN = b"t" * TOKEN_NBYTES
 ROW = np.array([1, 10, 20, 3, 1, 5]) * 1e-3
 
 
-def make_window(rank: int, first: int, noise: np.random.Generator, steps: int = STEPS) -> Window:
-    """Return what a rank sends; it makes four calls in each step."""
+def a_window(rank: int, first: int, noise: np.random.Generator, world: int = 2) -> Window:
+    """What a rank sends; it makes four calls in each step."""
+    steps, most = max(1, min(STEPS, ROWS // world)), max(1, min(CALLS, MOST_CALLS // world))
     rows = (ROW * noise.normal(1, 0.02, (steps, COLUMNS))).astype(np.float32)
-    numbers = range(4 * (first + steps) - CALLS, 4 * (first + steps))
     calls = []
-    for number in numbers:
+    for number in range(4 * (first + steps) - most, 4 * (first + steps)):
         ns = EPOCH + number * 10 * MS + rank
         calls.append(
             JoinedCall("world", number, "all_reduce", 25 * MS, number // 4, ns, 0, ns, rank)
         )
-    facts = dict.fromkeys(FACTS, 0.125)
-    links = [Link("host0", f"10.0.0.{n}", "eth0", 10**8, 1.5, 1e-4, 0) for n in range(2)]
-    ended_ns = EPOCH + first * 40 * MS
-    lines = {f"train.py:{n} a_function_of_the_model": 0.01 for n in range(LINES)}
+    host = rank // A_HOST
     return Window(
         number=7,
-        hosts={"host0": [rank]},
-        ended_ns=ended_ns,
+        hosts={f"host{host}": [rank]},
+        ended_ns=EPOCH + first * 40 * MS,
         first_step=first,
         rows={rank: rows},
         calls=calls,
-        facts={rank: facts},
-        links=links,
-        lines={rank: lines},
+        facts={rank: dict.fromkeys(FACTS, 0.125)},
+        links=[Link(f"host{host}", f"10.0.0.{n}", "eth0", 10**8, 1.5, 1e-4, 0) for n in range(2)],
+        addresses=[f"10.{host >> 8}.{host & 255}.1"],
+        lines={rank: {f"train.py:{n} a_function_of_the_model": 0.01 for n in range(LINES)}},
     )
 
 
-def rename_host(host: Window, number: int) -> Window:
-    """Return the same window as another host would send it."""
-    name = f"host{number}"
-    calls = [
-        msgspec.structs.replace(
-            call, last_rank=call.last_rank + A_HOST * number, last_ns=call.last_ns + number
-        )
-        for call in host.calls
-    ]
-    return msgspec.structs.replace(
-        host,
-        hosts={name: [rank + A_HOST * number for rank in host.ranks]},
-        rows={rank + A_HOST * number: row for rank, row in host.rows.items()},
-        facts={rank + A_HOST * number: fact for rank, fact in host.facts.items()},
-        lines={rank + A_HOST * number: lines for rank, lines in host.lines.items()},
-        calls=calls,
-        addresses={name: [f"10.{number >> 8}.{number & 255}.1"]},
-    )
+class Holds:
+    """The longest time that the process ran without another thread getting its turn, in ms.
+
+    In CPU time of the process: what other processes take does not count.
+    """
+
+    def __enter__(self) -> Holds:
+        self.longest, self._stop = 0.0, threading.Event()
+        sys.setswitchinterval(0.0005)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        latest = time.process_time()
+        while not self._stop.is_set():
+            time.sleep(0.0002)
+            now = time.process_time()
+            self.longest = max(self.longest, (now - latest) * 1e3)
+            latest = now
 
 
-def send_hosts(target: tuple[str, int], host: Window, hosts: int) -> None:
-    """Send the windows of all hosts but the first, as their leaders do."""
-    for number in range(1, hosts):
-        window = rename_host(host, number)
-        with open_connection(target) as connection:
-            ask_ahead(connection, TOKEN, QUESTIONS, time.time_ns)
-            send(connection, window)
+def send_windows(target: tuple[str, int], world: int) -> None:
+    """Send the windows of all ranks but rank 0."""
+    noise = np.random.default_rng(1)
+    for rank in range(1, world):
+        with connect(target, TOKEN, time.time_ns) as (connection, _):
+            send(connection, a_window(rank, 1_000_000, noise, world))
 
 
-def measure_cpu(function: Callable[[], Any]) -> tuple[Any, float]:
-    """Return a function's result and the CPU seconds of this process."""
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    """What a function returns, and the CPU seconds of this process that it took."""
     began = time.process_time()
     value = function()
     return value, time.process_time() - began
 
 
+def measure_growth(steps: int) -> float:
+    """MB by which rank 0's history grows over nine tenths of the steps."""
+    noise = np.random.default_rng(2)
+    history, sizes = History(), []
+    for number, first in enumerate(range(0, steps + STEPS, STEPS)):
+        windows = [decode(encode(a_window(rank, first, noise))) for rank in range(2)]
+        history.add(joining.join(windows))
+        if number in (steps // 10 // STEPS, steps // STEPS):
+            sizes.append(psutil.Process().memory_info().rss)
+    return (sizes[1] - sizes[0]) / 1e6
+
+
 def measure(world: int) -> dict[str, float]:
-    """Return the costs of one round of a world in rank 0."""
-    noise = np.random.default_rng(1)
-    steps = max(1, min(STEPS, ROWS // world))
-    windows = [make_window(rank, 1_000_000, noise, steps) for rank in range(A_HOST)]
-    messages = [encode(window) for window in windows]
-    decoded = [decode(message) for message in messages]
-    host, host_seconds = measure_cpu(lambda: joining.join_ranks(decoded, ["10.0.0.1"], 50_000))
-    message, hosts = encode(host), world // A_HOST
+    """One round of a world, as rank 0 sees it."""
+    own = a_window(0, 1_000_000, np.random.default_rng(1), world)
     server = socket.create_server(("127.0.0.1", 0), backlog=1024)
     target, inbox = server.getsockname(), Inbox(server, TOKEN, time.time_ns)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sender = multiprocessing.get_context("fork").Process(
-        target=send_hosts, args=(target, host, hosts)
-    )
-    sender.start()
-    began = time.perf_counter()
-    others, receive_seconds = measure_cpu(lambda: inbox.collect(7, world - A_HOST, 600.0))
-    wall = time.perf_counter() - began
-    sender.join()
-    round_, join_seconds = measure_cpu(lambda: joining.join_hosts([host, *others]))
+    with Holds() as receiving:
+        sender = multiprocessing.get_context("fork").Process(
+            target=send_windows, args=(target, world)
+        )
+        sender.start()
+        others, receive_seconds = timed(lambda: inbox.collect(7, world - 1, 600.0))
+        sender.join()
     history = History()
-    _, add_seconds = measure_cpu(lambda: history.add(round_))
-    _, judge_seconds = measure_cpu(lambda: judge(history, world))
-    assert sum(map(len, round_.hosts.values())) == world
+    with Holds() as holds:
+        round_, join_seconds = timed(lambda: joining.join([own, *others]))
+        _, add_seconds = timed(lambda: history.add(round_))
+        _, judge_seconds = timed(lambda: judge(history, world))
+    assert len(round_.ranks) == world
     assert round_.calls[-1].ranks == world
     inbox.close()
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
-        "rank kB": len(messages[0]) / 1e3,
-        "host kB": len(message) / 1e3,
-        "host join s": host_seconds,
-        "MB a round": len(message) * (hosts - 1) / 1e6,
+        "rank kB": len(encode(own)) / 1e3,
+        "MB per round": len(encode(own)) * world / 1e6,
         "receive s": receive_seconds,
-        "receive wall s": wall,
+        "receive hold": receiving.longest,
         "join s": join_seconds,
         "history s": add_seconds,
         "judge s": judge_seconds,
+        "hold": holds.longest,
         "memory MB": (after - before) * 1024 / 1e6,
     }
 
@@ -165,6 +177,10 @@ def main(words: list[str]) -> int:
     """Print a row per world."""
     if words[:1] == ["--one"]:
         print(json.dumps(measure(int(words[1]))))
+        return 0
+    if words[:1] == ["growth"]:
+        steps = int((*words, "100000")[1])
+        print(f"growth to {steps} steps: {measure_growth(steps):.1f} MB")
         return 0
     rows = []
     for world in map(int, words or map(str, WORLDS)):

@@ -36,7 +36,7 @@ def a_watched_run(**changes: Any) -> Run:
     summary, findings = watch_a_job()
     collectives = (
         WatchedCollective("0 (0-3)", 4, "all_reduce", 4_000_000, 1.0, 0.03, 3, 0.9),
-        WatchedCollective("0 (0-3)", 4, "broadcast", 8, 0.01, 0.01, None, 0.3, 1e-5),
+        WatchedCollective("0 (0-3)", 4, "broadcast", 8, 0.01, 0.01, None, 0.3),
     )
     links = (WatchedLink("a", "b", "eth0", 10**9, 1e9, 1e-4, 3),)
     known = replace(summary.watched, collectives=collectives, links=links)

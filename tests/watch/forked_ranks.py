@@ -21,6 +21,7 @@ import torch.distributed as dist
 from msgspec import structs
 from patience import PATIENCE_SECONDS
 
+from ddpbench.watch.gather.joining import join
 from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.window import COLUMNS, JoinedCall, Window
 
@@ -67,7 +68,7 @@ class Reported:
     """What an exchange gave a rank."""
 
     ranks: dict[str, list[int]]  # of each host
-    first_steps: set[int]
+    first_step: int
     last: bool
 
 
@@ -124,14 +125,12 @@ def _follow_orders(where: str, rank: int, world_size: int, pipe: Connection) -> 
             time.sleep(transport.seconds_to_round())
         window = a_window(rank, first, last)
         number = transport.begin_round().number
-        hosts = transport.exchange(structs.replace(window, number=number))
-        pipe.send(
-            Reported(
-                {name: ranks for host in hosts for name, ranks in host.hosts.items()},
-                {host.first_step for host in hosts},
-                bool(hosts) and all(host.last for host in hosts),
-            )
-        )
+        windows = transport.exchange(structs.replace(window, number=number))
+        if windows:
+            joined = join(windows)
+            pipe.send(Reported(joined.hosts, joined.first_step, joined.last))
+        else:
+            pipe.send(None)
     transport.close()
     pipe.send("closed")
 
@@ -155,14 +154,14 @@ class Job:
             )
         for rank in self.ranks:
             rank.answer()
-        self._step = 0
+        self.step = 0
 
     def round(self, *without: int, last: bool = False) -> list[Reported | None]:
         """Let all ranks but some make one exchange; return what each was given."""
-        self._step += 3
+        self.step += 3
         for number, rank in enumerate(self.ranks):
             if number not in without:
-                rank.pipe.send((self._step, last))
+                rank.pipe.send((self.step, last))
         return [None if n in without else rank.answer() for n, rank in enumerate(self.ranks)]
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Run many kinds of jobs bare and watched, and compare them bit for bit.
 
-    python tests/watch/jobs.py                                 # all, about fifteen minutes
+    python tests/watch/jobs.py                                 # all, about ten minutes
     python tests/watch/jobs.py --only "plain DDP" "sys.exit(3)"
 
 Each kind runs in ranks that are started by hand, once as `python jobs.py` and once as
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddpbench.launch.placement import free_port
 
@@ -53,16 +53,14 @@ def kind(name: str, ranks: int = 2, init: bool = True) -> Callable[[Play], Play]
     return add
 
 
-def net(*between: nn.Module, frozen: bool = False) -> nn.Module:
+def net() -> nn.Module:
     """The same model in every rank."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), *between, nn.ReLU(), nn.Linear(8, 4))
-    model[0].requires_grad_(not frozen)
-    return model
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
 def batches(rank: int, count: int = STEPS) -> Iterator[Tensor]:
@@ -106,104 +104,19 @@ def _accumulate(rank: int) -> None:
             optimizer.zero_grad()
 
 
-@kind("GAN, two optimizers")
-def _gan(rank: int) -> None:
-    maker, critic = DDP(net(nn.Linear(8, 8))), DDP(nn.Sequential(nn.Linear(4, 1)))
-    optimizers = sgd(maker), sgd(critic)
-    for batch in batches(rank):
-        for sign, optimizer in zip((-1, 1), optimizers, strict=True):
-            optimizer.zero_grad()
-            made = maker(batch) if sign < 0 else maker(batch).detach()
-            loss = (sign * critic(made)).sigmoid().mean()
-            loss.backward()
-            optimizer.step()
-            show(loss)
-
-
-@kind("LBFGS")
-def _lbfgs(rank: int) -> None:
-    model = DDP(net())
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    for batch in batches(0, 8):  # the same in all ranks: each decides alone how often it evaluates
-
-        def closure(batch: Tensor = batch) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(batch).square().mean()
-            loss.backward()
-            return loss
-
-        show(optimizer.step(closure))
-
-
-class Experts(nn.Module):
-    """Uses another layer in each rank, or one layer for two purposes."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers, self.tied = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), tied
-        if tied:
-            self.layers[1].weight = self.layers[0].weight
-
-    def forward(self, batch: Tensor) -> Tensor:
-        if self.tied:
-            return self.layers[1](self.layers[0](batch))
-        return self.layers[dist.get_rank()](batch)
-
-
 kind("plain DDP")(lambda rank: train(DDP(net()), batches(rank, 1000)))  # for some reports
-kind("frozen layers")(lambda rank: train(DDP(net(frozen=True)), batches(rank)))
-kind("tied weights")(lambda rank: train(DDP(Experts(True)), batches(rank)))
-kind("unused parameters")(
-    lambda rank: train(DDP(Experts(False), find_unused_parameters=True), batches(rank))
-)
 kind("torch.compile")(lambda rank: train(torch.compile(DDP(net()), backend="eager"), batches(rank)))
 kind("no training at all", init=False)(lambda rank: print("hello"))
 kind("reading stdin")(lambda rank: print(sys.stdin.read()))
 
 
-@kind("sparse embedding")
-def _sparse(rank: int) -> None:
-    torch.manual_seed(0)
-    model = DDP(nn.EmbeddingBag(20, 4, sparse=True, mode="sum"))
-    data = (batch.abs().mul(6).long().clamp(max=19) for batch in batches(rank))
-    train(model, data, torch.optim.SparseAdam(list(model.parameters())))
-
-
-@kind("autocast bf16 with a scaler")
-def _scaler(rank: int) -> None:
-    model = DDP(net())
-    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=8.0)
-    for batch in batches(rank):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(batch).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        show(loss)
-
-
-def _load(workers: int) -> None:
+@kind("DataLoader with workers")
+def _load(rank: int) -> None:
     data = TensorDataset(torch.cat([*batches(0)]))
-    loader = DataLoader(data, 5, sampler=DistributedSampler(data, seed=3), num_workers=workers)
+    loader = DataLoader(data, 5, sampler=DistributedSampler(data, seed=3), num_workers=2)
     model = DDP(net())
     for _ in range(2):
         train(model, (batch for (batch,) in loader))
-
-
-kind("DataLoader")(lambda rank: _load(0))
-kind("DataLoader with workers")(lambda rank: _load(2))
-
-
-class Stream(IterableDataset[Tensor]):
-    """Batches without a length."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return batches(dist.get_rank())
-
-
-kind("IterableDataset")(lambda _: train(DDP(net()), DataLoader(Stream(), batch_size=None)))
 
 
 @kind("checkpoint of rank 0 with a barrier")
@@ -219,32 +132,6 @@ def _checkpoint(rank: int) -> None:
             dist.barrier()
 
     train(model, batches(rank), after=save)
-
-
-@kind("evaluation every 5 steps")
-def _evaluate(rank: int) -> None:
-    model = DDP(net())
-
-    def evaluate(step: int) -> None:
-        if step % 5 == 4:
-            with torch.no_grad():
-                total = sum(model.module(batch).square().mean() for batch in batches(rank + 9, 3))
-            dist.all_reduce(total)
-            show(total)
-
-    train(model, batches(rank), after=evaluate)
-
-
-@kind("object collectives")
-def _objects(rank: int) -> None:
-    model = DDP(net())
-    for batch in batches(rank, 5):
-        train(model, [batch])
-        objects: list[Any] = [{"from": rank}] if rank == 0 else [None]
-        dist.broadcast_object_list(objects)
-        gathered: list[Any] = [None, None]
-        dist.all_gather_object(gathered, {"rank": rank, "mean": batch.mean().item()})
-        print(objects, gathered)
 
 
 @kind("pipeline of send and recv")
@@ -269,35 +156,12 @@ def _pipeline(rank: int) -> None:
         optimizer.step()
 
 
-@kind("parameter server", 3)
-def _server(rank: int) -> None:
-    model = net()
-    optimizer = sgd(model)
-    for batch in batches(rank):
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, 0)
-        optimizer.zero_grad()
-        loss = model(batch).square().mean() * (rank > 0)
-        loss.backward()
-        for parameter in model.parameters():
-            dist.reduce(parameter.grad, 0)
-        if rank == 0:
-            optimizer.step()
-        show(loss)
-
-
 @kind("training in 2 of 4 ranks", 4)
 def _subgroup(rank: int) -> None:
     group = dist.new_group([1, 2])
     if rank in (1, 2):
         train(DDP(net(), process_group=group), batches(rank))
     dist.barrier()
-
-
-@kind("two groups", 4)
-def _groups(rank: int) -> None:
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    train(DDP(net(), process_group=groups[rank // 2]), batches(rank, 15 + rank // 2))
 
 
 @kind("fully_shard")
@@ -326,40 +190,6 @@ def _join(rank: int) -> None:
     model = DDP(net())
     with Join([model]):
         train(model, batches(rank, STEPS + 5 * rank))
-
-
-@kind("local SGD")
-def _local(rank: int) -> None:
-    model = net()
-
-    def average(step: int) -> None:
-        for parameter in model.parameters() if step % 4 == 3 else ():
-            dist.all_reduce(parameter.data)
-            parameter.data /= 2
-
-    train(model, batches(rank), after=average)
-
-
-@kind("all_reduce by hand, without DDP")
-def _by_hand(rank: int) -> None:
-    model = net()
-    optimizer = sgd(model)
-
-    def average(*_: object) -> None:
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, async_op=True).wait()
-
-    optimizer.register_step_pre_hook(average)
-    train(model, batches(rank), optimizer)
-
-
-@kind("communication hook")
-def _hook(rank: int) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    model = DDP(net())
-    model.register_comm_hook(None, fp16_compress_hook)
-    train(model, batches(rank))
 
 
 @kind("training in a thread")
@@ -400,7 +230,6 @@ def _fail() -> None:
 kind("sys.exit(3)")(_at(5, lambda: sys.exit(3)))
 kind("sys.exit('text') after the last step")(_at(STEPS - 1, lambda: sys.exit("text"), (1,)))
 kind("exception in one rank")(_at(5, _fail, (1,)))
-kind("exception in all ranks")(_at(5, _fail))
 kind("os._exit(7)")(_at(5, lambda: os._exit(7)))
 kind("KeyboardInterrupt")(_at(5, lambda: signal.default_int_handler(2, None)))
 

@@ -1,20 +1,17 @@
 """`ddpbench.watch(...)`: a package that can be called, its arguments, its beginning and its end."""
 
 import inspect
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import clean_environment, run_command
+from by_hand import run_by_hand
+from command_lines import run_command
 from frozen import Frozen
-from patience import PATIENCE_SECONDS
 from warm_python import warm_python
 
 import ddpbench
-from ddpbench.launch.placement import free_port
-from ddpbench.records import store
 from ddpbench.watch import api, command
 
 SCRIPT = """
@@ -41,21 +38,6 @@ os.waitpid(pid, 0)
 watch.close()
 print(dist.get_rank(), len(reports) > 0)
 dist.destroy_process_group()
-"""
-IN_A_THREAD = """
-import os, threading, torch, torch.distributed as dist, ddpbench
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-def train():
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ddpbench.watch():
-        for _ in range(20):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-thread = threading.Thread(target=train)
-thread.start()
-thread.join()
-os._exit(0)
 """
 
 
@@ -92,36 +74,12 @@ def test_one_line_in_the_script_is_enough(tmp_path: Path, when: str) -> None:
     """Before or after init_process_group; a second call returns the same watch, whose end in `with`
     gives the last report to rank 0; a forked child and a second end do nothing."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [*warm_python(), "train.py"],
-            cwd=tmp_path,
-            env=clean_environment(WHEN=when, RANK=str(rank), LOCAL_RANK=str(rank), **variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    texts = [rank.communicate(timeout=2 * PATIENCE_SECONDS) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], texts
-    assert [out.split() for out, _ in texts] == [["0", "True"], ["1", "False"]]
-    assert "part of a step" in texts[0][1]
-    assert texts[1][1] == ""
+    first, other = run_by_hand(tmp_path, 2, [*warm_python(), "train.py"], WHEN=when)
+    assert (first.returncode, other.returncode) == (0, 0), first.stderr
+    assert (first.stdout.split(), other.stdout.split()) == (["0", "True"], ["1", "False"])
+    assert "part of a step" in first.stderr
+    assert other.stderr == ""
     assert (tmp_path / "results").exists() == (when == "before")
-
-
-@pytest.mark.thorough
-def test_a_watch_may_begin_and_end_in_any_thread(tmp_path: Path) -> None:
-    """The run is complete, with all steps, where the thread that trains has the watch and the
-    process is killed right after, as by Ray Train."""
-    (tmp_path / "train.py").write_text(IN_A_THREAD)
-    assert run_command([*warm_python(), "train.py"], tmp_path).returncode == 0
-    run = store.read(next((tmp_path / "results").iterdir()))
-    assert run.state == "complete"
-    assert (watched := run.steps[0].watched) is not None
-    assert watched.last_step == 19
 
 
 def test_the_folder_of_runs_stays_where_the_job_began(
@@ -130,7 +88,7 @@ def test_the_folder_of_runs_stays_where_the_job_began(
     """Even if the script changes its folder before there is a process group."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    assert command.parse(["train.py"]).settings.output == tmp_path / "results"
+    assert command.parse(["train.py"]).options["output"] == tmp_path / "results"
 
 
 def test_a_watch_that_cannot_start_is_one_line(tmp_path: Path) -> None:

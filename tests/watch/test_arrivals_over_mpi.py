@@ -81,7 +81,7 @@ def observe_waits() -> list[list[int]]:
 
 def read_calls(watched: Arrivals) -> list[JoinedCall]:
     """Return all calls since the last time."""
-    return watched.read([], Round(7, time.time_ns()), 0, final=True)
+    return watched.read([], Round(7, time.time_ns()), final=True)
 
 
 def job_watched(folder: Path) -> None:
@@ -110,11 +110,11 @@ def job_watched(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_calls_over_mpi_have_begin_and_end(tmp_path: Path) -> None:
-    """Each call has the time when it was issued and the time that it took, within those that its
-    caller saw; ranks agree on group, number, operation and size, also where calls are asynchronous,
-    in a new group and in DDP. Before the first read and after `close` there are no stamps. Whether
-    MPI is called at once or by a worker, the wait begins and ends with a mark."""
+def test_calls_over_mpi_have_the_time_when_they_were_issued(tmp_path: Path) -> None:
+    """It is within the times that the caller saw; ranks agree on group, number, operation and size,
+    also where calls are asynchronous, in a new group and in DDP. Before the first read and after
+    `close` there are no stamps. Whether MPI is called at once or by a worker, the wait begins and
+    ends with a mark."""
     process = run_job(job_watched, 2, tmp_path)
     assert process.returncode == 0, process.stderr
     keys = []
@@ -128,13 +128,11 @@ def test_calls_over_mpi_have_begin_and_end(tmp_path: Path) -> None:
         assert " ".join(call.operation for call in found) == names
         assert [call.nbytes for call in found] == [16, 16, 32, 32, 32, 0, 16]
         for call, (before_ns, after_ns) in zip(found, around, strict=True):
-            assert before_ns <= call.last_ns
-            assert 0 < call.wire_ns <= after_ns - before_ns
+            assert before_ns <= call.last_ns <= after_ns
         assert found[-1].last_ns <= issued_ns
         assert [call.group for call in more].count(found[0].group) == len(more) - 1
         reduced = [call.nbytes for call in more if call.operation == "all_reduce"]
         assert reduced == [8, 288, 288, 288]  # 8 × 8 weights and 8 biases
-        assert all(call.wire_ns > 0 for call in more)
         assert unwatched == []
         for kinds in waits:
             assert (kinds[0], kinds[-1]) == (BLOCKED, BLOCKED + END)

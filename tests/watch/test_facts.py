@@ -14,7 +14,7 @@ from ddpbench.watch.observe.facts import Facts
 @pytest.fixture
 def watched() -> Iterator[Facts]:
     """Facts of this process from now on."""
-    started = Facts({})
+    started = Facts()
     yield started
     started.close()
 
@@ -31,16 +31,19 @@ def test_a_garbage_collection_is_counted_with_its_time(watched: Facts) -> None:
     gc.enable()
     assert second["gc_seconds"] == 0
     assert 0 < first["gc_seconds"] <= elapsed
-    watched.close()
+    assert first["seconds"] >= elapsed
     watched.close()
     assert len(gc.callbacks) == callbacks - 1
+    gc.callbacks.append(watched._count_gc)  # for the fixture to remove
 
 
 def test_compilations_are_counted_without_importing_the_compiler(watched: Facts) -> None:
-    """A first call compiles, a second one does not."""
+    """Another number of dimensions compiles again, a known shape does not."""
     assert watched.read()["compile_seconds"] == 0
     twice = torch.compile(lambda tensor: tensor * 2, backend="eager")
     twice(torch.ones(2))
+    assert watched.read()["compile_seconds"] > 0
+    twice(torch.ones(2, 2))
     assert watched.read()["compile_seconds"] > 0
     twice(torch.ones(2))
     assert watched.read()["compile_seconds"] == 0

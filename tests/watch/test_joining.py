@@ -1,4 +1,4 @@
-"""What the windows of ranks and hosts say together: calls are matched, steps are cut, and messages
+"""What the windows of ranks say together: calls are matched, steps are cut, and messages
 stay as large as they are."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from ddpbench.watch.gather.joining import join_hosts, join_ranks
-from ddpbench.watch.window import CALLS, COLUMNS, LINKS, STEPS, JoinedCall, Link, Window, encode
+from ddpbench.watch.gather.joining import join, shift
+from ddpbench.watch.window import CALLS, LINKS, STEPS, JoinedCall, Link, Window, encode
 
 EPOCH = 1_700_000_000 * 10**9
 MS = 10**6
@@ -56,20 +56,19 @@ class Simulated:
         rows = np.tile(STEP, (STEPS, 1)).astype(np.float32)
         return Window(7, {host: [rank]}, ended, first, {rank: rows}, calls[-CALLS:])
 
-    def host(self, ranks: Sequence[int], name: str = "one") -> Window:
-        """The joined windows of some ranks."""
-        windows = [self.window(rank, host=name) for rank in ranks]
-        return join_ranks(windows, ["10.0.0.9"], -self.ahead(ranks[0]))
+    def windows(self, ranks: Sequence[int], host: str = "one") -> list[Window]:
+        """The windows of some ranks of a host, by the clock of rank 0."""
+        return [shift(self.window(rank, host=host), -self.ahead(rank)) for rank in ranks]
 
 
 def test_arrivals_are_joined_by_the_clock_of_rank_0() -> None:
     """Rank 9 comes last to a call, on the second host, whose clock is 5 ms ahead: it is named, with
-    the first arrival and the last but one, which is of its own host."""
+    the first arrival and the last but one."""
     late = {9: 50 * MS, 8: 20 * MS}
     job = Simulated(
         late=lambda rank: late.get(rank, 0), ahead=lambda rank: 5 * MS if rank >= 8 else 0
     )
-    round_ = join_hosts([job.host(range(8, 16), "two"), job.host(range(8))])
+    round_ = join([*job.windows(range(8, 16), "two"), *job.windows(range(8))])
     assert (list(round_.hosts), len(round_.rows), round_.steps) == (["one", "two"], 16, STEPS)
     call = round_.calls[-3]
     assert (call.last_rank, call.ranks, call.last_ns - call.second_ns) == (9, 16, 30 * MS)
@@ -80,7 +79,7 @@ def test_arrivals_are_joined_by_the_clock_of_rank_0() -> None:
 def test_groups_are_matched_by_name_and_number() -> None:
     """Ranks of different groups do not meet, even in calls of the same number."""
     job = Simulated(late=lambda rank: 50 * MS * (rank == 3), group=lambda rank: f"pair {rank // 2}")
-    round_ = join_hosts([job.host(range(8)), job.host(range(8, 16), "two")])
+    round_ = join(job.windows(range(16)))
     late = {call.last_rank for call in round_.calls if call.last_ns > call.first_ns}
     assert late == {3}
     assert {call.ranks for call in round_.calls} == {2}
@@ -90,14 +89,11 @@ def test_windows_are_joined_over_the_steps_that_all_have() -> None:
     """Windows that begin and end at different steps are cut. A rank that has stopped long ago, or
     has no steps, hides nobody's, but is one of its host."""
     job = Simulated()
-    windows = [job.window(0, first=100), job.window(1, first=103), job.window(2, first=10)]
-    host = join_ranks([*windows, without_steps(3, last=True)], [], 0)
-    assert (host.first_step, host.steps, list(host.rows)) == (103, STEPS - 3, [0, 1])
-    assert (host.ranks, host.last) == ([0, 1, 2, 3], False)
-    other = join_ranks([job.window(4, first=110, host="two")], [], 0)
-    round_ = join_hosts([host, other])
+    windows = [job.window(rank, first=first) for rank, first in enumerate((100, 103, 10))]
+    round_ = join([*windows, without_steps(3, last=True), job.window(4, first=110, host="two")])
     assert (round_.first_step, list(round_.rows)) == (110, [0, 1, 4])
     assert {len(rows) for rows in round_.rows.values()} == {STEPS - 10}
+    assert (round_.hosts, round_.last) == ({"one": [0, 1, 2, 3], "two": [4]}, False)
 
 
 def test_links_of_a_host_are_added_and_named() -> None:
@@ -105,42 +101,33 @@ def test_links_of_a_host_are_added_and_named() -> None:
     two hosts have that address."""
     link = Link("one", "10.0.0.2", "eth0", 1000, 0.5, 0.001, 1)
     bridge = Link("one", "172.17.0.1", "docker0", 10, 0.5, 0.001, 0)
+    addresses = ["10.0.0.1", "172.17.0.1"]
     windows = [
-        without_steps(rank, facts={rank: {"gc_seconds": rank}}, links=[link, bridge])
+        without_steps(
+            rank, facts={rank: {"gc_seconds": rank}}, links=[link, bridge], addresses=addresses
+        )
         for rank in range(2)
     ]
-    one = join_ranks(windows, ["10.0.0.1", "172.17.0.1"], 0)
-    two = join_ranks([without_steps(2, "two")], ["10.0.0.2", "172.17.0.1"], 0)
-    round_ = join_hosts([one, two])
+    round_ = join([*windows, without_steps(2, "two", addresses=["10.0.0.2", "172.17.0.1"])])
     links = {(each.host, each.peer): (each.nbytes, each.retransmitted) for each in round_.links}
     assert links == {("one", "two"): (2000, 2), ("one", "172.17.0.1"): (20, 0)}
     assert round_.facts[1] == {"gc_seconds": 1}
-    assert round_.hosts == {"one": [0, 1], "two": [2]}
 
 
 def test_a_job_without_steps_still_has_calls() -> None:
     """Ranks that only call collectives, without an optimizer, report their calls."""
     windows = [without_steps(rank, calls=[a_call(rank, 1, EPOCH)]) for rank in range(2)]
-    round_ = join_hosts([join_ranks(windows, [], 0)])
+    round_ = join(windows)
     assert (round_.steps, round_.rows) == (0, {})
     assert [call.ranks for call in round_.calls] == [2]
 
 
 def test_messages_do_not_grow_with_steps() -> None:
-    """At step a million, ranks and hosts send as much as at step 100, but for the digits of their
-    numbers; of more calls than fit, the newest."""
+    """At step a million, a rank sends as much as at step 100, but for the digits of its numbers."""
     sizes = []
     for first in (100, 1_000_000):
-        job = Simulated(first=first, group=lambda rank: f"alone {rank}")
         links = [Link("one", f"10.0.{n}.1", "eth0", 1, 0.1, 0.1, 0) for n in range(LINKS)]
-        windows = [structs.replace(job.window(rank), links=links) for rank in range(8)]
-        host = join_ranks(windows, [f"10.0.0.{n}" for n in range(LINKS)], 0)
-        assert len(host.calls) == CALLS
-        assert min(call.step for call in host.calls) == first + STEPS - 1 - CALLS // (8 * 3)
-        sizes.append((len(encode(windows[0])), len(encode(host))))
-    ranks, hosts = zip(*sizes, strict=True)
-    assert max(ranks) - min(ranks) <= CALLS * 8
-    assert max(ranks) < 40_000
-    assert max(hosts) - min(hosts) <= CALLS * 8
-    assert max(hosts) < 60_000
-    assert len(STEP) == COLUMNS
+        window = structs.replace(Simulated(first=first).window(16383), links=links)
+        sizes.append(len(encode(window)))
+    assert abs(sizes[1] - sizes[0]) <= CALLS * 8
+    assert max(sizes) < 40_000

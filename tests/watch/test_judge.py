@@ -348,7 +348,7 @@ def test_the_summary_has_phases_ranks_calls_and_a_timeline() -> None:
     assert summarize(history) is None
     for round_ in job.rounds(600):
         calls = [
-            JoinedCall("world", n, "all_reduce", 4096, n // 2, 0, 10**6, 3 * 10**6, 2, 4, 2000)
+            JoinedCall("world", n, "all_reduce", 4096, n // 2, 0, 10**6, 3 * 10**6, 2, 4)
             for n in range(2 * round_.first_step, 2 * round_.first_step + 20)
         ]
         history.add(structs.replace(round_, calls=calls))
@@ -362,7 +362,7 @@ def test_the_summary_has_phases_ranks_calls_and_a_timeline() -> None:
     assert summary.steps.step.interval is not None
     (collective,) = summary.watched.collectives
     assert (collective.calls, collective.last_rank, collective.last_share) == (2, 2, 1)
-    assert (collective.wait_seconds, collective.wire_seconds) == pytest.approx((0.003, 2e-6))
+    assert collective.wait_seconds == pytest.approx(0.003)
     assert [rank.rank for rank in summary.watched.ranks] == [0, 1, 2, 3]
     assert summary.watched.moments[-1].step == 599
     assert 100 < len(summary.watched.moments) <= 256

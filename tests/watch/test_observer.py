@@ -32,8 +32,7 @@ from warm_python import warm_python
 from ddpbench.catalog import backends
 from ddpbench.launch import forks
 from ddpbench.runtime import devices
-from ddpbench.watch.observe.calls import CALL, find_waits
-from ddpbench.watch.observe.observer import PATIENCE, Observer
+from ddpbench.watch.observe.observer import CALL, PATIENCE, Observer, find_waits
 from ddpbench.watch.observe.steps import (
     BACKWARD,
     END,

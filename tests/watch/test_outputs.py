@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import socket
 import sys
 import urllib.error
@@ -27,10 +25,8 @@ from ddpbench.records.store import End
 from ddpbench.records.watched import COLUMNS
 from ddpbench.session.run_folder import interrupted
 from ddpbench.verdicts import comparison, matching
-from ddpbench.watch import outputs as watch_outputs
 from ddpbench.watch.judging.history import History
-from ddpbench.watch.outputs import Outputs
-from ddpbench.watch.settings import Settings
+from ddpbench.watch.outputs import Outputs, Settings
 from ddpbench.watch.stored import NO_STEP, TIME
 from ddpbench.watch.window import JoinedCall, Link, Window
 
@@ -162,16 +158,6 @@ def test_no_secret_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert '"rank"' in text
 
 
-def test_chosen_columns_of_a_watched_job(tmp_path: Path) -> None:
-    """`--columns` takes those of a DDP step; what a watch cannot know is empty."""
-    columns = ("workload", "step", "samples", "backward", "exposed")
-    head, row = FORMATS["csv"](finish(tmp_path), columns, False).splitlines()
-    assert head == ",".join(columns)
-    name, step, samples, backward, exposed = row.split(",")
-    assert (name, samples) == ("train.py", "")
-    assert [round(float(text)) for text in (step, backward, exposed)] == [100, 70, 5]
-
-
 def test_a_job_and_a_ddp_run_are_incomparable(tmp_path: Path) -> None:
     """`compare` never judges a watched step against a step of `ddp` of the same name, but it does
     judge two runs of one job."""
@@ -191,14 +177,13 @@ def test_a_job_and_a_ddp_run_are_incomparable(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """One line says why nothing is stored; the table is printed all the same."""
+    """One line says why nothing is stored; the table is printed all the same, to stderr."""
     (tmp_path / "file").touch()
     outputs = Outputs(Settings(output=tmp_path / "file"), a_job())
     outputs.update(a_history(), [])
     outputs.finish(a_history(), [], COMPLETE)
     out, err = capfd.readouterr()
-    assert out == ""
-    assert err.count(str(tmp_path / "file")) == 1
+    assert (out, err.count(str(tmp_path / "file"))) == ("", 1)
     assert "part of a step" in err
     assert "stored in" not in err
 
@@ -206,12 +191,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFi
 # --- on the terminal ------------------------------------------------------------------------------
 
 
-def test_stdout_belongs_to_the_job(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The final table of a job with and without steps goes to stderr; without a terminal there is
-    no line."""
-    monkeypatch.setattr(watch_outputs, "LINE_SECONDS", 0.0)
+def test_stdout_belongs_to_the_job(capfd: pytest.CaptureFixture[str]) -> None:
+    """The final table of a job with and without steps goes to stderr, and nothing before it."""
     for history in (a_history(), History()):
         outputs = Outputs(Settings(), a_job())
         outputs.update(history, [SLOW])
@@ -222,38 +203,13 @@ def test_stdout_belongs_to_the_job(
         assert "train.py" in err
 
 
-def test_a_job_without_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job whose stderr is closed, missing or the script's own is stored; nothing is raised."""
-    closed = (tmp_path / "closed").open("w")
-    closed.close()
-    for number, stream in enumerate((None, closed, SimpleNamespace(write=len))):
-        monkeypatch.setattr(sys, "stderr", stream)
-        outputs = Outputs(Settings(output=tmp_path / str(number)), a_job())
-        outputs.update(a_history(), [SLOW])
-        outputs.finish(a_history(), [SLOW], COMPLETE)
-        assert the_run(tmp_path / str(number)).state == "complete"
-
-
-def test_the_line_on_a_terminal(frozen: Frozen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal, each line has the newest steps, where they went, and the worst finding; none
-    comes before its time."""
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        Outputs(Settings(), a_job()).update(a_history(), [])
-        monkeypatch.setattr(watch_outputs, "LINE_SECONDS", 0.0)
-        outputs = Outputs(Settings(), a_job())
-        outputs.update(History(), [])
-        outputs.update(a_history(), [NOTE, SLOW])
-        text = os.read(ours, 10_000)
-        while text.count(b"\n") < 2:
-            text += os.read(ours, 10_000)
-    os.close(ours)
-    none, line = text.decode().splitlines()
-    frozen.text(none)
-    assert line.startswith("ddpbench: step 59: ")
-    assert ", backward 50." in line
-    assert line.endswith(f"; warning: {SLOW.sentence}")
+@pytest.mark.parametrize("stream", [None, SimpleNamespace(write=len)], ids=("none", "own"))
+def test_a_job_without_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: object
+) -> None:
+    """A job whose stderr is missing or the script's own is stored; nothing is raised."""
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert finish(tmp_path, SLOW).state == "complete"
 
 
 # --- the callback ---------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_lines import ONE_SENTENCE, clean_environment, run_command
+from by_hand import run_by_hand
+from command_lines import ONE_SENTENCE, run_command
 from frozen import Frozen
-from patience import PATIENCE_SECONDS
 
 from ddpbench.watch import entry
 
@@ -158,17 +158,8 @@ def test_a_wrong_command_line_is_one_sentence(
 
 def test_one_rank_speaks_for_all(tmp_path: Path) -> None:
     """A script that does not exist ends both ranks with exit code 2, and rank 0 alone says why."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "ddpbench.watch", "absent.py"],
-            cwd=tmp_path,
-            env=clean_environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank)),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    texts = [rank.communicate(timeout=PATIENCE_SECONDS)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2]
-    assert ONE_SENTENCE.fullmatch(texts[0])
-    assert texts[1] == ""
+    words = [sys.executable, "-m", "ddpbench.watch", "absent.py"]
+    first, other = run_by_hand(tmp_path, 2, words)
+    assert (first.returncode, other.returncode) == (2, 2)
+    assert ONE_SENTENCE.fullmatch(first.stderr)
+    assert other.stderr == ""

@@ -4,9 +4,7 @@ Exit codes, output and the digests of all parameters are compared. A few telling
 default; .ci/nightly runs the whole matrix.
 """
 
-import contextlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from by_hand import run_by_hand
 from command_lines import (
-    clean_environment,
     mpirun,
     needs_mpirun,
     read_stored_run,
@@ -31,7 +29,7 @@ from ddpbench.launch.placement import free_port
 from ddpbench.records import store
 
 SCRIPTS = Path(__file__).parent / "scripts"
-GPT, TUTORIAL = str(SCRIPTS / "gpt.py"), str(SCRIPTS / "tutorial.py")
+TUTORIAL = str(SCRIPTS / "tutorial.py")
 WATCH = ["-m", "ddpbench.watch"]
 LONG = 2 * PATIENCE_SECONDS
 # In a job that is over at once, ranks do not meet.
@@ -85,53 +83,29 @@ def list_words(text: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
-    """Each script without ddpbench, in two ranks that are started by hand."""
-    folder = tmp_path_factory.mktemp("plain")
-    started = {}
-    for script in (GPT, TUTORIAL):
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-        started[script] = [
-            subprocess.Popen(
-                [*warm_python(), script],
-                cwd=folder,
-                env=clean_environment(RANK=str(rank), LOCAL_RANK=str(rank), **variables),
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-    done = {}
-    for script, ranks in started.items():
-        text = "".join(rank.communicate(timeout=LONG)[0] for rank in ranks)
-        code = max(rank.returncode for rank in ranks)
-        done[script] = subprocess.CompletedProcess(script, code, text, "")
-        assert code == 0
-        assert text.count(" of 2: ") == 2
-    return done
+def plain(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """The script without ddpbench, in two ranks that are started by hand."""
+    ranks = run_by_hand(tmp_path_factory.mktemp("plain"), 2, [*warm_python(), TUTORIAL])
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    text = "".join(rank.stdout for rank in ranks)
+    assert text.count(" of 2: ") == 2
+    return subprocess.CompletedProcess(TUTORIAL, 0, text, "")
 
 
 @pytest.mark.parametrize(
-    ("launcher", "script", "words"),
+    ("launcher", "workers"),
     [
-        ("torchrun", GPT, []),
-        pytest.param("mpirun", TUTORIAL, ["--workers", "1"], marks=needs_mpirun),
-        pytest.param("ddpbench", GPT, [], marks=pytest.mark.nightly),
-        pytest.param("torchrun", TUTORIAL, ["--workers", "2"], marks=pytest.mark.nightly),
-        pytest.param("ddpbench", TUTORIAL, ["--workers", "2"], marks=pytest.mark.nightly),
-        pytest.param("mpirun", GPT, [], marks=[needs_mpirun, pytest.mark.nightly]),
+        ("torchrun", "0"),
+        pytest.param("mpirun", "1", marks=needs_mpirun),
+        pytest.param("ddpbench", "2", marks=pytest.mark.nightly),
     ],
 )
 def test_a_watched_script_gives_the_same_results(
-    plain: dict[str, subprocess.CompletedProcess[str]],
-    tmp_path: Path,
-    launcher: str,
-    script: str,
-    words: list[str],
+    plain: subprocess.CompletedProcess[str], tmp_path: Path, launcher: str, workers: str
 ) -> None:
     """The same losses and the same bits of all parameters in both ranks, with worker processes."""
-    done = run_command(command(launcher, True, script, *words), tmp_path, LONG)
-    assert_same(plain[script], done)
+    done = run_command(command(launcher, True, TUTORIAL, "--workers", workers), tmp_path, LONG)
+    assert_same(plain, done)
 
 
 def test_a_script_that_fails_under_ddpbench_gives_its_exit_code(tmp_path: Path) -> None:
@@ -231,46 +205,6 @@ def test_an_interrupted_launcher_ends_alike(
     assert codes[0] == codes[1]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
-def test_a_compiled_model_gives_the_same_results(tmp_path: Path, compiler: str) -> None:
-    """torch.compile around the model, inside DDP."""
-    if compiler == "inductor" and shutil.which("g++") is None:
-        pytest.skip("inductor needs a C++ compiler")
-    runs = [
-        run_command(
-            command("torchrun", watch, GPT, f"--compiler={compiler}"), tmp_path, timeout=2 * LONG
-        )
-        for watch in (False, True)
-    ]
-    assert runs[0].returncode == 0, runs[0].stderr
-    assert_same(*runs)
-
-
-@pytest.mark.nightly
-def test_nodes_with_unequal_numbers_of_ranks(tmp_path: Path) -> None:
-    """torchrun with 2 + 1 ranks: `-m ddpbench.watch train.py` is the same as `train.py`."""
-    digests = []
-    for program in ([*WATCH, TUTORIAL], [TUTORIAL]):
-        line = [*warm_python(), "-m", "torch.distributed.run", "--nnodes", "2"]
-        line += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-        with contextlib.ExitStack() as stack:
-            nodes = [
-                stack.enter_context(
-                    running_command(
-                        [*line, f"--node-rank={n}", f"--nproc-per-node={count}", *program],
-                        tmp_path,
-                    )
-                )
-                for n, count in enumerate((2, 1))
-            ]
-            texts = [node.communicate(timeout=LONG) for node in nodes]
-            assert [node.returncode for node in nodes] == [0, 0], texts
-        digests.append(list_words("".join(out for out, _ in texts)))
-        assert digests[-1].count("3:") == 3
-    assert digests[0] == digests[1]
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A Slurm of its own."""
@@ -281,16 +215,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [(GPT, []), (TUTORIAL, ["--workers", "2"]), (TUTORIAL, ["--end", "raise"])],
-)
-def test_under_srun(tmp_path: Path, cluster: Cluster, script: str, words: list[str]) -> None:
+@pytest.mark.parametrize("words", [["--workers", "2"], ["--end", "raise"]])
+def test_under_srun(tmp_path: Path, cluster: Cluster, words: list[str]) -> None:
     """On one node and over two, srun gives the same with and without a watch."""
     for nodes in ("1", "2"):
         runs = []
         for watch in (False, True):
-            line = command("srun", watch, script, *words)
+            line = command("srun", watch, TUTORIAL, *words)
             line[1:1] = ["-N", nodes]
             runs.append(cluster.call(*line, cwd=tmp_path))
         assert_same(*runs)

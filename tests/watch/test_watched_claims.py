@@ -1,17 +1,14 @@
 """Findings, and no others, on real ranks of which a watch does not see everything."""
 
-import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import clean_environment
-from patience import PATIENCE_SECONDS
+from by_hand import run_by_hand
 from warm_python import warm_python
 
-from ddpbench.launch.placement import free_port
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import COLUMNS
@@ -112,19 +109,8 @@ def watch(folder: Path, kind: str) -> Path:
     """Run the script until the finding of this kind is reported; return the run's folder."""
     ranks, wanted = KINDS[kind]
     (folder / "train.py").write_text(SCRIPT)
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [
-        subprocess.Popen(
-            [*warm_python(), "train.py", kind, wanted],
-            cwd=folder,
-            env=clean_environment(RANK=str(rank), WORLD_SIZE=str(ranks), **variables),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    texts = [process.communicate(timeout=2 * PATIENCE_SECONDS)[1] for process in started]
-    assert [process.returncode for process in started] == [0] * ranks, texts
+    done = run_by_hand(folder, ranks, [*warm_python(), "train.py", kind, wanted])
+    assert [rank.returncode for rank in done] == [0] * ranks, done[0].stderr
     (path,) = store.list_runs(folder / "results")
     return path
 

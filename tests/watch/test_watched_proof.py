@@ -43,7 +43,7 @@ dist.destroy_process_group()
 """
 
 
-Watched = tuple[int, list[Finding], int]
+Watched = tuple[int, list[Finding]]
 JOBS = {  # the words of the script, --verify, ranks
     "skipped": ("skipped", 4, 2),
     "by hand": ("by hand", 4, 4),
@@ -53,7 +53,7 @@ JOBS = {  # the words of the script, --verify, ranks
 
 
 def watch(folder: Path, job: str) -> Watched:
-    """Return exit code, findings and number of steps of a watched job."""
+    """Return exit code and findings of a watched job."""
     kind, every, ranks = JOBS[job]
     (folder / "train.py").write_text(SCRIPT)
     words = ("-n", str(ranks), "--verify", str(every), "train.py", kind)
@@ -61,8 +61,7 @@ def watch(folder: Path, job: str) -> Watched:
     (run,) = store.list_runs(folder / "results")
     record = store.read(run)
     assert record.launches[0].launcher == "ddpbench"
-    watched = record.steps[0].watched
-    return done.returncode, list(record.findings), watched.steps if watched is not None else 0
+    return done.returncode, list(record.findings)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +84,8 @@ def test_a_difference_is_found_at_a_point_that_the_ranks_share(
     """A rank skips an optimizer step; a weight changes in a job that updates by hand, whose model
     only the last two of four ranks train. Each is an error of the step in which it was compared
     next, the job does not wait, and the end counts the comparisons."""
-    code, findings, steps = watched[job]
+    code, findings = watched[job]
     assert code == 4
-    assert steps > 0
     assert {f.place["step"] for f in find(findings, "error")} == {wrong}
     (summary,) = find(findings, "note", "replicas-compared")
     assert summary.place["step"] == equal_until
@@ -97,13 +95,13 @@ def test_a_difference_is_found_at_a_point_that_the_ranks_share(
 
 def test_replicas_that_were_never_compared_are_an_error(watched: dict[str, Watched]) -> None:
     """So it is with --verify 100 in a job of 24 steps."""
-    code, findings, _ = watched["never compared"]
+    code, findings = watched["never compared"]
     assert (code, [f.code for f in find(findings, "error")]) == (1, ["replicas-not-compared"])
 
 
 def test_a_healthy_job_ends_as_ever(watched: dict[str, Watched]) -> None:
     """Its exit code is 0, and the end names each comparison."""
-    code, findings, _ = watched["healthy"]
+    code, findings = watched["healthy"]
     assert (code, find(findings, "error")) == (0, [])
     (summary,) = find(findings, "note", "replicas-compared")
     assert summary.place == {"compared": 6, "equal": 6, "step": 23}

@@ -1,4 +1,4 @@
-"""Join the windows of a host's ranks, and those of all hosts. Pure, no torch."""
+"""Join the windows of all ranks. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -9,60 +9,32 @@ import numpy as np
 import numpy.ma  # np.median imports it when first called, which would be in a watched step
 from msgspec import structs
 
-from ddpbench.watch.window import (
-    CALLS,
-    LINKS,
-    JoinedCall,
-    Window,
-    add_links,
-    join_long_steps,
-)
+from ddpbench.watch.window import JoinedCall, Window, add_links, join_long_steps
 
 
-def join_ranks(windows: Sequence[Window], addresses: Sequence[str], ahead_ns: int) -> Window:
-    """Join the windows of a host's ranks, at least one.
-
-    addresses: of the host; ahead_ns: how far rank 0's clock is ahead of the host's. All times of
-    the joined window are by rank 0's clock.
-    """
-    joined = join(windows)
-    return structs.replace(
-        joined,
-        calls=[
-            structs.replace(
-                call,
-                first_ns=call.first_ns + ahead_ns,
-                second_ns=call.second_ns + ahead_ns,
-                last_ns=call.last_ns + ahead_ns,
-            )
-            for call in joined.calls
-        ],
-        ended_ns=joined.ended_ns + ahead_ns,
-        links=add_links(joined.links)[:LINKS],
-        addresses={host: list(addresses)[:LINKS] for host in joined.hosts},
-    )
-
-
-def join_hosts(hosts: Sequence[Window]) -> Window:
-    """Join the windows of all hosts, at least one; a link's peer is a host by name if known."""
-    joined = join(hosts)
-    owners: dict[str, list[str]] = {}
-    for host, addresses in joined.addresses.items():
-        for address in addresses:
-            owners.setdefault(address, []).append(host)
-    names = {address: hosts[0] for address, hosts in owners.items() if len(hosts) == 1}
-    links = [structs.replace(link, peer=names.get(link.peer, link.peer)) for link in joined.links]
-    return structs.replace(joined, links=links)
+def shift(window: Window, ahead_ns: int) -> Window:
+    """Return a window whose times are by rank 0's clock, which is so far ahead of this one."""
+    calls = [
+        structs.replace(call, first_ns=call.first_ns + ahead_ns, last_ns=call.last_ns + ahead_ns)
+        for call in window.calls
+    ]
+    return structs.replace(window, calls=calls, ended_ns=window.ended_ns + ahead_ns)
 
 
 def join(windows: Sequence[Window]) -> Window:
-    """Join windows over the steps that they have in common."""
+    """Join the windows of ranks, at least one, over the steps that they have in common."""
     windows = sorted(windows, key=lambda window: window.ranks)
     members, first, end = _find_common(windows)
     hosts: dict[str, list[int]] = {}
+    owners: dict[str, set[str]] = {}
     for window in windows:
         for host, ranks in window.hosts.items():
             hosts.setdefault(host, []).extend(ranks)
+            for address in window.addresses:
+                owners.setdefault(address, set()).add(host)
+    # A link's peer is a host by name if exactly one host has its address.
+    names = {address: min(hosts) for address, hosts in owners.items() if len(hosts) == 1}
+    links = chain(*(window.links for window in windows))
     return Window(
         number=windows[0].number,
         hosts=hosts,
@@ -73,10 +45,9 @@ def join(windows: Sequence[Window]) -> Window:
             for window in members
             for rank, rows in window.rows.items()
         },
-        calls=_join_calls(chain(*(window.calls for window in windows)))[-CALLS:],
+        calls=_join_calls(chain(*(window.calls for window in windows))),
         facts={rank: facts for window in windows for rank, facts in window.facts.items()},
-        links=[*chain(*(window.links for window in windows))],
-        addresses={host: known for window in windows for host, known in window.addresses.items()},
+        links=add_links(structs.replace(k, peer=names.get(k.peer, k.peer)) for k in links),
         findings={rank: own for window in windows for rank, own in window.findings.items()},
         long_steps=join_long_steps(chain(*(window.long_steps for window in windows))),
         lines={rank: lines for window in windows for rank, lines in window.lines.items()},
@@ -105,28 +76,24 @@ def _find_common(windows: Sequence[Window]) -> tuple[list[Window], int, int]:
 
 
 def _join_calls(calls: Iterable[JoinedCall]) -> list[JoinedCall]:
-    """Join what ranks or hosts report of the same calls: those of a group with the same number.
+    """Join what ranks report of the same calls: those of a group with the same number.
 
     Returns the newest call last.
     """
     reports: dict[tuple[str, int], list[JoinedCall]] = {}
-    for call in calls:
+    for call in sorted(calls, key=_find_last_ns):
         reports.setdefault((call.group, call.number), []).append(call)
-    return sorted(map(_join_reports, reports.values()), key=_find_last_ns)
-
-
-def _join_reports(same: Sequence[JoinedCall]) -> JoinedCall:
-    last = max(same, key=_find_last_ns)
-    others_ns = [call.last_ns for call in same if call is not last]
-    wires_ns = [call.wire_ns for call in same if call.wire_ns >= 0]
-    return structs.replace(
-        last,
-        step=max(call.step for call in same),
-        first_ns=min(call.first_ns for call in same),
-        second_ns=max([last.second_ns, *others_ns]),
-        ranks=sum(call.ranks for call in same),
-        wire_ns=min(wires_ns, default=-1),  # only the last rank to arrive waits for nobody
-    )
+    joined = [
+        structs.replace(
+            same[-1],
+            step=max(call.step for call in same),
+            first_ns=same[0].first_ns,
+            second_ns=same[-2].last_ns if len(same) > 1 else 0,
+            ranks=len(same),
+        )
+        for same in reports.values()
+    ]
+    return sorted(joined, key=_find_last_ns)
 
 
 def _find_last_ns(call: JoinedCall) -> int:

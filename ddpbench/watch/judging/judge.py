@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -24,7 +23,6 @@ from ddpbench.watch.judging.slow_links import find_slow_links
 from ddpbench.watch.judging.stragglers import COMPARE, RECENT, Late
 from ddpbench.watch.window import ALL, BLOCKED
 
-FEWEST = stragglers.FEWEST  # steps that any verdict on steps needs
 FEWEST_CALLS = 24  # calls that a verdict needs
 MOST_OFTEN = 0.6  # of the calls, at which the same rank is last
 LEAST_SHARE = 0.05  # of the time between two calls
@@ -51,16 +49,12 @@ PAUSE_STEPS = {  # by phase
 
 @dataclass(frozen=True)
 class Context:
-    """The input of a judge. missing: ranks without comparable reports."""
+    """The input of a judge. missing: ranks without comparable reports; late: that are, or were."""
 
     history: History
     world_size: int
     missing: Sequence[int]
-
-    @cached_property
-    def late(self) -> list[Late]:
-        """The ranks that are late, or were; at least FEWEST steps must be known."""
-        return stragglers.find_late(self.history)
+    late: Sequence[Late]
 
 
 def judge(history: History, world_size: int) -> tuple[Finding, ...]:
@@ -69,12 +63,13 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
     Nothing is an error: a watch does not change the exit code of its job. If reports of ranks are
     missing, nothing is said of all ranks: those that are missing may be the reason.
     """
-    context = Context(history, world_size, history.find_missing(world_size))
-    conditions = {ANYTHING}
-    if len(history.job) >= FEWEST:
-        conditions |= {STEPS} if context.missing else {STEPS, ALL_RANKS}
+    conditions, missing, late = {ANYTHING}, history.find_missing(world_size), list[Late]()
+    if len(history.job) >= stragglers.FEWEST:
+        conditions |= {STEPS} if missing else {STEPS, ALL_RANKS}
+        late = stragglers.find_late(history)
     elif not history.call_steps:
         conditions |= {CALLS_ONLY}
+    context = Context(history, world_size, missing, late)
     judges = [function for condition, function in JUDGES if condition in conditions]
     findings = [finding for function in judges for finding in function(context)]
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
@@ -116,8 +111,7 @@ def _judge_arrivals(context: Context) -> Iterator[Finding]:
             "late-arrival",
             f"rank {rank} on {context.history.host_of.get(rank, 'an unknown host')} is the last to "
             f"arrive at {operation} of {nbytes / 1e3:.4g} kB on group {group} in {often:.0%} of "
-            f"the calls: {seconds * 1e3:.3g} ms after the other ranks, {seconds / between:.1%} of "
-            "the time from one call to the next",
+            f"the calls: {seconds * 1e3:.3g} ms after the other ranks",
             f"find what rank {rank} does longer than the others before this call; {COMPARE}",
             {"rank": rank, "group": group, "operation": operation, "seconds": seconds},
         )
@@ -168,13 +162,11 @@ def _describe_pause(history: History, pause: WatchedPause) -> str:
     if pause.rank is not None:
         who = f"rank {pause.rank} on {history.host_of.get(pause.rank, '')} pauses"
     where = f" at {pause.line}" if pause.line else ""
-    often = f"every {pause.every} steps, " if pause.every else ""
-    steps = f"steps {pause.first_step} to {pause.last_step}"
-    if pause.count == 1:
-        steps = f"step {pause.first_step}"
+    often = f" every {pause.every} steps" if pause.every else ""
     return (
-        f"{who} in {pause.phase}{where}: {pause.seconds * 1e3:.0f} ms {often}"
-        f"{counted(pause.count, 'time')} ({steps}); {history.describe_cost(pause.mean_seconds)}"
+        f"{who} in {pause.phase}{where}: {pause.seconds * 1e3:.0f} ms{often}, "
+        f"{counted(pause.count, 'time')}, first in step {pause.first_step}; "
+        f"{history.describe_cost(pause.mean_seconds)}"
     )
 
 
@@ -253,8 +245,7 @@ CHECKS = {  # code → severity, least share, sentence, next step
         "note",
         0.03,
         "Python's garbage collector stops the ranks for {share:.0%} of the time",
-        "after the set-up, call gc.freeze() and gc.disable(); then call gc.collect() on all ranks "
-        "every few hundred steps",
+        "after the set-up: gc.freeze(), gc.disable(); then gc.collect() in all ranks now and then",
     ),
     "recompilations": (
         "warning",

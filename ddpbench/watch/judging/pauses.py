@@ -80,7 +80,6 @@ class Pauses:
             count=self.count,
             every=self.find_period(),
             first_step=self.first_step,
-            last_step=self.newest[-1][0],
             seconds=float(np.median([seconds for _, seconds in self.newest])),
             longest_seconds=self.longest_seconds,
             mean_seconds=self.seconds / steps,

@@ -22,7 +22,10 @@ from ddpbench.watch.window import Link
 SLOW = 0.5  # of the usual rate; less is slow
 BUSY = 0.1  # of the time: a link that is used less does not slow the job down
 COMPARABLE = 1 / 16  # of the bytes of the link that carried most
-MEASURE = "to measure it, run under the job's launcher: python -m ddpbench.doctor --only links"
+MEASURE = (
+    "check speed and errors of the interface (ethtool, ip -s link); to measure it, run under the "
+    "job's launcher: python -m ddpbench.doctor --only links"
+)
 
 
 def find_slow_links(links: Iterable[Link], hosts: Container[str], seconds: float) -> list[Finding]:
@@ -88,21 +91,16 @@ def _describe(
     busy = min(1.0, max(link.busy_seconds for link in links) / seconds) if seconds else 1.0
     name = f"{hosts[0]} ({interface})" if interface else hosts[0]
     figures = list_all(f"{way} {format_rate(rate)}" for way, rate in rates.items())
-    others = f"other links of the job carry {format_rate(usual)}"
     place: dict[str, object] = {"hosts": hosts, "interface": interface}
-    if len(hosts) == 2:
-        sentence = (
-            f"slow link: the link from {name} to {hosts[1]} {figures} while data is on its way; "
-            f"{others}. It is in use {busy:.0%} of the time"
-        )
-        return Finding("warning", "slow-link", sentence, MEASURE, place)
+    code, subject = "slow-link", f"slow link: the link from {name} to {hosts[-1]}"
+    if len(hosts) == 1:
+        code, subject = "slow-host", f"slow host: over all its links, {name}"
+        place["bytes_per_second"] = rates
     sentence = (
-        f"slow host: {name} {figures} at most over all its links while data is on its way; "
-        f"{others}. Its links are in use {busy:.0%} of the time"
+        f"{subject} {figures} while data is on its way; other links of the job carry "
+        f"{format_rate(usual)}. In use {busy:.0%} of the time"
     )
-    check = f"on {hosts[0]}, check speed and errors of its interface (ethtool, ip -s link)"
-    place["bytes_per_second"] = rates
-    return Finding("warning", "slow-host", sentence, f"{check}; {MEASURE}", place)
+    return Finding("warning", code, sentence, MEASURE, place)
 
 
 def find_rate(link: Link) -> float:

@@ -58,11 +58,6 @@ class Late:
         """Seconds of an average step while the rank is late."""
         return self.seconds / self.every
 
-    @property
-    def phase(self) -> str:
-        """The phase that takes longer by most."""
-        return self.phases[0]
-
 
 @dataclass(frozen=True)
 class _Steps:
@@ -107,17 +102,9 @@ def find_late(history: History) -> list[Late]:
         is_tracked = np.isin(recent, kept.number).mean() > TRACKED_SHARE
         excess = kept.values["excess"].astype(np.float64)
         steps = _Steps(rank, kept.number, excess, least, step_seconds)
-        if is_tracked and _may_be_late(steps) and (one := _judge_rank(steps)):
+        if is_tracked and (one := _judge_rank(steps)):
             late.append(one)
     return sorted(late, key=lambda one: -one.cost)
-
-
-def _may_be_late(steps: _Steps) -> bool:
-    """Return whether the averages allow for a verdict: the cheap question."""
-    chunks = np.array_split(steps.excess[:, OWN], max(1, len(steps) // 64))
-    means = steps.phases[-RECENT:].mean(axis=0)
-    most = max(chunk.mean() for chunk in chunks)
-    return bool(most > steps.least / 2 or (means > ALLOWED * steps.step_seconds).any())
 
 
 def _judge_rank(steps: _Steps) -> Late | None:
@@ -212,7 +199,7 @@ def describe_late(history: History, late: Sequence[Late]) -> Iterator[Finding]:
     always = [one for one in late if one.every == 1 and one.until is None]
     for ranks in history.hosts.values():
         members = [one for one in always if one.rank in ranks]
-        phases = {one.phase for one in members}
+        phases = {one.phases[0] for one in members}
         if len(members) == len(ranks) > 1 and len(phases) == 1 < len(history.hosts):
             yield _describe(history, members[len(members) // 2], ranks)
             late = [one for one in late if one not in members]
@@ -229,7 +216,7 @@ def _describe(history: History, late: Late, ranks: Sequence[int] = ()) -> Findin
     place = {
         **({"ranks": [*ranks]} if ranks else {"rank": late.rank, "every": late.every}),
         "host": host,
-        "phase": late.phase,
+        "phase": late.phases[0],
         "seconds": late.seconds,
         "share": cost / history.mean_seconds,
         "line": line or None,

@@ -24,7 +24,6 @@ from ddpbench.watch.judging.history import OWN, Floats, History, Integers, find_
 from ddpbench.watch.judging.slow_links import find_rate
 
 LATEST = 64  # steps of `Summary.latest`, at most
-DECIMALS = 7  # of the seconds of a stored mean step
 STANDS_OUT = 2.0  # times the share that each rank would have, to be named as last
 
 
@@ -113,13 +112,12 @@ def _list_ranks(history: History) -> Iterator[WatchedRank]:
     for rank in sorted(known[: watched.MOST_RANKS]):
         kept = history.ranks[rank]
         even = kept.values[kept.evenly()]
-        row = even["row"].mean(axis=0, dtype=np.float64).round(DECIMALS)
         yield WatchedRank(
             rank=rank,
             host=host_of[rank],
             seconds=tuple(np.median(even["row"], axis=0).tolist()),
             steps=kept.steps,
-            mean_seconds=tuple(row.tolist()),
+            mean_seconds=tuple(even["row"].mean(axis=0, dtype=np.float64).tolist()),
         )
 
 
@@ -129,7 +127,6 @@ def _list_collectives(history: History) -> list[WatchedCollective]:
     for (group, operation, nbytes), calls in history.calls.items():
         last_rank, share = calls.find_last()
         stands_out = share >= min(STANDS_OUT / calls.ranks, (1 + 1 / calls.ranks) / 2)
-        wires = [call.wire_ns * 1e-9 for call in calls.newest if call.wire_ns >= 0]
         waits = [(call.last_ns - call.first_ns) * 1e-9 for call in calls.newest]
         row = WatchedCollective(
             group=group,
@@ -140,7 +137,6 @@ def _list_collectives(history: History) -> list[WatchedCollective]:
             wait_seconds=float(np.median(waits)),
             last_rank=last_rank if stands_out and calls.ranks > 1 else None,
             last_share=share,
-            wire_seconds=float(np.median(wires)) if wires else None,
         )
         rows.append(row)
     rows.sort(key=lambda row: -row.wait_seconds * row.calls)

@@ -1,10 +1,7 @@
 """When this rank arrived at each collective, on every group and from every API.
 
 Times come from torch's Flight Recorder and from the stamps of groups over mpi4py; nothing is added
-to a call. gloo's record has no ends. Where ends are known (mpi4py, nccl with
-TORCH_NCCL_ENABLE_TIMING=1), `wire_ns` of a rank is its whole time in the call, with its wait for
-the others. The transfer is the least over the ranks, because the last rank to arrive waits for
-nobody. Sends and receives are left out.
+to a call. Sends and receives are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ import sys
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 from msgspec import structs
@@ -23,9 +19,6 @@ from ddpbench.hang.flight_recorder import BATCH, DTYPES, Entry, Group, list_grou
 from ddpbench.records.wording import spans
 from ddpbench.watch.observe.steps import Step
 from ddpbench.watch.window import CALLS, JoinedCall, Round
-
-if TYPE_CHECKING:
-    from ddpbench.mpi_backend.stamps import Stamp
 
 READ_ROUNDS = 6  # from one read of a recorder, in up to 50 ms, to the next
 
@@ -43,29 +36,27 @@ class Arrivals:
         self._groups: dict[str, Group] = {}
         self._waiting: list[JoinedCall] = []  # for the end of their step
 
-    def read(
-        self, steps: Sequence[Step], round_: Round, ahead_ns: int, final: bool = False
-    ) -> list[JoinedCall]:
+    def read(self, steps: Sequence[Step], round_: Round, final: bool = False) -> list[JoinedCall]:
         """Return the calls since the last read up to this round, the newest CALLS, oldest first.
 
-        steps: the latest of this rank, to find in which one a call was made; ahead_ns: of the
-        system clock to perf_counter; final: nothing will be read after this. Otherwise recorders
-        are read in every READ_ROUNDS-th round, the same one in all ranks.
+        steps: the latest of this rank, to find in which one a call was made; final: nothing will be
+        read after this. Otherwise recorders are read in every READ_ROUNDS-th round, the same one in
+        all ranks.
         """
-        until_ns = round_.began_ns
+        until_ns, steps = round_.began_ns, list(steps)
+        if steps and not final:
+            until_ns = min(until_ns, steps[-1].ended_ns)
         self._groups |= {group.name: group for group in list_groups()}
         calls = [*self._waiting, *self._read_mpi()]
         if final or round_.number % READ_ROUNDS == 0:
-            calls += self._read_recorders(until_ns)
+            calls += self._read_recorders()
         calls.sort(key=lambda call: call.last_ns)
-        if steps and not final:
-            until_ns = min(until_ns, steps[-1].ended_ns + ahead_ns)
         count = bisect_right(calls, until_ns, key=lambda call: call.last_ns)
-        self._waiting, placed = calls[count:][-CALLS:], list(steps)
+        self._waiting = calls[count:][-CALLS:]
         # A batch of nccl has several entries with one number.
         ended = {(call.group, call.number): call for call in calls[:count]}
         return [
-            structs.replace(call, step=_find_step(placed, call.last_ns - ahead_ns))
+            structs.replace(call, step=_find_step(steps, call.last_ns))
             for call in [*ended.values()][-CALLS:]
         ]
 
@@ -81,55 +72,48 @@ class Arrivals:
             return
         from ddpbench.mpi_backend import stamps
 
-        for name, ended in stamps.take():
+        for name, calls in stamps.take():
             if (group := self._groups.get(name)) is not None:
-                for stamp in ended:
-                    yield self._read_stamp(stamp, group)
+                for (number, operation, _, nbytes), issued_ns in calls:
+                    yield self._arrive(group, number, operation, nbytes, issued_ns)
 
-    def _read_recorders(self, until_ns: int) -> Iterator[JoinedCall]:
+    def _read_recorders(self) -> Iterator[JoinedCall]:
         backends = {backend for group in self._groups.values() for backend in group.backends}
         recorders = flight_recorder.find_recorders()
         self.unavailable = _explain_unavailable(backends - {"mpi4py"}, recorders)
         for name, recorder in recorders.items():
-            before, read = self._newest.get(name, -1), 0
-            for entry in reversed(flight_recorder.read_dump(recorder).entries):
-                is_old = entry.record_id <= before or entry.time_created_ns < self._since_ns
-                if is_old or read == CALLS:
-                    break
+            before = self._newest.get(name, -1)
+            entries = [
+                entry
+                for entry in flight_recorder.read_dump(recorder).entries
+                if entry.record_id > before and entry.time_created_ns >= self._since_ns
+            ]
+            self._newest[name] = max((entry.record_id for entry in entries), default=before)
+            for entry in entries[-CALLS:]:
                 # nccl ends a batch with an entry of its own, which is no call.
                 is_call = not entry.is_p2p and not entry.profiling_name.endswith(BATCH)
                 group = self._groups.get(entry.process_group[0])
-                if is_call and group is not None and entry.time_created_ns <= until_ns:
-                    self._newest[name] = max(self._newest.get(name, -1), entry.record_id)
-                    read += 1
+                if is_call and group is not None:
                     yield self._read_entry(entry, group)
 
-    def _read_stamp(self, stamp: Stamp, group: Group) -> JoinedCall:
-        number, operation, _, nbytes = stamp.noted
-        if operation in ("scatter", "gather"):  # one rank's part was noted
-            nbytes *= len(group.members)
-        call = self._arrive(group, number, operation, nbytes, stamp.issued_ns)
-        return structs.replace(call, wire_ns=stamp.ended_ns - stamp.began_ns)
-
     def _read_entry(self, entry: Entry, group: Group) -> JoinedCall:
-        operation = entry.operation
         read = _count_bytes(entry.input_sizes, entry.input_dtypes)
         written = _count_bytes(entry.output_sizes, entry.output_dtypes)
-        nbytes = max(read, written)
-        if operation in ("scatter", "gather"):  # only the root has the whole
-            nbytes = len(group.members) * (written if operation == "scatter" else read)
+        # Of these two, only the root has the whole.
+        parts = {"scatter": written, "gather": read}
+        nbytes = parts.get(entry.operation, max(read, written))
         number, entered_ns = entry.collective_seq_id, entry.time_created_ns
-        call = self._arrive(group, number, operation, nbytes, entered_ns)
-        return structs.replace(call, wire_ns=max(-1, round(entry.duration_ms * 1e6)))
+        return self._arrive(group, number, entry.operation, nbytes, entered_ns)
 
     def _arrive(
         self, group: Group, number: int, operation: str, nbytes: int, entered_ns: int
     ) -> JoinedCall:
+        """Return a call. nbytes: of scatter and gather, what one rank has."""
         return JoinedCall(
             group=_name_group(group),
             number=number,
             operation=operation,
-            nbytes=nbytes,
+            nbytes=nbytes * (len(group.members) if operation in ("scatter", "gather") else 1),
             step=-1,
             first_ns=entered_ns,
             second_ns=0,

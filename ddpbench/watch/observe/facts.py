@@ -1,17 +1,14 @@
-"""Numbers that may explain lost time, since the last read.
+"""Numbers that show what takes a rank's time, since the last read.
 
-| name                   | of a rank                                                              |
-| ---------------------- | ---------------------------------------------------------------------- |
-| seconds                | since the last read                                                    |
-| gc_seconds             | of Python's garbage collection, which stops all threads                |
-| compile_seconds        | of torch.compile; the rank does nothing else meanwhile                 |
-| cpu_seconds            | of all threads of the process                                          |
-| worker_seconds         | of the processes that it started, such as those of a DataLoader        |
-| host_busy_seconds      | of all cores of the host together, for any process                     |
-| cores                  | of the host                                                            |
-| messages               | sent and received in the training thread                               |
-
-What the system does not report is missing.
+| name              | of a rank                                                                   |
+| ----------------- | --------------------------------------------------------------------------- |
+| seconds           | since the last read                                                         |
+| cores             | of the host                                                                 |
+| cpu_seconds       | of all threads of the process                                               |
+| worker_seconds    | of the processes that it started, such as those of a DataLoader             |
+| host_busy_seconds | of all cores of the host together, for any process; 0 if unknown            |
+| gc_seconds        | of Python's garbage collection, which stops all threads                     |
+| compile_seconds   | of torch.compile; the rank does nothing else meanwhile                      |
 """
 
 from __future__ import annotations
@@ -29,55 +26,41 @@ from ddpbench.runtime import cpu
 
 
 class Facts:
-    """The facts of this rank and `counts` by others; `close` ends counting garbage collections."""
+    """The facts of this rank; `close` ends counting garbage collections."""
 
-    def __init__(self, counts: Mapping[str, int]) -> None:
-        self._counts = counts
+    def __init__(self) -> None:
         self._meter = cpu.CpuMeter()
-        self._began_ns = 0  # the last garbage collection
-        self._gc_seconds = 0.0  # since the last read
-        self._compiled = len(_list_compilations())
-        self._counters = self._read_counters()
+        self._gc_began_ns = self._gc_ns = 0
+        self._totals = self._read_totals()
         gc.callbacks.append(self._count_gc)
 
     def close(self) -> None:
         """Stop counting garbage collections."""
-        if self._count_gc in gc.callbacks:
-            gc.callbacks.remove(self._count_gc)
+        gc.callbacks.remove(self._count_gc)
 
     def read(self) -> dict[str, float]:
         """Return the facts since the last read, or since the start."""
-        before, self._counters = self._counters, self._read_counters()
-        facts = {
-            name: max(0.0, value - before[name])
-            for name, value in self._counters.items()
-            if name in before
-        }
-        gc_seconds, self._gc_seconds = self._gc_seconds, 0.0
-        compilations = _list_compilations()[self._compiled :]
-        self._compiled += len(compilations)
-        return facts | {
-            "gc_seconds": gc_seconds,
-            "compile_seconds": sum(compilations),
-            "cores": float(psutil.cpu_count() or 1),
-        }
+        before, self._totals = self._totals, self._read_totals()
+        facts = {name: total - before[name] for name, total in self._totals.items()}
+        return facts | {"cores": float(psutil.cpu_count() or 1)}
 
     def _count_gc(self, phase: str, _info: Mapping[str, int]) -> None:
+        now_ns = time.perf_counter_ns()
         if phase == "start":
-            self._began_ns = time.perf_counter_ns()
-        elif self._began_ns:
-            self._gc_seconds += (time.perf_counter_ns() - self._began_ns) * 1e-9
+            self._gc_began_ns = now_ns
+        elif self._gc_began_ns:
+            self._gc_ns += now_ns - self._gc_began_ns
 
-    def _read_counters(self) -> dict[str, float]:
+    def _read_totals(self) -> dict[str, float]:
         use = self._meter.stop()
-        counters = {
+        return {
             "seconds": use.wall_seconds,
             "cpu_seconds": use.own_seconds,
             "worker_seconds": _read_worker_seconds(),
-            "host_busy_seconds": use.host_busy_seconds,
-            **self._counts,
+            "host_busy_seconds": use.host_busy_seconds or 0.0,
+            "gc_seconds": self._gc_ns * 1e-9,
+            "compile_seconds": _read_compile_seconds(),
         }
-        return {name: value for name, value in counters.items() if value is not None}
 
 
 def _read_worker_seconds() -> float:
@@ -91,9 +74,8 @@ def _read_worker_seconds() -> float:
     return seconds
 
 
-def _list_compilations() -> list[float]:
-    """Return the seconds of each compilation by torch.compile, which need not be imported."""
-    times: dict[str, list[float]] = getattr(
-        sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {}
-    )
-    return next((times[name] for name in list(times) if name.endswith("compile_inner")), [])
+def _read_compile_seconds() -> float:
+    """Return the time of all compilations by torch.compile, which need not be imported."""
+    module = sys.modules.get("torch._dynamo.utils")
+    times: dict[str, list[float]] = getattr(module, "compilation_time_metrics", {})
+    return next((sum(times[name]) for name in [*times] if name.endswith("compile_inner")), 0.0)

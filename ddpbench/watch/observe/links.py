@@ -51,22 +51,26 @@ class Counters(NamedTuple):
 
 
 class Links:
-    """The connections of this process to other hosts; each read is since the last one."""
+    """The connections of this process to other hosts; each read is since the last one.
+
+    addresses: of this host, by which others know it.
+    """
 
     def __init__(self) -> None:
         self._host = socket.gethostname()
-        self._interfaces: dict[str, str] = {}  # by address
+        interfaces = sockets.list_interfaces().items()
+        self._interfaces = {address.partition("/")[0]: name for name, address in interfaces}
+        self.addresses = [one for one in self._interfaces if not sockets.is_loopback(one)][:LINKS]
         self._counters = dict(_read_connections())
 
     def read(self) -> list[Link]:
         """Return at most LINKS links that carried bulk data, those first that carried most."""
         before, self._counters = self._counters, dict(_read_connections())
-        links = add_links(
-            link
+        links = [
+            self._make_link(ends, now, before.get(ends, Counters()))
             for ends, now in self._counters.items()
-            if (link := self._make_link(ends, now, before.get(ends, Counters()))) is not None
-        )
-        return links[:LINKS]
+        ]
+        return add_links(link for link in links if link is not None)[:LINKS]
 
     def _make_link(self, ends: Ends, now: Counters, before: Counters) -> Link | None:
         """Return what a connection carried since then; None for short messages alone."""
@@ -74,26 +78,19 @@ class Links:
         segments = (now.segments - before.segments) % WRAP
         if nbytes < max(BULK_NBYTES, SEGMENT_NBYTES * segments):
             return None
-        busy_seconds = (now.busy_microseconds - before.busy_microseconds) / 1e6
+        busy_seconds = (now.busy_microseconds - before.busy_microseconds) * 1e-6
         rate = now.bytes_per_second
         return Link(
-            self._host,
-            ends[2],
-            self._find_interface(ends[0]),
-            nbytes,
-            busy_seconds,
-            now.rtt_microseconds / 1e6,
-            (now.retransmitted - before.retransmitted) % WRAP,
+            host=self._host,
+            peer=ends[2],
+            interface=self._interfaces.get(ends[0], ""),
+            nbytes=nbytes,
+            busy_seconds=busy_seconds,
+            rtt_seconds=now.rtt_microseconds * 1e-6,
+            retransmitted=(now.retransmitted - before.retransmitted) % WRAP,
             # Without delays of acknowledgements, as far as the latest rate shows it.
-            min(busy_seconds, nbytes / rate) if rate else busy_seconds,
+            transfer_seconds=min(busy_seconds, nbytes / rate) if rate else busy_seconds,
         )
-
-    def _find_interface(self, address: str) -> str:
-        if address not in self._interfaces:
-            interfaces = sockets.list_interfaces().items()
-            names = {text.partition("/")[0]: name for name, text in interfaces}
-            self._interfaces |= {address: ""} | names
-        return self._interfaces[address]
 
 
 def _read_connections() -> Iterator[tuple[Ends, Counters]]:
@@ -106,22 +103,16 @@ def _read_connections() -> Iterator[tuple[Ends, Counters]]:
         with contextlib.suppress(OSError):  # not a connection, or gone meanwhile
             connection = sockets.wrap_file(int(path.name))
             try:
-                counted = _read_connection(connection)
+                # Fails unless it is a TCP socket, before anything is asked that is slow.
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_NBYTES)
+                ends = connection.getsockname()[:2], connection.getpeername()[:2]
             finally:
                 connection.detach()
-            if counted is not None:
-                yield counted
-
-
-def _read_connection(connection: socket.socket) -> tuple[Ends, Counters] | None:
-    # This fails unless it is a TCP socket, before anything is asked that is slow.
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_NBYTES)
-    own, peer = connection.getsockname(), connection.getpeername()
-    address = sockets.plain_address(peer[0])
-    counters = parse(info)
-    if own[0] == peer[0] or address == "::1" or address.startswith("127.") or counters is None:
-        return None
-    return (sockets.plain_address(own[0]), own[1], address, peer[1]), counters
+            (own, own_port), (peer, port) = ends
+            own, peer = sockets.plain_address(own), sockets.plain_address(peer)
+            counters = parse(info)
+            if counters is not None and own != peer and not sockets.is_loopback(peer):
+                yield (own, own_port, peer, port), counters
 
 
 def parse(info: bytes) -> Counters | None:

@@ -13,14 +13,14 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import structs
 
 from ddpbench.hang.places import describe_line
+from ddpbench.records.watched import WatchedBalance
 from ddpbench.watch.observe.observer import Observer
 from ddpbench.watch.observe.steps import Marks, Step
 from ddpbench.watch.window import BLOCKED, LINES, LONG_STEPS, WARM_UP, LongStep
@@ -31,7 +31,6 @@ LONGER = 0.5  # of a usual step, by which a long one is longer
 FAR = 6.0  # spreads of usual steps, by which it is longer, too
 IN_A_ROW = 4  # long steps; more are a new level
 LINE_SHARE = 0.2  # of the additional time, which makes a line one of a long step's
-REMEMBERED_SECONDS = 20.0  # of usual steps, whose lines count
 LOOK_SECONDS = 0.05  # between two looks
 OVERDUE_SECONDS = 0.01  # the same, while a step takes longer than usual
 MOST_LOOKS = 4096  # looks that wait to be taken; of more, the oldest are lost
@@ -40,7 +39,10 @@ Floats = npt.NDArray[np.float64]
 
 
 class Look(NamedTuple):
-    """Where the training thread is: ns, by perf_counter; seconds, since the look before; line."""
+    """Where the training thread is.
+
+    ns: by the system clock; seconds: since the look before.
+    """
 
     ns: int
     seconds: float
@@ -71,10 +73,10 @@ class Stacks:
         self._thread.join(1.0)
 
     def _look(self) -> None:
-        before, seconds = time.perf_counter_ns(), LOOK_SECONDS
+        before, seconds = time.time_ns(), LOOK_SECONDS
         while not self._closing.wait(seconds):
             frame = sys._current_frames().get(self._observer.thread or 0)
-            now = time.perf_counter_ns()
+            now = time.time_ns()
             if frame is not None and self._marks.stepped_ns:
                 self._looks.append(Look(now, (now - before) * 1e-9, describe_line(frame)))
             del frame  # it would keep the values of the training thread alive
@@ -85,50 +87,56 @@ class Stacks:
 class LongSteps:
     """Finds long steps among all steps of this rank.
 
-    count, seconds: how many there were, and how much longer than usual they took together;
-    limit_seconds: how long a step is that counts as long; first_ns, last: when the first step
-    began, by perf_counter, and the latest step, long or not.
+    limit_seconds: how long a step is that counts as long.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self.count, self.seconds, self.limit_seconds = 0, 0.0, float("inf")
-        self.first_ns = 0
-        self.last: Step | None = None
+        self.limit_seconds = float("inf")
+        self._first_ns = 0  # when the first step began
+        self._last: Step | None = None
+        self._count, self._seconds = 0, 0.0  # long steps, and their additional time
         self._waiting: list[Step] = []  # to be judged
         self._recent = deque[Step](maxlen=2 * CHUNK)
         self._found: list[LongStep] = []
         self._looks: list[Look] = []
-        self._lines: dict[str, float] = {}  # seconds by line in usual steps
-        self._steps = 0.0  # of these
+        self._lines: dict[str, float] = {}  # looks' seconds by line in usual steps
+        self._usual = 0  # number of these steps
 
     def add(self, steps: Sequence[Step], looks: Sequence[Look]) -> None:
         """Add the steps that have ended, and the looks at the program, since the last time."""
         self._looks.extend(looks)
         if steps:
-            self.first_ns, self.last = self.first_ns or steps[0].began_ns, steps[-1]
+            self._first_ns, self._last = self._first_ns or steps[0].began_ns, steps[-1]
         self._waiting.extend(step for step in steps if step.number >= WARM_UP)
         while self._waiting and len(self._recent) + len(self._waiting) >= FEWEST:
             chunk, self._waiting = self._waiting[:CHUNK], self._waiting[CHUNK:]
             self._recent.extend(chunk)
             self._judge(chunk)
 
-    def take(self, until_ns: int, ahead_ns: int) -> list[LongStep]:
-        """Return the long steps that ended by this time, by the system clock: the longest.
-
-        ahead_ns: of the system clock to perf_counter.
-        """
-        until_ns -= ahead_ns
+    def take(self, until_ns: int) -> list[LongStep]:
+        """Return the long steps that ended by this time: the longest."""
         ended = [step for step in self._found if step.ended_ns <= until_ns]
         self._found = [step for step in self._found if step.ended_ns > until_ns]
-        longest = sorted(ended, key=lambda step: -sum(step.extra))[:LONG_STEPS]
-        longest.sort(key=lambda step: step.number)
-        return [structs.replace(step, ended_ns=step.ended_ns + ahead_ns) for step in longest]
+        return sorted(ended, key=lambda step: -sum(step.extra))[:LONG_STEPS]
 
     def usual_lines(self) -> dict[str, float]:
         """Return the seconds of a usual step by line of the program: the lines with the most."""
-        most = sorted(self._lines.items(), key=lambda line: -line[1])[:LINES]
-        return {line: seconds / (self._steps or 1) for line, seconds in most}
+        most = sorted(self._lines, key=lambda line: -self._lines[line])[:LINES]
+        return {line: self._lines[line] / max(1, self._usual) for line in most}
+
+    def make_balance(self, since_ns: int) -> WatchedBalance | None:
+        """Return where the time went since then; None before the second step."""
+        if self._last is None:
+            return None
+        return WatchedBalance(
+            before_seconds=(self._first_ns - since_ns) * 1e-9,
+            steps=self._last.number,
+            usual_seconds=(self._last.ended_ns - self._first_ns) * 1e-9 - self._seconds,
+            long_steps=self._count,
+            longer_seconds=self._seconds,
+            after_seconds=(time.time_ns() - self._last.ended_ns) * 1e-9,
+        )
 
     def _judge(self, chunk: Sequence[Step]) -> None:
         rows = np.array([step.row for step in self._recent])
@@ -136,35 +144,35 @@ class LongSteps:
         usual = np.median(rows[~is_long], axis=0)
         self.limit_seconds = (1 + LONGER) * float(usual.sum())
         for step, long in zip(chunk, is_long[-len(chunk) :].tolist(), strict=True):
-            looks = self._take_looks(step)
+            lines = self._take_lines(step, step.began_ns if long else 0)
             if long:
                 extra = np.array(step.row) - usual
-                self.count += 1
-                self.seconds += float(extra.sum())
-                self._found.append(self._describe(step, extra, looks))
+                self._count += 1
+                self._seconds += float(extra.sum())
+                self._found.append(self._describe(step, extra, lines))
             else:
-                self._steps += 1
-                _add_lines(self._lines, looks)
-        if sum(self._lines.values()) > REMEMBERED_SECONDS:
-            self._steps /= 2
-            self._lines = {line: seconds / 2 for line, seconds in self._lines.items()}
+                self._usual += 1
+                for line, seconds in lines.items():
+                    self._lines[line] = self._lines.get(line, 0.0) + seconds
 
-    def _take_looks(self, step: Step) -> list[Look]:
-        """Return the looks at a step; forget them, and older ones."""
-        begin, end = (
-            bisect_right(self._looks, ns, key=lambda look: look.ns)
-            for ns in (step.began_ns, step.ended_ns)
-        )
-        looks = self._looks[begin:end]
-        del self._looks[:end]
-        return looks
+    def _take_lines(self, step: Step, since_ns: int) -> dict[str, float]:
+        """Return the seconds by line of the looks at a step; forget them, and older ones.
 
-    def _describe(self, step: Step, extra: Floats, looks: Sequence[Look]) -> LongStep:
+        since_ns: before which the time of a look does not count.
+        """
         lines: dict[str, float] = {}
-        _add_lines(lines, looks, step.began_ns)
-        usual = {line: seconds / (self._steps or 1) for line, seconds in self._lines.items()}
-        more = {line: seconds - usual.get(line, 0.0) for line, seconds in lines.items()}
+        end = bisect_right(self._looks, step.ended_ns, key=lambda look: look.ns)
+        for look in self._looks[:end]:
+            if look.line and look.ns > step.began_ns:
+                seconds = min(look.seconds, (look.ns - since_ns) * 1e-9)
+                lines[look.line] = lines.get(look.line, 0.0) + seconds
+        del self._looks[:end]
+        return lines
+
+    def _describe(self, step: Step, extra: Floats, lines: Mapping[str, float]) -> LongStep:
         least = LINE_SHARE * float(extra.sum())
+        usual = {line: seconds / max(1, self._usual) for line, seconds in self._lines.items()}
+        more = {line: seconds - usual.get(line, 0.0) for line, seconds in lines.items()}
         chosen = {line: seconds for line, seconds in more.items() if seconds >= least}
         return LongStep(
             number=step.number,
@@ -175,14 +183,6 @@ class LongSteps:
             shared=float(extra[:BLOCKED].sum()),
             waited=float(extra[BLOCKED]),
         )
-
-
-def _add_lines(lines: dict[str, float], looks: Sequence[Look], since_ns: int = 0) -> None:
-    """Add the seconds of looks to their lines, as far as they are after since_ns."""
-    for look in looks:
-        if look.line:
-            seconds = min(look.seconds, (look.ns - since_ns) * 1e-9)
-            lines[look.line] = lines.get(look.line, 0.0) + seconds
 
 
 def _find_long(seconds: Floats) -> npt.NDArray[np.bool_]:

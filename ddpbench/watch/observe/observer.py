@@ -1,8 +1,8 @@
 """Marks of a training job's phases, taken without a change to its code.
 
 Optimizers are seen through torch's global hooks, backward, data loaders and waits by wrapping
-torch.autograd.backward, the iterators of DataLoader and what `calls.find_waits` finds, and forwards
-by wrapping the calls of the root modules alone. Waits and root modules are looked for when an
+torch.autograd.backward, the iterators of DataLoader and what `find_waits` finds, and forwards by
+wrapping the calls of the root modules alone. Waits and root modules are looked for when an
 optimizer steps for the first time, or when a group of ranks first meets in a backward. Hooks on all
 modules would slow each submodule and make torch.compile warn.
 
@@ -12,18 +12,19 @@ stream of the steps: fully_shard, for example, waits in streams of its own.
 All marks come from one thread: the first one that steps an optimizer or meets other ranks in a
 backward. Only the end of a rank's own backward is marked where autograd ends it, which for GPUs may
 be a thread of autograd's own while the training thread waits for it. In other threads and in forked
-children, all this does nothing, and so it does in code that torch.compile traces. A job whose
-optimizer's steps cannot be seen, such as one that compiles them or updates by hand, has steps that
-end with its synchronised backwards instead.
+children, all this does nothing, and so it does in code that torch.compile traces.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import os
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any, TypeVar
@@ -31,6 +32,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -39,18 +42,17 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter as Batches
 
-from ddpbench.watch.observe import calls
-from ddpbench.watch.observe.calls import ModuleCall
 from ddpbench.watch.observe.steps import BACKWARD, END, FORWARD, INPUT, OPTIMIZER, OTHER, Marks
 from ddpbench.watch.window import BLOCKED
 
 PATIENCE = 32  # steps of one other optimizer after which it becomes the anchor
-UNSTEPPED = 8  # synchronised backwards before an optimizer's first step after which they are steps
 SEARCHES = 16  # for root modules
 NOBODY = -1  # in place of a thread
+CALL = "_compiled_call_impl"  # what a module calls in place of its usual call, if it is set
 
 T = TypeVar("T")
 Meetings = frozenset[tuple[int, ...]]  # the ranks of each group
+Undo = Callable[[], None]
 
 _observers: weakref.WeakSet[Observer] = weakref.WeakSet()
 
@@ -67,45 +69,42 @@ class Observer:
     """Adds marks to `marks` from its creation until `close`.
 
     anchor: the optimizer whose steps divide the job into steps, the first one that steps; another
-    one, or synchronised backwards, take over after PATIENCE steps without a step of the anchor.
-    after_step: called in the training thread after each step of the anchor, with its number, from
-    0; after_backward: after each synchronised backward, one in which process groups had
-    collectives, with the ranks of each of these groups. counts: of "messages", sends and receives
-    since the first step. thread: of the training, None before its first mark, NOBODY once this has
-    stopped. on_error: called once, with an error in the observer or in after_step, which ends the
-    observation and not the job.
+    one takes over after PATIENCE steps without a step of the anchor. after_step: called in the
+    training thread after each step of the anchor, with its number, from 0; after_backward: after
+    each synchronised backward, one in which process groups had collectives, with the ranks of each
+    of these groups. messages: sends and receives so far. thread: of the training, None before its
+    first mark, NOBODY once this has stopped. on_error: called once, with an error in the observer
+    or in after_step, which ends the observation and not the job.
     """
 
     def __init__(self, marks: Marks, on_error: Callable[[Exception], object] | None = None) -> None:
         self.after_step: list[Callable[[int], object]] = []
         self.after_backward: list[Callable[[Meetings], object]] = []
-        self.counts = {"messages": 0}
+        self.messages = 0
         self._marks, self._on_error = marks, on_error
         self._owner = get_ident()  # the thread that uses the hooks
         self.thread: int | None = None
-        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        # Each optimizer that has stepped, with its steps since the anchor's last.
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._anchor: weakref.ref[Optimizer] | None = None
-        self._others: Counter[int] = Counter()  # steps since the anchor's last
         self._met: Meetings = frozenset()  # in any backward
-        self._backwards = 0  # synchronised ones since the anchor's last step
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._calls: list[ModuleCall] = []
         self._searches = 0
         self._in_backward = self._own_ended = False
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
+        self._owned: list[Undo] = [
+            register_optimizer_step_pre_hook(self._before_optimizer).remove,
+            register_optimizer_step_post_hook(self._after_optimizer).remove,
         ]
         self._restore = [
-            calls.replace(torch.autograd, "backward", self._wrap_backward),
-            calls.replace(Batches, "__next__", partial(self._mark_calls, INPUT)),
-            calls.replace(DataLoader, "__iter__", partial(self._mark_calls, INPUT)),
+            replace(torch.autograd, "backward", self._wrap_backward),
+            replace(Batches, "__next__", partial(self._mark_calls, INPUT)),
+            replace(DataLoader, "__iter__", partial(self._mark_calls, INPUT)),
             *(
-                calls.replace(dist.ProcessGroup, name, self._count_messages)
+                replace(dist.ProcessGroup, name, self._count_messages)
                 for name in ("send", "recv", "recv_anysource")
             ),
         ]
-        self._waits: dict[tuple[Any, str], Callable[[], None]] = {}  # how to restore each
+        self._waits: dict[tuple[Any, str], Undo] = {}  # how to restore each
         self._wrap_waits()
         _observers.add(self)
 
@@ -117,14 +116,7 @@ class Observer:
     @property
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that have stepped and are still alive, the anchor first."""
-        references = self._optimizers.values()
-        alive = [optimizer for one in references if (optimizer := one()) is not None]
-        return sorted(alive, key=lambda optimizer: not self._is_anchor(optimizer))
-
-    @property
-    def steps_by_backward(self) -> bool:
-        """Whether synchronised backwards end the steps, because no optimizer was seen to step."""
-        return self._backwards > (UNSTEPPED if self._anchor is None else PATIENCE)
+        return sorted(self._steps, key=lambda optimizer: not self._is_anchor(optimizer))
 
     def stop(self) -> None:
         """Add no more marks. What is installed stays and does nothing. For any thread."""
@@ -137,13 +129,9 @@ class Observer:
         removed only if that thread calls this.
         """
         self.stop()
-        for restore in (*self._restore, *self._waits.values()):
-            restore()
-        if get_ident() == self._owner:
-            for hook in self._hooks:
-                hook.remove()
-            for call in self._calls:
-                call.remove()
+        owned = self._owned if get_ident() == self._owner else []
+        for undo in (*self._restore, *self._waits.values(), *owned):
+            undo()
 
     def __enter__(self) -> None:
         """Begin a part of the observer's own, an error of which ends the observation."""
@@ -165,8 +153,7 @@ class Observer:
         elif get_ident() != self.thread:
             return
         with self:
-            known = self._optimizers.get(id(optimizer))
-            if known is None or known() is not optimizer:
+            if optimizer not in self._steps:
                 self._meet(optimizer)
             self._marks.add(OPTIMIZER)
 
@@ -174,22 +161,17 @@ class Observer:
         if torch.compiler.is_compiling() or get_ident() != self.thread:
             return
         with self:
-            self._others[id(optimizer)] += 1
+            self._steps[optimizer] += 1
             # By counting alone, so that all ranks decide alike: they free objects at other times.
-            if self._is_anchor(optimizer) or self._others[id(optimizer)] >= PATIENCE:
+            if self._is_anchor(optimizer) or self._steps[optimizer] >= PATIENCE:
                 self._anchor = weakref.ref(optimizer)
-                self._backwards = 0
-                self._end_step()
+                self._steps.update(dict.fromkeys(self._steps, 0))
+                self._call(self.after_step, self._marks.add_step())
             else:
                 self._marks.add(OPTIMIZER + END)
 
     def _is_anchor(self, optimizer: Optimizer) -> bool:
         return self._anchor is not None and self._anchor() is optimizer
-
-    def _end_step(self) -> None:
-        self._others.clear()
-        number = self._marks.add_step()
-        self._call(self.after_step, number)
 
     def _call(self, callbacks: Sequence[Callable[[T], object]], argument: T) -> None:
         if callbacks:
@@ -202,9 +184,7 @@ class Observer:
 
     def _meet(self, optimizer: Optimizer) -> None:
         """Look at an optimizer that steps for the first time."""
-        self._optimizers = {id(alive): weakref.ref(alive) for alive in self.optimizers}
-        self._optimizers[id(optimizer)] = weakref.ref(optimizer)
-        self._others.pop(id(optimizer), None)  # of another one that was there before
+        self._steps[optimizer] = 0
         self._wrap_waits()
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if self._anchor is None:
@@ -215,13 +195,12 @@ class Observer:
             self._add_roots(lambda one: any(id(p) in wanted for p in one._parameters.values()))
 
     def _add_roots(self, is_owner: Callable[[nn.Module], bool]) -> None:
-        if self._searches >= SEARCHES:
-            return
-        self._searches += 1
-        known = {id(one) for one in self.modules}
-        new = [one for one in calls.find_roots(is_owner) if id(one) not in known]
-        self._roots.extend(weakref.ref(one) for one in new)
-        self._calls += [ModuleCall(one, self._begin_forward, self._end_forward) for one in new]
+        if self._searches < SEARCHES:
+            self._searches += 1
+            known = {id(one) for one in self.modules}
+            new = [one for one in find_roots(is_owner) if id(one) not in known]
+            self._roots.extend(weakref.ref(one) for one in new)
+            self._owned += [wrap_call(one, self._begin_forward, self._end_forward) for one in new]
 
     def _begin_forward(self) -> int:
         if get_ident() != self.thread:
@@ -242,15 +221,13 @@ class Observer:
             elsewhere = self.thread not in (None, get_ident())
             if torch.compiler.is_compiling() or self._in_backward or elsewhere:
                 return original(tensors, *args, **kwargs)
-            before = calls.count_collectives()
+            before = count_collectives()
             self._in_backward, self._own_ended = True, False
             try:
                 if self.thread is not None:
                     self._add(BACKWARD)
-                    with (
-                        self,
-                        torch._C.DisableTorchFunction(),
-                    ):  # subclasses may count what they see
+                    # Subclasses of Tensor may count what they see.
+                    with self, torch._C.DisableTorchFunction():
                         self._watch_begin(tensors)
                 original(tensors, *args, **kwargs)
             finally:
@@ -270,8 +247,7 @@ class Observer:
         if self.thread == NOBODY:
             return
         with self:
-            after = calls.count_collectives()
-            met = frozenset(ranks for ranks, count in after.items() if count > before[ranks])
+            met = frozenset(count_collectives() - before)
             if not met:
                 return
             if self.thread is None:
@@ -279,13 +255,8 @@ class Observer:
             if not met <= self._met:
                 self._met |= met
                 self._wrap_waits()
-                self._add_roots(calls.is_distributed)
-                if self._anchor is None and (modules := self.modules):
-                    self._marks.use_device(next(modules[0].parameters()).device)
+                self._add_roots(is_distributed)
             self._call(self.after_backward, met)
-            self._backwards += 1
-            if self.steps_by_backward:
-                self._end_step()
 
     def _watch_begin(self, tensors: Any) -> None:
         """Have the engine call `_queue_stamp` where this backward begins."""
@@ -324,16 +295,15 @@ class Observer:
 
     def _wrap_waits(self) -> None:
         """Wrap the waits of what has been imported since the last time."""
-        for owner, name in calls.find_waits():
+        for owner, name in find_waits():
             if (owner, name) not in self._waits:
                 wrap = partial(self._mark_calls, BLOCKED)
-                self._waits[owner, name] = calls.replace(owner, name, wrap)
+                self._waits[owner, name] = replace(owner, name, wrap)
 
     def _count_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def post(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() == self.thread:
-                self.counts["messages"] += 1
+            self.messages += get_ident() == self.thread
             return original(*args, **kwargs)
 
         return post
@@ -342,3 +312,102 @@ class Observer:
         with self:
             if self.thread != NOBODY:
                 self._marks.add(kind)
+
+
+def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Undo:
+    """Replace an attribute by a wrapper of it. Return how to undo that.
+
+    Undoing it leaves the attribute alone if somebody else has replaced it since.
+    """
+    original = vars(owner)[name]  # a method of C++ as it was, and not bound to the class
+    wrapper = wrap(original)
+    setattr(owner, name, wrapper)
+
+    def restore() -> None:
+        if getattr(owner, name) is wrapper:
+            setattr(owner, name, original)
+
+    return restore
+
+
+def find_waits() -> Iterator[tuple[Any, str]]:
+    """Yield the functions in which a thread waits for collectives: an owner and a name.
+
+    Only of what is imported already. Over MPI, a synchronous call itself waits.
+    """
+    yield dist, "_broadcast_coalesced"  # DDP's of its buffers
+    yield torch._C.Future, "wait"
+    if functional := sys.modules.get("torch.distributed._functional_collectives"):
+        yield functional, "wait_tensor"
+    if over_mpi := sys.modules.get("ddpbench.mpi_backend.collectives"):
+        for name in vars(over_mpi.Collectives).keys() & vars(dist.ProcessGroup).keys():
+            if callable(getattr(dist.ProcessGroup, name)):
+                yield over_mpi.Collectives, name
+    works = [dist.Work]
+    for work in works:
+        works += work.__subclasses__()
+        if "wait" in vars(work):
+            yield work, "wait"
+
+
+def count_collectives() -> Counter[tuple[int, ...]]:
+    """Return how many collectives this rank has called on groups, by the ranks of the group."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    if dist.is_available() and dist.is_initialized():
+        for group in list(distributed_c10d._world.pg_map):
+            with contextlib.suppress(RuntimeError):  # of a backend that does not count
+                number: int = getattr(group, "_get_sequence_number_for_group")()  # noqa: B009
+                counts[tuple(dist.get_process_group_ranks(group))] += number
+    return counts
+
+
+def find_roots(is_owner: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Return the outermost modules alive that are owners or have owners among their submodules.
+
+    Wrappers such as DDP and torch.compile's are the outermost. Walks through all objects that
+    Python's garbage collector has: 30 to 100 ms for each million of them.
+    """
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    # A module that is being made, or was unpickled in part, has no such attribute yet.
+    modules = [one for one in modules if "_modules" in one.__dict__]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    roots = [module for module in modules if id(module) not in inner]
+    return [root for root in roots if any(map(is_owner, root.modules()))]
+
+
+def is_distributed(module: nn.Module) -> bool:
+    """Return whether a module is DDP's, or has a DTensor among its own parameters."""
+    parameters = module._parameters.values()
+    is_ddp = isinstance(module, DistributedDataParallel)
+    return is_ddp or any(hasattr(one, "device_mesh") for one in parameters)
+
+
+def wrap_call(module: nn.Module, begin: Callable[[], int], end: Callable[[int], None]) -> Undo:
+    """Call `begin` before each call of a module, and `end` after it, even after an exception.
+
+    Returns how to undo that. Does nothing for a module that was compiled in place (Module.compile),
+    which uses the same place. It is not a hook, because a hook would be pickled with the module,
+    forbids torch.jit.script, and makes each call slower. This place is neither pickled nor copied,
+    nor part of the state. end: gets what `begin` returned.
+    """
+    reference = weakref.ref(module)  # so that a dropped module is freed at once
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        module: Any = reference()
+        # Code that torch.compile traces must look as it would without this wrapper.
+        if torch.compiler.is_compiling():
+            return module._call_impl(*args, **kwargs)
+        mark = begin()
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            end(mark)
+
+    def restore() -> None:
+        module = reference()
+        if module is not None and module.__dict__.get(CALL) is call:  # not compiled since
+            del module.__dict__[CALL]
+
+    if getattr(module, CALL, None) is None:
+        module.__dict__[CALL] = call  # past __setattr__: torch.compile's wrapper passes it on
+    return restore

@@ -49,7 +49,7 @@ STEP = 15  # a step ends, and the next one begins
 LIMIT = 1 << 16  # marks that wait to be taken: some seconds of steps of 1 ms
 PENDING = 4096  # marks whose events the device has not come to
 
-# (kind, ns, clock_ns, step): by the host's perf_counter, by the clock that measures the phases, and
+# (kind, ns, clock_ns, step): by the system clock, by the clock that measures the phases, and
 # the number of the latest STEP, which begins with 0 (-1: there was none).
 Mark = tuple[int, int, int, int]
 
@@ -57,7 +57,7 @@ Mark = tuple[int, int, int, int]
 class Marks:
     """The marks of one thread, for another one to take. Past LIMIT, the oldest are lost.
 
-    Without a device, both clocks are the host's. With one, a mark also records an event there, and
+    perf_counter measures the phases. With a device, a mark records an event there instead, and
     becomes available once the device has passed it. Nothing ever waits for an event. The training
     thread itself queries the events, because a query by another thread could break a CUDA graph
     that is being captured meanwhile.
@@ -77,16 +77,16 @@ class Marks:
 
     def add(self, kind: int) -> None:
         """Mark this moment."""
-        ns = time.perf_counter_ns()
+        ns = time.time_ns()
         if self._device is None:
-            self._append((kind, ns, ns, self.step))
+            self._append((kind, ns, time.perf_counter_ns(), self.step))
         else:
             self._record(self._device, kind, ns)
 
     def add_step(self) -> int:
         """Mark the end of a step, and return its number."""
         self.step += 1
-        self.stepped_ns = time.perf_counter_ns()
+        self.stepped_ns = time.time_ns()
         self.add(STEP)
         if self._device is not None:
             self._stream = self._kind.current_stream(self._device)
@@ -138,7 +138,7 @@ class Marks:
 class Step(NamedTuple):
     """A step of this rank.
 
-    began_ns, ended_ns: by the host's perf_counter; row: seconds, one for each of COLUMNS.
+    began_ns, ended_ns: by the system clock; row: seconds, one for each of COLUMNS.
     """
 
     number: int
