@@ -26,7 +26,7 @@ from command_lines import (
     wait_for_result,
 )
 from frozen import Frozen
-from in_process import call_in_process, capture_command
+from in_process import call_in_process
 from patience import PATIENCE_SECONDS
 from rank_pool import Done, RankPool
 from warm_python import warm_python
@@ -37,7 +37,7 @@ from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.measure import step
 from ddpbench.records import store
 from ddpbench.records.schema import StepResult
-from ddpbench.session import options
+from ddpbench.session import options, trial
 
 SMALL = ("--width", "64", "--depth", "2", "--batch", "8")
 FEW = ("--rounds", "6", "--steps-per-round", "2")
@@ -194,8 +194,7 @@ def test_one_rank_has_a_step_and_no_communication(pool: RankPool, tmp_path: Path
 
 
 def test_steps_are_timed_with_the_devices_clock(pool: RankPool, tmp_path: Path) -> None:
-    """As on a GPU, with events of the CPU: the case says so, and the parts of the budget make the
-    step."""
+    """With events of the CPU, as on a GPU, the case records it; the budget adds up to the step."""
     (tmp_path / "timed.py").write_text(
         'from ddpbench.runtime import devices\ndevices.KINDS["cpu"].clock = "device"\n'
     )
@@ -280,28 +279,6 @@ def test_sizes_depend_on_the_kind_of_device(
     settings = chosen.settings_of(transformer)
     assert (settings["sequence"], settings["layers"]) == (sequence, 3)
     assert replace(chosen, batch=5).batch_of(transformer) == 5
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--width", "0"),
-        ("--workload", "linear", "--width", "8"),
-        ("--static-graph", "--accumulate", "2"),
-        ("--bukcet-cap-mb", "1"),
-        ("--columns", "sise"),
-        ("--workload", "nowhere.at:all"),
-    ],
-    ids=" ".join,
-)
-def test_bad_input_is_one_sentence(
-    words: tuple[str, ...], frozen: Frozen, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The sentence has the input and what is allowed, with exit code 2, before any rank starts."""
-    ended = capture_command(capsys, "-n", "2", *words, command="ddp")
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.count("\n") == 1
-    frozen.text(ended.err)
 
 
 @pytest.mark.parametrize(
@@ -469,3 +446,12 @@ def test_a_fault_acts_in_its_rank_at_its_step(before: bool, steps: list[int]) ->
             planted.act(replica, rank, 2, before)
             planted.act(replica, rank, 2, not before)
     assert seen == [(role, step) for step in steps for role in ("right", "faulty")]
+
+
+def test_the_ledger_ends_at_the_first_bad_report() -> None:
+    """A failed verification does not extend the last step known to be equal, and ends the case."""
+    verifier: Any = SimpleNamespace(check=lambda step: SimpleNamespace(failed=step == 3, step=step))
+    ledger = trial.Ledger(verifier=verifier)
+    assert [ledger.check(number) for number in (1, 2, 3)] == [True, True, False]
+    assert ledger.report is not None
+    assert (ledger.report.step, ledger.equal_until, ledger.verified) == (3, 2, 3)

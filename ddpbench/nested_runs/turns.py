@@ -42,6 +42,7 @@ HOW: dict[str, tuple[str, ...]] = {
     "--gradient-as-bucket-view": ("gradient_as_bucket_view",),
     "--static-graph": ("static_graph",),
     "--find-unused-parameters": ("find_unused_parameters",),
+    "--no-broadcast-buffers": ("broadcast_buffers",),
     "--comm-hook": ("comm_hook",),
     "--amp": ("amp",),
     "--no-prefetch": ("prefetch",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -105,7 +105,7 @@ class Recorder:
             self._owner = replace(owner, hosts=(*owner.hosts, *sorted(hosts)))
             self._add_launch(launch)
 
-    def agree_cases(self, cases: Sequence[C], describe: Callable[[C], str]) -> Iterator[C]:
+    def agree_cases(self, cases: Iterable[C], describe: Callable[[C], str]) -> Iterator[C]:
         """Yield each case in all ranks, until a signal comes or results cannot be stored.
 
         describe: names what is measured, for the message if it hangs. Measure and `add` the case

@@ -83,11 +83,10 @@ class Trial:
     meshes: over which the models are divided; None: each rank holds a whole one, in DDP.
     """
 
-    def __init__(
-        self, context: LaunchContext[Options], threads: int, meshes: Meshes | None
-    ) -> None:
+    def __init__(self, context: LaunchContext[Any], threads: int, meshes: Meshes | None) -> None:
         self.world, self.tested, self.backend = context.world, context.tested, context.backend
-        self.options, self.plan, self.device = context.options, context.plan, context.device
+        self.options: Options = context.options
+        self.plan, self.device = context.plan, context.device
         self.index = context.index
         self.threads, self.meshes = threads, meshes
         self.planted = tuple(faults.parse(text) for text in self.options.inject)
@@ -146,9 +145,8 @@ class Trial:
         options = self.options
         if options.verify:
             # Over control groups: the measured backend cannot spoil its own proof.
-            mesh = self.meshes.control if self.meshes else None
-            group = None if mesh else dist.group.WORLD
-            ledger.verifier = Verifier(main.wrapped, main.optimizer, group, mesh=mesh)
+            group = self.meshes.control if self.meshes else dist.group.WORLD
+            ledger.verifier = Verifier(main.wrapped, main.optimizer, group)
         rounds = Rounds(
             world=self.world,
             main=main,

@@ -101,15 +101,6 @@ def test_ranks_share_one_data_set(name: str) -> None:
     assert tasks[0].batch(EPOCHS * steps) is tasks[0].batch(0)
 
 
-def test_heads_must_divide_the_width(frozen: Frozen) -> None:
-    """A narrow model has one head; a width between multiples is refused in a sentence."""
-    settings = {**SMALL["transformer"], "width": 24}
-    assert WORKLOADS["transformer"].build(settings, alone())
-    with pytest.raises(Refused, match="width 200") as caught:
-        WORKLOADS["transformer"].build({**settings, "width": 200}, alone())
-    frozen.text(str(caught.value))
-
-
 # --- names
 
 

@@ -181,8 +181,7 @@ def test_a_sweep_is_corrected_for_its_cases(compared: Compare, frozen: Frozen) -
 
 
 def test_a_ddp_step_is_compared_too(compared: Compare) -> None:
-    """Steps of two workloads, in ms: the one that became slower is named by what it is, and so are
-    the parts of its step that did."""
+    """Steps of two workloads, in ms: the one that became slower is named by what it is."""
     base = [a_step_result(a_step_case(workload=w), n, a_step_summary(seed=n))
             for w in ("mlp", "convnet") for n in range(6)]  # fmt: skip
     new = [
@@ -194,11 +193,6 @@ def test_a_ddp_step_is_compared_too(compared: Compare) -> None:
     convnet, mlp, *_ = (line for line in out.splitlines() if line.startswith(("convnet", "mlp")))
     assert re.search(r" 79\.\d+ ms .* 99\.\d+ ms .*SLOWER", convnet)
     assert mlp.rstrip().endswith("SAME")
-    parts = re.findall(r"(forward|backward|exposed communication) .* (SAME|SLOWER)", out)
-    assert parts[:3] == [
-        ("forward", "SAME"), ("backward", "SLOWER"), ("exposed communication", "SLOWER"),
-    ]  # fmt: skip
-    assert {verdict for _, verdict in parts[3:]} == {"SAME"}
 
 
 # --- what cannot be compared ----------------------------------------------------------------------
@@ -397,11 +391,9 @@ def test_only_what_differs_in_the_environments_is_told() -> None:
 
 
 def test_what_weakens_a_verdict_is_noted(compared: Compare, frozen: Frozen) -> None:
-    """A run that is not complete, a busy host, and a change between launches that were not taken
-    by turns."""
+    """A run that is not complete, and a change between launches that were not taken by turns."""
     base, new = base_and_new(1.2)
-    busy = tuple(replace(r, others_share=0.2 * (r.launch > 3)) for r in new.results)
-    new = replace(new, results=busy, state="interrupted")
+    new = replace(new, state="interrupted")
 
     def timed(run: Run, hours: Iterable[int]) -> Run:
         stamps = (f"2026-01-01T{hour:02}:00:00Z" for hour in hours)
@@ -461,47 +453,6 @@ def test_stored_runs_tell_how_a_machine_drifts(compared: Compare, frozen: Frozen
     result = judged(compared(at(base, 30, "base"), at(new, 37, "new"), "--format", "json"))
     assert result["counts"] == {"SLOWER": 1}
     frozen.text(result["wording"])
-
-
-def test_a_change_that_follows_the_cores_is_no_change(compared: Compare, frozen: Frozen) -> None:
-    """Twice as slow where a cache line took 15 times as long between the ranks' cores: nothing is
-    claimed, nor is FASTER the other way; it is SLOWER where the cores were nearer, lay alike or are
-    not known, and by turns. Where the cores have moved, no change is said to be noticeable."""
-    near, far = 4e-7, 6e-6
-
-    def side(factor: float, seed: int, handoff: float | None) -> Run:
-        return a_run(*launch_results(1e-3 * factor, seed=seed, handoff_seconds=handoff))
-
-    for before, after, name in (
-        (near, far, "INCONCLUSIVE"), (far, near, "SLOWER"), (far, far, "SLOWER"),
-        (None, far, "SLOWER"), (near, None, "SLOWER"),
-    ):  # fmt: skip
-        result = later(compared, side(1.0, 1, before), side(2.0, 2, after))
-        assert result["row"]["verdict"] == name
-        alike = None in (before, after) or before == after
-        assert (result["row"]["noticeable"] is not None) == alike  # no promise otherwise
-    base, new = side(1.0, 1, near), side(2.0, 2, far)
-    frozen.text(later(compared, base, new)["wording"])
-    assert later(compared, new, base)["row"]["verdict"] == "INCONCLUSIVE"
-    assert compared(base, new)[0] == 1  # by turns, or nobody knows when
-
-
-def test_quartiles_are_compared_where_both_sides_have_them(compared: Compare) -> None:
-    """Medians that went from one usual time to the other are no change; where a run is older than
-    quartiles, medians are all there is."""
-
-    def made(median: float, seed: int, quantiles: bool) -> Run:
-        each = launch_medians(6, 1e-3, 0.002, seed)
-        known = [tuple([float(t)] * 10 + [median] * 11) if quantiles else () for t in each]
-        return a_run(*(
-            a_result(None, n, a_summary(median, quantiles_seconds=known[n])) for n in range(6)
-        ))  # fmt: skip
-
-    for quantiles, name, statistic in (
-        (True, "SAME", "lower quartile"), (False, "SLOWER", "median"),
-    ):  # fmt: skip
-        row = later(compared, made(1e-3, 1, quantiles), made(4e-3, 2, True))["row"]
-        assert (row["verdict"], row["statistic"]) == (name, statistic)
 
 
 # --- formats --------------------------------------------------------------------------------------

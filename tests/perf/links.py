@@ -44,7 +44,7 @@ SMALL = 4096
 MLP = ("--workload", "mlp", "--width", "512", "--depth", "4", "--batch", "64")
 GBIT = 1e9
 # name → (hosts, what must be found: code and hosts → its rate in bits per second)
-PLANTED = {
+PLANTED: dict[str, tuple[Hosts, dict[tuple[str, ...], float]]] = {
     "alike": (Hosts(4, rate=GBIT), {}),
     "not shaped": (Hosts(4), {}),
     "a slow link": (

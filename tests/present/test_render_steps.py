@@ -75,18 +75,6 @@ def test_milliseconds_have_the_places_of_the_step(
     assert format_ms(seconds, like) == text
 
 
-# --- replicas and training ------------------------------------------------------------------------
-
-
-def test_too_few_rounds_have_a_note_instead_of_a_budget() -> None:
-    """A table without rows is its notes."""
-    summary = a_step_summary(rounds=4)
-    few = tuple(replace(part, resolved=False) for part in summary.budget)
-    few = tuple(replace(p, figure=replace(p.figure, interval=None)) for p in few)
-    text = show(a_step_result(summary=replace(summary, budget=few)))
-    assert "no breakdown on gloo: it needs six rounds" in text
-
-
 # --- for machines ---------------------------------------------------------------------------------
 
 
@@ -128,7 +116,7 @@ def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
 
 def test_every_column_can_be_shown_for_every_line() -> None:
     """Each column of each kind of line is a short text, even if nearly all values are missing."""
-    bare = replace(a_step_summary(rounds=1), budget=(), buckets=(), observer=None,
+    bare = replace(a_step_summary(rounds=1), budget=(), buckets=(),
                    speed_up=None)  # fmt: skip
     results = [
         a_step_result(),

@@ -176,6 +176,7 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
         gradient_as_bucket_view="DDP's gradient_as_bucket_view",
         static_graph="DDP's static_graph",
         find_unused_parameters="DDP's find_unused_parameters",
+        broadcast_buffers="DDP's broadcast_buffers",
     ),
     _ms(
         "step",

@@ -7,6 +7,7 @@ from typing import Any
 
 from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
+from ddpbench.analysis.tuning import keep_default
 from ddpbench.catalog.parallel import WAYS
 from ddpbench.present.columns import choose_columns, explain, format_number, format_ranks
 from ddpbench.present.document import (
@@ -25,7 +26,8 @@ from ddpbench.records.schema import Bucket, Collective, Replicas, StepCase
 from ddpbench.records.wording import counted
 
 PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
-BUCKETS = ("ready", "wire", "wait")
+EXPLAINED = ("alone", "queue", "contention", "unexplained")  # these add up to the wire
+BUCKETS = ("ready", "wire", "alone", "wait")
 LEGEND = {
     "arm": "arm: a variant of the step: complete; without communication; also without bucket "
     "copies or with the prefetch switched; with timed buckets or collectives",
@@ -41,10 +43,10 @@ LEGEND = {
     "compute",
     "ready": "ready after: from the start of backward until the last rank hands the bucket over",
     "wire": "wire: from then until the bucket is reduced, including earlier buckets in the queue",
+    "alone": "alone: the same reduction while nothing else runs; queue: an earlier bucket is in "
+    "flight; contention: backward computes; alone, queue, contention and unexplained make the wire",
     "wait": "wait: how long the earliest rank waited for the latest; late rank: the latest, if the "
     "wait is more than noise",
-    "from": "from arms: the difference of two variants of the step; from spans: how long the "
-    "compute waits for a collective, in the rank that waits least",
     "collectives": "hidden: a collective is on its way and the compute goes on; MB: total buffers; "
     "wait: how much longer the rank that waits most is blocked",
 }
@@ -61,7 +63,13 @@ def build_sections(
     """
     if drawn and of_watch(run.run):
         return
-    known = step_lines.lines(run.run)
+    reported = run.run
+    if reported.command == "tune" and wanted is None:
+        from ddpbench.present.steps import tuning  # loads numpy
+
+        yield tuning.build_section(reported)
+        reported = keep_default(reported)
+    known = step_lines.lines(reported)
     shown = [line for line in known if line.results]
     columns = choose_columns(wanted, STEP_COLUMNS, shown)
     groups: dict[StepCase, list[StepLine]] = {}
@@ -117,6 +125,7 @@ def _describe_case(case: StepCase) -> str:
         "gradients in buckets" if case.gradient_as_bucket_view else "",
         "static graph" if case.static_graph else "",
         "unused parameters searched" if case.find_unused_parameters else "",
+        "" if case.broadcast_buffers else "buffers not broadcast",
         _format_parallel(case),
         format_ranks(case),
         case.device,
@@ -158,8 +167,9 @@ def _legend(shown: list[StepLine]) -> list[str]:
         "arm": bool(summaries),
         **{part: any(line.part(part) for line in shown) for part in PARTS},
         **dict.fromkeys(BUCKETS, any(summary.buckets for summary in summaries)),
+        "alone": any(b.alone for summary in summaries for b in summary.buckets),
     }
-    needed |= {"from": timed, "collectives": timed}
+    needed |= {"collectives": timed}
     return [LEGEND[name] for name, shown in needed.items() if shown]
 
 
@@ -179,7 +189,7 @@ def _list_buckets(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
         yield Chart(name, "Buckets", "", table, grouped=True, most=MOST_BUCKETS, spread=True)
 
 
-def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
+def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, Any]:
     names = bucket.first, bucket.last
     first, last = (n if len(n) <= NAME else f"…{n[1 - NAME :]}" for n in names)
     return {
@@ -190,9 +200,15 @@ def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
         "parameters": first if bucket.parameters == 1 else f"{first} … {last}",
         "ready after ms": format_ms(bucket.handed_seconds, line.seconds),
         "wire ms": format_ms(bucket.wire.value, line.seconds),
+        **{f"{name} ms": _format_figure(bucket, name, line) for name in EXPLAINED},
         "wait ms": format_ms(bucket.wait.value, line.seconds),
         "late rank": "-" if bucket.late_rank is None else str(bucket.late_rank),
     }
+
+
+def _format_figure(bucket: Bucket, name: str, line: StepLine) -> str | None:
+    figure = getattr(bucket, name)
+    return None if figure is None else format_ms(figure.value, line.seconds)
 
 
 def _list_layers(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
