@@ -48,9 +48,7 @@ from ddpbench.session.summary import summarise_result
 
 WORLDS = (16, 1024, 16384)
 CASES, A_HOST, CALL_NS = 3, 8, 100_000
-SHOWN: Any = SimpleNamespace(
-    device="cpu", shows_progress=False, format="table", columns=None, quiet=False, report=False
-)
+SHOWN: Any = SimpleNamespace(device="cpu", format="table", columns=None, quiet=False)
 MADE_UP = [0.0]  # seconds that the simulation itself took, which are no cost of ddpbench's
 PLAN = Plan(check=False, precision=1e-9, slice_seconds=1e6)  # to the most repetitions
 
