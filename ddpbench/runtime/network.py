@@ -71,6 +71,11 @@ def keep_gloo_on_loopback(endpoints: Sequence[Endpoint]) -> Iterator[None]:
 def find_objection(endpoints: Sequence[Endpoint]) -> str | None:
     """Return why gloo cannot connect these ranks, without trying; None if it may."""
     for endpoint in endpoints:
+        if not endpoint.listening:
+            return (
+                f"{endpoint.name} {endpoint.reason}, which is missing or has no address there: set "
+                f"{GLOO} to one of {', '.join(endpoint.interfaces)}"
+            )
         # Ranks of one host reach each other on any interface.
         other = next((other for other in endpoints if other.network != endpoint.network), None)
         for address in endpoint.listening if other else ():

@@ -243,7 +243,7 @@ def test_a_row_for_each_rank(frozen: Frozen) -> None:
 
 def test_a_turn_counts_the_time_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """To a quota, to the hypervisor, and waiting for a core; None is unknown."""
-    use = cpu.CpuUse(2.0, 2.0, 0, None, 1.0, None)
+    use = cpu.CpuUse(2.0, 2.0, 0, 1.0, None)
     queue = iter([0.0, 0.5])
     monkeypatch.setattr(cpu, "CpuMeter", lambda: type("M", (), {"stop": lambda self: use})())
     monkeypatch.setattr(cpu, "queued_seconds", lambda: next(queue))

@@ -22,6 +22,7 @@ TINY = ("--device", "cpu", "--op", "all_reduce", "--sizes", "4,1K", "--case-time
 # --- signals --------------------------------------------------------------------------------------
 
 
+MANY = ",".join(str(4 * count) for count in range(1, 129))  # sizes, for a run of some seconds
 WARNED = """\
 import os, pathlib, signal, threading, time
 
@@ -40,7 +41,7 @@ def test_sigusr1_ends_a_run_with_what_was_measured(tmp_path: Path, pool: RankPoo
     """One rank alone gets Slurm's warning in the middle: all stop, the run is marked with the
     signal's name and the rank, its cases are kept, and the exit code is 130."""
     (tmp_path / "warned.py").write_text(WARNED)
-    words = ("--device", "cpu", "--op", "all_reduce", "--sizes", "4:4K:+32", "--case-time", "0.1")
+    words = ("--device", "cpu", "--op", "all_reduce", "--sizes", MANY, "--case-time", "0.1")
     done: Done = pool.call(2, tmp_path, "collectives", *words, "--import", "warned")
     assert done.returncode == 130, done.stderr
     assert "PARTIAL (interrupted)" in done.stdout
@@ -134,7 +135,7 @@ def test_scancel_leaves_a_marked_partial_run(cluster: Cluster, tmp_path: Path) -
     """Of two jobs that share the nodes, one is cancelled in the middle and one is warned: each run
     is marked with its signal, keeps its cases, and the table of what was measured still reaches the
     job's output."""
-    words = ("--op", "all_reduce", "--sizes", "4:4K:+32", "--case-time", "0.1")
+    words = ("--op", "all_reduce", "--sizes", MANY, "--case-time", "0.1")
     cancel = {"SIGTERM": (), "SIGUSR1": ("--signal", "USR1")}
     jobs = {name: submitted(cluster, tmp_path / name, "collectives", *words) for name in cancel}
     for name, job in jobs.items():

@@ -71,13 +71,17 @@ class Device(devices.Cpu):
 
 
 class NotedRounds(Rounds):
-    """Rounds that note the begin of each stretch."""
+    """Rounds that note the begin of each stretch, and of the end."""
 
     log: list[str]
 
     def _stretch(self, arm: str, count: int) -> Any:
         self.log.append(f"{arm} {count}")
         return super()._stretch(arm, count)
+
+    def _gather(self) -> Samples | None:
+        self.log.append("the end")
+        return super()._gather()
 
 
 def measure(world: World, group: Any, every: int) -> dict[str, Any]:
@@ -144,7 +148,7 @@ def stretches(log: list[str]) -> list[tuple[str, list[str]]]:
             found.append((note, []))
         else:
             found[-1][1].append(note)
-    measured = found[-ROUNDS * len(ARMS) :]
+    measured = found[-ROUNDS * len(ARMS) - 1 : -1]
     assert all(arm.endswith(f" {IN_A_ROW}") for arm, _ in measured)
     return [(arm.removesuffix(f" {IN_A_ROW}"), notes) for arm, notes in measured]
 
