@@ -281,7 +281,7 @@ def _run(name: str, by: str, faulty: bool, rank: int) -> dict[str, Any]:
     job = Job(rank, faulty, by == "watch")
     gc.collect()  # a watch would find the models of the situation before
     torch.manual_seed(0)
-    watch = ddpbench.watch(verify=1, output=None, every=3600.0) if job.watched else None
+    watch = ddpbench.watch(verify=1, output=None) if job.watched else None
     try:
         PLAYS[name][0](job)
         if watch is not None:
@@ -301,14 +301,13 @@ def _run(name: str, by: str, faulty: bool, rank: int) -> dict[str, Any]:
 
 
 def _read_proof(job: Job, seen: Any) -> None:
-    summary = seen.summarize(job.rank, True)
-    never = seen.conclude(summary) if job.rank == 0 else []  # which all these models are in
-    for found in [*seen.findings, *summary, *never]:
-        if found.severity == "error" and found.code == proof.NOT_COMPARED:
-            job.problems.append(found.sentence)  # never; once, on a busy host, is no fault
-        elif found.severity == "error":
-            place = {"step": 0, "ranks": [], "tensors": [], "sentence": found.sentence}
-            job.errors.append({**place, **found.place})
+    """Add the errors of the watch in rank 0, which reports for all."""
+    found = [*seen.list_findings(job.rank, True)]
+    for error in [*found, *(seen.conclude(found) if job.rank == 0 else ())]:
+        if error.severity == "error" and error.code == proof.NOT_COMPARED:
+            job.problems.append(error.sentence)  # never; once, on a busy host, is no fault
+        elif error.severity == "error":
+            job.errors.append({"step": 0, "ranks": [], "tensors": [], **error.place})
 
 
 def job(folder: Path, rank: int, size: int) -> None:
