@@ -37,8 +37,8 @@ from ddpbench.present.document import (
 from ddpbench.records.table import Table, TableColumn
 
 BANDWIDTH = (
-    "busbw = size / time × bus factor of nccl-tests. Dotted: the limit of the links, if it is known; "
-    "its source is below the tables."
+    "busbw = size / time × bus factor of nccl-tests. Dotted: the limit of the links, if it is "
+    "known; its source is below the tables."
 )
 TOOLTIPS = {
     "seconds": ("size", "backend", "time", "interval", "faster", "p99", "skew", "launch", "check"),
