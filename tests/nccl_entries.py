@@ -1,8 +1,8 @@
 """Entries as torch's nccl writes them into the flight recorder, without a GPU.
 
-After the sources of torch 2.9 to 2.13. A collective and an unbatched send get an entry of their
-own. A batch gets one entry per operation, which never changes, and one that ends it: that of sends
-and receives has the number of the previous collective.
+They follow the sources of torch 2.9 to 2.13. A collective and an unbatched send get one entry. A
+batch gets one entry per operation, which never changes, and one that ends it; for sends and
+receives, it has the number of the previous collective.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ IMPORTED = ("analysis", "doctor", "measure", "present", "replicas", "session")  
 
 @dataclass(frozen=True)
 class Done:
-    """Outcome of a command line: the highest exit code and the output."""
+    """The highest exit code and the output of a command line."""
 
     returncode: int
     stdout: str

@@ -36,6 +36,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
 
 
+Repository = Callable[..., pytest.RunResult]  # runs pytest with these words
 THREE_LINES = """\
 def test_all_reduce(collective_benchmark):
     collective_benchmark("all_reduce", "4K", backend="gloo", ranks=2)
@@ -86,7 +87,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 @pytest.fixture
-def repository(pytester: pytest.Pytester, fake: Fake) -> Callable[..., pytest.RunResult]:
+def repository(pytester: pytest.Pytester, fake: Fake) -> Repository:
     """Make a repository outside the project with a test of three lines; return what runs pytest."""
     pytester.makepyfile(test_mine=THREE_LINES)
     pytester.makeconftest(QUICK)
@@ -123,9 +124,7 @@ def read_own_lines(result: pytest.RunResult) -> str:
 
 @pytest.mark.thorough
 def test_a_fresh_repository_sees_a_planted_slowdown(
-    pytester: pytest.Pytester,
-    repository: Callable[..., pytest.RunResult],
-    monkeypatch: pytest.MonkeyPatch,
+    pytester: pytest.Pytester, repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launches of 1 ms are saved. Then two ranks of gloo measure the three lines, with a module of
     the user's that makes all_reduce 5 ms slower, and --benchmark-compare-fail fails."""
@@ -153,7 +152,7 @@ def test_a_fresh_repository_sees_a_planted_slowdown(
 
 
 def test_a_round_is_a_launch_to_the_last_bit(
-    pytester: pytest.Pytester, repository: Callable[..., pytest.RunResult], fake: Fake
+    pytester: pytest.Pytester, repository: Repository, fake: Fake
 ) -> None:
     """The data are the launch medians; extra_info has every field of the case, the interval, rates,
     versions and the run's folder; the user's own marker is kept."""
@@ -176,7 +175,7 @@ def test_a_round_is_a_launch_to_the_last_bit(
 
 
 def test_keywords_are_the_options_of_a_step(
-    pytester: pytest.Pytester, repository: Callable[..., pytest.RunResult], fake: Fake
+    pytester: pytest.Pytester, repository: Repository, fake: Fake
 ) -> None:
     """ddp_benchmark has the options of `ddpbench ddp`. It returns the run, which is kept in the
     user's folder and saved without the home folder."""
@@ -194,9 +193,7 @@ def test_keywords_are_the_options_of_a_step(
     assert saved["extra_info"]["ddpbench"]["run"].startswith("~/kept/")  # pytester's home is here
 
 
-def test_disabled_it_checks_once_and_times_nothing(
-    repository: Callable[..., pytest.RunResult], fake: Fake
-) -> None:
+def test_disabled_it_checks_once_and_times_nothing(repository: Repository, fake: Fake) -> None:
     """With --benchmark-disable there is one short launch, in which a wrong result would still fail.
     A comparison is refused, even with xdist. --benchmark-only and --benchmark-skip select it."""
     repository("--benchmark-disable").assert_outcomes(passed=1)
@@ -213,9 +210,7 @@ def test_disabled_it_checks_once_and_times_nothing(
 # --- a page --------------------------------------------------------------------------------------
 
 
-def test_a_page_has_the_launches_and_the_verdicts(
-    repository: Callable[..., pytest.RunResult], fake: Fake
-) -> None:
+def test_a_page_has_the_launches_and_the_verdicts(repository: Repository, fake: Fake) -> None:
     """--ddpbench-report-file writes one page: the launches of each test, and with
     --ddpbench-compare the saved ones, the change and the verdict; its path is printed."""
     pytest.importorskip("altair")
@@ -238,8 +233,8 @@ def test_a_page_has_the_launches_and_the_verdicts(
 
 @pytest.mark.parametrize("output", ["folder", "page.html"])
 def test_a_page_that_cannot_be_made_is_refused_at_the_start(
-    repository: Callable[..., pytest.RunResult], fake: Fake, monkeypatch: pytest.MonkeyPatch,
-    output: str, frozen: Frozen,
+    repository: Repository, fake: Fake, monkeypatch: pytest.MonkeyPatch,
+    output: str, frozen: Frozen
 ) -> None:  # fmt: skip
     """A folder in its place, or a missing extra, is a usage error before any test runs."""
     Path("folder").mkdir()
@@ -252,7 +247,7 @@ def test_a_page_that_cannot_be_made_is_refused_at_the_start(
 
 
 def test_a_page_that_fails_leaves_the_exit_code(
-    pytester: pytest.Pytester, repository: Callable[..., pytest.RunResult], frozen: Frozen
+    pytester: pytest.Pytester, repository: Repository, frozen: Frozen
 ) -> None:
     """If the page cannot be written at the end, one line says why, and the tests have passed; a
     session that measured nothing has no page."""
@@ -270,7 +265,7 @@ def test_a_page_that_fails_leaves_the_exit_code(
 
 
 def test_a_failed_measurement_fails_with_its_sentence_and_is_not_saved(
-    repository: Callable[..., pytest.RunResult], fake: Fake
+    repository: Repository, fake: Fake
 ) -> None:
     """A wrong result, or a dead rank: one sentence, no traceback, no figure, and no warning of
     pytest-benchmark about an unused fixture."""
@@ -286,7 +281,7 @@ def test_a_failed_measurement_fails_with_its_sentence_and_is_not_saved(
 
 
 def test_a_case_that_the_backend_lacks_is_skipped_but_fails_a_comparison(
-    repository: Callable[..., pytest.RunResult], fake: Fake
+    repository: Repository, fake: Fake
 ) -> None:
     """The reason is shown. If the test was measured before, the comparison's exit code is 1 unless
     the user accepts it."""
@@ -305,7 +300,7 @@ def test_a_case_that_the_backend_lacks_is_skipped_but_fails_a_comparison(
 
 @pytest.mark.parametrize("busy_again", [False, True])
 def test_on_a_busy_host_a_test_is_measured_again_and_then_inconclusive(
-    repository: Callable[..., pytest.RunResult], fake: Fake, busy_again: bool
+    repository: Repository, fake: Fake, busy_again: bool
 ) -> None:
     """If other processes used the cores in half of the launches, it is measured again; if they
     still do, twice the time is INCONCLUSIVE. The table names the torch of both sessions."""
@@ -335,10 +330,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_a_wrong_use_is_one_sentence(
-    pytester: pytest.Pytester,
-    repository: Callable[..., pytest.RunResult],
-    frozen: Frozen,
-    use: str,
+    pytester: pytest.Pytester, repository: Repository, frozen: Frozen, use: str
 ) -> None:
     """Two measurements in a test, or a fixture by request, fail the test."""
     pytester.makepyfile(test_mine=USES[use])
@@ -348,9 +340,7 @@ def test_a_wrong_use_is_one_sentence(
     frozen.text(result.outlines[start + 1])
 
 
-def test_without_pytest_benchmark_the_error_names_it(
-    repository: Callable[..., pytest.RunResult],
-) -> None:
+def test_without_pytest_benchmark_the_error_names_it(repository: Repository) -> None:
     """A test that uses a fixture fails with the sentence, others run; a comparison is refused."""
     result = repository("-p", "no:benchmark")
     result.assert_outcomes(failed=1)
@@ -374,8 +364,8 @@ def test_importing_it_costs_nothing() -> None:
 # --- the verdict ----------------------------------------------------------------------------------
 
 
-def test_what_is_slower_fails_the_session_until_it_is_accepted(
-    repository: Callable[..., pytest.RunResult], fake: Fake
+def test_a_slower_test_fails_the_session_until_it_is_accepted(
+    repository: Repository, fake: Fake
 ) -> None:
     """The first run fails unless the user accepts that nothing was saved. Equal launches are SAME,
     even for pytest-benchmark's own comparison. 50 % more are SLOWER with exit code 1, and again in
@@ -401,9 +391,7 @@ def test_what_is_slower_fails_the_session_until_it_is_accepted(
     assert verdicts(repository("--ddpbench-compare=0001")) == ["SLOWER"]
 
 
-def test_another_identity_fails_the_comparison(
-    repository: Callable[..., pytest.RunResult], fake: Fake
-) -> None:
+def test_another_identity_fails_the_comparison(repository: Repository, fake: Fake) -> None:
     """The same test of twice the size is INCOMPARABLE, with the fields, and exit code 1. A saved
     file is given by its path."""
     repository("--benchmark-json=out.json")
@@ -417,7 +405,7 @@ def test_another_identity_fails_the_comparison(
     "word", ["--ddpbench-compare=0042", "--ddpbench-compare=a/b/c", "--ddpbench-margin=0"]
 )
 def test_a_wrong_option_is_refused(
-    repository: Callable[..., pytest.RunResult], fake: Fake, frozen: Frozen, word: str
+    repository: Repository, fake: Fake, frozen: Frozen, word: str
 ) -> None:
     """An unknown run or an invalid margin ends with pytest's exit code 4 before any measurement."""
     option, _, value = word.partition("=")

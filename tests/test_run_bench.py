@@ -1,6 +1,6 @@
-"""run_bench.sh, run for real in copies of the checkout whose ddpbench prints its command line.
+"""run_bench.sh in copies of the checkout whose ddpbench prints its command line.
 
-Nothing here needs a network: pip is told to use no index, and installs a wheel that is made here.
+No test needs a network: pip uses no index, and installs a wheel that is made here.
 """
 
 import json
@@ -21,8 +21,8 @@ from patience import PATIENCE_SECONDS
 from ddpbench import cli
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-# Where run_bench.sh asks for GPUs → where it does so in the tests, in the folder `machine`.
-ASKED = {
+# Where run_bench.sh looks for GPUs → where it looks in the tests, in the folder `machine`.
+PLACES = {
     "/proc/driver/nvidia": "driver",
     "/sys/module/nvidia": "module",
     "/sys/class/kfd/kfd/topology": "topology",
@@ -37,15 +37,13 @@ sys.exit(int(os.environ.get("STUB_EXIT", "0")))
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the checkout, in a folder with a space, whose ddpbench echoes its arguments.
-
-    The machine has the GPUs and the driver that `install_gpu` gives it.
-    """
+    """Copy the checkout to a folder with a space; its ddpbench echoes its arguments, and its
+    machine has the GPUs and the driver of `install_gpu`."""
     copy = tmp_path / "a checkout"
     (copy / "ddpbench").mkdir(parents=True)
     shutil.copy2(CHECKOUT / "run_bench.sh", copy)
     text = (copy / "run_bench.sh").read_text()
-    for place, here in ASKED.items():
+    for place, here in PLACES.items():
         assert place in text
         text = text.replace(place, f"{tmp_path}/machine/{here}")
     (copy / "run_bench.sh").write_text(text)
@@ -56,7 +54,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This environment without what makes this suite find ddpbench, and without a package index."""
+    """Return this environment without this suite's path to ddpbench and without a package index."""
     kept = {**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1", **changes}
     for name in {"VIRTUAL_ENV", "CONDA_PREFIX", "PIP_FIND_LINKS"} - changes.keys():
         kept.pop(name, None)
@@ -95,11 +93,12 @@ def read_refusal(result: subprocess.CompletedProcess[str]) -> str:
 
 
 def add_dependency(checkout: Path, requirement: str) -> None:
+    edit_project(checkout, "dependencies = [", f'dependencies = ["{requirement}",')
+
+
+def edit_project(checkout: Path, old: str, new: str) -> None:
     project = checkout / "pyproject.toml"
-    text = project.read_text()
-    project.write_text(
-        text.replace("dependencies = [", f'dependencies = [\n    "{requirement}",', 1)
-    )
+    project.write_text(project.read_text().replace(old, new, 1))
 
 
 def install_gpu(machine: Path, file: str, text: str) -> None:
@@ -128,10 +127,7 @@ def make_wheel(folder: Path, name: str) -> None:
     }
     folder.mkdir()
     with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-        for file, text in {
-            **files,
-            f"{info}/RECORD": "".join(f"{file},,\n" for file in files),
-        }.items():
+        for file, text in files.items():
             wheel.writestr(file, text)
 
 
@@ -146,7 +142,7 @@ def make_environment(folder: Path, *paths: str | Path) -> Path:
 
 @pytest.fixture
 def active(checkout: Path, tmp_path: Path) -> Path:
-    """An active environment that has the checkout's ddpbench."""
+    """Make an environment that has the checkout's ddpbench."""
     return make_environment(tmp_path / "active", checkout)
 
 
@@ -284,19 +280,6 @@ def test_the_torch_that_is_installed_fits_the_driver(
     assert "syntax error" not in output
 
 
-def test_no_torch_for_cuda_is_installed_for_gpus_of_amd(checkout: Path, tmp_path: Path) -> None:
-    """It is large, and would find none of them. Other commands measure the CPU with it."""
-    install_gpu(tmp_path / "machine", "topology/nodes/1/gpu_id", "51110\n")
-    lacks = "  *pyproject.toml\\ missing*) echo torch ;;\nesac"
-    python = write_program(tmp_path / "python", BARE_PYTHON.replace("esac", lacks))
-    env = environment(PYTHON=str(python))
-    result = run_bench(checkout, "gpu", env=env)
-    assert result.returncode == 2
-    assert "torch for ROCm" in result.stderr
-    assert "pip was asked" not in result.stderr
-    assert "pip was asked for torch==2.13.0" in run_bench(checkout, "cpu", env=env).stderr
-
-
 def test_the_active_environment_is_used_unchanged(checkout: Path, tmp_path: Path) -> None:
     """An active environment with ddpbench runs its own ddpbench, not the checkout's."""
     installed = tmp_path / "installed"
@@ -396,8 +379,7 @@ def test_a_missing_package_is_installed_beside_the_torch_at_hand(
 def test_a_missing_extra_stops_nothing(checkout: Path) -> None:
     """A package that only some backends need is left out by name if the .venv is the user's own, or
     if pip cannot install it."""
-    project = checkout / "pyproject.toml"
-    project.write_text(project.read_text().replace("mpi = [", 'mpi = ["ddpbench_probe>=1", ', 1))
+    edit_project(checkout, "mpi = [", 'mpi = ["ddpbench_probe>=1", ')
     foreign = make_environment(checkout / ".venv")
     for _ in range(2):
         result = run_bench(checkout, "mpi")
@@ -409,16 +391,12 @@ def test_a_missing_extra_stops_nothing(checkout: Path) -> None:
 
 def test_the_extra_for_pages_is_installed_for_pages(checkout: Path) -> None:
     """A command that makes a page tries to install the extra `report`; others do not."""
-    project = checkout / "pyproject.toml"
-    project.write_text(project.read_text().replace("report = [", 'report = ["ddpbench_probe>=1", '))
+    edit_project(checkout, "report = [", 'report = ["ddpbench_probe>=1", ')
     (checkout / ".venv").touch()  # nothing can be installed
-    for words, wanted in (
-        (["cpu"], False), (["compare", "a", "b", "--report-file=page.html"], True),
-        (["report"], True),
-    ):  # fmt: skip
-        result = run_bench(checkout, *words)
+    for words in ("cpu", "compare a b --report-file=page.html", "report"):
+        result = run_bench(checkout, *words.split())
         assert result.returncode == 0, result.stderr
-        assert ("without ddpbench_probe>=1" in result.stderr) == wanted
+        assert ("without ddpbench_probe>=1" in result.stderr) == (words != "cpu")
 
 
 def test_a_foreign_venv_is_left_alone(checkout: Path) -> None:
@@ -465,7 +443,7 @@ def record(checkout: Path, tmp_path: Path) -> Callable[..., tuple[list[list[str]
         env = environment(VIRTUAL_ENV=str(tmp_path / "recording"))
         result = run_bench(checkout, *words.split(), cwd=cwd, env=env)
         calls = [line.split("|")[:-1] for line in result.stdout.splitlines()]
-        for call in calls:  # it tests the checkout, with the checkout's settings
+        for call in calls:  # of the checkout, with the checkout's settings
             assert call[0].split(os.pathsep)[0] == str(checkout)
             assert call[1:5] == ["-m", "pytest", "-c", f"{checkout}/pyproject.toml"]
         return [call[5:] for call in calls], result.returncode
@@ -476,7 +454,7 @@ def record(checkout: Path, tmp_path: Path) -> Callable[..., tuple[list[list[str]
 Record = Callable[..., tuple[list[list[str]], int]]
 
 
-def tiers_of(calls: list[list[str]]) -> list[str]:
+def read_tiers(calls: list[list[str]]) -> list[str]:
     """Return the tiers that these calls of pytest select; tests that measure time run alone."""
     marks = [call[len(call) - call[::-1].index("-m")] for call in calls]
     tiers = [next(name for name, mark in TIERS.items() if mark == each) for each in marks]
@@ -493,7 +471,7 @@ def test_the_suite_runs_in_tiers(checkout: Path, record: Record) -> None:
         ("test -k one --rest", ["thorough", "time"]),
     ):
         calls, code = record(words)
-        assert (tiers_of(calls), code) == (tiers, 0)
+        assert (read_tiers(calls), code) == (tiers, 0)
         assert all(f"{checkout}/tests" in call for call in calls)
         assert all(call[-2:] == ["-k", "one"] for call in calls)
 

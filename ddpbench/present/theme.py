@@ -88,6 +88,7 @@ RATE_LABELS = (
 )
 COUNT_LABELS = "format(datum.value, 'd')"
 NUMBER_LABELS = "format(datum.value, '~g')"
+SHARE_LABELS = "format(datum.value, '+.3~%')"
 
 
 def order_backends(backends: Iterable[str]) -> list[str]:

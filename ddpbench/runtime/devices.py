@@ -197,16 +197,6 @@ class Cpu:
         """Return DistributedDataParallel's `device_ids` for a model on this device."""
         return None
 
-    def seeded_devices(self, device: torch.device) -> list[torch.device]:
-        """Return the devices with a random generator beside the CPU's: torch.random.fork_rng."""
-        return []
-
-    def random_states(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the states of the generators that a model on this device can draw from."""
-        import torch
-
-        return [torch.get_rng_state()]
-
 
 class Cuda(Cpu):
     """NVIDIA's GPUs, and AMD's, which torch also calls cuda."""
@@ -283,12 +273,6 @@ class Cuda(Cpu):
 
     def ddp_device_ids(self, device: torch.device) -> list[torch.device] | None:
         return [device]
-
-    def seeded_devices(self, device: torch.device) -> list[torch.device]:
-        return [device]
-
-    def random_states(self, device: torch.device) -> list[torch.Tensor]:
-        return [*super().random_states(device), self._module.get_rng_state(device)]
 
     def unusable(self) -> str | None:
         """Return CUDA's error, so that an old driver is not reported as a missing GPU.

@@ -62,12 +62,9 @@ def gpu() -> dict[str, Any]:
     }
 
 
-def gpu_state(uuid: str | None = None) -> dict[str, object] | None:
-    """Return clock, throttle reasons and temperature of a GPU, from NVML.
-
-    uuid: of the GPU; None: of the one that is current in this thread.
-    """
-    nvml = open_nvml(uuid) if uuid else _open_nvml()
+def gpu_state() -> dict[str, object] | None:
+    """Return clock, throttle reasons and temperature of the GPU that this rank uses, from NVML."""
+    nvml = _open_nvml()
     if nvml is None:
         return None
     sm = nvml.query("nvmlDeviceGetClockInfo", 1)  # in MHz
@@ -142,18 +139,15 @@ def _place(pci_info: Any) -> str | None:
 
 
 def _open_nvml() -> Nvml | None:
-    uuid = gpu()["gpu_uuid"]
-    return uuid and open_nvml(uuid)  # a rank on the CPU need not import pynvml
-
-
-def open_nvml(uuid: str) -> Nvml | None:
-    """Return NVML's view of a GPU; None without NVML."""
+    """Return NVML's view of the GPU in use; None without NVML."""
+    if (uuid := gpu()["gpu_uuid"]) is None:  # a rank on the CPU need not import pynvml
+        return None
     module: Any = or_none(lambda: import_module("pynvml"))
     if module is None:
         return None
     or_none(module.nvmlInit)
-    gpu = or_none(lambda: module.nvmlDeviceGetHandleByUUID(uuid))
-    return None if gpu is None else Nvml(module, gpu)
+    handle = or_none(lambda: module.nvmlDeviceGetHandleByUUID(uuid))
+    return None if handle is None else Nvml(module, handle)
 
 
 def explain_unknown_gpu() -> str:

@@ -36,7 +36,6 @@ SMALL: dict[str, dict[str, int]] = {
     "transformer": {"layers": 2, "width": 128, "sequence": 8, "vocabulary": 50},
     "embedding": {"rows": 500, "width": 8},
     "contrastive": {"width": 16},
-    "regression": {"width": 16, "depth": 3},
 }
 
 
@@ -87,7 +86,7 @@ def test_ranks_share_one_data_set(name: str) -> None:
     """In each epoch each sample is dealt to one rank, every batch is full, and the next epoch deals
     in another order; behind the last epoch the batches come again."""
     tasks = [built(name, alone(rank, 3)) for rank in range(3)]
-    steps = workloads.STEPS if name == "regression" else BATCHES
+    steps = BATCHES
     epochs: list[list[str]] = []
     for epoch in range(EPOCHS):
         epochs.append([])
@@ -140,11 +139,10 @@ def test_the_users_function_is_called_in_its_rank() -> None:
     """As function(rank, world_size, device); what it returns is the task."""
     workload = get("workload_of_mine:build")
     assert workload.name == "workload_of_mine:build"
-    assert (dict(workload.settings), workload.batch["cpu"], workload.trains) == ({}, 0, False)
+    assert (dict(workload.settings), workload.batch["cpu"]) == ({}, 0)
     task = workload.build({}, alone(rank=1, world_size=2))
     assert task.model.weight.shape == (2, 3)
     assert (task.batch(7), task.loss(task.model, "x")) == (7, "x")
-    assert task.training is None
 
 
 def test_samples_are_counted_in_the_batch_itself() -> None:

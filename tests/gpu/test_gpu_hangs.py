@@ -18,7 +18,7 @@ from patience import PATIENCE_SECONDS
 from ddpbench.launch import placement
 
 SCRIPT = Path(__file__).with_name("gpu_hangs.py")
-# What the verdict says of rank 1.
+# The verdict on rank 1.
 VERDICTS = {
     "late": r"rank 1\b.* load_batch \(gpu_hangs\.py:\d+\)",
     "skipped": r"rank 1\b.*(calls|never joined)",
@@ -29,16 +29,16 @@ VERDICTS = {
 def play(
     machine: Machine, name: str, folder: Path, variables: dict[str, str]
 ) -> tuple[int | None, str]:
-    """Run a play in two ranks; return rank 0's exit code and output. Nothing is left at the end."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
-    common["MASTER_PORT"] = str(placement.free_port())
+    """Run a play in two ranks; return rank 0's exit code and output. No process is left."""
+    variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+    variables["MASTER_PORT"] = str(placement.free_port())
     words = [sys.executable, str(SCRIPT), name, machine.device, machine.backend]
     paths = [folder / f"rank{rank}" for rank in range(2)]
     ranks = []
     for rank, path in enumerate(paths):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"}
         with path.open("w") as output:
-            environ = clean_environment(**{**variables, **common, **own})
+            environ = clean_environment(**variables, **own)
             ranks.append(subprocess.Popen(words, env=environ, stdout=output, stderr=output))
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -55,11 +55,13 @@ def play(
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_a_hang_is_blamed_on_rank_1(
-    machine: Machine, two_ranks: dict[str, str], tmp_path: Path, name: str, frozen: Frozen
+    machine: Machine, tmp_path: Path, name: str, frozen: Frozen
 ) -> None:
     """Rank 1 is late before DDP(), skips an all_reduce, or is stopped: rank 0 ends with exit code 5
-    and blames rank 1 in a line."""
-    code, text = play(machine, name, tmp_path, {**two_ranks, "TORCH_FR_BUFFER_SIZE": "2000"})
+    and names rank 1 in a line."""
+    code, text = play(
+        machine, name, tmp_path, {**machine.two_ranks, "TORCH_FR_BUFFER_SIZE": "2000"}
+    )
     verdicts = re.findall(r"^ddpbench: (.*)$", text, re.MULTILINE)
     matching = [verdict for verdict in verdicts if re.search(VERDICTS[name], verdict)]
     assert matching

@@ -1,4 +1,4 @@
-"""Memory: huge pages, the trial of a step, and how a shortage is described."""
+"""Memory: how a shortage is described."""
 
 from __future__ import annotations
 

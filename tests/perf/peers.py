@@ -149,7 +149,7 @@ def main(folder: Path, launches: int) -> int:
     for key in taken["ddpbench"]:
         medians = [float(np.median(taken[arm][key])) for arm in ARMS]
         ratios = [median / medians[0] for median in medians[1:]]
-        shift = verdict.shift(*(np.array(taken[arm][key]) for arm in ("osu", "direct")))
+        shift = verdict.shift(np.array(taken["osu"][key]), np.array(taken["direct"][key]))
         bounds = f"{math.exp(shift.low):.2f} … {math.exp(shift.high):.2f}" if shift else "-"
         agrees = agrees and abs(ratios[-1] - 1) <= BOUND
         rows.append([key[0], readable(key[1]), *medians, *ratios, bounds])

@@ -95,7 +95,7 @@ class Bench:
     """A case that takes no time."""
 
     calls = generation = 1
-    huge_share, page_faults, unhidden, hides_launch = None, 0, 0, False
+    page_faults, unhidden, hides_launch = 0, 0, False
 
     def __init__(self, case: Case, plan: Plan, world: World, *_: object) -> None:
         self.case, self.operation, self.plan = case, OPERATIONS[case.operation], plan

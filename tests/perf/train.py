@@ -1,4 +1,4 @@
-"""A training script with DDP on gloo that knows nothing of ddpbench; rank 0 writes what it took.
+"""A training script with DDP on gloo and without ddpbench; rank 0 writes its durations.
 
     torchrun --nproc-per-node 2 tests/perf/train.py BATCH STEPS FILE
 

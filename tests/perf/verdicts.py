@@ -127,9 +127,9 @@ def judge_pooled(draw: np.random.Generator, launches: int) -> str:
 
 def judge_sweep(draw: np.random.Generator, launches: int) -> str:
     """Judge several cases together; return a verdict other than SAME if there is one."""
-    sides = [[draw_medians(draw, launches) for _ in range(2)] for _ in range(CASES)]
-    chances = verdict.adjust_chances([verdict.chance(*side, MARGIN) for side in sides])
-    shifts = [verdict.shift(*side) for side in sides]
+    sides = [(draw_medians(draw, launches), draw_medians(draw, launches)) for _ in range(CASES)]
+    chances = verdict.adjust_chances([verdict.chance(a, b, MARGIN) for a, b in sides])
+    shifts = [verdict.shift(a, b) for a, b in sides]
     names = set(map(verdict.judge, shifts, [MARGIN] * CASES, chances))
     return next((name for name in (SLOWER, FASTER) if name in names), SAME)
 
@@ -312,7 +312,7 @@ def judge_tests(base: Run, new: Run, earlier: Sequence[Run]) -> list[str]:
 
 
 def print_table(folder: Path) -> bool:
-    """Compare every two runs of a pool; return whether equal sides are rarely told apart."""
+    """Compare every two runs of a pool; return whether equal sides rarely differ."""
     good, draw, table = True, random.Random(0), []
     for backend, judge, earlier in itertools.product(
         BACKENDS, (compare_stored, judge_tests), (4, 0)

@@ -239,7 +239,8 @@ class Model(nn.Module):
         if torch.is_grad_enabled():
             self._pace.sleep("forward")
         hidden = self.norm(self.first(batch))
-        return self.last(SlowBackward.apply(hidden, self._pace))
+        loss: Tensor = self.last(SlowBackward.apply(hidden, self._pace))  # type: ignore[no-untyped-call]
+        return loss
 
 
 class SlowSgd(torch.optim.SGD):
@@ -414,8 +415,9 @@ def main() -> int:
             runs = max(1, round(options.runs * kind.share))
             right, sizes = run_kind(name, runs, options.seed)
             broken |= 100 * right < kind.promise * runs
-            spread = np.percentile(sizes, [5, 50, 95]) if sizes else []
-            shares = " ".join(f"{value:.3f}" for value in spread)
+            shares = ""
+            if sizes:
+                shares = " ".join(f"{each:.3f}" for each in np.percentile(sizes, [5, 50, 95]))
             rows.append([name, runs, right, f"{kind.promise} of 100", shares])
     heads = ["planted", "runs", "right", "promised", "size found / planted: 5, 50, 95 %"]
     print(tabulate(rows, heads))

@@ -92,7 +92,7 @@ def test_how_many_times_faster_stands_at_the_fastest_and_sizes_stand_once() -> N
 def test_every_column_can_be_shown_for_every_line() -> None:
     """Each column of each kind of line is a short text without line breaks, in the table and in
     CSV, also where nearly nothing is known."""
-    bare = a_summary(1e-3, None, percentiles_seconds={}, lag1=None, skew_seconds=None,
+    bare = a_summary(1e-3, None, percentiles_seconds={}, skew_seconds=None,
                      last_in_seconds=None, global_seconds=None)  # fmt: skip
     barrier = a_case(operation="barrier", nbytes=0, count=0, reduce_op=None)
     run = a_run(a_result(), a_result(barrier, summary=bare, cold_seconds=None, checks=0))

@@ -208,7 +208,8 @@ def _length(bars: Bars, data: pd.DataFrame) -> alt.X:
     ends = data[columns].astype(float).stack()
     most = ends.max() * (ROOM if _has(data, "_text") else 1.0)
     x = _place(alt.X("_end:Q"), bars.x, ends, grid=False)
-    return x.scale(domain=[min(0.0, ends.min()), most or 1.0], nice=False)
+    low, high = min(0.0, ends.min()), max(0.0, most)
+    return x.scale(domain=[low, high if low or high else 1.0], nice=False)
 
 
 # --- spans ----------------------------------------------------------------------------------------
