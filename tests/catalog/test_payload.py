@@ -75,22 +75,6 @@ def first_wrong_of(got: torch.Tensor, expected: Table) -> tuple[int, str, str] |
     return payload.find_wrong(got, Piece(0, len(got), 0), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduce_op", ["sum", "avg", "prod"])
-def test_a_rank_left_out_is_seen_at_every_index(dtype: str, reduce_op: str) -> None:
-    """As long as the world is small enough for the dtype, a sum, average or product without any one
-    rank differs from the right one in every single element."""
-    kind = DTYPES[dtype]
-    most = kind.doublings if reduce_op == "prod" else kind.exact
-    for world in (w for w in WORLDS[1:] if w <= most):
-        tables = np.stack(inputs(dtype, reduce_op, world, 2))
-        expected = payload.reduced(2, dtype, reduce_op, world)
-        for left_out in range(world):
-            others = np.delete(tables, left_out, axis=0)
-            got = others.prod(axis=0) if reduce_op == "prod" else others.sum(axis=0)
-            assert (got / (world if reduce_op == "avg" else 1) != expected).all()
-
-
 def stretch(values: Table, dtype: str, start: int, length: int) -> torch.Tensor:
     """`length` elements of the endless repetition of a table from `start` on."""
     return torch.from_numpy(np.resize(np.roll(values, -start), length)).to(getattr(torch, dtype))

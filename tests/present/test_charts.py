@@ -55,16 +55,6 @@ def test_what_is_shown_is_not_what_is_drawn() -> None:
     assert [row["_y"] for row in drawn(lines)] == [1.0, None]
 
 
-def test_backends_can_be_hidden() -> None:
-    """A parameter holds the backends that are there, and filters the bars."""
-    data = some_rows(2, part="p", backend=["mpi", "gloo"], _begin=0, _end=[1.0, 2.0])
-    spec = draw(Bars(data=data, x=TIME, row="part", within="backend"))
-    assert spec["params"] == [{"name": "backends", "value": ["gloo", "mpi"]}]
-    assert spec["transform"] == [{"filter": "indexof(backends, datum.backend) >= 0"}]
-    alone = [{name: row[name] for name in row if name != "backend"} for row in data]
-    assert "params" not in draw(Spans(data=alone, x=TIME, lane="part", color=""))
-
-
 def test_bars_of_a_row_are_stacked() -> None:
     """A bar begins where the one before it in its row ends."""
     data = some_rows(3, rank=["0", "0", "1"], part=["a", "b", "a"], _end=[1.0, 2.0, 4.0])

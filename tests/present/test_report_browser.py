@@ -211,15 +211,3 @@ def test_markup_in_names_is_text(tmp_path: Path, open_page: Open) -> None:
     tooltip.wait_for()
     assert SCRIPT in tooltip.inner_text()
     assert page.locator("script:text('alert(1)')").count() == 0
-
-
-def test_without_scripts_the_tables_are_there(reference: Path, browser: Browser) -> None:
-    """A browser without JavaScript shows a note, the tables, and no control that does nothing."""
-    page = browser.new_page(java_script_enabled=False)
-    page.set_default_timeout(1000 * PATIENCE_SECONDS)
-    page.goto(reference.as_uri())
-    assert page.get_by_text("Charts need JavaScript").is_visible()
-    page.locator("summary").first.click()
-    assert page.locator("figure[data-chart] table").first.is_visible()
-    assert not page.locator("input:visible, select:visible, button:visible").count()
-    page.close()
