@@ -162,7 +162,7 @@ def test_a_divided_model_steps_on_mpi(tmp_path: Path) -> None:
             16,
             marks=pytest.mark.thorough,
         ),
-        ("--no-breakdown --verify off --threads 2", {"threads": 2}, 0),
+        ("--no-breakdown --verify off", {}, 0),
     ],
 )
 def test_ddp_options(

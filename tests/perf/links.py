@@ -41,7 +41,7 @@ RATES = {"2.5 Gbit/s": 2.5e9, "1 Gbit/s": 1e9, "300 Mbit/s": 3e8, "100 Mbit/s": 
 # the other has sent a half, and it takes the time of three halves instead of two.
 LEAST = {("all_gather", 2): 2 / 3}
 SMALL = 4096
-MLP = ("--workload", "mlp", "--width", "512", "--depth", "4", "--batch", "64", "--threads", "1")
+MLP = ("--workload", "mlp", "--width", "512", "--depth", "4", "--batch", "64")
 GBIT = 1e9
 # name → (hosts, what must be found: code and hosts → its rate in bits per second)
 PLANTED: dict[str, tuple[Hosts, dict[tuple[str, ...], float]]] = {
