@@ -236,9 +236,6 @@ class PretendedKind(devices.Cuda):
     def total_nbytes(self, device: torch.device) -> int:
         return 2**34
 
-    def random_states(self, device: torch.device) -> list[torch.Tensor]:
-        return [torch.get_rng_state()]
-
     def release_memory(self) -> None:
         self.gpu.called.clear()
 

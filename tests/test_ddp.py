@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from dataclasses import replace
@@ -45,7 +44,7 @@ FEW = ("--rounds", "6", "--steps-per-round", "2")
 # A shape that each workload takes a moment for.
 TINY = (
     "--width", "16", "--depth", "2", "--layers", "1", "--sequence", "8", "--vocabulary", "64",
-    "--rows", "500", "--batch", "8", "--epochs", "2",
+    "--rows", "500", "--batch", "8",
 )  # fmt: skip
 
 
@@ -115,9 +114,6 @@ def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
         assert_equal(result, 2)
         joined = result.case.workload == "contrastive"
         assert len(set(result.losses)) == (1 if joined else 2)
-        assert len(result.epochs) == (2 if result.case.workload == "regression" else 0)
-        losses = [loss for e in result.epochs for loss in (e.train_loss, e.validation_loss)]
-        assert all(math.isfinite(loss or math.nan) for loss in losses)
 
 
 @pytest.mark.nightly
@@ -162,7 +158,7 @@ def test_a_divided_model_steps_on_mpi(tmp_path: Path) -> None:
             16,
             marks=pytest.mark.thorough,
         ),
-        ("--no-breakdown --verify off", {}, 0),
+        ("--no-breakdown --verify off", {"accumulate": 1}, 0),
     ],
 )
 def test_ddp_options(

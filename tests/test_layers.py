@@ -28,6 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "catalog": ("version", "records", "launch", "mpi_backend", "runtime"),
     "present": (
         "version", "records", "analysis", "verdicts", "catalog.sizes", "catalog.parallel",
+        "catalog.hooks",
     ),
     "interchange": ("version", "records", "catalog"),
     "measure": ("version", "records", "analysis", "launch", "hang", "runtime", "catalog"),
@@ -48,6 +49,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "version", "records", "analysis", "launch", "runtime", "catalog", "present", "measure",
         "replicas", "session",
     ),
+    "tune": ("version", "records", "analysis", "launch", "runtime", "catalog", "session"),
     "nested_runs": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "present", "session",
         "doctor", "measuring",
@@ -55,7 +57,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "guide": (),
     "commands": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "present",
-        "interchange", "session", "doctor", "watch", "measuring", "nested_runs", "guide",
+        "interchange", "session", "doctor", "watch", "tune", "measuring", "nested_runs", "guide",
     ),
     # cli imports the commands by name, when they are called.
     "cli": ("version", "records", "session", "commands"),

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from command_lines import read_stored_run
-from frozen import Frozen
 from rank_pool import RankPool
 from stored_steps import a_step_case
 
@@ -34,14 +33,6 @@ def test_the_default_mesh_has_all_ranks(
 ) -> None:
     """HSDP replicates over hosts of one size; on one host, or on unequal hosts, over two halves."""
     assert WAYS[way].lay_out((), hosts) == mesh
-
-
-def test_hsdp_without_a_second_replica_must_be_confirmed(frozen: Frozen) -> None:
-    """On an odd number of ranks, HSDP needs an explicit mesh of one replica."""
-    with pytest.raises(ValueError, match="--mesh 1x3") as caught:
-        WAYS["hsdp"].lay_out((), (3,))
-    frozen.text(str(caught.value))
-    assert WAYS["hsdp"].lay_out((1, 3), (3,)) == (1, 3)
 
 
 @pytest.mark.parametrize("text", ["", "2x", "0x2", "2x2.0", "²"])

@@ -27,6 +27,8 @@ SCRIPTS: list[tuple[str, list[str], str, tuple[pytest.MarkDecorator, ...]]] = [
     ("links", ["step", "2", "1 Gbit/s"], "of 1 rows off", NIGHTLY),
     ("mpi_speed", ["2", "1", "4 B", "1"], "all_gather 4 B", (*NIGHTLY, needs_mpirun)),
     ("overhead", ["gloo", "1", "0.05"], "1 launches per side; bound ", NIGHTLY),
+    ("scale", ["16"], "run.json MB", ()),
+    ("tuning", ["host", "1"], "run 0: ", NIGHTLY),
     ("verdicts", ["simulated", "10"], "worst share of false verdicts: ", ()),
     ("verdicts", ["noticed", "8"], "launch=0.1, cases=4, earlier=10): ", ()),
     ("verify_cost", ["2", "1", "1"], "and gradients", ()),
@@ -37,7 +39,7 @@ SCRIPTS: list[tuple[str, list[str], str, tuple[pytest.MarkDecorator, ...]]] = [
     ("watchdog_cost", ["1", "100"], "a heartbeat: ", ()),
 ]
 # These judge measured figures, which may be bad here, and then exit with 1.
-JUDGES = {"links", "overhead", "verdicts", "watch_faults"}
+JUDGES = {"links", "overhead", "tuning", "verdicts", "watch_faults"}
 NOT_HERE = {
     "peers": "needs a build of OSU's programs",
     "test_speed": "a test file: see the last test",

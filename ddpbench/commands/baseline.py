@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 GROUP = "compare"
 HELP = "save runs to compare with later; measure again and compare"
 FEWEST = 6  # launches; of analysis.stats, which loads numpy
-RUNS = 5  # that show how a machine drifts; of verdicts.drift, which loads numpy
 FILES = ("run.json", "table.csv", "table.txt")
 # Options of a measuring command that a new measurement sets itself.
 RESET = ("-n", "--ranks", "--launches", "--output")
@@ -97,11 +96,6 @@ def _save(namespace: argparse.Namespace) -> int:
         raise Refused(f"{target} cannot be written ({error.strerror})") from None
     size = f"{counted(len(runs), 'run')}, {counted(fewest, 'launch')} of each case"
     sys.stdout.write(f"saved {target}: {size}\n")
-    if len(runs) < RUNS:
-        sys.stdout.write(
-            f"with fewer than {RUNS} runs a check assumes how this machine drifts: measure "
-            f"{counted(RUNS - len(runs), 'more run')}, then save all of them\n"
-        )
     return 0
 
 

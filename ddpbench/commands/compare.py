@@ -5,8 +5,7 @@ ddpbench compare before last --margin 5 --only all_reduce,gloo --strict
 ddpbench compare runs/base runs/new --format markdown    folders OF runs: all are pooled
 ddpbench compare old.log new.log                         logs of nccl-tests or OSU
 
-Measure both with --launches 6 or more. The verdicts compare the lower quartile of each launch (of
-DDP steps and of logs, the median); use at least 6 launches per side.
+Measure both with --launches 6 or more. The verdicts compare the medians of the launches.
 
 Exit codes, the first that applies: 2 the request is wrong; 3 a run cannot be read, or is
 empty; 1 any case is SLOWER; 3 a case is INVALID (a wrong result, a broken

@@ -20,9 +20,9 @@ GROUP = "manual"
 HELP = "read the manual"
 # The order of the list. A chapter that is missing here comes after these.
 ORDER = (
-    "start", "hangs", "watch", "doctor", "replicas", "collectives", "ddp", "parallel", "your_model",
-    "faults", "compare", "pytest", "results", "report", "api", "launchers", "mpi", "gpu", "method",
-    "contributing",
+    "start", "hangs", "watch", "doctor", "replicas", "collectives", "ddp", "tune", "parallel",
+    "your_model", "faults", "compare", "pytest", "results", "report", "api", "launchers", "mpi",
+    "gpu", "method", "contributing",
 )  # fmt: skip
 
 

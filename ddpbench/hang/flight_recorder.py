@@ -25,8 +25,7 @@ from typing import Any
 import msgspec
 
 from ddpbench.hang import places
-from ddpbench.hang.status import Call, Log
-from ddpbench.hang.verdict import format_ranks
+from ddpbench.hang.verdict import Call, Log, format_ranks
 
 RECENT = 64  # calls of a group that are reported
 BATCH = ":coalesced"
@@ -258,17 +257,6 @@ class Flight:
         called = "" if is_open or inside.startswith(OTHER) else inside
         return tuple(log for group in groups for log in _find_logs(group, records, called))
 
-    def explain_unseen_hangs(self) -> str:
-        """Return which hangs cannot be seen, and what to do, in one sentence; "" if none."""
-        backends = {backend for group in self._current() for backend in group.backends}
-        for backend in sorted(backends):
-            if setting := find_missing_setting(backend):
-                return (
-                    f"{backend} does not record its calls: the watchdog sees a hang only while a "
-                    f"rank is in a call of torch.distributed: {setting} before init_process_group"
-                )
-        return ""
-
     def _current(self) -> list[Group]:
         from torch.distributed import distributed_c10d
 
@@ -387,12 +375,13 @@ def _read_call(entry: Entry) -> Call:
 def _read_mpi() -> Records:
     work = sys.modules.get("ddpbench.mpi_backend.work")
     records: Records = {}
-    for name, started, finished, past, moves in work.recorded() if work else ():
+    for queue in work.live_queues() if work else ():
+        started, finished, past, moves = queue.recorded()
         calls = [
             Call(n, op, _describe_elements(dtype, nbytes))
             for n, op, dtype, nbytes in past[-RECENT:]
         ]
-        records[name, "mpi4py"] = Log("", (), started, finished, tuple(calls), moves=moves)
+        records[queue.group, "mpi4py"] = Log("", (), started, finished, tuple(calls), moves=moves)
     return records
 
 

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING
 from ddpbench.hang import status_board
 from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.places import describe_error
-from ddpbench.hang.status import RankStatus
 from ddpbench.hang.status_board import Board
+from ddpbench.hang.verdict import RankStatus
 from ddpbench.hang.watchdog import Judgement, Watchdog, read_status
 from ddpbench.launch import placement
 from ddpbench.records.store import End
@@ -86,10 +86,7 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     identity, absent = status_board.identify(dist.get_rank()), [None] * dist.get_world_size()
     # Keep no variable with the store: this frame may live until a garbage collection.
     board = Board(distributed_c10d._get_default_store(), prefix, identity, absent)
-    flight = Flight()
-    if dist.get_rank() == 0 and _times == 1 and (warning := flight.explain_unseen_hangs()):
-        status_board.print_message(f"ddpbench: {warning}\n")
-    guard = Guard(board, flight, timeout, end)
+    guard = Guard(board, Flight(), timeout, end)
     guard.start()
     _on = guard
     return guard
@@ -102,10 +99,7 @@ def _handle_terminate() -> object:
     Returns an object to keep alive.
     """
     kind = ctypes.CFUNCTYPE(None)
-    try:
-        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
-    except (OSError, AttributeError):
-        return None
+    set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
     set_terminate.argtypes, set_terminate.restype = [ctypes.c_void_p], ctypes.c_void_p
 
     def handle() -> None:
@@ -178,7 +172,6 @@ class Guard(Watchdog):
                 ranks = range(len(self._board.identities))
                 self._board.await_keys([self._board.key("left", r) for r in ranks], LINGER_SECONDS)
         self._board.client.close()
-        self._thread.join(CLOSE_SECONDS)  # see StoreClient.close for the reason
         _on = None
 
     def _watch(self) -> None:

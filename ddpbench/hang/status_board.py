@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import psutil
 
-from ddpbench.hang.status import ALIVE, DIED, ENDED, LEFT, STOPPED, RankStatus, SilentRank
+from ddpbench.hang.verdict import ALIVE, DIED, ENDED, LEFT, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family, sockets
 from ddpbench.launch.supervise import Clock
 from ddpbench.records import codec, redact
@@ -63,14 +63,8 @@ def identify(rank: int) -> RankIdentity:
     """Return this process's identity as a rank."""
     host = socket.gethostname()
     boot_id = family.read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or host
-    return RankIdentity(rank, host, os.getpid(), boot_id, _namespace("net"), _namespace("pid"))
-
-
-def _namespace(kind: str) -> str:
-    try:
-        return str(Path(f"/proc/self/ns/{kind}").stat().st_ino)
-    except OSError:
-        return ""
+    network, processes = (str(Path("/proc/self/ns", kind).readlink()) for kind in ("net", "pid"))
+    return RankIdentity(rank, host, os.getpid(), boot_id, network, processes)
 
 
 def observe_state(identity: RankIdentity, own: RankIdentity) -> str:
@@ -139,18 +133,9 @@ class StoreClient:
         return answers[0] if answers else None
 
     def close(self) -> None:
-        """End the thread, even while it waits for the store.
-
-        If the interpreter ends while a thread is in C++, that thread cannot return to Python, and
-        the process ends with SIGABRT or SIGSEGV. A store may not answer for a long time: forked
-        children of its process keep the connection open after that process has ended.
-        """
+        """End the thread, unless the store does not answer it."""
         self._requests.put(None)
         self._thread.join(CLOSE_SECONDS)
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join(STORE_TIMEOUT.total_seconds() + CLOSE_SECONDS)
         if self._connection is not None:
             self._connection.close()
 

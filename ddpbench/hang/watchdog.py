@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ddpbench.hang import places, verdict
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.hang.status import ALIVE, DIED, STOPPED, RankStatus, SilentRank
 from ddpbench.hang.status_board import Board, RankIdentity, print_message
+from ddpbench.hang.verdict import ALIVE, DIED, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family
 from ddpbench.records import codec
 

@@ -58,7 +58,6 @@ class Samples:
     wrong: list[Wrong] = field(default_factory=list)
     measuring_seconds: float = 0.0
     objection: str | None = None  # why the case was skipped on all ranks
-    huge_share: float | None = None  # of this rank's buffers: memory.huge_share
     page_faults: float | None = None  # of this rank per timed repetition, the mean
     unhidden_share: float | None = None  # of this rank's timed repetitions: Bench.unhidden
 
@@ -92,7 +91,6 @@ def measure(
     samples.objection = control.agree_objection(world, objection)
     if samples.objection is not None or bench is None:
         return samples
-    samples.huge_share = bench.huge_share
     enabled = gc.isenabled()
     gc.collect()
     gc.freeze()  # later collections skip today's objects, which saves 14 ms per case

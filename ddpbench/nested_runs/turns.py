@@ -38,11 +38,11 @@ HOW: dict[str, tuple[str, ...]] = {
     "--form": ("form",),
     "--place": ("in_place",),
     "--async": ("async_op",),
-    "--buffers": ("buffers",),
     "--bucket-cap-mb": ("bucket_cap_mb",),
     "--gradient-as-bucket-view": ("gradient_as_bucket_view",),
     "--static-graph": ("static_graph",),
     "--find-unused-parameters": ("find_unused_parameters",),
+    "--no-broadcast-buffers": ("broadcast_buffers",),
     "--comm-hook": ("comm_hook",),
     "--amp": ("amp",),
     "--no-prefetch": ("prefetch",),
@@ -164,7 +164,7 @@ class Side:
     ) -> None:
         self.variant, self.folder = variant, folder
         self._line = [variant.python, "-m", "ddpbench", *words, *variant.words]
-        self._errors = (folder.parent / f"{folder.name}.stderr").open("w+", errors="replace")
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [*self._line, *settings, "--quiet", "--output", str(folder)],
             env=_environ(variant),
@@ -207,11 +207,6 @@ class Side:
             self._process.communicate(timeout=120)
         self._process.kill()
         self._process.wait()
-        self._errors.seek(0)
-        text = redact.text(self._errors.read())
-        self._errors.seek(0)
-        self._errors.truncate()
-        self._errors.write(text)
         self._errors.close()
 
 

@@ -86,10 +86,9 @@ RATE_LABELS = (
     "datum.value >= 1e9 ? format(datum.value / 1e9, '~g') + ' GB/s' : datum.value >= 1e6 ? "
     "format(datum.value / 1e6, '~g') + ' MB/s' : format(datum.value / 1e3, '~g') + ' kB/s'"
 )
-MEGABYTE_LABELS = "format(datum.value / 1e6, '~g') + ' MB'"
 COUNT_LABELS = "format(datum.value, 'd')"
 NUMBER_LABELS = "format(datum.value, '~g')"
-SHARE_LABELS = "format(datum.value, '.0%')"
+SHARE_LABELS = "format(datum.value, '+.3~%')"
 
 
 def order_backends(backends: Iterable[str]) -> list[str]:

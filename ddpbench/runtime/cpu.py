@@ -21,14 +21,13 @@ T = TypeVar("T")
 class CpuUse:
     """Use of the cores between a CpuMeter's start and its stop.
 
-    `own_seconds` and the switches count every thread of this process. `host_busy_seconds` is the
+    `own_seconds` counts every thread of this process. `host_busy_seconds` is the
     time of all online cores, less idle time, time stolen by the hypervisor and interrupts (if the
     kernel accounts for them separately). `throttled_seconds` is None without a quota.
     """
 
     wall_seconds: float
     own_seconds: float
-    involuntary_switches: int
     host_busy_seconds: float | None
     steal_seconds: float | None
     throttled_seconds: float | None
@@ -50,7 +49,7 @@ class CpuMeter:
         """Return CpuUse's fields as counters: use their differences only."""
         usage, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         own = usage.ru_utime + usage.ru_stime
-        return [wall, own, usage.ru_nivcsw, *_host(wall), _throttled(self._quotas)]
+        return [wall, own, *_host(wall), _throttled(self._quotas)]
 
 
 def others_share(

@@ -171,10 +171,6 @@ class Cpu:
         """Return the memory of the device that one process can allocate; 0: not limited by it."""
         return 0
 
-    def held_nbytes(self, device: torch.device) -> int | None:
-        """Return the device memory that torch has allocated here, including its cache."""
-        return None
-
     def reset_peak(self, device: torch.device) -> bool:
         """Reset `peak_nbytes`; return whether that worked."""
         return cpu.reset_peak()
@@ -200,16 +196,6 @@ class Cpu:
     def ddp_device_ids(self, device: torch.device) -> list[torch.device] | None:
         """Return DistributedDataParallel's `device_ids` for a model on this device."""
         return None
-
-    def seeded_devices(self, device: torch.device) -> list[torch.device]:
-        """Return the devices with a random generator beside the CPU's: torch.random.fork_rng."""
-        return []
-
-    def random_states(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the states of the generators that a model on this device can draw from."""
-        import torch
-
-        return [torch.get_rng_state()]
 
 
 class Cuda(Cpu):
@@ -275,9 +261,6 @@ class Cuda(Cpu):
     def total_nbytes(self, device: torch.device) -> int:
         return int(self._module.mem_get_info(device)[1])
 
-    def held_nbytes(self, device: torch.device) -> int | None:
-        return int(self._module.memory_reserved(device))
-
     def reset_peak(self, device: torch.device) -> bool:
         self._module.reset_peak_memory_stats(device)
         return True
@@ -290,12 +273,6 @@ class Cuda(Cpu):
 
     def ddp_device_ids(self, device: torch.device) -> list[torch.device] | None:
         return [device]
-
-    def seeded_devices(self, device: torch.device) -> list[torch.device]:
-        return [device]
-
-    def random_states(self, device: torch.device) -> list[torch.Tensor]:
-        return [*super().random_states(device), self._module.get_rng_state(device)]
 
     def unusable(self) -> str | None:
         """Return CUDA's error, so that an old driver is not reported as a missing GPU.

@@ -129,7 +129,6 @@ def rank_facts() -> dict[str, object]:
         },
         "nccl_plugins": nccl_library.plugins(),
         **cgroup_limits(),
-        "load_average": or_none(lambda: list(os.getloadavg())),
         "free_memory_nbytes": free_memory_nbytes(),
         "shm_free_nbytes": or_none(lambda: shutil.disk_usage("/dev/shm").free),
         "ulimit_memlock_nbytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],

@@ -45,14 +45,6 @@ class Nvml:
         values = self.query("nvmlDeviceGetFieldValues", [(number, scope)])
         return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else None
 
-    def busy_share(self) -> float | None:
-        """Return the share of time, 0 to 1, in which this GPU ran a kernel.
-
-        NVML's sample period is at most 1 s.
-        """
-        rates = self.query("nvmlDeviceGetUtilizationRates")
-        return None if rates is None else int(rates.gpu) / 100
-
     def is_active(self, link: int) -> bool | None:
         """Return whether an NVLink is up, though it may sleep. GPUs since Hopper have a field."""
         state = self.field("NVML_FI_DEV_NVLINK_GET_STATE", link)
@@ -70,12 +62,9 @@ def gpu() -> dict[str, Any]:
     }
 
 
-def gpu_state(uuid: str | None = None) -> dict[str, object] | None:
-    """Return clock, throttle reasons and temperature of a GPU, from NVML.
-
-    uuid: of the GPU; None: of the one that is current in this thread.
-    """
-    nvml = open_nvml(uuid) if uuid else _open_nvml()
+def gpu_state() -> dict[str, object] | None:
+    """Return clock, throttle reasons and temperature of the GPU that this rank uses, from NVML."""
+    nvml = _open_nvml()
     if nvml is None:
         return None
     sm = nvml.query("nvmlDeviceGetClockInfo", 1)  # in MHz
@@ -120,19 +109,6 @@ def gpu_health() -> dict[str, object]:
     }
 
 
-def most_used() -> tuple[str, int] | None:
-    """Return the UUID of the GPU on which torch has most memory allocated here, and these bytes.
-
-    None without any. All threads get the same answer, although each has its own current GPU.
-    """
-    if or_none(CUDA.in_use) is None:
-        return None
-    held = [(CUDA.held_nbytes(_device(index)) or 0, index) for index in range(CUDA.count())]
-    nbytes, index = max(held)
-    uuid = or_none(partial(CUDA.identity, index))
-    return (uuid, nbytes) if uuid else None
-
-
 def _device(index: int | None) -> torch.device:
     import torch
 
@@ -163,18 +139,15 @@ def _place(pci_info: Any) -> str | None:
 
 
 def _open_nvml() -> Nvml | None:
-    uuid = gpu()["gpu_uuid"]
-    return uuid and open_nvml(uuid)  # a rank on the CPU need not import pynvml
-
-
-def open_nvml(uuid: str) -> Nvml | None:
-    """Return NVML's view of a GPU; None without NVML."""
+    """Return NVML's view of the GPU in use; None without NVML."""
+    if (uuid := gpu()["gpu_uuid"]) is None:  # a rank on the CPU need not import pynvml
+        return None
     module: Any = or_none(lambda: import_module("pynvml"))
     if module is None:
         return None
     or_none(module.nvmlInit)
-    gpu = or_none(lambda: module.nvmlDeviceGetHandleByUUID(uuid))
-    return None if gpu is None else Nvml(module, gpu)
+    handle = or_none(lambda: module.nvmlDeviceGetHandleByUUID(uuid))
+    return None if handle is None else Nvml(module, handle)
 
 
 def explain_unknown_gpu() -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -24,7 +24,7 @@ from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Examination, Plan, Result, StepResult
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
-from ddpbench.runtime import control, cpu, environment
+from ddpbench.runtime import control, environment
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, describe_failed_connection, join_world
 from ddpbench.session import launch_facts, run_folder
@@ -58,7 +58,6 @@ class LaunchContext(Generic[T]):
     device: torch.device
     index: int  # number of the launch in the run
     closing: ExitStack  # contexts that end with the launch
-    meter: cpu.CpuMeter = field(default_factory=cpu.CpuMeter)
     began: float = field(default_factory=time.monotonic)
 
     def gather_recorder(self, cases: int, **facts: object) -> Recorder:
@@ -106,11 +105,11 @@ class Recorder:
             self._owner = replace(owner, hosts=(*owner.hosts, *sorted(hosts)))
             self._add_launch(launch)
 
-    def agree_cases(self, cases: Sequence[C], describe: Callable[[C], str]) -> Iterator[C]:
+    def agree_cases(self, cases: Iterable[C], describe: Callable[[C], str]) -> Iterator[C]:
         """Yield each case in all ranks, until a signal comes or results cannot be stored.
 
         describe: names what is measured, for the message if it hangs. Measure and `add` the case
-        before the next one. At the end, stores the times of the launch and what each rank used.
+        before the next one. At the end, stores the times of the launch.
         """
         for case in cases:
             if control.agree_objection(self._world, self._world.interrupted) is not None:
@@ -121,17 +120,14 @@ class Recorder:
             self.failure = control.broadcast_value(self._world, self.failure)
             if self.failure is not None:
                 break
-        usage = launch_facts.gather_usage(self._world, self._context.meter)
         self.progress.close()
         if self._folder is None or self.failure is not None:
             return
-        ranks = zip(self.launch.ranks, usage, strict=True)
         launch = replace(
             self.launch,
             ended=store.format_now(),
             sweep_seconds=time.monotonic() - self._context.began,
             measuring_seconds=self._measuring_seconds,
-            ranks=tuple({**facts, **used} for facts, used in ranks),
         )
         self._add_launch(launch)
 

@@ -29,6 +29,7 @@ DDP_OPTIONS = (
     "gradient_as_bucket_view",
     "static_graph",
     "find_unused_parameters",
+    "broadcast_buffers",
 )
 DEFAULT = {"cpu": ("mlp",), "cuda": ("transformer",)}
 
@@ -53,6 +54,7 @@ class Options(RunOptions):
     gradient_as_bucket_view: bool
     static_graph: bool
     find_unused_parameters: bool
+    broadcast_buffers: bool
     comm_hook: str
     case_time: float | None
     rounds: int | None
@@ -60,7 +62,6 @@ class Options(RunOptions):
     no_breakdown: bool
     verify: int
     inject: tuple[str, ...]
-    epochs: int | None
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -132,6 +133,7 @@ class Options(RunOptions):
             **dict.fromkeys(("no_prefetch", "reshard_after_forward"), sharded),
             **dict.fromkeys((*DDP_OPTIONS, "comm_hook"), ("ddp",)),
         }
+        del owners["broadcast_buffers"]  # it is True by default, and sharded models have none
         for name, ways in owners.items():
             if getattr(self, name) not in (None, False, "none") and self.parallel not in ways:
                 raise Refused(
@@ -166,8 +168,6 @@ class Options(RunOptions):
         own = [name for name in self.subjects if name not in WORKLOADS]
         if self.batch and own:
             raise Refused(f"--batch does not apply to {own[0]}: its batch(step) sets the size")
-        if self.epochs and sum(workload.trains for workload in built_in) != 1:
-            raise Refused("--epochs needs --workload regression")
 
 
 class _Setting(argparse.Action):
@@ -186,7 +186,6 @@ TRAINED = """
 --optimizer    optimizer of the step (default: the workload's own)
 --accumulate   micro-batches per step; all but the last run under no_sync
 --amp          run the forward under autocast to this type (default: off)
---epochs       epochs of regression's training (default: 20)
 """
 PARALLEL = """
 --parallel     way of parallel training (default: ddp). {ways}
@@ -201,6 +200,7 @@ DDP = """
 --gradient-as-bucket-view  let gradients share the memory of the buckets
 --static-graph  tell DDP that the graph is the same in every step
 --find-unused-parameters  let DDP search each graph for unused parameters
+--no-broadcast-buffers  do not broadcast rank 0's buffers before each forward
 --comm-hook    how to reduce the gradients. {hooks}
 """
 PROTOCOL = """
@@ -227,6 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bucket-cap-mb", kind=options.positive, metavar="MB")
     for flag in ("--gradient-as-bucket-view", "--static-graph", "--find-unused-parameters"):
         add(flag, action="store_true")
+    add("--no-broadcast-buffers", action="store_false", dest="broadcast_buffers", default=True)
     add("--comm-hook", default="none", choices=tuple(HOOKS))
     options.add_where(parser)
     _add_protocol(parser)
@@ -244,7 +245,6 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", choices=tuple(OPTIMIZERS))
     add("--accumulate", kind=options.whole(1), default=1, metavar="N")
     add("--amp", choices=("bf16",))
-    add("--epochs", kind=options.whole(0), metavar="N")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,6 @@ from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.catalog.sizes import SYNTAX
 from ddpbench.launch.placement import Refused
-from ddpbench.measure import memory
 from ddpbench.measure.start import STARTS
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.records.schema import Plan
@@ -52,7 +51,6 @@ class Options(RunOptions):
     precision: float
     case_time: float | None
     no_check: bool
-    buffers: str
     peak_bandwidth: float | None
 
     @property
@@ -60,12 +58,6 @@ class Options(RunOptions):
         return self.op
 
     def check(self) -> None:
-        where = "host" if self.device == "auto" else devices.get(self.device).memory
-        if self.buffers == "huge" and where != "host":
-            raise Refused(
-                "--buffers huge needs tensors in host memory, but they are on the "
-                f"{where}: leave it out, or add --device cpu"
-            )
         for option in ("form", "place", "dtype", "reduce-op"):
             chosen = getattr(self, option.replace("-", "_"))
             if chosen and not any({*chosen} & {*_supported(option, name)} for name in self.op):
@@ -131,7 +123,6 @@ PROTOCOL = """
 --case-time    longest time for one case in one launch, in seconds (default: {short:g}; {slice:g}
                with --launches 1)
 --no-check     do not compare results with the expected ones
---buffers      memory of the tensors: torch's own, or huge pages if the kernel provides them (huge)
 --peak-bandwidth  highest one-way rate of a rank, of which the table shows each result as a
                percentage (default: measured for CPU tensors; for nccl, the rate that NVLink, PCIe
                or RDMA ports report)
@@ -174,5 +165,4 @@ def _add_protocol(parser: argparse.ArgumentParser) -> None:
     add("--precision", kind=options.positive, default=2.5, metavar="PERCENT")
     add("--case-time", kind=options.positive, metavar="SECONDS")
     add("--no-check", action="store_true")
-    add("--buffers", default="torch", choices=memory.KINDS)
     add("--peak-bandwidth", kind=options.positive, metavar="GB/S")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass, replace
@@ -14,10 +15,10 @@ from ddpbench.analysis import sharded_steps, steps
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.task import OPTIMIZERS, RankSetup, Task, Workload
 from ddpbench.launch.placement import Refused
-from ddpbench.measure import ddp_step, memory, training
+from ddpbench.measure import ddp_step, memory
 from ddpbench.measure.rounds import Measured, Rounds
 from ddpbench.measure.step import Replica, advise_smaller
-from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
+from ddpbench.records.schema import Figure, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.session import launch_facts
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ddpbench.session.launch_loop import LaunchContext
     from ddpbench.session.step_options import Options
 
-EPOCHS = 20  # default of --epochs
 COPIES = 2  # memory of gradients and buckets, in multiples of the parameters'
 
 
@@ -83,11 +83,10 @@ class Trial:
     meshes: over which the models are divided; None: each rank holds a whole one, in DDP.
     """
 
-    def __init__(
-        self, context: LaunchContext[Options], threads: int, meshes: Meshes | None
-    ) -> None:
+    def __init__(self, context: LaunchContext[Any], threads: int, meshes: Meshes | None) -> None:
         self.world, self.tested, self.backend = context.world, context.tested, context.backend
-        self.options, self.plan, self.device = context.options, context.plan, context.device
+        self.options: Options = context.options
+        self.plan, self.device = context.plan, context.device
         self.index = context.index
         self.threads, self.meshes = threads, meshes
         self.planted = tuple(faults.parse(text) for text in self.options.inject)
@@ -100,7 +99,6 @@ class Trial:
         case, main, reason = self.build(workload)
         if main is None:
             return StepResult(case=case, launch=self.index, reason=reason), None
-        epochs = self._train(workload, case)  # first: an impossible checkpoint is refused at once
         arms: tuple[str, ...] = ("ddp",)
         notes: list[str] = []
         if not self.options.no_breakdown:
@@ -131,7 +129,6 @@ class Trial:
             summary=summary,
             replicas=ledger.summarise(*cost) if self.options.verify else None,
             losses=() if None in losses else tuple(losses),
-            epochs=epochs,
             notes=tuple(notes),
             others_share=launch_facts.gather_others_share(self.world, meter),
         )
@@ -148,9 +145,8 @@ class Trial:
         options = self.options
         if options.verify:
             # Over control groups: the measured backend cannot spoil its own proof.
-            mesh = self.meshes.control if self.meshes else None
-            group = None if mesh else dist.group.WORLD
-            ledger.verifier = Verifier(main.wrapped, main.optimizer, group, mesh=mesh)
+            group = self.meshes.control if self.meshes else dist.group.WORLD
+            ledger.verifier = Verifier(main.wrapped, main.optimizer, group)
         rounds = Rounds(
             world=self.world,
             main=main,
@@ -170,26 +166,6 @@ class Trial:
         except torch.OutOfMemoryError as error:  # say what helps: the others wait in a collective
             error.args = (_describe_shortage(error, main.case),)
             raise
-
-    def _train(self, workload: Workload, case: StepCase) -> tuple[Epoch, ...]:
-        options = self.options
-        epochs = EPOCHS if options.epochs is None else options.epochs
-        if not (workload.trains and epochs):
-            return ()
-        rate = workload.learning_rate
-
-        def verify(ddp: Any, optimizer: Any) -> Any:
-            verifier = Verifier(ddp, optimizer, dist.group.WORLD)
-            return lambda number: not verifier.check(number).failed
-
-        return training.train(
-            self.world,
-            self.tested,
-            workload.build(options.settings_of(workload), self.rank_setup(case.batch)),
-            lambda model: OPTIMIZERS[case.optimizer].make(model.parameters(), rate),
-            epochs,
-            verify=verify if options.verify else None,
-        )
 
     def rank_setup(self, batch: int) -> RankSetup:
         """Return the setup of this rank; ranks that share a batch have the same."""
@@ -262,7 +238,8 @@ class Trial:
             objection = _describe_shortage(error, self._case(workload, None, batch))
             if objection is None:
                 raise
-        if (refusal := control.agree_objection(self.world, refusal)) is not None:
+        refusal = control.agree_objection(self.world, self._gather_difference(task) or refusal)
+        if refusal is not None:
             raise Refused(refusal)
         case = self._case(workload, task, batch)
         objection = objection or self._too_large(workload, task, case, replicas)
@@ -284,6 +261,19 @@ class Trial:
             ranks_per_host=tuple(len(host) for host in self.world.hosts.values()),
             clock=devices.of(self.device).clock,
         )
+
+    def _gather_difference(self, task: Task | None) -> str | None:
+        """Describe how this rank's model differs from rank 0's, with which DDP would hang."""
+        own = [
+            [name, list(each.shape), str(each.dtype), each.requires_grad]
+            for name, each in (task.model.named_parameters() if task else ())
+        ]
+        models = control.gather_values(self.world, own)
+        if [] in models or own == models[0]:
+            return None
+        pairs = itertools.zip_longest(own, models[0])
+        own_parameter, first = next((a, b) for a, b in pairs if a != b)
+        return f"the model differs from rank 0's: parameter {own_parameter} is {first} in rank 0"
 
     def _too_large(
         self, workload: Workload, task: Task | None, case: StepCase, replicas: int

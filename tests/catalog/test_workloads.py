@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ SMALL: dict[str, dict[str, int]] = {
     "transformer": {"layers": 2, "width": 128, "sequence": 8, "vocabulary": 50},
     "embedding": {"rows": 500, "width": 8},
     "contrastive": {"width": 16},
-    "regression": {"width": 16, "depth": 3},
 }
 
 
@@ -88,7 +86,7 @@ def test_ranks_share_one_data_set(name: str) -> None:
     """In each epoch each sample is dealt to one rank, every batch is full, and the next epoch deals
     in another order; behind the last epoch the batches come again."""
     tasks = [built(name, alone(rank, 3)) for rank in range(3)]
-    steps = workloads.STEPS if name == "regression" else BATCHES
+    steps = BATCHES
     epochs: list[list[str]] = []
     for epoch in range(EPOCHS):
         epochs.append([])
@@ -101,32 +99,6 @@ def test_ranks_share_one_data_set(name: str) -> None:
     assert epochs[0] != epochs[1]
     assert len(set(epochs[0])) == len(epochs[0]) == 3 * 4 * steps
     assert tasks[0].batch(EPOCHS * steps) is tasks[0].batch(0)
-
-
-def test_heads_must_divide_the_width(frozen: Frozen) -> None:
-    """A narrow model has one head; a width between multiples is refused in a sentence."""
-    settings = {**SMALL["transformer"], "width": 24}
-    assert WORKLOADS["transformer"].build(settings, alone())
-    with pytest.raises(Refused, match="width 200") as caught:
-        WORKLOADS["transformer"].build({**settings, "width": 200}, alone())
-    frozen.text(str(caught.value))
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 1010])
-def test_validation_counts_each_sample_once(ranks: int) -> None:
-    """Over the shares of all ranks, of which one may be empty."""
-    setup = RankSetup(0, ranks, 2, CPU, 3, None)
-    shares = [
-        training.validation
-        for rank in sorted({0, 1 % ranks, ranks - 2, ranks - 1} if ranks > 3 else set(range(ranks)))
-        if (training := built("regression", replace(setup, rank=rank)).training)
-    ]
-    assert all(len(x) == len(y) == size for share in shares for (x, y), size in share)
-    if ranks > 3:
-        assert [sum(size for _, size in share) for share in shares] == [1, 1, 1, 0]
-        return
-    samples = [str(row) for share in shares for (x, _), _ in share for row in x.tolist()]
-    assert len(samples) == len(set(samples)) == workloads.VALIDATION
 
 
 # --- names
@@ -167,11 +139,10 @@ def test_the_users_function_is_called_in_its_rank() -> None:
     """As function(rank, world_size, device); what it returns is the task."""
     workload = get("workload_of_mine:build")
     assert workload.name == "workload_of_mine:build"
-    assert (dict(workload.settings), workload.batch["cpu"], workload.trains) == ({}, 0, False)
+    assert (dict(workload.settings), workload.batch["cpu"]) == ({}, 0)
     task = workload.build({}, alone(rank=1, world_size=2))
     assert task.model.weight.shape == (2, 3)
     assert (task.batch(7), task.loss(task.model, "x")) == (7, "x")
-    assert task.training is None
 
 
 def test_samples_are_counted_in_the_batch_itself() -> None:

@@ -29,7 +29,6 @@ from stored_steps import (
     a_step_result,
     a_step_run,
     a_step_summary,
-    some_epochs,
     some_replicas,
 )
 from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without_torch
@@ -124,22 +123,6 @@ def test_each_verdict_has_its_exit_code(
     assert document["margin"] == (0.15 if "15" in words else 0.1)
 
 
-def test_the_figures_in_the_table_are_those_of_the_launch_medians(compared: Compare) -> None:
-    """Medians with their units and intervals, the change and its interval, both runs' names."""
-    base, new = base_and_new(1.2)
-    _, out, _ = compared(base, new)
-    sides = [[r.summary.median_seconds for r in run.results if r.summary] for run in (base, new)]
-    each = sorted(b / a for a in sides[0] for b in sides[1])
-    row = next(line for line in out.splitlines() if "SLOWER" in line and "all_reduce" in line)
-    for side in sides:
-        ordered = sorted(side)
-        assert f"{(ordered[2] + ordered[3]) / 2 * 1e6:.0f} µs" in row
-        width = (ordered[-1] - ordered[0]) / (ordered[-1] + ordered[0])
-        assert f"±{width * 100:.1f} %" in row
-    assert f"+{((each[17] * each[18]) ** 0.5 - 1) * 100:.1f} %" in row
-    assert f"+{(each[5] - 1) * 100:.1f} % … +{(each[30] - 1) * 100:.1f} %" in row
-
-
 def test_too_few_launches_are_told_with_what_is_needed(compared: Compare, frozen: Frozen) -> None:
     """Below five a side a change of 50 % is INCONCLUSIVE; from five on it is SLOWER."""
     for launches in (1, 4, 5, 6):
@@ -198,8 +181,7 @@ def test_a_sweep_is_corrected_for_its_cases(compared: Compare, frozen: Frozen) -
 
 
 def test_a_ddp_step_is_compared_too(compared: Compare) -> None:
-    """Steps of two workloads, in ms: the one that became slower is named by what it is, and so are
-    the parts of its step that did."""
+    """Steps of two workloads, in ms: the one that became slower is named by what it is."""
     base = [a_step_result(a_step_case(workload=w), n, a_step_summary(seed=n))
             for w in ("mlp", "convnet") for n in range(6)]  # fmt: skip
     new = [
@@ -211,11 +193,6 @@ def test_a_ddp_step_is_compared_too(compared: Compare) -> None:
     convnet, mlp, *_ = (line for line in out.splitlines() if line.startswith(("convnet", "mlp")))
     assert re.search(r" 79\.\d+ ms .* 99\.\d+ ms .*SLOWER", convnet)
     assert mlp.rstrip().endswith("SAME")
-    parts = re.findall(r"(forward|backward|exposed communication) .* (SAME|SLOWER)", out)
-    assert parts[:3] == [
-        ("forward", "SAME"), ("backward", "SLOWER"), ("exposed communication", "SLOWER"),
-    ]  # fmt: skip
-    assert {verdict for _, verdict in parts[3:]} == {"SAME"}
 
 
 # --- what cannot be compared ----------------------------------------------------------------------
@@ -314,13 +291,12 @@ def test_a_fault_in_one_launch_makes_the_case_invalid(
     [
         {"replicas": some_replicas(equal=False, ok=False)},
         {"replicas": some_replicas(ok=False)},
-        {"epochs": some_epochs(2, replicas_equal=False)},
     ],
 )
 def test_a_step_whose_replicas_are_not_ok_is_invalid(
     compared: Compare, fault: dict[str, Any]
 ) -> None:
-    """Replicas that differ after a step or an epoch, or hold NaN: there is no time to compare."""
+    """Replicas that differ after a step, or hold NaN: there is no time to compare."""
     good = [a_step_result(launch=n) for n in range(6)]
     bad = [*good[:5], replace(good[5], **fault)]
     result = judged(compared(a_step_run(*bad), a_step_run(*good), "--format", "json"))
@@ -415,11 +391,9 @@ def test_only_what_differs_in_the_environments_is_told() -> None:
 
 
 def test_what_weakens_a_verdict_is_noted(compared: Compare, frozen: Frozen) -> None:
-    """A run that is not complete, a busy host, and a change between launches that were not taken
-    by turns."""
+    """A run that is not complete, and a change between launches that were not taken by turns."""
     base, new = base_and_new(1.2)
-    busy = tuple(replace(r, others_share=0.2 * (r.launch > 3)) for r in new.results)
-    new = replace(new, results=busy, state="interrupted")
+    new = replace(new, state="interrupted")
 
     def timed(run: Run, hours: Iterable[int]) -> Run:
         stamps = (f"2026-01-01T{hour:02}:00:00Z" for hour in hours)
@@ -481,47 +455,6 @@ def test_stored_runs_tell_how_a_machine_drifts(compared: Compare, frozen: Frozen
     frozen.text(result["wording"])
 
 
-def test_a_change_that_follows_the_cores_is_no_change(compared: Compare, frozen: Frozen) -> None:
-    """Twice as slow where a cache line took 15 times as long between the ranks' cores: nothing is
-    claimed, nor is FASTER the other way; it is SLOWER where the cores were nearer, lay alike or are
-    not known, and by turns. Where the cores have moved, no change is said to be noticeable."""
-    near, far = 4e-7, 6e-6
-
-    def side(factor: float, seed: int, handoff: float | None) -> Run:
-        return a_run(*launch_results(1e-3 * factor, seed=seed, handoff_seconds=handoff))
-
-    for before, after, name in (
-        (near, far, "INCONCLUSIVE"), (far, near, "SLOWER"), (far, far, "SLOWER"),
-        (None, far, "SLOWER"), (near, None, "SLOWER"),
-    ):  # fmt: skip
-        result = later(compared, side(1.0, 1, before), side(2.0, 2, after))
-        assert result["row"]["verdict"] == name
-        alike = None in (before, after) or before == after
-        assert (result["row"]["noticeable"] is not None) == alike  # no promise otherwise
-    base, new = side(1.0, 1, near), side(2.0, 2, far)
-    frozen.text(later(compared, base, new)["wording"])
-    assert later(compared, new, base)["row"]["verdict"] == "INCONCLUSIVE"
-    assert compared(base, new)[0] == 1  # by turns, or nobody knows when
-
-
-def test_quartiles_are_compared_where_both_sides_have_them(compared: Compare) -> None:
-    """Medians that went from one usual time to the other are no change; where a run is older than
-    quartiles, medians are all there is."""
-
-    def made(median: float, seed: int, quantiles: bool) -> Run:
-        each = launch_medians(6, 1e-3, 0.002, seed)
-        known = [tuple([float(t)] * 10 + [median] * 11) if quantiles else () for t in each]
-        return a_run(*(
-            a_result(None, n, a_summary(median, quantiles_seconds=known[n])) for n in range(6)
-        ))  # fmt: skip
-
-    for quantiles, name, statistic in (
-        (True, "SAME", "lower quartile"), (False, "SLOWER", "median"),
-    ):  # fmt: skip
-        row = later(compared, made(1e-3, 1, quantiles), made(4e-3, 2, True))["row"]
-        assert (row["verdict"], row["statistic"]) == (name, statistic)
-
-
 # --- formats --------------------------------------------------------------------------------------
 
 
@@ -561,14 +494,12 @@ def raw(run: Run, **other: Any) -> bytes:
     [
         b"",
         codec.encode(a_run(a_result()))[:-700],
-        b"\x89PNG\r\n\x1a\n",
         b'{"benchmarks": []}',
-        b"[]",
         raw(a_run(), schema=SCHEMA + 1),
         raw(a_run(), plan=3),
         raw(a_run()),
     ],
-    ids=["empty", "truncated", "foreign", "another's JSON", "a list", "newer", "mistyped", "bare"],
+    ids=["empty", "truncated", "another's JSON", "newer", "mistyped", "bare"],
 )
 def test_stored_data_that_cannot_be_read_end_with_3(
     compared: Compare, capsys: pytest.CaptureFixture[str], data: bytes

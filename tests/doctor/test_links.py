@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from frozen import Frozen
 from rank_pool import RankPool
-from simulated_gpu import GUARD_VARIABLE
 
 from ddpbench.doctor.links import judge
 from ddpbench.doctor.links.judge import Cell, Suspect
@@ -262,73 +261,3 @@ def test_without_a_link_nothing_is_measured(pool: RankPool, tmp_path: Path, froz
         examination = examine_links(pool, words[0], tmp_path, *words[1:])
         assert (examination["findings"], examination["figures"]) == ([], {})
         frozen.text("\n".join(examination["unchecked"]))
-
-
-VIRTUAL_GPU = """
-import os
-os.environ["{variable}"] = "{guard}"
-import pretend_gpu
-import torch.distributed as dist
-from dataclasses import replace
-from ddpbench.catalog import backends
-from ddpbench.runtime import devices
-
-class Clock:  # of a GPU that takes 1 ns for a byte; everything else takes it 1 ms
-    ns = 0
-
-class Event:
-    def record(self):
-        self.ns = Clock.ns
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, later):
-        return (later.ns - self.ns) * 1e-6
-
-def count(module, name, cost_ns):
-    call = getattr(module, name)
-    def counted(*args, **options):
-        Clock.ns += cost_ns(*args)
-        return call(*args, **options)
-    setattr(module, name, counted)
-
-connected, barrier = [], dist.barrier
-
-def connect(*args, **options):
-    connected.append(options.get("group"))
-    return barrier(*args, **options)
-
-def cost_ns(ops):
-    assert ops[0].group in connected
-    assert ops[0].tensor.is_cuda
-    return 1_000_000 * (len(ops) - 1) + ops[0].tensor.nbytes
-
-dist.barrier = connect
-kind = devices.KINDS["cuda"]
-kind.event = lambda device: Event()
-count(dist, "batch_isend_irecv", cost_ns)
-for module, name in ((dist, "send"), (dist, "recv"), (dist, "all_gather"), (kind, "sleep")):
-    count(module, name, lambda *args: 1_000_000)
-backends.BACKENDS["gloo"] = replace(backends.BACKENDS["gloo"], transport="links")
-"""
-
-
-@pytest.mark.thorough
-def test_on_a_gpu_only_one_message_and_its_confirmation_are_timed(
-    cuda_guard: Path, tmp_path: Path
-) -> None:
-    """The time of a slow host is no part of a link: neither the order, nor the wait for the peer,
-    nor the time between messages. In each round one of three ranks has no peer; nccl needs all
-    ranks for the first operation of a group, which is a barrier."""
-    virtual = VIRTUAL_GPU.format(variable=GUARD_VARIABLE, guard=cuda_guard)
-    (tmp_path / "virtual_gpu.py").write_text(virtual)
-    ranks = RankPool()
-    try:
-        words = ("--import", "virtual_gpu", "--device", "cuda")
-        cells = examine_links(ranks, 3, tmp_path, *words)["figures"]["cells"]
-    finally:
-        ranks.close()
-    assert len(cells) == 6
-    assert [cell[2] for cell in cells] == pytest.approx([1e9] * 6, rel=1e-3)
-    assert [cell[4] for cell in cells] == pytest.approx([8e-9] * 6)

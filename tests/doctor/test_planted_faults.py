@@ -69,7 +69,7 @@ DDP = (
     Trial("bit-flip:step=7,rank=1", "bit 12"),
     Trial("permute:step=6,rank=1"),
     Trial("nan:step=6,rank=0"),
-    Trial("nan:step=6,rank=1", "1 element"),
+    Trial("nan:step=6,rank=1", "1 NaN or infinite element"),
     Trial("optimizer-state:step=6,rank=1", words="--optimizer adam"),
     Trial("learning-rate:step=6,rank=1", "0.05"),
     Trial("corrupted-result:step=6,rank=1", "bit 20"),

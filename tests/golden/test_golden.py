@@ -22,11 +22,8 @@ from ddpbench.records import store
 
 RUNS = sorted(path.name for path in (GOLDEN / "runs").iterdir())
 DAMAGED = ("damaged", "newer")  # no command can read these
-# Pages as Markdown have every title, caption, sentence, table and legend of a page.
-MARKDOWN = (
-    "sweep", "step", "hsdp", "diverged", "training", "doctor", "doctor-slow",
-    "watch-late",
-)  # fmt: skip
+# Their pages as Markdown have every title, caption, sentence, table and legend of a page.
+MARKDOWN = ("sweep", "step", "hsdp", "diverged", "doctor", "doctor-slow", "watch-late")
 WORDING = ("sentence", "next_step", "reason", "why")  # columns of text
 
 # Command lines by the name of their text file. They run in a folder with golden/runs as results/.
@@ -54,7 +51,6 @@ COMMAND_LINES = {
         "compare sweep changed --margin 50 --only all_reduce,gloo --format markdown",
         "compare ab-a ab-b",
         "compare ab-b ab-a",
-        "compare step training",
         "compare sweep pipelined",
         "compare wrong operations",
         "compare sweep doctor",

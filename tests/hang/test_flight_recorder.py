@@ -13,15 +13,13 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from frozen import Frozen
 from nccl_entries import GROUP, NcclRecorder
 from patience import wait_until
 from torch.distributed import distributed_c10d
 
 from ddpbench.hang import flight_recorder
 from ddpbench.hang.flight_recorder import RELAXED, Entry, Flight, Group
-from ddpbench.hang.status import Call, Log, RankStatus
-from ddpbench.hang.verdict import describe_mismatches
+from ddpbench.hang.verdict import Call, Log, RankStatus, describe_mismatches
 
 RECORDED = pytest.mark.skipif(
     not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"),
@@ -197,18 +195,6 @@ def test_a_call_that_nccl_has_counted_but_not_recorded_is_open(read: Callable[..
     assert (*numbers(third), third.calls[-1]) == (3, 2, Call(3, "all_reduce"))
     for log in (read(recorder, 3), read(recorder, 2, "all_reduce")):
         assert (*numbers(log), len(log.calls)) == (2, 2, 2)
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_what_cannot_be_seen_of_nccl_is_told_with_the_remedy(
-    frozen: Frozen, on: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content = pickle.dumps({"pg_config": {"": {}} if on else {}})
-    recorders = {"_dump_nccl_trace": lambda **_: content}
-    monkeypatch.setattr(flight_recorder, "find_recorders", lambda: recorders)
-    group = Group("0", "", (0,), ("nccl",), lambda backend: 0)
-    monkeypatch.setattr(Flight, "_current", lambda _: [group])
-    frozen.text(Flight().explain_unseen_hangs())
 
 
 def test_no_dump_of_nccl_is_read_while_it_waits_on_the_host(

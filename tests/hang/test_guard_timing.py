@@ -15,8 +15,8 @@ from slept_time import SleptTime
 from ddpbench.hang import flight_recorder, guard, status_board, watchdog
 from ddpbench.hang.flight_recorder import Flight, Group
 from ddpbench.hang.guard import BEAT_SECONDS, SETTLE_SECONDS, Guard
-from ddpbench.hang.status import ALIVE, DIED, STOPPED, Call, Log, RankStatus
 from ddpbench.hang.status_board import Board, Heartbeat, RankIdentity
+from ddpbench.hang.verdict import ALIVE, DIED, STOPPED, Call, Log, RankStatus
 from ddpbench.hang.watchdog import GRACE_SECONDS
 
 TIMEOUT = 100.0

@@ -16,8 +16,8 @@ from frozen import Frozen, verdict_facts
 from patience import wait_until
 
 from ddpbench.hang import watchdog
-from ddpbench.hang.status import ALIVE, DIED, STOPPED
 from ddpbench.hang.status_board import RankIdentity, identify, observe_state
+from ddpbench.hang.verdict import ALIVE, DIED, STOPPED
 from ddpbench.hang.watchdog import CommandWatchdog
 
 CUT_OFF = "did not answer (stopped, dead or cut off)"

@@ -15,14 +15,11 @@ import pytest
 from frozen import Frozen
 from random_stamps import stamps_on_one_clock
 from rank_pool import RankPool
-from stored_runs import a_launch, a_result, a_run, a_summary
 
 from ddpbench.analysis import clocks, stats
 from ddpbench.analysis.clocks import Ahead
 from ddpbench.measure import offsets
-from ddpbench.present import formats
 from ddpbench.records import store
-from ddpbench.records.launched import Offset
 from ddpbench.records.schema import Result
 from ddpbench.runtime import control
 
@@ -93,18 +90,6 @@ def test_ranks_share_a_clock_by_boot_and_time_namespace() -> None:
     facts = [{"boot_id": boot, "time_namespace": own, "hostname": "h"} for boot, own in boots]
     assert clocks.clocks(facts) == [[0, 1], [2, 4], [3]]
     assert clocks.clocks([{"hostname": "h"}, {"hostname": "i"}, {"hostname": "h"}]) == [[0, 2], [1]]
-
-
-def test_the_header_tells_the_clocks(frozen: Frozen) -> None:
-    """Each clock with its bound; why there is none where they could
-    not be compared; and the legend says what a dash for skew means."""
-    ahead = (Offset("node2", (1,), 12.3e-6, 41e-6), Offset("node3", (2,), -86400.5, 7e-6))
-    dash = a_result(summary=a_summary(skew_seconds=None), clock_off_seconds=41e-6)
-    columns = ("size", "backend", "time", "skew")
-    frozen.text(formats.show("table", a_run(dash, launches=(a_launch(offsets=ahead),)), columns))
-    why = a_launch(facts={"clocks": "10.0.0.1 cannot be connected to"})
-    frozen.text(formats.show("table", a_run(a_result(), launches=(why,)), columns))
-    assert "clocks" not in formats.show("table", a_run(a_result()))
 
 
 def a_group(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""Memory: huge pages, the trial of a step, and how a shortage is described."""
+"""Memory: how a shortage is described."""
 
 from __future__ import annotations
 
@@ -10,27 +10,6 @@ from ddpbench.measure import memory
 from ddpbench.measure.step import advise_smaller
 
 CPU = torch.device("cpu")
-
-
-def test_the_share_in_huge_pages_is_of_the_tensors_mappings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Between none and all of what was written; unknown for no bytes or a silent kernel."""
-    huge = memory.zeros(1 << 20, torch.float32, CPU, "huge").fill_(1)
-    share = memory.huge_share([huge, huge])
-    assert share is not None
-    assert 0 <= share <= 1
-    assert memory.huge_share([torch.empty(0)]) is None
-    start = huge.data_ptr()
-    mappings = [(start, 3072), (start + huge.nbytes, 0)]
-    smaps = "".join(
-        f"{low:x}-{low + huge.nbytes:x} rw-p 0 00:00 0 \nSize: 9 kB\nRss:  4096 kB\n"
-        f"AnonHugePages:    {granted} kB\nVmFlags: rd\n"
-        for low, granted in mappings
-    )
-    for text, expected in ((smaps, 0.75), (None, None)):
-        monkeypatch.setattr(memory, "read", lambda _, text=text: text)
-        assert memory.huge_share([huge]) == expected
 
 
 @pytest.mark.parametrize(

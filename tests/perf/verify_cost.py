@@ -89,7 +89,7 @@ def measure(title: str, rank: int, rounds: int) -> None:
         optimizer.step()
 
     ways: dict[str, Callable[[], Report]] = {
-        "parameters": partial(verify_replicas, replica, gradients=False),
+        "parameters": partial(verify_replicas, replica),
         "and the optimizer": partial(verify_replicas, replica, optimizer),
         "and gradients": partial(verify_replicas, replica, optimizer, gradients=True),
     }

@@ -39,22 +39,6 @@ def two_backends(**other: Any) -> Run:
 # --- the text table -------------------------------------------------------------------------------
 
 
-def test_the_interfaces_that_were_used_stand_above(frozen: Frozen) -> None:
-    """The header has a line per kind of interface with its hosts, if anything left a host."""
-    eth = {"name": "eth0", "mtu_nbytes": 1500, "nominal_bytes_per_second": 125e6}
-    ib = {**eth, "name": "ib0", "nominal_bytes_per_second": None}
-    used = (
-        ("a", eth, ["10.0.0.1"]), ("a", eth, ["10.0.0.1"]), ("b", eth, ["10.0.0.2"]),
-        ("c", ib, ["10.1.0.3", "10.0.0.3"]),
-    )  # fmt: skip
-    names = "hostname", "interface", "addresses"
-    ranks = tuple(dict(zip(names, each, strict=True)) for each in used)
-    run = two_backends()
-    text = formats.show("table", replace(run, launches=(replace(run.launches[0], ranks=ranks),)))
-    frozen.text("\n".join(line for line in text.splitlines() if line.startswith("net ")))
-    assert "\nnet " not in formats.show("table", run)
-
-
 def test_fits_of_ended_runs(frozen: Frozen) -> None:
     """A line below the table has the figures, the legend explains them; a run that still goes on,
     a quiet table and one whose times follow no line have neither."""
@@ -108,7 +92,7 @@ def test_how_many_times_faster_stands_at_the_fastest_and_sizes_stand_once() -> N
 def test_every_column_can_be_shown_for_every_line() -> None:
     """Each column of each kind of line is a short text without line breaks, in the table and in
     CSV, also where nearly nothing is known."""
-    bare = a_summary(1e-3, None, percentiles_seconds={}, lag1=None, skew_seconds=None,
+    bare = a_summary(1e-3, None, percentiles_seconds={}, skew_seconds=None,
                      last_in_seconds=None, global_seconds=None)  # fmt: skip
     barrier = a_case(operation="barrier", nbytes=0, count=0, reduce_op=None)
     run = a_run(a_result(), a_result(barrier, summary=bare, cold_seconds=None, checks=0))

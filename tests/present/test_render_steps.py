@@ -14,7 +14,6 @@ from stored_steps import (
     a_step_result,
     a_step_run,
     a_step_summary,
-    some_epochs,
     some_replicas,
 )
 
@@ -76,18 +75,6 @@ def test_milliseconds_have_the_places_of_the_step(
     assert format_ms(seconds, like) == text
 
 
-# --- replicas and training ------------------------------------------------------------------------
-
-
-def test_too_few_rounds_have_a_note_instead_of_a_budget() -> None:
-    """A table without rows is its notes."""
-    summary = a_step_summary(rounds=4)
-    few = tuple(replace(part, resolved=False) for part in summary.budget)
-    few = tuple(replace(p, figure=replace(p.figure, interval=None)) for p in few)
-    text = show(a_step_result(summary=replace(summary, budget=few)))
-    assert "no breakdown on gloo: it needs six rounds" in text
-
-
 # --- for machines ---------------------------------------------------------------------------------
 
 
@@ -129,13 +116,12 @@ def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
 
 def test_every_column_can_be_shown_for_every_line() -> None:
     """Each column of each kind of line is a short text, even if nearly all values are missing."""
-    bare = replace(a_step_summary(rounds=1), budget=(), buckets=(), observer=None,
+    bare = replace(a_step_summary(rounds=1), budget=(), buckets=(),
                    speed_up=None)  # fmt: skip
     results = [
         a_step_result(),
         a_step_result(a_step_case(batch=1), summary=bare, replicas=None, cold_seconds=None),
         replace(a_step_result(a_step_case(batch=2), replicas=DIFFER), summary=None),
-        a_step_result(a_step_case(batch=3), epochs=some_epochs(2)),
     ]
     for line in step_lines.lines(a_step_run(*results)):
         for name, column in STEP_COLUMNS.items():

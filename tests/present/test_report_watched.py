@@ -11,8 +11,8 @@ from frozen import Frozen
 from stored_steps import a_step_case, a_step_result, a_step_run
 from synthetic_rounds import BEGAN_NS, Fault, Job
 
+from ddpbench.present import watch as watched_section
 from ddpbench.present.document import Chart, ReportRun
-from ddpbench.present.watch import sections as watched_section
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import WatchedCollective, WatchedLink
 from ddpbench.watch.judging.judge import judge
@@ -49,7 +49,7 @@ def a_watched_run(**changes: Any) -> Run:
 
 def charts(run: Run) -> dict[str, Chart]:
     """All charts of the section by their names."""
-    (section,) = watched_section.build_sections(ReportRun("run", run), drawn=True)
+    (section,) = watched_section.build_sections(ReportRun("run", run))
     return {chart.name: chart for chart in section.charts}
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from command_lines import ONE_SENTENCE, ROOT
 from frozen import Frozen
-from in_process import call_in_process
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary, sample_columns
 from stored_steps import a_step_result
 
@@ -128,39 +125,6 @@ def test_a_run_grows_by_lines(tmp_path: Path, frozen: Frozen) -> None:
     frozen.text(str(caught.value).replace(str(tmp_path), "FOLDER"))
 
 
-def read_while_written(path: Path, writers: list[threading.Thread]) -> bytes | None:
-    """Read a file while writers write it; return None when they have ended."""
-    return path.read_bytes() if any(writer.is_alive() for writer in writers) else None
-
-
-def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
-    """While two threads replace a file, every read gives one of the two contents, whole."""
-    path = tmp_path / "run.json"
-    contents = [bytes([65 + n]) * (200_000 + n) for n in range(2)]
-    store.replace_file(path, contents[0])
-    failures: list[BaseException] = []
-
-    def replace_it(data: bytes) -> None:
-        try:
-            for _ in range(150):
-                store.replace_file(path, data)
-        except OSError as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=replace_it, args=(data,)) for data in contents]
-    for thread in threads:
-        thread.start()
-    halves = [
-        data
-        for data in iter(lambda: read_while_written(path, threads), None)
-        if data not in contents
-    ]
-    for thread in threads:
-        thread.join()
-    assert (failures, halves) == ([], [])
-    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
-
-
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     """A write that fails, here onto a folder, leaves no temporary file."""
     (tmp_path / "run.json").mkdir()
@@ -202,22 +166,6 @@ def test_a_run_is_found_by_path_by_name_and_as_last(
     assert store.find("old") == Path("results/reference/old")
     assert store.find("last") == second
     assert store.list_runs() == [first, second]
-
-
-def test_last_is_the_run_that_began_last_whatever_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`last` is the run that started last, whatever its folder is called; a damaged one counts as
-    oldest."""
-    monkeypatch.chdir(tmp_path)
-    create_run("mine", "2026-01-02T00:00:00Z")
-    create_run("20260101T000000Z-a", "2026-01-01T00:00:00Z")
-    create_run("20260103T000000Z-b", "2026-01-03T00:00:00Z")
-    (tmp_path / "results/zz").mkdir()
-    (tmp_path / "results/zz/run.json").write_text("[]")
-    names = [folder.name for folder in store.list_runs()]
-    assert names == ["zz", "20260101T000000Z-a", "mine", "20260103T000000Z-b"]
-    assert store.find("last").name == "20260103T000000Z-b"
 
 
 # --- damage ---------------------------------------------------------------------------------------
@@ -264,18 +212,6 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(store.InvalidRun, match=f"^results/{name} contains no run: "):
             store.read(store.find(name))
     assert store.find("last").name == "sound"
-
-
-def test_figures_that_cannot_be_shown_are_told(tmp_path: Path) -> None:
-    """Figures of links that lack a key are refused as damage; they have no schema."""
-    run = json.loads((ROOT / "results/reference/doctor-cpu-4-ranks/run.json").read_bytes())
-    (links,) = [one for one in run["examinations"] if one["name"] == "links"]
-    links["figures"] = {"ranks": 5, "cells": 5}
-    (tmp_path / "run.json").write_text(json.dumps({**run, "examinations": [links]}))
-    ended = call_in_process(["report", str(tmp_path)])
-    assert ended.code == 3
-    assert ONE_SENTENCE.fullmatch(ended.err)
-    assert re.search(r"\w+\.py:\d+", ended.err)
 
 
 @pytest.mark.parametrize("size", [0, 3, 100])

@@ -68,16 +68,6 @@ def test_what_is_typed_is_what_is_asked(words: str, name: str, value: Any) -> No
     assert getattr(parse(*words.split()), name) == value
 
 
-def test_cuda_tensors_are_not_asked_into_the_hosts_huge_pages(frozen: Frozen) -> None:
-    """--buffers huge on CUDA is refused with what to type; CPU, or other buffers, are accepted."""
-    arguments = collectives.Options.of(parse("--buffers", "huge", "--device", "cpu"))
-    arguments.check()
-    replace(arguments, device="cuda", buffers="torch").check()
-    with pytest.raises(Refused) as caught:
-        replace(arguments, device="cuda").check()
-    frozen.text(str(caught.value))
-
-
 @pytest.mark.parametrize(
     "words", ["--op all_reduce,broadcast --place out", "--op barrier --dtype int8"]
 )

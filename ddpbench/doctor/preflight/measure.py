@@ -23,7 +23,7 @@ from ddpbench.records.wording import counted, name_ranks
 from ddpbench.runtime import control, environment, gpu_facts
 
 # Facts in the record of a launch that serve another purpose.
-LEFT_OUT = ("gpu_before", "boot_id", "time_namespace", "pid", "load_average")
+LEFT_OUT = ("gpu_before", "boot_id", "time_namespace", "pid")
 
 
 def examine(context: Context) -> Outcome:

@@ -19,6 +19,7 @@ EXTENT = 56  # pixels left of an axis, so that charts one below the other have o
 LABELS = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
 OVERLAP: dict[str, Any] = {"labelOverlap": "greedy", "labelSeparation": 6}  # pixels
 DECADE = 10.0
+HEIGHT = 260  # pixels of lines
 NOTHING = ("", "-")  # a column of these has no line in a tooltip
 FEW = 60  # points of a line that are visible; of longer lines they only have tooltips
 BAR, BETWEEN = 15, 9  # pixels: height of a bar, and gap between two rows
@@ -120,9 +121,9 @@ def _draw_lines(lines: Lines, data: pd.DataFrame) -> dict[str, Any]:
     base = alt.Chart().encode(x=x, detail=apart, **_color(lines, data))
     layers = [*(_areas(lines, data, base, y) if lines.stacked else _points(lines, data, base, y))]
     if not lines.rules:
-        return _finish(data, layers, lines.height)
+        return _finish(data, layers, HEIGHT)
     rules = pd.DataFrame(list(lines.rules))
-    spec = _finish(data, [*layers, *_rules(rules, x)], lines.height)
+    spec = _finish(data, [*layers, *_rules(rules, x)], HEIGHT)
     spec["datasets"]["rules"] = _list_rows(rules)
     return spec
 
@@ -207,7 +208,8 @@ def _length(bars: Bars, data: pd.DataFrame) -> alt.X:
     ends = data[columns].astype(float).stack()
     most = ends.max() * (ROOM if _has(data, "_text") else 1.0)
     x = _place(alt.X("_end:Q"), bars.x, ends, grid=False)
-    return x.scale(domain=[min(0.0, ends.min()), most or 1.0], nice=False)
+    low, high = min(0.0, ends.min()), max(0.0, most)
+    return x.scale(domain=[low, high if low or high else 1.0], nice=False)
 
 
 # --- spans ----------------------------------------------------------------------------------------

@@ -59,7 +59,6 @@ class Lines(Drawing):
     dash: str = ""  # a column whose names have dashes
     stacked: bool = False  # areas on top of each other
     rules: Rows = ()  # vertical lines: _x, _label, its pixels _row from the top, and the tooltip
-    height: int = 260  # pixels
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

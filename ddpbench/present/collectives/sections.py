@@ -37,8 +37,8 @@ from ddpbench.present.document import (
 from ddpbench.records.table import Table, TableColumn
 
 BANDWIDTH = (
-    "busbw = size / time × bus factor of nccl-tests. Dotted, or an upright mark: the limit of the "
-    "links, if it is known; its source is below the tables."
+    "busbw = size / time × bus factor of nccl-tests. Dotted: the limit of the links, if it is "
+    "known; its source is below the tables."
 )
 TOOLTIPS = {
     "seconds": ("size", "backend", "time", "interval", "faster", "p99", "skew", "launch", "check"),
@@ -226,7 +226,7 @@ def _explain(
     if COLUMNS["limit"] in columns:
         yield from _limits(shown)
     if fits:
-        over = " or ".join(dict.fromkeys(one.of for one in fits))
+        over = " or ".join(dict.fromkeys(f"{one.launches} launches" for one in fits))
         yield (
             f"fit: time = α + βn for messages of n bytes, with 95 % intervals over {over}; 1/β: "
             "asymptotic algbw; n½: size at which α is half the time; figures that the times do not "

@@ -149,10 +149,6 @@ def _replicas_equal_text(line: StepLine) -> str:
     return "yes" if replicas.ok else "unknown"
 
 
-def _last_epoch(name: str) -> Values:
-    return lambda line: next((getattr(r.epochs[-1], name) for r in line.results if r.epochs), None)
-
-
 STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     *_fields(
         workload="trained model",
@@ -180,6 +176,7 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
         gradient_as_bucket_view="DDP's gradient_as_bucket_view",
         static_graph="DDP's static_graph",
         find_unused_parameters="DDP's find_unused_parameters",
+        broadcast_buffers="DDP's broadcast_buffers",
     ),
     _ms(
         "step",
@@ -254,9 +251,6 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
         _read("replicas.cost.value"),
         "time of a comparison of the replicas",
     ),
-    _extra("epochs", _last_epoch("number"), "epochs of training"),
-    _extra("train_loss", _last_epoch("train_loss"), "loss in the last epoch"),
-    _extra("validation_loss", _last_epoch("validation_loss"), "validation loss after it"),
     _extra("rounds", _known("summary.rounds"), "rounds of all launches"),
     _extra("in_a_row", _known("summary.in_a_row"), "K: steps in a row"),
     _extra("launches", lambda line: len(line.results), "launches"),

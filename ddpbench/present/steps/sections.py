@@ -1,4 +1,4 @@
-"""DDP steps: table, timeline, breakdown and communication, then replicas and training."""
+"""DDP steps: table, timeline, breakdown and communication, then replicas."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
+from ddpbench.analysis.tuning import keep_default
 from ddpbench.catalog.parallel import WAYS
-from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.columns import choose_columns, explain, format_number, format_ranks
 from ddpbench.present.document import (
     Chart,
@@ -27,7 +26,8 @@ from ddpbench.records.schema import Bucket, Collective, Replicas, StepCase
 from ddpbench.records.wording import counted
 
 PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
-BUCKETS = ("ready", "wire", "wait")
+EXPLAINED = ("alone", "queue", "contention", "unexplained")  # these add up to the wire
+BUCKETS = ("ready", "wire", "alone", "wait")
 LEGEND = {
     "arm": "arm: a variant of the step: complete; without communication; also without bucket "
     "copies or with the prefetch switched; with timed buckets or collectives",
@@ -43,33 +43,39 @@ LEGEND = {
     "compute",
     "ready": "ready after: from the start of backward until the last rank hands the bucket over",
     "wire": "wire: from then until the bucket is reduced, including earlier buckets in the queue",
+    "alone": "alone: the same reduction while nothing else runs; queue: an earlier bucket is in "
+    "flight; contention: backward computes; alone, queue, contention and unexplained make the wire",
     "wait": "wait: how long the earliest rank waited for the latest; late rank: the latest, if the "
     "wait is more than noise",
-    "from": "from arms: the difference of two variants of the step; from spans: how long the "
-    "compute waits for a collective, in the rank that waits least",
     "collectives": "hidden: a collective is on its way and the compute goes on; MB: total buffers; "
     "wait: how much longer the rank that waits most is blocked",
 }
-TITLES = {"step": "DDP step", "replicas": "Replicas", "training": "Training"}
+TITLES = {"step": "DDP step", "replicas": "Replicas"}
 
 
 def build_sections(
     run: ReportRun, wanted: tuple[str, ...] | None = None, *, drawn: bool = False
 ) -> Iterator[Section]:
-    """Yield the sections on the steps, the replicas and a training, then remarks.
+    """Yield the sections on the steps and the replicas, then remarks.
 
     wanted: columns of the only table; None: the default ones, and all other tables. drawn: with
     timelines, and without watched jobs, which have a section of their own.
     """
     if drawn and of_watch(run.run):
         return
-    known = step_lines.lines(run.run)
+    reported = run.run
+    if reported.command == "tune" and wanted is None:
+        from ddpbench.present.steps import tuning  # loads numpy
+
+        yield tuning.build_section(reported)
+        reported = keep_default(reported)
+    known = step_lines.lines(reported)
     shown = [line for line in known if line.results]
     columns = choose_columns(wanted, STEP_COLUMNS, shown)
     groups: dict[StepCase, list[StepLine]] = {}
     for line in shown:
         groups.setdefault(step_lines.same_but_backend(line.case), []).append(line)
-    charts: dict[str, list[Chart]] = {"step": [], "replicas": [], "training": []}
+    charts: dict[str, list[Chart]] = {"step": [], "replicas": []}
     for number, group in enumerate(groups.values()):
         name = plain_name(group[0].case.workload) + (f"-{number + 1}" if number else "")
         table = show_rows(_describe_case(group[0].case), columns, group)
@@ -80,7 +86,6 @@ def build_sections(
             charts["step"] += _list_buckets(f"step-{name}-buckets", group)
             charts["step"] += _list_layers(f"step-{name}-layers", group)
             charts["replicas"] += _list_replicas(f"replicas-{name}", group, run.run.plan.verify)
-            charts["training"] += _list_training(f"training-{name}", group)
     legend = explain(shown, columns, step_lines.FLAGS) if shown else []
     legend += _legend(shown) if wanted is None else []
     for name, title in TITLES.items():
@@ -120,6 +125,7 @@ def _describe_case(case: StepCase) -> str:
         "gradients in buckets" if case.gradient_as_bucket_view else "",
         "static graph" if case.static_graph else "",
         "unused parameters searched" if case.find_unused_parameters else "",
+        "" if case.broadcast_buffers else "buffers not broadcast",
         _format_parallel(case),
         format_ranks(case),
         case.device,
@@ -161,8 +167,9 @@ def _legend(shown: list[StepLine]) -> list[str]:
         "arm": bool(summaries),
         **{part: any(line.part(part) for line in shown) for part in PARTS},
         **dict.fromkeys(BUCKETS, any(summary.buckets for summary in summaries)),
+        "alone": any(b.alone for summary in summaries for b in summary.buckets),
     }
-    needed |= {"from": timed, "collectives": timed}
+    needed |= {"collectives": timed}
     return [LEGEND[name] for name, shown in needed.items() if shown]
 
 
@@ -182,7 +189,7 @@ def _list_buckets(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
         yield Chart(name, "Buckets", "", table, grouped=True, most=MOST_BUCKETS, spread=True)
 
 
-def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
+def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, Any]:
     names = bucket.first, bucket.last
     first, last = (n if len(n) <= NAME else f"…{n[1 - NAME :]}" for n in names)
     return {
@@ -193,9 +200,15 @@ def _format_bucket(line: StepLine, bucket: Bucket) -> dict[str, str]:
         "parameters": first if bucket.parameters == 1 else f"{first} … {last}",
         "ready after ms": format_ms(bucket.handed_seconds, line.seconds),
         "wire ms": format_ms(bucket.wire.value, line.seconds),
+        **{f"{name} ms": _format_figure(bucket, name, line) for name in EXPLAINED},
         "wait ms": format_ms(bucket.wait.value, line.seconds),
         "late rank": "-" if bucket.late_rank is None else str(bucket.late_rank),
     }
+
+
+def _format_figure(bucket: Bucket, name: str, line: StepLine) -> str | None:
+    figure = getattr(bucket, name)
+    return None if figure is None else format_ms(figure.value, line.seconds)
 
 
 def _list_layers(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
@@ -305,63 +318,3 @@ def _describe_equality(line: StepLine, replicas: Replicas, every: int) -> str:
     )
     size = f"({replicas.nbytes / 1e6:.1f} MB)"
     return f"replicas equal {when}{launches}, bit for bit: {compared} {size}"
-
-
-# --- training -------------------------------------------------------------------------------------
-
-EPOCHS = 18  # rows of a text
-DECADE = 10.0  # ratio of the largest loss to the least from which their axis is logarithmic
-VERDICTS = {None: "-", True: "equal", False: "NOT EQUAL"}
-CAPTION = (
-    "Mean loss over the samples of all ranks: of the training, over the steps of each epoch, and "
-    "of the validation after it. Lines of equal losses cover each other."
-)
-
-
-def _list_training(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
-    """Yield the losses of a workload's training."""
-    trained = [
-        (line, launch, epoch)
-        for line in group
-        for launch, result in enumerate(line.results, 1)
-        for epoch in result.epochs
-    ]
-    if not trained:
-        return
-    several = any(launch > 1 for _, launch, _ in trained)
-    rows = [
-        {
-            "backend": line.case.backend,
-            "launch": launch if several else None,
-            "epoch": epoch.number,
-            "train loss": format_number(epoch.train_loss),
-            "validation loss": format_number(epoch.validation_loss),
-            "seconds": format_number(epoch.seconds),
-            "replicas": VERDICTS[epoch.replicas_equal],
-        }
-        for line, launch, epoch in trained
-    ]
-    table = tabulate_rows("training", rows, ("replicas",))
-    numbers = [epoch.number for *_, epoch in trained]
-    x = Axis("epoch", theme.COUNT_LABELS, domain=(min(numbers) - 1, max(numbers)))
-    points = [
-        {
-            "backend": line.case.backend,
-            "launch": launch,
-            "epoch": epoch.number,
-            "loss of": kind,
-            "loss": format_number(loss),
-            "replicas": VERDICTS[epoch.replicas_equal],
-            "_x": epoch.number,
-            "_y": loss,
-        }
-        for line, launch, epoch in trained
-        for kind, loss in (("training", epoch.train_loss), ("validation", epoch.validation_loss))
-    ]
-    each = [loss for *_, e in trained for loss in (e.train_loss, e.validation_loss)]
-    losses = [loss for loss in each if loss is not None]
-    log = bool(losses) and 0 < DECADE * min(losses) <= max(losses)
-    y = Axis("loss", theme.NUMBER_LABELS, log=log)
-    drawing = Lines(data=points, x=x, y=y, dash="loss of") if losses else None
-    title = f"Loss of {group[0].case.workload}"
-    yield Chart(name, title, CAPTION, table, drawing, grouped=True, most=EPOCHS, spread=True)

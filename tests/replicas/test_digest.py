@@ -1,8 +1,9 @@
-"""The digest of tensors on a GPU: computed on the CPU, and followed on a device without memory."""
+"""Digests of tensors, also as a GPU computes them, and elements that differ."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,79 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from two_replicas import flip_bit, locate_bit, make_values
 
-from ddpbench.replicas import digest
-from ddpbench.replicas.origin import Tracer
+from ddpbench.replicas import digest, locate
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+COMPLEX = [torch.complex64, torch.complex128]
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8, *COMPLEX, torch.bool,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32,
+    torch.uint64,
+]  # fmt: skip
+
+
+def on_device(tensor: Tensor) -> int:
+    """The digest that a tensor on a GPU gets, of one on the CPU."""
+    return int(digest.weigh_words(tensor))
+
+
+FORMULAS = [digest.of_cpu, on_device]
+Formula = Callable[[Tensor], int]
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_digest_is_of_bits(formula: Formula, dtype: torch.dtype) -> None:
+    """Of every dtype: equal bits give equal digests, and each single bit flipped another one."""
+    tensor = make_values(dtype, 12)
+    whole = formula(tensor)
+    assert formula(tensor.clone()) == whole
+    raw = tensor.view(torch.uint8)
+    digests = {whole}
+    for byte in range(raw.numel()):
+        for bit in range(8):
+            raw[byte] ^= 1 << bit
+            digests.add(formula(tensor))
+            raw[byte] ^= 1 << bit
+    assert len(digests) == 1 + 8 * raw.numel()
+    assert formula(tensor) == whole
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_values_that_compare_equal_or_print_alike(formula: Formula) -> None:
+    """-0.0 is not 0.0, a NaN equals itself, and NaNs of other payloads differ."""
+    assert formula(torch.tensor([0.0])) != formula(torch.tensor([-0.0]))
+    quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert formula(quiet) == formula(quiet.clone())
+    assert formula(quiet) != formula(other)
+    # Signs flipped in pairs leave plain sums as they are.
+    assert formula(torch.tensor([0.0, -0.0, 0.0, -0.0])) != formula(torch.tensor([-0.0, 0.0] * 2))
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_memory_layout_does_not_count(formula: Formula) -> None:
+    """The elements in order are what is digested: strided, lazily conjugated or negated."""
+    base = torch.arange(24.0).view(4, 6)
+    for view in (base.t(), base[:, ::2], base[1:3, 1:4], base[:1].expand(3, 6)):
+        assert formula(view) == formula(view.clone(memory_format=torch.contiguous_format))
+    lazy = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert formula(lazy) == formula(lazy.resolve_conj().clone())
+    assert formula(lazy.imag) == formula(torch.tensor([-2.0, 4.0]))
+    nhwc = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert formula(nhwc) == formula(nhwc.contiguous())
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_no_elements_and_no_dimensions(formula: Formula) -> None:
+    """Tensors of no elements and of no dimensions have digests."""
+    assert formula(torch.empty(0)) == formula(torch.empty(0, 3))
+    assert formula(torch.tensor(1.0)) != formula(torch.tensor(2.0))
+    assert formula(nn.Parameter(torch.tensor(1.0))) == formula(torch.tensor(1.0))
+
+
+# --- on a GPU
 
 MIB = 1 << 20
 MOST_NBYTES = 112 * MIB + 1024  # as digest.py states beside BLOCK, and scalars
@@ -120,21 +191,41 @@ def test_elements_that_are_not_finite_are_counted() -> None:
     assert digest.find_suspects(floats) == [3, 4, 5, 6, 7, 8, 9]
 
 
-class OnBoth(nn.Linear):
-    """A layer whose output is on the CPU and, without memory, on another device."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), torch.empty(2, device="meta")
+# --- located elements
 
 
-def test_a_step_may_have_outputs_on_several_devices() -> None:
-    """Where outputs are traced, the sums of a step are kept together on the device."""
-    layer = OnBoth(2, 2)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    tracer = Tracer(layer, (optimizer,))
-    layer(torch.ones(1, 2))[0].sum().backward()
-    optimizer.step()
-    ((places, values),) = tracer._steps
-    assert len(places) == len(values) == 4  # outputs and gradients
-    assert values.is_meta
-    tracer.close()
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        (torch.float32, ("3.0", "2.0")),
+        (torch.bfloat16, ("3.0", "2.0")),
+        (torch.float8_e5m2, ("3.0", "2.0")),
+        (torch.complex64, ("(3+0j)", "(2+0j)")),
+        (torch.bool, ("False", "True")),
+        (torch.uint64, ("3", "2")),
+    ],
+)
+def test_the_first_differing_element_is_located(
+    dtype: torch.dtype, values: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, with its index and both values."""
+    monkeypatch.setattr(locate, "PIECE_NBYTES", 64)
+    other = make_values(dtype, 700).reshape(70, 10)
+    own = other.clone()
+    own[7, 2] = own[7, 3]  # the number 73 % 7 instead of 72 % 7
+    (detail,) = locate_bit(own, other)
+    assert (detail.value, detail.reference_value) == values
+    assert (detail.index, detail.differing, detail.max_delta) == ((7, 2), 1, 1.0)
+
+
+def test_what_differs_is_described() -> None:
+    """One bit, another order, and a NaN of another payload, which has its bits."""
+    other = make_values(torch.float32, 12)
+    (detail,) = locate_bit(flip_bit(other, 5, 20), other)
+    assert (detail.bit, detail.index, detail.permuted) == (20, (5,), False)
+    (detail,) = locate_bit(other.flip(0), other)
+    assert (detail.bit, detail.permuted) == (None, True)
+    nan, payload = torch.tensor([[0x7FC00000], [0x7FC00003]], dtype=torch.int32).view(torch.float32)
+    (detail,) = locate_bit(payload, nan)
+    assert (detail.value, detail.reference_value) == ("nan (0x7fc00003)", "nan (0x7fc00000)")
+    assert detail.max_delta is None

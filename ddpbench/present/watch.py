@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+
+import numpy as np
 
 from ddpbench.analysis import step_lines
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.present import theme
-from ddpbench.present.charts.kinds import Axis, Bars
+from ddpbench.present.charts.kinds import Axis, Bars, Lines, Rows
 from ddpbench.present.columns import format_half_width, format_number, format_ranks, scale_known
 from ddpbench.present.document import Chart, ReportRun, Section, make_table, tabulate_rows
 from ddpbench.present.header import of_watch
 from ddpbench.present.steps.columns import format_ms, format_percent
-from ddpbench.present.watch import over_time
-from ddpbench.records.schema import Run
+from ddpbench.records.schema import Finding, Run
 from ddpbench.records.table import Table
-from ddpbench.records.watched import COLUMNS, Watched
+from ddpbench.records.watched import COLUMNS, Moment, Watched
 
 RANKS, PAUSES, COLLECTIVES, LINKS, MOMENTS = 8, 5, 12, 12, 10  # rows of a table, at most
 GROUP = 32  # characters of a group's name
+LATE_CODES = ("straggler", "intermittent-straggler", "late-arrival", "slow-host")
+RARE, CUT = 0.98, 3.0  # values beyond this quantile are cut if they exceed it by this factor
+LABEL_ROW, LABEL_ROWS = 14, 8  # pixels of a label; labels one below the other
+CUT_NOTE = " Rare larger values are cut off; the table has them."
 LEGEND = (
     "input … other: a rank's own time; input: waiting for the data loader; blocked: waiting in "
     "collectives, send and recv for other ranks, and for the transfer",
@@ -32,8 +38,8 @@ WAIT = (
 )
 
 
-def build_sections(run: ReportRun, *, drawn: bool = False) -> Iterator[Section]:
-    """Yield the section on the job. drawn: with charts over time instead of the table."""
+def build_sections(run: ReportRun) -> Iterator[Section]:
+    """Yield the section on the job."""
     if not of_watch(run.run):
         return
     rows: list[tuple[Chart, ...]] = []
@@ -41,23 +47,18 @@ def build_sections(run: ReportRun, *, drawn: bool = False) -> Iterator[Section]:
     for line in step_lines.lines(run.run):
         rows.append((Chart("watch-step", "Step", "", _list_parts(line, run.run)),))
         for watched in (result.watched for result in line.results if result.watched):
-            rows += _list_rows(run.run, watched, drawn=drawn)
+            rows += [
+                (*_list_balance(watched), *_list_pauses(watched)),
+                tuple(_draw_ranks(run.run, watched)),
+                tuple(_list_collectives(watched)),
+                tuple(_list_links(watched)),
+                tuple(_draw_over_time(run.run, watched)),
+            ]
             legend += LEGEND if watched.steps else ()
             legend += [WAIT] if watched.collectives else []
     if rows:
         known = tuple(filter(None, rows))
         yield Section("watch", "Watched job", rows=known, legend=tuple(dict.fromkeys(legend)))
-
-
-def _list_rows(run: Run, watched: Watched, *, drawn: bool) -> Iterator[tuple[Chart, ...]]:
-    yield (*_list_balance(watched), *_list_pauses(watched))
-    if drawn and len(watched.moments) > 1:
-        yield (over_time.draw(run, watched),)
-    yield tuple(_draw_ranks(run, watched))
-    yield tuple(_list_collectives(watched))
-    yield tuple(_list_links(watched))
-    if not drawn:
-        yield tuple(_list_moments(watched))
 
 
 def _list_parts(line: StepLine, run: Run) -> Table:
@@ -154,12 +155,12 @@ def _draw_ranks(run: Run, watched: Watched) -> Iterator[Chart]:
     known = f", {len(ranks)} of {count}" if len(ranks) < count else ""
     headings = ["rank", "host", "own ms", *COLUMNS]
     table = make_table(f"ranks, the most own time first{known}", headings, cells, ("host",))
-    named, several = over_time.find_late_ranks(run), len(watched.hosts) > 1
+    named, several = _find_late_ranks(run), len(watched.hosts) > 1
     bars = [
         {
             "rank": f"{rank.rank} on {rank.host}" if several else f"rank {rank.rank}",
             "part": part,
-            "mean": over_time.format_milliseconds(seconds),
+            "mean ms": format_ms(seconds, step),
             "_end": seconds,
             "_text": named.get(rank.rank, "") if part == COLUMNS[-1] else "",
         }
@@ -214,16 +215,87 @@ def _list_links(watched: Watched) -> Iterator[Chart]:
         yield Chart("watch-links", "Links of the job", caption, table, most=LINKS)
 
 
-def _list_moments(watched: Watched) -> Iterator[Chart]:
-    step, rows = watched.step_seconds, []
-    for moment in watched.moments:
-        parts = dict(zip(COLUMNS, _ms(moment.seconds, step), strict=True))
-        clock, whole = over_time.format_clock(moment.ended), format_ms(moment.step_seconds, step)
-        rows.append({"UTC": clock, "step": moment.step, "ms": whole, **parts})
-    if len(rows) > 1:
-        table = tabulate_rows("timeline", rows)
-        yield Chart("watch-timeline", "Timeline", "", table, most=MOMENTS, spread=True)
-
-
 def _ms(seconds: Sequence[float], step: float) -> list[str]:
     return [format_ms(each, step) for each in seconds]
+
+
+# --- over time ------------------------------------------------------------------------------------
+
+
+def _draw_over_time(run: Run, watched: Watched) -> Iterator[Chart]:
+    """Yield the parts of a step over time, if there are at least two moments."""
+    moments = watched.moments
+    if len(moments) < 2:
+        return
+    total = moments[-1].ended - moments[0].ended
+    scale, unit = (3600, "hours") if total >= 7200 else (60, "minutes")
+    scale, unit = (scale, unit) if total >= 120 else (1, "seconds")
+    at = [(moment.ended - moments[0].ended) / scale for moment in moments]
+    rows, cells = [], []
+    for x, moment in zip(at, moments, strict=True):
+        whole, *parts = _ms((moment.step_seconds, *moment.seconds), watched.step_seconds)
+        clock = datetime.fromtimestamp(moment.ended, timezone.utc).strftime("%H:%M:%S")
+        facts = {"UTC": clock, "step": moment.step, "ms": whole}
+        cells.append({**facts, **dict(zip(COLUMNS, parts, strict=True))})
+        rows += [
+            {**facts, "part": name, "part ms": text, "_x": x, "_y": seconds}
+            for name, text, seconds in zip(COLUMNS, parts, moment.seconds, strict=True)
+        ]
+    top = _find_top([sum(moment.seconds) for moment in moments])
+    drawing = Lines(
+        data=rows,
+        x=Axis(f"{unit} since {cells[0]['UTC']} UTC", theme.NUMBER_LABELS, domain=(0.0, at[-1])),
+        y=Axis("time of a step", theme.TIME_LABELS, domain=(0.0, top) if top else None),
+        color="part",
+        order=theme.PHASES,
+        stacked=True,
+        rules=_list_rules(run, moments, at),
+    )
+    caption = (
+        "Time of each part in the median rank, median over the steps of each point. Dashed: a "
+        f"finding begins or ends.{CUT_NOTE if top else ''}"
+    )
+    table = tabulate_rows("timeline", cells)
+    yield Chart("watch-parts", "Timeline", caption, table, drawing, most=MOMENTS, spread=True)
+
+
+def _list_rules(run: Run, moments: Sequence[Moment], at: Sequence[float]) -> Rows:
+    """Return where findings begin and end: `Lines.rules`."""
+    steps = [moment.step for moment in moments]
+    events = sorted(
+        (float(np.interp(step, steps, at)), label, finding.sentence)
+        for finding in run.findings
+        for step, label in _list_events(finding)
+    )
+    return [
+        {"_x": x, "finding": text, "_label": label, "_row": 8 + LABEL_ROW * (i % LABEL_ROWS)}
+        for i, (x, label, text) in enumerate(events)
+    ]
+
+
+def _list_events(finding: Finding) -> Iterator[tuple[float, str]]:
+    """Yield the steps at which a finding begins and ends, each with a label."""
+    place = finding.place
+    rank = f"rank {place['rank']}: " if "rank" in place else ""
+    for name, word in (("since_step", ""), ("until_step", "end of "), ("step", "")):
+        step = place.get(name)
+        if isinstance(step, (int, float)):
+            yield step, f"{rank}{word}{finding.code}"
+
+
+def _find_top(values: Sequence[float]) -> float | None:
+    """Return the end of an axis that a few huge values must not flatten; None: show all."""
+    usual, most = (float(q) for q in np.quantile(values, [RARE, 1.0]))
+    return 1.5 * usual if most > CUT * usual > 0 else None
+
+
+def _find_late_ranks(run: Run) -> dict[int, str]:
+    """Return the ranks in findings on late ranks and hosts, each with the finding's code."""
+    named: dict[int, str] = {}
+    for finding in run.findings:
+        if finding.code in LATE_CODES:
+            ranks = finding.place.get("ranks", [finding.place.get("rank")])
+            for rank in ranks if isinstance(ranks, list) else []:
+                if isinstance(rank, int):
+                    named.setdefault(rank, finding.code)
+    return named
