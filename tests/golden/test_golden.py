@@ -111,7 +111,6 @@ COMMAND_LINES = {
         "ddp --inject bit-flap",
         "ddp --inject bit-flip:stepp=3",
         "ddp --parallel hsdp --mesh 2x3 -n 4",
-        "ddp --epochs 3",
         "ddp --static-graph --accumulate 2",
         "ddp --workload linear --width 8",
         "ddp --workload mlp --mesh 4",

@@ -134,7 +134,7 @@ def measured(size: int, folder: Path) -> dict[str, float]:
         store.create(folder, run, "scale")
         context = launch_loop.LaunchContext(
             world, backend, "gloo", cast(Any, None), SHOWN, PLAN, folder, cast(Any, None), 0,
-            cast(Any, None), contextlib.ExitStack(),
+            contextlib.ExitStack(),
         )  # fmt: skip
         record = context.gather_recorder(CASES)
     for number in range(CASES):
