@@ -23,10 +23,10 @@ usage: run_bench.sh COMMAND [arguments passed on]
   python   run the environment's Python: run_bench.sh python script.py
 
 The other commands of ddpbench work too, as in `run_bench.sh doctor -n 4`:
-  collectives watch doctor compare ab baseline report show list guide
+  collectives tune watch doctor compare ab baseline report show list guide
 
 cpu, mpi, gpu, all and ddp give options to ddpbench. Yours follow, so yours win:
-run_bench.sh cpu -n 4 --op all_reduce --report
+run_bench.sh cpu -n 4 --op all_reduce
 If the active environment has ddpbench, everything runs there. Otherwise run_bench.sh creates .venv
 in the checkout from python3 (or PYTHON=/path/to/python). If that Python has torch, .venv uses it and
 adds only what is missing. Otherwise .venv gets a torch that fits the NVIDIA driver, if there is one.
@@ -282,7 +282,7 @@ case $command in
     has_gpu || fail "there is no GPU on this machine: run_bench.sh cpu needs none"
     uses=(gpu)
     ;;
-  all | ddp | collectives | doctor | ab | baseline)
+  all | ddp | tune | collectives | doctor | ab | baseline)
     if has_gpu; then uses=(mpi gpu); else uses=(mpi); fi
     ;;
   slurm)
@@ -290,8 +290,8 @@ case $command in
     sbatch=()
     while (($#)) && [[ $1 != -- ]]; do sbatch+=("$1") && shift; done
     if (($#)); then shift; fi
-    [[ ${1-collectives} =~ ^(collectives|ddp|doctor|watch)$ ]] ||
-      fail "'$1' cannot run in a Slurm job: choose collectives, ddp, doctor or watch, and write it after --"
+    [[ ${1-collectives} =~ ^(collectives|ddp|tune|doctor|watch)$ ]] ||
+      fail "'$1' cannot run in a Slurm job: choose collectives, ddp, tune, doctor or watch, and write it after --"
     ;;
   regress) needs+=(test) uses=(mpi) modules=(pytest) ;;
   test) needs+=(test) uses=(mpi watch report lint) modules=(pytest) ;;
@@ -301,9 +301,9 @@ case $command in
   *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python, and no command of ddpbench (run_bench.sh --help)" ;;
 esac
 for word; do
-  case $word in --report | --report-file* | --ddpbench-report-file*) uses+=(report) ;; esac
+  case $word in --report-file* | --ddpbench-report-file*) uses+=(report) ;; esac
 done
-case $command in cpu | mpi | gpu | all | ddp | collectives | doctor) choose_folder "$@" ;; esac
+case $command in cpu | mpi | gpu | all | ddp | tune | collectives | doctor) choose_folder "$@" ;; esac
 choose_python
 say "python: $python ($why)"
 case $command in

@@ -138,7 +138,6 @@ class Sweep:
             shortest_seconds=self.shortest_seconds,
             objection=objection,
             ahead_ns=self.clocks.ahead_ns,
-            turns=context.turns,
         )
         clock_off_seconds = self.clocks.compare_again(subgroup.partition.subgroups)
         facts = self._gather_facts(samples)
@@ -162,15 +161,14 @@ class Sweep:
     def _gather_facts(self, samples: pace.Samples) -> dict[str, Any]:
         spent_seconds = launch_facts.read_spent_seconds(self.meter)
         handoff_seconds = self.measure_handoff() if self.measure_handoff else None
-        own = [spent_seconds, samples.huge_share, samples.page_faults, handoff_seconds]
+        own = [spent_seconds, samples.page_faults, handoff_seconds]
         all_facts = control.gather_values(self.context.world, [*own, samples.unhidden_share])
-        spent, shares, faults, handoffs, unhidden = zip(*all_facts, strict=True)
+        spent, faults, handoffs, unhidden = zip(*all_facts, strict=True)
         others_share = launch_facts.compute_others_share(self.context.world, spent)
         if others_share is not None:  # else the case was too short: go on measuring in the next one
             self.meter, self.others_share = cpu.CpuMeter(), others_share
         return {
             "others_share": self.others_share,
-            "huge_share": min((s for s in shares if s is not None), default=None),
             "page_faults": max((f for f in faults if f is not None), default=None),
             "handoff_seconds": max((h for h in handoffs if h is not None), default=None),
             "unhidden_share": max((u for u in unhidden if u is not None), default=None),
@@ -219,7 +217,7 @@ def _case(
         device=options.device,
         dtype=dtype,
         reduce_op=reduce_op,
-        root=options.root if operation.rooted else None,
+        root=0 if operation.rooted else None,
         nbytes=total,
         count=count,
         in_place=place == "in",
@@ -229,7 +227,6 @@ def _case(
         depth=loop.pipeline_depth(total, plan) if pipelined else 1,
         world_size=partition.size,
         ranks_per_host=partition.ranks_per_host,
-        buffers=options.buffers,
         time_definition=_time_definition(options, backend, operation),
         clock=devices.get(options.device).clock,
         group=partition.name,
@@ -265,8 +262,6 @@ def _objection(case: Case, world: World, device: torch.device) -> str | None:
     kind = devices.of(device)
     if operation.paired and case.backend == "gloo" and kind.memory != "host":
         return "gloo sends and receives CPU tensors only"
-    if operation.rooted and (case.root or 0) >= case.world_size:
-        return f"root {case.root} does not exist: ranks are 0 to {case.world_size - 1}"
     kind.release_memory()  # of earlier cases
     needed = loop.needed_nbytes(case, operation, DTYPES[case.dtype].nbytes)
     return memory.explain_too_large(world, device, needed)

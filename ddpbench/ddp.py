@@ -29,7 +29,7 @@ def measure_launch(context: LaunchContext[Options]) -> Recorder:
     from ddpbench.session.trial import Trial
 
     options = context.options
-    threads = options.threads or launch_facts.agree_thread_count(context.world)
+    threads = launch_facts.agree_thread_count(context.world)
     torch.set_num_threads(threads)
     if why := HOOKS[options.comm_hook].fails.get(context.backend.name):
         raise Refused(

@@ -354,7 +354,7 @@ def _write_page(suite: Suite, path: Path) -> str:
         from ddpbench.present import compared_tests
         from ddpbench.present.writers import page_file
 
-        section = compared_tests.build_section(suite.measured, suite.rows, drawn=True)
+        section = compared_tests.build_section(suite.measured, suite.rows, launches=True)
         page_file.save(path, (), [section], "Tests of ranks")
     except Exception as error:
         return f"no page was written (the exit code is that of the tests): {error}"

@@ -22,23 +22,20 @@ ATTEMPTS = 3  # of a test that asserts a measured time; pytest prints which need
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that write what tests have found; frozen facts have none."""
+    """Add the options that rewrite texts and durations; frozen facts have none."""
     parser.addoption("--rewrite-text", action="store_true", help="rewrite tests/golden/text")
     parser.addoption("--rewrite-seconds", action="store_true", help="rewrite tests/seconds.json")
 
 
 @pytest.fixture
 def frozen(request: pytest.FixtureRequest) -> Frozen:
-    """What is frozen of this test."""
+    """Return the frozen facts and texts of this test."""
     rewrite = request.config.getoption("--rewrite-text")
     return Frozen(request.node.path.stem, request.node.name, rewrite)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note all tests, before some are deselected; put the files that take longest first.
-
-    So no process is left alone with one at the end.
-    """
+    """Note all tests before some are deselected; put the files that take longest first."""
     measures = {item: bool(item.get_closest_marker("measures_time")) for item in items}
     config.stash[COLLECTED] = {(each.path.stem, each.name): measures[each] for each in items}
     seconds = json.loads(SECONDS.read_text()).get(config.option.markexpr, {})
@@ -91,7 +88,7 @@ def hosts() -> Iterator[Callable[..., Hosts]]:
 
 @pytest.fixture(scope="session")
 def cuda_guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that a CPU build of torch lacks for simulated CUDA tensors; it is loaded."""
+    """Load the library that a CPU build of torch lacks for simulated CUDA tensors."""
     from simulated_gpu import load_guard
 
     return load_guard(tmp_path_factory.mktemp("guard"))
@@ -99,7 +96,7 @@ def cuda_guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def simulated_gpu(cuda_guard: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
-    """A GPU that torch simulates: device="cuda" works in the test, without a GPU."""
+    """Simulate a GPU: device="cuda" works in the test."""
     from simulated_gpu import PretendedKind, SimulatedGpu
 
     from ddpbench.runtime import devices

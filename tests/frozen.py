@@ -27,12 +27,12 @@ PLACES = re.compile(r"[\w-]+\.py:\d+")
 
 
 def finding_facts(finding: Finding) -> list[Any]:
-    """Return what a finding states whatever its wording: severity, code and place."""
+    """Return the facts of a finding whatever its wording: severity, code and place."""
     return [finding.severity, finding.code, finding.place]
 
 
 def verdict_facts(verdict: str) -> dict[str, Any]:
-    """Return what the verdict on a hang states: the rank named first, all ranks, calls, places."""
+    """Return the facts in the verdict on a hang: the first rank, all ranks, calls, places."""
     ranks: list[int] = []
     for numbers in RANKS.findall(verdict):
         for first, last in re.findall(r"(\d+)(?:–(\d+))?", numbers):
@@ -46,7 +46,7 @@ def verdict_facts(verdict: str) -> dict[str, Any]:
 
 
 class Frozen:
-    """What is frozen under one name: a test module or a command."""
+    """The facts and texts frozen under one name: a test module or a command."""
 
     def __init__(self, name: str, key: str, rewrite: bool = False) -> None:
         self._facts = GOLDEN / "facts" / f"{name}.json"
@@ -74,7 +74,7 @@ class Frozen:
         self.text("\n".join(f"{f.sentence}\n    Next: {f.next_step}" for f in findings))
 
     def verdict(self, verdict: str) -> None:
-        """Assert whom and what the verdict on a hang names as facts, and the sentence as text."""
+        """Assert ranks, calls and places of a hang's verdict as facts, and its sentence as text."""
         self.facts(verdict_facts(verdict))
         self.text(verdict)
 
@@ -85,7 +85,7 @@ class Frozen:
 
 
 def normalise(facts: Any) -> Any:
-    """Return facts as JSON has them, with floats to 9 digits: machines differ in the last ones."""
+    """Return facts as in JSON, with 9 digits of floats: machines differ in the last ones."""
     if isinstance(facts, float):
         return float(f"{facts:.9g}")
     if isinstance(facts, dict):

@@ -6,7 +6,9 @@ A rank runs the caller's own file: `python FILE FOLDER RANK SIZE WORDS…` (`run
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import subprocess
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from patience import PATIENCE_SECONDS
-from replica_reports import report_as_json
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -205,3 +206,40 @@ def read_results(folder: Path, size: int, errors: str) -> list[dict[str, Any]]:
     paths = [folder / f"{rank}.json" for rank in range(size)]
     assert all(path.exists() for path in paths), errors
     return [json.loads(path.read_text()) for path in paths]
+
+
+# --- reports as JSON, which a rank can write to a file
+
+
+def report_as_json(report: Any) -> dict[str, Any]:
+    """Return the fields of a report and the properties that it derives from them."""
+    return {
+        **dataclasses.asdict(report),
+        "equal": report.equal,
+        "ok": report.ok,
+        "failed": report.failed,
+        "cause": report.cause.code if report.cause else None,
+        "severity": report.cause.severity if report.cause else None,
+        "minorities": [d.minority for d in report.differences],
+        "faults": report.faults,
+        "minority": report.minority,
+        "headline": report.headline,
+        "text": str(report),
+    }
+
+
+def facts_of(report: dict[str, Any], *drop: str) -> list[Any]:
+    """Return severity, code and place of each finding, without these parts of a place."""
+    return [
+        [
+            found["severity"],
+            found["code"],
+            {k: v for k, v in found["place"].items() if k not in drop},
+        ]
+        for found in report["findings"]
+    ]
+
+
+def without_figures(text: str) -> str:
+    """Return a text with N for each number: values of a training differ between processors."""
+    return re.sub(r"\d+(?:\.\d+)?(?:e-\d+)?", "N", text)

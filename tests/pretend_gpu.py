@@ -1,9 +1,9 @@
-"""A GPU for a whole command, as `--import pretend_gpu` adds it: torch simulates its tensors.
+"""A GPU for a whole command, with `--import pretend_gpu`: torch simulates its tensors.
 
 Each rank of `--device cuda` then works with simulated CUDA tensors, which gloo moves as the CPU's.
-It also stands in for nccl, and torch knows it as gloo. So this proves nothing of what depends on
-the name: the device_ids of a barrier, the device_id of a group, the point-to-point barrier on CUDA
-tensors, and which dtypes and reductions nccl accepts.
+It also replaces nccl, which torch sees as gloo. So this proves nothing that depends on the name
+nccl: the device_ids of a barrier, the device_id of a group, the point-to-point barrier on CUDA
+tensors, and the dtypes and reductions that nccl accepts.
 """
 
 from __future__ import annotations

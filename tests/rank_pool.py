@@ -27,6 +27,7 @@ from warm_python import PRELOADED, warm_python
 
 import ddpbench
 from ddpbench import cli
+from ddpbench.launch.placement import free_port
 from ddpbench.session import errors
 
 IMPORTED = ("analysis", "doctor", "measure", "present", "replicas", "session")  # before any order
@@ -34,7 +35,7 @@ IMPORTED = ("analysis", "doctor", "measure", "present", "replicas", "session")  
 
 @dataclass(frozen=True)
 class Done:
-    """Outcome of a command line: the highest exit code and the output."""
+    """The highest exit code and the output of a command line."""
 
     returncode: int
     stdout: str
@@ -60,22 +61,25 @@ class RankPool:
     calls: int = 0
 
     def call(self, world_size: int, cwd: Path, *words: str, **variables: str) -> Done:
-        """Run a command line of ddpbench in `world_size` ranks, which meet over a file in `cwd`."""
-        self.calls += 1
-        meeting = cwd / f"meeting-{self.calls}"
+        """Run a command line of ddpbench in `world_size` ranks, on this host."""
         environs = [
             {"RANK": str(rank), "LOCAL_RANK": str(rank), **variables} for rank in range(world_size)
         ]
-        return self.ask(cwd, environs, *words, "--init-method", f"file://{meeting}")
+        return self.ask(cwd, environs, *words)
 
     def ask(self, cwd: Path, environs: Sequence[dict[str, str]], *words: str) -> Done:
         """Run a command line in one rank per environment; return its output and highest code."""
-        world_size = len(environs)
+        world_size, port = len(environs), str(free_port())
         while len(self.processes) < world_size:
             self.processes.append(start_rank())
         for process, environ in zip(self.processes, environs, strict=False):
             order = {
-                "environ": {**environ, "WORLD_SIZE": str(world_size)},
+                "environ": {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    "WORLD_SIZE": str(world_size),
+                    **environ,
+                },
                 "cwd": str(cwd),
                 "words": words,
             }

@@ -13,12 +13,12 @@ def a_rank(name: str = "a", **other: Any) -> dict[str, Any]:
     """Return the facts of a rank that has all it needs, on a host with eight cores."""
     healthy: dict[str, Any] = {
         "hostname": name, "ddpbench": "0.1.0", "torch": "2.13.0", "python": "3.11.9",
-        "library": "gloo of torch 2.13.0", "cpuset": "0-7", "allowed_cpus": "0-7",
+        "library": "gloo of torch 2.13.0", "cpuset": "0-7",
         "numa_nodes": "0", "threads": 1, "variables": {}, "free_memory_nbytes": 64 * GIB,
         "shm_nbytes": 32 * GIB, "shm_free_nbytes": 32 * GIB, "ulimit_memlock_nbytes": 65536,
-        "ulimit_open_files": 1024, "rdma_devices": [], "resolved": "10.0.0.1", "addresses": [],
+        "ulimit_open_files": 1024, "rdma_devices": [], "may_lock_memory": False, "addresses": [],
         "interface": {"name": "lo", "mtu_nbytes": 65536, "nominal_bytes_per_second": None},
-        "clock_ahead_seconds": 0.0, "gpu_uuid": None, "debug_builds": [], "host": None,
+        "gpu_uuid": None, "host": None,
     }  # fmt: skip
     return {**healthy, **other}
 

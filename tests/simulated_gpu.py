@@ -1,11 +1,11 @@
 """CUDA tensors without a GPU: torch's own rules for devices, and values computed on the CPU.
 
-FakeTensorMode knows what torch would do with tensors on a GPU: the device and the shape of each
-result, and the error where devices are mixed. But a fake tensor has no values. Here each operation
-is tried with fake tensors first, and then done with the CPU's. So code for GPUs runs to its end,
-and what it computes can be compared with what it computes on the CPU.
+FakeTensorMode computes the device and the shape of each result as on a GPU, and raises an error
+where devices are mixed, but a fake tensor has no values. Here each operation is tried with fake
+tensors first, and then done with the CPU's. So code for GPUs runs to its end, and its results can
+be compared with the CPU's.
 
-What cannot be found here: an operation or a dtype that CUDA has no kernel for, streams, and time.
+This cannot find an operation or a dtype without a CUDA kernel, nor errors of streams and time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GUARD = """
 C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
 """
 GUARD_VARIABLE = "DDPBENCH_TEST_GUARD"  # the compiled guard, for other processes: pretend_gpu.py
-# What these return depends on values, so that fake tensors refuse them, and the host waits.
+# The results of these depend on values: fake tensors refuse them, and the host waits.
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")
 
 
@@ -60,7 +60,7 @@ def load_guard(folder: Path) -> Path:
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU. Its values are in `held`, on the CPU."""
+    """A tensor whose device is a GPU. Its values are in `held`, on the CPU."""
 
     held: torch.Tensor
 
@@ -85,7 +85,7 @@ class OnGpu(torch.Tensor):
 
 
 class SimulatedGpu(TorchDispatchMode):
-    """Tensors for which device="cuda" is asked are OnGpu; `called` lists all operations."""
+    """A mode in which tensors with device="cuda" are OnGpu; `called` lists all operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,16 +236,13 @@ class PretendedKind(devices.Cuda):
     def total_nbytes(self, device: torch.device) -> int:
         return 2**34
 
-    def random_states(self, device: torch.device) -> list[torch.Tensor]:
-        return [torch.get_rng_state()]
-
     def release_memory(self) -> None:
         self.gpu.called.clear()
 
 
 @contextlib.contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[Any]:
-    """torch's `fake` group: it takes all calls of one rank, and moves nothing."""
+    """Make torch's `fake` group the default: it accepts all calls of a rank, and moves nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield dist.group.WORLD

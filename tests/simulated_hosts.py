@@ -1,11 +1,8 @@
 """Simulated hosts on this machine: network namespaces on a switch, with links of a known rate.
 
     with Hosts(2, rate=1e9) as bench:                                 # bits per second
-        outcomes = bench.run(["hostname"])                            # on all hosts
         outcomes = bench.run({0: ["ip", "addr"], 1: ["false"]})       # one command per host
-        assert [done.returncode for done in outcomes] == [0, 1]
         outcomes = bench.torchrun("-m", "ddpbench.collectives", ranks=(2, 1))
-        daemon = bench.start(1, ["slurmd", "-D"])                     # runs until the end
         pool = bench.pool((2, 1))                                     # ranks of the tests
 
 Tests use the fixture `hosts`: it takes the arguments of `Hosts`. Where this machine cannot have
@@ -34,10 +31,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import psutil
@@ -70,7 +66,7 @@ def payload(rate: float) -> float:
 
 
 def missing() -> str | None:
-    """Return why hosts cannot be simulated here; None if they can."""
+    """Return the reason why hosts cannot be simulated here; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "tc", "unshare", "hostname"):
@@ -133,19 +129,30 @@ class Hosts:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def start(
-        self, host: int, command: Sequence[str], cwd: Path | None = None, **environ: str
+        self,
+        host: int,
+        command: Sequence[str],
+        cwd: Path | None = None,
+        out: IO[bytes] | int = subprocess.DEVNULL,
+        err: IO[bytes] | int = subprocess.DEVNULL,
+        **environ: str,
     ) -> subprocess.Popen[bytes]:
-        """Start a process that runs on a host until `close`. Its output is lost."""
-        return self._popen(host, command, cwd=cwd, environ=environ, out=None, err=None)
+        """Start a process that runs on a host until `close`."""
+        process = subprocess.Popen(
+            [*self.into(host), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            cwd=cwd,
+            env=clean_environment(**environ),
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
 
     def run(
         self,
@@ -165,7 +172,7 @@ class Hosts:
             running = []
             for host, arguments in command.items():
                 out, err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-                process = self._popen(host, arguments, cwd=cwd, environ=environ, out=out, err=err)
+                process = self.start(host, arguments, cwd, out, err, **environ)
                 running.append((process, out, err))
             try:
                 for process, *_ in running:
@@ -215,28 +222,6 @@ class Hosts:
             _kill_tree(process)
         for namespace in (*(host.namespace for host in self.hosts), self.switch):
             _remove(namespace)
-
-    def _popen(
-        self,
-        host: int,
-        command: Sequence[str],
-        *,
-        cwd: Path | None,
-        environ: Mapping[str, str],
-        out: IO[bytes] | None,
-        err: IO[bytes] | None,
-    ) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [*self.into(host), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=out or subprocess.DEVNULL,
-            stderr=err or subprocess.DEVNULL,
-            cwd=cwd,
-            env=clean_environment(**environ),
-            start_new_session=True,
-        )
-        self._started.append(process)
-        return process
 
     def into(self, host: int) -> list[str]:
         """Return the start of a command line; it runs the command that follows on a host."""
@@ -360,14 +345,9 @@ def _remove(namespace: str) -> None:
 
 def _remove_left_behind() -> None:
     """Remove the namespaces of processes that no longer exist."""
-    for name in _left_behind():
-        _remove(name)
-
-
-def _left_behind() -> Iterator[str]:
     names = {line.split()[0] for line in _sh("ip", "netns", "list").splitlines() if line}
     names |= {folder.name for folder in ETC.glob(f"{PREFIX}*")}
     for name in names:
         match = re.match(rf"{PREFIX}(\d+)-", name)
         if match and not Path(f"/proc/{match[1]}").exists():
-            yield name
+            _remove(name)

@@ -1,7 +1,7 @@
 """A real Slurm cluster on this machine for the tests: a controller and two nodes, n0 and n1.
 
-Configuration, munge key and socket, state and logs lie in one folder, and the daemons listen on
-free ports of 127.0.0.1. The node names resolve nowhere, as on some clusters. It needs root, since
+Configuration, munge key and socket, state and logs are in one folder, and daemons listen on free
+ports of 127.0.0.1. The node names cannot be resolved, as on some clusters. It needs root, because
 slurmd starts tasks as the user who submitted them.
 """
 
@@ -83,12 +83,16 @@ class Cluster:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def until(self, true: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
-        """Wait until `true()` holds; return False if it does not within `seconds`."""
+    def list_states(self) -> list[str]:
+        """Return the state of each node."""
+        return self.call("sinfo", "-h", "-N", "-o", "%T", cwd=Path()).stdout.split()
+
+    def until(self, happened: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
+        """Wait for an event; return whether it happened within `seconds`."""
         deadline = time.monotonic() + seconds
-        while not (seen := true()) and time.monotonic() < deadline:
+        while not (result := happened()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return seen
+        return result
 
 
 @contextlib.contextmanager
@@ -112,7 +116,7 @@ def start_cluster(folder: Path) -> Iterator[Cluster]:
     key = folder / "munge" / "key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
-    environ = clean_environment(SLURM_CONF=str(configuration))
+    environ = clean_environment(SLURM_CONF=str(configuration), MASTER_ADDR="127.0.0.1")
     environ["PATH"] = f"{environ['PATH']}:{SYSTEM}"
     munge = {
         f"--{what}-file": folder / "munge" / what for what in ("key", "pid", "log", "seed")
@@ -126,7 +130,11 @@ def start_cluster(folder: Path) -> Iterator[Cluster]:
         for number, words in enumerate(daemons):
             running.enter_context(_daemon(words, environ, folder / f"{number}-{words[0]}.log"))
         up = Cluster(environ)
-        _require_idle(up, folder)
+        if not up.until(lambda: up.list_states() == ["idle"] * len(NODES)):
+            logs = "".join(
+                f"\n{log.name}: {log.read_text()[-600:]}" for log in folder.glob("*.log")
+            )
+            raise RuntimeError(f"no idle Slurm, nodes {up.list_states()}:{logs}")
         try:
             yield up
         finally:
@@ -151,12 +159,3 @@ def _daemon(words: list[str], environ: Mapping[str, str], log: Path) -> Iterator
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _require_idle(up: Cluster, folder: Path) -> None:
-    def states() -> list[str]:
-        return up.call("sinfo", "-h", "-N", "-o", "%T", cwd=folder).stdout.split()
-
-    if not up.until(lambda: states() == ["idle"] * len(NODES)):
-        said = "".join(f"\n{log.name}: {log.read_text()[-600:]}" for log in folder.glob("*.log"))
-        raise RuntimeError(f"no idle Slurm within {PATIENCE_SECONDS:g} s, nodes {states()}:{said}")

@@ -36,7 +36,7 @@ def a_summary(seconds: float = 1e-3, width: float | None = 0.01, **other: Any) -
         "percentiles_seconds": {"p50": seconds, "p90": seconds * 2, "p99": seconds * 3},
         "rank_mean_seconds": seconds * 0.75, "rank_min_seconds": seconds * 0.5,
         "skew_seconds": seconds / 64, "last_in_seconds": seconds * 0.9375,
-        "global_seconds": seconds * 1.0625, "outliers": 3, "far_outliers": 1, "lag1": 0.25,
+        "global_seconds": seconds * 1.0625, "outliers": 3, "far_outliers": 1,
     }  # fmt: skip
     return Summary(**{**fields, **other})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from ddpbench.analysis import sharded_steps, steps
 from ddpbench.analysis.spans import Span, Timed
 from ddpbench.analysis.steps import BucketInfo, Samples
 from ddpbench.records.launched import Launch
-from ddpbench.records.schema import Epoch, Plan, Replicas, Run, StepCase, StepResult, StepSummary
+from ddpbench.records.schema import Plan, Replicas, Run, StepCase, StepResult, StepSummary
 
 Ints = npt.NDArray[np.int64]
 MS = 1_000_000  # ns
@@ -133,15 +132,6 @@ def a_step_run(*results: StepResult, **other: Any) -> Run:
         "launches": launches, "steps": results,
     }  # fmt: skip
     return Run(**{**fields, **other})
-
-
-def some_epochs(count: int, **last: Any) -> tuple[Epoch, ...]:
-    """Epochs of falling loss."""
-    epochs = [
-        Epoch(n, 0.5 * 0.9**n, 0.55 * 0.9**n, 0.312, replicas_equal=True)
-        for n in range(1, count + 1)
-    ]
-    return (*epochs[:-1], replace(epochs[-1], **last))
 
 
 def sharded_samples(

@@ -1,8 +1,8 @@
 """A device with a stream, in threads of the CPU, and a backend whose calls run in that stream.
 
-`--import stream_backend --backend stream` shows what a GPU with NCCL shows: a call returns once it
-is issued, and the device does what it was given in that order. Before a call of all_reduce is
-issued, the host sleeps for LAUNCH_MS (a slow launch). STEP_US is how coarse the device's clock is.
+`--import stream_backend --backend stream` behaves like a GPU with NCCL: a call returns once it is
+issued, and the device works in this order. Before a call of all_reduce is issued, the host sleeps
+for LAUNCH_MS (a slow launch). STEP_US is the resolution of the device's clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAUNCH_SECONDS = float(os.environ.get("LAUNCH_MS", "0")) * 1e-3
 
 
 class Stream:
-    """Does what it is given, in that order, in a thread that starts at the first use."""
+    """A thread, started at the first use, that does all work in order."""
 
     def __init__(self) -> None:
         self._given: queue.Queue[Callable[[], object]] = queue.Queue()

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +103,7 @@ def try_strike(strike: Strike, rng: random.Random) -> tuple[float, list[str]] | 
                 faults.append(f"exit code {process.returncode}")
             named = re.search(rf"\bpid {pid}\b", text, re.IGNORECASE)
             if named is None and not re.search(NAMED, text):
-                faults.append("nobody is named")
+                faults.append("no process is named")
             elif named is None:
                 faults.append(f"pid {pid} is not named")
         left = [
@@ -133,42 +132,23 @@ def _strike(process: subprocess.Popen[bytes], strike: Strike, rng: random.Random
 
 
 def _list_victims(top: int, kind: str) -> list[int]:
-    if kind == "parent":
-        inner = [
-            pid for pid, _ in _list_descendants(top) if "--paced" in _read_command(pid).split("\0")
-        ]
-        return [top, *(pid for pid in inner if b"ddpbench-" not in _read_bytes(pid, "comm"))]
-    processes = []
-    for pid, parent in _list_descendants(top):
-        command, before = _read_command(pid), _read_command(parent)
-        if kind == "mpirun" and ("prterun" in command or "mpirun" in command.split("\0")[0]):
-            processes.append(pid)
-        launched = b"OMPI_COMM_WORLD_RANK=" in _read_bytes(pid, "environ")
-        forked = (
-            command == before and command != "" and _read_bytes(pid, "comm")[:10] == b"ddpbench-r"
-        )
-        if kind == "rank" and (launched or forked or b"LOCAL_RANK=" in _read_bytes(pid, "environ")):
-            processes.append(pid)
-    return processes
+    with contextlib.suppress(psutil.NoSuchProcess):
+        descendants = psutil.Process(top).children(recursive=True)
+        victims = [each.pid for each in descendants if _is_victim(each, kind)]
+        return [top, *victims] if kind == "parent" else victims
+    return []
 
 
-def _list_descendants(pid: int) -> Iterator[tuple[int, int]]:
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in task.read_text().split():
-                yield int(child), pid
-                yield from _list_descendants(int(child))
-
-
-def _read_command(pid: int) -> str:
-    return _read_bytes(pid, "cmdline").decode(errors="replace")
-
-
-def _read_bytes(pid: int, name: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
+def _is_victim(process: psutil.Process, kind: str) -> bool:
+    """Return whether a process is a rank, mpirun, or a side of `ab`, which starts ranks as well."""
+    with contextlib.suppress(psutil.Error, OSError):
+        name, command = process.name(), process.cmdline()
+        if kind == "parent":
+            return "--paced" in command and not name.startswith("ddpbench-")
+        if kind == "mpirun":
+            return any(program in word for word in command[:1] for program in ("mpirun", "prterun"))
+        return name.startswith("ddpbench-r") or "OMPI_COMM_WORLD_RANK" in process.environ()
+    return False
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], token: str, seconds: float) -> list[str]:
@@ -193,7 +173,7 @@ def list_members(token: str) -> list[psutil.Process]:
 
 
 def main() -> int:
-    """Strike as often as the first argument says; return 1 if anything went wrong."""
+    """Strike as often as the first argument demands; return 1 if anything went wrong."""
     count = int(sys.argv[1])
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.SystemRandom().randrange(10**6)
     commands = [word for word in sys.argv[3:] if word in COMMANDS] or list(COMMANDS)

@@ -1,4 +1,4 @@
-"""The rounds of a made-up job whose ranks wait for one another, with the noise of a busy host."""
+"""The rounds of a simulated job whose ranks wait for one another, with the noise of a busy host."""
 
 from __future__ import annotations
 
@@ -73,22 +73,22 @@ class Job:
         return np.concatenate([own, blocked[:, :, None]], axis=2, dtype=np.float32)
 
     def rounds(self, steps: int) -> list[Window]:
-        """What rank 0 gets of so many steps."""
+        """Return the windows that rank 0 receives for so many steps."""
         rows = self.rows(steps)
         ends = BEGAN_NS + (np.cumsum(np.median(rows.sum(axis=2), axis=0)) * 1e9).astype(np.int64)
         hosts = {host: [*ranks] for host, ranks in self.hosts.items()}
-        found, first = list[Window](), 0
+        windows, first = list[Window](), 0
         while first < steps:
             began = ends[first - 1] if first else BEGAN_NS
             last = int(np.searchsorted(ends, began + ROUND_SECONDS * 1e9))
             last = max(first + 1, min(last, first + STEPS, steps))
             of_ranks = dict(enumerate(rows[:, first:last]))
-            found.append(Window(len(found), hosts, int(ends[last - 1]), first, of_ranks))
+            windows.append(Window(len(windows), hosts, int(ends[last - 1]), first, of_ranks))
             first = last
-        return found
+        return windows
 
     def watch(self, steps: int) -> History:
-        """What is remembered of so many steps."""
+        """Return the history of so many steps."""
         history = History()
         for round_ in self.rounds(steps):
             history.add(round_)

@@ -1,4 +1,4 @@
-"""Adding one thing touches one table: fakes of each kind go through help, sweep and output."""
+"""A new entry touches one table: fakes of each kind appear in help, sweep and output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from warm_python import warm_python
 import ddpbench
 from ddpbench import cli
 
-# What a user's own module would hold, registered before the command line is read.
+# A user's module, registered before the command line is parsed.
 FAKES = """
 import sys
 from dataclasses import replace
@@ -40,8 +40,8 @@ MAIN = "from ddpbench.cli import main\nsys.exit(main())\n"
 
 
 def test_fakes_are_in_help_sweep_and_output(tmp_path: Path) -> None:
-    """An operation, a backend, an output and a column are in the help as soon as registered. They
-    are measured, checked and printed; a fake check of the run adds its finding."""
+    """An operation, a backend, a format and a column are in the help, measured, checked and
+    printed; a fake check of the run adds its finding."""
     (tmp_path / "front.py").write_text(FAKES + MAIN)
 
     def call(*words: str, launcher: Sequence[str] = ()) -> str:
@@ -87,8 +87,8 @@ def run(namespace, words):
 
 
 def test_a_command_is_one_file(tmp_path: Path) -> None:
-    """A module in commands/ is in the overview, in its group, has a help of its own, and runs: no
-    other file knows it. The overview does not import it."""
+    """A module in commands/ is in its group of the overview, has help, and runs without a change of
+    another file. The overview does not import it."""
     root = Path(ddpbench.__file__).parents[1]
     shutil.copytree(root / "ddpbench", tmp_path / "ddpbench")
     (tmp_path / "ddpbench/commands/greet.py").write_text(COMMAND)

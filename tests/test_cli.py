@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,14 +15,12 @@ from command_lines import (
     ONE_SENTENCE,
     QUICK,
     assert_refused,
-    ddpbench_command,
     run_command,
     run_ddpbench,
     torchrun,
 )
 from frozen import Frozen
 from in_process import call_in_process, forbid_processes
-from rank_pool import RankPool
 from stored_runs import a_run
 
 from ddpbench import cli
@@ -41,18 +37,12 @@ from ddpbench.records import store
         ["watch", "-n", "2"],
         ["collectives", "--size", "4"],
         ["collectives", "--timeout", "0"],
-        ["collectives", "--timeout", "0.001"],
         ["collectives", "--device", "cpu", "--backend", "nccl"],
         ["collectives", "--backend", "fake"],
         ["collectives", "--backend", "undefined"],
         ["collectives", "--op", "\udcff"],
         ["collectives", "--output", "/proc/x"],
-        ["collectives", "--init-method", "tcp://h"],
-        ["doctor", "--init-method", "tcp://h:99999"],
         ["collectives", "--import", "no_such_module"],
-        ["collectives", "--import", ".x"],
-        ["collectives", "--import", ""],
-        ["show", "x" * 5000],
         ["show", "\udcff\udcfe"],
     ],
     ids=lambda words: " ".join(words)[:50],
@@ -61,14 +51,13 @@ def test_an_odd_request_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], frozen: Frozen
 ) -> None:
     """What was given, what is allowed, what to type instead; no results folder. No traceback for
-    a name that only torch's list knows, half a command, a time in which nobody can meet, a port
-    that is missing, arguments that are not UTF-8 or longer than a file's name."""
+    a name that only torch's list knows, half a command, or arguments that are not UTF-8."""
     monkeypatch.chdir(tmp_path)
     ended = call_in_process(words)
     assert ended.code == (3 if words[0] == "show" else 2)
     assert ended.out == ""
     assert ONE_SENTENCE.fullmatch(ended.err), ended.err
-    frozen.text(ended.err.replace("x" * 5000, "xxx"))
+    frozen.text(ended.err)
     assert not list(tmp_path.iterdir())
 
 
@@ -93,18 +82,6 @@ def test_variables_that_cannot_be_are_one_sentence(
     assert token in ended.err
 
 
-@pytest.mark.parametrize("limit", ["-n 16", "-v 700000"])
-def test_a_limit_that_is_too_low_is_told_before_the_ranks_start(
-    tmp_path: Path, limit: str, frozen: Frozen
-) -> None:
-    """One sentence with what is needed, where the ranks would fail in C++ or never end."""
-    words = shlex.join(ddpbench_command("collectives", "-n", "2", "--backend", "gloo"))
-    done = run_command(["bash", "-c", f"ulimit {limit}; {words}"], tmp_path)
-    assert_refused(done)
-    frozen.text(done.stderr)
-    assert not (tmp_path / "results").exists()
-
-
 def assert_refused_here(words: list[str], pattern: str = "") -> None:
     """Assert that a command is refused in one sentence before it starts a process."""
     with forbid_processes():
@@ -119,14 +96,6 @@ def assert_refused_here(words: list[str], pattern: str = "") -> None:
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty current folder."""
     monkeypatch.chdir(tmp_path)
-
-
-def test_an_address_without_a_port_is_one_sentence(tmp_path: Path, frozen: Frozen) -> None:
-    """The port that the launcher's own store has is not taken for the one that is meant."""
-    words = ["-n", "2", "--backend", "gloo", "--master-addr", "127.0.0.1", *QUICK]
-    done = run_ddpbench(tmp_path, "collectives", *words)
-    assert_refused(done)
-    frozen.text(done.stderr)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -144,30 +113,6 @@ def test_mpi_under_torchrun_offers_the_command_that_works(tmp_path: Path) -> Non
     told = re.findall(r"^ddpbench: .*", done.stderr, re.MULTILINE)
     assert len(told) == 1
     assert "mpirun -n 2 python -m ddpbench.collectives --backend mpi" in told[0]
-
-
-@pytest.mark.usefixtures("empty_folder")
-def test_a_port_in_use_is_refused_before_anything_starts() -> None:
-    """The port and what to do are named."""
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        words = ["collectives", "--backend", "gloo", "--master-port", str(port)]
-        assert_refused_here(words, f"--master-port {port}")
-
-
-@pytest.mark.usefixtures("empty_folder")
-def test_a_root_that_is_no_rank_is_refused_before_anything_is_stored(
-    pool: RankPool, tmp_path: Path
-) -> None:
-    """One process says so, also under a launcher, and no run is left behind."""
-    words = ["collectives", "--backend", "gloo", "--op", "broadcast", "--root", "5"]
-    assert_refused_here([*words, "-n", "2"], "--root 5")
-    done = pool.call(2, tmp_path, *words)
-    assert done.returncode == 2
-    assert len(re.findall(r"^ddpbench: .*--root 5", done.stderr, re.MULTILINE)) == 1
-    assert not Path("results").exists()
 
 
 @pytest.mark.usefixtures("empty_folder")

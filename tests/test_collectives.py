@@ -1,4 +1,4 @@
-"""The sweep end to end, in real process groups: every launcher, every fault that can be planted."""
+"""The sweep end to end, in real process groups: launchers, faults, interruptions."""
 
 from __future__ import annotations
 
@@ -32,31 +32,24 @@ from in_process import call_in_process
 from patience import PATIENCE_SECONDS, wait_until
 from rank_pool import RankPool
 from warm_python import warm_python
-from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records import store
 
 
-def heads(text: str) -> list[str]:
-    """The titles of the tables."""
-    return re.findall(r"^(?:all_reduce|all_gather|broadcast|barrier) .*$", text, re.MULTILINE)
-
-
-def sizes_in(text: str) -> list[str]:
-    """The sizes of the rows, in order."""
+def read_sizes(text: str) -> list[str]:
+    """Return the sizes of the rows, in order."""
     return re.findall(r"^ *(\d+ (?:B|[KMG]iB))  ", text, re.MULTILINE)
 
 
 @needs_mpirun
 def test_one_command_measures_gloo_and_mpi_into_one_table(tmp_path: Path) -> None:
-    """Both backends stand under each size, checked, and the files load with pandas."""
+    """Both backends are measured and checked at each size, and the files load with pandas."""
     words = ("--backend", "gloo,mpi", "-n", "2", "--sizes", "8,64K", *QUICK)
     done = run_all_warm(tmp_path, "collectives", *words)
     assert done.returncode == 0, done.stderr
-    assert len(heads(done.stdout)) == 3
-    assert "Open MPI" in done.stdout
-    assert "provider mpi4py" in done.stdout
+    for text in ("all_reduce  float32", "all_gather  float32", "broadcast  float32", "Open MPI"):
+        assert text in done.stdout
     folder, run = read_stored_run(tmp_path)
     assert run.state == "complete"
     assert {(r.case.backend, r.case.operation, r.case.nbytes) for r in run.results} == {
@@ -82,51 +75,34 @@ def test_one_command_measures_gloo_and_mpi_into_one_table(tmp_path: Path) -> Non
     assert (folder / "table.txt").read_text() == done.stdout
 
 
-def as_tasks(
-    tmp_path: Path, words: list[list[str]], **extra: str
-) -> list[subprocess.CompletedProcess[str]]:
-    """Ranks started with the variables that srun sets, one command line each."""
-    started = [
+def test_different_options_are_found_before_measuring(tmp_path: Path, frozen: Frozen) -> None:
+    """A rank with another option is named, with the option, once, and nothing is measured. The
+    ranks find each other by the variables that srun sets."""
+    common = {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "127.0.0.1"}
+    tasks = [
         subprocess.Popen(
-            [*warm_python(), "-m", "ddpbench.collectives", *each],
+            [*warm_python(), "-m", "ddpbench.collectives", "--sizes", size, *QUICK],
             cwd=tmp_path,
             env=clean_environment(
-                SLURM_PROCID=str(rank),
-                SLURM_LOCALID=str(rank),
-                SLURM_NTASKS=str(len(words)),
-                SLURM_STEP_ID="0",
-                SLURM_JOB_ID=str(os.getpid()),
-                SLURM_STEP_NODELIST="127.0.0.1",
-                **extra,
+                SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_JOB_ID=str(os.getpid()), **common
             ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, each in enumerate(words)
+        for rank, size in (("0", "4"), ("1", "8"))
     ]
-    out = []
-    for process in started:
-        stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
-        out.append(subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr))
-    return out
-
-
-def test_different_options_are_found_before_measuring(tmp_path: Path, frozen: Frozen) -> None:
-    """A rank with another option is named, with the option, once, and nothing is measured. The
-    ranks find each other by the variables that srun sets."""
-    ours, theirs = ["--sizes", "4", *QUICK], ["--sizes", "8", *QUICK]
-    first, second = as_tasks(tmp_path, [ours, theirs])
-    assert first.returncode == second.returncode == 2
-    frozen.verdict(first.stderr)
-    assert second.stderr == ""
+    (_, first), (_, second) = [task.communicate(timeout=PATIENCE_SECONDS) for task in tasks]
+    assert [task.returncode for task in tasks] == [2, 2]
+    frozen.verdict(first)
+    assert second == ""
     assert not (tmp_path / "results").exists()
 
 
 def test_every_operation_form_place_and_pipelining_is_checked(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    """All operations in both forms, in and out of place, on three ranks: measured and right."""
+    """All operations in both forms, in and out of place, on three ranks, have right results."""
     words = ["--op", "all", "--form", "tensor,list", "--place", "in,out", "--sizes", "1000"]
     done = pool.call(3, tmp_path, "collectives", "--backend", "gloo", *words, *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -140,7 +116,7 @@ def test_every_operation_form_place_and_pipelining_is_checked(
     assert all(r.checks and not r.wrong for r in run.results if r.summary and r.case.nbytes)
 
 
-def test_a_quiet_run_says_why_nothing_was_measured(pool: RankPool, tmp_path: Path) -> None:
+def test_a_quiet_run_reports_why_nothing_was_measured(pool: RankPool, tmp_path: Path) -> None:
     """The reason comes last on stderr, with exit code 2."""
     words = ("--op", "all_reduce", "--sizes", "4096G", *QUICK, "--quiet")
     done = pool.call(2, tmp_path, "collectives", "--backend", "gloo", *words)
@@ -152,7 +128,7 @@ def test_a_quiet_run_says_why_nothing_was_measured(pool: RankPool, tmp_path: Pat
 @needs_mpirun
 @pytest.mark.thorough
 def test_dtypes_and_reduce_ops_are_right_or_refused_together(tmp_path: Path) -> None:
-    """What a backend cannot do is skipped on all ranks with its reason; the rest is right."""
+    """Cases that a backend lacks are skipped on all ranks, with a reason; the rest is right."""
     words = ["--op", "all_reduce", "--dtype", "all", "--reduce-op", "sum,max"]
     words += ["--sizes", "100", *QUICK, "--case-time", "0.02"]
     done = run_all_warm(tmp_path, "collectives", "--backend", "gloo,mpi", "-n", "2", *words)
@@ -168,34 +144,31 @@ def test_dtypes_and_reduce_ops_are_right_or_refused_together(tmp_path: Path) -> 
 
 
 def test_pipelined_and_async_calls_are_waited_for(pool: RankPool, tmp_path: Path) -> None:
-    """Pipelined repetitions hold several calls and no percentiles, and their results are right, in
-    buffers for which huge pages were asked for, too: how many were granted is known, and
-    what a cache line takes between the ranks' cores, if both wait until the other has one."""
+    """Pipelined repetitions hold several calls and no percentiles, and their results are right.
+    The run records the time of a cache line between the ranks' cores, which both ranks wait for.
+    `--format json` prints the stored run."""
     patient = (
         f"from ddpbench.measure import calibrate\ncalibrate.DEADLINE_NS = {PATIENCE_SECONDS:.0f}e9"
     )
     (tmp_path / "patient.py").write_text(patient)
     words = ["--mode", "pipelined", "--in-flight", "4", "--op", "all_reduce", "--sizes", "4,64K"]
-    words += ["--buffers", "huge", "--import", "patient"]
-    done = pool.call(2, tmp_path, "collectives", "--backend", "gloo", *words, *QUICK)
+    words += ["--import", "patient"]
+    words += ["--backend", "gloo", "--format", "json"]
+    done = pool.call(2, tmp_path, "collectives", *words, *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
     _, run = read_stored_run(tmp_path)
+    assert json.loads(done.stdout)["id"] == run.id
     for result in run.results:
         assert result.summary is not None
-        assert result.calls == 4
-        assert result.case.async_op
-        assert result.case.start == "none"
+        case = result.case
+        assert (result.calls, case.async_op, case.start) == (4, True, "none")
         assert result.summary.percentiles_seconds == {}
         assert result.checks >= 2
-        assert result.case.buffers == "huge"
-        assert result.huge_share is not None
-        assert result.handoff_seconds is not None
-        assert result.handoff_seconds > 0
+        assert (result.handoff_seconds or 0) > 0
 
 
-def test_one_rank_works_and_says_what_it_is_not(pool: RankPool, tmp_path: Path) -> None:
-    """World size 1 measures, with bus bandwidth 0 by definition, and says so. Nothing is handed
-    over between cores."""
+def test_one_rank_is_measured_without_bus_bandwidth(pool: RankPool, tmp_path: Path) -> None:
+    """World size 1 has a bus bandwidth of 0, with a note, and no time between cores."""
     words = ["--op", "all_reduce", "--sizes", "1K", *QUICK]
     done = pool.call(1, tmp_path, "collectives", "--backend", "gloo", *words)
     assert done.returncode == 0, done.stderr
@@ -212,7 +185,7 @@ def test_a_case_that_does_not_fit_is_skipped_on_all_ranks(
     words = ["--op", "all_gather", "--sizes", "4K,4096G", *QUICK]
     done = pool.call(2, tmp_path, "collectives", "--backend", "gloo", *words)
     assert done.returncode == 0, done.stderr
-    assert sizes_in(done.stdout) == ["4 KiB"]
+    assert read_sizes(done.stdout) == ["4 KiB"]
     run = read_stored_run(tmp_path)[1]
     skipped = [result for result in run.results if result.reason]
     assert str(skipped[0].reason).count(" GB") == 2
@@ -249,10 +222,10 @@ def test_wrong_results_are_caught_with_op_size_rank_and_index(
         assert float(wrong.got) == float(wrong.expected) + 1
 
 
-def ranks_of(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
-    """The rank processes below a launcher, in order of rank: forked, or a program of their own."""
+def wait_for_ranks(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    """Return the rank processes below a launcher, in order of rank: forks, or mpirun's programs."""
 
-    def all_ranks() -> list[psutil.Process]:
+    def find_ranks() -> list[psutil.Process]:
         ranked = {}
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -264,15 +237,15 @@ def ranks_of(process: subprocess.Popen[str], count: int) -> list[psutil.Process]
                         ranked[int(number)] = child
         return [ranked[rank] for rank in sorted(ranked)] if len(ranked) == count else []
 
-    return wait_until(all_ranks, "the start of the ranks")
+    return wait_until(find_ranks, "the start of the ranks")
 
 
 def test_a_dead_rank_is_named_and_the_rest_is_kept(tmp_path: Path, frozen: Frozen) -> None:
-    """The other ends, names the rank once, and `show` prints what there is."""
+    """The other rank ends and names it once, and `show` prints the partial result."""
     words = ["--backend", "gloo", "-n", "2", "--op", "all_reduce", "--sizes", "4:1M:x2"]
     run_it = ddpbench_command("collectives", *words, "--case-time", "1", "--launches", "2")
     with running_command(run_it, tmp_path) as process:
-        ranks = ranks_of(process, 2)
+        ranks = wait_for_ranks(process, 2)
         wait_for_result(tmp_path)
         ranks[0].kill()
         stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
@@ -288,7 +261,7 @@ def test_a_dead_rank_is_named_and_the_rest_is_kept(tmp_path: Path, frozen: Froze
     shown = call_in_process(["show", str(folder)])
     assert shown.code == 0
     assert "PARTIAL (failed): rank" in shown.out
-    assert sizes_in(shown.out)
+    assert read_sizes(shown.out)
     assert len(store.read_samples(folder)) > 0
 
 
@@ -300,22 +273,22 @@ def test_a_dead_rank_is_named_and_the_rest_is_kept(tmp_path: Path, frozen: Froze
 def test_a_rank_that_raises_or_sleeps_is_named_with_its_line(
     tmp_path: Path, frozen: Frozen, fault: str, deadline: str
 ) -> None:
-    """An error in one rank, and a rank that never joins, are told with the line of code."""
+    """An error in one rank, and a rank that never joins, are reported with the line of code."""
     words = ["--import", "faulty_backend", "--backend", "faulty", "--op", "all_reduce", "-n", "2"]
     words += ["--sizes", "4", "--case-time", "1", "--timeout", deadline]
     done = run_ddpbench(tmp_path, "collectives", *words, FAULT=fault)
     assert done.returncode == 5
-    (told,) = re.findall(r"rank 1: ([^;]*)", done.stderr)
-    assert re.search(r"\(faulty_backend\.py:\d+\)", told), done.stderr
-    assert ("--timeout" in told) == (fault == "hang:1")
+    (sentence,) = re.findall(r"rank 1: ([^;]*)", done.stderr)
+    assert re.search(r"\(faulty_backend\.py:\d+\)", sentence), done.stderr
+    assert ("--timeout" in sentence) == (fault == "hang:1")
     end = end_facts(read_stored_run(tmp_path)[1])
     frozen.facts([end["end"], end["errors"]])  # the reason may name both ranks
-    # The line of the error, and its traceback: the program's own code has raised it.
+    # Twice in the sentences and once in the traceback.
     assert done.stderr.count("planted error") == (3 if fault == "raise:1" else 0)
 
 
 @pytest.mark.measures_time
-def test_a_short_case_tells_a_busy_host(pool: RankPool, tmp_path: Path) -> None:
+def test_a_short_case_notices_a_busy_host(pool: RankPool, tmp_path: Path) -> None:
     """A tenth of a second on one case is enough to see processes that use all cores."""
     spin = [sys.executable, "-S", "-c", "print(flush=True)\nwhile True: pass"]
     with contextlib.ExitStack() as ends:
@@ -342,7 +315,7 @@ def test_ctrl_c_leaves_a_partial_marked_result(
     with running_command(
         ddpbench_command("collectives", *words, "--case-time", "1"), tmp_path
     ) as process:
-        ranks_of(process, 2)
+        wait_for_ranks(process, 2)
         wait_for_result(tmp_path)
         os.killpg(process.pid, signal.SIGINT)
         stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
@@ -351,7 +324,7 @@ def test_ctrl_c_leaves_a_partial_marked_result(
     folder, run = read_stored_run(tmp_path)
     frozen.facts(end_facts(run))
     assert "PARTIAL (interrupted)" in stdout
-    assert any(r.summary for r in run.results)
+    assert any(result.summary for result in run.results)
     assert len(store.read_samples(folder)) > 0
 
 
@@ -371,18 +344,3 @@ def test_launches_are_fresh_processes_of_one_run(tmp_path: Path) -> None:
     pids = {rank["pid"] for run in runs for each in run.launches for rank in each.ranks}
     assert len(pids) == 8
     assert pd.read_csv(folders[0] / "table.csv")[["low", "high"]].isna().all(axis=None)
-
-
-def test_json_and_show_agree(
-    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`--format json` is the stored run; `show --format csv` prints it without torch."""
-    words = ["--backend", "gloo", "--op", "barrier", "--format", "json", *QUICK]
-    done = pool.call(2, tmp_path, "collectives", *words)
-    assert done.returncode == 0
-    folder, run = read_stored_run(tmp_path)
-    assert json.loads(done.stdout)["id"] == run.id
-    shown = run_without_torch(RUN_DDPBENCH, "show", str(folder), "--format", "csv")
-    assert shown == (folder / "table.csv").read_text()
-    monkeypatch.chdir(tmp_path)
-    assert run.id in call_in_process(["list"]).out

@@ -1,13 +1,14 @@
-"""The DDP step end to end, in real process groups: tables, budget, proof, and planted faults."""
+"""The DDP step end to end, in real process groups: tables, budget, replicas and planted faults."""
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -25,7 +26,7 @@ from command_lines import (
     wait_for_result,
 )
 from frozen import Frozen
-from in_process import call_in_process, capture_command
+from in_process import call_in_process
 from patience import PATIENCE_SECONDS
 from rank_pool import Done, RankPool
 from warm_python import warm_python
@@ -33,7 +34,6 @@ from warm_python import warm_python
 from ddpbench import ddp
 from ddpbench.catalog.planting import Fault, Planted
 from ddpbench.catalog.workloads import WORKLOADS
-from ddpbench.launch import placement
 from ddpbench.measure import step
 from ddpbench.records import store
 from ddpbench.records.schema import StepResult
@@ -44,44 +44,39 @@ FEW = ("--rounds", "6", "--steps-per-round", "2")
 # A shape that each workload takes a moment for.
 TINY = (
     "--width", "16", "--depth", "2", "--layers", "1", "--sequence", "8", "--vocabulary", "64",
-    "--rows", "500", "--batch", "8", "--epochs", "2",
+    "--rows", "500", "--batch", "8",
 )  # fmt: skip
 
 
-def one(cwd: Path) -> StepResult:
-    """The one result of the one run in this folder."""
+def read_result(cwd: Path) -> StepResult:
+    """Return the only result of the only run in this folder."""
     (result,) = read_stored_run(cwd)[1].steps
     return result
 
 
-def parts(result: StepResult) -> dict[str, float]:
-    """The budget by name, in seconds."""
+def read_budget(result: StepResult) -> dict[str, float]:
+    """Return the budget by name, in seconds."""
     assert result.summary is not None
     return {part.name: part.figure.value for part in result.summary.budget}
 
 
 def test_torchrun_prints_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Phases, budget, buckets and replicas from rank 0 alone, exit code 0; what is stored agrees:
-    each step was verified, phases add up to the step, both gradients' buckets were seen. The ranks
-    meet at another address than torchrun's, as one is given."""
+    each step was verified, phases add up to the step, both gradients' buckets were seen."""
     words = [*torchrun(2), "--no-python", *warm_python(), "-m", "ddpbench.ddp", *SMALL, *FEW]
-    words += ["--init-method", f"tcp://127.0.0.1:{placement.free_port()}"]
     done = run_command(words, tmp_path)
     assert done.returncode == 0, done.stderr
     for word in ("forward", "backward", "optimizer", "exposed communication", "wire"):
         assert word in done.stdout, word
-    result = one(tmp_path)
-    summary, replicas = result.summary, result.replicas
+    result = read_result(tmp_path)
+    assert_equal(result, 12)
+    summary = result.summary
     assert summary is not None
-    assert replicas is not None
     assert (summary.rounds, summary.in_a_row) == (6, 2)
-    assert replicas.ok
-    assert replicas.verified == replicas.last_step == summary.warm_up + 12
-    assert replicas.compared["parameter"] == 4
     phases = {phase.name: phase.slowest.value for phase in summary.phases}
     assert 0 < phases["forward"] < phases["step"]
     assert sum(bucket.nbytes for bucket in summary.buckets) == result.case.parameter_nbytes
-    assert {"compute", "bucket copies", "exposed communication"} <= set(parts(result))
+    assert {"compute", "bucket copies", "exposed communication"} <= set(read_budget(result))
     assert len(set(result.losses)) == 2  # each rank has data of its own
     frame = store.read_samples(read_stored_run(tmp_path)[0])
     of_arm = frame[frame["case"] == "mlp/gloo/cpu/ddp/backward"]
@@ -95,11 +90,19 @@ def test_torchrun_prints_all_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert call_in_process(["show", "last"]).out == done.stdout
 
 
+def assert_equal(result: StepResult, steps: int) -> None:
+    """Assert that replicas were equal after so many steps, the warm-up not counted."""
+    assert result.summary is not None
+    assert result.replicas is not None
+    assert result.replicas.ok
+    assert result.replicas.verified == result.replicas.last_step == result.summary.warm_up + steps
+
+
 @needs_mpirun
 @pytest.mark.thorough
 def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
-    """Side by side in one run, with replicas equal after each step, and a loss of its own in each
-    rank, but for contrastive, whose loss is of the joined batch."""
+    """Side by side in one run, replicas are equal after each step, and each rank has its own loss,
+    except with contrastive, whose loss is of the joined batch."""
     words = ("ddp", "-n", "2", "--backend", "gloo,mpi", "--workload", "all", "--rounds", "1")
     done = run_all_warm(tmp_path, *words, *TINY, "--steps-per-round", "2", "--no-breakdown")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -108,13 +111,9 @@ def test_every_workload_runs_on_gloo_and_mpi(tmp_path: Path) -> None:
         (workload, backend) for workload in WORKLOADS for backend in ("gloo", "mpi")
     }
     for result in results:
-        assert result.summary is not None
-        assert result.replicas is not None
-        assert result.replicas.ok
-        assert result.replicas.verified == result.summary.warm_up + 2
+        assert_equal(result, 2)
         joined = result.case.workload == "contrastive"
         assert len(set(result.losses)) == (1 if joined else 2)
-        assert len(result.epochs) == (2 if result.case.workload == "regression" else 0)
 
 
 @pytest.mark.nightly
@@ -127,54 +126,56 @@ def test_a_divided_model_steps_on_mpi(tmp_path: Path) -> None:
     words += [*TINY[:4], *FEW, "--no-breakdown"]
     done = run_command([*mpirun(2), *warm_python(), *words], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    result = one(tmp_path)
+    result = read_result(tmp_path)
     assert (result.case.mesh, result.case.world_size) == ((2, 1), 2)
     folder, run = read_stored_run(tmp_path)
     assert run.launches[0].launcher == "mpirun"
     assert (folder / "table.txt").read_text() == done.stdout
-    assert result.summary is not None
-    assert result.replicas is not None
-    assert result.replicas.ok
+    assert_equal(result, 12)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "recorded", "verified"),
     [
-        ("--gradient-as-bucket-view", "--bucket-cap-mb", "0.01"),
-        ("--static-graph", "--amp", "bf16", "--optimizer", "adamw"),
-        ("--find-unused-parameters", "--accumulate", "3", "--verify", "5"),
-        pytest.param(("--comm-hook", "fp16", "--optimizer", "adam"), marks=pytest.mark.thorough),
-        ("--no-breakdown", "--verify", "off", "--threads", "2"),
+        (
+            "--gradient-as-bucket-view --bucket-cap-mb 0.01",
+            {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01},
+            16,
+        ),
+        (
+            "--static-graph --amp bf16 --optimizer adamw",
+            {"static_graph": True, "amp": "bf16", "optimizer": "adamw"},
+            16,
+        ),
+        (
+            "--find-unused-parameters --accumulate 3 --verify 5",
+            {"find_unused_parameters": True, "accumulate": 3},
+            3,
+        ),
+        pytest.param(
+            "--comm-hook fp16 --optimizer adam",
+            {"comm_hook": "fp16", "optimizer": "adam"},
+            16,
+            marks=pytest.mark.thorough,
+        ),
+        ("--no-breakdown --verify off", {"accumulate": 1}, 0),
     ],
-    ids=" ".join,
 )
-def test_ddp_options(pool: RankPool, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_ddp_options(
+    pool: RankPool, tmp_path: Path, options: str, recorded: dict[str, Any], verified: int
+) -> None:
     """Each of DDP's options is measured, recorded, and leaves the replicas equal."""
-    done = pool.call(2, tmp_path, "ddp", *SMALL, *FEW, *options)
+    done = pool.call(2, tmp_path, "ddp", *SMALL, *FEW, *options.split())
     assert done.returncode == 0, done.stdout + done.stderr
-    result = one(tmp_path)
+    result = read_result(tmp_path)
     summary, case = result.summary, result.case
     assert summary is not None
-    if "off" not in options:
-        assert result.replicas is not None
-        assert result.replicas.ok
-    if "0.01" in options:
-        assert case.bucket_cap_mb == 0.01
-        assert case.gradient_as_bucket_view
-        assert len(summary.buckets) > 1
-    if "--static-graph" in options:
-        assert "no_sync" in result.notes[0]
-        assert "exposed communication" in parts(result)
-    if "3" in options:
-        assert case.accumulate == 3
-        assert result.replicas is not None
-        assert result.replicas.verified == 3  # of 16 steps
-    if "fp16" in options:
-        assert case.comm_hook == "fp16"
-    if "off" in options:
-        assert result.replicas is None
-        assert not summary.buckets
-        assert case.threads == 2
+    assert {name: getattr(case, name) for name in recorded} == recorded
+    assert (result.replicas.verified if result.replicas else 0) == verified
+    assert result.replicas is None or result.replicas.ok
+    assert ("exposed communication" in read_budget(result)) == ("breakdown" not in options)
+    assert ("no_sync" in " ".join(result.notes)) == case.static_graph
+    assert (len(summary.buckets) > 1) == (case.bucket_cap_mb == 0.01)
 
 
 def test_a_hook_that_hangs_on_this_backend_is_refused(pool: RankPool, tmp_path: Path) -> None:
@@ -186,58 +187,39 @@ def test_a_hook_that_hangs_on_this_backend_is_refused(pool: RankPool, tmp_path: 
 
 
 def test_one_rank_has_a_step_and_no_communication(pool: RankPool, tmp_path: Path) -> None:
-    """World size 1 measures phases, and says nothing about communication."""
+    """World size 1 measures phases, and has no figure of communication."""
     done = pool.call(1, tmp_path, "ddp", *SMALL, *FEW)
     assert done.returncode == 0, done.stderr
-    assert "exposed communication" not in parts(one(tmp_path))
+    assert "exposed communication" not in read_budget(read_result(tmp_path))
 
 
-def test_steps_are_timed_with_the_devices_clock(
-    pool: RankPool, tmp_path: Path, frozen: Frozen
-) -> None:
-    """As on a GPU, with events of the CPU: the case says so, the parts of the budget make the step,
-    and a fault is found right after its step."""
+def test_steps_are_timed_with_the_devices_clock(pool: RankPool, tmp_path: Path) -> None:
+    """With events of the CPU, as on a GPU, the case records it; the budget adds up to the step."""
     (tmp_path / "timed.py").write_text(
         'from ddpbench.runtime import devices\ndevices.KINDS["cpu"].clock = "device"\n'
     )
-    fault = ("--inject", "bit-flip:step=7,rank=1", "--on-mismatch", "continue")
-    done = pool.call(2, tmp_path, "ddp", "--import", "timed", *SMALL, *FEW, *fault)
-    assert done.returncode == 4, done.stdout + done.stderr
-    result = one(tmp_path)
+    done = pool.call(2, tmp_path, "ddp", "--import", "timed", *SMALL, *FEW)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = read_result(tmp_path)
     assert result.case.clock == "device"
     assert result.replicas is not None
-    assert (result.replicas.equal_until, result.replicas.first_bad) == (6, 7)
     assert result.replicas.verified == 16
-    summary, part = result.summary, parts(result)
+    summary, part = result.summary, read_budget(result)
     assert summary is not None
     whole = part["compute"] + part["bucket copies"] + part["exposed communication"]
     assert whole == pytest.approx(summary.step.value)
     assert summary.buckets
-    frozen.facts(end_facts(read_stored_run(tmp_path)[1]))
 
 
-def test_an_edited_buffer_is_no_fault(pool: RankPool, tmp_path: Path) -> None:
+def test_an_edited_buffer_is_overwritten(pool: RankPool, tmp_path: Path) -> None:
     """DDP sends rank 0's buffers to all before the next forward: exit code 0."""
     words = ("ddp", "--workload", "convnet", *FEW, "--width", "8", "--batch", "4")
     done = pool.call(2, tmp_path, *words, "--inject", "buffer:step=6,rank=1")
     assert done.returncode == 0, done.stdout + done.stderr
-    replicas = one(tmp_path).replicas
+    replicas = read_result(tmp_path).replicas
     assert replicas is not None
     assert replicas.ok
     assert replicas.compared["buffer"] > 0
-
-
-def test_going_on_after_a_mismatch(pool: RankPool, tmp_path: Path, frozen: Frozen) -> None:
-    """--on-mismatch continue measures to the end, tells the first bad step, and ends with 4."""
-    words = ("ddp", *SMALL, *FEW, "--inject", "bit-flip", "--on-mismatch", "continue")
-    done = pool.call(2, tmp_path, *words)
-    assert done.returncode == 4
-    result = one(tmp_path)
-    assert result.summary is not None
-    assert result.summary.rounds == 6
-    assert result.replicas is not None
-    assert (result.replicas.first_bad, result.replicas.last_step) == (5, 16)
-    frozen.facts(end_facts(read_stored_run(tmp_path)[1]))
 
 
 # It writes how long the last bucket really took, in each rank and step.
@@ -261,8 +243,8 @@ ddp_step.Hook._reduced = reduce_and_stamp
 
 @pytest.mark.measures_time
 def test_a_planted_slow_link_is_recovered(pool: RankPool, tmp_path: Path) -> None:
-    """The last bucket takes 40 ms from hand-over to reduction: exposed communication is what this
-    really took (sleeping ends late on a busy host), within its interval or a millisecond of it."""
+    """The last bucket takes 40 ms from hand-over to reduction. Exposed communication is the time
+    that was really slept, longer on a busy host, within its interval or a millisecond."""
     (tmp_path / "stamped_link.py").write_text(STAMPED_LINK)
     words = ("ddp", "--workload", "linear", "--rounds", "12", "--steps-per-round", "1")
     fault = ("--inject", "slow-link:ms=40,step=1", "--import", "stamped_link")
@@ -271,7 +253,7 @@ def test_a_planted_slow_link_is_recovered(pool: RankPool, tmp_path: Path) -> Non
     ranks = [map(int, file.read_text().split()) for file in tmp_path.glob("planted-*")]
     planted = median(map(max, zip(*ranks, strict=True))) * 1e-9  # a step takes its slowest rank
     assert planted >= 0.040
-    summary = one(tmp_path).summary
+    summary = read_result(tmp_path).summary
     assert summary is not None
     (exposed,) = [part for part in summary.budget if part.name == "exposed communication"]
     interval = exposed.figure.interval
@@ -287,7 +269,7 @@ def test_a_planted_slow_link_is_recovered(pool: RankPool, tmp_path: Path) -> Non
 def test_sizes_depend_on_the_kind_of_device(
     device: str, subjects: tuple[str, ...], batch: int, sequence: int
 ) -> None:
-    """Workload, batch and settings have a default for GPUs; what is given counts everywhere."""
+    """Workload, batch and settings have a default for GPUs; given options replace it."""
     parser = options.Parser()
     ddp.add_arguments(parser)
     chosen = ddp.Options.of(parser.parse_args(["--device", device, "--layers", "3"]))
@@ -300,44 +282,21 @@ def test_sizes_depend_on_the_kind_of_device(
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("--width", "0"),
-        ("--workload", "linear", "--width", "8"),
-        ("--static-graph", "--accumulate", "2"),
-        ("--epochs", "3"),
-        ("--bukcet-cap-mb", "1"),
-        ("--columns", "sise"),
-        ("--workload", "nowhere.at:all"),
-    ],
-    ids=" ".join,
-)
-def test_bad_input_is_one_sentence(
-    words: tuple[str, ...], frozen: Frozen, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What was given and what is allowed, exit code 2, before any rank is started."""
-    ended = capture_command(capsys, "-n", "2", *words, command="ddp")
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.count("\n") == 1
-    frozen.text(ended.err)
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reason"),
     [
         (("--inject", "buffer", *SMALL), "convnet"),
         (("--inject", "nan:rank=2", *SMALL), "rank 2"),
         (("--workload", "embedding", "--rows", "40000000000"), "memory"),
     ],
 )
-def test_what_cannot_be_here_is_one_sentence(
-    pool: RankPool, tmp_path: Path, words: tuple[str, ...], told: str
+def test_an_impossible_case_is_skipped_by_all_ranks(
+    pool: RankPool, tmp_path: Path, words: tuple[str, ...], reason: str
 ) -> None:
-    """Found out in the ranks, all of which skip it together: exit code 2."""
+    """The ranks find the reason and skip the case together: exit code 2."""
     done = pool.call(2, tmp_path, "ddp", *words)
     assert done.returncode == 2, done.stdout + done.stderr
     text = done.stdout + done.stderr
-    assert told in text
+    assert reason in text
     assert "Traceback" not in text
 
 
@@ -411,17 +370,17 @@ def unused(rank, world_size, device):
 """
 
 
-def own(pool: RankPool, cwd: Path, function: str) -> Done:
-    """The user's own model, in the folder where ddpbench is called."""
+def run_own(pool: RankPool, cwd: Path, function: str) -> Done:
+    """Measure the user's own model, from the folder where ddpbench is called."""
     (cwd / "mine.py").write_text(OWN)
     return pool.call(2, cwd, "ddp", "--workload", f"mine:{function}", *FEW)
 
 
 def test_the_users_own_model(pool: RankPool, tmp_path: Path) -> None:
-    """Is measured as the others are; weights that differ before DDP are equal in it."""
-    done = own(pool, tmp_path, "build")
+    """It is measured like the others; weights that differ before DDP are equal in it."""
+    done = run_own(pool, tmp_path, "build")
     assert done.returncode == 0, done.stderr
-    result = one(tmp_path)
+    result = read_result(tmp_path)
     assert result.case.workload == "mine:build"
     assert result.case.batch == 4  # as its batches are
     assert result.case.parameters == 21
@@ -430,21 +389,21 @@ def test_the_users_own_model(pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "reason"),
     [("wrong", "(model, batch, loss)"), ("unlike", "parameter ['weight', [4, 6]")],
 )
-def test_a_wrong_model_function_is_told(
-    pool: RankPool, tmp_path: Path, function: str, told: str
+def test_a_wrong_model_function_is_refused(
+    pool: RankPool, tmp_path: Path, function: str, reason: str
 ) -> None:
-    """What it should return, or which parameter differs; exit code 2."""
-    done = own(pool, tmp_path, function)
+    """The sentence has what it should return, or which parameter differs; exit code 2."""
+    done = run_own(pool, tmp_path, function)
     assert done.returncode == 2
-    assert told in done.stdout + done.stderr
+    assert reason in done.stdout + done.stderr
 
 
 @pytest.mark.thorough
-def test_an_exception_of_the_users_model_is_no_case_that_is_missing(tmp_path: Path) -> None:
-    """In its first batch: the run fails with the traceback and its line."""
+def test_an_exception_of_the_users_model_ends_the_run(tmp_path: Path) -> None:
+    """An error in its first batch fails the run, with the traceback and its line."""
     (tmp_path / "mine.py").write_text(OWN)
     done = run_ddpbench(tmp_path, "ddp", "-n", "2", "--workload", "mine:starves", *FEW)
     assert done.returncode not in (0, 2)
@@ -455,25 +414,11 @@ def test_an_exception_of_the_users_model_is_no_case_that_is_missing(tmp_path: Pa
 def test_a_parameter_that_the_loss_does_not_use_is_the_cause(
     pool: RankPool, tmp_path: Path, frozen: Frozen
 ) -> None:
-    """DDP then leaves its bucket unreduced: replicas differ, and the option is told that helps."""
-    done = own(pool, tmp_path, "unused")
+    """DDP then leaves its bucket unreduced: replicas differ, and the next step names the option."""
+    done = run_own(pool, tmp_path, "unused")
     assert done.returncode == 4
     assert "--find-unused-parameters" in done.stdout
     frozen.facts(end_facts(read_stored_run(tmp_path)[1]))
-
-
-def test_regression_is_trained_to_finite_losses(pool: RankPool, tmp_path: Path) -> None:
-    """Every epoch is stored, on three ranks."""
-    words = ("ddp", "--workload", "regression", "--rounds", "1", "--no-breakdown", "--epochs", "4")
-    done = pool.call(3, tmp_path, *words, "--output", "run")
-    assert done.returncode == 0, done.stdout + done.stderr
-    epochs = store.read(tmp_path / "run").steps[0].epochs
-    assert [epoch.number for epoch in epochs] == [1, 2, 3, 4]
-    assert all(
-        math.isfinite(loss or math.nan)
-        for e in epochs
-        for loss in (e.train_loss, e.validation_loss)
-    )
 
 
 def test_phases_of_several_micro_batches_are_added_up() -> None:
@@ -484,59 +429,29 @@ def test_phases_of_several_micro_batches_are_added_up() -> None:
     assert step.sum_phases([*marks, *later], 2) == [[0, 40, 100, 105], [200, 240, 300, 305]]
 
 
-def test_a_fault_acts_in_its_rank_at_its_step() -> None:
-    """Once after the step, or before every step from it on; -1 is the last rank."""
-
-    class Replica:
-        steps = 0
-
-    seen: list[int] = []
-    once = Fault(lambda replica, _: seen.append(replica.steps))
-    for fault, before, steps in (
-        (once, False, [3]),
-        (replace(once, before=True), True, [3, 4, 5]),
-    ):
-        seen.clear()
-        planted = Planted(fault, {"step": 3.0, "rank": -1.0})
-        replica = Replica()
-        for number in range(1, 6):
-            replica.steps = number
-            planted.act(replica, 1, 2, before)
-            planted.act(replica, 0, 2, before)
-            planted.act(replica, 1, 2, not before)
-        assert seen == steps
-
-
-def test_the_other_ranks_do_their_part_of_a_fault() -> None:
-    """Where one rank calls a collective otherwise, the others call it as they should."""
-
-    class Replica:
-        steps = 4
-
-    seen: list[str] = []
+@pytest.mark.parametrize(("before", "steps"), [(False, [3]), (True, [3, 4, 5])])
+def test_a_fault_acts_in_its_rank_at_its_step(before: bool, steps: list[int]) -> None:
+    """It acts once after the step, or before every step from it on; -1 is the last rank. Where one
+    rank calls another collective, the others call the right one."""
+    replica = SimpleNamespace(steps=0)
+    seen: list[tuple[str, int]] = []
     fault = Fault(
-        lambda *_: seen.append("odd"), before=True,
-        others=lambda *_: seen.append("even"),
-    )  # fmt: skip
-    for rank in range(3):
-        Planted(fault, {"step": 4.0, "rank": 1.0}).act(Replica(), rank, 3, True)
-    assert seen == ["even", "odd", "even"]
+        lambda replica, _: seen.append(("faulty", replica.steps)),
+        before=before,
+        others=lambda replica, _: seen.append(("right", replica.steps)),
+    )
+    planted = Planted(fault, {"step": 3.0, "rank": -1.0})
+    for replica.steps in range(1, 6):
+        for rank in (0, 1):
+            planted.act(replica, rank, 2, before)
+            planted.act(replica, rank, 2, not before)
+    assert seen == [(role, step) for step in steps for role in ("right", "faulty")]
 
 
-def test_the_ledger_keeps_the_first_bad_report() -> None:
-    """Later reports neither replace it nor extend the last step known to be equal."""
-
-    class Verifier:
-        def check(self, number: int) -> object:
-            class Report:
-                failed = number in (3, 4)
-                step = number
-
-            return Report()
-
-    ledger = trial.Ledger(goes_on=True, verifier=Verifier())  # type: ignore[arg-type]
-    assert [ledger.check(number) for number in (1, 2, 3, 4)] == [True] * 4
-    assert ledger.bad is not None
-    assert (ledger.bad.step, ledger.equal_until, ledger.verified) == (3, 2, 4)
-    stopping = trial.Ledger(goes_on=False, verifier=Verifier())  # type: ignore[arg-type]
-    assert [stopping.check(number) for number in (2, 3)] == [True, False]
+def test_the_ledger_ends_at_the_first_bad_report() -> None:
+    """A failed verification does not extend the last step known to be equal, and ends the case."""
+    verifier: Any = SimpleNamespace(check=lambda step: SimpleNamespace(failed=step == 3, step=step))
+    ledger = trial.Ledger(verifier=verifier)
+    assert [ledger.check(number) for number in (1, 2, 3)] == [True, True, False]
+    assert ledger.report is not None
+    assert (ledger.report.step, ledger.equal_until, ledger.verified) == (3, 2, 3)

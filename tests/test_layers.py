@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "catalog": ("version", "records", "launch", "mpi_backend", "runtime"),
     "present": (
         "version", "records", "analysis", "verdicts", "catalog.sizes", "catalog.parallel",
+        "catalog.hooks",
     ),
     "interchange": ("version", "records", "catalog"),
     "measure": ("version", "records", "analysis", "launch", "hang", "runtime", "catalog"),
@@ -47,6 +49,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "version", "records", "analysis", "launch", "runtime", "catalog", "present", "measure",
         "replicas", "session",
     ),
+    "tune": ("version", "records", "analysis", "launch", "runtime", "catalog", "session"),
     "nested_runs": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "present", "session",
         "doctor", "measuring",
@@ -54,7 +57,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "guide": (),
     "commands": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "present",
-        "interchange", "session", "doctor", "watch", "measuring", "nested_runs", "guide",
+        "interchange", "session", "doctor", "watch", "tune", "measuring", "nested_runs", "guide",
     ),
     # cli imports the commands by name, when they are called.
     "cli": ("version", "records", "session", "commands"),
@@ -103,33 +106,33 @@ def walk(node: ast.AST, module: str) -> Iterator[ast.AST]:
 
 @cache
 def find_imports(path: str, text: str) -> tuple[str, tuple[tuple[int, str], ...]]:
-    """Return the module's dotted name, and the (line, name) of all that it imports of ddpbench.
+    """Return the module's dotted name, and the (line, name) of each import of ddpbench.
 
     An import counts at the top, in a function, for type checking and through import_module with a
-    constant. A file is the same in nearly every copy of the package.
+    constant.
     """
     folder = ["ddpbench", *Path(path).parent.parts]
     module = ".".join([*folder, Path(path).stem]).removesuffix(".__init__")
-    found: list[tuple[int, str]] = []
+    imports: list[tuple[int, str]] = []
     for node in walk(ast.parse(text), module):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            imports += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parents = folder[: len(folder) - node.level + 1] if node.level else []
             base = ".".join([*parents, *([node.module] if node.module else [])])
-            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+            imports += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            found.append((node.lineno, ast.unparse(node.args[0]).strip("'")))  # if constant
-    return module, tuple(each for each in found if each[1].split(".")[0] == "ddpbench")
+            imports.append((node.lineno, ast.unparse(node.args[0]).strip("'")))
+    return module, tuple(each for each in imports if each[1].split(".")[0] == "ddpbench")
 
 
 def read_imports(texts: dict[str, str]) -> dict[tuple[str, str], list[tuple[int, str]]]:
-    """Return (line, module) of each import, by path and module. A name in a module is no module.
+    """Return (line, module) of each import, by path and module.
 
-    A public name of the package, such as ddpbench.verify_replicas, counts as a module of its own.
+    A name in a module counts as the module, but a public name of the package as its own module.
     """
-    read = {path: find_imports(path, text) for path, text in texts.items()}
-    modules = {module for module, _ in read.values()}
+    imports = {path: find_imports(path, text) for path, text in texts.items()}
+    modules = {module for module, _ in imports.values()}
 
     def resolve(name: str) -> str:
         parent = name.rpartition(".")[0]
@@ -137,41 +140,36 @@ def read_imports(texts: dict[str, str]) -> dict[tuple[str, str], list[tuple[int,
         return name if name in modules or is_public or not parent else parent
 
     return {
-        (path, module): [(line, resolve(name)) for line, name in found]
-        for path, (module, found) in read.items()
+        (path, module): [(line, resolve(name)) for line, name in names]
+        for path, (module, names) in imports.items()
     }
 
 
 def find_upward_imports(texts: dict[str, str]) -> list[str]:
     """Return every import in these files that their layer may not make."""
-    found = []
+    upward = []
     for (path, module), targets in read_imports(texts).items():
         layer = find_layer(module)
         allowed = {layer, *LAYERS.get(layer, ())}
         for line, target in targets:
             if not {find_layer(target), target.removeprefix("ddpbench.")} & allowed:
-                found.append(f"ddpbench/{path}:{line} imports {target}")
+                upward.append(f"ddpbench/{path}:{line} imports {target}")
             if target.removeprefix("ddpbench.") in ddpbench.__all__:
-                found.append(f"ddpbench/{path}:{line} imports {target} as users do")
-    return sorted(found)
+                upward.append(f"ddpbench/{path}:{line} imports {target} as users do")
+    return sorted(upward)
 
 
 def find_cycles(texts: dict[str, str]) -> list[str]:
-    """Return the modules that import one another, in a cycle of any length."""
+    """Return modules that import one another, in a cycle of any length."""
     imports = {
-        module: {target for _, target in targets}
-        for (_, module), targets in read_imports(texts).items()
+        module: {name for _, name in names} for (_, module), names in read_imports(texts).items()
     }
-
-    def find_reachable(start: str) -> set[str]:
-        reached, left = set[str](), [start]
-        while left:
-            new = imports[left.pop()] & set(imports) - reached
-            reached |= new
-            left += new
-        return reached
-
-    return sorted(module for module in imports if module in find_reachable(module))
+    sorter = TopologicalSorter(imports)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def plant(path: str, code: str) -> dict[str, str]:
@@ -197,7 +195,6 @@ def test_the_layers_are_ordered() -> None:
 @pytest.mark.parametrize(
     ("path", "code"),
     [
-        ("records/codec.py", "from ddpbench.analysis import stats"),
         ("analysis/stats.py", "import ddpbench.runtime.world"),
         ("runtime/control.py", "def f():\n    from ddpbench.measure import loop"),
         ("catalog/sizes.py", "if TYPE_CHECKING:\n    from ddpbench.present import formats"),
@@ -205,14 +202,13 @@ def test_the_layers_are_ordered() -> None:
         ("runtime/cpu.py", "from ..catalog import backends"),
         ("runtime/control.py", "from ddpbench import verify_replicas"),
         ("__init__.py", "from ddpbench.replicas import Report"),
-        ("session/launch_loop.py", "if __name__ != '__main__':\n    import ddpbench.cli"),
     ],
 )
 def test_an_upward_import_is_found(path: str, code: str) -> None:
-    """Wherever Python allows one, it is found with its line."""
+    """It is found with its line wherever Python allows one."""
     line = len(read_package()[path].splitlines()) + 1 + code.count("\n")
-    found = {each.split(" ")[0] for each in find_upward_imports(plant(path, code))}
-    assert found == {f"ddpbench/{path}:{line}"}
+    places = {each.split(" ")[0] for each in find_upward_imports(plant(path, code))}
+    assert places == {f"ddpbench/{path}:{line}"}
 
 
 @pytest.mark.parametrize(
@@ -243,8 +239,7 @@ TORCH_FREE = ("analysis", "records", "present", "catalog", "interchange", "docto
 
 
 def test_torch_free_layers_import_without_torch() -> None:
-    """They, the measuring commands and cli import where importing torch fails; the hook that makes
-    it fail does so."""
+    """They, the measuring commands and cli import where importing torch fails."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for folder in TORCH_FREE
@@ -253,57 +248,54 @@ def test_torch_free_layers_import_without_torch() -> None:
     ]
     modules += ["ddpbench.cli", "ddpbench.collectives", "ddpbench.ddp"]
     assert len(modules) > 15
-    said = run_without_torch(
+    printed = run_without_torch(
         "for name in sys.argv[1:]: importlib.import_module(name)\n"
         "try: import torch\nexcept ImportError as error: print(error)",
         *modules,
     )
-    assert said == "torch is imported\n"
+    assert printed == "torch is imported\n"
 
 
-def test_the_package_gives_without_torch_what_needs_none() -> None:
-    """`import ddpbench` loads no torch, and no numpy; what needs torch is imported when it is asked
-    for, and an unknown name is an AttributeError."""
-    said = run_without_torch(
+def test_the_package_imports_torch_on_demand() -> None:
+    """`import ddpbench` loads neither torch nor numpy. A public name imports what it needs, and an
+    unknown name is an AttributeError."""
+    printed = run_without_torch(
         "import ddpbench; print(ddpbench.__version__, hasattr(ddpbench, 'nothing'))\n"
         "try: ddpbench.verify_replicas\nexcept ImportError as error: print(error)",
         forbidden=("torch", "numpy", "xxhash"),
     )
-    assert said.startswith(f"{ddpbench.__version__} False\n")
-    assert said.endswith(" is imported\n")
+    assert printed.startswith(f"{ddpbench.__version__} False\n")
+    assert printed.endswith(" is imported\n")
     for name in ddpbench.__all__:
         assert getattr(ddpbench, name)
 
 
-@pytest.mark.parametrize("words", [("--help",), ("list", "--help")])
-def test_the_overview_imports_little(words: tuple[str, ...]) -> None:
-    """The overview needs a name and a line per command: it imports no command and few modules."""
-    heavy = ("torch", "numpy", "pandas", "scipy", "pyarrow", "rich", "psutil", "tabulate")
-    said = run_without_torch(
-        RUN_AND_PRINT_CODE.replace("as end: print(end.code)", ": print(*sys.modules)"),
+@pytest.mark.parametrize(
+    ("words", "code", "commands"),
+    [
+        (["--help"], 0, []),
+        (["list", "--help"], 0, ["list"]),
+        (["collectives", "--help"], 0, ["collectives"]),
+        (["collectives", "--op", "none"], 2, ["collectives"]),
+    ],
+)
+def test_help_and_refusals_load_nothing_heavy(
+    words: list[str], code: int, commands: list[str]
+) -> None:
+    """They load no torch, numpy or pandas, so that they are printed at once. The overview imports
+    no command and few modules."""
+    printed = run_without_torch(
+        RUN_AND_PRINT_CODE.replace("print(end.code)", "print(end.code, *sys.modules)"),
         *words,
-        forbidden=heavy if words == ("--help",) else heavy[:6],
+        forbidden=("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py"),
     )
-    modules = said.splitlines()[-1].split()
-    commands = [name for name in modules if name.startswith("ddpbench.commands.")]
-    assert commands == ([] if words == ("--help",) else ["ddpbench.commands.list"])
+    ended, *modules = printed.splitlines()[-1].split()
+    assert ended == str(code)
+    loaded = [name.rpartition(".")[2] for name in modules if name.startswith("ddpbench.commands.")]
+    assert loaded == commands
     if not commands:
         assert len([name for name in modules if name.startswith("ddpbench")]) <= 22
-        assert not {"argparse", "asyncio", "unittest"} & set(modules)
-
-
-def test_help_loads_nothing_heavy() -> None:
-    """`python -m ddpbench collectives --help` works without torch, numpy, pandas, scipy, pyarrow
-    and MPI, and so does a refused option: typing is answered at once."""
-    heavy = ("torch", "numpy", "pandas", "scipy", "pyarrow", "mpi4py")
-    program = (
-        "from ddpbench import cli\n"
-        "for words in ['--help'], ['--op', 'none']:\n"
-        "    try: cli.main(['collectives', *words])\n"
-        "    except SystemExit as end: print(end.code)"
-    )
-    *_, said, code = run_without_torch(program, forbidden=heavy).partition("--reduce-op")
-    assert (said, code.splitlines()[-2:]) == ("--reduce-op", ["0", "2"])
+        assert not {"argparse", "asyncio", "unittest", "rich", "psutil", "tabulate"} & set(modules)
 
 
 def test_a_stored_run_is_shown_without_torch(tmp_path: Path) -> None:
@@ -324,11 +316,11 @@ def test_a_stored_run_is_shown_without_torch(tmp_path: Path) -> None:
 
 # --- kinds of devices -----------------------------------------------------------------------------
 
-# Where the name of a kind decides something outside of runtime/devices.py, and why it may.
+# Files outside of runtime/devices.py where the name of a kind decides something, and the reason.
 KINDS_NAMED = {
     "catalog/backends.py": "nccl carries CUDA tensors only; mpi may stage them",
     "doctor/preflight/checks.py": "a finding counts more where GPUs are measured",
-    "hang/cuda.py": "below the table; CUDA alone has a capture mode",
+    "hang/flight_recorder.py": "below the table; CUDA alone has a capture mode",
     "mpi_backend/work.py": "below the table; torch's futures take no CPU among their devices",
     "present/case_labels.py": "the CPU is not written out",
     "replicas/channel.py": "a group's own list of the kinds that it carries",
@@ -337,7 +329,7 @@ KINDS_NAMED = {
 
 
 def names_a_kind(node: ast.AST) -> bool:
-    """Whether this code asks torch.cuda, or compares something with the name of a kind."""
+    """Return whether this code calls torch.cuda, or compares a value with the name of a kind."""
     if isinstance(node, ast.Attribute):
         return node.attr == "is_cuda" or (node.attr == "cuda" and ast.unparse(node) == "torch.cuda")
     if isinstance(node, ast.Compare):
@@ -346,17 +338,13 @@ def names_a_kind(node: ast.AST) -> bool:
     return False
 
 
-def kinds_named() -> set[str]:
-    """The files of the package where the name of a kind of device decides something."""
-    return {
+def test_only_the_table_of_devices_distinguishes_kinds() -> None:
+    """Code outside the table neither calls torch.cuda nor compares the name of a kind, except in
+    the files that are listed with their reasons. Ask `devices.of(device)` instead."""
+    files = {
         path
         for path, text in read_package().items()
         if "cuda" in text or '"cpu"' in text
         if any(names_a_kind(node) for node in ast.walk(ast.parse(text)))
-    } - {"runtime/devices.py"}
-
-
-def test_only_the_table_of_devices_knows_kinds() -> None:
-    """Code outside the table neither calls torch.cuda nor compares the name of a kind, but for the
-    files that are listed with their reasons. Ask `devices.of(device)` instead."""
-    assert kinds_named() == set(KINDS_NAMED)
+    }
+    assert files - {"runtime/devices.py"} == set(KINDS_NAMED)

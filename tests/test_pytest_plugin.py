@@ -1,5 +1,5 @@
-"""The fixtures in a repository of their user: what pytest-benchmark gets, saves and compares, and
-the verdict on launches. One test measures for real; the others make their launches up."""
+"""The fixtures in a user's repository: pytest-benchmark's data, files and comparisons, and verdicts
+on launches. One test measures for real; the others make up their launches."""
 
 import contextlib
 import json
@@ -32,10 +32,11 @@ with contextlib.suppress(ImportError):  # the extra `report`: likewise
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sessions within are no workers of this one: pytest-benchmark would measure nothing."""
+    """Let pytest-benchmark measure: in a worker of xdist, it would not."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
 
 
+Repository = Callable[..., pytest.RunResult]  # runs pytest with these words
 THREE_LINES = """\
 def test_all_reduce(collective_benchmark):
     collective_benchmark("all_reduce", "4K", backend="gloo", ranks=2)
@@ -61,33 +62,33 @@ dist.all_reduce = slow
 
 @dataclass
 class Fake:
-    """Launches that are made up, and what was asked for."""
+    """Made-up launches, and the words of each measurement."""
 
     factor: float = 1.0
     case: Case = field(default_factory=a_case)
     change: Callable[[Run], Run] = lambda run: run
-    asked: list[tuple[str, ...]] = field(default_factory=list)
+    calls: list[tuple[str, ...]] = field(default_factory=list)
 
     def measure(self, command: str, words: list[str], folder: Path, deadline: float) -> Run:
-        self.asked.append((command, *words))
+        self.calls.append((command, *words))
         launches = [word for word in words if word.startswith("--launches=")][-1]
         count = int(launches.partition("=")[2])
-        times = launch_medians(count, 1e-3 * self.factor, 0.002, seed=len(self.asked))
+        times = launch_medians(count, 1e-3 * self.factor, 0.002, seed=len(self.calls))
         results = [a_result(self.case, i, a_summary(float(t))) for i, t in enumerate(times)]
         return self.change(a_run(*results))
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Nothing is measured."""
-    made = Fake()
-    monkeypatch.setattr(one_case, "measure", made.measure)
-    return made
+    """Replace the measurement."""
+    fake = Fake()
+    monkeypatch.setattr(one_case, "measure", fake.measure)
+    return fake
 
 
 @pytest.fixture
-def repository(pytester: pytest.Pytester, fake: Fake) -> Callable[..., pytest.RunResult]:
-    """A repository outside the project with a test of three lines; runs pytest in it."""
+def repository(pytester: pytest.Pytester, fake: Fake) -> Repository:
+    """Make a repository outside the project with a test of three lines; return what runs pytest."""
     pytester.makepyfile(test_mine=THREE_LINES)
     pytester.makeconftest(QUICK)
 
@@ -101,19 +102,19 @@ def repository(pytester: pytest.Pytester, fake: Fake) -> Callable[..., pytest.Ru
     return run
 
 
-def saved(result: str | Path = "out.json") -> Any:
-    """A file that pytest-benchmark wrote."""
-    return json.loads(Path(result).read_text())
+def read_benchmarks(path: str | Path = "out.json") -> Any:
+    """Return the benchmarks in a file that pytest-benchmark wrote."""
+    return json.loads(Path(path).read_text())["benchmarks"]
 
 
 def verdicts(result: pytest.RunResult) -> list[str]:
-    """The verdicts in the summary's table."""
+    """Return the verdicts in the summary's table."""
     return re.findall(r"^test_.* (SAME|SLOWER|INCOMPARABLE|INCONCLUSIVE)\b",
                       result.stdout.str(), re.M)  # fmt: skip
 
 
-def lines_of_ddpbench(result: pytest.RunResult) -> str:
-    """The lines of ddpbench's own in a session's output."""
+def read_own_lines(result: pytest.RunResult) -> str:
+    """Return ddpbench's own lines in a session's output."""
     lines = [line for line in result.outlines if line.startswith("ddpbench: ")]
     return "\n".join(lines).replace(str(Path.cwd()), "FOLDER")
 
@@ -123,12 +124,10 @@ def lines_of_ddpbench(result: pytest.RunResult) -> str:
 
 @pytest.mark.thorough
 def test_a_fresh_repository_sees_a_planted_slowdown(
-    pytester: pytest.Pytester,
-    repository: Callable[..., pytest.RunResult],
-    monkeypatch: pytest.MonkeyPatch,
+    pytester: pytest.Pytester, repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Launches of 1 ms are saved. Then two ranks of gloo measure the three lines, in which a module
-    of the user's makes all_reduce 5 ms slower, and --benchmark-compare-fail says so."""
+    """Launches of 1 ms are saved. Then two ranks of gloo measure the three lines, with a module of
+    the user's that makes all_reduce 5 ms slower, and --benchmark-compare-fail fails."""
     repository("--benchmark-autosave").assert_outcomes(passed=1)
     pytester.makepyfile(
         test_mine=THREE_LINES.replace(
@@ -144,42 +143,42 @@ def test_a_fresh_repository_sees_a_planted_slowdown(
     assert slower.ret != 0
     assert "PercentageRegressionCheck" in slower.stderr.str()
     (file,) = pytester.path.glob(".benchmarks/*/0002_*.json")
-    (told,) = saved(file)["benchmarks"]
-    assert told["extra_info"]["ddpbench"]["launch_medians_seconds"] == [told["stats"]["median"]]
-    assert told["stats"]["median"] > 0.005
+    (saved,) = read_benchmarks(file)
+    assert saved["extra_info"]["ddpbench"]["launch_medians_seconds"] == [saved["stats"]["median"]]
+    assert saved["stats"]["median"] > 0.005
 
 
-# --- what pytest-benchmark is given ---------------------------------------------------------------
+# --- pytest-benchmark's data ----------------------------------------------------------------------
 
 
 def test_a_round_is_a_launch_to_the_last_bit(
-    pytester: pytest.Pytester, repository: Callable[..., pytest.RunResult], fake: Fake
+    pytester: pytest.Pytester, repository: Repository, fake: Fake
 ) -> None:
-    """Its data are the launch medians; its extra_info has every field of the case, the interval,
-    rates, versions, the run's folder; the user's own marker is kept."""
+    """The data are the launch medians; extra_info has every field of the case, the interval, rates,
+    versions and the run's folder; the user's own marker is kept."""
     mark = "import pytest\n\n@pytest.mark.benchmark(group='mine')\n"
     pytester.makepyfile(test_mine=mark + THREE_LINES)
     result = repository("--benchmark-json=out.json", "--benchmark-group-by=group")
     result.assert_outcomes(passed=1)
-    (told,) = saved()["benchmarks"]
-    assert told["stats"]["data"] == [float(t) for t in launch_medians(6, 1e-3, 0.002, seed=1)]
-    assert (told["group"], told["options"]["timer"]) == ("mine", "launch_median")
-    extra = told["extra_info"]["ddpbench"]
+    (saved,) = read_benchmarks()
+    assert saved["stats"]["data"] == [float(t) for t in launch_medians(6, 1e-3, 0.002, seed=1)]
+    assert (saved["group"], saved["options"]["timer"]) == ("mine", "launch_median")
+    extra = saved["extra_info"]["ddpbench"]
     assert extra["case"] == json.loads(json.dumps(asdict(a_case())))
-    assert extra["interval_seconds"] == [min(told["stats"]["data"]), max(told["stats"]["data"])]
-    assert extra["algbw_bytes_per_second"] == pytest.approx(4096 / told["stats"]["median"])
+    assert extra["interval_seconds"] == [min(saved["stats"]["data"]), max(saved["stats"]["data"])]
+    assert extra["algbw_bytes_per_second"] == pytest.approx(4096 / saved["stats"]["median"])
     assert extra["versions"] == {"ddpbench": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
     assert extra["checks"] == 18
     assert extra["run"].endswith("test_all_reduce")
-    assert fake.asked == [("collectives", "--launches=6", "--op=all_reduce", "--sizes=4K",
+    assert fake.calls == [("collectives", "--launches=6", "--op=all_reduce", "--sizes=4K",
                            "--backend=gloo", "--ranks=2")]  # fmt: skip
 
 
-def test_a_step_is_asked_for_by_keywords(
-    pytester: pytest.Pytester, repository: Callable[..., pytest.RunResult], fake: Fake
+def test_keywords_are_the_options_of_a_step(
+    pytester: pytest.Pytester, repository: Repository, fake: Fake
 ) -> None:
-    """ddp_benchmark has the options of `ddpbench ddp`; the run is returned, and kept where the
-    user says, which is told without the home folder."""
+    """ddp_benchmark has the options of `ddpbench ddp`. It returns the run, which is kept in the
+    user's folder and saved without the home folder."""
     pytester.makepyfile(
         test_mine="def test_step(ddp_benchmark):\n"
         "    run = ddp_benchmark('mlp', width=256, static_graph=True, options=['--amp=bf16'])\n"
@@ -187,50 +186,38 @@ def test_a_step_is_asked_for_by_keywords(
     )
     result = repository("--benchmark-json=out.json", "--ddpbench-results=kept")
     result.assert_outcomes(passed=1)
-    assert fake.asked == [("ddp", "--no-breakdown", "--case-time=5", "--launches=6",
+    assert fake.calls == [("ddp", "--no-breakdown", "--case-time=5", "--launches=6",
                            "--workload=mlp", "--width=256", "--static-graph",
                            "--amp=bf16")]  # fmt: skip
-    (told,) = saved()["benchmarks"]
-    assert told["extra_info"]["ddpbench"]["run"].startswith("~/kept/")  # pytester's home is here
+    (saved,) = read_benchmarks()
+    assert saved["extra_info"]["ddpbench"]["run"].startswith("~/kept/")  # pytester's home is here
 
 
-def test_disabled_it_checks_once_and_times_nothing(
-    repository: Callable[..., pytest.RunResult], fake: Fake
-) -> None:
-    """--benchmark-disable, and so xdist: one short launch; a wrong result would still fail. A
-    comparison, which would compare nothing, is refused."""
+def test_disabled_it_checks_once_and_times_nothing(repository: Repository, fake: Fake) -> None:
+    """With --benchmark-disable there is one short launch, in which a wrong result would still fail.
+    A comparison is refused, even with xdist. --benchmark-only and --benchmark-skip select it."""
     repository("--benchmark-disable").assert_outcomes(passed=1)
-    assert fake.asked[0][-2:] == ("--case-time=0.05", "--launches=1")
+    assert fake.calls[0][-2:] == ("--case-time=0.05", "--launches=1")
     for words in (["--benchmark-disable"], ["-n", "2"]):
-        refused = repository(*words, "--ddpbench-compare")
-        assert refused.ret == pytest.ExitCode.USAGE_ERROR
-        assert "--ddpbench-compare: " in refused.stderr.str()
-    assert len(fake.asked) == 1
-
-
-@pytest.mark.parametrize(("word", "outcome"), [("only", "passed"), ("skip", "skipped")])
-def test_it_is_a_benchmark_to_the_options_that_select_them(
-    repository: Callable[..., pytest.RunResult], fake: Fake, word: str, outcome: str
-) -> None:
-    """--benchmark-only keeps it, --benchmark-skip skips it without measuring."""
-    repository(f"--benchmark-{word}").assert_outcomes(**{outcome: 1})
-    assert len(fake.asked) == (outcome == "passed")
+        result = repository(*words, "--ddpbench-compare")
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        assert "--ddpbench-compare: " in result.stderr.str()
+    repository("--benchmark-skip").assert_outcomes(skipped=1)
+    assert len(fake.calls) == 1
+    repository("--benchmark-only").assert_outcomes(passed=1)
 
 
 # --- a page --------------------------------------------------------------------------------------
 
 
-def test_a_page_has_the_launches_and_the_verdicts(
-    repository: Callable[..., pytest.RunResult], fake: Fake
-) -> None:
-    """--ddpbench-report-file writes one page of the session: the launches of each test, and with
-    --ddpbench-compare those that were saved, the change and the verdict; its path is printed."""
+def test_a_page_has_the_launches_and_the_verdicts(repository: Repository, fake: Fake) -> None:
+    """--ddpbench-report-file writes one page: the launches of each test, and with
+    --ddpbench-compare the saved ones, the change and the verdict; its path is printed."""
     pytest.importorskip("altair")
     repository("--benchmark-autosave", "--ddpbench-report-file=pages/first.html").assert_outcomes(
         passed=1
     )
     page = Path("pages/first.html").read_text()
-    assert "1 test measured." in page
     assert "tests-launches" in page
     assert "tests-changes" not in page
     fake.factor = 1.5
@@ -246,21 +233,21 @@ def test_a_page_has_the_launches_and_the_verdicts(
 
 @pytest.mark.parametrize("output", ["folder", "page.html"])
 def test_a_page_that_cannot_be_made_is_refused_at_the_start(
-    repository: Callable[..., pytest.RunResult], fake: Fake, monkeypatch: pytest.MonkeyPatch,
-    output: str, frozen: Frozen,
+    repository: Repository, fake: Fake, monkeypatch: pytest.MonkeyPatch,
+    output: str, frozen: Frozen
 ) -> None:  # fmt: skip
-    """A folder in its place, or a missing extra, is a usage error before any test is run."""
+    """A folder in its place, or a missing extra, is a usage error before any test runs."""
     Path("folder").mkdir()
     if output != "folder":
         monkeypatch.setitem(sys.modules, "altair", None)
     result = repository(f"--ddpbench-report-file={output}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert fake.asked == []
+    assert fake.calls == []
     frozen.text(result.stderr.str().replace(str(Path.cwd()), "FOLDER"))
 
 
 def test_a_page_that_fails_leaves_the_exit_code(
-    pytester: pytest.Pytester, repository: Callable[..., pytest.RunResult], frozen: Frozen
+    pytester: pytest.Pytester, repository: Repository, frozen: Frozen
 ) -> None:
     """If the page cannot be written at the end, one line says why, and the tests have passed; a
     session that measured nothing has no page."""
@@ -269,18 +256,18 @@ def test_a_page_that_fails_leaves_the_exit_code(
     pytester.makepyfile(test_mine=THREE_LINES + lost)
     result = repository("--ddpbench-report-file=page.html")
     assert result.ret == 0
-    frozen.text(lines_of_ddpbench(result))
-    frozen.text(lines_of_ddpbench(repository("--ddpbench-report-file=other.html", "-k", "none")))
+    frozen.text(read_own_lines(result))
+    frozen.text(read_own_lines(repository("--ddpbench-report-file=other.html", "-k", "none")))
     assert not Path("other.html").exists()
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
-def test_what_was_not_measured_fails_with_its_sentence_and_is_not_saved(
-    repository: Callable[..., pytest.RunResult], fake: Fake
+def test_a_failed_measurement_fails_with_its_sentence_and_is_not_saved(
+    repository: Repository, fake: Fake
 ) -> None:
-    """A wrong result, or a dead rank: one sentence, no traceback, no figure, no word of
+    """A wrong result, or a dead rank: one sentence, no traceback, no figure, and no warning of
     pytest-benchmark about an unused fixture."""
 
     def die(run: Run) -> Run:
@@ -290,46 +277,37 @@ def test_what_was_not_measured_fails_with_its_sentence_and_is_not_saved(
     result = repository("--benchmark-json=out.json")
     result.assert_outcomes(failed=1, warnings=0)
     result.stdout.fnmatch_lines(["rank 1 got 4 at index 3, expected 5"])
-    assert saved()["benchmarks"] == []
+    assert read_benchmarks() == []
 
 
-def test_a_case_that_cannot_be_had_is_skipped_with_its_reason(
-    repository: Callable[..., pytest.RunResult], fake: Fake
+def test_a_case_that_the_backend_lacks_is_skipped_but_fails_a_comparison(
+    repository: Repository, fake: Fake
 ) -> None:
-    """The backend does not have it: no failure, and no figure."""
+    """The reason is shown. If the test was measured before, the comparison's exit code is 1 unless
+    the user accepts it."""
+    repository("--benchmark-autosave")
     fake.change = lambda run: a_run(
         replace(a_result(), summary=None, reason="gloo has no float8"), exit_code=2
     )
     result = repository("-rs")
     result.assert_outcomes(skipped=1, warnings=0)
     assert "gloo has no float8" in result.stdout.str()
-
-
-def test_a_test_that_was_measured_and_is_skipped_now_fails_the_comparison(
-    repository: Callable[..., pytest.RunResult], fake: Fake
-) -> None:
-    """The machine has lost what the case needs: the reason stands in the last sentence, and the
-    exit code is 1 unless the user accepts it."""
-    repository("--benchmark-autosave")
-    fake.change = lambda run: a_run(
-        replace(a_result(), summary=None, reason="gloo has no float8"), exit_code=2
-    )
     result = repository("--ddpbench-compare")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    assert "(skipped: gloo has no float8)" in lines_of_ddpbench(result)
+    assert "(skipped: gloo has no float8)" in read_own_lines(result)
     assert repository("--ddpbench-compare", "--ddpbench-allow-missing").ret == 0
 
 
 @pytest.mark.parametrize("busy_again", [False, True])
 def test_on_a_busy_host_a_test_is_measured_again_and_then_inconclusive(
-    repository: Callable[..., pytest.RunResult], fake: Fake, busy_again: bool
+    repository: Repository, fake: Fake, busy_again: bool
 ) -> None:
-    """Other processes used the cores in half of the launches: once more; if they still do, twice
-    the time is no slow-down. The new table names the torch of both sessions."""
+    """If other processes used the cores in half of the launches, it is measured again; if they
+    still do, twice the time is INCONCLUSIVE. The table names the torch of both sessions."""
     repository("--benchmark-autosave")
 
     def disturb(run: Run) -> Run:
-        busy = len(fake.asked) == 2 or busy_again
+        busy = len(fake.calls) == 2 or busy_again
         results = [replace(r, others_share=0.4 if busy and r.launch % 2 else 0.0)
                    for r in run.results]  # fmt: skip
         facts = {"torch": "2.14.0"}
@@ -337,7 +315,7 @@ def test_on_a_busy_host_a_test_is_measured_again_and_then_inconclusive(
 
     fake.change, fake.factor = disturb, 2.0
     result = repository("--ddpbench-compare")
-    assert len(fake.asked) == 3
+    assert len(fake.calls) == 3
     assert verdicts(result) == ["INCONCLUSIVE" if busy_again else "SLOWER"]
     assert "2.13.0 → 2.14.0" in result.stdout.str()
 
@@ -352,12 +330,9 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_a_wrong_use_is_one_sentence(
-    pytester: pytest.Pytester,
-    repository: Callable[..., pytest.RunResult],
-    frozen: Frozen,
-    use: str,
+    pytester: pytest.Pytester, repository: Repository, frozen: Frozen, use: str
 ) -> None:
-    """Two measurements in a test, or a fixture that was not announced, are no figures."""
+    """Two measurements in a test, or a fixture by request, fail the test."""
     pytester.makepyfile(test_mine=USES[use])
     result = repository()
     result.assert_outcomes(failed=1)
@@ -365,45 +340,42 @@ def test_a_wrong_use_is_one_sentence(
     frozen.text(result.outlines[start + 1])
 
 
-def test_without_pytest_benchmark_it_says_what_to_install(
-    repository: Callable[..., pytest.RunResult],
-) -> None:
+def test_without_pytest_benchmark_the_error_names_it(repository: Repository) -> None:
     """A test that uses a fixture fails with the sentence, others run; a comparison is refused."""
     result = repository("-p", "no:benchmark")
     result.assert_outcomes(failed=1)
     assert pytest_plugin.NO_BENCHMARK in result.stdout.str()
-    refused = repository("-p", "no:benchmark", "--ddpbench-compare")
-    assert refused.ret == pytest.ExitCode.USAGE_ERROR
-    assert pytest_plugin.NO_BENCHMARK in refused.stderr.str()
+    result = repository("-p", "no:benchmark", "--ddpbench-compare")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert pytest_plugin.NO_BENCHMARK in result.stderr.str()
 
 
 def test_importing_it_costs_nothing() -> None:
     """Every pytest in this environment loads it: without torch, numpy, scipy, or pytest-benchmark,
     and without any other module of ddpbench than its version."""
     heavy = ("torch", "numpy", "scipy", "pandas", "tabulate", "rich", "psutil", "pytest_benchmark")
-    said = run_without_torch(
+    loaded = run_without_torch(
         "import ddpbench.pytest_plugin\nprint([n for n in sys.modules if n[:9] == 'ddpbench.'])",
         forbidden=heavy,
     )
-    assert said == "['ddpbench.version', 'ddpbench.pytest_plugin']\n"
+    assert loaded == "['ddpbench.version', 'ddpbench.pytest_plugin']\n"
 
 
 # --- the verdict ----------------------------------------------------------------------------------
 
 
-def test_what_is_slower_fails_the_session_until_it_is_accepted(
-    repository: Callable[..., pytest.RunResult], fake: Fake
+def test_a_slower_test_fails_the_session_until_it_is_accepted(
+    repository: Repository, fake: Fake
 ) -> None:
-    """The first run has no base, which fails it unless the user accepts that, and is the base line;
-    equal launches are SAME, to pytest-benchmark's own comparison too; 50 % more are SLOWER with
-    exit code 1, again in the next run, though the slow one was saved in between; saved without a
-    comparison they are the new measure."""
+    """The first run fails unless the user accepts that nothing was saved. Equal launches are SAME,
+    even for pytest-benchmark's own comparison. 50 % more are SLOWER with exit code 1, and again in
+    the next run, although the slow one was saved. Saved without a comparison, they are the base."""
     compare = ("--benchmark-autosave", "--ddpbench-compare")
     first = repository("--ddpbench-compare")
     assert first.ret == pytest.ExitCode.TESTS_FAILED
-    assert "not compared: 1 ONLY NEW" in lines_of_ddpbench(first)
+    assert "not compared: 1 ONLY NEW" in read_own_lines(first)
     accepted = repository(*compare, "--ddpbench-allow-missing")
-    assert (accepted.ret, lines_of_ddpbench(accepted)) == (0, "")
+    assert (accepted.ret, read_own_lines(accepted)) == (0, "")
     same = repository(*compare, "--benchmark-compare", "--benchmark-compare-fail=median:5%")
     assert (same.ret, verdicts(same)) == (0, ["SAME"])
     fake.factor = 1.5
@@ -419,11 +391,9 @@ def test_what_is_slower_fails_the_session_until_it_is_accepted(
     assert verdicts(repository("--ddpbench-compare=0001")) == ["SLOWER"]
 
 
-def test_another_identity_fails_the_comparison(
-    repository: Callable[..., pytest.RunResult], fake: Fake
-) -> None:
-    """The same test of twice the size: INCOMPARABLE, with the fields, and exit code 1; another file
-    is given by its path."""
+def test_another_identity_fails_the_comparison(repository: Repository, fake: Fake) -> None:
+    """The same test of twice the size is INCOMPARABLE, with the fields, and exit code 1. A saved
+    file is given by its path."""
     repository("--benchmark-json=out.json")
     fake.case, fake.factor = a_case(nbytes=8192, count=2048), 2.0
     result = repository("--ddpbench-compare=out.json")
@@ -435,14 +405,14 @@ def test_another_identity_fails_the_comparison(
     "word", ["--ddpbench-compare=0042", "--ddpbench-compare=a/b/c", "--ddpbench-margin=0"]
 )
 def test_a_wrong_option_is_refused(
-    repository: Callable[..., pytest.RunResult], fake: Fake, frozen: Frozen, word: str
+    repository: Repository, fake: Fake, frozen: Frozen, word: str
 ) -> None:
-    """A run that was not saved, or no margin: pytest's exit code 4, before anything is measured."""
+    """An unknown run or an invalid margin ends with pytest's exit code 4 before any measurement."""
     option, _, value = word.partition("=")
     result = repository(word)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert fake.asked == []
+    assert fake.calls == []
     (line,) = [line for line in result.errlines if option in line]
     assert value in line
-    if value != "a/b/c":  # that is told by pytest-benchmark
+    if value != "a/b/c":  # pytest-benchmark prints that
         frozen.text(line.partition(option)[2].replace(str(Path.cwd()), "FOLDER"))

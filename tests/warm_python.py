@@ -1,12 +1,12 @@
-"""Python programs without the seconds that importing torch takes: forked from a Python that has it.
+"""Start Python programs as forks of a Python that has imported torch, which saves seconds.
 
-`warm_python()` replaces `[sys.executable]` in a command line. What it starts is this module, small
-and without torch: it hands its words, folder, environment, cores and streams to a server, which
-forks, and runs them as `python WORDS…` would. It passes signals on and ends as the program does.
-The server has imported what others wrote, and nothing of ddpbench. `ps` shows the program's words;
-but it is no child of the caller, and /proc has the server's environment for it. Started on a
-simulated host, it runs there. With PYTHON_EXEC, which torchrun reads too, in the environment, that
-is the program's sys.executable.
+`warm_python()` replaces `[sys.executable]` in a command line. It starts this module, small and
+without torch: it sends its words, folder, environment, cores and streams to a server, which forks
+and runs them as `python WORDS…` would. It passes signals on and ends as the program does. The
+server has imported other packages, but nothing of ddpbench. `ps` shows the program's words, but the
+program isn't a child of the caller, and /proc has the server's environment for it. Started on a
+simulated host, it runs there. PYTHON_EXEC in the environment becomes the program's sys.executable;
+torchrun uses it, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 
 @cache
 def warm_python() -> list[str]:
-    """Return the words that stand for `python` in a command line; they work until pytest ends.
+    """Return the words that replace `python` in a command line; they work until pytest ends.
 
     Libraries that read the environment when they are loaded have read OMP_NUM_THREADS=1.
     """

@@ -6,21 +6,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ddpbench.analysis import lines, step_lines, steps
-from ddpbench.analysis.flags import BUSY_SHARE, AnyLine
+from ddpbench.analysis import lines, step_lines, steps, tuning
 from ddpbench.analysis.rank_setup import crowded
-from ddpbench.analysis.spans import EXPOSED_OF, WOULD_SAVE
-from ddpbench.analysis.step_lines import StepLine
-from ddpbench.records.schema import SEVERITIES, Finding, Part, Run, StepResult
+from ddpbench.records.schema import SEVERITIES, Finding, Run, StepResult
 from ddpbench.records.wording import counted
 
 EXPOSED_SHARE = 0.10  # of the step: exposed communication above it is reported
-FIRST_BUCKET = 2**20  # bytes of DDP's first bucket, at most, by default
+LESS_DDP = (
+    "communicate less often (--accumulate, a larger batch), send fewer bytes (--comm-hook), or try "
+    "another --bucket-cap-mb"
+)
+LESS_SHARDED = (
+    "communicate less often (--accumulate, a larger batch), or keep the parameters after forward "
+    "(--reshard-after-forward no), for more memory"
+)
 
 
 def findings(run: Run) -> tuple[Finding, ...]:
     """Return all findings, the worst first."""
-    unique = {(f.code, f.sentence): f for check in CHECKS for f in check(run)}
+    default = tuning.keep_default(run)
+    found = [f for check in CHECKS for f in check(run)]
+    found += [f for check in STEP_CHECKS for f in check(default)]
+    unique = {(f.code, f.sentence): f for f in found}
     return tuple(sorted(unique.values(), key=lambda f: SEVERITIES.index(f.severity)))
 
 
@@ -37,12 +44,7 @@ def exit_code(run: Run) -> int:
 def replicas_bad(result: StepResult) -> bool:
     """Whether a verification found replicas that differ, or are not finite."""
     replicas = result.replicas
-    return (replicas is not None and replicas.failed) or _bad_epoch(result) is not None
-
-
-def _bad_epoch(result: StepResult) -> int | None:
-    """Return the first epoch after which the replicas were not equal."""
-    return next((e.number for e in result.epochs if e.replicas_equal is False), None)
+    return replicas is not None and replicas.failed
 
 
 def _wrong_results(run: Run) -> Iterator[Finding]:
@@ -80,7 +82,7 @@ def _invalid(run: Run) -> Iterator[Finding]:
 def _replicas(run: Run) -> Iterator[Finding]:
     """Report differing replicas. Notes are left out: random states, buffers that DDP resends."""
     for result in run.steps:
-        replicas, case, epoch = result.replicas, result.case, _bad_epoch(result)
+        replicas, case = result.replicas, result.case
         place: dict[str, Any] = {"workload": case.workload, "backend": case.backend}
         who = f"{case.workload} on {case.backend}"
         for finding in replicas.findings if replicas is not None and not replicas.ok else ():
@@ -89,105 +91,43 @@ def _replicas(run: Run) -> Iterator[Finding]:
                 when = "" if step is None else f", after step {step}"
                 sentence = f"{who}{when}: {finding.sentence}"
                 yield replace(finding, sentence=sentence, place={**place, **finding.place})
-        if epoch is not None:
-            yield Finding(
-                "error",
-                "replicas-differ",
-                f"{who}: the replicas were not equal, or not finite, after epoch {epoch}",
-                "do not use the trained model; to find the step, the tensors and the ranks: "
-                f"ddpbench ddp --workload {case.workload} --verify every",
-                {**place, "epoch": epoch},
-            )
 
 
 def _late_rank(run: Run) -> Iterator[Finding]:
     for line in step_lines.lines(run):
-        if line.summary is None:
-            continue
-        waits: dict[int, tuple[float, str]] = {}  # rank → seconds, and why the others wait
-        for bucket in line.summary.buckets:
-            if bucket.late_rank is not None:
-                seconds = max(bucket.wait.value, waits.get(bucket.late_rank, (0.0, ""))[0])
-                waits[bucket.late_rank] = seconds, "for one of its buckets"
-        part = line.part(steps.WAITING)
-        if part is not None and part.resolved and part.rank is not None:
-            waits[part.rank] = part.figure.value, "for it"
-        case = line.case
-        for rank, (seconds, why) in waits.items():
-            yield Finding(
-                "warning",
-                "late-rank",
-                f"{case.workload} on {case.backend}: rank {rank} is late: the others wait "
-                f"{seconds * 1e3:.3g} ms of each {(line.seconds or 0) * 1e3:.3g} ms step {why}",
-                "compare the clock, the load of the host and the data of this rank with those of "
-                "the other ranks; to measure the ranks: ddpbench doctor --only stragglers",
-                {"workload": case.workload, "backend": case.backend, "rank": rank},
-            )
+        part, case = line.part(steps.WAITING), line.case
+        buckets = line.summary.buckets if line.summary else ()
+        waits = {bucket.late_rank: bucket.wait.value for bucket in buckets}
+        if part is not None and part.resolved:
+            waits[part.rank] = part.figure.value
+        for rank, seconds in waits.items():
+            if rank is not None:
+                yield Finding(
+                    "warning",
+                    "late-rank",
+                    f"{case.workload} on {case.backend}: rank {rank} is late: of each step of "
+                    f"{(line.seconds or 0) * 1e3:.3g} ms the others wait {seconds * 1e3:.3g} ms",
+                    "compare the clock, the load of the host and the data of this rank with those "
+                    "of the other ranks; to measure the ranks: ddpbench doctor --only stragglers",
+                    {"workload": case.workload, "backend": case.backend, "rank": rank},
+                )
 
 
 def _exposed(run: Run) -> Iterator[Finding]:
     for line in step_lines.lines(run):
         part, case = line.part(steps.EXPOSED), line.case
-        if part is None or not part.resolved or (part.share or 0) <= EXPOSED_SHARE:
+        share = (part.share if part and part.resolved else None) or 0.0
+        if part is None or share <= EXPOSED_SHARE:
             continue
-        advise = _advise_sharded if case.mesh else _advise_ddp
-        cause, ways = advise(line, part)
         way = f", {case.parallel}" if case.mesh else ""
         yield Finding(
             "note",
             "exposed-communication",
-            f"{case.workload} on {case.backend}{way}: {_milliseconds(part)} of each step is "
-            f"exposed communication: backward does not hide it{cause}",
-            ", or ".join(ways),
+            f"{case.workload} on {case.backend}{way}: {part.figure.value * 1e3:.3g} ms "
+            f"({share * 100:.0f} %) of each step is exposed communication, not hidden by backward",
+            LESS_SHARDED if case.mesh else LESS_DDP,
             {"workload": case.workload, "backend": case.backend},
         )
-
-
-def _advise_ddp(line: StepLine, exposed: Part) -> tuple[str, list[str]]:
-    """Return what most of the exposed communication is, and what shortens or hides it."""
-    case, buckets = line.case, line.summary.buckets if line.summary else ()
-    batch = "a larger batch in its own code" if ":" in case.workload else "a larger --batch"
-    less_often = batch if case.static_graph else f"--accumulate, {batch}"
-    ways = [f"communicate less often ({less_often})"]
-    overhead = line.part(steps.OVERHEAD)
-    if overhead and overhead.resolved and overhead.figure.value >= exposed.figure.value / 2:
-        if len(buckets) > 1 and case.parameter_nbytes < FIRST_BUCKET * len(buckets):
-            ways.append("use fewer buckets (a larger --bucket-cap-mb)")
-        return ", and most of it is overhead, not transfer", ways
-    if case.comm_hook == "none" and case.parameter_nbytes > 2 * case.parameters:
-        ways.insert(0, "send fewer bytes (--comm-hook)")
-    if len(buckets) > 1:
-        ways.append("try another --bucket-cap-mb")
-    elif buckets and case.bucket_cap_mb is not None and buckets[0].nbytes > FIRST_BUCKET:
-        ways.append("leave out --bucket-cap-mb: a single bucket cannot be hidden")
-    return "", ways
-
-
-def _advise_sharded(line: StepLine, exposed: Part) -> tuple[str, list[str]]:
-    """Return the largest exposed operation, and what shortens it."""
-    case = line.case
-    known = [line.part(name) for name in EXPOSED_OF.values()]
-    resolved = [each for each in known if each is not None and each.resolved]
-    largest = max(resolved, key=lambda each: each.figure.value, default=None)
-    ways = []
-    if largest is not None and largest.name == EXPOSED_OF["all_gather"]:
-        if case.prefetch is False:
-            saved = line.part(WOULD_SAVE)
-            gain = f", which saves {_milliseconds(saved)}" if saved and saved.resolved else ""
-            ways.append(f"gather the next layers early (leave out --no-prefetch){gain}")
-        if case.reshard_after_forward:
-            ways.append(
-                "keep the parameters after forward (--reshard-after-forward no): no all_gather in "
-                "backward, for more memory"
-            )
-    more = "a larger --batch" if case.parallel == "tp" else "--accumulate, a larger --batch"
-    ways.append(f"communicate less often ({more})")
-    cause = f", most of it {largest.name.removeprefix('exposed ')}" if largest else ""
-    return cause, ways
-
-
-def _milliseconds(part: Part) -> str:
-    return f"{part.figure.value * 1e3:.3g} ms ({(part.share or 0) * 100:.0f} %)"
 
 
 def _one_rank(run: Run) -> Iterator[Finding]:
@@ -216,11 +156,7 @@ def _debug(run: Run) -> Iterator[Finding]:
 
 
 def _oversubscribed(run: Run) -> Iterator[Finding]:
-    # Where some ranks have cores to themselves, the finding `shared-cores` covers the host.
-    covered = {f.place.get("host") for f in _examined(run) if f.code == "shared-cores"}
     for host in (host for launch in run.launches for host in crowded(launch.ranks)):
-        if host.host in covered:
-            continue
         ways = f"use -n {host.cores} or fewer"
         if host.ranks <= host.cores:
             ways += f", or OMP_NUM_THREADS={host.cores // host.ranks}"
@@ -249,20 +185,6 @@ def _mixed_versions(run: Run) -> Iterator[Finding]:
                 )
 
 
-def _busy(run: Run) -> Iterator[Finding]:
-    all_lines: list[AnyLine] = [*lines.lines(run), *step_lines.lines(run)]
-    rows = [line for line in all_lines if line.seconds is not None]
-    busy = [line for line in rows if "busy" in line.flags]
-    if busy and len(busy) * 4 >= len(rows):
-        yield Finding(
-            "warning",
-            "busy-host",
-            f"other processes used more than {BUSY_SHARE * 100:g} % of the cores during "
-            f"{len(busy)} of {len(rows)} cases, so these times do not show the backend alone",
-            "stop other programs on this host and measure again",
-        )
-
-
 def _examined(run: Run) -> Iterator[Finding]:
     for examination in run.examinations:
         yield from examination.findings
@@ -276,8 +198,7 @@ CHECKS: list[Callable[[Run], Iterator[Finding]]] = [
     _mixed_versions,
     _debug,
     _oversubscribed,
-    _busy,
-    _late_rank,
-    _exposed,
     _one_rank,
+    tuning.list_findings,
 ]
+STEP_CHECKS = (_late_rank, _exposed)  # of several settings, these check the default only

@@ -1,12 +1,10 @@
 """Latency and bandwidth of an operation: Hockney's T(n) = α + βn, in one to three segments.
 
 n is the message size of the tables: S of nccl-tests, the total buffer, in bytes. For send_recv, α
-is the time of an empty message and 1/β the asymptotic bandwidth (Hockney, "The communication
-challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20, 1994). For a collective, α
-is the sum of the latencies of all messages that follow one another, and 1/β the asymptotic algbw;
-times the bus factor, it is a busbw, which compares with a link. At n½ = α/β half the time is
-latency, and half of 1/β is reached (Hockney and Jesshope, "Parallel Computers", 1981). For calls in
-flight (pipelined), α is the time from one call to the next rather than a latency.
+is the time of an empty message and 1/β the asymptotic bandwidth. For a collective, α is the sum of
+the latencies of all messages that follow one another, and 1/β the asymptotic algbw. At n½ = α/β
+half the time is latency, and half of 1/β is reached. For calls in flight (pipelined), α is the time
+from one call to the next rather than a latency.
 
 The fit is least squares of log T = log(exp(a) + exp(b) n): relative errors count alike at all
 sizes. For a known n½ the best b is a mean, so a scan over n½ finds the global optimum, for all
@@ -19,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -32,9 +29,9 @@ from ddpbench.records.schema import Case
 FEWEST_SIZES = 4  # of a segment
 RESAMPLES = 200
 WIDEST = 3.0  # a figure whose interval has a larger ratio of high to low is not identifiable
-OFF = 0.25  # by which the curve may miss a size beyond that size's own interval
-ERROR = 0.03  # no segment is added to explain smaller relative errors
-EDGE, STEP = math.log(1e3), 0.1  # of the scan over log n½: beyond the sizes, and from step to step
+OFF = 0.25  # by which the curve may miss a size beyond all launches
+ERROR = 0.05  # no segment is added to explain smaller relative errors
+EDGE, STEP = math.log(1e3), 0.02  # of the scan over log n½: beyond the sizes, and from step to step
 
 
 @dataclass(frozen=True)
@@ -62,15 +59,15 @@ class Fit:
     """The fit of one operation on one backend, over the sizes that a line describes."""
 
     case: Case  # without size: nbytes, count and depth are 0
-    of: str  # what the intervals are over
+    launches: int  # that the intervals are over
     segments: tuple[Segment, ...]
 
 
 def fits(lines: Sequence[Line]) -> list[Fit]:
     """Return one fit for each operation, backend and form of the lines, in their order.
 
-    A fit needs at least four sizes, a launch that measured them all, and times that follow a line
-    and identify a figure.
+    A fit needs at least four sizes, two launches that measured them all, and times that follow a
+    line and identify a figure.
     """
     series: dict[Case, list[Line]] = {}
     for line in lines:
@@ -82,20 +79,23 @@ def fits(lines: Sequence[Line]) -> list[Fit]:
 
 
 def _fit(case: Case, lines: list[Line]) -> Fit | None:
+    from scipy.special import stdtrit
+
     lines = sorted(lines, key=lambda line: line.case.nbytes)
     logs = _launch_logs(lines)
-    if len(lines) < FEWEST_SIZES or not len(logs):
+    launches = len(logs)
+    if len(lines) < FEWEST_SIZES or launches < 2:
         return None
-    drawn = _resample(logs, lines)
-    if drawn is None:
-        return None
-    resampled, factor, of = drawn
+    chosen = np.random.default_rng(0).integers(0, launches, (RESAMPLES, launches))
+    resampled = np.median(logs[chosen], axis=1)
+    # A bootstrap of few launches is too narrow: Student's t, and the variance corrected.
+    factor = float(stdtrit(launches - 1, 0.975)) * math.sqrt(launches / (launches - 1))
     ends = _choose_ends(logs, np.array([float(line.case.nbytes) for line in lines]))
     found = [
         _fit_segment(lines[i:j], logs[:, i:j], resampled[:, i:j], factor) for i, j in pairwise(ends)
     ]
     segments = tuple(segment for segment in found if segment is not None)
-    return Fit(case, of, segments) if segments else None
+    return Fit(case, launches, segments) if segments else None
 
 
 def _launch_logs(lines: Sequence[Line]) -> Floats:
@@ -123,38 +123,19 @@ def _scan(logs: Floats, sizes: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     squares = (centred**2).sum(axis=1)[:, None] - 2 * centred @ flat.T + (flat**2).sum(axis=1)
     best = squares.argmin(axis=1)
     edge = np.where(best == 0, -1.0, np.where(best == len(halves) - 1, 1.0, 0.0))
-    best = best.clip(1, len(halves) - 2)
-    rows = np.arange(len(logs))
-    before, least, after = (squares[rows, best + i] for i in (-1, 0, 1))
-    bend = np.maximum(before - 2 * least + after, 1e-300)  # the minimum of the parabola through 3
-    half = halves[best] + STEP * np.clip((before - after) / (2 * bend), -1, 1)
-    curve = np.logaddexp(half[:, None], np.log(sizes))
-    slope = (logs - curve).mean(axis=1)
-    error = ((logs - curve - slope[:, None]) ** 2).sum(axis=1)
-    return slope + half, slope, error, edge
+    slope = (logs - shapes[best]).mean(axis=1)
+    return slope + halves[best], slope, squares.min(axis=1), edge
 
 
 def _choose_ends(logs: Floats, sizes: Floats) -> tuple[int, ...]:
-    """Return where segments begin and end, by BIC: (0, …, number of sizes).
-
-    The error of a measured time has two parts: how far its launch is from the median of the
-    launches (less what all sizes of the launch share), and how far that median is from the curve.
-    """
-    middle, values = np.median(logs, axis=0), float(logs.size)
-    apart = logs - middle
-    within = float(((apart - apart.mean(axis=1, keepdims=True)) ** 2).sum())
-
-    @cache
-    def squares(i: int, j: int) -> float:
-        return float(_scan(middle[None, i:j], sizes[i:j])[2][0])
+    """Return where segments begin and end, by BIC of the medians: (0, …, number of sizes)."""
+    middle, count = np.median(logs, axis=0), len(sizes)
 
     def criterion(ends: tuple[int, ...]) -> float:
-        between = len(logs) * sum(squares(i, j) for i, j in pairwise(ends))
-        variance = (within + between) / values
+        squares = sum(_scan(middle[None, i:j], sizes[i:j])[2].item() for i, j in pairwise(ends))
         parameters = 3 * len(ends) - 4  # α and β of each segment, and where they meet
-        return values * math.log(max(variance, ERROR * ERROR)) + parameters * math.log(values)
+        return count * math.log(max(squares / count, ERROR**2)) + parameters * math.log(count)
 
-    count = len(middle)
     inner = range(FEWEST_SIZES, count - FEWEST_SIZES + 1)
     divisions: list[tuple[int, ...]] = [(0, count)]
     divisions += [(0, i, count) for i in inner]
@@ -162,43 +143,17 @@ def _choose_ends(logs: Floats, sizes: Floats) -> tuple[int, ...]:
     return min(divisions, key=criterion)
 
 
-def _resample(logs: Floats, lines: Sequence[Line]) -> tuple[Floats, float, str] | None:
-    """Draw log seconds [resample, size] anew; return also the factor from spread to half-width.
-
-    With two or more launches, launches are drawn. A bootstrap of few values is too narrow: the
-    factor applies Student's t for that many launches and corrects the variance. The times of a
-    single launch are drawn from their intervals; None without intervals.
-    """
-    from scipy.special import stdtrit
-
-    draw = np.random.default_rng(0)
-    launches, count = logs.shape
-    if launches > 1:
-        chosen = draw.integers(0, launches, (RESAMPLES, launches))
-        factor = stdtrit(launches - 1, 0.975) * math.sqrt(launches / (launches - 1))
-        return np.median(logs[chosen], axis=1), float(factor), f"{launches} launches"
-    known = [line.interval for line in lines if line.interval and line.interval.low > 0]
-    if len(known) < count:
-        return None
-    errors = np.array([math.log(each.high / each.low) / 2 / 1.96 for each in known])
-    drawn = logs + errors * draw.standard_normal((RESAMPLES, count))
-    return drawn, float(stdtrit(1e6, 0.975)), "this launch only"
-
-
 def _fit_segment(
     lines: Sequence[Line], logs: Floats, resampled: Floats, factor: float
 ) -> Segment | None:
     """Return the line through these sizes; None if it misses one, or identifies no figure.
 
-    It misses a size if it is off by OFF beyond the interval of that size, which over several
-    launches is from the shortest to the longest.
+    It misses a size if it is off by OFF beyond all launches.
     """
     sizes = np.array([float(line.case.nbytes) for line in lines])
     (a,), (b,), _, (edge,) = _scan(np.median(logs, axis=0)[None], sizes)
-    alone = len(logs) == 1
-    width = np.array([math.log1p(line.half_width or 0.0) * alone for line in lines])
     curve = np.logaddexp(a, b + np.log(sizes))
-    beyond = np.maximum(curve - logs.max(axis=0), logs.min(axis=0) - curve) - width
+    beyond = np.maximum(curve - logs.max(axis=0), logs.min(axis=0) - curve)
     if beyond.max() > math.log1p(OFF):
         return None
     drawn_a, drawn_b, _, edges = _scan(resampled, sizes)

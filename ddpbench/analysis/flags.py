@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -66,32 +66,25 @@ def raised_flags(line: LineT, plan: Plan, known: Mapping[str, Flag[LineT]]) -> t
 def find_fastest(group: Sequence[LineT]) -> LineT | None:
     """Return the line whose interval is below all others, of lines that differ in backend only.
 
-    Returns None if one of them has no interval or a flag of NOT_COMPARABLE, or if their times have
-    different definitions: between events, a backend that hides its kernel launches excludes them.
+    Returns None if one of them has no interval or a flag of NOT_COMPARABLE.
     """
-    measured = [line for line in group if line.seconds is not None]
+    measured = sorted((line for line in group if line.seconds), key=lambda line: line.seconds or 0)
     intervals = [line.interval for line in measured if line.interval is not None]
-    definitions = {(line.case.time_definition, line.case.clock) for line in measured}
     flags = {flag for line in measured for flag in line.flags}
-    if len(definitions) > 1 or NOT_COMPARABLE & flags or not 1 < len(measured) == len(intervals):
+    if NOT_COMPARABLE & flags or not 1 < len(measured) == len(intervals):
         return None
-    best = min(range(len(measured)), key=lambda i: measured[i].seconds or 0.0)
-    others = intervals[:best] + intervals[best + 1 :]
-    return measured[best] if all(intervals[best].high < each.low for each in others) else None
+    best, *others = intervals
+    return measured[0] if all(best.high < other.low for other in others) else None
 
 
-def note_fastest(known: Sequence[LineT], same: Callable[[LineT], Hashable]) -> list[LineT]:
-    """Return these lines, with `faster` set in the fastest line of each group.
-
-    same: what the lines of a group, which differ in their backend only, have in common.
-    """
-    groups: dict[Hashable, list[LineT]] = {}
+def note_fastest(known: Sequence[LineT]) -> list[LineT]:
+    """Return these lines, with `faster` set in the fastest of those that differ in backend only."""
+    groups: dict[Case | StepCase, list[LineT]] = {}
     for line in known:
-        groups.setdefault(same(line), []).append(line)
+        groups.setdefault(replace(line.case, backend="", provider=""), []).append(line)
     fastest: dict[int, LineT] = {}
     for group in groups.values():
-        best = find_fastest(group)
-        if best is not None and best.seconds:
-            _, second, *_ = sorted(line.seconds for line in group if line.seconds is not None)
-            fastest[id(best)] = replace(best, faster=second / best.seconds)
+        if (best := find_fastest(group)) is not None:
+            first, second, *_ = sorted(line.seconds for line in group if line.seconds)
+            fastest[id(best)] = replace(best, faster=second / first)
     return [fastest.get(id(line), line) for line in known]

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -82,15 +81,7 @@ def lines(run: Run) -> list[Line]:
 
     sharing = {launch.index for launch in run.launches if share_gpu(launch.ranks)}
     known = [_line(case, by_case[case], run.plan, sharing) for case in sorted(by_case, key=order)]
-    return note_fastest(known, lambda line: _same_but_backend(line.case))
-
-
-def _same_but_backend(case: Case) -> tuple[object, ...]:
-    return (
-        *(case.operation, case.form, case.dtype, case.reduce_op, case.root, case.nbytes),
-        *(case.in_place, case.async_op, case.device, case.world_size, case.ranks_per_host),
-        *(case.group, case.groups),
-    )
+    return note_fastest(known)
 
 
 def share_gpu(ranks: Sequence[Mapping[str, Any]]) -> bool:
@@ -112,14 +103,6 @@ def impossible(result: Result, seconds: float) -> bool:
     return hard is not None and seconds < result.least_nbytes / hard.bytes_per_second
 
 
-def fraction(result: Result, seconds: float) -> float | None:
-    """Return busbw over the calibrated rate; it may exceed 1 if the network itself reduces."""
-    if result.limit is None or result.case.world_size < 2 or not result.case.nbytes:
-        return None
-    rate = busbw(result.case.nbytes, seconds, result.bus_factor)
-    return rate / result.limit.bytes_per_second
-
-
 def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> Line:
     measured = [r for r in results if r.summary is not None]
     if not measured:
@@ -134,7 +117,8 @@ def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> L
     skews = [s.skew_seconds for s in summaries if s.skew_seconds is not None]
     factor = measured[0].bus_factor
     known = bool(case.nbytes and seconds)  # a device's clock may be too coarse for a single rank
-    fractions = [f for r in measured if (f := fraction(r, seconds)) is not None]
+    rate = busbw(case.nbytes, seconds, factor) if known else None
+    limits = [r.limit.bytes_per_second for r in measured if r.limit and case.world_size > 1]
     line = Line(
         case=case,
         results=tuple(measured),
@@ -146,8 +130,9 @@ def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> L
         },
         skew=float(np.median(skews)) if skews else None,
         algbw=case.nbytes / seconds if known else None,
-        busbw=busbw(case.nbytes, seconds, factor) if known else None,
-        fraction=float(np.median(fractions)) if fractions else None,
+        busbw=rate,
+        # It may exceed 1 if the network itself reduces.
+        fraction=float(np.median([rate / limit for limit in limits])) if rate and limits else None,
         shares_gpu=any(r.launch in sharing for r in measured),
     )
     return replace(line, flags=raised_flags(line, plan, FLAGS))
@@ -169,28 +154,10 @@ def _launches_differ(line: Line, plan: Plan) -> bool:
     return apart and high.interval.low > low.interval.high
 
 
-def _cores_moved(line: Line, plan: Plan) -> bool:
-    """Whether launches differ, and handoffs between the ranks' cores do so too."""
-    longer = bool(line.handoffs) and line.handoffs[-1] > DISAGREEING * line.handoffs[0]
-    return longer and _launches_differ(line, plan)
-
-
 def _is_skewed(line: Line, plan: Plan) -> bool:
     """Whether ranks entered apart; skew is per repetition, `seconds` per call."""
     calls = min(r.calls for r in line.results)
     return (line.skew or 0) > SKEW_SHARE * (line.seconds or 0) * calls
-
-
-def _takes_faults(result: Result) -> bool:
-    """Whether a call touched as much new memory as a quarter of its message, and some at all."""
-    pages = (result.page_faults or 0.0) / result.calls
-    return pages >= 16 and pages * 4096 >= result.case.nbytes / 4
-
-
-def _lacks_huge_pages(result: Result) -> bool:
-    """Whether huge pages were requested, and the kernel left a tenth or more in small ones."""
-    requested = result.case.buffers == "huge" and result.case.nbytes > 0
-    return requested and (result.huge_share or 0.0) < 0.9
 
 
 FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
@@ -222,13 +189,6 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
         _launches_differ,
         mark="L",
     ),
-    "cores": Flag(
-        "the launches differ, and so does the round trip of a cache line between the ranks' cores "
-        "(--columns handoffs): a hypervisor moved the virtual CPUs; measure more launches, or pin "
-        "the virtual CPUs",
-        _cores_moved,
-        mark="C",
-    ),
     "modes": Flag(
         "the times of the calls have two modes (--columns modes): the median is one of them, or "
         "between them",
@@ -253,28 +213,10 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
         mark="G",
     ),
     "busy": BUSY,
-    "small-pages": Flag(
-        "the kernel did not grant all requested huge pages: check "
-        "/sys/kernel/mm/transparent_hugepage/enabled and the free memory",
-        lambda line, plan: any(_lacks_huge_pages(r) for r in line.results),
-        mark="P",
-    ),
-    "faults": Flag(
-        "each call takes page faults (--columns faults) for a quarter of its bytes or more, as it "
-        "maps new memory; to let glibc keep memory, set MALLOC_MMAP_MAX_=0 "
-        "MALLOC_TRIM_THRESHOLD_=4000000000",
-        lambda line, plan: any(_takes_faults(r) for r in line.results),
-        mark="F",
-    ),
     "batched": Flag(
         "too short for the clock: one stamp covers several calls, so there are no percentiles",
         lambda line, plan: any(r.batch > 1 for r in line.results),
         mark="K",
-    ),
-    "rounded": Flag(
-        "the requested size does not divide into whole elements on every rank",
-        lambda line, plan: any(r.requested_nbytes != r.case.nbytes for r in line.results),
-        mark="R",
     ),
     "stopped": STOPPED,
 }
@@ -323,15 +265,11 @@ def _valley(logs: Floats, repetitions: int) -> float | None:
     grid = np.linspace(low - 3 * width, high + 3 * width, POINTS)
     density = np.exp(-0.5 * ((grid[:, None] - logs) / width) ** 2).sum(axis=1)
     rising = density[1:] > density[:-1]
-    peaks = 1 + np.flatnonzero(rising[:-1] & ~rising[1:])
-    best: tuple[float, float] | None = None  # depth, value
-    for first, second in pairwise(peaks):
-        lowest = first + int(density[first:second].argmin())
-        share = float((logs < grid[lowest]).mean())
-        if not LEAST_SHARE <= share <= 1 - LEAST_SHARE:
-            continue
-        beside = min(density[:lowest].max(), density[lowest:].max())
-        depth = float(density[lowest] / beside)
-        if depth <= DEEPEST and (best is None or depth < best[0]):
-            best = depth, float(grid[lowest])
-    return None if best is None else best[1]
+    valleys = 1 + np.flatnonzero(~rising[:-1] & rising[1:])
+    best = 1.0, 0.0  # depth, value
+    for valley in valleys:
+        share = float((logs < grid[valley]).mean())
+        if LEAST_SHARE <= share <= 1 - LEAST_SHARE:
+            beside = min(density[:valley].max(), density[valley:].max())
+            best = min(best, (float(density[valley] / beside), float(grid[valley])))
+    return best[1] if best[0] <= DEEPEST else None

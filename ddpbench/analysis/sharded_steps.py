@@ -22,7 +22,6 @@ from ddpbench.analysis.steps import Samples, difference, figure
 from ddpbench.records.schema import Collective, Part, StepSummary
 
 LEAST_SECONDS = 1e-6  # hidden time below this is the rounding of stamps
-ARMS, SPANS = "arms", "spans"  # where a part comes from
 
 
 def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSummary:
@@ -30,9 +29,8 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
     summary = steps.summarise(samples, batch_of_all_ranks, warm_up)
     step = summary.step.value
     measured = _measure(samples)
-    parts = [replace(part, source=ARMS) for part in summary.budget]
-    last = [part for part in parts if part.name.startswith(steps.WAITING)]
-    parts = [part for part in parts if part not in last]
+    last = [part for part in summary.budget if part.name.startswith(steps.WAITING)]
+    parts = [part for part in summary.budget if part not in last]
     parts += [*_parts(samples, measured, step), *_prefetch(samples, step), *last]
     return replace(
         summary,
@@ -92,15 +90,12 @@ def _parts(samples: Samples, measured: Sequence[_Measured], step: float) -> Iter
         {n: _sum([getattr(m, what) for m in measured if m.span.operation == n]) for n in kinds}
         for what in ("exposed", "hidden")
     )
-    known: list[tuple[Part | None, str]] = [
-        (difference(EXPOSED_OF[name], step, exposed[name]), SPANS) for name in kinds
-    ]
+    known = [difference(EXPOSED_OF[name], step, exposed[name]) for name in kinds]
     if "noop" in samples.stamps:
         arms = (steps.arm_seconds(samples, "ddp"), steps.arm_seconds(samples, "noop"))
-        overhead = difference(steps.OVERHEAD, step, *arms, *exposed.values())
-        known.append((overhead, f"{ARMS} less {SPANS}"))
-    known += [(difference(HIDDEN_OF[name], step, hidden[name]), SPANS) for name in kinds]
-    yield from (replace(part, source=source) for part, source in known if part is not None)
+        known.append(difference(steps.OVERHEAD, step, *arms, *exposed.values()))
+    known += [difference(HIDDEN_OF[name], step, hidden[name]) for name in kinds]
+    yield from filter(None, known)
 
 
 def _sum(values: Sequence[Floats]) -> Floats:
@@ -111,9 +106,8 @@ def _prefetch(samples: Samples, step: float) -> Iterator[Part]:
     """Yield the time per step that gathering the next layers early saves, or would save."""
     for name, slower, faster in ((SAVES, "no_prefetch", "ddp"), (WOULD_SAVE, "ddp", "prefetch")):
         seconds = (steps.arm_seconds(samples, arm) for arm in (slower, faster))
-        part = difference(name, step, *seconds)
-        if part is not None:
-            yield replace(part, source=ARMS)
+        if (part := difference(name, step, *seconds)) is not None:
+            yield part
 
 
 def _collectives(

@@ -19,7 +19,7 @@ Stamps = npt.NDArray[np.int64]
 
 BATCH = 20  # neighbouring repetitions are correlated, medians of batches hardly
 FEWEST = 6  # values that a 95 % interval of a median needs
-QUANTILES = 21  # the 6th is the lower quartile
+QUANTILES = 21  # of the times of a launch
 # percentile → repetitions that its 95 % interval needs
 PERCENTILES = {"p50": 6, "p90": 36, "p99": 368, "p99.9": 3688}
 
@@ -139,23 +139,11 @@ def quantiles(times: Floats) -> tuple[float, ...]:
     return tuple(np.percentile(times, np.linspace(0, 100, QUANTILES)).round(10).tolist())
 
 
-def lower_quartile(quantile_values: Sequence[float]) -> float:
-    """Return the lower quartile from the result of `quantiles`."""
-    return quantile_values[QUANTILES // 4]
-
-
 def outliers(times: Floats, distance: float) -> int:
     """Count values more than `distance` interquartile ranges beyond the quartiles (Tukey)."""
     low, high = np.percentile(times, [25, 75])
     reach = distance * (high - low)
     return int(((times < low - reach) | (times > high + reach)).sum())
-
-
-def lag1(times: Floats) -> float | None:
-    """Return the autocorrelation of neighbouring repetitions; None if it is undefined."""
-    if len(times) < 3 or 0.0 in (float(times[:-1].std()), float(times[1:].std())):
-        return None
-    return float(np.corrcoef(times[:-1], times[1:])[0, 1])
 
 
 def summary(
@@ -194,7 +182,6 @@ def summary(
         launch_seconds=launch if hidden_launch else None,
         outliers=outliers(times, 1.5),
         far_outliers=outliers(times, 3.0),
-        lag1=lag1(times),
         quantiles_seconds=quantiles(times) if single else (),
         **{
             name: float(np.median(values)) * 1e-9 if common_clock and not hidden_launch else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from ddpbench.analysis import stats, steps
 from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest, raised_flags
-from ddpbench.analysis.spans import EXPOSED_OF
 from ddpbench.records.schema import (
     Bucket,
     Collective,
@@ -25,7 +24,7 @@ from ddpbench.records.schema import (
     StepSummary,
 )
 
-MergedT = TypeVar("MergedT", Bucket, Collective)
+RecordT = TypeVar("RecordT", Phase, Bucket, Collective)
 PRECISION = 0.025  # largest relative half-width of a step's interval without a flag
 
 
@@ -69,7 +68,7 @@ def lines(run: Run) -> list[StepLine]:
         return names.index(case.workload), group, backends.index(case.backend)
 
     known = [_line(case, by_case[case], run.plan) for case in sorted(by_case, key=order)]
-    return note_fastest(known, lambda line: same_but_backend(line.case))
+    return note_fastest(known)
 
 
 def same_but_backend(case: StepCase) -> StepCase:
@@ -78,7 +77,7 @@ def same_but_backend(case: StepCase) -> StepCase:
 
 
 def _line(case: StepCase, results: list[StepResult], plan: Plan) -> StepLine:
-    known = tuple(r for r in results if r.summary or r.replicas or r.epochs or r.watched)
+    known = tuple(r for r in results if r.summary or r.replicas or r.watched)
     if not known:
         return StepLine(case=case, results=(), reason=results[0].reason or "nothing was measured")
     summaries = [r.summary for r in known if r.summary is not None]
@@ -98,11 +97,9 @@ def _is_imprecise(line: StepLine, plan: Plan) -> bool:
 
 FLAGS: dict[str, Flag[StepLine]] = {  # in the order in which a row shows them
     "DIFFER": Flag(
-        "the replicas differed after a step or an epoch: do not train like this",
+        "the replicas differed after a step: do not train like this",
         lambda line, plan: any(
-            (r.replicas is not None and not r.replicas.equal)
-            or any(epoch.replicas_equal is False for epoch in r.epochs)
-            for r in line.results
+            r.replicas is not None and not r.replicas.equal for r in line.results
         ),
     ),
     "NONFINITE": Flag(
@@ -122,7 +119,7 @@ FLAGS: dict[str, Flag[StepLine]] = {  # in the order in which a row shows them
 }
 
 
-def _over_launches(summaries: list[StepSummary]) -> StepSummary:
+def _over_launches(summaries: Sequence[StepSummary]) -> StepSummary:
     """Return medians of the launches' medians; intervals over launches need six launches."""
     if len(summaries) == 1:
         return summaries[0]
@@ -130,112 +127,65 @@ def _over_launches(summaries: list[StepSummary]) -> StepSummary:
     return replace(
         summaries[0],
         rounds=sum(s.rounds for s in summaries),
-        step=_middle(s.step for s in summaries),
-        samples_per_second=_median(s.samples_per_second for s in summaries),
-        phases=tuple(_phase(same) for same in zip(*(s.phases for s in summaries), strict=True)),
-        budget=tuple(_parts([s.budget for s in summaries])),
+        step=_middle([s.step for s in summaries]),
+        samples_per_second=float(np.median([s.samples_per_second for s in summaries])),
+        phases=_merge_all([s.phases for s in summaries]),
+        budget=tuple(_merge_parts(summaries)),
         speed_up=_middle(factors) if len(factors) == len(summaries) else None,
-        buckets=_buckets([s.buckets for s in summaries]),
-        collectives=_collectives([s.collectives for s in summaries]),
+        buckets=_merge_all([s.buckets for s in summaries]),
+        collectives=_merge_all([s.collectives for s in summaries]),
         peak_nbytes=max(s.peak_nbytes for s in summaries),
-        observer=next(_parts([(s.observer,) if s.observer else () for s in summaries]), None),
     )
 
 
-def _middle(figures: Iterable[Figure]) -> Figure:
+def _middle(figures: Sequence[Figure]) -> Figure:
     return Figure(*stats.over_launches(np.array([figure.value for figure in figures])))
 
 
-def _median(values: Iterable[float]) -> float:
-    return float(np.median(list(values)))
+def _merge_all(launches: Sequence[tuple[RecordT, ...]]) -> tuple[RecordT, ...]:
+    """Merge one by one; empty unless all launches have the same phases, buckets or collectives."""
+    if len({tuple(map(_identify, records)) for records in launches}) > 1:
+        return ()
+    return tuple(map(_merge, zip(*launches, strict=True)))
 
 
-def _phase(same: Sequence[Phase]) -> Phase:
-    ranks = [phase.slowest_rank for phase in same]
-    rank = max(ranks, key=ranks.count)
-    share = sum(phase.slowest_share for phase in same if phase.slowest_rank == rank) / len(same)
-    fastest = _median(phase.fastest_seconds for phase in same)
-    return Phase(same[0].name, _middle(phase.slowest for phase in same), fastest, rank, share)
+def _identify(record: RecordT) -> tuple[object, ...]:
+    values = vars(record).items()
+    return tuple(v for name, v in values if isinstance(v, str | int) and not name.endswith("rank"))
 
 
-def _parts(budgets: Sequence[tuple[Part, ...]]) -> Iterator[Part]:
-    """Return the parts that all launches have.
+def _merge(same: Sequence[RecordT]) -> RecordT:
+    """Return medians of all figures, the rank that is mostly slowest, and the rank that is late."""
+    changes: dict[str, Any] = {}
+    for name, first in vars(same[0]).items():
+        values = [getattr(each, name) for each in same]
+        if isinstance(first, Figure):
+            changes[name] = _middle(values)
+        elif isinstance(first, float):
+            changes[name] = float(np.median(values))
+        elif name == "slowest_rank":
+            changes[name] = max(values, key=values.count)
+        elif name == "late_rank" and len(set(values)) > 1:
+            changes[name] = None
+    return replace(same[0], **changes)
+
+
+def _merge_parts(summaries: Sequence[StepSummary]) -> Iterator[Part]:
+    """Yield the parts that all launches have, of the launches with the median step: they add up.
 
     Fewer than six launches give no interval: a part is then resolved if every launch resolves it.
     """
-    values = _adding_up(budgets)
-    whole = sum(values.get(name, 0.0) for name in steps.CHAINS[0])
-    for part in budgets[0]:
-        same = [each for budget in budgets for each in budget if each.name == part.name]
-        if len(same) < len(budgets):
+    ordered = sorted(summaries, key=lambda summary: summary.step.value)
+    middle = slice((len(ordered) - 1) // 2, len(ordered) // 2 + 1)
+    step = float(np.mean([summary.step.value for summary in ordered[middle]]))
+    for part in summaries[0].budget:
+        same = [each for s in ordered for each in s.budget if each.name == part.name]
+        if len(same) < len(ordered):
             continue
-        middle = _middle(each.figure for each in same)
-        figure = steps.holding(values.get(part.name, middle.value), middle.interval)
-        shares = [each.share for each in same if each.share is not None]
-        share = _median(shares) if shares else None
-        if part.name in values and whole:
-            share = values[part.name] / whole
-        if figure.interval is None:
-            resolved = all(each.resolved for each in same)
-        else:
-            least = steps.LATE_SHARE if part.rank is not None else 0.0
-            step = figure.value / share if share else 0.0
-            resolved = figure.interval.low > least * step
-        yield Part(part.name, figure, share, resolved, part.rank, part.source)
-
-
-def _adding_up(budgets: Sequence[tuple[Part, ...]]) -> dict[str, float]:
-    """Return medians over launches of the parts that make up others, so that they add up.
-
-    A part is the median of its end less the median of its begin.
-    """
-    launches = [{part.name: part.figure.value for part in budget} for budget in budgets]
-    common = set.intersection(*(set(launch) for launch in launches))
-    values: dict[str, float] = {}
-    for chain in steps.CHAINS:
-        names, before = [name for name in chain if name in common], 0.0
-        for end, name in enumerate(names, 1):
-            after = _median(sum(map(launch.__getitem__, names[:end])) for launch in launches)
-            values[name], before = after - before, after
-    if {steps.EXPOSED, steps.TRANSFER} <= common:
-        values[steps.OVERHEAD] = values[steps.EXPOSED] - values[steps.TRANSFER]
-        values[steps.COMMUNICATION] = values[steps.TRANSFER] + values[steps.HIDDEN]
-    if operations := common.intersection(EXPOSED_OF.values()):
-        values |= {name: _median(each[name] for each in launches) for name in operations}
-        if steps.EXPOSED in values:
-            of_spans = sum(map(values.__getitem__, operations))
-            values[steps.OVERHEAD] = values[steps.EXPOSED] - of_spans
-    return values
-
-
-def _buckets(launches: Sequence[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
-    """Merge bucket by bucket; empty unless all launches have the same buckets."""
-    if len({tuple((b.index, b.nbytes) for b in buckets) for buckets in launches}) > 1:
-        return ()
-    return tuple(
-        replace(
-            _merged(same, "wire", "wait"),
-            handed_seconds=_median(bucket.handed_seconds for bucket in same),
-        )
-        for same in zip(*launches, strict=True)
-    )
-
-
-def _merged(same: Sequence[MergedT], *names: str) -> MergedT:
-    """Merge these figures, and name the late rank if all launches name the same."""
-    figures: dict[str, Any] = {
-        name: _middle(getattr(each, name) for each in same) for name in names
-    }
-    late = {each.late_rank for each in same}
-    return replace(same[0], **figures, late_rank=late.pop() if len(late) == 1 else None)
-
-
-def _collectives(launches: Sequence[tuple[Collective, ...]]) -> tuple[Collective, ...]:
-    """Merge one by one; empty unless all launches have the same collectives."""
-    kinds = {
-        tuple((c.layers, c.phase, c.operation, c.calls, c.nbytes) for c in collectives)
-        for collectives in launches
-    }
-    if len(kinds) > 1:
-        return ()
-    return tuple(_merged(s, "exposed", "hidden", "wait") for s in zip(*launches, strict=True))
+        value = float(np.mean([each.figure.value for each in same[middle]]))
+        figure = steps.holding(value, _middle([each.figure for each in same]).interval)
+        resolved = all(each.resolved for each in same)
+        if figure.interval is not None:
+            least = steps.LATE_SHARE * step if part.rank is not None else 0.0
+            resolved = figure.interval.low > least
+        yield Part(part.name, figure, value / step, resolved, part.rank)

@@ -29,8 +29,8 @@ COMPUTE, COPIES, EXPOSED = "compute", "bucket copies", "exposed communication"
 EITHER = "compute and copies"  # if no arm separates them
 TRANSFER, OVERHEAD = "exposed transfer", "communication overhead"  # make EXPOSED
 HIDDEN, COMMUNICATION = "hidden communication", "communication"  # TRANSFER and HIDDEN make the last
+CHAIN = (COMPUTE, EITHER, COPIES, EXPOSED)  # make the step
 WAITING = "waiting for rank"
-CHAINS = ((COMPUTE, EITHER, COPIES, EXPOSED), (TRANSFER, HIDDEN))  # make the step, COMMUNICATION
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Samples:
     bucket_stamps: Ints | None
     verify: Ints  # ns[world, verification], not part of `walls`
     timed: Timed | None = None  # collectives of a sharded step
+    alone: Ints | None = None  # ns[world, repetition, bucket]: reductions while nothing else runs
     peak_nbytes: Ints | None = None  # [world]: memory at the peak of a step
 
     @property
@@ -81,7 +82,7 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
     ddp = samples.arm("ddp")
     assert ddp is not None
     in_a_row = ddp.shape[2]
-    timed, arm = arm_seconds(samples, "timed"), arm_seconds(samples, "ddp")
+    arm = arm_seconds(samples, "ddp")
     step = figure(arm)
     assert step is not None
     seconds = step.value
@@ -99,7 +100,6 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
         budget=tuple(_budget(samples, arm, seconds)),
         speed_up=factor,
         buckets=tuple(_buckets(samples, seconds)),
-        observer=difference("timing hook", seconds, timed - arm),
     )
 
 
@@ -276,13 +276,39 @@ def _buckets(samples: Samples, step: float) -> Iterator[Bucket]:
         assert wait is not None
         confidence = 1 - 0.05 / samples.world / len(samples.buckets)
         late = late_rank(bucket, confidence, LATE_SHARE * step)
-        yield Bucket(
+        known = Bucket(
             **vars(info),
             handed_seconds=float(handed[number]),
             wire=wire,
             wait=wait,
             late_rank=late,
         )
+        yield known if samples.alone is None else _explain(known, number, stamps, samples.alone)
+
+
+def _explain(bucket: Bucket, number: int, stamps: Ints, alone: Ints) -> Bucket:
+    """Add where the time of a bucket's wire goes, compared with the reduction alone.
+
+    The rank that waits least shows it. What exceeds the reduction alone is assigned first to the
+    time in which an earlier bucket was in flight, then to the time in which backward computed.
+    """
+    expected = figure(alone[:, :, number].min(axis=0) * 1e-9, of="repetitions")
+    assert expected is not None
+    last = (stamps[..., 1] - stamps[..., 0])[:, :, number].argmin(axis=0)
+    own: Floats = np.take_along_axis(stamps, last[None, :, None, None], axis=0)[0] * 1e-9
+    handed, reduced = own[:, number, 0], own[:, number, 1]
+    begin = np.maximum(handed, own[:, :number, 1].max(axis=1, initial=0.0))
+    computing = np.clip(np.minimum(own[:, :, 0].max(axis=1), reduced) - begin, 0, None)
+    excess = reduced - handed - expected.value
+    queue = np.clip(np.minimum(begin, reduced) - handed, 0, np.maximum(excess, 0))
+    contention = np.clip(excess - queue, 0, computing)
+    return replace(
+        bucket,
+        alone=expected,
+        queue=figure(queue),
+        contention=figure(contention),
+        unexplained=figure(excess - queue - contention),
+    )
 
 
 def late_rank(seconds: Floats, confidence: float, least: float) -> int | None:

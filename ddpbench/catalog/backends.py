@@ -179,7 +179,7 @@ def choose_device(
         return "cuda"
     if names[0] not in ("auto", "all"):
         return "cpu"
-    kind = devices.preferred()
+    kind = devices.get("cuda")
     why = kind.unusable()
     if why is None:
         return kind.name
@@ -231,16 +231,11 @@ def unavailable(name: str, device: str, launcher: str | None) -> str | None:
     return backend.unavailable(device)
 
 
-NO_DATA = ("fake", "undefined")  # torch lists these too, but they move no data
-
-
 def _unregistered(name: str, device: str) -> str | None:
     import torch.distributed as dist
 
-    if name in NO_DATA or name not in dist.Backend.backend_list:
+    moves_no_data = ("fake", "undefined")  # torch lists these too
+    if name in moves_no_data or name not in dist.Backend.backend_list:
         choices = [*BACKENDS, "auto", "all", "a name that --import MODULE registers with torch"]
         return explain_unknown("backend", name, choices)
-    probe = getattr(dist, f"is_{name}_available", None)
-    if probe is not None and not probe():
-        return f"this torch was built without {name}: use one of {', '.join(BACKENDS)}"
     return _no_device(name, device)

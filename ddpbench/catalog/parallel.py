@@ -58,11 +58,6 @@ class Way:
                 raise ValueError("--mesh does not apply to --parallel ddp: leave it out")
             return ()
         mesh = given or self.default_mesh(hosts)
-        if REPLICATE in self.dimensions and mesh[0] == 1 < ranks and not given:
-            raise ValueError(
-                f"--parallel {self.name} on {ranks} ranks has one replica only: "
-                f"choose an even number of ranks, or confirm with --mesh {format_mesh(mesh)}"
-            )
         if len(mesh) != len(self.dimensions) or math.prod(mesh) != ranks:
             raise ValueError(
                 f"--mesh {format_mesh(mesh)} does not fit --parallel {self.name} on {ranks} ranks: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-SYNTAX = "4:64M:x4 (by factor), 4:1K:+256 (by step) or 1K,64K,1M (a list)"
+SYNTAX = "4:64M:x4 (by factor) or 1K,64K,1M (a list)"
 
 
 def parse(text: str) -> tuple[int, ...]:
@@ -43,19 +43,11 @@ def _series(first: str, last: str, step: str, text: str) -> list[int]:
     if low > high:
         raise ValueError(f"{text!r} goes from {first} down to {last}: write the smaller size first")
     factor = re.fullmatch(r"x(\d+)", step.strip(), re.IGNORECASE)
+    if not factor or int(factor[1]) < 2:
+        raise ValueError(f"unknown step {step!r} in {text!r}: write x2 to multiply by 2")
     sizes = [low]
-    if factor and int(factor[1]) >= 2:
-        while sizes[-1] * int(factor[1]) <= high:
-            sizes.append(sizes[-1] * int(factor[1]))
-    elif step.strip().startswith("+"):
-        stride = _size(step.strip()[1:], text)
-        if (high - low) // stride >= 10_000:
-            raise ValueError(f"{text!r} lists more than 10000 sizes: choose a larger step")
-        sizes = list(range(low, high + 1, stride))
-    else:
-        raise ValueError(
-            f"unknown step {step!r} in {text!r}: write x2 to multiply by 2, or +256 to add 256"
-        )
+    while sizes[-1] * int(factor[1]) <= high:
+        sizes.append(sizes[-1] * int(factor[1]))
     return sizes
 
 

@@ -8,7 +8,7 @@ this module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,20 +37,6 @@ class RankSetup:
     whole: bool = True  # build the whole model on the device; False: on the CPU, to be divided
 
 
-@dataclass(frozen=True)
-class Training:
-    """Data of a training that runs epoch by epoch.
-
-    batches     epoch, from 1 → this rank's batches, each with its number of samples; all ranks
-                have the same number of batches, of the same sizes
-    validation  this rank's batches, each with its number of samples; every sample is in exactly
-                one rank, and ranks may have different numbers of batches, or none
-    """
-
-    batches: Callable[[int], Iterator[tuple[Any, int]]]
-    validation: tuple[tuple[Any, int], ...]
-
-
 @dataclass
 class Task:
     """A workload built in one rank.
@@ -63,7 +49,6 @@ class Task:
     model: nn.Module
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
-    training: Training | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +59,6 @@ class Workload:
     build     (values of all settings, rank setup) → the task. Raises Refused with one sentence
               for settings that exclude each other. Does not communicate.
     settings  name → default by kind of device
-    trains    whether its tasks have a `training`
     plan      how its model is divided among ranks; None: it can only be in DDP
     """
 
@@ -85,7 +69,6 @@ class Workload:
     settings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     optimizer: str = "sgd"
     learning_rate: float = 0.01
-    trains: bool = False
     plan: Plan | None = None
 
 

@@ -5,13 +5,12 @@ All data are generated. Importing this module imports no torch; building a task 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from ddpbench.catalog import task as tasks
 from ddpbench.catalog.parallel import Plan
-from ddpbench.catalog.task import RankSetup, Task, Training, Workload, build_model, generate_batches
+from ddpbench.catalog.task import RankSetup, Task, Workload, build_model, generate_batches
 from ddpbench.launch.placement import Refused
 from ddpbench.records.wording import counted, explain_unknown
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 BAG, HEAD = 32, 64  # embedding: rows per sample; transformer: width of an attention head
-# regression: steps in an epoch, samples for validation, noise of the targets
-STEPS, VALIDATION, NOISE = 16, 1009, 0.05
 
 
 def _linear(settings: Mapping[str, int], setup: RankSetup) -> Task:
@@ -195,49 +192,6 @@ def _contrastive(settings: Mapping[str, int], setup: RankSetup) -> Task:
     return Task(model, generate_batches(setup, sample), loss)
 
 
-def _generate_regression(setup: RankSetup, samples: int, number: int) -> tuple[Tensor, Tensor]:
-    """Generate inputs and noisy targets of a smooth function of 8 variables."""
-    import torch
-
-    g = tasks.make_generator(setup.seed, number)
-    x = 2 * torch.rand(samples, 8, generator=g) - 1
-    y = torch.sin(2 * x[:, :1]) + x[:, 1:2] * x[:, 2:3] + x[:, 3:].sum(1, keepdim=True) / 2
-    y += NOISE * torch.randn(samples, 1, generator=g)
-    return x.to(setup.device), y.to(setup.device)
-
-
-def _regression(settings: Mapping[str, int], setup: RankSetup) -> Task:
-    """A smooth function of 8 inputs with a little noise, which the net learns completely."""
-    import torch
-    from torch.nn import functional
-
-    from ddpbench.catalog.models import build_mlp
-
-    samples = STEPS * setup.batch * setup.world_size
-    x, y = _generate_regression(setup, samples, 0)
-
-    def batches(epoch: int) -> Iterator[tuple[Any, int]]:
-        indices = torch.tensor(tasks.shard_epoch(samples, setup, epoch), device=setup.device)
-        return (((x[rows], y[rows]), len(rows)) for rows in torch.split(indices, setup.batch))
-
-    def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        return functional.mse_loss(model(batch[0]), batch[1])
-
-    # A strided share: DistributedSampler would pad it with samples that then count twice.
-    held_out = _generate_regression(setup, VALIDATION, 1)
-    share = [data[setup.rank :: setup.world_size] for data in held_out]
-    parts = zip(*(torch.split(data, setup.batch) for data in share), strict=True)
-    validation = tuple((part, len(part[0])) for part in parts if len(part[0]))
-    first = [batch for epoch in range(tasks.EPOCHS) for batch, _ in batches(epoch + 1)]
-    sizes = [8, *[settings["width"]] * (settings["depth"] - 1), 1]
-    return Task(
-        build_model(lambda: build_mlp(*sizes), setup),
-        lambda step: first[step % len(first)],
-        loss,
-        Training(batches, validation),
-    )
-
-
 def _both(value: int) -> dict[str, int]:
     return {"cpu": value, "cuda": value}
 
@@ -306,16 +260,6 @@ WORKLOADS: dict[str, Workload] = {
             build=_contrastive,
             optimizer="adamw",
             learning_rate=3e-4,
-        ),
-        Workload(
-            name="regression",
-            help="a small net that is also trained to the end, with validation",
-            batch=_both(32),
-            settings={"width": _both(64), "depth": _both(3)},
-            build=_regression,
-            optimizer="adam",
-            learning_rate=0.002,
-            trains=True,
         ),
     )
 }

@@ -19,8 +19,11 @@ exit code is 5, or the variant's own 2, 4 or 130.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +38,7 @@ from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import list_choices
 from ddpbench.session import options
-from ddpbench.session.progress import open_progress
+from ddpbench.session.progress import Progress
 
 if TYPE_CHECKING:
     from ddpbench.verdicts.comparison import Comparison
@@ -48,17 +51,16 @@ HELP = "measure two variants in turns until the verdict is clear"
 LOOKS = ((1, 0.95), (6, 0.968), (12, 0.99), (24, 0.995), (48, 0.9975))
 LEAST_BLOCKS = 6
 # Variants may differ in how the same thing is done, but not in what is done or what a time means.
-VARIED = (
-    "backend", "provider", "form", "in_place", "async_op", "buffers",
-    "bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters",
-    "comm_hook", "amp", "threads", "prefetch", "reshard_after_forward",
-)  # fmt: skip
+VARIED = ("threads", *chain.from_iterable(turns.HOW.values()))  # OMP_NUM_THREADS sets the threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = 'NAME=VALUE …, --python PATH, and options of the command; "" for no changes'
-    parser.add_argument("--a", required=True, metavar=options.VARIANT, help=f"BASE: {what}")
-    parser.add_argument("--b", required=True, metavar=options.VARIANT, help="NEW, in the same form")
+    what = (
+        'NAME=VALUE …, --python PATH, and options of the command; "" for no changes '
+        "(write --a=--async for a single word that begins with -)"
+    )
+    parser.add_argument("--a", required=True, metavar="VARIANT", help=f"BASE: {what}")
+    parser.add_argument("--b", required=True, metavar="VARIANT", help="NEW, in the same form")
     parser.add_argument(
         "--max-time",
         type=options.positive,
@@ -114,7 +116,8 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
             if INCONCLUSIVE not in _compare(namespace, variants, folder, confidence).counts:
                 return
 
-    with open_progress("ab", LOOKS[-1][0]) as progress:
+    bar = Progress("ab", LOOKS[-1][0], sys.stderr.isatty())
+    with contextlib.closing(bar) as progress:
         end = turns.measure(namespace, variants, folder, LOOKS[-1][0], measure_blocks)
     code = 0
     try:

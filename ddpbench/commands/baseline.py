@@ -2,7 +2,6 @@
 
 ddpbench baseline save before                    the last run
 ddpbench baseline save before RUN RUN RUN …      several runs, pooled: five show the drift
-ddpbench baseline list
 ddpbench baseline check before                   repeat its measurement, and compare
 ddpbench baseline check before last --margin 5   compare with a stored run
 
@@ -25,12 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddpbench.commands import compare
-from ddpbench.commands.list import list_subjects
 from ddpbench.launch import placement
 from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs import command_line
-from ddpbench.present.document import make_table
-from ddpbench.present.writers.text import lay_out
 from ddpbench.records import redact, store
 from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
@@ -45,21 +41,18 @@ if TYPE_CHECKING:
 GROUP = "compare"
 HELP = "save runs to compare with later; measure again and compare"
 FEWEST = 6  # launches; of analysis.stats, which loads numpy
-RUNS = 5  # that show how a machine drifts; of verdicts.drift, which loads numpy
 FILES = ("run.json", "table.csv", "table.txt")
 # Options of a measuring command that a new measurement sets itself.
 RESET = ("-n", "--ranks", "--launches", "--output")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="save|list|check", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="save|check", required=True)
     save = actions.add_parser("save", help="copy runs", description="Copy runs.")
     save.add_argument("name", metavar="NAME", help="name of the baseline")
     runs = f"{compare.WHERE}; five show the drift (default: last)"
     save.add_argument("runs", metavar="RUN", nargs="*", default=["last"], help=runs)
     save.add_argument("--replace", action="store_true", help="replace the baseline of this name")
-    about = "list the baselines"
-    listing = actions.add_parser("list", help=about, description="List the baselines.")
     about = "compare with a baseline"
     check = actions.add_parser("check", help=about, description="Compare with a baseline.")
     check.add_argument("name", metavar="NAME", help="name of the baseline")
@@ -69,14 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--other-machine", action="store_true", help=other)
     compare.add_judging(check)
     where = f"folder of all baselines (default: {BASELINES})"
-    for action in (save, listing, check):
+    for action in (save, check):
         action.add_argument("--folder", type=Path, default=BASELINES, metavar="FOLDER", help=where)
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Save, list or check; return the exit code. Raises Refused and InvalidRun."""
-    if namespace.action == "list":
-        return _list(namespace.folder)
+    """Save or check; return the exit code. Raises Refused and InvalidRun."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", namespace.name) or namespace.name == "last":
         raise Refused(
             f"invalid baseline name {namespace.name!r}: use letters, digits and . _ + -, beginning "
@@ -105,11 +96,6 @@ def _save(namespace: argparse.Namespace) -> int:
         raise Refused(f"{target} cannot be written ({error.strerror})") from None
     size = f"{counted(len(runs), 'run')}, {counted(fewest, 'launch')} of each case"
     sys.stdout.write(f"saved {target}: {size}\n")
-    if len(runs) < RUNS:
-        sys.stdout.write(
-            f"with fewer than {RUNS} runs a check assumes how this machine drifts: measure "
-            f"{counted(RUNS - len(runs), 'more run')}, then save all of them\n"
-        )
     return 0
 
 
@@ -160,38 +146,6 @@ def _copy(folders: Sequence[Path], target: Path) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _list(baselines: Path) -> int:
-    rows = []
-    for folder in sorted(baselines.glob("[!.]*")):
-        try:
-            runs = [store.read(each) for each in store.find_runs(str(folder))]
-        except InvalidRun as error:
-            tell(str(error))
-        else:
-            rows.append((folder.name, *_describe(runs)))
-    if not rows:
-        tell(f"no baselines in {baselines}/: save one with ddpbench baseline save NAME RUN")
-        return 0
-    heads = ("baseline", "command", "of", "backends", "launches", "torch", "measured", "on")
-    sys.stdout.write(lay_out(make_table("", heads, rows, left=heads)) + "\n")
-    return 0
-
-
-def _describe(runs: Sequence[Run]) -> list[str]:
-    first, launches = runs[0], [launch for run in runs for launch in run.launches]
-    facts = launches[0].facts if launches else {}
-    hosts = dict.fromkeys(str(rank.get("hostname")) for each in launches for rank in each.ranks)
-    return [
-        first.command,
-        list_subjects(first),
-        ",".join(dict.fromkeys(launch.backend for launch in launches)),
-        str(_count_launches(runs)),
-        str(facts.get("torch")),
-        first.started.replace("T", " ")[:16],
-        f"{','.join(hosts)}: {facts.get('cpu_model')}, {facts.get('cores_logical')} cores",
-    ]
-
-
 def _check(namespace: argparse.Namespace) -> int:
     folder = namespace.folder / namespace.name
     if not folder.is_dir():
@@ -206,17 +160,10 @@ def _check(namespace: argparse.Namespace) -> int:
         return compare.show(_compare(namespace, base, namespace.new), namespace)
     if placement.read_placement() is not None:
         raise Refused("a check without NEW starts its own ranks: type it without a launcher")
-    from ddpbench.verdicts.rows import BUSY  # loads numpy
-
-    for last in (False, True):
-        code, target = _measure(namespace.name, base.runs)
-        if code not in (0, 1, 4):  # the run is not complete
-            return code
-        comparison = _compare(namespace, base, str(target))
-        if last or all(row.withheld != BUSY for row in comparison.rows):
-            break
-        tell("other processes kept this host busy: measuring once more")
-    return compare.show(comparison, namespace)
+    code, target = _measure(namespace.name, base.runs)
+    if code not in (0, 1, 4):  # the run is not complete
+        return code
+    return compare.show(_compare(namespace, base, str(target)), namespace)
 
 
 def _compare(namespace: argparse.Namespace, base: Source, name: str) -> Comparison:
@@ -266,7 +213,7 @@ def _again(runs: Sequence[Run], launches: int) -> list[str]:
         if option in RESET:
             if not equals:
                 next(rest, None)  # its value
-        elif not re.fullmatch(r"-n\d+|--report", word):
+        elif not re.fullmatch(r"-n\d+", word):
             kept.append(word)
     return [*kept, "-n", str(run.launches[0].world_size), "--launches", str(launches)]
 

@@ -5,8 +5,7 @@ ddpbench compare before last --margin 5 --only all_reduce,gloo --strict
 ddpbench compare runs/base runs/new --format markdown    folders OF runs: all are pooled
 ddpbench compare old.log new.log                         logs of nccl-tests or OSU
 
-Measure both with --launches 6 or more. The verdicts compare the lower quartile of each launch (of
-DDP steps and of logs, the median); use at least 6 launches per side.
+Measure both with --launches 6 or more. The verdicts compare the medians of the launches.
 
 Exit codes, the first that applies: 2 the request is wrong; 3 a run cannot be read, or is
 empty; 1 any case is SLOWER; 3 a case is INVALID (a wrong result, a broken
@@ -163,7 +162,7 @@ def _write_page(result: Comparison, output: Path) -> None:
         pairs = zip(side.runs, side.folders, strict=True)
         run, path = max(pairs, key=lambda pair: pair[0].started)
         runs.append(ReportRun(f"{name} {run.id}", run, path if path.is_dir() else None))
-    verdicts = compared_runs.build_section(result, drawn=True)
+    verdicts = compared_runs.build_section(result)
     if any(len(side.runs) > 1 for side in (result.base, result.new)):
         labels = " and ".join(run.label for run in runs)
         shown = f"The sections below show the newest run of each side: {labels}."

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from importlib import resources
 
@@ -22,11 +20,10 @@ GROUP = "manual"
 HELP = "read the manual"
 # The order of the list. A chapter that is missing here comes after these.
 ORDER = (
-    "start", "hangs", "watch", "doctor", "replicas", "collectives", "ddp", "parallel", "your_model",
-    "faults", "compare", "pytest", "results", "report", "api", "launchers", "mpi", "gpu", "method",
-    "contributing",
+    "start", "hangs", "watch", "doctor", "replicas", "collectives", "ddp", "tune", "parallel",
+    "your_model", "faults", "compare", "pytest", "results", "report", "api", "launchers", "mpi",
+    "gpu", "method", "contributing",
 )  # fmt: skip
-LEAST_COLUMNS = 60  # on a narrower terminal, the list would have one word per line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,18 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """List the chapters or show one; return the exit code. Raises Refused for an unknown one."""
     chapters = read_chapters()
-    terminal = sys.stdout.isatty()
     if namespace.chapter is None:
-        columns = max(shutil.get_terminal_size().columns, LEAST_COLUMNS) if terminal else None
-        sys.stdout.write(format_list(chapters, columns))
+        sys.stdout.write(format_list(chapters))
         return 0
     text = chapters.get(namespace.chapter)
     if text is None:
-        word = namespace.chapter.lower()
-        about = [name for name, each in chapters.items() if word in each.lower()]
-        mentioned = f". Chapters that mention it: {', '.join(about)}" if about else ""
-        raise Refused(explain_unknown("chapter", namespace.chapter, chapters) + mentioned)
-    if terminal:
+        raise Refused(explain_unknown("chapter", namespace.chapter, chapters))
+    if sys.stdout.isatty():
         from ddpbench.guide.pager import page
 
         page(text)
@@ -66,19 +58,11 @@ def read_chapters() -> dict[str, str]:
     return {name: texts[name] for name in [*known, *sorted(texts.keys() - ORDER)]}
 
 
-def format_list(chapters: Mapping[str, str], columns: int | None) -> str:
-    """Return the chapters with their first sentences.
-
-    columns: the width to which they are wrapped; None: one line per chapter.
-    """
+def format_list(chapters: Mapping[str, str]) -> str:
+    """Return the chapters with their first sentences, one per line."""
     width = max(map(len, chapters))
-    entries = []
-    for name, text in chapters.items():
-        entry = f"  {name:<{width}}  {first_sentence(text)}"
-        if columns is not None:
-            entry = textwrap.fill(entry, columns, subsequent_indent=" " * (width + 4))
-        entries.append(entry)
-    return "Show a chapter: ddpbench guide CHAPTER\n\n" + "\n".join(entries) + "\n"
+    lines = [f"  {name:<{width}}  {first_sentence(text)}" for name, text in chapters.items()]
+    return "\n".join(["Show a chapter: ddpbench guide CHAPTER", "", *lines, ""])
 
 
 def first_sentence(text: str) -> str:

@@ -1,12 +1,12 @@
-"""Write stored runs as a page with charts, as pictures, or as Markdown.
+"""Write a stored run as a page with charts, as pictures, or as Markdown.
 
-ddpbench report                                      the newest run
-ddpbench report before after --report-file compared.html
+ddpbench report                                           the newest run
+ddpbench report before --report-file page.html
 ddpbench report last --svg pictures --markdown report.md
-ddpbench report old.log new.log                      logs of nccl-tests or OSU
+ddpbench report old.log                                   a log of nccl-tests or OSU
 
-Of several runs, the first is the base: the report has the verdicts of `compare` on each of the
-others. The command needs the extra `report`, and prints the path of each file.
+For a page on two runs with verdicts: ddpbench compare BASE NEW --report-file page.html.
+The command needs the extra `report`, and prints the path of each file.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ddpbench.commands import compare
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
-from ddpbench.present.document import ReportRun, Section
+from ddpbench.present.document import ReportRun
 from ddpbench.present.writers import page_file
 from ddpbench.records import store
-from ddpbench.records.store import InvalidRun
 from ddpbench.session import options
 
 GROUP = "results"
-HELP = "write stored runs as a page with charts"
+HELP = "write a stored run as a page with charts"
 STDOUT = Path("-")
 FILES = """
---report-file  file of the page: HTML that opens from disk; - is stdout (default: report.html in the
-            folder of the first run, or in the current folder if that is a log; no page if --svg,
+--report-file  file of the page: HTML that opens from disk (default: report.html in the
+            folder of the run, or in the current folder if that is a log; no page if --svg,
             --png or --markdown is given)
 --svg       folder for each chart as NAME.svg (default: none)
 --png       folder for each chart as NAME.png, for programs that show no SVG (default: none)
@@ -48,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a folder, a name in results/, a baseline, `last`, or a log of nccl-tests, rccl-tests or "
         "OSU (default: last)"
     )
-    parser.add_argument("runs", metavar="RUN", nargs="*", default=["last"], help=where)
+    parser.add_argument("run", metavar="RUN", nargs="?", default="last", help=where)
     options.add_logs(parser)
     add = options.add_group(parser, "output", FILES)
     add("--report-file", kind=Path, metavar="FILE")
@@ -66,23 +64,21 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     parts = bool(folders or target)
     if namespace.chart and not parts:
         raise Refused("--chart chooses pictures: add --svg FOLDER, --png FOLDER or --markdown FILE")
-    if page == target == STDOUT:
-        raise Refused("--report-file and --markdown cannot both be stdout: name a file for one")
-    paths = list(dict.fromkeys(map(sources.find, namespace.runs)))
+    source = sources.find(namespace.run)
+    folder = source if source.is_dir() else None
     if page is None and not parts:
-        page = (paths[0] if paths[0].is_dir() else Path()) / page_file.NAME
+        page = (folder or Path()) / page_file.NAME
     for path, what, name in ((page, "page", page_file.NAME), (target, "Markdown", "report.md")):
         if path and (sentence := page_file.explain_unusable(path, what, name)):
             raise Refused(sentence)
-    runs = _read(paths, Hints(namespace.op, namespace.ranks))
-    verdicts = [_judge(runs[0], other, number) for number, other in enumerate(runs[1:], 1)]
-    written = _write_parts(namespace, folders, runs, verdicts) if parts else []
-    if page == STDOUT:
-        sys.stdout.write(page_file.make(runs, verdicts))
-    elif page:
-        page_file.save(page, runs, verdicts)
+    with store.refuse_impossible_values(str(source)):
+        run = sources.read(source, Hints(namespace.op, namespace.ranks))
+    runs = [ReportRun(run.id, run, folder)]
+    written = _write_parts(namespace, folders, runs) if parts else []
+    if page:
+        page_file.save(page, runs)
         written.append(page)
-    if STDOUT not in (page, target):
+    if target != STDOUT:
         sys.stdout.write("".join(f"{path}\n" for path in written))
     return 0
 
@@ -96,51 +92,16 @@ def _list_folders(namespace: argparse.Namespace) -> dict[str, Path]:
     return folders
 
 
-def _read(paths: Sequence[Path], hints: Hints) -> list[ReportRun]:
-    """Read runs and logs, each under a name of its own. Raises InvalidRun."""
-    runs = []
-    for path in paths:
-        with store.refuse_impossible_values(str(path)):
-            runs.append(sources.read(path, hints))
-    ids = [run.id for run in runs]
-    return [
-        ReportRun(
-            run.id if ids.count(run.id) == 1 else str(path), run, path if path.is_dir() else None
-        )
-        for path, run in zip(paths, runs, strict=True)
-    ]
-
-
-def _judge(base: ReportRun, new: ReportRun, number: int) -> Section:
-    """Return the section on the verdicts, or one that states why there are none."""
-    from ddpbench.present import compared_runs
-    from ddpbench.verdicts.comparison import Rule
-    from ddpbench.verdicts.matching import Source
-
-    try:
-        for side in (base, new):
-            compare.require_times(side.label, side.run)
-        first, second = (Source(side.label, (side.run,)) for side in (base, new))
-        with store.refuse_impossible_values(f"{base.label} or {new.label}"):
-            result = compare.compare_stored(first, second, Rule(compare.MARGIN_PERCENT / 100))
-            return compared_runs.build_section(result, number, drawn=True)
-    except (InvalidRun, Refused) as error:
-        return compared_runs.explain_missing(base.label, new.label, str(error), number)
-
-
 def _write_parts(
-    namespace: argparse.Namespace,
-    folders: Mapping[str, Path],
-    runs: Sequence[ReportRun],
-    verdicts: Sequence[Section],
+    namespace: argparse.Namespace, folders: Mapping[str, Path], runs: Sequence[ReportRun]
 ) -> list[Path]:
     """Write the pictures and the Markdown; return their paths. folders: of pictures, by format."""
     from ddpbench.present.formats import build_page
     from ddpbench.present.writers import markdown, pictures
 
     target = namespace.markdown
-    with store.refuse_impossible_values(" or ".join(namespace.runs)):
-        document = build_page(runs, verdicts)
+    with store.refuse_impossible_values(namespace.run):
+        document = build_page(runs)
         try:
             sections = pictures.choose(document.sections, namespace.chart)
         except ValueError as error:

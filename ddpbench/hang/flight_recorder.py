@@ -2,9 +2,8 @@
 
 The records are torch's Flight Recorder, the counts of the mpi4py group, or a group's sequence
 number. Private names of torch are probed: if one is missing, the report contains less. A dump of
-the recorder holds the interpreter for 40 ms if it has 2000 entries; its status, for heartbeats,
-takes microseconds. gloo's status shows which calls have ended. On nccl only the entries of a dump
-do: a heartbeat assumes that the last call is open, and the watchdog dumps before it raises an
+the recorder holds the interpreter for 40 ms if it has 2000 entries. A heartbeat therefore reads the
+groups' numbers only, and assumes that the last call is open: the watchdog dumps before it raises an
 alarm. The dump is torch's own pickle, written and read in this process: unlike the JSON, it
 contains the lines of code that made each call.
 """
@@ -12,28 +11,23 @@ contains the lines of code that made each call.
 from __future__ import annotations
 
 import contextlib
-import json
+import ctypes
+import os
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ddpbench.hang import places, torch_settings
-from ddpbench.hang.cuda import relaxed_capture
-from ddpbench.hang.process_groups import UNKNOWN, Group, list_groups
-from ddpbench.hang.status import Call, Log
+from ddpbench.hang import places
+from ddpbench.hang.verdict import Call, Log, format_ranks
 
 RECENT = 64  # calls of a group that are reported
-NATIVE = ("gloo", "nccl", "xccl", "mpi4py")  # in the general recorder, without a name
-NCCL = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")  # in the records all are "nccl"
-# Their status counts sends and collectives apart, but in the same field: after 900 sends, with
-# all_reduce #6 open, it reports #6 as the last begun, and #900 as the last ended.
-MIXED = ("nccl", "xccl")
-UNREAD = -1  # the number of a call that only the entries contain
 BATCH = ":coalesced"
 # Waits that are not collectives, or that ranks may call a different number of times.
 OTHER = (
@@ -53,18 +47,34 @@ DTYPES = {
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
+# Errors of a private function with another signature, or of a group that ends meanwhile.
+UNKNOWN = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+RELAXED = 2  # cudaStreamCaptureModeRelaxed
+SETTING = "set TORCH_FR_BUFFER_SIZE=2000 (torch 2.7: TORCH_NCCL_TRACE_BUFFER_SIZE)"
 
 
 Key = tuple[str, str]  # a group's name, a backend
 Records = dict[Key, Log]  # still without the group and its members
+Recorder = Callable[..., bytes]  # torch's function that returns a recorder's content as a pickle
 
 
 @dataclass(frozen=True)
-class Recorder:
-    """A recorder of torch: functions for its status, as JSON, and for its calls, as a pickle."""
+class Group:
+    """A process group of this rank.
 
-    status: Callable[..., bytes]
-    entries: Callable[..., bytes]
+    phrase: "of group 3"; members: global ranks; count: returns the number of requests to a backend
+    of the group, -1 if that backend does not count them.
+    """
+
+    name: str
+    phrase: str
+    members: tuple[int, ...]
+    backends: tuple[str, ...]
+    count: Callable[[str], int]
+
+    def describe(self, backend: str) -> str:
+        """Return the phrase, with the backend if the group has several."""
+        return self.phrase if len(self.backends) == 1 else f"{self.phrase} on {backend}".strip()
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -96,8 +106,7 @@ class Entry(msgspec.Struct, gc=False):
     @property
     def key(self) -> Key:
         """The name of its group, and its backend."""
-        backend = self.profiling_name.partition(":")[0]
-        return self.process_group[0], "nccl" if backend.startswith("nccl") else backend
+        return self.process_group[0], self.profiling_name.partition(":")[0]
 
     @property
     def ended(self) -> bool:
@@ -105,94 +114,126 @@ class Entry(msgspec.Struct, gc=False):
         return self.retired or self.state == "completed"
 
 
-class GroupStatus(msgspec.Struct):
-    """The numbers that a recorder has of a group; -1 for none."""
-
-    last_enqueued_collective: int = -1
-    last_completed_collective: int = -1
-
-
 class Dump(msgspec.Struct):
-    """The content of a recorder: its entries, the oldest first, and a status for each pg_id.
+    """The content of a recorder: its entries, the oldest first.
 
     pg_config: has an entry for each group if the recorder is on.
     """
 
     entries: list[Entry] = []
     pg_config: dict[str, Any] = {}
-    pg_status: dict[int, GroupStatus] = {}
 
 
-def find_recorders(backends: Iterable[str] = ()) -> dict[str, Recorder]:
-    """Return the recorders of this torch by their names in it.
+def list_groups() -> list[Group]:
+    """Return the groups of which this rank is a member."""
+    from torch.distributed import distributed_c10d
 
-    From torch 2.15 on, some backends have one of their own, by the name of the backend.
+    groups = []
+    for live, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
+        with contextlib.suppress(*UNKNOWN):  # it may end, or begin, just now
+            groups.append(_make_group(live, ranks))
+    phrases = [group.phrase for group in groups]
+    for index, group in enumerate(groups):
+        if phrases.count(group.phrase) > 1:
+            groups[index] = replace(group, phrase=f"{group.phrase} {group.name[:12]}")
+    return groups
+
+
+def _make_group(group: Any, ranks: Iterable[int]) -> Group:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    pairs = [pair.rpartition(":") for pair in dist.get_backend_config(group).split(",")]
+    devices = {backend: torch.device(device) for device, _, backend in pairs}
+    name = str(distributed_c10d._world.pg_names.get(group, ""))
+    title = getattr(group, "group_desc", "")
+    phrase = f"of group {name[:12]}"
+    if group is dist.group.WORLD:
+        phrase = ""
+    elif title not in ("", "undefined"):  # the rows of a mesh share a title
+        phrase = f"of group {title!r} ({format_ranks(sorted(ranks))})"
+    count = partial(
+        _count_requests, weakref.ref(group), devices
+    )  # a group ends with its last owner
+    return Group(name, phrase, tuple(sorted(ranks)), tuple(sorted(devices)), count)
+
+
+def _count_requests(group: weakref.ref[Any], devices: Mapping[str, Any], backend: str) -> int:
+    """Ask the backend itself: a group on two backends has no number of its own.
+
+    nccl counts no sends and receives.
     """
+    live: Any = group()
+    try:
+        return int(live._get_backend(devices[backend])._get_sequence_number_for_group())
+    except UNKNOWN:  # a group in Python has no backends
+        with contextlib.suppress(*UNKNOWN):
+            return int(live._get_sequence_number_for_group())
+    return -1
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread query events while any thread captures a CUDA graph.
+
+    A dump of nccl's recorder makes such queries. By default, one in any thread ends the capture
+    with an error. Does nothing where CUDA is not in use.
+    """
+    import torch
+
+    exchange: Any = None
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(OSError, AttributeError):  # as on ROCm
+            path = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+            exchange = ctypes.CDLL(str(path)).cudaThreadExchangeStreamCaptureMode
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(RELAXED)
+    exchange(ctypes.byref(mode))  # mode is now the thread's previous one
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+def find_recorders() -> dict[str, Recorder]:
+    """Return the recorders of this torch by their names in it."""
     from torch._C import _distributed_c10d as c10d
 
-    recorders = {
-        name: Recorder(getattr(c10d, f"{name}_json"), getattr(c10d, name))
-        for name in ("_dump_fr_trace", "_dump_nccl_trace")
-        if hasattr(c10d, f"{name}_json") and hasattr(c10d, name)
-    }
-    if torch_settings.find_blocking_wait():  # a dump would query events that no longer exist
-        recorders.pop("_dump_nccl_trace", None)
-    general = recorders.get("_dump_fr_trace")
-    if general is not None and "backend" in (general.status.__doc__ or ""):
-        others = {backend for backend in backends if backend not in NATIVE}
-        # "nccl" may be another implementation, which does not record by itself.
-        for backend in others | ({"nccl", "nccl2"} if "nccl" in backends else set()):
-            status = partial(general.status, backend=backend)
-            recorders[backend] = Recorder(status, partial(general.entries, backend=backend))
+    names = ("_dump_fr_trace", "_dump_nccl_trace")
+    recorders = {name: getattr(c10d, name) for name in names if hasattr(c10d, name)}
+    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
+        recorders.pop("_dump_nccl_trace", None)  # a dump would query events that no longer exist
     return recorders
 
 
-def read_dump(recorder: Recorder, lines: bool = False) -> Dump:
+def read_dump(recorder: Recorder, lines: bool = False, calls: bool = True) -> Dump:
     """Return the content of a recorder. lines: with the lines of code that made each call.
 
     Raises msgspec.ValidationError, a ValueError, if torch's format has changed.
     """
     with relaxed_capture(), _uncompiled() if lines else contextlib.nullcontext(False) as ready:
-        return _convert(pickle.loads(recorder.entries(includeStackTraces=ready)))
-
-
-def _read_status(recorder: Recorder) -> Dump:
-    return _convert(json.loads(recorder.status(includeCollectives=False)))
-
-
-def _convert(data: dict[str, Any]) -> Dump:
-    known = {name: part for name, part in data.items() if part}
-    return msgspec.convert(known, Dump, strict=False)
+        data = pickle.loads(recorder(includeCollectives=calls, includeStackTraces=ready))
+    return msgspec.convert({name: part for name, part in data.items() if part}, Dump, strict=False)
 
 
 def find_missing_setting(backend: str) -> str:
     """Return the setting that makes torch record a backend's calls; "" if it does, or cannot."""
-    recorders = find_recorders({backend})
-    recorder = recorders.get("_dump_nccl_trace" if backend in NCCL else "_dump_fr_trace")
-    if any(not name.startswith("_dump") for name in recorders):
-        is_on = torch_settings.count_entries() > 0
-    elif backend in NCCL and (variable := torch_settings.find_blocking_wait()):
-        return f"unset {variable}"
-    elif backend in ("gloo", *NCCL) and recorder is not None:
-        is_on = bool(_read_status(recorder).pg_config)
-    else:
+    name = "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace"
+    recorder = find_recorders().get(name)
+    if backend not in ("gloo", "nccl") or recorder is None:
         return ""
-    name, older = torch_settings.BUFFER_SIZES
-    variable = name if "_dump_fr_trace" in recorders else older
-    return "" if is_on else f"set {variable}={torch_settings.ENTRIES}"
+    return "" if read_dump(recorder, calls=False).pg_config else SETTING
 
 
 class Flight:
-    """Reads the records, and remembers the group behind each number of a recorder."""
+    """Reads the records, and remembers the groups of this rank after their end."""
 
-    def __init__(self, fresh: bool = False) -> None:
-        """fresh: ignore all records so far, because their groups have ended."""
-        self._keys: dict[tuple[str, int], Key | None] = {}  # None: ignored
+    def __init__(self) -> None:
         self._groups: list[Group] = []
         self._known: frozenset[tuple[int, str]] = frozenset()
-        for name, recorder in find_recorders().items() if fresh else ():
-            with contextlib.suppress(*UNKNOWN):
-                self._keys |= {(name, number): None for number in _read_status(recorder).pg_status}
 
     def read_logs(self, inside: str, whole: bool, lines: bool = True) -> tuple[Log, ...]:
         """Return one log for each group and backend.
@@ -201,44 +242,20 @@ class Flight:
         without a record; whole: with the latest calls, else numbers only; lines: with the lines
         that made them.
         """
-        import torch.distributed as dist
-
         groups: list[Group] = []
         with contextlib.suppress(*UNKNOWN):
             groups = self._current()
-        kept: Records = {}
-        backends = {backend for group in self._groups for backend in group.backends}
-        for name, recorder in find_recorders(backends).items():
+        records: Records = _read_mpi()
+        for recorder in find_recorders().values() if whole else ():
             with contextlib.suppress(*UNKNOWN):
-                brief = self._brief(name, recorder)
-                read = {key: record for key, record in brief.items() if record.started != UNREAD}
-                # Ignore groups that have ended.
-                dumps = whole or (brief != read and not dist.is_initialized())
-                kept |= read | self._full(name, recorder, whole and lines) if dumps else brief
-        kept |= _over_mpi()
+                records |= _read_entries(read_dump(recorder, lines).entries)
+        if not whole:
+            return tuple(log for group in groups for log in _read_numbers(group, records))
         # The main thread's current call has no record yet, unless another call is open.
         names = {group.name for group in groups}
-        is_open = any(r.started > r.finished for (name, _), r in kept.items() if name in names)
-        claims = whole and inside and not is_open and not inside.startswith(OTHER)
-        called = inside if claims else ""
-        return tuple(log for group in groups for log in _logs(group, kept, called))
-
-    def explain_unseen_hangs(self) -> str:
-        """Return which hangs cannot be seen, and what to do, in one sentence; "" if none.
-
-        Call it once there is a group.
-        """
-        backends = {backend for group in self._current() for backend in group.backends}
-        settings = {
-            backend: setting for backend in backends if (setting := find_missing_setting(backend))
-        }
-        if not settings:
-            return ""
-        return (
-            f"the flight recorder of {' and '.join(sorted(settings))} is off: the watchdog sees a "
-            "hang only while a rank is in a call of torch.distributed. Before init_process_group, "
-            f"{' and '.join(sorted(set(settings.values())))}"
-        )
+        is_open = any(record.is_open for (name, _), record in records.items() if name in names)
+        called = "" if is_open or inside.startswith(OTHER) else inside
+        return tuple(log for group in groups for log in _find_logs(group, records, called))
 
     def _current(self) -> list[Group]:
         from torch.distributed import distributed_c10d
@@ -249,59 +266,34 @@ class Flight:
             self._groups, self._known = list_groups(), known
         return self._groups
 
-    def _brief(self, name: str, recorder: Recorder) -> Records:
-        numbers = _read_status(recorder).pg_status
-        if any((name, number) not in self._keys for number in numbers):
-            self._full(name, recorder)
-            for number in numbers:  # ignore one whose entries are gone
-                self._keys.setdefault((name, number), None)
-        kept: Records = {}
-        for number, status in sorted(numbers.items()):  # of equal names, the newest is in use
-            if (key := self._keys[name, number]) is not None:
-                started = max(0, status.last_enqueued_collective)
-                finished = max(0, status.last_completed_collective)
-                record = Log("", (), started, min(started, finished))
-                mixed = Log("", (), UNREAD, UNREAD, moves=started + finished)
-                kept[key] = mixed if key[1] in MIXED else record
-        return kept
 
-    def _full(self, name: str, recorder: Recorder, lines: bool = False) -> Records:
-        dump = read_dump(recorder, lines)
-        calls: dict[int, list[Entry]] = {}
-        for entry in dump.entries:
-            if self._keys.setdefault((name, entry.pg_id), entry.key) is not None:
-                calls.setdefault(entry.pg_id, [])
-        for entry in _list_collectives(dump.entries):
-            if entry.pg_id in calls:
-                calls[entry.pg_id].append(entry)
-        kept: Records = {}
-        for number, own in sorted(calls.items()):
-            if (key := self._keys[name, number]) is not None:
-                status = dump.pg_status.get(number, GroupStatus())
-                counts = None if key[1] in MIXED else status
-                kept[key] = _read(own, counts) if own else Log("", (), 0, 0, moves=0)
-        return kept
+def _read_numbers(group: Group, records: Records) -> Iterator[Log]:
+    for backend in group.backends:
+        count = group.count(backend)
+        log = Log("", (), max(count, 0), max(count - 1, 0), moves=count)
+        log = replace(records.get((group.name, backend), log), calls=())
+        yield replace(log, group=group.describe(backend), members=group.members)
 
 
-def _logs(group: Group, kept: Records, called: str) -> Iterable[Log]:
+def _find_logs(group: Group, records: Records, called: str) -> Iterator[Log]:
     """called: the main thread's current collective, if it has no record; it may belong to any
     group."""
     for backend in group.backends:
         count = group.count(backend)
-        record = kept.get((group.name, "nccl" if backend in NCCL else backend))
+        record = records.get((group.name, backend))
+        if count == 0:
+            record = None  # of an earlier group with this name
         # gloo counts sends and receives, too: without a record, collectives cannot be counted.
         counted = 0 if backend == "gloo" else max(count, 0)
-        known = record or Log("", (), counted, counted, exact=False)
-        if known.started == UNREAD:  # without a dump, the last call may be open
-            known = replace(known, started=counted, finished=max(counted - 1, 0))
+        log = record or Log("", (), counted, counted, exact=False)
+        if backend == "gloo" and count > log.started:
+            log = replace(log, exact=False)
         # nccl counts a call, then connects the ranks if they are not yet, and only then records it.
-        recorded = 0 if record is None else record.started
-        if called and recorded < counted:
-            calls = (*known.calls, Call(counted, called))
-            known = replace(known, started=counted, finished=counted - 1, calls=calls)
-        phrase = group.phrase if len(group.backends) == 1 else f"{group.phrase} on {backend}"
-        moves = max(count, known.started) if backend == "gloo" else known.moves
-        yield replace(known, group=phrase.strip(), members=group.members, moves=moves)
+        if called and counted > (record.started if record else 0):
+            calls = (*log.calls, Call(counted, called))
+            log = replace(log, started=counted, finished=counted - 1, calls=calls)
+        moves = max(count, log.moves)
+        yield replace(log, group=group.describe(backend), members=group.members, moves=moves)
 
 
 @contextlib.contextmanager
@@ -325,6 +317,14 @@ def _uncompiled() -> Iterator[bool]:
             del names["_inductor"]
 
 
+def _read_entries(entries: Sequence[Entry]) -> Records:
+    """Return the record of each group; of groups with equal names, the newest is in use."""
+    calls: dict[int, list[Entry]] = {}
+    for entry in _list_collectives(entries):
+        calls.setdefault(entry.pg_id, []).append(entry)
+    return {own[0].key: _read_group(own) for _, own in sorted(calls.items())}
+
+
 def _list_collectives(entries: Sequence[Entry]) -> Iterator[Entry]:
     """Yield the entries of collectives.
 
@@ -340,26 +340,26 @@ def _list_collectives(entries: Sequence[Entry]) -> Iterator[Entry]:
             yield entry
 
 
-def _read(entries: Sequence[Entry], status: GroupStatus | None) -> Log:
-    """Return a group's record from its entries, and from its status unless that mixes sends in.
+def _read_group(entries: Sequence[Entry]) -> Log:
+    """Return a group's record from its entries.
 
-    gloo's status is right if it counts no sends. nccl's communicator ends calls in their order, so
-    the last ended one is sufficient. This matters for a batch that was captured into a CUDA graph:
-    its entries never end.
+    nccl's communicator ends calls in their order, so the last ended one is sufficient. This matters
+    for a call that was captured into a CUDA graph: its entry never ends.
     """
     calls = {entry.collective_seq_id: entry for entry in entries}
     started = max(calls)
-    ended = {number for number, entry in calls.items() if entry.ended}
-    recent = tuple(_call(calls[number]) for number in sorted(calls)[-RECENT:])
-    if status is None:
-        return Log("", (), started, max(ended, default=min(calls) - 1), recent, moves=0)
-    exact = status.last_enqueued_collective in (-1, started)
-    over = status.last_completed_collective if exact else 0
-    open_ = [number for number in calls if number > over and number not in ended]
-    return Log("", (), started, min(open_) - 1 if open_ else started, recent, exact)
+    if entries[0].key[1] in ("nccl", "xccl"):
+        ended = [number for number, entry in calls.items() if entry.ended]
+        finished = max(ended, default=min(calls) - 1)
+    else:
+        finished = (
+            min((n for n, entry in calls.items() if not entry.ended), default=started + 1) - 1
+        )
+    recent = tuple(_read_call(calls[number]) for number in sorted(calls)[-RECENT:])
+    return Log("", (), started, finished, recent)
 
 
-def _call(entry: Entry) -> Call:
+def _read_call(entry: Entry) -> Call:
     # Only the root has an input to scatter.
     has_output = entry.operation == "scatter" or not entry.input_sizes
     dtypes = entry.output_dtypes if has_output else entry.input_dtypes
@@ -372,18 +372,20 @@ def _call(entry: Entry) -> Call:
     return Call(entry.collective_seq_id, entry.operation, ", ".join(shapes[:2]) + more, place)
 
 
-def _over_mpi() -> Records:
+def _read_mpi() -> Records:
     work = sys.modules.get("ddpbench.mpi_backend.work")
-    if work is None:
-        return {}
-    kept: Records = {}
-    for name, started, finished, past, moves in work.recorded():
-        calls = [Call(n, op, _count(dtype, nbytes)) for n, op, dtype, nbytes in past[-RECENT:]]
-        kept[name, "mpi4py"] = Log("", (), started, finished, tuple(calls), moves=moves)
-    return kept
+    records: Records = {}
+    for queue in work.live_queues() if work else ():
+        started, finished, past, moves = queue.recorded()
+        calls = [
+            Call(n, op, _describe_elements(dtype, nbytes))
+            for n, op, dtype, nbytes in past[-RECENT:]
+        ]
+        records[queue.group, "mpi4py"] = Log("", (), started, finished, tuple(calls), moves=moves)
+    return records
 
 
-def _count(dtype: Any, nbytes: int) -> str:
+def _describe_elements(dtype: Any, nbytes: int) -> str:
     # A group over mpi4py does not keep the shape.
     name = str(dtype).removeprefix("torch.")
     return "" if dtype is None else f"{name}[{nbytes // dtype.itemsize}]"

@@ -11,9 +11,7 @@ A rank has waited too long when, for the time-out,
 - a collective that it has called, on any group, has not ended; or
 - its main thread is in a function of torch.distributed, in `wait()` of an earlier call, or in the
   store, and no call of any group begins or ends meanwhile.
-Computing never raises this alarm. Other waits cannot be recognised: if rank 0 does not call
-torch.distributed for 1.25 times the time-out plus 1 s, it prints once where each rank is, and the
-job continues.
+Computing never raises this alarm.
 """
 
 from __future__ import annotations
@@ -30,13 +28,12 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ddpbench.hang import self_report, status_board
+from ddpbench.hang import status_board
 from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.places import describe_error
-from ddpbench.hang.status import RankStatus
 from ddpbench.hang.status_board import Board
-from ddpbench.hang.verdict import format_places
-from ddpbench.hang.watchdog import Judgement, Watchdog
+from ddpbench.hang.verdict import RankStatus
+from ddpbench.hang.watchdog import Judgement, Watchdog, read_status
 from ddpbench.launch import placement
 from ddpbench.records.store import End
 
@@ -62,9 +59,8 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     """Watch all ranks of this job for hangs. Call it in every rank, after init_process_group.
 
     timeout: seconds within which every collective, send and receive must end.
-    end: after a verdict, exit with code 5; False: print the verdict and continue. A line about
-    ranks that only call nothing never ends the job. A job that ends with an exception keeps its own
-    exit code.
+    end: after a verdict, exit with code 5; False: print the verdict and continue. A job that ends
+    with an exception keeps its own exit code.
     Returns a guard: call `close()` to stop, or use it in `with`. If a watchdog is already running,
     as under `ddpbench watch --timeout`, returns that one; it runs until every caller has closed it.
     Raises ValueError if timeout is not above 0 and finite, RuntimeError without a process group.
@@ -87,13 +83,10 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     _times += 1
     prefix = f"ddpbench/guard/{placement.read_restarts()}/{_times}"
     _handle_terminate()
-    identity, absent = self_report.identify(dist.get_rank()), [None] * dist.get_world_size()
+    identity, absent = status_board.identify(dist.get_rank()), [None] * dist.get_world_size()
     # Keep no variable with the store: this frame may live until a garbage collection.
     board = Board(distributed_c10d._get_default_store(), prefix, identity, absent)
-    flight = Flight()
-    if dist.get_rank() == 0 and _times == 1 and (warning := flight.explain_unseen_hangs()):
-        status_board.print_message(f"ddpbench: {warning}\n")
-    guard = Guard(board, flight, timeout, end)
+    guard = Guard(board, Flight(), timeout, end)
     guard.start()
     _on = guard
     return guard
@@ -106,10 +99,7 @@ def _handle_terminate() -> object:
     Returns an object to keep alive.
     """
     kind = ctypes.CFUNCTYPE(None)
-    try:
-        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
-    except (OSError, AttributeError):
-        return None
+    set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
     set_terminate.argtypes, set_terminate.restype = [ctypes.c_void_p], ctypes.c_void_p
 
     def handle() -> None:
@@ -139,7 +129,7 @@ class Guard(Watchdog):
 
     def start(self) -> None:
         """Introduce this rank to the others, and watch it in a thread."""
-        self._heartbeat = self_report.read_status(self._flight, heartbeat=True)
+        self._heartbeat = read_status(self._flight, heartbeat=True)
         self._board.publish_heartbeat(self._heartbeat)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._handle_exception
@@ -173,7 +163,7 @@ class Guard(Watchdog):
         atexit.unregister(self.close)
         if not self._code:  # else the others leave, too
             # At exit the main thread no longer has a line.
-            status = self_report.read_status(self._flight, place=self._heartbeat.place)
+            status = read_status(self._flight, place=self._heartbeat.place)
             self._board.publish_heartbeat(status, CLOSE_SECONDS)
             self._board.mark("left", self._rank)
             # torchrun may have the store in its own process.
@@ -182,7 +172,6 @@ class Guard(Watchdog):
                 ranks = range(len(self._board.identities))
                 self._board.await_keys([self._board.key("left", r) for r in ranks], LINGER_SECONDS)
         self._board.client.close()
-        self._thread.join(CLOSE_SECONDS)  # see StoreClient.close for the reason
         _on = None
 
     def _watch(self) -> None:
@@ -190,17 +179,14 @@ class Guard(Watchdog):
             self._beat()
 
     def _beat(self) -> None:
-        self._heartbeat = self_report.read_status(self._flight, heartbeat=True)
+        self._heartbeat = read_status(self._flight, heartbeat=True)
         answered = self._board.publish_heartbeat(self._heartbeat)
-        progress = _progress_key(self._heartbeat)
         key = self._board.key(f"round {self._round}", "judge")
         if answered and self._board.await_keys([key], 0.0) is not None:
             self._await_settling()
             self._alarm()
-        elif self._waits_too_long(progress):
+        elif self._waits_too_long():
             self._alarm(f"has waited longer than {self._timeout:g} s", late=True)
-        elif self._rank == 0:
-            self._report_no_progress(progress)
 
     def _await_settling(self) -> None:
         """Let a rank that destroys its groups leave, or fail, before it takes part in a verdict."""
@@ -211,38 +197,20 @@ class Guard(Watchdog):
         while not (self._failure or self._closed.is_set()) and self._clock.monotonic() < until:
             self._clock.sleep(status_board.POLL_SECONDS)
 
-    def _waits_too_long(self, progress: Key) -> bool:
+    def _waits_too_long(self) -> bool:
         now, since = self._clock.monotonic(), self._since
         waits = find_waits(self._heartbeat)
-        self._since = {wait: since.get(wait, now) for wait in (*waits, progress)}
+        self._since = {wait: since.get(wait, now) for wait in waits}
         late = {wait for wait in waits if now - self._since[wait] >= self._timeout}
         late -= self._reported
         if not late:
             return False
-        # gloo's threads may count ends out of order, so a number may be stale; nccl's ends are
-        # unknown without a dump. The entry of each call is right.
+        # A heartbeat assumes that each group's last call is open: only its entry is right.
         logs = self._flight.read_logs(self._heartbeat.inside, whole=True, lines=False)
         open_groups = {log.group for log in logs if log.is_open}
         confirmed = {wait for wait in late if len(wait) > 2 or wait[0] in open_groups}
         self._since |= dict.fromkeys(late - confirmed, now)
         return bool(confirmed)
-
-    def _report_no_progress(self, progress: Key) -> None:
-        """Print once where each rank is, if this rank has called nothing for long.
-
-        It may compute, so the job continues. A rank that waits raises an alarm, which shows more.
-        """
-        patience = 1.25 * self._timeout + 2 * BEAT_SECONDS
-        if progress in self._reported or self._clock.monotonic() - self._since[progress] < patience:
-            return
-        self._since[progress] = self._clock.monotonic()
-        statuses = self._board.read_heartbeats(range(len(self._board.identities)))
-        if not any(map(find_waits, statuses.values())):
-            self._reported.add(progress)
-            places = format_places(statuses, ())
-            status_board.print_message(
-                f"ddpbench: no progress for {patience:g} s: {places}; the job goes on\n"
-            )
 
     def _handle_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -279,8 +247,8 @@ class Guard(Watchdog):
             first = judgement.speaks(self._rank) or not judgement.store_answers
             stacks = judgement.stacks if first else ""
             status_board.print_message(f"ddpbench: {judgement.sentence}\n{stacks}")
-            heartbeat = self_report.read_status(self._flight, heartbeat=True)
-            self._reported |= {_progress_key(heartbeat), *find_waits(heartbeat)}
+            heartbeat = read_status(self._flight, heartbeat=True)
+            self._reported.update(find_waits(heartbeat))
             if self._end or not leave:
                 self._code = FAILURE if judgement.failed or self._failure else HANG
                 for call in before_end:
@@ -308,19 +276,7 @@ def find_waits(status: RankStatus) -> list[Key]:
     """Return a key for each wait of a rank: pairs for open collectives."""
     waits: list[Key] = [(log.group, log.started) for log in status.logs if log.is_open]
     moves = [log.moves for log in status.logs]
-    # A receive in a loop looks alike, but moves, or is another call.
-    if status.inside and (status.call >= 0 or min(moves, default=-1) >= 0):
-        waits.append((status.inside, status.place, status.call, *_counts(status)))
+    # A receive in a loop looks alike, but moves.
+    if status.inside and min(moves, default=-1) >= 0:
+        waits.append((status.inside, status.place, *moves))
     return waits
-
-
-def _progress_key(status: RankStatus) -> Key:
-    """Return a key that changes when the rank calls something of torch.distributed; where no calls
-    are counted, when its main thread moves."""
-    counts = _counts(status)
-    place = "" if any(n > 0 for n in counts) else status.place
-    return ("progress", place, status.call, *counts)
-
-
-def _counts(status: RankStatus) -> list[int]:
-    return [n for log in status.logs for n in (log.started, log.finished, log.moves)]

@@ -23,9 +23,8 @@ COMPILED = "torchinductor_"  # in the paths of code that torch.compile writes
 
 # The parts of torch whose functions wait for other ranks.
 CALLED = ("distributed_c10d.py", "_functional_collectives.py")
-PARALLEL = str(Path("nn", "parallel", "distributed.py"))
-# Those that wait in C++. The rest of DDP's constructor imports and computes.
-IN_C = (
+# Those of DDP that wait in C++. The rest of its constructor imports and computes.
+OF_DDP = (
     *("_verify_param_shape_across_processes", "_sync_params_and_buffers"),
     "_distributed_broadcast_coalesced",
 )
@@ -36,8 +35,6 @@ WAITS_IN_C = re.compile(r"(?<!\bos)\.wait\s*\(|store\w*\.(get|barrier)\s*\(", re
 CALLS = re.compile(r"([^\W\d][\w.]*)\s*\(")  # names of functions
 
 Line = tuple[str, str, int]  # function, file, line
-
-_marks = 0  # how many calls of torch.distributed were seen
 
 
 def find_main_frame() -> FrameType:
@@ -103,68 +100,20 @@ def describe_handled_error() -> str:
     return ", at ".join(describe_error(error))
 
 
-def find_distributed_call(frame: FrameType) -> tuple[str, int]:
-    """Return the function of torch.distributed in which the program is, "" none, and a number.
-
-    The number stays the same during this call, and differs in the next call of the same line. It is
-    -1 if unknown: in a call to C++, which has no frame, and under a debugger.
-    """
-    name, call = "", None
+def find_distributed_call(frame: FrameType) -> str:
+    """Return the function of torch.distributed in which the program is, "": none."""
+    name = ""
     for outer in walk_outwards(frame):
         path, function = outer.f_code.co_filename, outer.f_code.co_name
         if path.endswith(CALLED):
-            name, call = function, outer  # the outermost of those that call each other
-        elif function in IN_C and path.startswith(_folder("torch")):
-            name, call = function, outer
-        elif name in IN_C and path.endswith(PARALLEL) and function == "__init__":
+            name = function  # the outermost of those that call each other
+        elif function in OF_DDP and path.startswith(_folder("torch")):
             name = "DistributedDataParallel"
         elif path.startswith(MACHINERY) and function == WAIT:
             name = name or WAIT  # over mpi4py that is a function of ours
         elif name and _distance(path) == 0:
             break
-    return (name, _number_call(call)) if name else (_find_wait_in_c(frame), -1)
-
-
-def _number_call(frame: FrameType | None) -> int:
-    """Mark the frame of a call, because another call may get the same object and the same id.
-
-    Only tracing uses the mark; a frame that is traced is left alone.
-    """
-    global _marks
-    if frame is None or frame.f_trace is not None:
-        return -1
-    if frame.f_trace_lines:
-        frame.f_trace_lines = False
-        _marks += 1
-    return _marks
-
-
-def find_peer(frame: FrameType, inside: str) -> tuple[bool, int]:
-    """Return whether a frame sends, else receives, and the other rank; -1: unknown.
-
-    inside: the result of `find_distributed_call`. This reads variables of the frames, which keeps
-    their values alive for a while: call it only at the end.
-    """
-    import torch.distributed as dist
-
-    for outer in walk_outwards(frame):
-        path, name, names = outer.f_code.co_filename, outer.f_code.co_name, outer.f_locals
-        if path.endswith("distributed_c10d.py") and name in ("recv", "irecv", "send", "isend"):
-            end = "src" if name.endswith("recv") else "dst"
-            rank, group_rank = names.get(end), names.get(f"group_{end}")
-            if isinstance(group_rank, int) and rank is None:
-                group: Any = names.get("group") or dist.group.WORLD
-                rank = dist.get_global_rank(group, group_rank)
-            return end == "dst", rank if isinstance(rank, int) else -1
-        lists = [value for value in names.values() if inside == WAIT and isinstance(value, list)]
-        posted = [op for ops in lists for op in ops if isinstance(op, dist.P2POp)]
-        receives = [op.peer for op in posted if op.op.__name__ == "irecv"]
-        if posted:
-            peers = set(receives or [op.peer for op in posted])
-            return not receives, peers.pop() if len(peers) == 1 else -1
-        if _distance(path) == 0:
-            break
-    return False, -1
+    return name or _find_wait_in_c(frame)
 
 
 def _find_wait_in_c(frame: FrameType) -> str:

@@ -1,4 +1,4 @@
-"""The board on which ranks publish their status: a part of the store that they share.
+"""The ranks' processes, and the board on which ranks publish their status: a part of their store.
 
 A request never blocks the caller for longer than it allows, because the host of the store may be
 stopped itself. Each rank keeps the last heartbeat of rank 0, which usually has the store.
@@ -21,10 +21,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from ddpbench.hang.self_report import RankIdentity, observe_state
-from ddpbench.hang.status import ALIVE, DIED, ENDED, LEFT, STOPPED, RankStatus, SilentRank
+import psutil
+
+from ddpbench.hang.verdict import ALIVE, DIED, ENDED, LEFT, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family, sockets
-from ddpbench.launch.clock import Clock
+from ddpbench.launch.supervise import Clock
 from ddpbench.records import codec, redact
 from ddpbench.records.terminal_text import escape_lines
 
@@ -39,6 +40,49 @@ STORE_TIMEOUT = timedelta(seconds=5)
 CLOSE_SECONDS = 0.5
 
 
+@dataclass(frozen=True)
+class RankIdentity:
+    """The process of a rank: its name in messages, and how to observe it from its own host."""
+
+    rank: int
+    host: str
+    pid: int
+    boot_id: str  # identifies the machine
+    network: str = ""  # identifies the network namespace: each is a host, even on one machine
+    processes: str = ""  # identifies the namespace of the pid
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+
+    def sees(self, other: RankIdentity) -> bool:
+        """Return whether this rank's process can observe the other's."""
+        return (self.boot_id, self.processes) == (other.boot_id, other.processes)
+
+
+def identify(rank: int) -> RankIdentity:
+    """Return this process's identity as a rank."""
+    host = socket.gethostname()
+    boot_id = family.read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or host
+    network, processes = (str(Path("/proc/self/ns", kind).readlink()) for kind in ("net", "pid"))
+    return RankIdentity(rank, host, os.getpid(), boot_id, network, processes)
+
+
+def observe_state(identity: RankIdentity, own: RankIdentity) -> str:
+    """Return the state of another rank's process, as the end of "rank 3 (host, pid 7) …"."""
+    if not own.sees(identity):
+        return "did not answer (stopped, dead or cut off)"
+    try:
+        status = psutil.Process(identity.pid).status()
+    except psutil.NoSuchProcess:
+        return DIED
+    except psutil.Error:
+        return ALIVE
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return DIED
+    stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return STOPPED if stopped else ALIVE
+
+
 class Address(NamedTuple):
     """Where a TCPStore serves, and how long the job itself waits for it."""
 
@@ -48,11 +92,7 @@ class Address(NamedTuple):
 
 
 class StoreClient:
-    """A separate connection to the ranks' store, used by a thread that may hang with it.
-
-    Tries to connect for as long as the job itself would: with many ranks on few cores, the store's
-    host may accept connections late. Raises RuntimeError after that.
-    """
+    """A separate connection to the ranks' store, used by a thread that may hang with it."""
 
     def __init__(self, place: Address | dist.Store) -> None:
         import torch.distributed as dist
@@ -62,14 +102,13 @@ class StoreClient:
         if not isinstance(place, Address):
             self.store = place
         else:
-            await_server(place, place.timeout.total_seconds())
-            earlier = _list_sockets()
+            earlier = _list_files(place.port)
             self.store = dist.TCPStore(
                 *place[:2], is_master=False, timeout=place.timeout, wait_for_workers=False
             )
             self.store.set_timeout(STORE_TIMEOUT)
-            files = [file for _, file in _list_sockets() - earlier]
-            self._connection = _find_connection(files, place.port)
+            for file in _list_files(place.port) - earlier:
+                self._connection = sockets.wrap_file(os.dup(file))
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="ddpbench-store", daemon=True)
         self._thread.start()
@@ -94,18 +133,9 @@ class StoreClient:
         return answers[0] if answers else None
 
     def close(self) -> None:
-        """End the thread, even while it waits for the store.
-
-        If the interpreter ends while a thread is in C++, that thread cannot return to Python, and
-        the process ends with SIGABRT or SIGSEGV. A store may not answer for a long time: forked
-        children of its process keep the connection open after that process has ended.
-        """
+        """End the thread, unless the store does not answer it."""
         self._requests.put(None)
         self._thread.join(CLOSE_SECONDS)
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join(STORE_TIMEOUT.total_seconds() + CLOSE_SECONDS)
         if self._connection is not None:
             self._connection.close()
 
@@ -125,15 +155,6 @@ class StoreClient:
             attempt()
 
 
-def unwrap(store: dist.Store) -> dist.Store:
-    """Return the store below all prefixes."""
-    import torch.distributed as dist
-
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
 def find_store(store: dist.Store) -> Address | dist.Store:
     """Return the address of the server behind a store; the store itself if it has no server.
 
@@ -141,48 +162,20 @@ def find_store(store: dist.Store) -> Address | dist.Store:
     """
     import torch.distributed as dist
 
-    server = unwrap(store)
-    if isinstance(server, dist.TCPStore):
-        waits: Any = server  # torch's stubs lack its timeout
-        return Address(server.host, server.port, waits.timeout)
-    return server
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        server: Any = store  # torch's stubs lack its timeout
+        return Address(server.host, server.port, server.timeout)
+    return store
 
 
-def await_server(server: Address, seconds: float) -> None:
-    """Return once a server accepts connections; otherwise torch's client prints a C++ stack."""
-    until, pause = time.monotonic() + seconds, POLL_SECONDS
-    while True:
-        left = until - time.monotonic()
-        with contextlib.suppress(OSError):
-            socket.create_connection(server[:2], max(left, POLL_SECONDS)).close()
-            return
-        if left <= pause:
-            raise RuntimeError(
-                f"the ranks' store at {server.host}:{server.port} accepted no connection within "
-                f"{seconds:g} s"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, ANSWER_SECONDS)
-
-
-def _list_sockets() -> set[tuple[str, int]]:
-    """Return name and number of each open socket of this process."""
-    files: set[tuple[str, int]] = set()
-    for path in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):
-            files.add((str(path.readlink()), int(path.name)))
-    return {file for file in files if file[0].startswith("socket:")}
-
-
-def _find_connection(files: Iterable[int], port: int) -> socket.socket | None:
-    for file in files:
-        with contextlib.suppress(OSError):
-            connection = sockets.wrap_file(os.dup(file))
-            with contextlib.suppress(OSError):
-                if connection.getpeername()[1] == port:
-                    return connection
-            connection.close()
-    return None
+def _list_files(port: int) -> set[int]:
+    """Return the numbers of this process's open files that are connected to a port."""
+    process: Any = psutil.Process()
+    # psutil 6 renamed the method.
+    read: Callable[..., Any] = getattr(process, "net_connections", None) or process.connections
+    return {each.fd for each in read(kind="tcp") if each.raddr and each.raddr.port == port}
 
 
 @dataclass(frozen=True)

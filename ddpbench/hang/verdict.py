@@ -1,4 +1,4 @@
-"""Explain why ranks wait forever, in one sentence from the statuses of all. No torch.
+"""Status of the ranks, and why they wait forever, in one sentence from all of them. No torch.
 
 A rank that answers reports the collectives that it has called. For a silent rank there is only its
 last heartbeat, with their numbers.
@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ddpbench.hang.status import (
-    ALIVE,
-    DIED,
-    ENDED,
-    LEFT,
-    STOPPED,
-    Call,
-    Hang,
-    Log,
-    RankStatus,
-    SilentRank,
-    find_call,
-    find_hangs,
-    group_logs,
-)
 from ddpbench.records.wording import spans
 
-Statuses = Mapping[int, RankStatus]
+DIED, STOPPED, ALIVE = "has died", "is stopped (SIGSTOP)", "is alive but did not answer"
+LEFT = "has left"  # its script has ended
+ENDED = "has ended its process group or died"  # rank 0, if it has closed the store
+
+# Ranks may call these with different sizes.
+UNEVEN = ("all_to_all", "alltoall")
 # Errors with which a backend reacts to another rank that has ended or does not come.
 SYMPTOM = re.compile(
     r"(closed|reset) by peer|broken pipe|remote process|socket closed|connection (closed|lost)"
@@ -36,6 +26,111 @@ SYMPTOM = re.compile(
     re.IGNORECASE,
 )
 BY_SIGNAL = "ended by "  # the cause of a rank that a signal asked to end begins with this
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective of a group.
+
+    number: counted from 1 in its group; what: "float32[1024]"; place: the line that called it,
+    "f (data.py:22)". The last two are "" if unknown.
+    """
+
+    number: int
+    name: str
+    what: str = ""
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"#{self.number} {self.text}"
+
+    @property
+    def text(self) -> str:
+        """Without its number: "all_reduce float32[1024]"."""
+        return f"{self.name} {self.what}".rstrip()
+
+    def agrees(self, other: Call) -> bool:
+        """Return whether two ranks can have called the same collective."""
+        if self.name != other.name:
+            return False
+        uneven = self.name.startswith(UNEVEN) or not (self.what and other.what)
+        return uneven or self.what == other.what
+
+
+@dataclass(frozen=True)
+class Log:
+    """One rank's record of one group.
+
+    group: a phrase, "of group 3", "" for the default group; members: global ranks; started,
+    finished: numbers of the last collectives that the rank called, and that ended (in a heartbeat,
+    a lower bound); calls: the latest, in order, () in a heartbeat; exact: whether all ranks count
+    in the same way; moves: a number that changes with the requests to the group, -1 if unknown.
+    """
+
+    group: str
+    members: tuple[int, ...]
+    started: int
+    finished: int
+    calls: tuple[Call, ...] = ()
+    exact: bool = True
+    moves: int = -1
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a collective that the rank called has not ended."""
+        return self.started > self.finished
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """The state that a rank reports.
+
+    place: the innermost line of the program's own code in the main thread, "f (data.py:22)";
+    inside: the function of torch.distributed that this line called, "": none; phase: the step of a
+    ddpbench command; cause: why this rank raises the alarm, "": it does not; late: it has waited
+    too long; handles: the error that its main thread handles, as in a `finally`, and its line;
+    stack: of the main thread.
+    """
+
+    place: str
+    inside: str = ""
+    logs: tuple[Log, ...] = ()
+    phase: str = ""
+    cause: str = ""
+    late: bool = False
+    stack: str = ""
+    handles: str = ""
+
+
+@dataclass(frozen=True)
+class SilentRank:
+    """A rank that did not answer.
+
+    name: "rank 3 (node2, pid 17)"; state: a constant of this module, or another phrase with a verb;
+    seen: its last heartbeat, if there was one.
+    """
+
+    rank: int
+    name: str
+    state: str
+    seen: RankStatus | None = None
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A collective that does not end: the ranks in it, and those that have not called it."""
+
+    group: str
+    call: Call
+    waiting: tuple[int, ...]
+    absent: tuple[int, ...]
+    exact: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.call} {self.group}".rstrip()
+
+
+Statuses = Mapping[int, RankStatus]
 
 
 def explain_hang(
@@ -64,7 +159,6 @@ def explain_hang(
         parts = _describe_deadlock(hangs, statuses)
         parts = parts or [s for hang in hangs for s in _describe_absence(hang, statuses)]
         parts = parts or [_describe_stuck(hang, statuses) for hang in hangs if hang.exact]
-        parts = parts or _describe_messages(statuses)
     sentence = "; ".join(parts) or format_places(statuses, hangs)
     for rank, status in statuses.items():
         if status.handles and rank not in failed:
@@ -167,6 +261,19 @@ def _describe_failed(failed: Statuses, hangs: Sequence[Hang], statuses: Statuses
     return format_places(failed, hangs) + _format_waiting(waiting, statuses, ended)
 
 
+def _describe_deadlock(hangs: Sequence[Hang], statuses: Statuses) -> list[str]:
+    """Return a sentence on collectives whose absent ranks all wait in another of them, if any."""
+    waiting = {rank for hang in hangs for rank in hang.waiting if statuses[rank].inside}
+    circle = [hang for hang in hangs if hang.absent and waiting.issuperset(hang.absent)]
+    texts = []
+    for hang in circle:
+        where = f"{hang}{_format_lines(statuses[rank].place for rank in hang.waiting)}"
+        verb = "waits" if len(hang.waiting) == 1 else "wait"
+        ranks = format_ranks(hang.waiting), format_ranks(hang.absent)
+        texts.append(f"{ranks[0]} {verb} in {where} for {ranks[1]}")
+    return [f"{'; '.join(texts)}: a deadlock"] if len(circle) > 1 else []
+
+
 def _describe_absence(hang: Hang, statuses: Statuses) -> list[str]:
     """ "rank 1 never joined #4 …; it is in f (x.py:3); ranks 0, 2, 3 wait", if any is absent."""
     places: dict[str, list[int]] = {}
@@ -189,84 +296,6 @@ def _describe_stuck(hang: Hang, statuses: Statuses) -> str:
     )
 
 
-# --- ranks that wait for each other in a circle, and messages that do not come
-
-
-@dataclass(frozen=True)
-class _Wait:
-    """The operation in which a rank waits, and the ranks it waits for; message: receive or send."""
-
-    what: str
-    ranks: tuple[int, ...]
-    message: bool
-
-
-def _find_waits(hangs: Sequence[Hang], statuses: Statuses) -> dict[int, _Wait]:
-    waits: dict[int, _Wait] = {}
-    for rank, status in statuses.items():
-        if status.peer >= 0:
-            waits[rank] = _Wait("send" if status.sends else "recv", (status.peer,), True)
-            continue
-        own = [h for h in hangs if rank in h.waiting and h.absent and status.inside]
-        if len(own) > 1:  # some may have been called with async_op: use the current one
-            calls = {(log.group, c.number): c.place for log in status.logs for c in log.calls}
-            own = [h for h in own if calls.get((h.group, h.call.number)) == status.place]
-        if own:
-            waits[rank] = _Wait(str(own[0]), own[0].absent, False)
-    return waits
-
-
-def _describe_deadlock(hangs: Sequence[Hang], statuses: Statuses) -> list[str]:
-    """Return a sentence on ranks that wait for each other in a circle, if there are any."""
-    waits = _find_waits(hangs, statuses)
-    circle = next((found for rank in sorted(waits) if (found := _find_circle(rank, waits))), [])
-    if not circle:
-        return []
-    kinds = {waits[rank].what for rank in circle}
-    others = _format_waiting([r for r in waits if r not in circle], statuses)
-    if all(waits[rank].message for rank in circle) and len(kinds) == 1:
-        word = "to" if kinds == {"send"} else "from"
-        at = _format_lines(statuses[rank].place for rank in circle)
-        pairs = ", ".join(f"{rank} {word} {waits[rank].ranks[0]}" for rank in sorted(circle))
-        ranks = format_ranks(sorted(circle))
-        return [f"{ranks} wait in {kinds.pop()}{at} in a ring: {pairs}{others}"]
-    parts = []
-    for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True):
-        where = f"{waits[rank].what}{_format_lines([statuses[rank].place])}"
-        parts.append(f"rank {rank} waits in {where} for rank {following}")
-    return [f"{'; '.join(parts)}: a deadlock{others}"]
-
-
-def _find_circle(start: int, waits: Mapping[int, _Wait]) -> list[int]:
-    paths, seen = [[start]], {start}
-    for path in paths:
-        for rank in waits[path[-1]].ranks:
-            if rank == start:
-                return path
-            if rank in waits and rank not in seen:
-                seen.add(rank)
-                paths.append([*path, rank])
-    return []
-
-
-def _describe_messages(statuses: Statuses) -> list[str]:
-    """Return where the ranks are that owe a message, then which ranks wait."""
-    waits = _find_waits((), statuses)
-    awaited = {rank for wait in waits.values() for rank in wait.ranks}
-    owing = {r: replace(statuses[r], cause="") for r in awaited - set(waits) if r in statuses}
-    if not owing:
-        return []
-    lines: dict[str, list[int]] = {}
-    for rank in waits:
-        line = f"{statuses[rank].waits_in}{_format_lines([statuses[rank].place])}"
-        lines.setdefault(line, []).append(rank)
-    waiting = [
-        f"{format_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''} in {line}"
-        for line, ranks in lines.items()
-    ]
-    return [format_places(owing, ()), *waiting]
-
-
 # --- the first collective in which ranks called different things
 
 
@@ -281,12 +310,7 @@ def describe_mismatches(statuses: Statuses) -> list[str]:
         for number, by_rank in sorted(calls.items()):
             kinds = _group_equal_calls(by_rank)
             if len(kinds) > 1:
-                sentence = _describe_mismatch(number, group, kinds, statuses)
-                usual, odd = (next(iter(kind)) for kind in kinds[:2])
-                if len(kinds) == 2 and (how := _find_shift(logs[odd], logs[usual], number)):
-                    verb = "has" if len(kinds[1]) == 1 else "have"
-                    sentence += f": {format_ranks([*kinds[1]])} {verb} {how} a collective"
-                sentences.append(sentence)
+                sentences.append(_describe_mismatch(number, group, kinds, statuses))
                 break
     return sentences
 
@@ -323,39 +347,17 @@ def _describe_mismatch(
     return "; ".join([*parts, *map(describe, others)])
 
 
-def _find_shift(odd: Log, usual: Log, number: int) -> str:
-    """Return how a rank's calls are shifted against another rank's from this number on.
-
-    "skipped": they are the other rank's next ones; "doubled": its previous ones; "": neither.
-    """
-    own = {call.number: call for call in odd.calls if call.number >= number}
-    other = {call.number: call for call in usual.calls}
-    is_next_known = number + 1 in other
-    if not is_next_known:  # it waits: use the call that followed an equal one before
-        earlier = [n for n, call in other.items() if n < number and call.agrees(other[number])]
-        if earlier and max(earlier) + 1 < number:
-            other[number + 1] = other[max(earlier) + 1]
-
-    def fits(by: int) -> bool:
-        pairs = [(call, other[n + by]) for n, call in own.items() if n + by in other]
-        return number + by in other and all(call.agrees(known) for call, known in pairs)
-
-    hows = [how for how, by in (("skipped", 1), ("doubled", -1)) if fits(by)]
-    if hows == ["doubled"] and not is_next_known:
-        hows = ["skipped", "doubled"]
-    return " or ".join(hows)
-
-
 # --- parts of sentences
 
 
 def format_places(statuses: Statuses, hangs: Sequence[Hang]) -> str:
-    """Return the causes and places of all ranks, equal ones together."""
+    """Return the causes and places of all ranks, equal ones together; first those that do not wait
+    in torch.distributed."""
     texts: dict[str, list[int]] = {}
-    for rank, status in sorted(statuses.items()):
+    for rank, status in sorted(statuses.items(), key=lambda pair: (bool(pair[1].inside), pair[0])):
         if status.cause:
             text = f"{status.cause}, at {status.place}"
-            text += f", in {status.waits_in}" if status.waits_in else ""
+            text += f", in {status.inside}" if status.inside else ""
         else:
             text = f"in {_format_place(status, '-')}"
         before = [hang for hang in hangs if rank in hang.absent]
@@ -378,7 +380,7 @@ def _format_place(status: RankStatus, group: str) -> str:
         if log.is_open and log.group != group:
             call = f"{find_call(log.finished + 1, [log])} {log.group}".rstrip()
             return f"{call}, called from {status.place}"
-    return f"{status.waits_in}, called from {status.place}" if status.waits_in else status.place
+    return f"{status.inside}, called from {status.place}" if status.inside else status.place
 
 
 def _format_lines(lines: Iterable[str]) -> str:
@@ -402,3 +404,37 @@ def _format_phase(ranks: Sequence[int], statuses: Statuses) -> str:
     """Return " in PHASE", the step of a command in which the first of these ranks is."""
     phase = statuses[min(ranks)].phase
     return f" in {phase}" if phase else ""
+
+
+# --- collectives that do not end
+
+
+def find_hangs(statuses: Statuses) -> list[Hang]:
+    """Return each group's first collective that some ranks have called and that has not ended."""
+    hangs = []
+    for group, logs in group_logs(statuses).items():
+        waiting = {rank: log.finished + 1 for rank, log in logs.items() if log.is_open}
+        if not waiting:
+            continue
+        number = min(waiting.values())
+        members = {rank for log in logs.values() for rank in log.members} & set(statuses)
+        absent = [rank for rank in members if rank not in logs or logs[rank].started < number]
+        call = find_call(number, [logs[rank] for rank in waiting])
+        exact = all(log.exact for log in logs.values())
+        hangs.append(Hang(group, call, tuple(sorted(waiting)), tuple(sorted(absent)), exact))
+    return hangs
+
+
+def group_logs(statuses: Statuses) -> dict[str, dict[int, Log]]:
+    """Return the logs by group and rank."""
+    groups: dict[str, dict[int, Log]] = {}
+    for rank, status in sorted(statuses.items()):
+        for log in status.logs:
+            groups.setdefault(log.group, {})[rank] = log
+    return groups
+
+
+def find_call(number: int, logs: Iterable[Log]) -> Call:
+    """Return the call with this number, with the details that the logs contain."""
+    calls = [call for log in logs for call in log.calls if call.number == number]
+    return calls[0] if calls else Call(number, "collective")

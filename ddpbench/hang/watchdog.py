@@ -17,15 +17,15 @@ import select
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
-from ddpbench.hang import self_report, verdict
+from ddpbench.hang import places, verdict
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.hang.self_report import RankIdentity
-from ddpbench.hang.status import ALIVE, DIED, STOPPED, RankStatus, SilentRank
-from ddpbench.hang.status_board import Board, print_message
+from ddpbench.hang.status_board import Board, RankIdentity, print_message
+from ddpbench.hang.verdict import ALIVE, DIED, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family
 from ddpbench.records import codec
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 GRACE_SECONDS = 4.0  # for the statuses of the other ranks
+STACK_FRAMES = 30  # the innermost frames of a reported stack
 BEAT_SECONDS = 1.0
 BEAT_PATIENCE_SECONDS = 0.2  # how long a heartbeat waits for the store
 # After a signal, how long the ranks may take to stop together at the next repetition.
@@ -70,6 +71,26 @@ class Judgement:
         return rank == min([*self.heard, *alive])
 
 
+def read_status(
+    flight: Flight, phase: str = "", place: str = "", heartbeat: bool = False
+) -> RankStatus:
+    """Return this rank's status.
+
+    place: the line of an error that has unwound the stack already; heartbeat: only the place of the
+    main thread and the numbers of collectives.
+    """
+    if place:
+        return RankStatus(place, "", flight.read_logs("", whole=True), phase)
+    frame = places.find_main_frame()
+    inside = places.find_distributed_call(frame)
+    logs = flight.read_logs(inside, whole=not heartbeat)
+    status = RankStatus(places.find_place(frame), inside, logs, phase)
+    if heartbeat:
+        return status
+    stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
+    return replace(status, stack=stack, handles=places.describe_handled_error())
+
+
 class Watchdog:
     """The part that commands and scripts share. Waits are by the clock of the board."""
 
@@ -91,7 +112,7 @@ class Watchdog:
         rank is lost, or the store does not answer.
         """
         board = self._board
-        status = self_report.read_status(self._flight, self._phase, place)
+        status = read_status(self._flight, self._phase, place)
         status = replace(status, cause=cause, late=late)
         if not board.mark(topic, "judge"):
             board.publish(status, topic, self._rank)
@@ -134,13 +155,13 @@ class CommandWatchdog(Watchdog):
         *,
         leave: Callable[[int], NoReturn],
         signal_seconds: Mapping[signal.Signals, float] = SIGNAL_SECONDS,
-        mode: str = "end",
+        is_on: bool = True,
     ) -> None:
-        """leave: ends the process; mode: as --watchdog, for a missed deadline."""
+        """leave: ends the process; is_on: whether a missed deadline ends this rank."""
         board = Board(store, "ddpbench/watch", identities[rank], identities)
-        super().__init__(board, Flight(fresh=True), timeout_seconds)
-        self._signal_seconds, self._leave, self._mode = signal_seconds, leave, mode
-        self._phase, self._beat_time, self._reports = "start", -math.inf, 0
+        super().__init__(board, Flight(), timeout_seconds)
+        self._signal_seconds, self._leave, self._is_on = signal_seconds, leave, is_on
+        self._phase, self._beat_time = "start", -math.inf
         self._lock = threading.Lock()
         self.signal: int | None = None
         self._interrupted = self._gets_signal = False
@@ -162,8 +183,8 @@ class CommandWatchdog(Watchdog):
         """Let the deadline count from now: the rank made progress. Call it outside timed spans."""
         if self.signal is None:
             self._deadline = self._next_deadline()
-        if self._mode != "off" and time.monotonic() - self._beat_time > BEAT_SECONDS:
-            heartbeat = self_report.read_status(self._flight, self._phase, heartbeat=True)
+        if self._is_on and time.monotonic() - self._beat_time > BEAT_SECONDS:
+            heartbeat = read_status(self._flight, self._phase, heartbeat=True)
             self._board.publish_heartbeat(heartbeat, BEAT_PATIENCE_SECONDS)
             self._beat_time = time.monotonic()
 
@@ -194,12 +215,12 @@ class CommandWatchdog(Watchdog):
         self._lock.acquire()
         code = 5
         try:
-            code = self._report("end", cause, late, place)
+            code = self._report(cause, late, place)
         finally:  # end this process even if stderr or the disk fails
             self._leave(code)
 
     def _next_deadline(self) -> float:
-        return math.inf if self._mode == "off" else time.monotonic() + self._timeout
+        return time.monotonic() + self._timeout if self._is_on else math.inf
 
     def _note(self, number: int, frame: object) -> None:
         self.signal = number
@@ -207,23 +228,14 @@ class CommandWatchdog(Watchdog):
     def _watch(self) -> None:
         while not self._closed.is_set():
             wait = self._deadline - time.monotonic()
+            if wait <= 0 and self.signal is not None:
+                self.end(f"{verdict.BY_SIGNAL}{signal.Signals(self.signal).name}")
             if wait <= 0:
-                self._handle_deadline()
-                continue
+                self.end(f"missed the deadline of {self._timeout:g} s (--timeout)", late=True)
             # Without a deadline now, wait no longer: one may be set meanwhile.
             if select.select([self._wake], [], [], min(wait, self._timeout))[0]:
                 for byte in os.read(self._wake, 64):
                     self._handle_signal(byte)
-
-    def _handle_deadline(self) -> None:
-        if self.signal is not None:
-            self.end(f"{verdict.BY_SIGNAL}{signal.Signals(self.signal).name}")
-        cause = f"missed the deadline of {self._timeout:g} s (--timeout)"
-        if self._mode == "end":
-            self.end(cause, late=True)
-        self._deadline = math.inf  # until the rank makes progress
-        self._reports += 1
-        self._report(f"report/{self._reports}", cause, late=True)
 
     def _handle_signal(self, number: int) -> None:
         if number not in SIGNAL_SECONDS:
@@ -236,22 +248,20 @@ class CommandWatchdog(Watchdog):
         allowed = 0.0 if again or lost else self._signal_seconds[signal.Signals(number)]
         self._deadline = min(self._deadline, time.monotonic() + allowed)
 
-    def _report(self, topic: str, cause: str, late: bool, place: str = "") -> int:
+    def _report(self, cause: str, late: bool, place: str) -> int:
         """Let one rank print the verdict; return the exit code of this rank."""
-        judgement = self._agree_judgement(topic, cause, late, place)
+        judgement = self._agree_judgement("end", cause, late, place)
         # After a failed rank, the launcher also signals the other ranks.
         alone = judgement.interrupted and not judgement.silent
         interrupted = self.signal is not None and alone
-        code, key = 130 if interrupted else 5, self._board.key(topic, "printed")
+        code, key = 130 if interrupted else 5, self._board.key("end", "printed")
         if not judgement.speaks(self._rank):
-            if topic == "end":
-                self._board.await_keys([key], GRACE_SECONDS)
+            self._board.await_keys([key], GRACE_SECONDS)
             return code
         print_message(f"ddpbench: {judgement.sentence}\n")
-        if topic == "end":
-            family.report_verdict(judgement.sentence)
-            self.on_end("interrupted" if interrupted else "failed", judgement.sentence, code)
-            silent = [rank.rank for rank in judgement.silent]
-            self._board.kill_ranks(silent if late else judgement.stopped)
-        self._board.mark(topic, "printed")
+        family.report_verdict(judgement.sentence)
+        self.on_end("interrupted" if interrupted else "failed", judgement.sentence, code)
+        silent = [rank.rank for rank in judgement.silent]
+        self._board.kill_ranks(silent if late else judgement.stopped)
+        self._board.mark("end", "printed")
         return code

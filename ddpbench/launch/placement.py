@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,20 +119,6 @@ def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     return first_host(nodes), 20_000 + (job * 31 + step) % 12_000
 
 
-def node_address(name: str) -> str:
-    """Return the name if it resolves here or Slurm knows no better, else the node's address."""
-    with contextlib.suppress(OSError):
-        socket.getaddrinfo(name, None)
-        return name
-    line, shown = ["scontrol", "--oneliner", "show", "node", name], ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        shown = subprocess.check_output(
-            line, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, timeout=10
-        )
-    address = re.search(r"\bNodeAddr=(\S+)", shown)
-    return address[1] if address else name
-
-
 _reserved: list[socket.socket] = []  # bound, so that no other process gets their ports
 
 
@@ -156,8 +139,7 @@ def require_free(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise Refused(
-                f"--master-port {port} cannot be used ({error.strerror}): "
-                "choose another port, or leave out --master-port to use a free one"
+                f"port {port} cannot be used ({error.strerror}): set MASTER_PORT to a free one"
             ) from None
 
 
@@ -175,27 +157,10 @@ def require_world_size(nproc: int | None, placement: Placement | None) -> None:
         )
 
 
-def require_limits(world_size: int, placement: Placement | None) -> None:
-    """Raise Refused, reported by one rank per host, if ulimit allows a rank too little."""
-    files = 24 + 2 * world_size  # a rank opens 20, and two connections to each other rank
-    speaker = 0 if placement is None else placement.rank - placement.local_rank
-    for kind, letter, needed, unit in (
-        (resource.RLIMIT_NOFILE, "n", files, "open files"),
-        # For torch, scipy and pyarrow; with less, OpenBLAS hangs.
-        (resource.RLIMIT_AS, "v", 2 * 10**9, "bytes of addresses"),
-    ):
-        allowed, _ = resource.getrlimit(kind)
-        if allowed != resource.RLIM_INFINITY and allowed < needed:
-            raise Refused(
-                f"ulimit -{letter} allows {allowed} {unit}, and each of {world_size} ranks needs "
-                f"{needed}: raise it with ulimit -{letter} first",
-                speaker,
-            )
-
-
 # Users, batch systems and pre-emption end a run by these: the ranks store their results first.
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-PATIENT = "DDPBENCH_PATIENT"  # set if mpirun does not kill its ranks soon after a signal
+# Seconds for which Open MPI lets its ranks go on after a signal. Other MPIs kill them at once.
+PATIENT = "PRTE_MCA_odls_base_sigkill_timeout"
 
 
 def find_mpirun() -> str | None:

@@ -34,6 +34,14 @@ WHO_STOPS = "Next: find what stopped it (a debugger, a batch system, kill -STOP)
 WHO_KILLS = "Next: check in `dmesg` whether memory ran out, else find what killed it"
 
 
+class Clock(Protocol):
+    """The part of the module `time` that waits use. Tests replace it."""
+
+    def time(self) -> float: ...
+    def monotonic(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
+
+
 class Child(Protocol):
     """A process that this one has started."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from ddpbench.runtime.world import World
 
 
+# Reductions of each bucket alone: as many as fit into these seconds.
+ALONE_SECONDS, ALONE_FEWEST, ALONE_MOST = 1.0, 6, 40
 ARMS = ("ddp", "noop", "no_sync", "timed")
 
 
@@ -47,6 +51,7 @@ class Hook:
         self.mode = "plain"
         self.least_seconds = 0.0  # least time from hand-over to reduction of the last bucket
         self.infos: dict[int, BucketInfo] = {}
+        self.dtypes: dict[int, torch.dtype] = {}
         self.handed: dict[int, Event] = {}
         self.reduced: dict[int, Event] = {}
 
@@ -62,6 +67,7 @@ class Hook:
             names = [self._names[parameter] for parameter in bucket.parameters()]
             nbytes = bucket.buffer().nbytes
             self.infos[index] = BucketInfo(index, nbytes, len(names), names[0], names[-1])
+            self.dtypes[index] = bucket.buffer().dtype
         device = bucket.buffer().device
         self.handed[index] = stamp(device)
 
@@ -84,6 +90,24 @@ class Hook:
             future = torch.futures.Future()
             future.set_result(value)
         return future
+
+
+class _LoneBucket:
+    """A bucket of zeros that a hook takes for one of DDP's."""
+
+    def __init__(self, hook: Hook, index: int, device: torch.device) -> None:
+        self._index, self._is_last = index, index == max(hook.infos)
+        zeros = torch.zeros(hook.infos[index].nbytes, dtype=torch.uint8, device=device)
+        self._buffer = zeros.view(hook.dtypes[index])
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def is_last(self) -> bool:
+        return self._is_last
 
 
 @dataclass(kw_only=True, eq=False)
@@ -123,7 +147,47 @@ class DdpReplica(Replica):
         if steps:
             stamps = control.gather_to_rank_0(world, np.array(steps, np.int64))
         infos = self.hook.infos if self.hook else {}
-        return {"buckets": [infos[i] for i in sorted(infos)], "bucket_stamps": stamps}
+        alone = self._gather_alone(world) if steps else None
+        buckets = [infos[i] for i in sorted(infos)]
+        return {"buckets": buckets, "bucket_stamps": stamps, "alone": alone}
+
+    def _gather_alone(self, world: World) -> npt.NDArray[np.int64] | None:
+        """Reduce buckets of the same sizes one by one, while nothing else runs.
+
+        Returns ns[world, repetition, bucket] in rank 0, else None; None in all ranks for a hook
+        that needs more than the bucket's buffer.
+        """
+        if self.hook is None or hooks.HOOKS[self.case.comm_hook].share is None:
+            return None
+        self.hook.mode = "timed"
+        count, began = ALONE_MOST, clock.now_ns()
+        spent: list[list[int]] = []
+        while len(spent) < count:
+            spent.append([self._reduce_alone(index) for index in sorted(self.hook.infos)])
+            world.watchdog.rearm()
+            if len(spent) == 1:
+                fit = ALONE_SECONDS // max((clock.now_ns() - began) * 1e-9, 1e-6)
+                fit = min(max(fit, ALONE_FEWEST), ALONE_MOST)
+                count = control.broadcast_decision(world, 1 + int(fit))
+        return control.gather_to_rank_0(world, np.array(spent[1:], np.int64))
+
+    def _reduce_alone(self, index: int) -> int:
+        """Return the ns of one reduction, from a common start."""
+        assert self.hook is not None
+        control.barrier_all()
+        bucket = _LoneBucket(self.hook, index, self.device)
+        self.hook.reduce(None, bucket).wait()  # type: ignore[no-untyped-call]
+        devices.of(self.device).synchronize(self.device)
+        return elapsed_ns(self.hook.handed[index], self.hook.reduced[index])
+
+
+def _buffer_options(case: StepCase) -> dict[str, Any]:
+    """Return the option that stops DDP's broadcast of buffers, by its name in this torch."""
+    if case.broadcast_buffers:
+        return {}
+    known = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: False}
 
 
 def build_replica(
@@ -147,6 +211,7 @@ def build_replica(
         gradient_as_bucket_view=case.gradient_as_bucket_view,
         static_graph=case.static_graph,
         find_unused_parameters=case.find_unused_parameters,
+        **_buffer_options(case),
     )
     hook = None
     if switchable:

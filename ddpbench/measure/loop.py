@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ddpbench.analysis.lines import UNHIDDEN_SHARE
 from ddpbench.catalog import payload
 from ddpbench.catalog.operations import OPERATIONS, Buffers, Operation, idle
-from ddpbench.measure import clock, memory, start
+from ddpbench.measure import clock, start
 from ddpbench.records.schema import LAUNCH_HIDDEN, Case, Plan, Wrong
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import Event
@@ -96,10 +96,6 @@ class Bench:
         self.page_faults = 0  # of this process during repetitions
         self.unhidden = 0  # repetitions whose kernel launch should have been hidden, but was not
         self.refill()
-        self.huge_share: float | None = None
-        if case.buffers == "huge":
-            tensors = (tensor for b in self.buffers for tensor in (b.input, b.output))
-            self.huge_share = memory.huge_share(tensors)
 
     def refill(self) -> None:
         """Write inputs of the next generation, the same in all ranks, and poison the outputs."""
@@ -211,10 +207,10 @@ def _allocate(case: Case, operation: Operation, rank: int, device: torch.device)
     dtype = getattr(torch, case.dtype)
     if not case.in_place:
         return Buffers(
-            memory.zeros(inputs, dtype, device, case.buffers),
-            memory.zeros(outputs, dtype, device, case.buffers),
+            torch.zeros(inputs, dtype=dtype, device=device),
+            torch.zeros(outputs, dtype=dtype, device=device),
         )
-    whole = memory.zeros(max(inputs, outputs), dtype, device, case.buffers)
+    whole = torch.zeros(max(inputs, outputs), dtype=dtype, device=device)
     block = slice(rank * case.count, (rank + 1) * case.count) if inputs != outputs else slice(None)
     return Buffers(
         whole[block] if inputs < outputs else whole, whole[block] if outputs < inputs else whole

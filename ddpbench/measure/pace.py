@@ -24,7 +24,7 @@ from ddpbench.measure.loop import Bench
 from ddpbench.records.schema import Case, Plan, Wrong
 from ddpbench.runtime import control
 from ddpbench.runtime.subgroups import Subgroup
-from ddpbench.runtime.world import Turns, World
+from ddpbench.runtime.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,6 @@ class Samples:
     wrong: list[Wrong] = field(default_factory=list)
     measuring_seconds: float = 0.0
     objection: str | None = None  # why the case was skipped on all ranks
-    huge_share: float | None = None  # of this rank's buffers: memory.huge_share
     page_faults: float | None = None  # of this rank per timed repetition, the mean
     unhidden_share: float | None = None  # of this rank's timed repetitions: Bench.unhidden
 
@@ -73,15 +72,13 @@ def measure(
     shortest_seconds: float,
     objection: str | None,
     ahead_ns: int = 0,
-    turns: Turns | None = None,
 ) -> Samples:
     """Measure one case on all ranks together, or skip it on all ranks together.
 
     The operation runs in this rank's subgroup. Repetitions shorter than `shortest_seconds` are
     timed in batches. `objection` is this rank's reason to skip the case. `ahead_ns` is how far this
-    rank's clock is ahead of rank 0's; all stamps are converted to rank 0's clock. `turns`: with
-    another launch, whose time does not count. Ranks other than 0 get only `objection`, `checks`
-    and `stop_reason`.
+    rank's clock is ahead of rank 0's; all stamps are converted to rank 0's clock. Ranks
+    other than 0 get only `objection`, `checks` and `stop_reason`.
     """
     subgroups = subgroup.partition.subgroups if subgroup.partition.size < world.world_size else ()
     samples = Samples(warm_up=Kept(subgroups), timed=Kept(subgroups))
@@ -94,13 +91,12 @@ def measure(
     samples.objection = control.agree_objection(world, objection)
     if samples.objection is not None or bench is None:
         return samples
-    samples.huge_share = bench.huge_share
     enabled = gc.isenabled()
     gc.collect()
     gc.freeze()  # later collections skip today's objects, which saves 14 ms per case
     gc.disable()
     try:
-        _measure(Pace(bench, samples, ahead_ns=ahead_ns, turns=turns), shortest_seconds)
+        _measure(Pace(bench, samples, ahead_ns=ahead_ns), shortest_seconds)
     finally:
         if enabled:
             gc.enable()
@@ -162,15 +158,9 @@ class Pace:
     bench: Bench
     samples: Samples
     ahead_ns: int
-    turns: Turns | None
     seconds: float = 0.0  # of one repetition and its start, in this rank
     batch: int = 1  # calls of `bench` in one repetition
     done: int = 0  # repetitions since the warm-up
-    paused: float = 0.0  # during the other side's turns
-
-    def now(self) -> float:
-        """Return the time, excluding the other side's turns."""
-        return time.monotonic() - self.paused
 
     def gather_stamps(self, stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """Gather all ranks' stamps at rank 0, in its clock; None in other ranks."""
@@ -184,7 +174,7 @@ class Pace:
         """
         if not self.seconds:
             return 1
-        left = min(until - self.now(), BURST_SECONDS)
+        left = min(until - time.monotonic(), BURST_SECONDS)
         least = min(least, int(BURST_SECONDS / self.seconds))
         most = stats.limit_repetitions(self.bench.world.world_size)
         return max(1, least, min(count, most, int(left / self.seconds)))
@@ -192,8 +182,6 @@ class Pace:
     def run_burst(self, count: int, into: Kept, check: bool = False) -> bool:
         """Repeat rank 0's `count` times and gather stamps there; False if rank 0 stops."""
         world = self.bench.world
-        if self.turns:
-            self.paused += self.turns.wait()
         if world.rank == 0 and world.watchdog.signal is not None:
             count = INTERRUPTED
         count = control.broadcast_decision(world, count)
@@ -249,13 +237,13 @@ class Pace:
 def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
     """Repeat until two successive windows agree. Return the number of calls per repetition."""
     samples, rank = pace.samples, pace.bench.world.rank
-    most = pace.now() + WARM_UP_SHARE * (until - pace.now())
+    most = time.monotonic() + WARM_UP_SHARE * (until - time.monotonic())
     windows = samples.warm_up
     going = True
     while going:
         count = 0
         if rank == 0:
-            cut = pace.now() > most or windows.repetitions >= WARM_UP_MOST
+            cut = time.monotonic() > most or windows.repetitions >= WARM_UP_MOST
             latest = [over.times(samples.calls) for over in windows.over[-2:]]
             settled = len(windows.over) > 2 and stats.windows_agree(*latest)
             if not windows.over or not (cut or settled):
@@ -273,7 +261,7 @@ def _take_timed(pace: Pace, until: float) -> None:
     """Repeat until the precision, the end of the slice or the most repetitions is reached."""
     bench, samples, plan = pace.bench, pace.samples, pace.bench.plan
     times, look = np.empty(0), FIRST_LOOK
-    least = pace.now() + LEAST_SHARE * plan.slice_seconds
+    least = time.monotonic() + LEAST_SHARE * plan.slice_seconds
     pace.seconds *= pace.batch
     pace.done = bench.page_faults = bench.unhidden = 0
     going = samples.stop_reason != "interrupted"
@@ -287,9 +275,9 @@ def _take_timed(pace: Pace, until: float) -> None:
                 precise = interval is not None and stats.half_width(interval) <= plan.precision
             if len(times) >= plan.max_repetitions:
                 samples.stop_reason = "most repetitions"
-            elif precise and pace.now() > least:
+            elif precise and time.monotonic() > least:
                 samples.stop_reason = "precision"
-            elif len(times) >= FEWEST and pace.now() > until:
+            elif len(times) >= FEWEST and time.monotonic() > until:
                 samples.stop_reason = "time slice"
             else:
                 look_at = min(look, plan.max_repetitions)

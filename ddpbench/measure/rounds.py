@@ -27,7 +27,7 @@ from ddpbench.measure import clock
 from ddpbench.measure.step import Marks, Replica, sum_phases
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.devices import Cpu
-from ddpbench.runtime.world import Turns, World
+from ddpbench.runtime.world import World
 
 WARM_UP = 4  # steps: DDP's buckets are final after one, powersgd compresses after two
 FEWEST, MOST = 10, 1000  # rounds: enough for intervals, even corrected for 16 ranks
@@ -68,7 +68,6 @@ class Rounds:
     seed: int
     verify: Verify | None
     every: int  # steps of main between two verifications
-    turns: Turns | None = None
     faults: tuple[Planted, ...] = ()
     progress: Callable[[float], None] = lambda share: None
     verify_ns: list[int] = field(default_factory=list)
@@ -121,8 +120,6 @@ class Rounds:
         order = random.Random(self.seed)  # the same in every rank
         began = time.monotonic()
         while not self.stopped:
-            paused = self.turns.wait() if self.turns else 0.0
-            began, until = began + paused, until + paused
             reason = control.broadcast_decision(self.world, self._find_stop(until))
             if reason:
                 measured.stop_reason = STOPS[reason]

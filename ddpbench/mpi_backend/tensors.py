@@ -16,9 +16,6 @@ from torch import Tensor
 from ddpbench.mpi_backend.library import cuda_aware, mpi
 
 DEVICES = ["cpu", "cuda"]  # devices of supported tensors
-# The largest count of MPI before version 4: an int in C. Moves count bytes, and reductions count
-# elements.
-most = 2**31 - 1
 
 Reduction = tuple[Any, Any, bool]  # MPI's datatype, MPI's op, whether to divide afterwards
 

@@ -68,9 +68,6 @@ class Work(dist.Work):
     def exception(self) -> Exception | None:
         return self.error
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        raise NotImplementedError
-
     def outcome(self, timeout: timedelta | None) -> bool:
         """Return True on success. Raises the call's error, or one if it has not ended in time."""
         if not self.ended:
@@ -233,12 +230,6 @@ class Request(Work):
                     self.ended = True
         return self.ended
 
-    def source_rank(self) -> int:
-        self.wait()
-        return int(self._status.Get_source())
-
-    _source_rank = source_rank
-
     def __del__(self) -> None:
         if not self.is_completed():  # dropped without a wait: MPI still needs the memory
             _DROPPED[:] = [request for request in _DROPPED if not request.is_completed()] + [self]
@@ -385,11 +376,6 @@ class CallQueue:
                 late.end(self._broken)
             if not self.calls:  # never empty again: synchronous calls must queue behind it
                 self.calls.append(call)
-
-
-def recorded() -> list[tuple[str, int, int, list[Noted], int]]:
-    """Return for each group its name and the record of its queue."""
-    return [(queue.group, *queue.recorded()) for queue in live_queues()]
 
 
 def live_queues() -> list[CallQueue]:

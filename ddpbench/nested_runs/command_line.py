@@ -12,6 +12,7 @@ from ddpbench.launch.placement import Refused
 from ddpbench.records.wording import explain_unknown
 from ddpbench.session import options as shared_options
 from ddpbench.session import start_ranks
+from ddpbench.session.run_options import resolve
 
 MEASURING: dict[str, ModuleType] = {"collectives": collectives, "ddp": ddp}
 IN_RANKS: dict[str, ModuleType] = {**MEASURING, "doctor": doctor}
@@ -31,9 +32,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(rest)
 
 
-def check(words: Sequence[str]) -> None:
-    """Validate a command line before it is run. Raises Refused and SystemExit, as `parse`."""
-    IN_RANKS[words[0]].Options.of(parse(words)).check()
+def check(words: Sequence[str], resolved: bool) -> None:
+    """Validate a command line before it is run. Raises Refused and SystemExit, as `parse`.
+
+    resolved: whether to look for its device and backend, because this Python will run it.
+    """
+    options = IN_RANKS[words[0]].Options.of(parse(words))
+    if resolved:
+        resolve(options, None)
+    else:
+        options.check()
 
 
 def run(words: Sequence[str]) -> int:

@@ -104,7 +104,6 @@ def to_json(run: Run, found: SideCase, folder: Path) -> dict[str, Any]:
     stored = {
         "case": codec.to_plain(case),
         "launch_medians_seconds": list(side.times),
-        "launch_lower_quartiles_seconds": list(side.quartiles),
         "busy_share_of_launches": side.busy,
         "interval_seconds": [side.interval.low, side.interval.high] if side.interval else None,
         "versions": {name: launch.facts.get(name) for name in ("ddpbench", "torch", "python")},
@@ -132,10 +131,9 @@ def from_json(stored: Mapping[str, Any], source: str = "") -> Measured:
         kind: type[AnyCase] = StepCase if "workload" in stored["case"] else Case
         medians = tuple(map(float, stored["launch_medians_seconds"]))
         launches = tuple(range(len(medians)))
-        quartiles = tuple(map(float, stored.get("launch_lower_quartiles_seconds", ())))
         busy = float(stored.get("busy_share_of_launches", 0.0))
         seconds, interval = stats.over_launches(np.array(medians))
-        side = matching.Side(seconds, interval, medians, launches, quartiles, busy=busy)
+        side = matching.Side(seconds, interval, medians, launches, busy)
         case, warnings = codec.decode(kind, stored["case"]), tuple(stored["warnings"])
         return Measured(case, side, warnings, source, str(stored["versions"]["torch"] or ""))
     except (KeyError, TypeError) as error:

@@ -1,9 +1,8 @@
-"""Measure two variants in turns, in blocks of one launch each; one sleeps while the other measures.
+"""Measure two variants in turns, in blocks of one launch each.
 
 If all launches of one came before those of the other, a drift of the machine would look like a
 change (40 % false verdicts in a simulation; 2 % in turns). Each variant is a separate command with
-its own Python, environment and options. It waits for its turn (`--paced`, launch/turn.py) before
-each launch, and on CPUs between its repetitions as well.
+its own Python, environment and options, which waits for its turn before each launch (`--paced`).
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
 import os
 import random
 import re
@@ -26,7 +24,6 @@ from pathlib import Path
 
 import ddpbench
 from ddpbench.launch.placement import Refused
-from ddpbench.launch.turn import ENDED, YOURS
 from ddpbench.nested_runs.command_line import MEASURING, check, last_message
 from ddpbench.records import redact, store
 from ddpbench.records.store import End
@@ -34,19 +31,24 @@ from ddpbench.records.wording import list_choices
 from ddpbench.session import run_folder
 
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
-HOW = (  # options of a variant: how the same thing is done
-    "--python", "--import", "--backend", "--form", "--place", "--async", "--buffers",
-    "--bucket-cap-mb", "--gradient-as-bucket-view", "--static-graph", "--find-unused-parameters",
-    "--comm-hook", "--amp", "--threads", "--no-prefetch", "--reshard-after-forward",
-)  # fmt: skip
+# Options of a variant: how the same thing is done, and the fields of a case that they set.
+HOW: dict[str, tuple[str, ...]] = {
+    "--import": (),
+    "--backend": ("backend", "provider"),
+    "--form": ("form",),
+    "--place": ("in_place",),
+    "--async": ("async_op",),
+    "--bucket-cap-mb": ("bucket_cap_mb",),
+    "--gradient-as-bucket-view": ("gradient_as_bucket_view",),
+    "--static-graph": ("static_graph",),
+    "--find-unused-parameters": ("find_unused_parameters",),
+    "--no-broadcast-buffers": ("broadcast_buffers",),
+    "--comm-hook": ("comm_hook",),
+    "--amp": ("amp",),
+    "--no-prefetch": ("prefetch",),
+    "--reshard-after-forward": ("reshard_after_forward",),
+}
 PASSED_ON = (2, 4, 130)  # exit codes of a side that stay as they are; others mean that it died: 5
-CHECK_SECONDS = 120.0  # for another Python to import torch and ddpbench
-# Another Python runs this.
-CHECK = f"""
-import sys, torch, {", ".join(f"ddpbench.commands.{name}" for name in MEASURING)}
-print(sys.prefix)
-print(torch.__file__)
-"""
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=(?!=)")
 
 
@@ -113,12 +115,10 @@ def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
         for word in words:
             if word.split("=")[0] in SET_HERE:
                 raise Refused(f"leave out {word}: ddpbench sets it for both sides")
-        check(words)
+        check(words, resolved=variant.python == sys.executable)
         for word in variant.words:
             if word.startswith("-") and word.split("=")[0] not in HOW:
                 raise Refused(f"--{variant.name}: {word} belongs after the command, for both sides")
-    for variant in variants:
-        _check_python(variant)
     if namespace.seed is None:
         namespace.seed = random.SystemRandom().randrange(2**31)
     try:
@@ -145,40 +145,6 @@ def _environ(variant: Variant) -> dict[str, str]:
     return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def _check_python(variant: Variant) -> None:
-    """Raise Refused if another Python cannot measure, or would measure with this one's torch."""
-    if variant.python == sys.executable:
-        return
-    try:
-        done = subprocess.run(
-            [variant.python, "-c", CHECK],
-            env=_environ(variant),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=CHECK_SECONDS,
-            check=False,
-        )
-        prefix, torch_file = done.stdout.splitlines()[-2:]
-        own = getattr(importlib.util.find_spec("torch"), "origin", None)
-        if not own or prefix == sys.prefix or not Path(own).samefile(torch_file):
-            return
-        reason = (
-            f"it imports the torch of this environment ({torch_file}): unset PYTHONPATH, or "
-            "install torch there"
-        )
-    except ValueError:  # it failed, or is something else
-        error = (done.stderr.strip().splitlines() or ["it is not a Python interpreter"])[-1]
-        install = shlex.join([variant.python, "-m", "pip", "install", "."])
-        reason = f"{error}. Next, in a checkout of ddpbench: {install}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = str(error)
-    raise Refused(
-        f"--{variant.name} {str(variant)!r}: {variant.python} cannot run ddpbench: {reason}"
-    )
-
-
 # --- the measurement ------------------------------------------------------------------------------
 
 
@@ -197,9 +163,8 @@ class Side:
         self, variant: Variant, words: Sequence[str], folder: Path, settings: Sequence[str] = ()
     ) -> None:
         self.variant, self.folder = variant, folder
-        self._pipe = os.open(_pipe(folder), os.O_RDWR | os.O_NONBLOCK)
         self._line = [variant.python, "-m", "ddpbench", *words, *variant.words]
-        self._errors = (folder.parent / f"{folder.name}.stderr").open("w+", errors="replace")
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [*self._line, *settings, "--quiet", "--output", str(folder)],
             env=_environ(variant),
@@ -216,33 +181,21 @@ class Side:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variant.environ.items()]
         return " ".join([*variables, shlex.join(self._line)])
 
-    def begin(self) -> None:
-        """Let the process measure one launch once it gets the turn."""
+    def measure_launch(self) -> None:
+        """Measure one launch. Raises Failed with the process's message if it fails."""
         assert self._process.stdin is not None
-        self._said = self._errors.seek(0, os.SEEK_END)
+        start = self._errors.seek(0, os.SEEK_END)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
-
-    def tell(self, word: bytes) -> None:
-        """Write to its pipe that it has the turn, or that the other side has ended."""
-        os.write(self._pipe, word)
-
-    def empty_pipe(self) -> None:
-        """Remove what earlier launches left in the pipe."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._pipe, 4096)
-
-    def finish(self) -> None:
-        """Wait for the end of the launch. Raises Failed with the process's message if it fails."""
         assert self._process.stdout is not None
         # A module of the user may print to stdout too.
         code = next((int(line) for line in self._process.stdout if line.strip().isdigit()), None)
         if code == 0:
             return
         if code is None:  # the process has ended, perhaps before its turn
-            code, self._said = self._process.wait(60), 0
-        self._errors.seek(self._said)
+            code, start = self._process.wait(60), 0
+        self._errors.seek(start)
         raise Failed(self, last_message(self._errors.read()), code)
 
     def interrupt(self) -> None:
@@ -254,12 +207,6 @@ class Side:
             self._process.communicate(timeout=120)
         self._process.kill()
         self._process.wait()
-        os.close(self._pipe)
-        self._errors.seek(0)
-        text = redact.text(self._errors.read())
-        self._errors.seek(0)
-        self._errors.truncate()
-        self._errors.write(text)
         self._errors.close()
 
 
@@ -269,15 +216,10 @@ def _opened(
 ) -> Iterator[list[Side]]:
     """Start the variants' processes, for at most this many launches each; end them together."""
     sides: list[Side] = []
-    settings = ["--launches", str(launches), "--seed", str(namespace.seed)]
-    folders = [folder / variant.name for variant in variants]
+    settings = ["--launches", str(launches), "--seed", str(namespace.seed), "--paced"]
     try:
-        for each in folders:
-            os.mkfifo(_pipe(each))
-        for variant, own, other in zip(variants, folders, reversed(folders), strict=True):
-            pipes = ["--paced", *(str(_pipe(each)) for each in (own, other))]
-            side = Side(variant, namespace.words, own, [*settings, *pipes])
-            sides.append(side)  # now: it must be closed even if the next one cannot start
+        # One by one: a side must be closed even if the next one cannot start.
+        sides.extend(Side(each, namespace.words, folder / each.name, settings) for each in variants)
         yield sides
     except KeyboardInterrupt:
         for side in sides:
@@ -286,29 +228,6 @@ def _opened(
     finally:
         for side in sides:
             side.close()
-        for each in folders:
-            _pipe(each).unlink(missing_ok=True)
-
-
-def measure_block(sides: Sequence[Side], order: random.Random) -> None:
-    """Measure one launch of each side, in turns; a random one begins. Raises Failed."""
-    for side in sides:
-        side.empty_pipe()  # for both sides, before one can pass on its turn
-    order.choice(sides).tell(YOURS)
-    for side in sides:
-        side.begin()
-    try:
-        for side in sides:
-            side.finish()
-    except Failed:
-        for side in sides:
-            side.tell(ENDED)  # the other side need not wait any more
-        raise
-
-
-def _pipe(folder: Path) -> Path:
-    """Return the pipe in which the side whose run is in this folder waits for its turn."""
-    return folder.absolute().with_suffix(".turn")
 
 
 def measure(
@@ -328,7 +247,12 @@ def measure(
         signal.signal(number, signal.default_int_handler)
     try:
         with _opened(variants, namespace, folder, launches) as sides:
-            measure_blocks(lambda: measure_block(sides, order))
+
+            def measure_block() -> None:
+                for side in order.sample(sides, len(sides)):
+                    side.measure_launch()
+
+            measure_blocks(measure_block)
     except KeyboardInterrupt:
         return End("interrupted", None, 130)
     except Failed as error:

@@ -1,34 +1,16 @@
-"""Changes between two sides: a table, and a chart of intervals and margins."""
+"""Changes between two sides."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ddpbench.analysis.stats import half_width
 from ddpbench.present.case_labels import format_time
-from ddpbench.present.charts.kinds import Axis, Bars, Rows
 from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.verdicts.matching import Side
-from ddpbench.verdicts.rows import ONLY_BASE, ONLY_NEW, Row
-from ddpbench.verdicts.verdict import (
-    CONFIDENCE,
-    FASTER,
-    FEWEST,
-    INCOMPARABLE,
-    INCONCLUSIVE,
-    INVALID,
-    SAME,
-    SLOWER,
-    Shift,
-)
-
-DRAWN = 60  # rows of a chart; the table has all
-CLEAR = (SLOWER, FASTER, INCONCLUSIVE, SAME)  # the order of the rows of a chart
-# Each verdict has the colour of its place: SLOWER is vermilion, FASTER green, SAME grey.
-COLORS = (INCOMPARABLE, SLOWER, FASTER, INVALID, INCONCLUSIVE, ONLY_BASE, ONLY_NEW, SAME)
-RATIO_LABELS = "'×' + format(datum.value, '.4~r')"
+from ddpbench.verdicts.rows import Row
+from ddpbench.verdicts.verdict import Shift
 
 
 def format_shift(shift: Shift | None) -> dict[str, str]:
@@ -40,12 +22,12 @@ def format_shift(shift: Shift | None) -> dict[str, str]:
     return {"change": change, "range of change": f"{low} … {high}"}
 
 
-def describe_change(label: Mapping[str, str], row: Row, **more: str) -> dict[str, Any]:
-    """Return a row of the table and of the chart.
+def describe_change(label: Mapping[str, str], row: Row, **more: str) -> dict[str, str]:
+    """Return a row of the table.
 
     label: the first cell. more: cells before the verdict.
     """
-    cells = {
+    return {
         **label,
         "base": _format_side(row, row.base),
         "new": _format_side(row, row.new),
@@ -53,16 +35,6 @@ def describe_change(label: Mapping[str, str], row: Row, **more: str) -> dict[str
         **more,
         "verdict": row.verdict,
         "why": row.why,
-    }
-    if row.shift is None:
-        return cells
-    return {
-        **cells,
-        "_end": math.exp(row.shift.estimate),
-        "_low": math.exp(row.shift.low),
-        "_high": math.exp(row.shift.high),
-        "_band_low": 1 / (1 + row.margin),
-        "_band_high": 1 + row.margin,
     }
 
 
@@ -74,30 +46,9 @@ def _format_side(row: Row, side: Side | None) -> str:
     return f"{format_time(row.case, side.seconds)}{interval}"
 
 
-def list_changes(
-    name: str, head: str, changes: Rows, *, drawn: bool = False, confidence: float = CONFIDENCE
-) -> Chart:
-    """Return the table of changes, with a chart if one is drawn.
-
-    head: heading of the labels. changes: of `describe_change`. confidence: of the intervals.
-    """
-    table, title = tabulate_rows("", changes), f"Change of each {head}"
-    if not drawn:
-        return Chart(name, title, "", table)
-    data = [change for change in changes if "_end" in change]
-    if not data:
-        why = f"An interval of a change needs {FEWEST} launches on each side."
-        return Chart(name, title, why, table)
-    shown = sorted(data, key=lambda change: CLEAR.index(change["verdict"]))[:DRAWN]
-    more = f" The chart has {DRAWN} of {len(data)} cases, the table all."
-    caption = (
-        f"Ratio of the times of NEW and BASE, and its {confidence * 100:g} % interval: right is "
-        "slower. The band is the margin: a change within it does not count."
-        f"{more if len(data) > DRAWN else ''}"
-    )
-    x = Axis("time of NEW / time of BASE", RATIO_LABELS, log=True)
-    drawing = Bars(data=shown, x=x, row=head, color="verdict", order=COLORS, dots=True)
-    return Chart(name, title, caption, table, drawing)
+def list_changes(name: str, head: str, changes: Sequence[Mapping[str, str]]) -> Chart:
+    """Return the table of changes. head: heading of the labels. changes: of `describe_change`."""
+    return Chart(name, f"Change of each {head}", "", tabulate_rows("", changes))
 
 
 def format_noticeable(rows: Sequence[Row]) -> str:

@@ -11,10 +11,9 @@ from ddpbench.present.case_labels import label_parts, name_case
 from ddpbench.present.changes import (
     describe_change,
     format_noticeable,
-    format_shift,
     list_changes,
 )
-from ddpbench.present.document import Chart, Document, Section, make_table, tabulate_rows
+from ddpbench.present.document import Chart, Document, Section, make_table
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.verdicts.comparison import Comparison, exit_code, explain_other_machine
@@ -43,7 +42,7 @@ def build_document(comparison: Comparison) -> Document:
         "exit_code_strict": exit_code(comparison, strict=True),
         "counts": comparison.counts,
         "rows": [
-            {**values, "identity": asdict(row.case), "parts": [asdict(p) for p in row.parts]}
+            {**values, "identity": asdict(row.case)}
             for values, row in zip(rows, comparison.rows, strict=True)
         ],
         "differences": [asdict(difference) for difference in comparison.differences],
@@ -52,15 +51,11 @@ def build_document(comparison: Comparison) -> Document:
     return Document(TITLE, (build_section(comparison),), values, data)
 
 
-def build_section(comparison: Comparison, number: int = 1, *, drawn: bool = False) -> Section:
-    """Return the section on the verdicts of one comparison.
-
-    number: from 1, of the comparisons in one document. drawn: whether to draw the changes.
-    """
+def build_section(comparison: Comparison) -> Section:
+    """Return the section on the verdicts."""
     names, shared = _name_cases(comparison)
     rows = [row for row in comparison.rows if row.verdict not in (ONLY_BASE, ONLY_NEW)]
     counts = ", ".join(f"{count} {name}" for name, count in comparison.counts.items())
-    name, confidence = _name_section(number), comparison.rule.confidence
     changes = [
         describe_change(
             {"case": names[row.case]}, row, drift=f"±{row.drift * 100:.1f} %" if row.drift else ""
@@ -69,12 +64,10 @@ def build_section(comparison: Comparison, number: int = 1, *, drawn: bool = Fals
     ]
     charts = []
     if rows:
-        where = f"{name}-changes"
-        charts.append(list_changes(where, "case", changes, drawn=drawn, confidence=confidence))
-    charts += _list_parts(f"{name}-parts", [(names[row.case], row) for row in rows])
-    charts += [*_list_differences(f"{name}-differences", comparison)]
+        charts.append(list_changes("verdicts-changes", "case", changes))
+    charts += [*_list_differences("verdicts-differences", comparison)]
     return Section(
-        name,
+        "verdicts",
         "Verdicts",
         f"{counted(len(rows), 'case')} compared: {counts}; "
         f"margin ±{comparison.rule.margin * 100:g} %.",
@@ -82,16 +75,6 @@ def build_section(comparison: Comparison, number: int = 1, *, drawn: bool = Fals
         tuple(_find(comparison, names)),
         tuple((chart,) for chart in charts),
     )
-
-
-def explain_missing(base: str, new: str, why: str, number: int = 1) -> Section:
-    """Return the section on two runs that cannot be compared."""
-    intro = f"No verdicts on {new} compared with {base}: {why}."
-    return Section(_name_section(number), "Verdicts", intro)
-
-
-def _name_section(number: int) -> str:
-    return "verdicts" if number == 1 else f"verdicts-{number}"
 
 
 def _name_cases(comparison: Comparison) -> tuple[dict[AnyCase, str], str]:
@@ -108,14 +91,11 @@ def _name_cases(comparison: Comparison) -> tuple[dict[AnyCase, str], str]:
 
 
 def _describe(comparison: Comparison, shared: str) -> Iterator[str]:
-    """Yield the two sides, the shared properties of all cases, and the statistic."""
+    """Yield the two sides, and the shared properties of all cases."""
     yield f"BASE: {_describe_side(comparison.base)}"
     yield f"NEW: {_describe_side(comparison.new)}"
     if shared:
         yield f"All cases: {shared}"
-    kinds = dict.fromkeys(row.base.statistic for row in comparison.rows if row.base and row.new)
-    if kinds:
-        yield f"Times: {' or '.join(kinds)} of each launch, median over launches"
 
 
 def _describe_side(source: Source) -> str:
@@ -173,24 +153,6 @@ def _advise(comparison: Comparison) -> Iterator[Finding]:
             yield Finding("note", "inconclusive", sentence, next_step)
 
 
-def _list_parts(name: str, rows: Sequence[tuple[str, Row]]) -> Iterator[Chart]:
-    """Yield the table of the parts of all steps, if there are any. rows: with their labels."""
-    cells = [
-        {
-            "case": label,
-            "part of a step": part.name,
-            "base": f"{part.base_seconds * 1e3:.4g} ms",
-            "new": f"{part.new_seconds * 1e3:.4g} ms",
-            **format_shift(part.shift),
-            "verdict": part.verdict,
-        }
-        for label, row in rows
-        for part in row.parts
-    ]
-    if cells:
-        yield Chart(name, "Parts of each step", "", tabulate_rows("", cells))
-
-
 def _list_differences(name: str, comparison: Comparison) -> Iterator[Chart]:
     """Yield the table of differences of the environments, if there are any."""
     rows = [(d.name, _list_some(d.base), _list_some(d.new)) for d in comparison.differences]
@@ -211,7 +173,6 @@ def _list_values(row: Row) -> dict[str, Any]:
         "change": math.expm1(shift.estimate) if shift else None,
         "change_low": math.expm1(shift.low) if shift else None,
         "change_high": math.expm1(shift.high) if shift else None,
-        "statistic": row.base.statistic if row.base and row.new else None,
         "margin": row.margin if row.verdict in COMPARED else None,
         "drift": row.drift or None,
         "launches_needed": row.needed,

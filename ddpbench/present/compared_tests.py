@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from ddpbench.present.case_labels import format_time, name_case
 from ddpbench.present.changes import describe_change, format_noticeable, list_changes
@@ -15,12 +14,12 @@ from ddpbench.verdicts.rows import ONLY_NEW, count_verdicts
 
 
 def build_section(
-    measured: Mapping[str, Measured], rows: Sequence[JudgedTest] = (), *, drawn: bool = False
+    measured: Mapping[str, Measured], rows: Sequence[JudgedTest] = (), *, launches: bool = False
 ) -> Section:
     """Return the section of a session.
 
     measured: test → its measurement. rows: the verdicts, if the tests were compared with saved
-    ones. drawn: draw the changes, and list all launches.
+    ones. launches: list the times of all launches.
     """
     names = {test: test.rpartition("::")[2] for test in measured}  # without files, if distinct
     if len(set(names.values())) < len(names):
@@ -28,8 +27,8 @@ def build_section(
     verdicts = ", ".join(f"{count} {name}" for name, count in count_verdicts(rows).items())
     judged = {row.test: row for row in rows if row.saved is not None}
     changes = [_describe(names[test], row) for test, row in judged.items()]
-    charts = [list_changes("tests-changes", "test", changes, drawn=drawn)] if changes else []
-    if drawn:
+    charts = [list_changes("tests-changes", "test", changes)] if changes else []
+    if launches:
         charts.append(_list_launches(names, measured, judged))
     return Section(
         "tests",
@@ -40,7 +39,7 @@ def build_section(
     )
 
 
-def _describe(name: str, row: JudgedTest) -> dict[str, Any]:
+def _describe(name: str, row: JudgedTest) -> dict[str, str]:
     saved = row.saved or row.measured
     versions = (saved.torch, row.measured.torch)
     more = {

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
     from ddpbench.analysis.lines import Line
     from ddpbench.present.charts.kinds import Drawing
-    from ddpbench.present.repetitions import Repetitions
 
 NO_VALUES = Table("", (), ())
 Kind = tuple[str, ...]  # kind of a case: columns.title_parts
@@ -45,30 +43,7 @@ class ReportRun:
         """Return the raw samples (store.SAMPLE_COLUMNS); None if none are stored."""
         from ddpbench.records import store  # loads msgspec
 
-        return None if self.folder is None or self.damage else store.read_samples(self.folder)
-
-    @property
-    def repetitions(self) -> tuple[Repetitions, ...]:
-        """Return the raw samples of each case and launch, reduced; none if none are stored.
-
-        Reducing loads one case at a time, `samples` the whole run.
-        """
-        return self._reduced[0]
-
-    @property
-    def damage(self) -> str | None:
-        """Return why stored samples cannot be read; None if they can, or if none are stored."""
-        return self._reduced[1]
-
-    @cached_property
-    def _reduced(self) -> tuple[tuple[Repetitions, ...], str | None]:
-        from ddpbench.present.repetitions import reduce_samples  # loads numpy
-        from ddpbench.records import store
-
-        try:
-            return tuple(reduce_samples(self.folder)) if self.folder else (), None
-        except store.InvalidRun as error:
-            return (), str(error)
+        return None if self.folder is None else store.read_samples(self.folder)
 
 
 @dataclass(frozen=True)
@@ -199,33 +174,22 @@ def format_cell(value: Any, column: TableColumn) -> str:
 
 def build_for_each(
     runs: Sequence[ReportRun], build: Callable[[ReportRun], Iterable[Section]]
-) -> list[Section]:
-    """Return the sections of each run. Sections of several runs that have one name become one.
-
-    The first charts of all runs are in one row, the second ones in the next, and so on.
-    """
+) -> Iterator[Section]:
+    """Yield the sections of each run. Those of several runs have the run in their titles."""
     if len(runs) == 1:
-        return list(build(runs[0]))
-    parts: dict[str, list[Section]] = {}
-    charts: dict[str, list[list[Chart]]] = {}
+        yield from build(runs[0])
+        return
     for number, run in enumerate(runs, 1):
         for section in build(run):
-            parts.setdefault(section.name, []).append(section)
-            charts.setdefault(section.name, []).append(
-                [
-                    replace(c, name=f"{c.name}-{number}", title=f"{c.title}: {run.label}")
-                    for c in section.charts
-                ]
+            rows = tuple(
+                tuple(_label_chart(chart, run, number) for chart in row) for row in section.rows
             )
-    return [
-        replace(
-            same[0],
-            lines=tuple(dict.fromkeys(line for section in same for line in section.lines)),
-            legend=tuple(dict.fromkeys(line for section in same for line in section.legend)),
-            rows=tuple(tuple(filter(None, row)) for row in zip_longest(*charts[name])),
-        )
-        for name, same in parts.items()
-    ]
+            title = f"{section.title}: {run.label}"
+            yield replace(section, name=f"{section.name}-{number}", title=title, rows=rows)
+
+
+def _label_chart(chart: Chart, run: ReportRun, number: int) -> Chart:
+    return replace(chart, name=f"{chart.name}-{number}", title=f"{chart.title}: {run.label}")
 
 
 def make_titles(kinds: Iterable[Kind]) -> dict[Kind, str]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ddpbench.present import theme
-from ddpbench.present.charts.kinds import ROOMY, Axis, Bars, Drawing, Lines, draw_pairs
-from ddpbench.present.columns import Column, choose_columns, format_number, text_column
+from ddpbench.present.charts.kinds import ROOMY, draw_pairs
+from ddpbench.present.columns import Column, choose_columns, text_column
 from ddpbench.present.document import (
-    NO_VALUES,
     Chart,
     Document,
     ReportRun,
@@ -22,7 +20,6 @@ from ddpbench.present.document import (
     show_rows,
 )
 from ddpbench.records.schema import Examination, Finding, Run
-from ddpbench.records.table import Table
 from ddpbench.records.wording import counted
 
 FINDING_COLUMNS: dict[str, Column[Finding]] = {
@@ -78,7 +75,7 @@ def state_verdict(run: Run) -> str:
 def build_sections(run: ReportRun, *, drawn: bool = False) -> Iterator[Section]:
     """Yield a section per examination: its lines, and its stored tables.
 
-    drawn: whether there are charts above the tables. Of several launches, a table has the lines.
+    drawn: whether links have charts above the tables. Of several launches, a table has the lines.
     """
     for name in dict.fromkeys(one.name for one in run.run.examinations):
         examined = _name_launches([one for one in run.run.examinations if one.name == name])
@@ -86,7 +83,9 @@ def build_sections(run: ReportRun, *, drawn: bool = False) -> Iterator[Section]:
         for where, one in examined.items():
             for line in _list_lines(one):
                 origins.setdefault(line, []).append(where)
-        charts = [*(_draw(name, examined) if drawn else ()), *_list_tables(name, examined)]
+        charts = [*_list_tables(name, examined)]
+        if drawn and name == "links":
+            charts = [*_draw_all_links(examined), *charts]
         rows = [tuple(charts[n : n + 2]) for n in range(0, len(charts), 2)]
         section = Section(plain_name(name), _capitalize(name), rows=tuple(rows))
         if len(examined) == 1:
@@ -134,64 +133,13 @@ def _list_tables(name: str, examined: Mapping[str, Examination]) -> Iterator[Cha
             yield Chart(chart, _capitalize(title), "", replace(table, title=title))
 
 
-def _draw(name: str, examined: Mapping[str, Examination]) -> Iterator[Chart]:
-    """Yield heat maps of links, and for any other examination the numbers of its tables."""
-    for number, (where, one) in enumerate(examined.items()):
-        if name == "links" and one.figures.get("cells"):
-            yield from draw_links(one.figures, f"-{number}" if number else "", where or one.backend)
-        places = [found.place for found in one.findings]
-        marked = {r for place in places for r in place.get("ranks", [place.get("rank")])}
-        for table in one.tables if name != "links" else ():
-            yield from _draw_numbers(f"{name}-{number + 1}-{table.title}", table, marked)
-
-
-# --- numbers of a table ---------------------------------------------------------------------------
-
-
-def _draw_numbers(name: str, table: Table, marked: Collection[int]) -> Iterator[Chart]:
-    """Yield a chart of all columns of one unit, such as "write GB/s" and "read GB/s".
-
-    The first column names the rows, such as ranks. marked: ranks that findings name.
-    """
-    by_unit: dict[str, dict[int, str]] = {}  # unit → index of a column → its name
-    for i, column in enumerate(table.columns[1:], 1):
-        series, _, unit = column.heading.rpartition(" ")
-        if series and any(isinstance(row[i], (int, float)) for row in table.rows):
-            by_unit.setdefault(unit, {})[i] = series
-    for number, (unit, columns) in enumerate(by_unit.items(), 1):
-        chart, title = f"{plain_name(name)}-{number}", ", ".join(columns.values()).capitalize()
-        drawing = _draw_unit(table, unit, columns, marked)
-        yield Chart(chart, title, f"In {unit}.", NO_VALUES, drawing)
-
-
-def _draw_unit(
-    table: Table, unit: str, columns: dict[int, str], marked: Collection[int]
-) -> Drawing:
-    first = table.columns[0].heading
-    of_ranks = first == "rank"
-    data = [
-        {
-            first: row[0],
-            "series": series,
-            unit: format_number(row[i]),
-            "_x": row[0],
-            "_y" if of_ranks else "_end": row[i],
-            "_marked": "named by a finding" if of_ranks and row[0] in marked else "",
-        }
-        for i, series in columns.items()
-        for row in table.rows
-        if row[i] is not None
-    ]
-    values = Axis(unit, theme.NUMBER_LABELS, zero=True)
-    order = (*theme.BACKENDS, *columns.values())  # no backend has their colours
-    if not of_ranks:
-        return Bars(data=data, x=values, row=first, color="series", order=order, dots=True)
-    ranks = [row["_x"] for row in data]
-    x = Axis("rank", theme.COUNT_LABELS, domain=(min(ranks) - 0.5, max(ranks) + 0.5))
-    return Lines(data=data, x=x, y=values, color="series", order=order, connected=False)
-
-
 # --- links ----------------------------------------------------------------------------------------
+
+
+def _draw_all_links(examined: Mapping[str, Examination]) -> Iterator[Chart]:
+    for number, (where, one) in enumerate(examined.items()):
+        if one.figures.get("cells"):
+            yield from draw_links(one.figures, f"-{number}" if number else "", where or one.backend)
 
 
 def draw_links(figures: Mapping[str, Any], name: str, where: str) -> Iterator[Chart]:

@@ -82,10 +82,9 @@ def list_values(run: Run, columns: Columns = None) -> Table:
 
 def _build_document(run: Run, columns: Columns, quiet: bool) -> Document:
     """Return the document of a terminal: no charts, and the most important facts at the end."""
-    from ddpbench.present import header
+    from ddpbench.present import header, watch
     from ddpbench.present.collectives import sections as collectives
     from ddpbench.present.steps import sections as steps
-    from ddpbench.present.watch import sections as watch
 
     if header.of_doctor(run):
         return examinations.build_document(run, columns, quiet)
@@ -101,8 +100,7 @@ def _build_document(run: Run, columns: Columns, quiet: bool) -> Document:
     if quiet:
         return Document("", (*(replace(each, lines=()) for each in sections), result))
     legend = Section("legend", "", legend=tuple(line for each in known for line in each.legend))
-    findings, more = header.choose_findings(run)
-    result = replace(result, findings=findings, lines=(*result.lines, *more))
+    result = replace(result, findings=run.findings)
     return Document(
         header.format_title(run), (header.build_setup(run, ""), *sections, legend, result)
     )
@@ -123,22 +121,17 @@ def build_page(
     verdicts: sections on a comparison of the runs, shown after their summary. title: default: their
     labels; a page without runs needs one.
     """
-    from ddpbench.present import environment, summary
-    from ddpbench.present.collectives import cases, skew
+    from ddpbench.present import environment, summary, watch
     from ddpbench.present.collectives import sections as collectives
     from ddpbench.present.steps import sections as steps
-    from ddpbench.present.watch import sections as watch
 
     sections = [summary.build_section(runs)] if runs else []
     sections += [*verdicts]
-    # Single repetitions come after the results that summarise them.
     for build in (
         partial(build_for_each, build=partial(examinations.build_sections, drawn=True)),
         partial(collectives.build_sections, drawn=True),
-        partial(build_for_each, build=partial(watch.build_sections, drawn=True)),
+        partial(build_for_each, build=watch.build_sections),
         partial(build_for_each, build=partial(steps.build_sections, drawn=True)),
-        partial(build_for_each, build=cases.build_sections),
-        partial(build_for_each, build=skew.build_sections),
         partial(build_for_each, build=environment.build_sections),
     ):
         sections += build(runs)

@@ -10,10 +10,9 @@ from ddpbench.analysis import stats
 from ddpbench.present.columns import format_number
 from ddpbench.present.document import Chart, Section, make_table
 from ddpbench.records.launched import Launch
-from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Finding, Run
+from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Run
 from ddpbench.records.wording import counted
 
-TENSORS = 2  # differing tensors of a case that are listed above the tables
 HOSTS = 8  # hosts that a line lists
 SPANS = {  # the time of a case, by its definition
     EXIT_ENTRY: "exit - entry",
@@ -56,9 +55,8 @@ def _list_facts(run: Run) -> Facts:
         f"ddpbench {facts.get('ddpbench')}, torch {facts.get('torch')}, "
         f"Python {facts.get('python')}, Linux {facts.get('kernel')}",
     )
-    commit = f"commit {facts['commit']}" if facts.get("commit") else ""
-    if own := ", ".join(filter(None, (run.label, commit))):
-        yield "label", own
+    if facts.get("commit"):
+        yield "commit", facts["commit"]
     for launch in {launch.backend: launch for launch in run.launches}.values():
         provider = "" if launch.provider == "native" else f" (provider {launch.provider})"
         yield launch.backend, f"{launch.library}{provider}, {launch.launcher}"
@@ -212,25 +210,3 @@ def explain_partial(run: Run) -> list[str]:
         count = f"{done[name]} of {planned} {what}" if planned else "not started"
         missing.append(f"{name} {count}")
     return [f"{mark}; {', '.join(missing)}" if missing else mark]
-
-
-def choose_findings(run: Run) -> tuple[tuple[Finding, ...], list[str]]:
-    """Return the findings above the tables, and how many more there are.
-
-    Only the first differing tensors of a case are listed: the table of replicas has them all.
-    """
-    chosen, tensors = [], Counter[str]()
-    for finding in run.findings:
-        place = finding.place
-        if "workload" in place and "kind" in place:
-            case = f"{place['workload']} on {place.get('backend')}"
-            tensors[case] += 1
-            if tensors[case] > TENSORS:
-                continue
-        chosen.append(finding)
-    more = [
-        f"{count - TENSORS} more differing tensors of {case}: see replicas"
-        for case, count in tensors.items()
-        if count > TENSORS
-    ]
-    return tuple(chosen), more

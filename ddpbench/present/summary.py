@@ -12,7 +12,7 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.present import examinations, header
 from ddpbench.present.case_labels import format_time
 from ddpbench.present.columns import format_number, title_parts
-from ddpbench.present.document import ReportRun, Section, build_for_each
+from ddpbench.present.document import Chart, ReportRun, Section
 from ddpbench.records.schema import SEVERITIES, Finding, Run, StepCase
 from ddpbench.records.wording import counted, list_all
 
@@ -24,24 +24,23 @@ def build_section(runs: Sequence[ReportRun]) -> Section:
     """Return the section that begins a page of one or several runs."""
     several = len(runs) > 1
     summaries = [f"{r.label}: {summarise(r)}" if several else summarise(r) for r in runs]
-    words = "facts", "How it was measured"
-    setup = build_for_each(runs, lambda run: [header.build_setup(run.run, "", words)])
+    setup: list[tuple[Chart, ...]] = []
+    for number, run in enumerate(runs, 1):
+        words = f"facts-{number}", f"How {run.label if several else 'it'} was measured"
+        setup += header.build_setup(run.run, "", words).rows
     intro, lines = ("", tuple(summaries)) if several else (summaries[0], ())
     findings = [
         replace(found, sentence=f"{run.label}: {found.sentence}") if several else found
         for run in runs
-        for found in (*_list_missing(run), *run.run.findings)
+        for found in (*_list_missing(run.run), *run.run.findings)
     ]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-    return Section("overview", "Summary", intro, lines, tuple(findings), setup[0].rows)
+    return Section("overview", "Summary", intro, lines, tuple(findings), tuple(setup))
 
 
-def _list_missing(run: ReportRun) -> Iterator[Finding]:
-    """Yield findings on a part of the run that is missing, and on damaged samples."""
-    for line in header.explain_partial(run.run):
-        yield Finding("warning", "missing", line)
-    if run.damage:
-        line = f"DAMAGED: {run.damage}. Repetitions and skew are missing."
+def _list_missing(run: Run) -> Iterator[Finding]:
+    """Yield findings on a part of the run that is missing."""
+    for line in header.explain_partial(run):
         yield Finding("warning", "missing", line)
 
 

@@ -1,91 +1,74 @@
 """Looks of charts: axes, and colours that colour-blind readers can distinguish (Okabe and Ito).
 
-A spec names no colour of its own, only a position in the category range, so that one spec serves
-light and dark pages; the page and the pictures add a config from CONFIGS.
+A spec names no colour of its own, only a position in the category range; the page and the pictures
+add CONFIG.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif"
 # blue, vermilion, bluish green, reddish purple, orange, sky blue, yellow, grey
-LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7a00", "#666666")
-DARK = ("#56b4e9", "#ff8c42", "#2fd0a0", "#e39bc6", "#f2b632", "#8ecbf5", "#f0e442", "#aaaaaa")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7a00", "#666666")
 BACKENDS = ("gloo", "mpi", "nccl")  # have the first colours on every page
 # Phases of a step, in the order of the colours: computing is blue, waiting warm, other time grey.
 PHASES = ("forward", "blocked", "optimizer", "input", "transfer", "backward", "-", "other")
-# Of replicas, in the order of the colours: equal is green, wrong is warm.
-VERDICTS = ("not verified", "NOT EQUAL", "equal", "NOT FINITE", "not known")
-
-
-def _config(
-    text: str, muted: str, grid: str, categories: Sequence[str], heat: Sequence[str]
-) -> dict[str, Any]:
-    """Return the looks of a page, light or dark.
-
-    heat: colours from little to much, which differ in brightness.
-    """
-    above = {"titleAngle": 0, "titleAlign": "left", "titleBaseline": "bottom", "titleX": 0}
-    labels = {"labelColor": text, "titleColor": muted, "labelFontSize": 12}
-    return {
-        "background": None,
-        "font": FONT,
-        "aria": False,  # the page names the whole picture
-        "view": {"stroke": None},
-        "axis": {
-            "labelColor": muted,
-            "titleColor": muted,
-            "gridColor": grid,
-            "domainColor": muted,
-            "tickColor": muted,
-            "labelFontSize": 11,
-            "titleFontSize": 11,
-            "titleFontWeight": 500,
-            "titlePadding": 8,
-            "domainOpacity": 0.5,
-            "tickOpacity": 0.5,
-            "tickSize": 4,
-            "labelPadding": 4,
-        },
-        "axisX": {"grid": False},
-        "axisLeft": {**above, "titleY": -8, "domain": False, "ticks": False},
-        "legend": {
-            **labels,
-            "titleFontWeight": 500,
-            "titleFontSize": 11,
-            "orient": "top",
-            "offset": 22,
-            "symbolSize": 90,
-            "symbolStrokeWidth": 2,
-            "labelLimit": 300,
-            "symbolBaseFillColor": muted,  # of shapes
-            "symbolBaseStrokeColor": muted,
-        },
-        "title": {"color": text, "fontSize": 13, "anchor": "start"},
-        "text": {"color": text},
-        "rule": {"color": muted},
-        "line": {"strokeWidth": 2, "strokeJoin": "round"},
-        "point": {"size": 36, "filled": True},
-        "mark": {"color": categories[0]},
-        "range": {
-            "category": list(categories),
-            "heatmap": list(heat),
-            "ramp": list(heat),
-            "symbol": ["circle", "diamond", "cross", "triangle-up", "square"],
-        },
-        # Marks that findings name.
-        "style": {"marked": {"filled": False, "color": categories[1], "strokeWidth": 2.5}},
-    }
-
-
-CONFIGS = {
-    "light": _config(
-        "#1b1f24", "#57606a", "#e3e6ea", LIGHT, heat=("#eef5fb", "#2f7fbc", "#06325f")
-    ),
-    "dark": _config("#e6edf3", "#9aa4af", "#30363d", DARK, heat=("#10304f", "#2f7fbc", "#d6eafb")),
+TEXT, MUTED, GRID = "#1b1f24", "#57606a", "#e3e6ea"
+HEAT = ["#eef5fb", "#2f7fbc", "#06325f"]  # from little to much
+CONFIG: dict[str, Any] = {
+    "background": None,
+    "font": FONT,
+    "aria": False,  # the page names the whole picture
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": MUTED,
+        "titleColor": MUTED,
+        "gridColor": GRID,
+        "domainColor": MUTED,
+        "tickColor": MUTED,
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+        "titleFontWeight": 500,
+        "titlePadding": 8,
+        "domainOpacity": 0.5,
+        "tickOpacity": 0.5,
+        "tickSize": 4,
+        "labelPadding": 4,
+    },
+    "axisX": {"grid": False},
+    "axisLeft": {
+        "titleAngle": 0,
+        "titleAlign": "left",
+        "titleBaseline": "bottom",
+        "titleX": 0,
+        "titleY": -8,
+        "domain": False,
+        "ticks": False,
+    },
+    "legend": {
+        "labelColor": TEXT,
+        "titleColor": MUTED,
+        "labelFontSize": 12,
+        "titleFontWeight": 500,
+        "titleFontSize": 11,
+        "orient": "top",
+        "offset": 22,
+        "symbolSize": 90,
+        "symbolStrokeWidth": 2,
+        "labelLimit": 300,
+    },
+    "title": {"color": TEXT, "fontSize": 13, "anchor": "start"},
+    "text": {"color": TEXT},
+    "rule": {"color": MUTED},
+    "line": {"strokeWidth": 2, "strokeJoin": "round"},
+    "point": {"size": 36, "filled": True},
+    "mark": {"color": COLORS[0]},
+    "range": {"category": list(COLORS), "heatmap": HEAT, "ramp": HEAT},
+    # Marks that findings name.
+    "style": {"marked": {"filled": False, "color": COLORS[1], "strokeWidth": 2.5}},
 }
 
 # Expressions that format the labels of an axis.
@@ -103,10 +86,9 @@ RATE_LABELS = (
     "datum.value >= 1e9 ? format(datum.value / 1e9, '~g') + ' GB/s' : datum.value >= 1e6 ? "
     "format(datum.value / 1e6, '~g') + ' MB/s' : format(datum.value / 1e3, '~g') + ' kB/s'"
 )
-MEGABYTE_LABELS = "format(datum.value / 1e6, '~g') + ' MB'"
 COUNT_LABELS = "format(datum.value, 'd')"
 NUMBER_LABELS = "format(datum.value, '~g')"
-SHARE_LABELS = "format(datum.value, '.0%')"
+SHARE_LABELS = "format(datum.value, '+.3~%')"
 
 
 def order_backends(backends: Iterable[str]) -> list[str]:
@@ -123,11 +105,11 @@ def powers_of_ten(values: Iterable[float]) -> list[float]:
     return [step * 10.0**power for power in powers for step in steps]
 
 
-def backend_swatches(backends: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Return the backends of a page, each with its colour on a light and on a dark page."""
+def backend_swatches(backends: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the backends of a page, each with its colour."""
     shown = set(backends)
     return [
-        (name, LIGHT[i % len(LIGHT)], DARK[i % len(DARK)])
+        (name, COLORS[i % len(COLORS)])
         for i, name in enumerate(order_backends(shown))
         if name in shown
     ]

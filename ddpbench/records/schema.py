@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpbench.records.launched import Launch
-from ddpbench.records.load import Load
 from ddpbench.records.table import Table
 from ddpbench.records.watched import Watched
 
@@ -42,7 +41,7 @@ class Case:
     depth: int  # operations in flight; 0: unknown
     world_size: int
     ranks_per_host: tuple[int, ...]  # empty: unknown
-    buffers: str = "torch"  # whose memory: torch's own, or "huge", which asks for huge pages
+    buffers: str = "torch"  # whose memory: torch's, or that of another tool
     size_convention: str = "total"
     time_definition: str = EXIT_ENTRY
     clock: str = "host"
@@ -121,9 +120,8 @@ class Summary:
     global_seconds: float | None  # median of (last exit - first entry)
     outliers: int | None  # beyond 1.5 interquartile ranges; counted, never dropped
     far_outliers: int | None  # beyond 3
-    lag1: float | None  # autocorrelation of neighbouring repetitions
-    # Quantiles of t_max in steps of 5 %, which show two modes and the lower quartile; empty in runs
-    # stored before, and if a repetition is several calls.
+    # Quantiles of t_max in steps of 5 %, which show two modes; empty if a repetition is several
+    # calls, or in older runs.
     quantiles_seconds: tuple[float, ...] = ()
     # Mean over repetitions and ranks of (exit - entry) by the host's clock: the figure of OSU and
     # of nccl-tests. None: unknown, or stored before this field existed.
@@ -179,8 +177,6 @@ class Result:
     # Largest error between stamps of different ranks, converted to rank 0's clock; 0.0: all ranks
     # read one clock; None: unknown. Above 5 % of a repetition, skew is not computed.
     clock_off_seconds: float | None = None
-    # Share of the buffers' bytes in huge pages, in the rank with the least; None: unknown.
-    huge_share: float | None = None
     # Page faults per timed repetition, in the rank with the most; None: unknown.
     page_faults: float | None = None
     # Round trip of a cache line between the cores of two neighbouring ranks, after the case; of the
@@ -227,6 +223,7 @@ class StepCase:
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
     comm_hook: str = ""  # "none", "fp16", …
     threads: int  # of compute, in one rank
     world_size: int
@@ -280,7 +277,6 @@ class Part:
     share: float | None  # of the step
     resolved: bool  # its interval does not include 0, so it is more than noise
     rank: int | None = None  # the rank that causes it
-    source: str = ""  # "arms": a difference of arms; "spans": timed collectives; "": unknown
 
 
 @dataclass(frozen=True)
@@ -296,6 +292,13 @@ class Bucket:
     wire: Figure  # the least over ranks of (reduced - handed over)
     wait: Figure  # the most over ranks of (reduced - handed over), less the wire
     late_rank: int | None  # the rank for which the others wait; None: none exceeds the noise
+    # The same reduction while nothing else runs; None: not measured. The wire is this time, the
+    # times in which an earlier bucket is in flight and in which backward computes, as far as they
+    # explain the rest, and an unexplained rest, which can be negative.
+    alone: Figure | None = None
+    queue: Figure | None = None
+    contention: Figure | None = None
+    unexplained: Figure | None = None
 
 
 @dataclass(frozen=True)
@@ -350,20 +353,6 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """One epoch of a training that runs to its end."""
-
-    number: int  # from 1
-    train_loss: float | None  # mean over the samples of all ranks; None: NaN or infinite
-    validation_loss: float | None  # the same, each sample counted once
-    seconds: float
-    replicas_equal: bool | None = None  # None: not verified
-    # Of equal parts of the epoch's steps, in order; empty: one part, or an older run.
-    train_losses: tuple[float | None, ...] = ()
-    load: Load | None = None  # during the epoch; None: an older run
-
-
-@dataclass(frozen=True)
 class StepSummary:
     """Statistics of the rounds of one case."""
 
@@ -376,7 +365,6 @@ class StepSummary:
     budget: tuple[Part, ...] = ()
     speed_up: Figure | None = None  # a factor: the step without any communication
     buckets: tuple[Bucket, ...] = ()
-    observer: Part | None = None  # time that stamping buckets or collectives adds to a step
     collectives: tuple[Collective, ...] = ()  # of a sharded step, in the order of the first calls
     peak_nbytes: int = 0  # memory at the peak of a step, of the rank that needs most; 0: unknown
 
@@ -393,10 +381,10 @@ class StepResult:
     summary: StepSummary | None = None
     replicas: Replicas | None = None
     losses: tuple[float, ...] = ()  # of each rank's own last batch
-    epochs: tuple[Epoch, ...] = ()
     notes: tuple[str, ...] = ()  # parts that could not be measured, and why
     others_share: float | None = None
     wall_seconds: float = 0.0
+    block: int = 0  # of tune: each block measures each setting once
     watched: Watched | None = None  # of a job that `watch` observed
 
 
@@ -431,7 +419,6 @@ class Run:
     ended: str | None = None
     operations: tuple[str, ...] = ()  # or workloads, in the requested order
     backends: tuple[str, ...] = ()
-    label: str = ""  # of --label
     launches: tuple[Launch, ...] = ()
     results: tuple[Result, ...] = ()
     steps: tuple[StepResult, ...] = ()

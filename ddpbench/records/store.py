@@ -277,31 +277,22 @@ def read_samples(folder: Path) -> pd.DataFrame:
     Raises InvalidRun for a damaged file.
     """
     import pandas as pd
-
-    parts = [pd.DataFrame(columns=list(SAMPLE_COLUMNS)), *iterate_samples(folder)]
-    joined: pd.DataFrame = pd.concat(parts[1:] or parts, ignore_index=True)
-    return joined
-
-
-def iterate_samples(folder: Path) -> Iterator[pd.DataFrame]:
-    """Read raw samples as `read_samples` does, a row group at a time: at most 1,048,576 rows.
-
-    The rows of one case in one launch are in one row group, or in successive ones. Raises
-    InvalidRun for a damaged file.
-    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     whole, parts = folder / "samples.parquet", folder / "samples.parts"
+    frames = []
     try:
         for path in [whole] if whole.exists() else sorted(parts.glob("part-*.parquet")):
             with path.open("rb") as file:
-                parquet = pq.ParquetFile(file)
-                for number in range(parquet.num_row_groups):
-                    yield parquet.read_row_group(number, use_threads=False).to_pandas()
+                frames.append(pq.read_table(file, use_threads=False).to_pandas())
     except (OSError, ValueError, pa.ArrowException) as error:
         first = (str(error).splitlines() or ["unknown error"])[0]
         raise InvalidRun(f"the samples in {folder} cannot be read: {first}") from None
+    nothing = pd.DataFrame(columns=list(SAMPLE_COLUMNS))
+    # Categories differ from part to part.
+    joined: pd.DataFrame = pd.concat(frames or [nothing], ignore_index=True).astype({"case": str})
+    return joined
 
 
 def join_samples(folder: Path) -> None:

@@ -7,7 +7,6 @@ from ddpbench.replicas.report import (
     NonFinite,
     Origin,
     Report,
-    WithoutGradient,
 )
 from ddpbench.replicas.state import NotCompared
 from ddpbench.replicas.verify import Verifier, verify_replicas
@@ -21,6 +20,5 @@ __all__ = [
     "Origin",
     "Report",
     "Verifier",
-    "WithoutGradient",
     "verify_replicas",
 ]

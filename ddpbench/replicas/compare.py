@@ -8,6 +8,7 @@ contents by one digest per tensor, then the elements of the differing tensors (l
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import NamedTuple
@@ -15,21 +16,21 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ddpbench.records.wording import list_all
 from ddpbench.replicas.channel import Channel
 from ddpbench.replicas.digest import of_bytes, read
 from ddpbench.replicas.locate import Part, gather_details
-from ddpbench.replicas.report import (
-    Difference,
-    Key,
-    Mismatch,
-    NonFinite,
-    Report,
-    ranks_text,
+from ddpbench.replicas.report import Difference, Key, Mismatch, NonFinite, Report, ranks_text
+from ddpbench.replicas.scopes import LINE, Base, find_scope, name_shards, weigh
+from ddpbench.replicas.state import (
+    KINDS,
+    Entry,
+    NotCompared,
+    State,
+    digest_structure,
+    find_offsets,
 )
-from ddpbench.replicas.scopes import LINE, Base, Grid, find_scope, name_shards, weigh
-from ddpbench.replicas.state import KINDS, Entry, State, digest_structure, find_offsets
 
+LOCATED = 16  # differing tensors of a kind that are compared element by element
 # A shard that is not equal in its scope: places of equal ranks, the largest set first, and a part.
 Shard = tuple[list[list[int]], Part]
 Forms = dict[str, list[int]]  # form → ranks that have it
@@ -39,13 +40,11 @@ Forms = dict[str, list[int]]  # form → ranks that have it
 class Options:
     """Settings of a verification, the same in all ranks."""
 
-    gradients: bool | None
-    finite: bool
-    locate: int
-    step: int | None
+    gradients: bool = False  # compare them although all parameters are equal
+    step: int | None = None
     equal_until: int | None = None  # the step of the last verification that found all equal
-    # What was wrong at the last check: step and cause of the report that explained it.
-    history: Mapping[Key, tuple[int, str]] = field(default_factory=dict)
+    # What was wrong at the last check, with the step of the report that explained it.
+    history: Mapping[Key, int] = field(default_factory=dict)
     trace_nonfinite: bool = False  # whether each rank watches where a NaN comes from
 
 
@@ -66,41 +65,42 @@ class Comparison:
     def __init__(self, channel: Channel, base: Base, state: State, options: Options) -> None:
         self.channel, self.base, self.state, self._options = channel, base, state, options
         self.report = Report(tuple(channel.ranks), options.step, options.equal_until)
+        if base.grid.names != LINE:
+            self.report.coordinates = {rank: base.grid.locate(rank) for rank in channel.ranks}
 
-    def gather(self, kinds: Sequence[str], facts: Sequence[int] = ()) -> list[bool]:
-        """Compare some kinds, and return which of the facts, which are digests, all ranks share.
+    def gather(self, kinds: Sequence[str]) -> None:
+        """Compare some kinds. Healthy replicas end after one all_reduce.
 
-        Healthy replicas end after one all_reduce, unless a mesh has pipeline stages. Raises
-        ValueError if the ranks have other options.
+        Raises ValueError if the ranks have other options.
         """
-        settings = {**vars(self._options), "history": sorted(self._options.history)}
-        everyone = weigh(tuple(sorted(self.channel.ranks)), self.base.rank)
-        digests = [of_bytes(repr(settings).encode()), *facts]
+        options = self._options
+        settings = f"step={options.step}, gradients={options.gradients}, "
+        settings += f"trace_nonfinite={options.trace_nonfinite}"
         for kind in kinds:
             self._read(self.state.entries[kind], kind)
-        same, sums = self._gather_sums(kinds, [everyone * digest for digest in digests])
-        if not same[0]:
-            forms = self.gather_forms({name: repr(value) for name, value in settings.items()})
-            raise ValueError(_explain_options(forms))
-        if not all(sums[kind].alike for kind in kinds):
-            self._gather_base()
-            _, sums = self._gather_sums(kinds)
-        grid = self.base.grid
-        ranks = self.channel.ranks if grid.names != LINE else []
-        self.report.coordinates = {rank: grid.locate(rank) for rank in ranks}
+        everyone = weigh(tuple(sorted(self.channel.ranks)), self.base.rank)
+        skipped = [astuple(each) for each in self.state.not_compared]
+        digests = [of_bytes(text.encode()) for text in (settings, json.dumps(skipped))]
+        (same, same_skipped), sums = self._gather_sums(kinds, [everyone * d for d in digests])
+        if not same:
+            pairs = self._gather_forms({"settings": settings})["settings"].items()
+            forms = "; ".join(f"{form} in {ranks_text(ranks)}" for form, ranks in pairs)
+            raise ValueError(f"the ranks verify with different arguments: {forms}")
         for kind in kinds:
             self._gather_kind(kind, sums[kind])
-        return same[1:]
+        tables = [skipped] if same_skipped else self.channel.gather_objects(skipped)
+        rows = dict.fromkeys(tuple(row) for table in tables for row in table)
+        known = self.report.compared
+        self.report.not_compared = tuple(NotCompared(*row) for row in rows if row[0] in known)
 
     def _read(self, entries: Sequence[Entry], kind: str, everything: bool = False) -> None:
         """Digest this rank's entries, and look for NaN in this rank's share or in everything."""
         searched: list[int] = []
-        for scope, places in self._group_by_scope(entries).items() if self._options.finite else ():
+        for scope, places in self._group_by_scope(entries).items():
             # Of ranks that must hold the same tensors, each looks at about as many bytes.
             ordered = sorted(places, key=lambda place: entries[place].nbytes)
-            searched += (
-                ordered if everything else ordered[scope.index(self.base.rank) :: len(scope)]
-            )
+            share = ordered[scope.index(self.base.rank) :: len(scope)]
+            searched += ordered if everything else share
         digests, nonfinite = read([entry.tensor for entry in entries], searched)
         _, salts = digest_structure(kind, entries)
         rows = zip(entries, (digests + salts).tolist(), nonfinite.tolist(), strict=True)
@@ -120,22 +120,21 @@ class Comparison:
 
     def _sum_up(self, kind: str, entries: Sequence[Entry]) -> list[int]:
         """Return this rank's terms and counts of a kind, in the order of Sums."""
-        stage, rank = find_scope(self.base, None), self.base.rank
-        contents, nbytes, counts = 0, 0, {False: 0, True: 0}
+        everyone, rank = tuple(sorted(self.base.ranks)), self.base.rank
+        contents, nbytes, counts = 0, 0, [0, 0]
         for scope, places in self._group_by_scope(entries).items():
             digests = np.array([entries[place].digest for place in places], np.uint64)
             contents += weigh(scope, rank) * of_bytes(digests.tobytes())
-            once = len(scope) == 1 < len(self.base.ranks)
-            if rank == stage[0]:  # one rank counts the tensors of a pipeline stage
+            once = len(scope) == 1 < len(everyone)
+            if rank == everyone[0]:  # one rank counts for all
                 counts[once] += len(places)
             nbytes += 0 if once else sum(entries[place].nbytes for place in places)
         structure, _ = digest_structure(kind, entries)
         nonfinite = sum(entry.nonfinite for entry in entries)
-        terms = weigh(stage, rank) * structure, contents
-        return [*terms, counts[False], counts[True], nbytes, nonfinite]
+        return [weigh(everyone, rank) * structure, contents, *counts, nbytes, nonfinite]
 
     def _gather_sums(
-        self, kinds: Sequence[str], terms: Sequence[int] = ()
+        self, kinds: Sequence[str], terms: Sequence[int]
     ) -> tuple[list[bool], dict[str, Sums]]:
         # Kinds that this rank does not compare count too: all ranks must send as many numbers.
         entries = self.state.entries
@@ -154,9 +153,9 @@ class Comparison:
         entries, report = self.state.entries[kind], self.report
         names = [entry.name for entry in entries]
         wrong = not (sums.alike and sums.equal) or sums.nonfinite > 0
-        if wrong and self._options.finite:
+        if wrong:
             self._read(entries, kind, everything=True)
-        if wrong and (not sums.alike or self.base.stages):
+        if not sums.alike:
             names = self._gather_common(kind, entries)
             common = {*names}
             entries = [entry for entry in entries if entry.name in common]
@@ -169,33 +168,19 @@ class Comparison:
         if wrong:
             self._gather_wrong(kind, entries, names)
 
-    # --- the mesh, and tensors that some ranks lack
+    # --- tensors that some ranks lack
 
-    def _gather_base(self) -> None:
-        """Agree on the mesh that names the ranks, and find its dimensions of pipeline stages."""
-        names = [entry.name for entry in self.state.entries["parameter"]]
-        rows = self.channel.gather_objects([*astuple(self.base.grid), names])
-        grids = [Grid(*map(tuple, row[:3])) for row in rows]
-        grid = max(grids, key=lambda each: (len(each.shape), each.names != LINE))
-        held = {rank: row[3] for rank, row in zip(self.channel.ranks, rows, strict=True)}
-        stages = _find_stages(grid, held) if len(grid.shape) > 1 else ()
-        self.base = replace(self.base, grid=grid, stages=stages)
-
-    def gather_forms(self, own: Mapping[str, str]) -> dict[str, Forms]:
+    def _gather_forms(self, own: Mapping[str, str]) -> dict[str, Forms]:
         """Return the ranks that have each form of a name, for the names and forms of this rank.
 
-        Only ranks of the same pipeline stage must have the same names. The form of a missing name
-        is "absent".
+        The form of a missing name is "absent".
         """
-        stages = list(map(self.base.locate_stage, self.channel.ranks))
         tables: list[dict[str, str]] = self.channel.gather_objects(own)
         names: dict[str, Forms] = {}
         for name in dict.fromkeys(name for table in tables for name in table):
-            holders = {stage for stage, table in zip(stages, tables, strict=True) if name in table}
             forms = names.setdefault(name, {})
-            for rank, stage, table in zip(self.channel.ranks, stages, tables, strict=True):
-                if stage in holders:
-                    forms.setdefault(table.get(name, "absent"), []).append(rank)
+            for rank, table in zip(self.channel.ranks, tables, strict=True):
+                forms.setdefault(table.get(name, "absent"), []).append(rank)
         return names
 
     def _gather_common(self, kind: str, entries: Sequence[Entry]) -> list[str]:
@@ -203,49 +188,36 @@ class Comparison:
 
         Add the other entries as mismatches.
         """
-        forms = self.gather_forms({entry.name: entry.describe() for entry in entries})
-        for name, sides in forms.items():
-            if len(sides) > 1:
-                self.add_mismatch(kind, name, sides)
-        if not self.report.mismatches:  # perhaps the ranks have the same entries in another order
-            stage = self.base.locate_stage(self.base.rank)
-            suffix = f" of stage {stage}" if stage else ""
-            own = {f"number {i}{suffix}": entry.name for i, entry in enumerate(entries)}
-            orders = [each for each in self.gather_forms(own).items() if len(each[1]) > 1]
-            for number, sides in orders[:1]:
-                self.add_mismatch(kind, number, sides)
-        return [name for name, sides in forms.items() if len(sides) == 1]
-
-    def add_mismatch(self, kind: str, name: str, forms: Forms) -> None:
-        """Add a tensor of which the ranks have several forms."""
-        sides = tuple(map(tuple, forms.values()))
-        mismatch = Mismatch(kind=kind, name=name, sides=sides, forms=tuple(forms))
-        self.report.mismatches.append(mismatch)
+        names = self._gather_forms({entry.name: entry.describe() for entry in entries})
+        for name, forms in names.items():
+            if len(forms) > 1:
+                sides = tuple(map(tuple, forms.values()))
+                mismatch = Mismatch(kind=kind, name=name, sides=sides, forms=tuple(forms))
+                self.report.mismatches.append(mismatch)
+        return [name for name, forms in names.items() if len(forms) == 1]
 
     # --- tensors that differ or are not finite
 
     def _gather_wrong(self, kind: str, entries: Sequence[Entry], names: Sequence[str]) -> None:
         """Add the tensors that differ, and those that are not finite."""
-        held = {entry.name: self._describe_part(entry) for entry in entries}
-        own = [held.get(name) for name in names]  # None: of another pipeline stage
-        rank = self.base.rank
+        held = {entry.name: entry for entry in entries}
+        own = [self._describe_part(held[name]) for name in names]
         equal, counts = self.channel.gather_sums(
-            [part.digest * weigh(tuple(part.ranks), rank) if part else 0 for part in own],
-            [part.nonfinite if part else 0 for part in own],
+            [part.digest * weigh(tuple(part.ranks), self.base.rank) for part in own],
+            [part.nonfinite for part in own],
         )
         bad = [i for i, same in enumerate(equal) if counts[i] or not same]
         rows = self.channel.gather_objects([own[i] for i in bad]) if bad else []
-        tensors = {entry.name: entry.tensor for entry in entries}
         located = 0
         for number, name in enumerate(names[i] for i in bad):
-            parts = {at: Part(*row[number]) for at, row in enumerate(rows) if row[number]}
+            parts = {at: Part(*row[number]) for at, row in enumerate(rows)}
             self._add_nonfinite(kind, name, parts)
             for shards in merge_shards(parts):
                 difference = self._describe_difference(kind, name, shards)
-                if located < self._options.locate and difference.key not in self._options.history:
+                if located < LOCATED and difference.key not in self._options.history:
                     sides, part = shards[0]
                     takes_part = any(self.channel.rank in side for side in sides)
-                    tensor = tensors[name] if takes_part else None
+                    tensor = held[name].tensor if takes_part else None
                     details = gather_details(self.channel, tensor, part, sides)
                     difference = replace(difference, details=details)
                     located += 1
@@ -264,7 +236,6 @@ class Comparison:
             ranks=find_scope(self.base, layout),
             digest=entry.digest,
             nonfinite=entry.nonfinite,
-            frozen=entry.frozen,
         )
 
     def _add_nonfinite(self, kind: str, name: str, parts: Mapping[int, Part]) -> None:
@@ -275,7 +246,6 @@ class Comparison:
                 name=name,
                 shard=_name_parts(affected.values()),
                 counts=tuple((self.channel.ranks[at], p.nonfinite) for at, p in affected.items()),
-                frozen=any(part.frozen for part in parts.values()),
             )
             self.report.nonfinite.append(nonfinite)
 
@@ -318,25 +288,3 @@ def merge_shards(parts: Mapping[int, Part]) -> list[list[Shard]]:
 def _name_parts(parts: Iterable[Part]) -> str:
     shards = {part.shard: part.shards for part in parts if part.shard}
     return name_shards(shards, max(shards.values(), default=1))
-
-
-def _find_stages(grid: Grid, names: Mapping[int, Sequence[str]]) -> tuple[int, ...]:
-    """Return the dimensions of a mesh along which no two coordinates have a name in common."""
-    stages = []
-    for d in range(len(grid.shape)):
-        parts: dict[int, set[str]] = {}
-        for rank, own in names.items():
-            parts.setdefault(grid.coordinates[rank][d], set()).update(own)
-        distinct, total = set().union(*parts.values()), sum(map(len, parts.values()))
-        if len(parts) > 1 and all(parts.values()) and len(distinct) == total:
-            stages.append(d)
-    return tuple(stages)
-
-
-def _explain_options(options: Mapping[str, Forms]) -> str:
-    unlike = [
-        f"{name} is {list_all(f'{form} in {ranks_text(ranks)}' for form, ranks in forms.items())}"
-        for name, forms in options.items()
-        if len(forms) > 1
-    ]
-    return f"the ranks verify with different arguments: {'; '.join(unlike)}"

@@ -148,19 +148,11 @@ def count_nonfinite(tensor: Tensor) -> int:
     return count
 
 
-def is_constant(tensor: Tensor) -> bool:
-    """Return whether all elements have the same bits."""
-    elements = plain(tensor).view(torch.uint8).reshape(-1, tensor.itemsize)
-    return bool((elements == elements[:1]).all())
-
-
 def as_tensor(value: bool | int | float | complex) -> Tensor:
     """Return a number as a tensor: 1 and 1.0 are the same learning rate."""
     if isinstance(value, (bool, complex)):
-        return torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else None)
-    # float64 cannot represent all integers beyond 2^53.
-    large = isinstance(value, int) and abs(value) > 1 << 53
-    return torch.tensor(value, dtype=torch.int64 if large else torch.float64)
+        return torch.tensor(value)
+    return torch.tensor(value, dtype=torch.float64)
 
 
 # --- many tensors

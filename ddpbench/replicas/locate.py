@@ -36,7 +36,6 @@ class Part(NamedTuple):
     ranks: Sequence[int] = ()  # the scope
     digest: int = 0
     nonfinite: int = 0  # number of elements
-    frozen: bool = False  # a parameter with requires_grad=False
 
 
 def gather_details(

@@ -8,7 +8,7 @@ waiting for it. Only a verification that finds a value that is not finite reads 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 from ddpbench.replicas.digest import may_be_nonfinite, total
 from ddpbench.replicas.state import unwrap
 
+OUTPUT = "the output of forward"
+
 
 class Tracer:
     """Watch one replica until `close`."""
@@ -25,17 +27,32 @@ class Tracer:
     def __init__(
         self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> None:
-        self._places = ["the output of forward"]
-        self._passed: list[tuple[int, Tensor]] = []  # (place, sum) since the last optimizer step
-        self._steps: list[tuple[list[int], Tensor]] = []  # places and sums per step since `clear`
-        self._hooks: list[Any] = [module.register_forward_hook(_Hook(self._passed, 0))]
+        self._passed: list[tuple[str, Tensor]] = []  # places and sums since the last step
+        self._steps: list[tuple[list[str], Tensor]] = []  # places and sums per step since `clear`
+        self._hooks: list[Any] = [module.register_forward_hook(self._add_output)]
         for name, parameter in unwrap(module).named_parameters():
             if parameter.requires_grad:
-                hook = _Hook(self._passed, len(self._places))
+                hook = partial(self._add, f"the gradient of {name}")
                 self._hooks.append(parameter.register_hook(hook))
-                self._places.append(f"the gradient of {name}")
         # Steps are counted at the first optimizer.
-        self._hooks.append(optimizers[0].register_step_post_hook(lambda *_: self._end_step()))
+        self._hooks.append(optimizers[0].register_step_post_hook(self._end_step))
+
+    def _add_output(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                self._add(OUTPUT, tensor)
+
+    def _add(self, place: str, tensor: Any) -> None:
+        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+        if is_plain and may_be_nonfinite(tensor):
+            self._passed.append((place, total(tensor)))
+
+    def _end_step(self, *_: Any) -> None:
+        if self._passed:
+            device = self._passed[-1][1].device  # of a gradient; outputs may be on the CPU
+            sums = torch.stack([value.to(device, torch.float32) for _, value in self._passed])
+            self._steps.append(([place for place, _ in self._passed], sums))
+            self._passed.clear()
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -50,48 +67,19 @@ class Tracer:
     def find_first(self) -> tuple[int, str] | None:
         """Return how many optimizer steps ago and where a value was not finite first, else None.
 
-        A gradient also counts as not finite if the sum of its elements overflows.
+        A gradient also counts if the sum of its elements overflows, an output only if it has a NaN:
+        infinite logits may be a mask.
         """
         count = len(self._steps)
         self._end_step()
-        for index, (places, values) in enumerate(self._steps):
-            nonfinite = (~values.isfinite()).nonzero()
-            if len(nonfinite):
-                first = int(nonfinite[0])
-                place = self._places[places[first]]
+        for number, (places, sums) in enumerate(self._steps):
+            is_output = torch.tensor([place == OUTPUT for place in places], device=sums.device)
+            bad = (sums.isnan() | ~(sums.isfinite() | is_output)).nonzero()
+            if len(bad):
+                first = int(bad[0])
+                place = places[first]
                 # Backward begins with the loss: the first gradient may have the NaN from there.
-                if places[first] and (first == 0 or not places[first - 1]):
+                if place != OUTPUT and (first == 0 or places[first - 1] == OUTPUT):
                     place = f"its loss, or {place}"
-                return max(0, count - 1 - index), place
+                return max(0, count - 1 - number), place
         return None
-
-    def _end_step(self) -> None:
-        if self._passed:
-            # Outputs may be on several devices. To collect sums on the CPU would wait for a GPU.
-            used = (value.device for _, value in self._passed if not value.is_cpu)
-            device = next(used, torch.device("cpu"))
-            values = torch.stack([value.to(device, torch.float32) for _, value in self._passed])
-            self._steps.append(([place for place, _ in self._passed], values))
-            self._passed.clear()
-
-
-class _Hook:
-    """Adds up the output of forward, for place 0, or a gradient, for the other places."""
-
-    def __init__(self, passed: list[tuple[int, Tensor]], place: int) -> None:
-        self._passed, self._place = passed, place
-
-    def __call__(self, *arguments: Any) -> None:
-        is_traced = self._place or torch.is_grad_enabled()
-        for tensor in tree_leaves(arguments[-1]) if is_traced else ():
-            plain = type(tensor) is Tensor and tensor.layout == torch.strided
-            if plain and may_be_nonfinite(tensor):
-                value = total(tensor)
-                # Infinite logits may be a mask. A single number is a loss and must be finite.
-                if not self._place and tensor.numel() > 1:
-                    value = torch.where(value.isnan(), value, 0.0)
-                self._passed.append((self._place, value))
-
-    def __reduce__(self) -> Any:
-        """Give a copied or saved module a hook that does nothing and loads without ddpbench."""
-        return getattr, (nullcontext(), "__exit__")

@@ -59,7 +59,7 @@ class Difference(Fault):
 
     dtype: str
     shape: tuple[int, ...]
-    details: tuple[Detail, ...] = ()  # empty beyond the first `locate` tensors of a kind
+    details: tuple[Detail, ...] = ()  # empty beyond the first 16 tensors of a kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,32 +68,12 @@ class Mismatch(Fault):
 
     forms: tuple[str, ...]  # of each side: "float32 (3, 2) cpu" or "absent"
 
-    @property
-    def pairs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Each form with the ranks that have it."""
-        return list(zip(self.forms, self.sides, strict=True))
-
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite(Fault):
     """A tensor with NaN or infinite elements."""
 
     counts: tuple[tuple[int, int], ...]  # (rank, number of elements), only ranks with any
-    frozen: bool = False  # a parameter with requires_grad=False, which may be a mask of -inf
-
-    @property
-    def severity(self) -> str:
-        """ "error" for what training needs: trained parameters and the optimizer's state."""
-        return "warning" if self.frozen else KINDS[self.kind].if_nonfinite
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithoutGradient(Fault):
-    """A trained parameter whose gradient is None in some ranks or in all."""
-
-    kind: str = "parameter"
-    ranks: tuple[int, ...]
-    zeros: bool = False  # the gradient is not None but all zeros, unlike in other ranks
 
 
 @dataclass(frozen=True)
@@ -126,10 +106,8 @@ class Report:
     differences: list[Difference] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
     nonfinite: list[NonFinite] = field(default_factory=list)
-    without_gradient: tuple[WithoutGradient, ...] = ()
     origins: tuple[Origin, ...] = ()  # of `nonfinite`, if a Verifier traces it
     not_compared: tuple[NotCompared, ...] = ()
-    rng_equal: bool = True
     # {"dp_replicate": 1, "dp_shard": 0} of each rank, if tensors are on a DeviceMesh; else empty
     coordinates: dict[int, dict[str, int]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()  # sentences on all of the above, the worst first
@@ -140,7 +118,7 @@ class Report:
     def ok(self) -> bool:
         """Whether everything that exists more than once was compared, is equal and finite.
 
-        Buffers may differ. Only trained parameters and the optimizer's state must be finite.
+        Buffers may differ. Only parameters and the optimizer's state must be finite.
         """
         return not self.failed and self.equal
 
@@ -160,7 +138,7 @@ class Report:
     @property
     def differs(self) -> bool:
         """Whether something differs between ranks; buffers, a note or a warning, do not count."""
-        return bool(self._faulty)
+        return bool(self._differing)
 
     @property
     def nothing_to_compare(self) -> bool:
@@ -170,21 +148,21 @@ class Report:
     @property
     def faults(self) -> tuple[str, ...]:
         """ "kind name" of every tensor that makes the replicas different."""
-        return tuple(dict.fromkeys(f"{tensor.kind} {tensor.name}" for tensor in self._faulty))
+        return tuple(dict.fromkeys(f"{tensor.kind} {tensor.name}" for tensor in self._differing))
 
     @property
     def minority(self) -> tuple[int, ...]:
         """Ranks that are in the minority in any of `faults`; empty if all are ties."""
-        return tuple(sorted({rank for tensor in self._faulty for rank in tensor.minority}))
+        return tuple(sorted({rank for tensor in self._differing for rank in tensor.minority}))
 
     @property
     def wrong(self) -> set[Key]:
         """A key for each difference, mismatch or NaN that makes a verification fail."""
-        nonfinite = [tensor for tensor in self.nonfinite if tensor.severity == "error"]
-        return {tensor.key for tensor in [*self._faulty, *nonfinite]}
+        nonfinite = [n for n in self.nonfinite if KINDS[n.kind].if_nonfinite == "error"]
+        return {tensor.key for tensor in [*self._differing, *nonfinite]}
 
     @property
-    def _faulty(self) -> list[Difference | Mismatch]:
+    def _differing(self) -> list[Difference | Mismatch]:
         main = (d for d in self.differences if KINDS[d.kind].if_differs == "error")
         return [*main, *self.mismatches]
 
@@ -197,41 +175,29 @@ class Report:
     def headline(self) -> str:
         """The verdict, the ranks and what was compared, in one line."""
         when = "" if self.step is None else f"step {self.step}: "
-        ranks, compared = ranks_text(self.ranks), listed_kinds(self.compared)
-        # A tensor may have several differences, one for each shard.
-        counts = count_by_kind({(d.kind, d.name): d for d in self.differences}.values())
-        differing = [
-            f"{n} of {count_kind(kind, self.compared[kind])}" for kind, n in counts.items()
-        ]
-        parts = {"not compared": count_by_kind(self.not_compared), "held once": self.held_once}
-        others = [f"; {title}: {listed_kinds(n)}" for title, n in parts.items() if any(n.values())]
-        if self.repeated and self.differs:
-            return f"{when}replicas still DIFFERENT in {ranks}, as in step {self.since}"
+        parts = {
+            "differing": count_by_kind(self.differences),
+            "not matching": count_by_kind(self.mismatches),
+            "compared": self.compared,
+            "not compared": count_by_kind(self.not_compared),
+            "held once": self.held_once,
+        }
+        counts = [f"; {title}: {listed_kinds(n)}" for title, n in parts.items() if any(n.values())]
+        return f"{when}{self._verdict} in {ranks_text(self.ranks)}{''.join(counts)}"
+
+    @property
+    def _verdict(self) -> str:
+        if self.differs and self.repeated:
+            return f"replicas still DIFFERENT, as in step {self.since},"
         if self.differs:
-            same = {kind: n for kind, n in self.compared.items() if n and kind not in counts}
-            equal = f"; equal: {listed_kinds(same)}" if same else ""
-            return f"{when}replicas {self._describe_differences(differing)}{equal}{''.join(others)}"
-        verdict = f"replicas equal{' but for ' if differing else ''}{', '.join(differing)}"
+            until = "" if self.equal_until is None else f" (equal after step {self.equal_until})"
+            return f"replicas DIFFERENT{until}"
+        verdict = "replicas equal"
         if self.not_compared:
-            partly = self.compared["parameter"] or "parameter" not in parts["not compared"]
-            verdict = f"replicas NOT {'ALL ' if partly else ''}COMPARED"
+            verdict = "replicas NOT ALL COMPARED"
         elif self.nothing_to_compare:
             verdict = "NOTHING TO COMPARE: each element of each parameter is in one rank only,"
-        elif len(self.ranks) == 1:
-            verdict = "one replica, equal to itself"
-        if self.failed:
-            verdict = f"{verdict.rstrip(',')}, but NOT FINITE,"
-        return f"{when}{verdict} in {ranks}; compared: {compared}{''.join(others)}"
-
-    def _describe_differences(self, differing: list[str]) -> str:
-        ranks = ranks_text(self.ranks)
-        unlike = count_by_kind(self.mismatches)
-        counts = [*differing, *(f"{count_kind(k, n)} not matching" for k, n in unlike.items())]
-        until = "" if self.equal_until is None else f" (equal after step {self.equal_until})"
-        minorities = {difference.minority for difference in self.differences}
-        minority = minorities.pop() if len(minorities) == 1 else ()
-        where = f": {ranks_text(minority)} of {ranks}" if minority else f" in {ranks}"
-        return f"DIFFERENT{where}{until}: {', '.join(counts)}"
+        return f"{verdict.rstrip(',')}, but NOT FINITE," if self.failed else verdict
 
     def __str__(self) -> str:
         lines = [self.headline]
@@ -243,20 +209,15 @@ class Report:
 
 
 def count_by_kind(tensors: Iterable[Fault | NotCompared]) -> Counter[str]:
-    """Return the number of tensors of each kind."""
-    return Counter(tensor.kind for tensor in tensors)
-
-
-def count_kind(kind: str, count: int) -> str:
-    """Return "1 parameter", "3 buffers" or "24 values of the optimizer's options and state"."""
-    if kind == "optimizer":
-        return f"{counted(count, 'value')} of the optimizer's options and state"
-    return counted(count, kind)
+    """Return the number of tensors of each kind; one that differs in several shards counts once."""
+    return Counter(kind for kind, _ in dict.fromkeys((t.kind, t.name) for t in tensors))
 
 
 def listed_kinds(counts: Mapping[str, int]) -> str:
-    """Return "2 parameters, 1 buffer", without the kinds of which there are none."""
-    return ", ".join(count_kind(kind, n) for kind, n in counts.items() if n) or "nothing"
+    """Return "2 parameters, 24 optimizer values", without the kinds of which there are none."""
+    nouns = {"optimizer": "optimizer value"}  # an option, or a tensor or number of the state
+    parts = [counted(n, nouns.get(kind, kind)) for kind, n in counts.items() if n]
+    return ", ".join(parts) or "nothing"
 
 
 def few(names: Sequence[str]) -> str:

@@ -87,11 +87,6 @@ class Base:
     ranks: tuple[int, ...]
     grid: Grid  # covers all of `ranks`, perhaps more
     rank: int  # this process
-    stages: tuple[int, ...] = ()  # dimensions of `grid` along which ranks hold other layers
-
-    def locate_stage(self, rank: int) -> tuple[int, ...]:
-        """Return the coordinates of a rank along the dimensions that hold other layers."""
-        return tuple(self.grid.coordinates[rank][d] for d in self.stages)
 
 
 @lru_cache(maxsize=1024)
@@ -99,10 +94,9 @@ def find_scope(base: Base, layout: Layout | None) -> tuple[int, ...]:
     """Return the ranks, ascending, that must hold what this rank holds of a tensor.
 
     layout: None for a plain tensor. A rank outside the tensor's mesh holds nothing of it, and is
-    its own scope. Ranks of other pipeline stages are never in it.
+    its own scope.
     """
-    where, stage = base.grid.coordinates, base.locate_stage(base.rank)
-    ranks = sorted(rank for rank in base.ranks if base.locate_stage(rank) == stage)
+    where, ranks = base.grid.coordinates, sorted(base.ranks)
     if layout is None:
         return tuple(ranks)
     if base.rank not in layout.grid.coordinates:

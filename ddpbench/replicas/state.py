@@ -26,11 +26,9 @@ from ddpbench.replicas.scopes import Layout
 
 IGNORED = "DDP is set to ignore it"
 SHARDED = "sharded: each rank holds its own part"
-NOT_REDUCED = "not reduced"  # the reason of a tensor with a Partial placement begins so
 # fully_shard keeps these gradients unsharded, or not yet reduced over all replicas.
 WAITING = "not synchronised yet: fully_shard reduces it after the last micro-batch"
 _NUMBERS = (bool, int, float, complex)
-_OPAQUE = re.compile(r"torch\.(bits|float4|u?int[1-7]$)")  # dtypes torch cannot copy or show
 
 
 class Held(NamedTuple):
@@ -58,10 +56,7 @@ KINDS = {
 
 
 def _list_items(
-    module: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    parameters: Sequence[Held],
-    gradients: bool,
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[str, str, Any, str]]:
     """Yield kind, name, value and, if it cannot be compared, the reason, of all that is compared.
 
@@ -70,14 +65,15 @@ def _list_items(
     inner = unwrap(module)
     ignored: set[str] = getattr(wrapper(module), "parameters_to_ignore", set())
     sharded = _find_sharded(inner)
-    for name, parameter, waiting in parameters:
+    names: dict[Tensor, str] = {}
+    for name, parameter, waiting in list_parameters(inner):
+        names[parameter] = name
         reason = IGNORED if name in ignored else SHARDED if parameter in sharded else ""
         yield "parameter", name, parameter, reason
-        if gradients and (waiting or parameter.grad is not None):
+        if waiting or parameter.grad is not None:
             yield "gradient", name, parameter.grad, WAITING if waiting else reason
     for name, buffer in inner.named_buffers():
         yield "buffer", name, buffer, IGNORED if name in ignored else ""
-    names: dict[Tensor, str] = {held.parameter: held.name for held in parameters}
     for number, optimizer in enumerate(optimizers):
         prefix = f"optimizers[{number}]." if len(optimizers) > 1 else ""
         for g, group in enumerate(optimizer.param_groups):
@@ -142,11 +138,12 @@ class Entry:
         return self.tensor.nbytes if self.tensor is not None and self.device else 8
 
     def describe(self) -> str:
-        """Return dtype, shape and device: "float32 (3, 2) cpu"."""
+        """Return dtype, shape, device and what else must be alike: "float32 (3, 2) cpu"."""
         if self.tensor is None:
             return str(self.dtype)
         parts = [str(self.dtype).removeprefix("torch."), str(tuple(self.shape)), self.device]
-        return " ".join(filter(None, [*parts, self.layout.text if self.layout else ""]))
+        parts += [self.layout.text if self.layout else "", "frozen" if self.frozen else ""]
+        return " ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -162,22 +159,18 @@ class NotCompared:
 class State:
     """The entries by kind, and the tensors and values that cannot be compared."""
 
-    parameters: list[Held]
     entries: dict[str, list[Entry]]
     held_once: Counter[str]  # number of tensors by kind, outside the entries
     not_compared: list[NotCompared] = field(default_factory=list)
     meshes: list[DeviceMesh] = field(default_factory=list)  # of DTensors; the same one many times
 
 
-def read_state(
-    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], gradients: bool
-) -> State:
+def read_state(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> State:
     """Read the state of this rank's replica."""
     sharded = [group for o in optimizers if shards_state(o) for group in o.param_groups]
     held_once = Counter(optimizer=sum(len(group["params"]) for group in sharded))
-    parameters = list(list_parameters(unwrap(module)))
-    state = State(parameters, {kind: [] for kind in KINDS}, held_once)
-    for kind, name, value, reason in _list_items(module, optimizers, parameters, gradients):
+    state = State({kind: [] for kind in KINDS}, held_once)
+    for kind, name, value, reason in _list_items(module, optimizers):
         local, layout = value, None
         if is_dtensor(value):
             local, layout = _read_local(value), make_layout(value.device_mesh, value.placements)
@@ -205,29 +198,25 @@ def _explain_unreadable(tensor: Any, layout: Layout | None) -> str:
         known = tensor is None or isinstance(tensor, (str, *_NUMBERS))
         return "" if known else f"a {type(tensor).__name__} is neither a tensor nor a number"
     if layout is not None and layout.partial:
-        return f"{NOT_REDUCED}: its placement is Partial along {' and '.join(layout.partial)}"
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        if torch.nn.parameter.is_lazy(tensor):
-            return "not initialised yet"
-        if hasattr(type(tensor), "__tensor_flatten__"):
-            return f"a {type(tensor).__name__} has no memory for its elements"
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return "a nested tensor" if tensor.is_nested else f"its layout is {tensor.layout}"
-    if tensor.is_meta or (tensor.numel() and tensor.data_ptr() == 0):
+        return f"not reduced: its placement is Partial along {' and '.join(layout.partial)}"
+    if torch.nn.parameter.is_lazy(tensor):
+        return "not initialised yet"
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return f"its layout is {tensor.layout}, its dtype {tensor.dtype}"
+    wraps = type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__")
+    if wraps or tensor.is_meta or (tensor.numel() and tensor.data_ptr() == 0):
         return "it has no memory"
-    if tensor.is_quantized:
-        return "quantized"
-    no_copy = tensor.dtype is torch.complex32 and not tensor.is_contiguous()
-    unreadable = no_copy or _OPAQUE.match(str(tensor.dtype))
-    return f"torch cannot read its dtype, {tensor.dtype}" if unreadable else ""
+    return ""
 
 
 def digest_structure(kind: str, entries: Sequence[Entry]) -> tuple[int, Digests]:
-    """Return digests of names, dtypes, shapes, devices and layouts: of all entries, and of each.
+    """Return digests of what entries are like: of all entries of a kind, and of each.
 
     Contents can be compared only if these are equal.
     """
-    rows = ((e.name, e.dtype, e.shape, e.device, e.layout and e.layout.text) for e in entries)
+    rows = (
+        (e.name, e.dtype, e.shape, e.device, e.layout and e.layout.text, e.frozen) for e in entries
+    )
     return _digest_rows(kind, tuple(rows))
 
 

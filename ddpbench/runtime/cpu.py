@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import resource
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,14 +21,13 @@ T = TypeVar("T")
 class CpuUse:
     """Use of the cores between a CpuMeter's start and its stop.
 
-    `own_seconds` and the switches count every thread of this process. `host_busy_seconds` is the
+    `own_seconds` counts every thread of this process. `host_busy_seconds` is the
     time of all online cores, less idle time, time stolen by the hypervisor and interrupts (if the
     kernel accounts for them separately). `throttled_seconds` is None without a quota.
     """
 
     wall_seconds: float
     own_seconds: float
-    involuntary_switches: int
     host_busy_seconds: float | None
     steal_seconds: float | None
     throttled_seconds: float | None
@@ -49,27 +47,9 @@ class CpuMeter:
 
     def _counters(self) -> list[Any]:
         """Return CpuUse's fields as counters: use their differences only."""
-        read = zip(_read_counters(), _left_out, strict=True)
-        counted = [None if value is None else value - out for value, out in read]
-        return [*counted, _throttled(self._quotas)]
-
-
-def _read_counters() -> list[Any]:
-    usage, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    own = usage.ru_utime + usage.ru_stime
-    return [wall, own, usage.ru_nivcsw, *_host(wall)]
-
-
-_left_out = [0.0] * 5  # of what _read_counters returns
-
-
-@contextlib.contextmanager
-def left_out() -> Iterator[None]:
-    """Exclude CPU use inside this context from all meters of this process."""
-    before = _read_counters()
-    yield
-    for index, (began, ended) in enumerate(zip(before, _read_counters(), strict=True)):
-        _left_out[index] += (ended or 0) - (began or 0)
+        usage, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        own = usage.ru_utime + usage.ru_stime
+        return [wall, own, *_host(wall), _throttled(self._quotas)]
 
 
 def others_share(
@@ -102,13 +82,6 @@ def queued_seconds() -> float | None:
     """
     fields = (read("/proc/self/schedstat") or "").split()
     return int(fields[1]) / 1e9 if len(fields) > 1 else None
-
-
-def core_hertz(cores: Iterable[int]) -> float | None:
-    """Return the mean clock frequency of these cores now; None if the kernel does not report it."""
-    texts = [read(f"/sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq") for core in cores]
-    hertz = [int(text) * 1e3 for text in texts if text]
-    return sum(hertz) / len(hertz) if hertz else None
 
 
 def process_seconds(cores: Container[int]) -> dict[str, float]:

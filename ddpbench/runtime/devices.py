@@ -1,7 +1,6 @@
 """Kinds of devices for tensors. All code that depends on the kind of a device is here.
 
-To add a kind, add an entry to KINDS. A kind without an entry (xpu, hpu, …) gets `Accelerator`,
-which uses the functions common to torch's device modules; it has never run on such a device.
+To add a kind, add an entry to KINDS.
 
 The methods take a torch.device of their kind. Until `select`, none of them creates a context on a
 device. An event of the CPU reads the host's clock, so code that times with events also runs without
@@ -172,10 +171,6 @@ class Cpu:
         """Return the memory of the device that one process can allocate; 0: not limited by it."""
         return 0
 
-    def held_nbytes(self, device: torch.device) -> int | None:
-        """Return the device memory that torch has allocated here, including its cache."""
-        return None
-
     def reset_peak(self, device: torch.device) -> bool:
         """Reset `peak_nbytes`; return whether that worked."""
         return cpu.reset_peak()
@@ -202,39 +197,25 @@ class Cpu:
         """Return DistributedDataParallel's `device_ids` for a model on this device."""
         return None
 
-    def seeded_devices(self, device: torch.device) -> list[torch.device]:
-        """Return the devices with a random generator beside the CPU's: torch.random.fork_rng."""
-        return []
 
-    def random_states(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the states of the generators that a model on this device can draw from."""
-        import torch
+class Cuda(Cpu):
+    """NVIDIA's GPUs, and AMD's, which torch also calls cuda."""
 
-        return [torch.get_rng_state()]
-
-
-class Accelerator(Cpu):
-    """Devices with streams, through torch's module for this kind."""
-
+    name = "cuda"
     memory = "GPU"
     clock = "device"
-    sleeps = False
+    sleeps = True
     event_step_seconds = 0.5e-6  # as CUDA documents it
     forks = False
     refuses = True
     defaults = "cuda"
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    _cycles_per_second = 0.0
 
     @property
     def _module(self) -> Any:
         import torch
 
-        return torch.get_device_module(self.name)
-
-    def unusable(self) -> str | None:
-        return None if self._module.is_available() else f"this torch finds no {self.name} device"
+        return torch.cuda
 
     def count(self) -> int:
         return int(self._module.device_count())
@@ -243,9 +224,7 @@ class Accelerator(Cpu):
         return max(1, self.count())
 
     def identity(self, index: int) -> str | None:
-        uuid = getattr(self.properties(index), "uuid", None)
-        boot_id = cpu.read("/proc/sys/kernel/random/boot_id")
-        return str(uuid) if uuid else f"{boot_id} {self.name} {index}"
+        return f"GPU-{self.properties(index).uuid}"  # as nvidia-smi writes it
 
     def in_use(self) -> int | None:
         return int(self._module.current_device()) if self._module.is_initialized() else None
@@ -282,9 +261,6 @@ class Accelerator(Cpu):
     def total_nbytes(self, device: torch.device) -> int:
         return int(self._module.mem_get_info(device)[1])
 
-    def held_nbytes(self, device: torch.device) -> int | None:
-        return int(self._module.memory_reserved(device))
-
     def reset_peak(self, device: torch.device) -> bool:
         self._module.reset_peak_memory_stats(device)
         return True
@@ -297,22 +273,6 @@ class Accelerator(Cpu):
 
     def ddp_device_ids(self, device: torch.device) -> list[torch.device] | None:
         return [device]
-
-    def seeded_devices(self, device: torch.device) -> list[torch.device]:
-        return [device]
-
-    def random_states(self, device: torch.device) -> list[torch.Tensor]:
-        return [*super().random_states(device), self._module.get_rng_state(device)]
-
-
-class Cuda(Accelerator):
-    """NVIDIA's GPUs, and AMD's, which torch also calls cuda."""
-
-    sleeps = True
-    _cycles_per_second = 0.0
-
-    def __init__(self) -> None:
-        super().__init__("cuda")
 
     def unusable(self) -> str | None:
         """Return CUDA's error, so that an old driver is not reported as a missing GPU.
@@ -330,12 +290,11 @@ class Cuda(Accelerator):
             return None
         hidden = [f"{name}={shlex.quote(os.environ[name])}" for name in HIDING & os.environ.keys()]
         place = f" with {' '.join(hidden)}" if hidden and NO_DEVICE.search(error) else ""
-        hint = " (check that nvidia-fabricmanager runs)" if "Error 802" in error else ""
         # CUDA's own number and text, else the first sentence.
         line = error.strip().splitlines()[0]
         own = re.search(r"Error \d+: .*", line)
         shown = own[0] if own else re.split(r"\. (?=[A-Z])", line)[0].rstrip(".")
-        return f'{f"HIP {hip}" if hip else f"CUDA {cuda}"} reports "{shown}"{place}{hint}'
+        return f'{f"HIP {hip}" if hip else f"CUDA {cuda}"} reports "{shown}"{place}'
 
     def broken(self) -> bool:
         import torch
@@ -347,14 +306,6 @@ class Cuda(Accelerator):
         if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
             return 0
         return sum(1 for _ in NVIDIA_GPUS.glob("*"))
-
-    def identity(self, index: int) -> str | None:
-        """Return the UUID as nvidia-smi writes it. torch omits the prefix, such as GPU-."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if index < len(visible) and visible[index].startswith("MIG-"):
-            return visible[index]  # CUDA may report one UUID for all instances of a GPU
-        gpu = self.properties(index)
-        return f"{'MIG' if ' MIG ' in gpu.name else 'GPU'}-{gpu.uuid}"
 
     def capturing(self) -> bool:
         return bool(self._module.is_current_stream_capturing())
@@ -422,26 +373,9 @@ KINDS: dict[str, Cpu] = {kind.name: kind for kind in (Cpu(), Cuda())}
 
 def get(name: str) -> Cpu:
     """Return the kind of devices with this name in torch. Raises ValueError if there is none."""
-    if name not in KINDS and name not in list_names():
-        raise ValueError(explain_unknown("device", name, list_names()))
-    return KINDS.get(name) or KINDS.setdefault(name, Accelerator(name))
-
-
-def list_names() -> list[str]:
-    """Return the names of the kinds in the table, and of torch's accelerator."""
-    return list(dict.fromkeys([*KINDS, _find_accelerator() or "cuda"]))
-
-
-def preferred() -> Cpu:
-    """Return the kind that torch was built for, usable or not; without any, cuda."""
-    return get(_find_accelerator() or "cuda")
-
-
-def _find_accelerator() -> str | None:
-    import torch
-
-    current = torch.accelerator.current_accelerator()
-    return current.type if current else None
+    if name not in KINDS:
+        raise ValueError(explain_unknown("device", name, KINDS))
+    return KINDS[name]
 
 
 def of(device: torch.device) -> Cpu:

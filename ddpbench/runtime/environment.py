@@ -24,8 +24,6 @@ from ddpbench.records import redact
 from ddpbench.records.wording import spans
 from ddpbench.runtime import gpu_facts, nccl_library
 from ddpbench.runtime.cpu import (
-    ROOT,
-    cgroup_levels,
     cgroup_limits,
     free_memory_nbytes,
     or_none,
@@ -45,7 +43,7 @@ ALLOWED = re.compile(
     r"PYTHON(DEVMODE|MALLOC|TRACEMALLOC))$"
 )
 # Open MPI sets many variables for its ranks; a user sets OMPI_MCA_*.
-NOISE = re.compile(r"OMPI_(?!MCA_)|OMPI_MCA_(orte|prte|pmix|ess|initial|PREFIXES|cpu_|num_)")
+NOISE = re.compile(r"OMPI_(?!MCA_)|OMPI_MCA_(orte|prte|rmaps|pmix|ess|initial|PREFIXES|cpu_|num_)")
 DRIVERS = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version")
 IPC_LOCK = 14  # the capability that lifts RLIMIT_MEMLOCK
 COMMAND_DEADLINE_SECONDS = 5.0
@@ -105,8 +103,7 @@ def rank_facts() -> dict[str, object]:
     """Return facts about this rank, once it has chosen its GPU and its threads.
 
     Two ranks share a clock if boot_id and time_namespace are known and equal. NUMA nodes are those
-    of the cpuset, which may be a part of the cores that the control group allows. The ulimits are
-    the soft ones; -1: unlimited.
+    of the cpuset. The ulimits are the soft ones; -1: unlimited.
     """
     import torch
 
@@ -119,7 +116,6 @@ def rank_facts() -> dict[str, object]:
         "boot_id": read("/proc/sys/kernel/random/boot_id"),
         "time_namespace": or_none(lambda: Path("/proc/self/ns/time").stat().st_ino),
         "cpuset": compact(cpus),
-        "allowed_cpus": allowed_cpus(),
         "numa_nodes": compact(nodes) or None,
         "cpu_model": _cpu_model(read("/proc/cpuinfo")),
         "threads": torch.get_num_threads(),
@@ -133,7 +129,6 @@ def rank_facts() -> dict[str, object]:
         },
         "nccl_plugins": nccl_library.plugins(),
         **cgroup_limits(),
-        "load_average": or_none(lambda: list(os.getloadavg())),
         "free_memory_nbytes": free_memory_nbytes(),
         "shm_free_nbytes": or_none(lambda: shutil.disk_usage("/dev/shm").free),
         "ulimit_memlock_nbytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
@@ -144,33 +139,16 @@ def rank_facts() -> dict[str, object]:
 def setup_facts() -> dict[str, object]:
     """Return facts about this rank that only the doctor needs, once the rank has chosen its GPU.
 
-    `resolved` is the address of the host's own name; `variables` exclude secrets.
+    `variables` exclude secrets.
     """
-    import torch
-
     capabilities = search_line(r"^CapEff:\s*(\w+)", read("/proc/self/status"))
-    debug = {
-        "Python": hasattr(sys, "gettotalrefcount"),
-        "torch": torch.version.debug,
-    }
     return {
-        "resolved": or_none(lambda: socket.gethostbyname(socket.gethostname())),
         "variables": allowed_variables(os.environ),
         "may_lock_memory": bool(int(capabilities or "0", 16) >> IPC_LOCK & 1),
         "rdma_devices": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
         "shm_nbytes": or_none(lambda: shutil.disk_usage("/dev/shm").total),
-        "debug_builds": [name for name, is_debug in debug.items() if is_debug],
         **gpu_facts.gpu_health(),
     }
-
-
-def allowed_cpus(root: Path = ROOT) -> str | None:
-    """Return the cores that this process's control group allows, as the kernel writes a cpuset."""
-    for level in reversed(cgroup_levels("cpuset", root)):
-        for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
-            if text := read(level / name):
-                return text
-    return None
 
 
 def compact(numbers: Iterable[int]) -> str:

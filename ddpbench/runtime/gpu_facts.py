@@ -1,7 +1,6 @@
 """Facts about the GPU that this rank uses, ready for JSON. No query creates a context on a GPU.
 
-NVML (the module pynvml) reports NVIDIA's GPUs. A part of a GPU (MIG) has its own UUID there, but
-its clocks and links are those of the whole GPU. Unknown facts are None.
+NVML (the module pynvml) reports NVIDIA's GPUs. Unknown facts are None.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 # NVML renamed its throttle reasons to event reasons in driver 535, and may drop the old names.
 REASON = re.compile(r"nvmlClocks(Event|Throttle)Reason(?!s|None$|All$)(\w+)")
 REASONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+CUDA = devices.get("cuda")
 GPU, SWITCH = 0, 2  # what is at the other end of an NVLink
 DEVICES = "sys/bus/pci/devices"
 UNCORRECTED, SINCE_DRIVER_LOADED = 1, 0  # of memory errors: kind, counter
@@ -35,7 +35,6 @@ class Nvml:
 
     module: Any
     gpu: Any
-    is_part: bool  # whether the rank uses a part of this GPU (MIG)
 
     def query(self, function: str, *arguments: object) -> Any:
         return or_none(lambda: getattr(self.module, function)(self.gpu, *arguments))
@@ -46,14 +45,6 @@ class Nvml:
         values = self.query("nvmlDeviceGetFieldValues", [(number, scope)])
         return int(values[0].value.uiVal) if values and values[0].nvmlReturn == 0 else None
 
-    def busy_share(self) -> float | None:
-        """Return the share of time, 0 to 1, in which this GPU ran a kernel; None for a part of one.
-
-        NVML's sample period is at most 1 s.
-        """
-        rates = self.query("nvmlDeviceGetUtilizationRates")
-        return None if rates is None or self.is_part else int(rates.gpu) / 100
-
     def is_active(self, link: int) -> bool | None:
         """Return whether an NVLink is up, though it may sleep. GPUs since Hopper have a field."""
         state = self.field("NVML_FI_DEV_NVLINK_GET_STATE", link)
@@ -63,20 +54,17 @@ class Nvml:
 
 def gpu() -> dict[str, Any]:
     """Return index, name and UUID of the GPU that this rank already uses."""
-    kind, index = _in_use()
+    index = or_none(CUDA.in_use)
     return {
         "gpu_index": index,
         "gpu_name": getattr(_properties(), "name", None),
-        "gpu_uuid": kind and or_none(partial(kind.identity, index)),
+        "gpu_uuid": None if index is None else or_none(partial(CUDA.identity, index)),
     }
 
 
-def gpu_state(uuid: str | None = None) -> dict[str, object] | None:
-    """Return clock, throttle reasons and temperature of a GPU, from NVML.
-
-    uuid: of the GPU; None: of the one that is current in this thread.
-    """
-    nvml = open_nvml(uuid) if uuid else _open_nvml()
+def gpu_state() -> dict[str, object] | None:
+    """Return clock, throttle reasons and temperature of the GPU that this rank uses, from NVML."""
+    nvml = _open_nvml()
     if nvml is None:
         return None
     sm = nvml.query("nvmlDeviceGetClockInfo", 1)  # in MHz
@@ -91,14 +79,14 @@ def gpu_links() -> dict[str, object]:
     """Return how this rank's GPU reaches others: its PCIe link, NVLinks, and their fabric.
 
     gpu_nvlinks   one entry for each other end: "switch", or the place of a GPU on the PCI bus; none
-                  without NVLinks; None if NVML does not report it, or the rank has a part of a GPU
+                  without NVLinks; None if NVML does not report it
     gpu_fabric    equal for GPUs that NVLinks connect across hosts
     """
     nvml = _open_nvml()
     bus = _bus(nvml)
     # The GPU of a Grace superchip reaches its host over other links than PCIe.
     reached_otherwise = nvml is not None and nvml.field("NVML_FI_DEV_C2C_LINK_COUNT")
-    links = None if nvml is None or nvml.is_part else _nvlinks(nvml)
+    links = None if nvml is None else _nvlinks(nvml)
     return {
         "gpu_bus": bus,
         "gpu_pcie": pcie_link(bus, ROOT) if bus and not reached_otherwise else None,
@@ -110,53 +98,28 @@ def gpu_links() -> dict[str, object]:
 
 def gpu_health() -> dict[str, object]:
     """Return NUMA node and memory of this rank's GPU, and what its error correction reports."""
-    nvml = _open_nvml()
-    kind, index = _in_use()
+    nvml, index = _open_nvml(), or_none(CUDA.in_use)
     node = or_none(lambda: int(read(ROOT / DEVICES / str(_bus(nvml)) / "numa_node") or "-1"))
-    ecc = nvml and nvml.query("nvmlDeviceGetEccMode")
     errors = (UNCORRECTED, SINCE_DRIVER_LOADED)
     return {
         "gpu_numa_node": None if node is None or node < 0 else node,
-        "gpu_free_nbytes": kind and or_none(lambda: kind.free_nbytes(_device(kind, index))),
-        "gpu_nbytes": kind and or_none(lambda: kind.total_nbytes(_device(kind, index))),
-        "gpu_ecc": ecc and bool(ecc[0]),
+        "gpu_free_nbytes": or_none(lambda: CUDA.free_nbytes(_device(index))),
+        "gpu_nbytes": or_none(lambda: CUDA.total_nbytes(_device(index))),
         "gpu_memory_errors": nvml and nvml.query("nvmlDeviceGetTotalEccErrors", *errors),
     }
 
 
-def most_used() -> tuple[str, int] | None:
-    """Return the UUID of the GPU on which torch has most memory allocated here, and these bytes.
-
-    None without any. All threads get the same answer, although each has its own current GPU.
-    """
-    held = [
-        (kind.held_nbytes(_device(kind, index)) or 0, kind, index)
-        for kind in devices.KINDS.values()
-        if or_none(kind.in_use) is not None
-        for index in range(kind.count())
-    ]
-    nbytes, kind, index = max(held, key=lambda each: each[0], default=(0, None, 0))
-    uuid = kind and or_none(partial(kind.identity, index))
-    return (uuid, nbytes) if uuid else None
-
-
-def _device(kind: devices.Cpu, index: int) -> torch.device:
+def _device(index: int | None) -> torch.device:
     import torch
 
-    return torch.device(kind.name, index)
-
-
-def _in_use() -> tuple[devices.Cpu | None, Any]:
-    """Return the kind and the index of the device that this rank uses; None if it is the CPU."""
-    for kind in devices.KINDS.values():
-        if (index := or_none(kind.in_use)) is not None:
-            return kind, index
-    return None, None
+    if index is None:
+        raise ValueError("no GPU is in use")
+    return torch.device("cuda", index)
 
 
 def _properties() -> Any:
-    kind, index = _in_use()
-    return kind and or_none(partial(kind.properties, index))
+    index = or_none(CUDA.in_use)
+    return None if index is None else or_none(partial(CUDA.properties, index))
 
 
 def _bus(nvml: Nvml | None) -> str | None:
@@ -176,23 +139,15 @@ def _place(pci_info: Any) -> str | None:
 
 
 def _open_nvml() -> Nvml | None:
-    uuid = gpu()["gpu_uuid"]
-    return uuid and open_nvml(uuid)  # a rank on the CPU need not import pynvml
-
-
-def open_nvml(uuid: str) -> Nvml | None:
-    """Return NVML's view of a GPU; None without NVML."""
+    """Return NVML's view of the GPU in use; None without NVML."""
+    if (uuid := gpu()["gpu_uuid"]) is None:  # a rank on the CPU need not import pynvml
+        return None
     module: Any = or_none(lambda: import_module("pynvml"))
     if module is None:
         return None
     or_none(module.nvmlInit)
-    body = re.sub("^(GPU|MIG)-", "", uuid)
-    whole = or_none(lambda: module.nvmlDeviceGetHandleByUUID(f"GPU-{body}"))
-    if whole is not None:
-        return Nvml(module, whole, is_part=uuid.startswith("MIG-"))
-    part = or_none(lambda: module.nvmlDeviceGetHandleByUUID(f"MIG-{body}"))
-    whole = or_none(lambda: module.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
-    return None if whole is None else Nvml(module, whole, is_part=True)
+    handle = or_none(lambda: module.nvmlDeviceGetHandleByUUID(uuid))
+    return None if handle is None else Nvml(module, handle)
 
 
 def explain_unknown_gpu() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -13,13 +12,12 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.hang.self_report import RankIdentity, identify
+from ddpbench.hang.status_board import RankIdentity, identify
 from ddpbench.launch import supervise
 from ddpbench.launch.placement import (
     Placement,
     Refused,
     free_port,
-    node_address,
     require_free,
     slurm_address,
 )
@@ -31,18 +29,13 @@ from ddpbench.runtime.network import Endpoint
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-REACH_SECONDS = 10.0  # for the other hosts to answer: TCP asks again after 1, 3 and 7 s
-
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The address and deadline of the rendezvous; None: as the launcher defines it."""
+    """The deadlines of the rendezvous and of the groups."""
 
-    init_method: str | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
     timeout_seconds: float = 60.0
-    watchdog: str = "end"  # at a missed deadline: "end" the run, "report" it, or "off"
+    watchdog: str = "end"  # at a missed deadline: "end" the run, or "off"
 
     @property
     def group_timeout(self) -> timedelta:
@@ -59,13 +52,12 @@ def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
     timeout = timedelta(seconds=supervise.add_patience(rendezvous.timeout_seconds))
     url = _choose_url(placement, rendezvous)
     try:
-        if not url.startswith("tcp://"):  # torchrun's own store, or a file
+        if url == "env://":  # the launcher's own store
             meeting = dist.rendezvous(url, placement.rank, placement.world_size, timeout=timeout)
             store: dist.Store = next(meeting)[0]
             return store
         host, port = url.removeprefix("tcp://").rsplit(":", 1)
         host = host.strip("[]")
-        _require_name(host, placement)
         if placement.rank == 0:
             require_free(int(port))
             one_host = placement.local_world_size == placement.world_size
@@ -80,53 +72,29 @@ def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
         ) from None
 
 
-def _require_name(name: str, placement: Placement) -> None:
-    """Raise Refused if a name does not resolve here: c10d would retry until its time-out.
-
-    One rank of each such host reports it.
-    """
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError as error:
-        raise Refused(
-            f"{socket.gethostname()} cannot resolve {name}, the address of rank 0 "
-            f"({error.strerror}): give --master-addr an address, or add the name to /etc/hosts",
-            speaker=placement.rank - placement.local_rank,
-        ) from None
-
-
 def _choose_url(placement: Placement, rendezvous: Rendezvous) -> str:
-    """Return the URL of the store: from the user's options, else from the launcher."""
-    if rendezvous.init_method and rendezvous.init_method != "env://":
-        return rendezvous.init_method
-    address = rendezvous.master_addr or os.environ.get("MASTER_ADDR")
-    port = rendezvous.master_port or os.environ.get("MASTER_PORT")
+    """Return the URL of the store: the launcher's, else from MASTER_ADDR and MASTER_PORT."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        if not (rendezvous.master_addr or rendezvous.master_port):
-            return "env://"
-        if rendezvous.master_port is None:  # MASTER_PORT is the port of the launcher's own store
-            raise Refused(
-                f"--master-addr {rendezvous.master_addr} needs a free port on that host: add "
-                "--master-port, or leave out --master-addr"
-            )
+        return "env://"
     if address and port:
         return f"tcp://{address}:{port}"
     if placement.launcher == "srun":
         host, number = slurm_address()
-        return f"tcp://{address or node_address(host)}:{port or number}"
+        return f"tcp://{address or host}:{port or number}"
     if placement.launcher == "mpirun":
         return f"tcp://{_broadcast_address_over_mpi(placement, rendezvous, address, port)}"
     return f"tcp://{address or '127.0.0.1'}:{port or free_port()}"
 
 
 def _broadcast_address_over_mpi(
-    placement: Placement, rendezvous: Rendezvous, address: str | None, port: str | int | None
+    placement: Placement, rendezvous: Rendezvous, address: str | None, port: str | None
 ) -> str:
     """Return rank 0's "address:port" on every rank."""
     if find_spec("mpi4py") is None:
         raise Refused(
             "mpi4py is not installed, but ranks under mpirun need it to connect: "
-            f"{install_extra('mpi')}, or add --master-addr and --master-port"
+            f"{install_extra('mpi')}, or set MASTER_ADDR and MASTER_PORT"
         )
     from ddpbench.mpi_backend import library as mpi_library
 
@@ -145,33 +113,28 @@ def _broadcast_address_over_mpi(
 def gather_introductions(
     store: dist.Store, placement: Placement, seconds: float
 ) -> tuple[tuple[RankIdentity, ...], tuple[Endpoint, ...]]:
-    """Return the RankIdentity and Endpoint of all ranks, once gloo can connect them.
+    """Return the RankIdentity and Endpoint of all ranks, before gloo connects them.
 
-    Raises Refused on all ranks if gloo cannot, or if ranks do not come in time, with their numbers.
+    Raises Refused on all ranks if gloo would listen where other hosts cannot reach it, or if ranks
+    do not come in time, with their numbers.
     """
     me, rank = identify(placement.rank), placement.rank
     requested = os.environ.get(network.GLOO)
-    with network.open_endpoint(rank, f"{me.boot_id}/{me.network}", requested) as own:
-        introduction = [asdict(me), asdict(own)]
-        introductions = _gather_over_store(store, placement, seconds, "here", introduction)
-        members = tuple(RankIdentity(**fields) for fields, _ in introductions)
-        endpoints = tuple(Endpoint(**fields) for _, fields in introductions)
-        objection = network.find_objection(endpoints)
-        if objection is None and len({endpoint.network for endpoint in endpoints}) > 1:
-            reason = network.find_unreachable(rank, endpoints, min(REACH_SECONDS, seconds))
-            answers = _gather_over_store(store, placement, seconds, "reached", reason)
-            objection = next((answer for answer in answers if answer is not None), None)
-    if objection is not None:
+    own = network.find_endpoint(rank, f"{me.boot_id}/{me.network}", requested)
+    introductions = _gather_over_store(store, placement, seconds, [asdict(me), asdict(own)])
+    members = tuple(RankIdentity(**fields) for fields, _ in introductions)
+    endpoints = tuple(Endpoint(**fields) for _, fields in introductions)
+    if (objection := network.find_objection(endpoints)) is not None:
         _leave_together(store, rank, range(placement.world_size))
         raise Refused(objection)
     return members, endpoints
 
 
 def _gather_over_store(
-    store: dist.Store, placement: Placement, seconds: float, topic: str, value: Any
+    store: dist.Store, placement: Placement, seconds: float, value: Any
 ) -> list[Any]:
     """Return all ranks' JSON-able values. Raises Refused with the ranks that did not come."""
-    keys = {rank: f"ddpbench/{topic}/{rank}" for rank in range(placement.world_size)}
+    keys = {rank: f"ddpbench/here/{rank}" for rank in range(placement.world_size)}
     store.set(keys[placement.rank], json.dumps(value))
     deadline, absent = time.monotonic() + supervise.add_patience(seconds), list(keys)
     try:

@@ -1,8 +1,7 @@
 """Find where gloo would listen in every rank, and why ranks could not connect there.
 
-The ranks check this over the store, before gloo would wait forever. gloo listens on the interfaces
-of GLOO_SOCKET_IFNAME, else on the address to which the host's own name resolves, else on loopback.
-Of two ranks, the one with the higher address connects.
+The ranks check this over the store, before gloo would wait. gloo listens on the interfaces of
+GLOO_SOCKET_IFNAME, else on the address to which the host's own name resolves, else on loopback.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from ipaddress import ip_address, ip_interface
+from ipaddress import ip_interface
 
 from ddpbench.launch import sockets
 
@@ -28,49 +27,27 @@ class Endpoint:
     host: str  # its name
     network: str  # equal for ranks of one host
     reason: str  # why gloo listens there, as the rest of a sentence about the host
-    listening: Mapping[str, int]  # address of gloo → port, on which this rank listens for a test
+    listening: tuple[str, ...]
     interfaces: Mapping[str, str]  # of the host: name → "10.0.0.1/24"
-    missing: str | None = None  # an interface that was requested and that the host lacks
 
     @property
     def name(self) -> str:
         return f"{self.host} (rank {self.rank})"
 
     @property
-    def interface_list(self) -> str:
-        """Return the host's interfaces, for a sentence."""
-        return ", ".join(f"{name} {address}" for name, address in self.interfaces.items())
-
-    @property
     def addresses(self) -> frozenset[str]:
         return frozenset(address.partition("/")[0] for address in self.interfaces.values())
 
 
-@contextlib.contextmanager
-def open_endpoint(rank: int, network: str, requested: str | None) -> Iterator[Endpoint]:
-    """Open this rank's endpoint; it listens where gloo would while the context lasts.
-
-    requested: the value of GLOO_SOCKET_IFNAME.
-    """
+def find_endpoint(rank: int, network: str, requested: str | None) -> Endpoint:
+    """Return this rank's endpoint. requested: the value of GLOO_SOCKET_IFNAME."""
     interfaces, host = sockets.list_interfaces(), socket.gethostname()
-    # torch ignores a single letter.
-    names = requested.split(",") if requested and len(requested) > 1 else []
-    if names:
-        addresses = [interfaces[n].partition("/")[0] for n in names if n in interfaces]
-        reason = f"has {GLOO}={requested}"
-    else:
-        address, reason = _resolve_own_name(host)
-        addresses = [address]
-    listening = {}
-    with contextlib.ExitStack() as servers:
-        for address in addresses:
-            server = servers.enter_context(socket.socket(sockets.address_family(address)))
-            with contextlib.suppress(OSError):
-                server.bind((address, 0))
-                server.listen(1024)
-                listening[address] = int(server.getsockname()[1])
-        missing = next((name for name in names if name not in interfaces), None)
-        yield Endpoint(rank, host, network, reason, listening, interfaces, missing)
+    if requested and len(requested) > 1:  # torch ignores a single letter
+        names = [name for name in requested.split(",") if name in interfaces]
+        listening = tuple(interfaces[name].partition("/")[0] for name in names)
+        return Endpoint(rank, host, network, f"has {GLOO}={requested}", listening, interfaces)
+    address, reason = _resolve_own_name(host)
+    return Endpoint(rank, host, network, reason, (address,), interfaces)
 
 
 @contextlib.contextmanager
@@ -94,12 +71,6 @@ def keep_gloo_on_loopback(endpoints: Sequence[Endpoint]) -> Iterator[None]:
 def find_objection(endpoints: Sequence[Endpoint]) -> str | None:
     """Return why gloo cannot connect these ranks, without trying; None if it may."""
     for endpoint in endpoints:
-        if endpoint.missing is not None:
-            return (
-                f"{endpoint.name} {endpoint.reason}, but {endpoint.missing} is missing or has no "
-                f"address there: set {GLOO} to one of {endpoint.interface_list}"
-            )
-    for endpoint in endpoints:
         # Ranks of one host reach each other on any interface.
         other = next((other for other in endpoints if other.network != endpoint.network), None)
         for address in endpoint.listening if other else ():
@@ -109,31 +80,6 @@ def find_objection(endpoints: Sequence[Endpoint]) -> str | None:
                     f"{endpoint.name} {endpoint.reason}, so gloo would listen on {address}, which "
                     f"{other.host} cannot reach: {_advise(endpoint, other)}"
                 )
-    return None
-
-
-def find_unreachable(rank: int, endpoints: Sequence[Endpoint], seconds: float) -> str | None:
-    """Return why this rank cannot connect to another host's gloo, after trying; None if it can.
-
-    One rank tries for its host, in the direction in which gloo connects. seconds: for an answer.
-    """
-    own, first = endpoints[rank], {each.network: each for each in reversed(endpoints)}
-    if first[own.network] is not own:
-        return None
-    highest = max((ip_address(address).packed for address in own.listening), default=b"")
-    targets = {
-        (address, port): endpoint
-        for endpoint in first.values()
-        for address, port in endpoint.listening.items()
-        if endpoint.network != own.network and ip_address(address).packed < highest
-    }
-    for target, reason in sockets.try_connections(list(targets), seconds).items():
-        other = targets[target]
-        return (
-            f"{own.name} cannot connect to {other.name} at {target[0]}, where gloo would listen, "
-            f"because it {other.reason} ({reason}; {own.host} has {own.interface_list}): "
-            f"{_advise(other, own)}, {_advise(own, other)}"
-        )
     return None
 
 

@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ddpbench.hang import status_board, torch_settings
+from ddpbench.hang import status_board
 from ddpbench.hang.places import describe_error, is_of_program
-from ddpbench.hang.self_report import RankIdentity
+from ddpbench.hang.status_board import RankIdentity
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, CommandWatchdog
 from ddpbench.launch import sockets
 from ddpbench.launch.placement import PATIENT, Placement, Refused
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
 from ddpbench.records.wording import name_ranks
-from ddpbench.runtime import control, cpu, devices, network
+from ddpbench.runtime import control, devices, network
 from ddpbench.runtime.meeting import Rendezvous, connect_store, gather_introductions
 from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
@@ -35,8 +35,6 @@ from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-
-    from ddpbench.launch.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -155,8 +153,7 @@ class World:
         bound = devices.of(device).group_options(device, torch_name) if device else {}
         objection = None
         try:
-            with torch_settings.watched_groups(self.timeout):
-                group = dist.new_group(members, backend=torch_name, timeout=self.timeout, **bound)
+            group = dist.new_group(members, backend=torch_name, timeout=self.timeout, **bound)
         except (AssertionError, ImportError, TypeError, ValueError) as error:
             raise RuntimeError(f"no group on {torch_name}: {control.first_line(error)}") from error
         except RuntimeError as error:
@@ -213,23 +210,23 @@ def join_world(
 
     store = connect_store(placement, rendezvous)
     members, endpoints = gather_introductions(store, placement, rendezvous.timeout_seconds)
-    with torch_settings.watched_groups(rendezvous.group_timeout):  # it opens the recorders
-        hurried = placement.launcher == "mpirun" and PATIENT not in os.environ
-        watchdog = CommandWatchdog(
-            store,
-            placement.rank,
-            members,
-            rendezvous.timeout_seconds,
-            leave=status_board.end_process,
-            signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
-            mode=rendezvous.watchdog,
-        )
+    patient = {PATIENT, "OMPI_COMM_WORLD_RANK"} <= os.environ.keys()
+    hurried = placement.launcher == "mpirun" and not patient
+    watchdog = CommandWatchdog(
+        store,
+        placement.rank,
+        members,
+        rendezvous.timeout_seconds,
+        leave=status_board.end_process,
+        signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
+        is_on=rendezvous.watchdog == "end",
+    )
     try:
         timeout = rendezvous.group_timeout
         rank, size = placement.rank, placement.world_size
         control_store = dist.PrefixStore("ddpbench/control", store)
         control_store.set_timeout(timeout)  # nccl's ranks wait for the first of them there
-        with network.keep_gloo_on_loopback(endpoints), torch_settings.watched_groups(timeout):
+        with network.keep_gloo_on_loopback(endpoints):
             dist.init_process_group(
                 "gloo", store=control_store, rank=rank, world_size=size, timeout=timeout
             )
@@ -274,29 +271,3 @@ def _destroy_group(group: dist.ProcessGroup | None) -> None:
         time.sleep(0.02)
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group(group)
-
-
-class Turns:
-    """The turns of a launch: its ranks wait together while another launch measures."""
-
-    def __init__(self, world: World, turn: Turn | None, shared: bool) -> None:
-        """turn: in rank 0 only. shared: whether the launch is measured in turns; in all ranks."""
-        self._world, self._turn, self._shared = world, turn, shared
-
-    def wait(self) -> float:
-        """Let the other side measure if this one's turn is over. Return the seconds it took.
-
-        All ranks call it, between repetitions. Rank 0 decides, and the others sleep meanwhile.
-        """
-        if not self._shared or not self._waits():
-            return 0.0
-        began = time.monotonic()
-        with cpu.left_out():
-            while self._waits():
-                self._world.watchdog.rearm()
-        self._world.watchdog.rearm()
-        return time.monotonic() - began
-
-    def _waits(self) -> bool:
-        turn = self._turn if self._world.watchdog.signal is None else None
-        return bool(control.broadcast_decision(self._world, turn is not None and turn.waits()))

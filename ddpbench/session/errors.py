@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import sys
 import time
 from collections.abc import Callable
@@ -66,14 +65,11 @@ def speak(sentence: str, speaker: int = 0) -> None:
 
 def _describe(error: Exception) -> str:
     """Return the sentence for what this machine lacks or refuses: a package, a file, memory."""
-    name = getattr(error, "filename", None)
-    if name is None and getattr(error, "errno", None) in (errno.EBADF, errno.EIO, errno.ENOSPC):
-        name = "stdout"
     if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] != "ddpbench":
         return (
             f"{error.name} is not installed for {sys.executable}: activate the environment that "
             "has it (source .venv/bin/activate), or use ./run_bench.sh instead of ddpbench"
         )
-    if isinstance(error, OSError) and name is not None:
-        return f"{name} cannot be read or written: {error.strerror}"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} cannot be read or written: {error.strerror}"
     return f"{type(error).__name__}: {first_line(error)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -37,12 +36,6 @@ def agree_thread_count(world: World) -> int:
     by_torchrun = text == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     chosen = int(text) if text.isdecimal() and not by_torchrun else 0
     return int(min(control.gather_values(world, chosen or max(1, len(cores) // sharers))))
-
-
-def gather_usage(world: World, meter: cpu.CpuMeter) -> list[dict[str, object]]:
-    """Gather what each rank used since the meter's start."""
-    usage = {"cpu": asdict(meter.stop()), "gpu_after": gpu_facts.gpu_state()}
-    return control.gather_values(world, usage)
 
 
 def gather_others_share(world: World, meter: cpu.CpuMeter) -> float | None:

@@ -7,8 +7,9 @@ Recorder and measures each case. The recorder stores each case at once.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -23,8 +24,9 @@ from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Examination, Plan, Result, StepResult
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
-from ddpbench.runtime import control, cpu, devices, environment
-from ddpbench.runtime.world import Turns, World, describe_failed_connection, join_world
+from ddpbench.runtime import control, environment
+from ddpbench.runtime.meeting import Rendezvous
+from ddpbench.runtime.world import World, describe_failed_connection, join_world
 from ddpbench.session import launch_facts, run_folder
 from ddpbench.session.progress import Progress
 from ddpbench.session.run_options import RunOptions, resolve
@@ -55,9 +57,7 @@ class LaunchContext(Generic[T]):
     folder: Path  # of the run
     device: torch.device
     index: int  # number of the launch in the run
-    turns: Turns
     closing: ExitStack  # contexts that end with the launch
-    meter: cpu.CpuMeter = field(default_factory=cpu.CpuMeter)
     began: float = field(default_factory=time.monotonic)
 
     def gather_recorder(self, cases: int, **facts: object) -> Recorder:
@@ -94,7 +94,7 @@ class Recorder:
         self.launch, self._context, self._world = launch, context, context.world
         self.failure: str | None = None  # why nothing more can be stored
         self._folder = context.folder if self._world.rank == 0 else None
-        shown = self._world.rank == 0 and context.options.shows_progress
+        shown = self._world.rank == 0 and not context.options.quiet and sys.stderr.isatty()
         self.progress = Progress(context.backend.name, launch.cases, shown)
         self._measuring_seconds = 0.0
         if self._folder is not None:
@@ -105,11 +105,11 @@ class Recorder:
             self._owner = replace(owner, hosts=(*owner.hosts, *sorted(hosts)))
             self._add_launch(launch)
 
-    def agree_cases(self, cases: Sequence[C], describe: Callable[[C], str]) -> Iterator[C]:
+    def agree_cases(self, cases: Iterable[C], describe: Callable[[C], str]) -> Iterator[C]:
         """Yield each case in all ranks, until a signal comes or results cannot be stored.
 
         describe: names what is measured, for the message if it hangs. Measure and `add` the case
-        before the next one. At the end, stores the times of the launch and what each rank used.
+        before the next one. At the end, stores the times of the launch.
         """
         for case in cases:
             if control.agree_objection(self._world, self._world.interrupted) is not None:
@@ -120,17 +120,14 @@ class Recorder:
             self.failure = control.broadcast_value(self._world, self.failure)
             if self.failure is not None:
                 break
-        usage = launch_facts.gather_usage(self._world, self._context.meter)
-        self.progress.stop()
+        self.progress.close()
         if self._folder is None or self.failure is not None:
             return
-        ranks = zip(self.launch.ranks, usage, strict=True)
         launch = replace(
             self.launch,
             ended=store.format_now(),
             sweep_seconds=time.monotonic() - self._context.began,
             measuring_seconds=self._measuring_seconds,
-            ranks=tuple({**facts, **used} for facts, used in ranks),
         )
         self._add_launch(launch)
 
@@ -176,7 +173,8 @@ def run(options: T, placement: Placement, measure: Measure[T]) -> int:
         for name in ("scipy.special", "pyarrow.parquet"):  # slow imports, before the others wait
             import_module(name)
     end, refusal, code = None, None, None
-    with join_world(placement, options.rendezvous(), options.share_gpu) as world:
+    rendezvous = Rendezvous(options.timeout, options.watchdog)
+    with join_world(placement, rendezvous, options.share_gpu) as world:
         options = _agree_options(world, options)
         folder, plan = run_folder.broadcast_run(world, options)
         world.watchdog.on_end = lambda *end: run_folder.mark(folder, End(*end))
@@ -251,11 +249,8 @@ def _measure(
         torch_name = agree_torch_name(world, backend)
         tested = closing.enter_context(world.agree_group(torch_name, device=device))
         barrier_to_connect(world, backend, tested, device)
-        # The memory of a GPU may not hold both sides.
-        shared = options.paced is not None and devices.of(device).memory == "host"
-        turns = Turns(world, options.open_turn() if shared and world.rank == 0 else None, shared)
         context = LaunchContext(
-            world, backend, torch_name, tested, options, plan, folder, device, index, turns, closing
+            world, backend, torch_name, tested, options, plan, folder, device, index, closing
         )
         failure = measure(context).failure
     if failure is not None:

@@ -24,47 +24,6 @@ from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 
 T = TypeVar("T")
-SAME = {  # names of dtypes elsewhere
-    **dict.fromkeys(("float", "fp32", "f32"), "float32"),
-    **dict.fromkeys(("half", "fp16", "f16"), "float16"),
-    **dict.fromkeys(("double", "fp64", "f64"), "float64"),
-    "bf16": "bfloat16",
-}
-# What to write → the options of torchrun, nccl-tests, OSU and others that it replaces.
-ANSWERS = {
-    "-n N, the number of ranks on this host": (
-        "--nproc-per-node --nproc_per_node --nproc --world-size -g --ngpus --gpus -np"
-    ),
-    "--precision PERCENT or --case-time SECONDS, which end a case; ddp also takes --rounds N": (
-        "--iters --iterations --steps"
-    ),
-    "--sizes, such as --sizes 4K or --sizes 8:128M:x2": (
-        "-b -e -f --minbytes --maxbytes --stepfactor -s --size --message-size"
-    ),
-    "--sizes 4:1K:+256 for a step of 256 bytes": "-i --stepbytes",
-    "no option: every case warms up itself": "--warmup --warmup_iters -w -x",
-    "no option: results are checked, unless you write --no-check": "-c --check",
-    "--dtype float32": "-d --datatype",
-    "--reduce-op sum": "-o --redop",
-    "--root RANK": "-r --root-rank",
-    "--op all_reduce": "--collective --operation",
-    "--mode pipelined --in-flight N (for the sizes of OSU's -m: --sizes)": (
-        "-m --agg_iters --pipelined"
-    ),
-    "--format json": "-J --json",
-    "--workload package.module:function": "--model",
-    "--parallel fsdp, hsdp, tp or fsdp+tp in ddp": "--fsdp --tp --hsdp",
-    "it for mpirun, before python": "--hostfile -H --host",
-    "it for torchrun, before the module: torchrun --nnodes 2 … -m ddpbench.COMMAND …": (
-        "--nnodes --node-rank --node_rank --rdzv-backend --rdzv-endpoint --rdzv-id"
-    ),
-    "-n N instead, for one host": "--standalone",
-    "it for srun, before python: srun -N 2 … python -m ddpbench.COMMAND …": (
-        "-N --nodes --ntasks --ntasks-per-node"
-    ),
-}
-INSTEAD = {option: answer for answer, options in ANSWERS.items() for option in options.split()}
-VARIANT = "VARIANT"  # metavar of an option whose value consists of options
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,22 +34,9 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
         )
 
-    def print_help(self, file: Any = None) -> None:
-        """Print the help. Unlike argparse, raise OSError if stdout cannot be written."""
-        (file or sys.stdout).write(self.format_help())
-
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown arguments, also when this parses a subcommand."""
-        words = [*(sys.argv[1:] if args is None else args)]
-        passes_on = any(action.dest == "program" for action in self._actions)
-        if "-np" in words and not passes_on:  # argparse would read -n p
-            self.error("unrecognized arguments: -np")
-        for action in (action for action in self._actions if action.metavar == VARIANT):
-            option = action.option_strings[0]
-            if option in words[:-1]:  # argparse would take the value for an option
-                at = words.index(option)
-                words[at : at + 2] = [f"{option}={words[at + 1]}"]
-        namespace, unknown = super().parse_known_args(words, namespace)
+        namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
@@ -101,9 +47,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = (unknown[1].split() or ["''"])[0]
             known = [option for action in self._actions for option in action.option_strings]
-            option = word.split("=")[0]
-            instead = f": write {INSTEAD[option]}" if option in INSTEAD else ""
-            message = f"unknown option {word}" + (instead or did_you_mean(option, known))
+            message = f"unknown option {word}{did_you_mean(word.split('=')[0], known)}"
         choice = re.fullmatch(r"(argument \S+: )invalid choice: (.+) \(choose from (.*)\)", message)
         if choice:
             table = [word.strip("'") for word in choice[3].split(", ")]
@@ -123,9 +67,6 @@ def names(kind: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         for word in words:
             if word not in table:
                 unknown = explain_unknown(kind, word, [*table, "all"])
-                unknown += " (or add it with --import MODULE)" if kind == "operation" else ""
-                if word in SAME and SAME[word] in table:
-                    unknown = f"unknown {kind} {word!r}: write {SAME[word]}"
                 raise argparse.ArgumentTypeError(unknown)
         return words
 
@@ -175,13 +116,6 @@ def positive(text: str) -> float:
     return value
 
 
-def time_limit(text: str) -> float:
-    """Parse the value of `--timeout`. Ranks cannot meet in less than a second."""
-    if (value := positive(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be at least 1 second")
-    return value
-
-
 def page(text: str) -> Path:
     """Parse the name of a page's file. Raises Refused without the packages that make a page."""
     if missing := page_file.explain_missing("--report-file"):
@@ -199,27 +133,6 @@ def fault(kind: str) -> Callable[[str], str]:
         return text
 
     return checked(parse)
-
-
-def device(text: str) -> str:
-    """Parse the value of `--device`. Only a name that is not in the table needs torch."""
-    if text == "gpu":
-        raise argparse.ArgumentTypeError("unknown device 'gpu': write cuda, also for AMD's GPUs")
-    if text not in ("auto", *devices.KINDS) and text not in devices.list_names():
-        raise argparse.ArgumentTypeError(
-            explain_unknown("device", text, ["auto", *devices.list_names()])
-        )
-    return text
-
-
-def init_method(text: str) -> str:
-    """Parse the value of `--init-method`."""
-    tcp = re.fullmatch(r"tcp://[^/@?]+:(\d{1,5})", text)
-    if text == "env://" or text.startswith("file:///") or (tcp and 0 < int(tcp[1]) < 65536):
-        return text
-    raise argparse.ArgumentTypeError(
-        f"{text!r}: must be env://, tcp://HOST:PORT (without user name) or file:///PATH"
-    )
 
 
 def import_modules(words: Sequence[str]) -> None:
@@ -268,20 +181,15 @@ def add_group(parser: argparse.ArgumentParser, title: str, texts: str) -> Callab
 WHERE = """
 --backend      backends to measure in turns: {backends}, any other that torch has, auto (the best
                for the device) or all (all that can run here)
---device       device of the tensors: cpu, cuda, or torch's name of another accelerator (default:
-               auto, which is cuda for nccl, cpu for another named backend, else the accelerator if
-               there is one)
+--device       device of the tensors (default: auto, which is cuda for nccl, cpu for another named
+               backend, else cuda if there is a GPU)
 --ranks        number of ranks to start on this host if no launcher started them (default: 2, or
                one per GPU)
 --import       module to import first, which adds a backend or an operation; can be repeated
                (default: none)
 --share-gpu    allow two ranks to use the same GPU, for tests
---init-method  how the ranks meet: env://, tcp://HOST:PORT or file:///PATH (default: as the launcher
-               defines it)
---master-addr  host name or address of rank 0 (default: as the launcher defines it)
---master-port  port on rank 0 (default: as the launcher defines it, else a free one)
---timeout      longest time that a rank waits for the others, in seconds, at least 1
---watchdog     what to do when a deadline is missed: end the run, report it, or ignore it
+--timeout      longest time that a rank waits for the others, in seconds
+--watchdog     what to do when a deadline is missed: end the run, or ignore it
 """
 
 
@@ -290,15 +198,12 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     texts = WHERE.format(backends=", ".join(backends.BACKENDS))
     add = add_group(parser, "where", texts)
     add("--backend", kind=listed, default=("auto",), metavar="NAME,…")
-    add("--device", kind=device, default="auto", metavar="NAME")
+    add("--device", default="auto", choices=("auto", *devices.KINDS))
     add("-n", "--ranks", kind=whole(1), metavar="N")
     add("--import", default=[], dest="modules", action="append", metavar="MODULE")
     add("--share-gpu", action="store_true")
-    add("--init-method", kind=init_method, metavar="URL")
-    add("--master-addr", metavar="HOST")
-    add("--master-port", kind=whole(1, 65535), metavar="PORT")
-    add("--timeout", kind=time_limit, default=60.0, metavar="SECONDS")
-    add("--watchdog", default="end", choices=("end", "report", "off"))
+    add("--timeout", kind=whole(1), default=60, metavar="SECONDS")
+    add("--watchdog", default="end", choices=("end", "off"))
 
 
 REPEATS = """
@@ -360,7 +265,6 @@ def _columns(
     return read
 
 
-REPORT = "also write report.html, a page with charts, into the folder of the run (default: no page)"
 LOGS = """
 --op           operation, if the log does not print it: {operations} (default: from the log)
 --ranks        number of ranks, if the log does not print it; OSU never does (default: from the log)
@@ -376,17 +280,12 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_stored(parser: argparse.ArgumentParser) -> None:
-    """Add --output, --label and --report, and the internal options to start ranks with."""
+    """Add --output, and the internal options to start ranks with."""
     parser.add_argument(
         "--output",
         metavar="FOLDER",
         help="folder for the results (default: a new folder in results/)",
     )
-    parser.add_argument(
-        "--label", metavar="TEXT", help="text to store with the run (default: none)"
-    )
-    parser.add_argument("--report", action="store_true", help=REPORT)
     parser.add_argument("--join", help=argparse.SUPPRESS)
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--paced", nargs=2, metavar="PIPE", help=argparse.SUPPRESS)
+    parser.add_argument("--paced", action="store_true", help=argparse.SUPPRESS)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 
@@ -14,24 +11,15 @@ class Progress:
     def __init__(self, label: str, cases: int, is_shown: bool) -> None:
         self._label, self._done = label, 0.0
         self._bar: Any = None
-        if not is_shown:
-            return
-        from rich import progress
-        from rich.console import Console
+        if is_shown:
+            from rich import progress
+            from rich.console import Console
 
-        # No thread refreshes the bar: it would run inside timed spans.
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(),
-            progress.TaskProgressColumn(),
-            "left",
-            progress.TimeRemainingColumn(),
-            console=Console(stderr=True, force_terminal=True),
-            auto_refresh=False,
-            transient=True,
-        )
-        self._task = self._bar.add_task(label, total=cases)
-        self._bar.start()
+            # No thread refreshes the bar: it would run inside timed spans.
+            console = Console(stderr=True)
+            self._bar = progress.Progress(console=console, auto_refresh=False, transient=True)
+            self._task = self._bar.add_task(label, total=cases)
+            self._bar.start()
 
     def describe(self, text: str) -> None:
         """Show what is measured now."""
@@ -51,17 +39,7 @@ class Progress:
             self._bar.update(self._task, **values)
             self._bar.refresh()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
-
-
-@contextlib.contextmanager
-def open_progress(label: str, cases: int) -> Iterator[Progress]:
-    """Show a bar while the block runs if stderr is a terminal."""
-    progress = Progress(label, cases, sys.stderr.isatty())
-    try:
-        yield progress
-    finally:
-        progress.stop()

@@ -1,4 +1,4 @@
-"""The folder of a run: created once, marked or finished at its end, with tables and a page."""
+"""The folder of a run: created once, marked or finished at its end, with tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 from ddpbench.launch.placement import Refused
 from ddpbench.present.formats import FORMATS
-from ddpbench.present.writers import page_file
 from ddpbench.records import store
 from ddpbench.records.schema import Plan, Run
 from ddpbench.records.store import End
@@ -32,7 +31,6 @@ def broadcast_run(world: World, options: RunOptions) -> tuple[Path, Plan]:
     if world.rank == 0:
         try:
             if options.join is None:
-                require_page(options.report)
                 folder, plan = create(options, sys.argv[1:])
             else:
                 folder, plan = Path(options.join), options.plan(options.seed or 0)
@@ -56,7 +54,6 @@ def create(options: RunOptions, arguments: Sequence[str]) -> tuple[Path, Plan]:
         started=store.format_now(),
         operations=options.subjects,
         backends=options.backend,
-        label=options.label or "",
     )
     label = f"{options.command}-{'+'.join(options.backend)}-w{options.ranks}"
     try:
@@ -90,9 +87,9 @@ def mark(folder: Path, end: End) -> None:
 def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
     """Close a run with findings and with tables on disk and stdout. Return its exit code.
 
-    options: what is printed, and whether there is a page. end: None if the run is complete, or if a
-    rank has already marked how it ended. Removes a run in which nothing was measured because it was
-    refused, or because no launch began.
+    options: what is printed. end: None if the run is complete, or if a rank has already marked how
+    it ended. Removes a run in which nothing was measured because it was refused, or because no
+    launch began.
     """
     run = store.read(folder)
     if not run.everything and (not run.launches or (end is not None and end.code == 2)):
@@ -113,8 +110,6 @@ def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
     reasons = dict.fromkeys(outcome.reason for outcome in run.outcomes if outcome.reason)
     if reasons and not any(outcome.summary for outcome in run.outcomes):
         tell(f"nothing was measured: {'; '.join(reasons)}")
-    if options.report:
-        write_page(folder, run, quiet)
     return 5 if run.exit_code is None else run.exit_code
 
 
@@ -148,33 +143,3 @@ def _store(folder: Path, run: Run) -> str:
     except OSError as error:
         return f"only a part is stored in {folder}: the rest cannot be written ({error.strerror})"
     return f"stored in {folder}"
-
-
-def require_page(is_requested: bool) -> None:
-    """Raise Refused if a page is requested and this Python lacks a package that makes it."""
-    if is_requested and (sentence := page_file.explain_missing("--report")):
-        raise Refused(sentence)
-
-
-def write_page(folder: Path, run: Run | None = None, quiet: bool = False) -> None:
-    """Write the page of a stored run into its folder, and report the path on stderr.
-
-    The exit code of the run is known already: an error is reported too, and nothing is raised.
-    run: what the folder contains, if it has been read. quiet: report only an error.
-    """
-    try:
-        from ddpbench.present.document import ReportRun
-
-        run = run or store.read(folder)
-        if not run.everything:
-            return
-        page_file.save(folder / page_file.NAME, [ReportRun(run.id, run, folder)])
-    except Exception as error:
-        reason = str(error) if isinstance(error, (OSError, store.InvalidRun)) else repr(error)
-        tell(
-            f"no page was written: {reason}. The exit code is that of the run. "
-            f"Next: ddpbench report {folder}"
-        )
-    else:
-        if not quiet:
-            tell(f"page written to {folder / page_file.NAME}")

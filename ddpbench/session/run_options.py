@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from ddpbench.catalog import backends
 from ddpbench.launch.placement import Placement, Refused
-from ddpbench.launch.turn import Turn
 from ddpbench.records.schema import Plan
 from ddpbench.records.terminal_text import tell
 from ddpbench.runtime import devices
-from ddpbench.runtime.meeting import Rendezvous
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -33,10 +30,7 @@ class RunOptions:
     ranks: int | None
     modules: tuple[str, ...]
     share_gpu: bool
-    init_method: str | None
-    master_addr: str | None
-    master_port: int | None
-    timeout: float
+    timeout: int
     watchdog: str
     launches: int | None
     seed: int | None
@@ -44,14 +38,9 @@ class RunOptions:
     columns: tuple[str, ...] | None
     quiet: bool
     output: str | None
-    label: str | None
-    report: bool
     join: str | None  # the folder of the run, in ranks that ddpbench started
     launch: int  # number of the launch in the run
-    progress: bool
-    # Each launch waits for a line on stdin and writes its exit code to stdout; the pipes of its
-    # turns, its own and the other side's.
-    paced: tuple[str, str] | None
+    paced: bool  # each launch waits for a line on stdin and writes its exit code to stdout
 
     @classmethod
     def of(cls, namespace: argparse.Namespace) -> Self:
@@ -68,24 +57,8 @@ class RunOptions:
         """Return the protocol as it is stored with the run."""
         raise NotImplementedError
 
-    def check(self, world_size: int | None = None) -> None:
-        """Raise Refused for options that exclude each other, or do not fit the number of ranks."""
-
-    @property
-    def shows_progress(self) -> bool:
-        """Return whether a terminal shows progress: here, or where ddpbench started the ranks."""
-        return not self.quiet and (self.progress or sys.stderr.isatty())
-
-    def open_turn(self) -> Turn | None:
-        """Return the turns of a launch; None if it is not measured in turns."""
-        return Turn(*self.paced, patience=2 * self.timeout) if self.paced else None
-
-    def rendezvous(self) -> Rendezvous:
-        """Return how the ranks meet. A file can be used for one launch only."""
-        method = self.init_method
-        if method and method.startswith("file://") and self.join is not None:
-            method = f"{method}.{self.launch}"
-        return Rendezvous(method, self.master_addr, self.master_port, self.timeout, self.watchdog)
+    def check(self) -> None:
+        """Raise Refused for options that exclude each other."""
 
     def named(self) -> dict[str, object]:
         """Return the values that must be equal in all ranks, by the names of the options."""
@@ -111,5 +84,5 @@ def resolve(options: T, placement: Placement | None) -> T:
     ranks = placement.world_size if placement else options.ranks
     ranks = ranks or devices.get(device).usual_ranks()
     options = replace(options, device=device, backend=names, launches=launches, ranks=ranks)
-    options.check(ranks)
+    options.check()
     return options

@@ -14,8 +14,6 @@ from ddpbench.launch import starters
 from ddpbench.launch.placement import (
     Placement,
     read_placement,
-    require_free,
-    require_limits,
     require_world_size,
 )
 from ddpbench.launch.supervise import Deadline
@@ -40,14 +38,10 @@ def run_or_start(
     options = kind.of(namespace)
     placement = read_placement()
     require_world_size(options.ranks, placement)
-    require_limits(placement.world_size if placement else options.ranks or 2, placement)
     if placement is not None:
         divert_libraries()
         return run_rank(options, placement)
     options = resolve(options, None)
-    run_folder.require_page(options.report)
-    if options.master_port is not None:
-        require_free(options.master_port)
     folder, plan = run_folder.create(options, words)
     options = replace(options, join=str(folder), seed=plan.seed)
     end = _run_launches(options, run_rank, words)
@@ -56,19 +50,16 @@ def run_or_start(
 
 def _run_launches(options: T, run_rank: RunRank[T], words: Sequence[str]) -> End | None:
     """Start the ranks of every launch, each backend's by its launcher; return an early end."""
-    end, turn = None, options.open_turn()
+    end = None
     failed = set[str]()  # backends; what ends or refuses one launch does so to the next
     for number, name in _order_launches(options):
         if name in failed:
             continue
-        if turn:
-            if not sys.stdin.readline():
-                tell("stdin closed before the last launch")
-                break
-            turn.take()
+        if options.paced and not sys.stdin.readline():
+            tell("stdin closed before the last launch")
+            break
         code, verdict = _launch(replace(options, backend=(name,), launch=number), run_rank, words)
-        if turn:
-            turn.end()
+        if options.paced:
             sys.stdout.write(f"{code}\n")
             sys.stdout.flush()
         if code == 130:
@@ -122,7 +113,6 @@ def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int,
     }
     line = ["-m", f"ddpbench.{launch.command}", *words]
     line += [str(word) for setting in settings.items() for word in setting]
-    line += ["--progress"] if launch.shows_progress else []
     code = starters.start(
         backends.get(launch.backend[0]).launcher,
         line,

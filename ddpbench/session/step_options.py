@@ -29,6 +29,7 @@ DDP_OPTIONS = (
     "gradient_as_bucket_view",
     "static_graph",
     "find_unused_parameters",
+    "broadcast_buffers",
 )
 DEFAULT = {"cpu": ("mlp",), "cuda": ("transformer",)}
 
@@ -43,10 +44,8 @@ class Options(RunOptions):
     settings: tuple[tuple[str, int], ...]
     batch: int | None
     optimizer: str | None
-    learning_rate: float | None
     accumulate: int
     amp: str | None
-    threads: int | None
     parallel: str
     mesh: tuple[int, ...]
     no_prefetch: bool
@@ -55,15 +54,14 @@ class Options(RunOptions):
     gradient_as_bucket_view: bool
     static_graph: bool
     find_unused_parameters: bool
+    broadcast_buffers: bool
     comm_hook: str
     case_time: float | None
     rounds: int | None
     steps_per_round: int | None
     no_breakdown: bool
     verify: int
-    on_mismatch: str
     inject: tuple[str, ...]
-    epochs: int | None
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -135,6 +133,7 @@ class Options(RunOptions):
             **dict.fromkeys(("no_prefetch", "reshard_after_forward"), sharded),
             **dict.fromkeys((*DDP_OPTIONS, "comm_hook"), ("ddp",)),
         }
+        del owners["broadcast_buffers"]  # it is True by default, and sharded models have none
         for name, ways in owners.items():
             if getattr(self, name) not in (None, False, "none") and self.parallel not in ways:
                 raise Refused(
@@ -151,7 +150,7 @@ class Options(RunOptions):
         if self.ranks or self.mesh:
             self.lay_out((self.ranks or math.prod(self.mesh),))
 
-    def check(self, world_size: int | None = None) -> None:
+    def check(self) -> None:
         built_in = [WORKLOADS[name] for name in self.subjects if name in WORKLOADS]
         for name, _ in self.settings:
             if not any(name in workload.settings for workload in built_in):
@@ -169,8 +168,6 @@ class Options(RunOptions):
         own = [name for name in self.subjects if name not in WORKLOADS]
         if self.batch and own:
             raise Refused(f"--batch does not apply to {own[0]}: its batch(step) sets the size")
-        if self.epochs and sum(workload.trains for workload in built_in) != 1:
-            raise Refused("--epochs needs --workload regression")
 
 
 class _Setting(argparse.Action):
@@ -187,12 +184,8 @@ TRAINED = """
                loss(model, batch)) (default: {cpu}; {cuda} on GPUs)
 --batch        samples per rank in a micro-batch (default: the workload's own)
 --optimizer    optimizer of the step (default: the workload's own)
---learning-rate  learning rate of the optimizer (default: the workload's own)
 --accumulate   micro-batches per step; all but the last run under no_sync
 --amp          run the forward under autocast to this type (default: off)
---threads      compute threads per rank (default: OMP_NUM_THREADS, else the host's cores divided by
-               its ranks)
---epochs       epochs of regression's training (default: 20)
 """
 PARALLEL = """
 --parallel     way of parallel training (default: ddp). {ways}
@@ -207,6 +200,7 @@ DDP = """
 --gradient-as-bucket-view  let gradients share the memory of the buckets
 --static-graph  tell DDP that the graph is the same in every step
 --find-unused-parameters  let DDP search each graph for unused parameters
+--no-broadcast-buffers  do not broadcast rank 0's buffers before each forward
 --comm-hook    how to reduce the gradients. {hooks}
 """
 PROTOCOL = """
@@ -217,8 +211,7 @@ PROTOCOL = """
 --steps-per-round  steps of one arm in a round (default: 5, or 1 if five steps take over a second)
 --no-breakdown  measure only the complete step, not the other arms; needs half the memory
 --verify       prove that the replicas are equal: after every step, after every N steps, or never
-               (off) (default: every)
---on-mismatch  what to do when replicas differ
+               (off); a difference ends the run (default: every)
 --inject       inject a fault in the last rank from step {step} on, or in the rank and step that
                :step=7,rank=0 names; can be repeated (default: none). {faults}
 """
@@ -234,6 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bucket-cap-mb", kind=options.positive, metavar="MB")
     for flag in ("--gradient-as-bucket-view", "--static-graph", "--find-unused-parameters"):
         add(flag, action="store_true")
+    add("--no-broadcast-buffers", action="store_false", dest="broadcast_buffers", default=True)
     add("--comm-hook", default="none", choices=tuple(HOOKS))
     options.add_where(parser)
     _add_protocol(parser)
@@ -249,11 +243,8 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     add("--workload", kind=options.checked(parse_workloads), metavar="NAME,…")
     add("--batch", kind=options.whole(1), metavar="N")
     add("--optimizer", choices=tuple(OPTIMIZERS))
-    add("--learning-rate", kind=options.positive, metavar="X")
     add("--accumulate", kind=options.whole(1), default=1, metavar="N")
     add("--amp", choices=("bf16",))
-    add("--threads", kind=options.whole(1), metavar="N")
-    add("--epochs", kind=options.whole(0), metavar="N")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -305,7 +296,6 @@ def _add_protocol(parser: argparse.ArgumentParser) -> None:
     add("--steps-per-round", kind=options.whole(1), metavar="K")
     add("--no-breakdown", action="store_true")
     add("--verify", kind=parse_interval, default=1, metavar="every|N|off")
-    add("--on-mismatch", default="stop", choices=("stop", "continue"))
     fault = options.fault(IN_STEP)
     metavar = "FAULT[:setting=value,…]"
     add("--inject", kind=fault, default=[], action="append", metavar=metavar)

@@ -10,11 +10,9 @@ from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.catalog.sizes import SYNTAX
 from ddpbench.launch.placement import Refused
-from ddpbench.measure import memory
 from ddpbench.measure.start import STARTS
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.records.schema import Plan
-from ddpbench.records.wording import counted
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import GROUPS
 from ddpbench.session import options
@@ -46,7 +44,6 @@ class Options(RunOptions):
     form: tuple[str, ...]
     place: tuple[str, ...]
     groups: tuple[str, ...]
-    root: int
     async_op: bool
     mode: str
     in_flight: int
@@ -54,20 +51,13 @@ class Options(RunOptions):
     precision: float
     case_time: float | None
     no_check: bool
-    buffers: str
     peak_bandwidth: float | None
 
     @property
     def subjects(self) -> tuple[str, ...]:
         return self.op
 
-    def check(self, world_size: int | None = None) -> None:
-        where = "host" if self.device == "auto" else devices.get(self.device).memory
-        if self.buffers == "huge" and where != "host":
-            raise Refused(
-                "--buffers huge needs tensors in host memory, but they are on the "
-                f"{where}: leave it out, or add --device cpu"
-            )
+    def check(self) -> None:
         for option in ("form", "place", "dtype", "reduce-op"):
             chosen = getattr(self, option.replace("-", "_"))
             if chosen and not any({*chosen} & {*_supported(option, name)} for name in self.op):
@@ -77,11 +67,6 @@ class Options(RunOptions):
                     f"--{option} {','.join(chosen)} applies to none of {', '.join(self.op)}: "
                     f"{advice}leave it out"
                 )
-        if world_size is not None and self.root >= world_size:
-            raise Refused(
-                f"--root {self.root} does not exist: with {counted(world_size, 'rank')}, choose a "
-                f"number from 0 to {world_size - 1}"
-            )
 
     def plan(self, seed: int) -> Plan:
         several = TURN_SLICE if self.paced else SHORT_SLICE
@@ -126,7 +111,6 @@ MEASURED = """
                (default: each operation's usual one)
 --groups       ranks that work together: all ranks (world), the ranks of each host (host) or one
                rank of each host (cross); all hosts, or all such groups, work at the same time
---root         root of broadcast, reduce, gather and scatter: a rank, counted within its group
 --async        call with async_op=True and wait for the result
 """
 PROTOCOL = """
@@ -139,7 +123,6 @@ PROTOCOL = """
 --case-time    longest time for one case in one launch, in seconds (default: {short:g}; {slice:g}
                with --launches 1)
 --no-check     do not compare results with the expected ones
---buffers      memory of the tensors: torch's own, or huge pages if the kernel provides them (huge)
 --peak-bandwidth  highest one-way rate of a rank, of which the table shows each result as a
                percentage (default: measured for CPU tensors; for nccl, the rate that NVLink, PCIe
                or RDMA ports report)
@@ -165,7 +148,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--form", kind=options.names("form", FORMS), default=(), metavar="FORM,…")
     add("--place", kind=options.names("place", PLACES), default=(), metavar="PLACE,…")
     add("--groups", kind=options.names("group", GROUPS), default=("world",), metavar="GROUP,…")
-    add("--root", kind=options.whole(0), default=0, metavar="RANK")
     add("--async", dest="async_op", action="store_true")
     options.add_where(parser)
     _add_protocol(parser)
@@ -183,5 +165,4 @@ def _add_protocol(parser: argparse.ArgumentParser) -> None:
     add("--precision", kind=options.positive, default=2.5, metavar="PERCENT")
     add("--case-time", kind=options.positive, metavar="SECONDS")
     add("--no-check", action="store_true")
-    add("--buffers", default="torch", choices=memory.KINDS)
     add("--peak-bandwidth", kind=options.positive, metavar="GB/S")

@@ -15,10 +15,10 @@ from ddpbench.analysis import sharded_steps, steps
 from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.task import OPTIMIZERS, RankSetup, Task, Workload
 from ddpbench.launch.placement import Refused
-from ddpbench.measure import ddp_step, memory, training
+from ddpbench.measure import ddp_step, memory
 from ddpbench.measure.rounds import Measured, Rounds
-from ddpbench.measure.step import Replica, advise_smaller, find_shortage
-from ddpbench.records.schema import Epoch, Figure, Replicas, StepCase, StepResult
+from ddpbench.measure.step import Replica, advise_smaller
+from ddpbench.records.schema import Figure, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.session import launch_facts
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ddpbench.session.launch_loop import LaunchContext
     from ddpbench.session.step_options import Options
 
-EPOCHS = 20  # default of --epochs
 COPIES = 2  # memory of gradients and buckets, in multiples of the parameters'
 
 
@@ -38,37 +37,29 @@ COPIES = 2  # memory of gradients and buckets, in multiples of the parameters'
 class Ledger:
     """The verifications of one case so far."""
 
-    goes_on: bool
     verifier: Verifier | None = None
     verified: int = 0
-    differing: int = 0
-    last_step: int = 0
     equal_until: int | None = None
-    bad: Report | None = None  # first report that failed
-    last: Report | None = None
+    report: Report | None = None  # the latest
 
     def check(self, step: int) -> bool:
         """Verify after this step, in all ranks. Return whether to continue."""
         assert self.verifier is not None
-        report = self.verifier.check(step)
-        self.verified, self.last_step, self.last = self.verified + 1, step, report
-        self.differing += report.failed
-        if report.failed and self.bad is None:
-            self.bad = report
-        if self.bad is None:
+        self.report = self.verifier.check(step)
+        self.verified += 1
+        if not self.report.failed:
             self.equal_until = step
-        return self.goes_on or not report.failed
+        return not self.report.failed
 
     def summarise(self, cost: Figure | None, share: float | None) -> Replicas | None:
         """Return the record of the verifications; None if there were none."""
-        report = self.bad or self.last
-        if report is None:
+        if (report := self.report) is None:
             return None
         return Replicas(
             verified=self.verified,
-            differing=self.differing,
+            differing=int(report.failed),
             buffers=sum(each.kind == "buffer" for each in report.differences),
-            last_step=self.last_step,
+            last_step=report.step or 0,
             equal=not report.differs,
             ok=report.ok,
             compared=report.compared,
@@ -76,7 +67,7 @@ class Ledger:
             cost=cost,
             share=share,
             equal_until=self.equal_until,
-            first_bad=None if self.bad is None else self.bad.step,
+            first_bad=report.step if report.failed else None,
             tensors=report.faults,
             not_compared=tuple(f"{each.kind} {each.name}" for each in report.not_compared),
             held_once=report.held_once,
@@ -92,12 +83,11 @@ class Trial:
     meshes: over which the models are divided; None: each rank holds a whole one, in DDP.
     """
 
-    def __init__(
-        self, context: LaunchContext[Options], threads: int, meshes: Meshes | None
-    ) -> None:
+    def __init__(self, context: LaunchContext[Any], threads: int, meshes: Meshes | None) -> None:
         self.world, self.tested, self.backend = context.world, context.tested, context.backend
-        self.options, self.plan, self.device = context.options, context.plan, context.device
-        self.index, self.turns = context.index, context.turns
+        self.options: Options = context.options
+        self.plan, self.device = context.plan, context.device
+        self.index = context.index
         self.threads, self.meshes = threads, meshes
         self.planted = tuple(faults.parse(text) for text in self.options.inject)
 
@@ -109,7 +99,6 @@ class Trial:
         case, main, reason = self.build(workload)
         if main is None:
             return StepResult(case=case, launch=self.index, reason=reason), None
-        epochs = self._train(workload, case)  # first: an impossible checkpoint is refused at once
         arms: tuple[str, ...] = ("ddp",)
         notes: list[str] = []
         if not self.options.no_breakdown:
@@ -119,7 +108,7 @@ class Trial:
             _, probe, reason = self.build(workload, switchable=True)
             if probe is None:
                 arms, notes = ("ddp",), [*notes, f"no breakdown and no buckets: {reason}"]
-        ledger = Ledger(self.options.on_mismatch == "continue")
+        ledger = Ledger()
         measured = self._measure_rounds(main, probe, arms, ledger, progress)
         summary, columns = None, None
         cost: tuple[Figure | None, float | None] = None, None
@@ -140,7 +129,6 @@ class Trial:
             summary=summary,
             replicas=ledger.summarise(*cost) if self.options.verify else None,
             losses=() if None in losses else tuple(losses),
-            epochs=epochs,
             notes=tuple(notes),
             others_share=launch_facts.gather_others_share(self.world, meter),
         )
@@ -157,9 +145,8 @@ class Trial:
         options = self.options
         if options.verify:
             # Over control groups: the measured backend cannot spoil its own proof.
-            mesh = self.meshes.control if self.meshes else None
-            group = None if mesh else dist.group.WORLD
-            ledger.verifier = Verifier(main.wrapped, main.optimizer, group, mesh=mesh)
+            group = self.meshes.control if self.meshes else dist.group.WORLD
+            ledger.verifier = Verifier(main.wrapped, main.optimizer, group)
         rounds = Rounds(
             world=self.world,
             main=main,
@@ -171,7 +158,6 @@ class Trial:
             seed=self.plan.seed,
             verify=ledger.check if options.verify else None,
             every=options.verify,
-            turns=self.turns,
             faults=self.planted,
             progress=progress.show_part,
         )
@@ -180,26 +166,6 @@ class Trial:
         except torch.OutOfMemoryError as error:  # say what helps: the others wait in a collective
             error.args = (_describe_shortage(error, main.case),)
             raise
-
-    def _train(self, workload: Workload, case: StepCase) -> tuple[Epoch, ...]:
-        options = self.options
-        epochs = EPOCHS if options.epochs is None else options.epochs
-        if not (workload.trains and epochs):
-            return ()
-        rate = self.learning_rate(workload)
-
-        def verify(ddp: Any, optimizer: Any) -> Any:
-            verifier = Verifier(ddp, optimizer, dist.group.WORLD)
-            return lambda number: not verifier.check(number).failed
-
-        return training.train(
-            self.world,
-            self.tested,
-            workload.build(options.settings_of(workload), self.rank_setup(case.batch)),
-            lambda model: OPTIMIZERS[case.optimizer].make(model.parameters(), rate),
-            epochs,
-            verify=verify if options.verify else None,
-        )
 
     def rank_setup(self, batch: int) -> RankSetup:
         """Return the setup of this rank; ranks that share a batch have the same."""
@@ -238,7 +204,7 @@ class Trial:
         return case, replica if sentence is None else None, sentence
 
     def _divide(self, workload: Workload, task: Task, case: StepCase, switchable: bool) -> Replica:
-        rate = self.learning_rate(workload)
+        rate = workload.learning_rate
         if self.meshes is None:
             slow_link = any(planted.fault.name == "slow-link" for planted in self.planted)
             switchable = switchable or slow_link
@@ -278,10 +244,6 @@ class Trial:
         case = self._case(workload, task, batch)
         objection = objection or self._too_large(workload, task, case, replicas)
         sentence = control.agree_objection(self.world, objection)
-        tries = self.meshes is None and devices.of(self.device).refuses
-        if sentence is None and task is not None and tries:
-            shortage = find_shortage(task, case, self.device, replicas)
-            sentence = control.agree_objection(self.world, shortage)
         return case, task if sentence is None else None, sentence
 
     def _case(self, workload: Workload, task: Task | None, batch: int) -> StepCase:
@@ -299,9 +261,6 @@ class Trial:
             ranks_per_host=tuple(len(host) for host in self.world.hosts.values()),
             clock=devices.of(self.device).clock,
         )
-
-    def learning_rate(self, workload: Workload) -> float:
-        return self.options.learning_rate or workload.learning_rate
 
     def _gather_difference(self, task: Task | None) -> str | None:
         """Describe how this rank's model differs from rank 0's, with which DDP would hang."""

@@ -5,33 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from statistics import median
 
-from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import LEFT_OUT
 from ddpbench.records.wording import counted
 from ddpbench.verdicts import matching, verdict
 from ddpbench.verdicts.drift import (
-    ASSUMED,
-    FEWEST_RUNS,
     Drift,
     drift_margin,
-    find_moved_cores,
 )
 from ddpbench.verdicts.environments import MACHINE, Difference, compare_environments
 from ddpbench.verdicts.matching import AnyCase, SideCase, Source
 from ddpbench.verdicts.rows import (
     COMPARED,
-    DRIFT,
     ONLY_BASE,
     ONLY_NEW,
     ORDER,
-    PartRow,
     Row,
     count_verdicts,
     judge_rows,
 )
-from ddpbench.verdicts.verdict import FASTER, INCOMPARABLE, INCONCLUSIVE, INVALID, SLOWER
+from ddpbench.verdicts.verdict import INCOMPARABLE, INCONCLUSIVE, INVALID, SLOWER
+
+DRIFTS = (
+    "a machine changes over time, so a change counts only if its whole range is beyond the column "
+    "drift; `ddpbench ab` measures in turns, without drift"
+)
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,6 @@ def compare(
             for row, logs in zip(todo, known, strict=True)
         ]
     judged = judge_rows(todo, rule.paired, rule.confidence)
-    judged = [replace(row, parts=tuple(_judge_parts(row, rule))) for row in judged]
-    if rule.drift is not None:
-        judged = [_without_moved_cores(row) for row in judged]
     rows = [*(row for row in rows if row.verdict), *judged]
 
     def order(row: Row) -> tuple[int, float, str, int]:
@@ -93,7 +88,9 @@ def compare(
     rows.sort(key=order)
     differences = compare_environments(base.runs, new.runs)
     notes = [*_list_conditions("BASE", base), *_list_conditions("NEW", new)]
-    notes += [_describe_drift(rule.drift, rows)] if rule.drift is not None else []
+    if rule.drift is not None:
+        apart = timedelta(seconds=round(rule.drift.seconds))
+        notes.append(f"the two sides are {apart} apart: {DRIFTS}")
     return Comparison(base, new, rule, tuple(rows), differences, tuple(notes))
 
 
@@ -165,70 +162,14 @@ def _match(base: SideCase | None, new: SideCase | None, rule: Rule) -> Row | Non
     row = replace(row, why=matching.differing(base.case, new.case))
     if not set(matching.fields_differing(base.case, new.case)) <= set(rule.varied):
         return replace(row, verdict=INCOMPARABLE)
-    left, right = matching.align(left, right)
-    return replace(row, base=left, new=right)
-
-
-def _judge_parts(row: Row, rule: Rule) -> Iterator[PartRow]:
-    """Yield the verdicts on the parts of a step that both sides have."""
-    if row.shift is None or row.base is None or row.new is None:
-        return
-    old, new = row.base.parts, row.new.parts
-    names = [name for name in old if name in new]
-    blank = Row(row.case, row.base, row.new, rule.margin, drift=row.drift)
-    rows = [
-        replace(
-            blank,
-            base=replace(row.base, times=old[name]),
-            new=replace(row.new, times=new[name]),
-        )
-        for name in names
-    ]
-    for name, part in zip(names, judge_rows(rows, rule.paired, rule.confidence), strict=True):
-        yield PartRow(name, median(old[name]), median(new[name]), part.verdict, part.shift)
-
-
-def _without_moved_cores(row: Row) -> Row:
-    """Withdraw the claim and `noticeable` if the placement of the ranks' cores explains it."""
-    if row.base is None or row.new is None:
-        return row
-    longer, why = find_moved_cores(row.base, row.new)
-    if not why:
-        return row
-    row = replace(row, noticeable=None)
-    if row.verdict != (SLOWER if longer > 1 else FASTER):
-        return row
-    return replace(row, verdict=INCONCLUSIVE, why=why, withheld=DRIFT)
+    return row
 
 
 def _list_conditions(name: str, source: Source) -> Iterator[str]:
-    """Yield notes on one side: runs that are not complete, and a busy host."""
+    """Yield notes on one side: runs that are not complete, and cases that were left out."""
     for run in source.runs:
         if run.state != "complete":
             yield f"{name} is PARTIAL: {run.id} is {run.state}"
         for finding in run.findings:
             if finding.code == LEFT_OUT:
                 yield f"{name} is only a part of {run.id}: {finding.sentence}"
-    measured = [o for run in source.runs for o in run.outcomes if o.summary is not None]
-    busy = sum((o.others_share or 0) > BUSY_SHARE for o in measured)
-    if busy:
-        yield (
-            f"{name} was measured on a busy host: other processes used more than "
-            f"{BUSY_SHARE * 100:g} % of the cores in {busy} of {len(measured)} measurements"
-        )
-
-
-def _describe_drift(drift: Drift, rows: list[Row]) -> str:
-    counts = {len(drift.known.get(row.case, ())) for row in rows if row.shift is not None}
-    fewest = min(counts, default=0)
-    known = f"learned from at least {fewest} earlier runs in BASE's environment"
-    if fewest < FEWEST_RUNS:
-        known = (
-            f"{ASSUMED * 100:g} % is assumed for cases with fewer than {FEWEST_RUNS} "
-            f"earlier runs in BASE's environment: measure {FEWEST_RUNS - fewest} more"
-        )
-    return (
-        f"the two sides are {timedelta(seconds=round(drift.seconds))} apart, and a machine changes "
-        "over time: a change counts only if its whole range is beyond the column drift "
-        f"({known}); `ddpbench ab` measures in turns, without drift"
-    )

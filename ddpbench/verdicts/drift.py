@@ -12,11 +12,10 @@ from datetime import datetime
 
 import numpy as np
 
-from ddpbench.analysis.lines import DISAGREEING
 from ddpbench.records.schema import Run
 from ddpbench.verdicts import matching
 from ddpbench.verdicts.environments import compare_environments
-from ddpbench.verdicts.matching import AnyCase, Side, Source
+from ddpbench.verdicts.matching import AnyCase, Source
 from ddpbench.verdicts.verdict import FALSE_SHARE
 
 ASSUMED = 0.35  # drift, while there are too few runs to measure it
@@ -51,24 +50,6 @@ def drift_margin(logs: Sequence[float], cases: int) -> float:
     return math.expm1(max(float(np.percentile(changes, 95)), float(reach)))
 
 
-def find_moved_cores(base: Side, new: Side) -> tuple[float, str]:
-    """Return how many times longer NEW's handoffs take, and a sentence on the ranks' cores.
-
-    Returns 1 and "" if the hypervisor and the kernel placed the cores alike, or if that is unknown.
-    A handoff takes 0.4 µs between two cores, and 6.5 or 18 µs between others, for minutes. Small
-    messages over shared memory follow: such runs of identical code differ by half or more.
-    """
-    if not base.handoffs or not new.handoffs:
-        return 1.0, ""
-    before, after = float(np.median(base.handoffs)), float(np.median(new.handoffs))
-    if abs(math.log(after / before)) < math.log(DISAGREEING):
-        return 1.0, ""
-    return after / before, (
-        f"the ranks ran on other cores: the round trip of a cache line between them takes "
-        f"{before * 1e6:.2g} µs in BASE, {after * 1e6:.2g} µs in NEW"
-    )
-
-
 def estimate_drift(base: Source, new: Source, stored: Iterable[Run]) -> Drift | None:
     """Estimate the drift between two sides; None if launches took turns or have no time stamps.
 
@@ -90,8 +71,7 @@ def estimate_drift(base: Source, new: Source, stored: Iterable[Run]) -> Drift | 
             continue
         for case, found in matching.find_cases(Source(run.id, (run,))).items():
             if found.side is not None:
-                side = found.side.of_quartiles() or found.side
-                known[case] = (*known.get(case, ()), math.log(side.seconds))
+                known[case] = (*known.get(case, ()), math.log(found.side.seconds))
     return Drift(second[0] - first[1], known)
 
 

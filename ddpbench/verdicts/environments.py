@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -46,19 +46,14 @@ def compare_environments(base: Sequence[Run], new: Sequence[Run]) -> tuple[Diffe
     """
     sides = [[launch for run in side for launch in run.launches] for side in (base, new)]
     backends = set.intersection(*({launch.backend for launch in side} for side in sides))
-    launches = [[launch for launch in side if launch.backend in backends] for side in sides]
-    variables = {
-        name
-        for side in launches
-        for launch in side
-        for rank in launch.ranks
-        for name in merge_settings(rank)
-        if not PASSING.match(name)
-    }
     left, right = (
-        _collect(runs, side, sorted(variables))
-        for runs, side in zip((base, new), launches, strict=True)
+        _collect(runs, [launch for launch in side if launch.backend in backends])
+        for runs, side in zip((base, new), sides, strict=True)
     )
+    for name in {**left, **right}:
+        if name.isupper() and left and right:  # a variable, which one side has not set
+            left.setdefault(name, {UNSET})
+            right.setdefault(name, {UNSET})
     return tuple(
         Difference(name, tuple(sorted(left[name])), tuple(sorted(right[name])))
         for name in left
@@ -66,20 +61,18 @@ def compare_environments(base: Sequence[Run], new: Sequence[Run]) -> tuple[Diffe
     )
 
 
-def _collect(
-    runs: Sequence[Run], launches: Sequence[Launch], variables: Sequence[str]
-) -> dict[str, set[str]]:
+def _collect(runs: Sequence[Run], launches: Sequence[Launch]) -> dict[str, set[str]]:
     """Return the values of each fact."""
     facts: dict[str, set[str]] = {}
     for launch in launches:
-        for name, value in _list_facts(launch, variables):
+        for name, value in _list_facts(launch):
             facts.setdefault(name, set()).add(_format_value(value))
     for name in (field.name for field in fields(Plan) if field.name != "seed"):
         facts[f"plan: {name}"] = {_format_value(getattr(run.plan, name)) for run in runs}
     return facts
 
 
-def _list_facts(launch: Launch, variables: Iterable[str]) -> Iterator[tuple[str, Any]]:
+def _list_facts(launch: Launch) -> Iterator[tuple[str, Any]]:
     facts = dict(launch.facts)
     if (revision := facts.get("git_revision")) is not None:
         facts["git"] = str(revision)[:12] + (" and changes" if facts.get("git_dirty") else "")
@@ -90,9 +83,7 @@ def _list_facts(launch: Launch, variables: Iterable[str]) -> Iterator[tuple[str,
         for name in RANK_FACTS:
             if name in rank:
                 yield f"{name} of ranks" if name in FACTS else name, rank[name]
-        if "variables" in rank:
-            known = merge_settings(rank)
-            yield from ((name, known.get(name, UNSET)) for name in variables)
+        yield from (each for each in merge_settings(rank).items() if not PASSING.match(each[0]))
 
 
 def _format_value(value: Any) -> str:

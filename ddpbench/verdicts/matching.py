@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
-from ddpbench.analysis import findings, lines, stats, steps
+from ddpbench.analysis import findings, lines, stats
 from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Case, Interval, Result, Run, StepCase, StepResult
 
 Outcome = Result | StepResult
 AnyCase = Case | StepCase
-PHASES = ("forward", "backward")  # of a DDP step that are judged on their own
 
 
 @dataclass(frozen=True)
@@ -40,32 +39,7 @@ class Side:
     interval: Interval | None
     times: tuple[float, ...]  # seconds, one per launch
     launches: tuple[int, ...]  # their numbers
-    # Lower quartiles in seconds, one per launch; empty if a launch has none, as a DDP step, the
-    # log of another tool, or an older run.
-    quartiles: tuple[float, ...] = ()
-    statistic: str = "median"  # of a launch: what `times` are
-    handoffs: tuple[float, ...] = ()  # between the ranks' cores, in seconds, where known
-    # Parts of a step that exceed 0 in every launch: name → seconds, one per launch.
-    parts: dict[str, tuple[float, ...]] = field(default_factory=dict)
     busy: float = 0.0  # share of the launches in which other processes kept the cores busy
-
-    def of_quartiles(self) -> Side | None:
-        """Return this side by the lower quartiles of its launches; None if a launch has none.
-
-        If the times of calls have two modes, the median jumps between them. The lower quartile
-        stays with one of them, so fewer launches suffice.
-        """
-        if not self.quartiles:
-            return None
-        seconds, interval = stats.over_launches(np.array(self.quartiles))
-        times, statistic = self.quartiles, "lower quartile"
-        return replace(self, seconds=seconds, interval=interval, times=times, statistic=statistic)
-
-
-def align(base: Side, new: Side) -> tuple[Side, Side]:
-    """Return both sides by the lower quartile if both have it, else unchanged."""
-    left, right = base.of_quartiles(), new.of_quartiles()
-    return (base, new) if left is None or right is None else (left, right)
 
 
 @dataclass(frozen=True)
@@ -77,11 +51,6 @@ class SideCase:
     side: Side | None  # None: no launch measured it
     fault: str | None  # why its figures must not be used
     reason: str  # why it was not measured
-
-    @property
-    def tried(self) -> bool:
-        """Whether there are figures, even wrong ones."""
-        return self.side is not None or self.fault is not None
 
 
 def find_cases(
@@ -114,18 +83,10 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> SideCase:
     side = None
     if timed and fault is None:
         launches, times = zip(*timed, strict=True)
-        quartiles = tuple(q for o in outcomes if (q := _quartile(o)) is not None)
         side = Side(
             *stats.over_launches(np.array(times)),
             times,
             launches,
-            quartiles if len(quartiles) == len(times) else (),
-            handoffs=tuple(
-                o.handoff_seconds
-                for o in outcomes
-                if isinstance(o, Result) and o.handoff_seconds is not None
-            ),
-            parts=_parts(outcomes),
             busy=sum((o.others_share or 0) > BUSY_SHARE for o in outcomes) / len(outcomes),
         )
     return SideCase(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
@@ -142,34 +103,6 @@ def _seconds(outcome: Outcome) -> float | None:
     if isinstance(outcome, StepResult):
         return outcome.summary.step.value
     return outcome.summary.median_seconds
-
-
-def _quartile(outcome: Outcome) -> float | None:
-    if isinstance(outcome, StepResult) or outcome.summary is None:
-        return None
-    known = outcome.summary.quantiles_seconds
-    return stats.lower_quartile(known) if len(known) == stats.QUANTILES else None
-
-
-def _parts(outcomes: list[Outcome]) -> dict[str, tuple[float, ...]]:
-    """Return the parts of a step in all launches that measured it; phases are parts in DDP."""
-    launches = []
-    for outcome in outcomes:
-        if not isinstance(outcome, StepResult) or outcome.summary is None:
-            continue
-        budget, phases = outcome.summary.budget, outcome.summary.phases
-        if outcome.case.mesh:
-            launches.append({part.name: part.figure.value for part in budget if part.source})
-            continue
-        parts = {each.name: each.slowest.value for each in phases if each.name in PHASES}
-        exposed = {part.name: part.figure.value for part in budget if part.name == steps.EXPOSED}
-        launches.append(parts | exposed)
-    first = launches[0] if launches else {}
-    return {
-        name: tuple(each[name] for each in launches)
-        for name in first
-        if all(each.get(name, 0.0) > 0 for each in launches)
-    }
 
 
 def _fault(outcome: Outcome) -> str | None:
@@ -196,16 +129,13 @@ def pair_cases(
     unmatched = {case: found for case, found in new.items() if case not in base}
     for case, found in base.items():
         partner = new.get(case)
-        if partner is None and found.tried and (partner := _nearest(found, unmatched)):
-            del unmatched[partner.case]
+        if partner is None:  # the case of the same row that differs least
+            same = [each for each in unmatched.values() if each.row == found.row]
+            same.sort(key=lambda each: len(fields_differing(case, each.case)))
+            partner = unmatched.pop(same[0].case) if same else None
         yield found, partner
     for found in unmatched.values():
         yield None, found
-
-
-def _nearest(base: SideCase, unmatched: dict[AnyCase, SideCase]) -> SideCase | None:
-    same = [new for new in unmatched.values() if new.tried and new.row == base.row]
-    return min(same, key=lambda new: len(fields_differing(base.case, new.case)), default=None)
 
 
 def fields_differing(base: AnyCase, new: AnyCase) -> list[str]:

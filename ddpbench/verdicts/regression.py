@@ -49,7 +49,7 @@ def judge_tests(
     ready = []
     for row in todo:
         sides = [one.side for one in saved[row.test] if one.case == row.case]
-        logs = [math.log((side.of_quartiles() or side).seconds) for side in sides]
+        logs = [math.log(side.seconds) for side in sides]
         margin_of_drift = drift.drift_margin(logs, len(todo))
         ready.append(replace(row, drift=margin_of_drift, earlier=len(logs)))
     judged += judge_rows(ready)
@@ -63,8 +63,7 @@ def _match(name: str, base: Measured | None, new: Measured, margin: float) -> Ju
         return replace(row, verdict=ONLY_NEW, why="not saved before")
     if why := matching.differing(base.case, new.case):
         return replace(row, base=base.side, verdict=INCOMPARABLE, why=why)
-    left, right = matching.align(base.side, new.side)
-    return replace(row, base=left, new=right)
+    return replace(row, base=base.side)
 
 
 def explain_shortfall(rows: Sequence[Row], skipped: Mapping[str, str], allow: bool) -> str:

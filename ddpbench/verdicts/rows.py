@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import expm1
@@ -35,17 +35,6 @@ BUSY_LAUNCHES = 0.5  # share of a side's launches at which a busy host may expla
 
 
 @dataclass(frozen=True)
-class PartRow:
-    """A part of a step on both sides: medians over launches, in seconds."""
-
-    name: str
-    base_seconds: float
-    new_seconds: float
-    verdict: str
-    shift: Shift | None
-
-
-@dataclass(frozen=True)
 class Row:
     """One case on two sides."""
 
@@ -61,11 +50,9 @@ class Row:
     earlier: int = 0  # runs that show the drift
     withheld: str = ""  # DRIFT or BUSY: INCONCLUSIVE for that reason alone
     noticeable: float | None = None  # the change that such a comparison notices; None: none
-    parts: tuple[PartRow, ...] = ()  # of a step; they do not affect the exit code
 
 
 RowT = TypeVar("RowT", bound=Row)
-Judge = Callable[..., str]  # drift → verdict
 
 
 def count_verdicts(rows: Iterable[Row]) -> dict[str, int]:
@@ -97,13 +84,9 @@ def judge_rows(
     for i, (row, sides) in enumerate(zip(rows, times, strict=True)):
         row, found = replace(row, shift=shifts[i]), shifts[i]
         judge = partial(verdict.judge, found, row.margin, chances.get(i), false_share)
-        row = _decide(row, judge, paired, len(rows))
-        strict = shift(*sides, 1 - false_share / len(rows))
-        enough = paired or len(sides[0]) >= verdict.separable(len(rows), verdict.FEWEST)
-        if found is not None and strict is not None and enough:
-            learned = row.earlier >= drift.FEWEST_RUNS
-            change = verdict.noticeable(found, row.margin, row.drift, strict, learned)
-            row = replace(row, noticeable=change)
+        row = _explain(replace(row, verdict=judge(row.drift)), judge(), paired)
+        if (strict := shift(*sides, 1 - false_share / len(rows))) is not None:
+            row = replace(row, noticeable=verdict.noticeable(strict, row.margin, row.drift))
         judged.append(row)
     return judged
 
@@ -120,16 +103,16 @@ def _list_times(row: Row, paired: bool) -> tuple[Floats, Floats]:
     return np.array([left[n] for n in both]), np.array([right[n] for n in both])
 
 
-def _decide(row: RowT, judge: Judge, paired: bool, cases: int) -> RowT:
-    """Return the row with its verdict, and with the reason for INCONCLUSIVE."""
-    row, why = replace(row, verdict=judge(row.drift)), ""
-    if row.verdict == INCONCLUSIVE and judge() != INCONCLUSIVE:
+def _explain(row: RowT, without_drift: str, paired: bool) -> RowT:
+    """Return the row with the reason for INCONCLUSIVE. without_drift: the verdict without it."""
+    why = ""
+    if row.verdict == INCONCLUSIVE and without_drift != INCONCLUSIVE:
         why = f"two runs of identical code may differ by ±{row.drift * 100:.1f} %"
         if row.earlier < drift.FEWEST_RUNS:
             why += f" (assumed: {row.earlier} of {drift.FEWEST_RUNS} earlier runs are stored)"
         row = replace(row, withheld=DRIFT)
     elif row.verdict == INCONCLUSIVE:
-        row = replace(row, needed=verdict.launches_needed(row.shift, row.margin, cases))
+        row = replace(row, needed=verdict.launches_needed(row.shift, row.margin))
         why = _explain_inconclusive(row)
     elif busy := _find_busy_side(row, paired):
         why = f"{busy} was measured on a busy host: measure again"
@@ -152,12 +135,10 @@ def _find_busy_side(row: Row, paired: bool) -> str:
 
 def _explain_inconclusive(row: Row) -> str:
     shift, needed = row.shift, row.needed
-    launches = f"{f'about {needed}' if needed and needed <= MOST else f'more than {MOST}'} launches"
     if shift is None:
         return f"too few launches: needs {needed} per side"
-    if verdict.beyond(shift, row.margin):
-        return f"may be chance among so many cases: needs {launches} per side"
     width = f"±{expm1(shift.half_width) * 100:.1f} %"
-    if needed is None:
-        return f"{width}: the change is about as large as the margin"
-    return f"{width}: needs {launches} per side"
+    if verdict.beyond(shift, row.margin):
+        width = "may be chance among so many cases"
+    launches = f"about {needed}" if needed is not None and needed <= MOST else f"more than {MOST}"
+    return f"{width}: needs {launches} launches per side"

@@ -159,51 +159,22 @@ def beyond(found: Shift, margin: float) -> bool:
     return found.low > math.log1p(margin) or found.high < -math.log1p(margin)
 
 
-def noticeable(
-    found: Shift, margin: float, drift: float, strict: Shift, learned: bool = True
-) -> float:
+def noticeable(strict: Shift, margin: float, drift: float) -> float:
     """Return the change, a fraction, that such a comparison notices.
 
-    If the true change is 1.5 times as large, it is decided in 19 of 20 comparisons: its interval
-    is beyond margin and drift although its middle and its width, and the drift, vary. strict: the
-    interval that the correction for the number of cases requires (`found` if there is one case).
-    learned: whether the drift is measured by few runs and so is uncertain. The factors come from
-    simulated comparisons (`tests/perf/verdicts.py noticed`).
+    A change 1.5 times as large is decided in 19 of 20 simulated comparisons
+    (`tests/perf/verdicts.py noticed`), although the middle of its interval and the drift vary.
+    strict: the interval that the correction for the number of cases requires.
     """
-    drifts = (2 / 3 if learned else 1 / 3) * math.log1p(drift)
-    varies = math.hypot(2 * found.half_width, drifts)
-    alone = math.log1p(max(margin, drift)) + varies
-    return math.expm1(max(alone, math.log1p(margin) + 2 * strict.half_width))
+    varies = math.hypot(2 * strict.half_width, 2 / 3 * math.log1p(drift))
+    return math.expm1(math.log1p(max(margin, drift)) + varies)
 
 
-def launches_needed(found: Shift | None, margin: float, cases: int = 1) -> int | None:
-    """Return about how many launches per side would decide; None if the change equals the margin.
-
-    The number is R·(half-width/margin)², in log. An interval that is narrow enough but contains the
-    margin must become narrower than the distance of its middle from it. cases: of the sweep.
-    """
+def launches_needed(found: Shift | None, margin: float) -> int:
+    """Return about how many launches per side would decide: R·(half-width/margin)², in log."""
     if found is None:
-        return max(stats.FEWEST, separable(cases, FEWEST))
-    more = found.launches + 1
-    if beyond(found, margin):
-        return separable(cases, more)  # only the test of the sweep failed
-    limit = math.log1p(margin)
-    wide = found.half_width > limit
-    goal = limit if wide else abs(abs(found.estimate) - limit)
-    if found.half_width >= 1000 * goal:
-        return None
-    return max(more, math.ceil(found.launches * (found.half_width / goal) ** 2 - 1e-9))
-
-
-@lru_cache(maxsize=MOST)
-def separable(cases: int, first: int) -> int:
-    """Return the fewest launches per side with which one changed case of so many can pass."""
-    from scipy.stats import mannwhitneyu
-
-    if cases == 1:
-        return first
-    for launches in range(first, MOST):
-        low, high = np.arange(launches), np.arange(launches) + launches
-        if mannwhitneyu(low, high, alternative="less").pvalue * cases <= FALSE_SHARE:
-            return launches
-    return MOST
+        return stats.FEWEST
+    if beyond(found, margin):  # only the test of the sweep failed
+        return found.launches + 1
+    needed = found.launches * (found.half_width / math.log1p(margin)) ** 2
+    return max(found.launches + 1, math.ceil(needed - 1e-9))

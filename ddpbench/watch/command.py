@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options.add_group(parser, "watch", OPTIONS)
     add("-n", "--ranks", kind=options.whole(1), metavar="N")
     add("--verify", kind=options.whole(1), metavar="N")
-    add("--timeout", kind=options.time_limit, metavar="SECONDS")
+    add("--timeout", kind=options.whole(1), metavar="SECONDS")
     add("--output", default="results", metavar="FOLDER")
     add("--prometheus", kind=options.whole(1, 65535), metavar="PORT")
     # All that follows a script or -m is the program's.

@@ -3,7 +3,7 @@
 A comparison is a collective call of the ranks that hold a replica, so it takes place where they
 meet anyway: at the end of their n-th synchronised backward, one in which each of their process
 groups had collectives, such as DDP's reductions. Optimizer steps, which a rank may skip, count only
-for models without such a backward. Models that torch averages now and then are not compared.
+for models without such a backward.
 
 Before they compare, the ranks meet at the store. A rank that waits in vain gives this comparison up
 and goes on. What such waits may cost is bounded: FREE_SECONDS and SHARE of the job's time.
@@ -38,12 +38,9 @@ from ddpbench.replicas.verify import gather_report
 from ddpbench.watch.observe.observer import Meetings, Observer
 
 FREE_SECONDS, SHARE = 1.0, 0.005  # of waits in vain, in all: so long, and this share of the job
-LOCATED = 16  # differing tensors of a kind that are compared element by element
 MET, LATE = "met", "late"  # what the ranks agree on
 COMPARED, NOT_COMPARED = "replicas-compared", "replicas-not-compared"  # codes of findings
 NOTED = ("nothing-to-compare", "not-compared")  # findings of a comparison that are reported once
-AVERAGED = "averaged-now-and-then"  # the cause of a difference between two averages
-APART = "its ranks train apart; call ddpbench.Verifier after an average of their parameters"
 
 _times = itertools.count()  # how often a proof began in this process, equal in all ranks
 
@@ -73,7 +70,6 @@ class Record:
     failed: bool = False  # so it is compared no more
     equal_until: int | None = None
     contents: dict[str, int] = field(default_factory=dict)  # of the last comparison, by kind
-    reason: str = ""  # why it cannot be compared
     store: dist.Store | None = None  # of the last comparison
     findings: tuple[Finding, ...] = ()
 
@@ -133,7 +129,7 @@ class Proof:
     def _compare(self, point: str, number: int, one: Replica) -> None:
         """Compare a replica if all of its ranks come to this point."""
         record = self._records.setdefault(one.name, Record(one.ranks))
-        if record.failed or record.reason:
+        if record.failed:
             return
         step = self._meet(point, number, one, record)
         if step is None:
@@ -141,11 +137,8 @@ class Proof:
             if record.missed == 1:
                 record.findings += (_describe_missed(one, number),)
             return
-        options = Options(None, True, LOCATED, step, record.equal_until)
+        options = Options(step=step, equal_until=record.equal_until)
         report = gather_report(one.module, tuple(one.optimizers), None, options)
-        if report.cause is not None and report.cause.code == AVERAGED:
-            record.reason = APART
-            return
         record.contents = report.compared
         record.compared += 1
         record.failed = report.failed
@@ -182,8 +175,7 @@ class Proof:
             if keys or ddp is not None or meshes:
                 optimizers = {id(one): one for key in keys for one in owners[key]}
                 ranks, groups = _list_ranks(channel.choose_target(None, ddp, meshes)[0])
-                # The stages of a pipeline hold other layers of one model on a mesh.
-                forms = [] if meshes else [(n, *p.shape) for n, p in module.named_parameters()]
+                forms = [(name, *p.shape) for name, p in unwrap(module).named_parameters()]
                 digest = hashlib.sha256(repr((forms, ranks)).encode()).hexdigest()
                 name = f"{type(unwrap(module)).__name__} {digest[:8]}"
                 count[name] += 1
@@ -232,7 +224,7 @@ def _describe_missed(one: Replica, number: int) -> Finding:
 def _describe_record(name: str, record: Record) -> Finding:
     model = f"{name.split()[0]} (ranks {spans(record.ranks)})"
     if not record.compared:
-        reason = record.reason or "some of its ranks never came to a comparison together"
+        reason = "some of its ranks never came to a comparison together"
         return _explain_never_compared(f"{model}: {reason}")
     sentence = (
         f"replicas of {model} were equal in {record.equal} of "

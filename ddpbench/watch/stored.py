@@ -36,7 +36,7 @@ def identify_job(verify: int, name: str, world_size: int) -> Run:
     verify: of --verify; name: of its default process group's backend, in torch; world_size: the
     number of its ranks.
     """
-    kind = devices.preferred()
+    kind = devices.get("cuda")
     device = "cpu" if kind.in_use() is None else kind.name
     backend = backends.get("mpi" if name == NAME else name)
     launch = Launch(

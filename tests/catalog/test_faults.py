@@ -114,3 +114,31 @@ def test_an_allocation_really_fails() -> None:
         step_faults.out_of_memory(replica, {"mb": 1024.0})
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     assert torch.empty(2**20).numel() == 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("missed-sync", None),
+        ("flipped-shard", ("dp_shard",)),
+        ("other-seed", ("dp_shard", "tp")),
+        ("one-rank-update", ("dp_replicate", "dp_shard")),
+    ],
+    ids=["no mesh", "shards", "fsdp+tp", "hsdp"],
+)
+def test_a_fault_that_the_mesh_has_no_place_for_is_refused(
+    name: str, mesh: tuple[str, ...] | None, frozen: Frozen
+) -> None:
+    """One sentence says what to use."""
+    found = mesh and SimpleNamespace(mesh_dim_names=mesh, size=lambda dimension: 2)
+    objection = faults.parse(name).objection(SimpleNamespace(mesh=found), 4)
+    assert objection is not None
+    frozen.text(objection)
+
+
+@pytest.mark.parametrize("name", ["bypass", "no-sync", "slow-link"])
+@pytest.mark.parametrize("parallel", ["fsdp", "tp"])
+def test_a_fault_of_ddp_is_refused_on_a_mesh(name: str, parallel: str) -> None:
+    """There is no DDP that a forward could bypass, and no no_sync."""
+    replica = SimpleNamespace(case=SimpleNamespace(parallel=parallel))
+    assert "use --parallel ddp" in (faults.parse(name).objection(replica, 4) or "")

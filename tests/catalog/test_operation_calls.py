@@ -7,13 +7,12 @@ reaches it is compared with what torch documents: shapes, lengths of lists, root
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from simulated_gpu import CUDA, SimulatedGpu, fake_group
+from simulated_gpu import fake_group
 from stored_runs import a_case
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,17 +109,6 @@ def seen(call: tuple[str, tuple[Any, ...]]) -> tuple[str, Any]:
     return name, (*map(sizes, tensors), *root)
 
 
-def tensors_of(call: tuple[str, tuple[Any, ...]]) -> Iterator[torch.Tensor]:
-    """All tensors of a recorded call."""
-    waiting = list(call[1])
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            waiting += value
-
-
 @pytest.mark.parametrize("n", WORLDS)
 def test_each_rank_passes_what_torch_documents(n: int) -> None:
     """In worlds of 2 to 1000 ranks, in all forms, in and out of place, with small counts: each rank
@@ -149,35 +137,3 @@ def test_in_place_means_as_nccl_has_it() -> None:
             smaller, larger = sorted((a, b), key=torch.Tensor.numel)
             offset = rank * case.count if a.numel() != b.numel() else 0
             assert smaller.data_ptr() == larger.data_ptr() + 4 * offset
-
-
-@pytest.mark.thorough  # a compiler makes the simulation
-@pytest.mark.parametrize(("name", "form"), FORMED)
-def test_a_call_on_gpu_tensors_stays_on_the_gpu(
-    simulated_gpu: SimulatedGpu, name: str, form: str
-) -> None:
-    """Of every operation and form, in and out of place, synchronous or not: the call that is timed
-    passes contiguous tensors of the GPU in the case's dtype, reads nothing from the device, and
-    starts no operation but the group's."""
-    operation = OPERATIONS[name]
-    for rank in range(3):
-        with fake_group(rank, 3) as group:
-            dtypes = ["float32", "bfloat16", "float8_e4m3fn"] if operation.sized else ["float32"]
-            for case, dtype, later in product(cases(name, form, 3, (5,)), dtypes, (False, True)):
-                case = replace(case, dtype=dtype, async_op=later, device="cuda")
-                buffers = loop._allocate(case, operation, rank, CUDA)
-                call = operation.bind(case, buffers, group, rank)
-                simulated_gpu.called.clear()
-                simulated_gpu.collectives.clear()
-                if (work := call()) is not None:
-                    work.wait()
-                assert list(map(seen, simulated_gpu.collectives)) == documented(case, rank)
-                for tensor in (t for c in simulated_gpu.collectives for t in tensors_of(c)):
-                    assert tensor.device == CUDA or not operation.sized
-                    # Some releases of torch broadcast float8 as bytes.
-                    allowed = {f"torch.{dtype}", *(["torch.uint8"] if "float8" in dtype else [])}
-                    assert str(tensor.dtype) in allowed or not operation.sized
-                    assert tensor.is_contiguous()
-                others = {one for one in simulated_gpu.called if not one.startswith("c10d.")}
-                bytewise = {"aten.view.dtype", "aten.detach"} if "float8" in dtype else set()
-                assert others <= (bytewise if operation.sized else {BARRIERS_TENSOR})

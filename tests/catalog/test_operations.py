@@ -160,16 +160,3 @@ def test_the_least_bytes_are_what_some_rank_must_move() -> None:
         if case.reduce_op in (None, "sum"):
             least = OPERATIONS[case.operation].least_nbytes(case)
             assert least == pytest.approx(moved(case) * 4, rel=1e-12), case
-
-
-ONE_WAY = {
-    2: {"broadcast", "reduce", "gather", "scatter", "send_recv"},
-    3: {"gather", "scatter", "send_recv"},
-}
-
-
-@pytest.mark.parametrize("ranks", ONE_WAY)
-def test_a_rank_only_sends_or_receives_in_one_way_operations(ranks: int) -> None:
-    """With more than two ranks, the ranks between root and last forward what they receive."""
-    found = {name for name, operation in OPERATIONS.items() if operation.one_way(ranks)}
-    assert found == ONE_WAY[ranks]

@@ -167,18 +167,6 @@ LENGTHS = (0, 1, 2, 1020, 1021, 1022, 2042, 2043, 5000)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fill_repeats_the_table_to_the_end(dtype: str) -> None:
-    """Element i of a buffer of any length and dtype is the table's element i modulo the period, and
-    nothing beside the buffer is touched."""
-    values = payload.table(1, 1, dtype, "sum", 2)
-    for length in LENGTHS:
-        around = torch.zeros(length + 2, dtype=getattr(torch, dtype))
-        payload.fill(around[1:-1], values)
-        wanted = [0.0, *(values[i % PERIOD] for i in range(length)), 0.0]
-        assert around.double().tolist() == wanted
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_first_wrong_element_is_named(dtype: str) -> None:
     """In pieces of any start, length and offset, right data are right, and of several wrong
     elements the first one's index in the buffer, the expected and the got value are told."""

@@ -22,11 +22,7 @@ K, M, G = 1024, 1024**2, 1024**3
         ("4:63:x4", (4, 16)),
         ("8:1K:X2", (8, 16, 32, 64, 128, 256, 512, 1024)),
         ("3:3:x2", (3,)),
-        ("256:1K:+256", (256, 512, 768, 1024)),
-        ("1K:2K:+ 600", (1024, 1624)),
-        ("4:10K:+1K", tuple(range(4, 10 * K + 1, K))),
         ("64,4:64:x4,1", (1, 4, 16, 64)),
-        ("1:10000:+1", tuple(range(1, 10_001))),
     ],
 )
 def test_what_is_written_is_what_is_meant(text: str, meant: tuple[int, ...]) -> None:
@@ -39,7 +35,7 @@ def test_what_is_written_is_what_is_meant(text: str, meant: tuple[int, ...]) -> 
     [
         "", "4,,8", "-4", "1MB", "1.5K", "1T", "4 K", "0", "0:4:x2", "4:8", "4:8:x2:x2",
         "8:4:x2", "4:8:2",
-        "4:1KB:x2", "4:8:x1", "4:8:x0", "4:8:x", "4:8:+0", "4:8:+x", "1:10001:+1", "1:1G:+1",
+        "4:1KB:x2", "4:8:x1", "4:8:x0", "4:8:x", "4:8:+4",
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused_in_one_sentence(text: str, frozen: Frozen) -> None:

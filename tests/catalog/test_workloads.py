@@ -1,8 +1,7 @@
 """The workloads: weights, data and losses, alone and in a DDP step of real ranks.
 
 One job plays every workload in all its ranks and leaves what it saw in files. A rank runs this very
-file: `python test_workloads.py FOLDER RANK SIZE`, or in MPI's job
-`python test_workloads.py job_mpi FOLDER`.
+file: `python test_workloads.py FOLDER RANK SIZE`.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mesh_training
-import mpi_jobs
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,7 +36,6 @@ SMALL: dict[str, dict[str, int]] = {
     "transformer": {"layers": 2, "width": 128, "sequence": 8, "vocabulary": 50},
     "embedding": {"rows": 500, "width": 8},
     "contrastive": {"width": 16},
-    "regression": {"width": 16, "depth": 3},
 }
 
 
@@ -90,7 +86,7 @@ def test_ranks_share_one_data_set(name: str) -> None:
     """In each epoch each sample is dealt to one rank, every batch is full, and the next epoch deals
     in another order; behind the last epoch the batches come again."""
     tasks = [built(name, alone(rank, 3)) for rank in range(3)]
-    steps = workloads.STEPS if name == "regression" else BATCHES
+    steps = BATCHES
     epochs: list[list[str]] = []
     for epoch in range(EPOCHS):
         epochs.append([])
@@ -103,57 +99,6 @@ def test_ranks_share_one_data_set(name: str) -> None:
     assert epochs[0] != epochs[1]
     assert len(set(epochs[0])) == len(epochs[0]) == 3 * 4 * steps
     assert tasks[0].batch(EPOCHS * steps) is tasks[0].batch(0)
-
-
-def test_the_transformer_sees_no_later_token() -> None:
-    """A score does not depend on the tokens that follow it, and does on those before."""
-    task = built("transformer", alone())
-    (tokens,) = task.batch(0)
-    tokens = tokens[:, :-1]
-    changed = tokens.clone()
-    changed[:, 5] = (changed[:, 5] + 1) % 50
-    scores, others = task.model(tokens), task.model(changed)
-    assert torch.equal(scores[:, :5], others[:, :5])
-    assert not torch.isclose(scores[:, 5:], others[:, 5:]).all(-1).any()
-    assert float(task.loss(task.model, task.batch(0)).detach()) == pytest.approx(math.log(50), 0.1)
-
-
-def test_heads_must_divide_the_width(frozen: Frozen) -> None:
-    """A narrow model has one head; a width between multiples is refused in a sentence."""
-    settings = {**SMALL["transformer"], "width": 24}
-    assert WORKLOADS["transformer"].build(settings, alone())
-    with pytest.raises(Refused, match="width 200") as caught:
-        WORKLOADS["transformer"].build({**settings, "width": 200}, alone())
-    frozen.text(str(caught.value))
-
-
-def test_most_rows_of_the_table_get_no_gradient() -> None:
-    """The table's gradient is dense, with values in the rows of the batch only."""
-    task = built("embedding", alone())
-    task.loss(task.model, task.batch(0)).backward()
-    gradient = next(task.model.parameters()).grad
-    assert gradient is not None
-    assert gradient.layout == torch.strided
-    rows = gradient.abs().sum(1).nonzero().view(-1)
-    assert set(rows.tolist()) <= set(task.batch(0)[0].view(-1).tolist())
-    assert 0 < len(rows) < 250
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 1010])
-def test_validation_counts_each_sample_once(ranks: int) -> None:
-    """Over the shares of all ranks, of which one may be empty."""
-    setup = RankSetup(0, ranks, 2, CPU, 3, None)
-    shares = [
-        training.validation
-        for rank in sorted({0, 1 % ranks, ranks - 2, ranks - 1} if ranks > 3 else set(range(ranks)))
-        if (training := built("regression", replace(setup, rank=rank)).training)
-    ]
-    assert all(len(x) == len(y) == size for share in shares for (x, y), size in share)
-    if ranks > 3:
-        assert [sum(size for _, size in share) for share in shares] == [1, 1, 1, 0]
-        return
-    samples = [str(row) for share in shares for (x, _), _ in share for row in x.tolist()]
-    assert len(samples) == len(set(samples)) == workloads.VALIDATION
 
 
 # --- names
@@ -194,11 +139,10 @@ def test_the_users_function_is_called_in_its_rank() -> None:
     """As function(rank, world_size, device); what it returns is the task."""
     workload = get("workload_of_mine:build")
     assert workload.name == "workload_of_mine:build"
-    assert (dict(workload.settings), workload.batch["cpu"], workload.trains) == ({}, 0, False)
+    assert (dict(workload.settings), workload.batch["cpu"]) == ({}, 0)
     task = workload.build({}, alone(rank=1, world_size=2))
     assert task.model.weight.shape == (2, 3)
     assert (task.batch(7), task.loss(task.model, "x")) == (7, "x")
-    assert task.training is None
 
 
 def test_samples_are_counted_in_the_batch_itself() -> None:
@@ -262,89 +206,29 @@ def parameters(task: Task) -> str:
     return bytes(values.view(torch.uint8).tolist()).hex()
 
 
-def joined(setup: RankSetup) -> dict[str, list[float]]:
-    """Compare contrastive in DDP with one process on the joined batch of all ranks, in float64.
-
-    Returns for two batches by how much the mean of the ranks' losses differs, and for each weight
-    how far its gradient is, relative to the largest element.
-    """
-    task = built("contrastive", setup)
-    replica = DistributedDataParallel(task.model.double(), process_group=setup.group)
-    everyone = [
-        built("contrastive", replace(setup, rank=rank, group=None))
-        for rank in range(setup.world_size)
-    ]
-    single = everyone[0]
-    single.model.double()
-    seen: dict[str, list[float]] = {"loss": [], "apart": []}
-    for step in range(2):
-        batches = [[part.double() for part in one.batch(step)] for one in everyone]
-        mean = task.loss(replica, batches[setup.rank])
-        mean.backward()
-        expected = single.loss(single.model, list(map(torch.cat, zip(*batches, strict=True))))
-        expected.backward()
-        mean = mean.detach()
-        dist.all_reduce(mean, group=setup.group)
-        seen["loss"].append(abs(float(mean / setup.world_size - expected.detach())))
-        for own, other in zip(task.model.parameters(), single.model.parameters(), strict=True):
-            assert own.grad is not None
-            assert other.grad is not None
-            distance = (own.grad - other.grad).abs().max() / other.grad.abs().max()
-            seen["apart"].append(float(distance))
-        replica.zero_grad()
-        single.model.zero_grad()
-    return seen
-
-
-def job(folder: Path, group: Any) -> None:
+def job(folder: Path, rank: int, size: int) -> None:
     """All plays, in every rank."""
-    rank = dist.get_rank()
-    setup = RankSetup(rank, dist.get_world_size(), 4, CPU, 3, group)
+    mesh_training.start_group(folder, rank, size)
+    setup = RankSetup(rank, size, 4, CPU, 3, dist.group.WORLD)
     plays: dict[str, Callable[[], Any]] = {name: partial(in_ddp, name, setup) for name in WORKLOADS}
-    plays["joined"] = partial(joined, setup)
     mesh_training.play_all(folder, rank, plays)
     dist.destroy_process_group()
 
 
-def job_gloo(folder: Path, rank: int, size: int) -> None:
-    mesh_training.start_group(folder, rank, size)
-    job(folder, dist.group.WORLD)
-
-
-def job_mpi(folder: Path) -> None:
-    import ddpbench.mpi
-
-    torch.set_num_threads(1)
-    dist.init_process_group(ddpbench.mpi.NAME)
-    job(folder, dist.group.WORLD)
-
-
-GROUPS = ["gloo-4", pytest.param("mpi-2", marks=pytest.mark.thorough)]
-
-
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    @cache
-    def run(group: str) -> list[Any]:
-        folder = tmp_path_factory.mktemp(group)
-        if group == "gloo-4":
-            results = mesh_training.run_ranks([*warm_python(), __file__], 4, folder)
-        else:
-            done = mpi_jobs.run_job(job_mpi, 2, folder)
-            results = mesh_training.read_results(folder, 2, done.stderr)
-        for name, result in results[0].items():
-            assert "error" not in result, f"{name}: {result}"
-        return results
-
-    return run
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("gloo")
+    results = mesh_training.run_ranks([*warm_python(), __file__], 4, folder)
+    for name, result in results[0].items():
+        assert "error" not in result, f"{name}: {result}"
+    return results
 
 
-@pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_ddp_step(outcomes: Callable[[str], list[Any]], group: str, name: str) -> None:
+def test_a_ddp_step(outcomes: list[Any], name: str) -> None:
     """Each rank builds the same weights and batches of its own; after two DDP steps losses and
     gradients are finite, and the parameters have the same bits in all ranks."""
-    seen = [one[name] for one in outcomes(group)]
+    seen = [one[name] for one in outcomes]
     assert len({one["weights"] for one in seen}) == 1
     batches = [batch for one in seen for batch in one["batches"]]
     assert len(set(batches)) == 2 * len(seen)
@@ -353,17 +237,5 @@ def test_a_ddp_step(outcomes: Callable[[str], list[Any]], group: str, name: str)
     assert len({one["after"] for one in seen}) == 1
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_contrastive_is_as_one_process(outcomes: Callable[[str], list[Any]], group: str) -> None:
-    """In DDP, the mean loss and all gradients are those of one process on the joined batch."""
-    for one in outcomes(group):
-        seen = one["joined"]
-        assert (len(seen["loss"]), len(seen["apart"])) == (2, 2 * 9)
-        assert max(*seen["loss"], *seen["apart"]) < 1e-12
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "job_mpi":
-        job_mpi(Path(sys.argv[2]))
-    else:
-        job_gloo(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    job(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import ONE_SENTENCE, read_stored_run, run_ddpbench
+from command_lines import ONE_SENTENCE
 from frozen import Frozen
 from in_process import Call, capture_command
 from stored_runs import (
@@ -27,7 +26,6 @@ from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench.analysis import stats
 from ddpbench.commands import baseline
-from ddpbench.present.writers import WRITERS
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
 from ddpbench.session import start_ranks
@@ -103,7 +101,7 @@ def test_a_baseline_is_replaced_only_on_demand(call: Call) -> None:
     assert files(kept.parent) == [f"mine/{name}" for name in files(kept)]
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "-x", "a b", "last", "ä"])
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "-x", "a b", "last"])
 def test_a_name_is_checked(call: Call, name: str) -> None:
     """One word without slashes that begins with a letter or a digit; exit 2, nothing is written."""
     stored("one", base_and_new(1.0)[0])
@@ -155,22 +153,6 @@ def test_few_launches_are_told_with_what_to_type(call: Call, frozen: Frozen) -> 
     assert baseline.FEWEST == stats.FEWEST
 
 
-def test_the_baselines_are_listed(call: Call) -> None:
-    """Name, what was measured, by how many launches, where; a damaged one is told, none is too."""
-    code, out, err = call("list")
-    assert (code, out, bool(ONE_SENTENCE.fullmatch(err))) == (0, "", True)
-    stored("one", base_and_new(1.0)[0])
-    call("save", "mine")
-    Path("results/baselines/broken").mkdir()
-    code, out, err = call("list")
-    assert code == 0
-    assert out.splitlines()[2].split() == [
-        "mine", "collectives", "all_reduce", "gloo", "6", "2.13.0", "2026-01-01", "00:00",
-        "node:", "CPU", "X,", "4", "cores",
-    ]  # fmt: skip
-    assert "'results/baselines/broken'" in err
-
-
 # --- check ----------------------------------------------------------------------------------------
 
 
@@ -202,18 +184,16 @@ def test_a_check_is_a_comparison(
     )
 
 
-@pytest.mark.parametrize("form", WRITERS)
 @pytest.mark.parametrize(
     ("facts", "rank", "other"),
     [
         ({"cpu_model": "CPU Y", "cores_logical": 8}, {}, True),
-        ({}, {"hostname": "other"}, False),
-        ({"kernel": "6.2"}, {}, False),
+        ({"kernel": "6.2"}, {"hostname": "other"}, False),
     ],
-    ids=("another CPU", "another host name", "another kernel"),
+    ids=("another CPU", "another kernel and host name"),
 )
 def test_a_baseline_of_another_machine_decides_nothing(
-    call: Call, form: str, facts: dict[str, Any], rank: dict[str, Any], other: bool
+    call: Call, facts: dict[str, Any], rank: dict[str, Any], other: bool
 ) -> None:
     """Another CPU: one sentence last, and exit code 3 although the case is SLOWER, unless the user
     accepts it. Another kernel is the same machine, and so is a container with a new hostname."""
@@ -221,10 +201,10 @@ def test_a_baseline_of_another_machine_decides_nothing(
     stored("before", base)
     call("save", "mine")
     stored("after", with_facts(new, facts, rank))
-    code, _, err = call("check", "mine", "after", "--format", form)
+    code, _, err = call("check", "mine", "after")
     assert code == (3 if other else 1)
     assert bool(ONE_SENTENCE.fullmatch(err)) == other
-    accepted = call("check", "mine", "after", "--format", form, "--other-machine")
+    accepted = call("check", "mine", "after", "--other-machine")
     assert (accepted.code, accepted.err) == (1, "")
 
 
@@ -270,25 +250,6 @@ def test_without_a_run_it_measures_again_as_then(
     assert f"python -m ddpbench collectives {' '.join(words)}\n" in err
     assert {run.name for run in store.list_runs()} == {"before", Path(words[-1]).name}
     assert shown["new"]["runs"] == [Path(words[-1]).name]
-
-
-@pytest.mark.parametrize("busy_again", [False, True])
-def test_on_a_busy_host_it_measures_once_more(
-    call: Call, measured: Callable[..., list[Sequence[str]]], busy_again: bool
-) -> None:
-    """Other processes used the cores in half of the launches: a change that this may explain is not
-    claimed, and a second measurement decides."""
-    base, new = base_and_new(1.5)
-    disturbed = tuple(replace(r, others_share=0.2 * (r.launch % 2)) for r in new.results)
-    busy = replace(new, results=disturbed)
-    stored("before", replace(base, command_line=LINE))
-    call("save", "mine")
-    got = measured(0, busy, busy if busy_again else new)
-    code, out, _ = call("check", "mine", "--format", "json")
-    (row,) = json.loads(out)["rows"]
-    assert (len(got), code) == (2, 0 if busy_again else 1)
-    assert row["verdict"] == ("INCONCLUSIVE" if busy_again else "SLOWER")
-    assert row["why"] == ("NEW was measured on a busy host: measure again" if busy_again else "")
 
 
 @pytest.mark.parametrize("code", [2, 5, 130])
@@ -342,47 +303,6 @@ def test_under_a_launcher_a_check_does_not_measure(
     code, out, err = call("check", "mine")
     assert (code, out) == (2, "")
     frozen.text(err)
-
-
-OWN = """
-import time
-from dataclasses import replace
-from ddpbench.catalog.operations import OPERATIONS
-plain = OPERATIONS["all_reduce"]
-def bind(*arguments):
-    call = plain.bind(*arguments)
-    def exchange():
-        time.sleep(SECONDS)
-        return call()
-    return exchange
-OPERATIONS["exchange"] = replace(plain, name="exchange", bind=bind)
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.thorough
-def test_a_check_measures_the_users_operation_again(tmp_path: Path) -> None:
-    """With --import, as it is now: 5 ms slower. The label and the commit of the repository around
-    the current folder are stored; the baseline is kept in a folder of the user's choice."""
-    module, kept = tmp_path / "own_exchange.py", ("--folder", "kept")
-    module.write_text(f"SECONDS = 0\n{OWN}")
-    git = ("git", "-c", "user.name=a", "-c", "user.email=b")
-    for words in (("init", "-q"), ("add", module.name), ("commit", "-qm", "operation")):
-        subprocess.run([*git, *words], cwd=tmp_path, check=True)
-    words = ("--import", "own_exchange", "--op", "exchange", "--sizes", "4K", "--backend", "gloo")
-    done = run_ddpbench(tmp_path, "collectives", *words, "-n", "2", "--case-time", "0.02",
-                        "--launches", "1", "--label", "before the change")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    _, run = read_stored_run(tmp_path)
-    commit = run.launches[0].facts["commit"]
-    assert re.fullmatch(r"[0-9a-f]{7,}", str(commit))
-    assert f"before the change, commit {commit}" in done.stdout
-    assert run_ddpbench(tmp_path, "baseline", "save", "mine", *kept).returncode == 0
-    module.write_text(f"SECONDS = 0.005\n{OWN}")
-    done = run_ddpbench(tmp_path, "baseline", "check", "mine", *kept)
-    assert f"commit: {commit} → {commit}-dirty" in done.stdout, done.stderr
-    *_, newest = store.list_runs(tmp_path / "results")
-    assert all(result.summary.median_seconds > 0.005 for result in store.read(newest).results)
 
 
 def test_no_torch_is_needed(call: Call) -> None:

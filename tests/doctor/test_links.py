@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 from frozen import Frozen
 from rank_pool import RankPool
-from simulated_gpu import GUARD_VARIABLE
 
 from ddpbench.doctor.links import judge
-from ddpbench.doctor.links.judge import Cell, Network, Suspect
+from ddpbench.doctor.links.judge import Cell, Suspect
 from ddpbench.doctor.links.measure import Reading, list_suspects, plan_circle, plan_schedule
-from ddpbench.present.writers.text import lay_out
 from ddpbench.records.schema import Finding
 
 FAST, SLOW = 117.7e6, 11.77e6
@@ -59,7 +57,7 @@ def test_in_a_circle_each_end_meets_every_other_once(count: int) -> None:
 
 def test_with_many_pairs_hosts_are_measured_and_none_alone(frozen: Frozen) -> None:
     """With more pairs than --max-pairs, one rank of each host is measured. If these are too many as
-    well, they only send all at once, in as many rounds as the time allows."""
+    well, they only send all at once."""
     hosts = [range(first, first + 4) for first in range(0, 80, 4)]
     ranks = plan_schedule(hosts, "rank", 3160, 15)
     assert (len(ranks.ends), ranks.pairs, ranks.kind, ranks.unchecked) == (80, 3160, "ranks", ())
@@ -67,10 +65,9 @@ def test_with_many_pairs_hosts_are_measured_and_none_alone(frozen: Frozen) -> No
     assert (between.ends[:3], between.pairs, between.kind) == ((0, 4, 8), 190, "hosts")
     at_once = plan_schedule(hosts, "host", 100, 15)
     assert (at_once.pairs, at_once.alone, len(at_once.at_once)) == (190, [], 38)
-    brief = plan_schedule(hosts, "host", 100, 0.6)
     four = plan_schedule([[0], [1], [2], [3]], "rank", 120, 15)
     assert sorted(cell for (cell,) in four.alone) == [*itertools.permutations(range(4), 2)]
-    for each in (ranks, between, at_once, brief, four):
+    for each in (ranks, between, at_once, four):
         frozen.text("\n".join((each.cost, *each.unchecked)))
 
 
@@ -92,7 +89,7 @@ SLOW_NETWORKS = {
     "host and link": (a_network(4, {3: SLOW}, BOTH_WAYS), 0.0, [(3,), (0, 1)]),
     "two hosts of four": (a_network(4, {2: SLOW, 3: SLOW}), 0.0, [(2,), (3,)]),
     "link of a slow host": (a_network(4, {0: SLOW}, {(0, 1): SLOW / 4}), 0.0, [(0,)]),
-    "two hosts": ({(0, 1): FAST, (1, 0): FAST * 0.9}, 0.0, []),
+    "two hosts": ({(0, 1): FAST, (1, 0): SLOW}, 0.0, []),
     "half, steady": (a_network(4, {}, HALF), 0.05, [(0, 1)]),
     "half, unsteady": (a_network(4, {}, HALF), 0.3, []),
     "host, unsteady": (a_network(4, {3: SLOW}), 0.9, [(3,)]),
@@ -106,14 +103,11 @@ def test_slow_hosts_and_links_are_told_apart(name: str) -> None:
 
 
 def test_one_direction_can_be_slow() -> None:
-    """Of two hosts, only that can be seen."""
     sends = {(3, other): SLOW for other in range(3)}
     (host,) = judge.find_suspects(a_network(4, {}, sends))
     assert (host.ends, host.ways, set(host.cells)) == ((3,), "sends", set(sends))
     (link,) = judge.find_suspects(a_network(4, {}, {(2, 1): SLOW}))
     assert (link.ends, link.ways) == ((1, 2), "receives")
-    (of_two,) = judge.find_suspects({(0, 1): FAST, (1, 0): SLOW})
-    assert (of_two.ends, of_two.ways) == ((0, 1), "receives")
 
 
 def test_noise_is_seldom_suspicious() -> None:
@@ -147,8 +141,7 @@ def test_links_within_a_host_are_judged_between_gpus() -> None:
 
 
 def test_a_suspect_is_measured_again_beside_healthy_links() -> None:
-    """Those of the same ends come first, and no other suspect is among them. The only healthy link
-    of two hosts is the way back."""
+    """Those of the same ends come first, and no other suspect is among them."""
     rates = a_network(5, {4: SLOW}, BOTH_WAYS)
     host, link = found = judge.find_suspects(rates)
     judge.choose_cells(host, rates, found)
@@ -157,10 +150,6 @@ def test_a_suspect_is_measured_again_beside_healthy_links() -> None:
     judge.choose_cells(link, rates, found)
     assert sorted(link.cells) == [(0, 1), (1, 0)]
     assert link.healthy == [(0, 2), (0, 3)]
-    two = {(0, 1): FAST, (1, 0): SLOW}
-    (only,) = found = judge.find_suspects(two)
-    judge.choose_cells(only, two, found)
-    assert (only.cells, only.healthy) == ([(1, 0)], [(0, 1)])
     alone = Suspect(0, None, [(0, 1)], 0.1)
     judge.choose_cells(alone, {(0, 1): SLOW}, [alone])
     assert (alone.cells, alone.healthy) == ([(0, 1)], [])
@@ -191,7 +180,7 @@ def test_only_what_is_slow_each_time_is_confirmed(
 
 # --- what is reported -----------------------------------------------------------------------------
 
-NETWORK = Network({0: "a", 1: "b", 2: "c", 3: "d"}, {0: 125e6, 1: 125e6})
+HOSTS = {0: "a", 1: "b", 2: "c", 3: "d"}
 
 
 def report(
@@ -200,28 +189,19 @@ def report(
     other: int | None = None,
     *,
     cells: tuple[Cell, ...] = ((0, 1), (1, 0)),
-    two: bool = False,
 ) -> Finding:
     """Return the finding of a suspect that was confirmed five times."""
     suspect = Suspect(one, other, cells, 0.1, kind, usual=FAST, measured=[TRUE] * 5)
-    return judge.describe_slow(suspect, NETWORK, two)
+    return judge.describe_slow(suspect, HOSTS)
 
 
 def test_a_slow_link_names_both_hosts_a_slow_host_one(frozen: Frozen) -> None:
     """With its rate, and that of healthy links."""
     link = report("host", 0, 1)
-    one_way = report("host", 0, 1, cells=((1, 0),), two=True)
+    one_way = report("host", 0, 1, cells=((1, 0),))
     host, rank = report("host", 3), report("rank", 3)
     neighbours = report("neighbour", 0, 1), report("neighbour", 0)
     frozen.findings([link, one_way, host, rank, *neighbours])
-
-
-def test_links_below_half_of_the_nominal_speed_are_a_note(frozen: Frozen) -> None:
-    """If the speed of all interfaces is known, and no link reaches half of it."""
-    frozen.findings(judge.find_below_nominal({(0, 1): 50e6, (1, 0): 60e6}, NETWORK))
-    assert judge.find_below_nominal({(0, 1): 50e6, (1, 0): 63e6}, NETWORK) == []
-    assert judge.find_below_nominal({(0, 1): 50e6, (0, 2): 50e6}, NETWORK) == []
-    assert judge.find_below_nominal({}, NETWORK) == []
 
 
 def test_a_line_describes_a_class_of_links(frozen: Frozen) -> None:
@@ -232,29 +212,17 @@ def test_a_line_describes_a_class_of_links(frozen: Frozen) -> None:
     assert judge.summarise("within", []) == []
 
 
-def show(count: int, host: Callable[[int], str], at_once: float | None = 50e6) -> list[str]:
-    """Return the text of the tables of an examination in which rank 1 to 0 was the slowest way."""
+@pytest.mark.parametrize(("count", "title"), [(3, "ways"), (12, "the slowest 12 of 132 ways")])
+def test_the_slowest_ways_come_first(count: int, title: str) -> None:
     cells = [
-        [a, b, 1e6 if (a, b) == (1, 0) else 100e6, at_once, 1e-4]
+        [a, b, 1e6 if (a, b) == (1, 0) else 100e6, 50e6, 1e-4]
         for a, b in itertools.permutations(range(count), 2)
     ]
-    kind = "hosts" if len({host(rank) for rank in range(count)}) == count else "ranks"
-    ends = [[rank, host(rank)] for rank in range(count)]
-    figures = {"ends": ends, "kind": kind, "cells": cells}
-    return [f"{one.title}\n{lay_out(one)}" for one in judge.build_tables(figures, "gloo")]
-
-
-def test_few_links_are_shown_as_a_matrix_many_by_their_slowest(frozen: Frozen) -> None:
-    """Rows send to columns."""
-    rates, latencies = show(3, lambda rank: f"h{rank}")
-    (row,) = (line.split() for line in rates.splitlines() if line.startswith("h1"))
-    assert " ".join(row) == "h1 1 / 50 - 100 / 50"
-    assert latencies.count("100") == 6
-    (alone, _) = show(2, lambda _: "h", None)
-    assert alone.splitlines()[1].split() == ["0", "1"]
-    (slowest,) = show(12, lambda rank: f"h{rank // 2}")
-    assert slowest.splitlines()[3].split() == ["1", "h0", "0", "h0", "1", "50", "100"]
-    frozen.text("\n".join(text.splitlines()[0] for text in (rates, alone, slowest)))
+    ends = [[rank, f"h{rank}"] for rank in range(count)]
+    table = judge.build_table({"ends": ends, "kind": "hosts", "cells": cells})
+    assert table.title == f"{title} between hosts, the slowest first"
+    assert table.rows[0] == ("h1", "h0", "1", "50", "100")
+    assert len(table.rows) == min(len(cells), 12)
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -293,73 +261,3 @@ def test_without_a_link_nothing_is_measured(pool: RankPool, tmp_path: Path, froz
         examination = examine_links(pool, words[0], tmp_path, *words[1:])
         assert (examination["findings"], examination["figures"]) == ([], {})
         frozen.text("\n".join(examination["unchecked"]))
-
-
-VIRTUAL_GPU = """
-import os
-os.environ["{variable}"] = "{guard}"
-import pretend_gpu
-import torch.distributed as dist
-from dataclasses import replace
-from ddpbench.catalog import backends
-from ddpbench.runtime import devices
-
-class Clock:  # of a GPU that takes 1 ns for a byte; everything else takes it 1 ms
-    ns = 0
-
-class Event:
-    def record(self):
-        self.ns = Clock.ns
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, later):
-        return (later.ns - self.ns) * 1e-6
-
-def count(module, name, cost_ns):
-    call = getattr(module, name)
-    def counted(*args, **options):
-        Clock.ns += cost_ns(*args)
-        return call(*args, **options)
-    setattr(module, name, counted)
-
-connected, barrier = [], dist.barrier
-
-def connect(*args, **options):
-    connected.append(options.get("group"))
-    return barrier(*args, **options)
-
-def cost_ns(ops):
-    assert ops[0].group in connected
-    assert ops[0].tensor.is_cuda
-    return 1_000_000 * (len(ops) - 1) + ops[0].tensor.nbytes
-
-dist.barrier = connect
-kind = devices.KINDS["cuda"]
-kind.event = lambda device: Event()
-count(dist, "batch_isend_irecv", cost_ns)
-for module, name in ((dist, "send"), (dist, "recv"), (dist, "all_gather"), (kind, "sleep")):
-    count(module, name, lambda *args: 1_000_000)
-backends.BACKENDS["gloo"] = replace(backends.BACKENDS["gloo"], transport="links")
-"""
-
-
-@pytest.mark.thorough
-def test_on_a_gpu_only_one_message_and_its_confirmation_are_timed(
-    cuda_guard: Path, tmp_path: Path
-) -> None:
-    """The time of a slow host is no part of a link: neither the order, nor the wait for the peer,
-    nor the time between messages. In each round one of three ranks has no peer; nccl needs all
-    ranks for the first operation of a group, which is a barrier."""
-    virtual = VIRTUAL_GPU.format(variable=GUARD_VARIABLE, guard=cuda_guard)
-    (tmp_path / "virtual_gpu.py").write_text(virtual)
-    ranks = RankPool()
-    try:
-        words = ("--import", "virtual_gpu", "--device", "cuda")
-        cells = examine_links(ranks, 3, tmp_path, *words)["figures"]["cells"]
-    finally:
-        ranks.close()
-    assert len(cells) == 6
-    assert [cell[2] for cell in cells] == pytest.approx([1e9] * 6, rel=1e-3)
-    assert [cell[4] for cell in cells] == pytest.approx([8e-9] * 6)

@@ -22,7 +22,7 @@ from command_lines import ddpbench_command, read_stored_run, run_command, run_dd
 from frozen import Frozen
 from patience import PATIENCE_SECONDS
 from rank_pool import RankPool
-from simulated_hosts import PORT, Hosts
+from simulated_hosts import Hosts
 from warm_python import warm_python
 
 from ddpbench.records import store
@@ -63,13 +63,13 @@ SET_UP = (Trial("mixed-versions:rank=1", "torch 1.0.0"), Trial("oversubscribed:p
 
 # --- in a step ------------------------------------------------------------------------------------
 
-STEP = "ddp --backend gloo --device cpu --workload mlp --width 64 --depth 2 --threads 1"
+STEP = "ddp --backend gloo --device cpu --workload mlp --width 64 --depth 2"
 FEW = "--steps-per-round 1 --rounds 4 --no-breakdown"
 DDP = (
     Trial("bit-flip:step=7,rank=1", "bit 12"),
     Trial("permute:step=6,rank=1"),
     Trial("nan:step=6,rank=0"),
-    Trial("nan:step=6,rank=1", "1 element"),
+    Trial("nan:step=6,rank=1", "1 NaN or infinite element"),
     Trial("optimizer-state:step=6,rank=1", words="--optimizer adam"),
     Trial("learning-rate:step=6,rank=1", "0.05"),
     Trial("corrupted-result:step=6,rank=1", "bit 20"),
@@ -281,16 +281,21 @@ def test_a_slow_link_and_a_slow_host_are_found(
     hosts: Callable[..., Hosts], tmp_path: Path, frozen: Frozen
 ) -> None:
     """Of four hosts at 1 Gbit/s, the fourth, and the first two to each other, have a tenth of that.
-    The rates are about the planted ones; tests/perf/slow_links.py measures how close."""
+    The rates are about the planted ones; tests/perf/links.py measures how close."""
     trial = Trial("host1-host2 and host4 at 100 Mbit/s")
     bench = hosts(4, rate=[1e9, 1e9, 1e9, 1e8], pairs={(0, 1): 1e8})
     words = "doctor --only links --by host --case-time 4 --fail-on warning --backend gloo"
     with closing(bench.pool((1, 1, 1, 1))) as ranks:
         done = ranks.ask(
-            tmp_path, [{"RANK": str(rank), "LOCAL_RANK": "0"} for rank in range(4)],
-            *words.split(), "--timeout", "60", "--output", "run",
-            "--init-method", f"tcp://{bench[0].address}:{PORT}",
-        )  # fmt: skip
+            tmp_path,
+            [
+                {"RANK": str(rank), "LOCAL_RANK": "0", "MASTER_ADDR": bench[0].address}
+                for rank in range(4)
+            ],
+            *words.split(),
+            "--output",
+            "run",
+        )
     run = store.read(tmp_path / "run")
     warnings = {finding.code for finding in run.findings if finding.severity == "warning"}
     check(trial, done.returncode, list_results(run, *warnings), frozen)

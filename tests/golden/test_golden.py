@@ -1,4 +1,4 @@
-"""What stored runs and command lines state is frozen: facts in facts/, wording in text/.
+"""The output of stored runs and command lines is frozen: facts in facts/, wording in text/.
 
 runs/ holds real runs of two virtual cores, of which three were damaged afterwards.
 """
@@ -23,13 +23,10 @@ from ddpbench.records import store
 RUNS = sorted(path.name for path in (GOLDEN / "runs").iterdir())
 DAMAGED = ("damaged", "newer")  # no command can read these
 # Their pages as Markdown have every title, caption, sentence, table and legend of a page.
-MARKDOWN = (
-    "sweep", "sweep changed", "step", "hsdp", "diverged", "training", "doctor", "doctor-slow",
-    "watch-late",
-)  # fmt: skip
+MARKDOWN = ("sweep", "step", "hsdp", "diverged", "doctor", "doctor-slow", "watch-late")
 WORDING = ("sentence", "next_step", "reason", "why")  # columns of text
 
-# Command lines by the command whose texts they are. They run where results/ holds golden/runs.
+# Command lines by the name of their text file. They run in a folder with golden/runs as results/.
 COMMAND_LINES = {
     "show": (
         *(f"show {name}" for name in RUNS),
@@ -47,10 +44,6 @@ COMMAND_LINES = {
     "list": (
         "list",
         "list nowhere",
-        "list --case all_reduce,64K",
-        "list --case mlp,gloo",
-        "list --case nothing",
-        'list --case ""',
     ),
     "compare": (
         "compare sweep changed",
@@ -58,7 +51,6 @@ COMMAND_LINES = {
         "compare sweep changed --margin 50 --only all_reduce,gloo --format markdown",
         "compare ab-a ab-b",
         "compare ab-b ab-a",
-        "compare step training",
         "compare sweep pipelined",
         "compare wrong operations",
         "compare sweep doctor",
@@ -74,11 +66,10 @@ COMMAND_LINES = {
         "compare sweep nowhere",
     ),
     "baseline": (
-        "baseline list",
         "baseline save main sweep",
         "baseline save main sweep && baseline check main changed",
         "baseline save main sweep && baseline save main changed",
-        "baseline save slow ab-b && baseline check slow ab-a && baseline list",
+        "baseline save slow ab-b && baseline check slow ab-a",
         "baseline save bad damaged",
         "baseline check unknown",
         "baseline save a/b sweep",
@@ -99,7 +90,7 @@ COMMAND_LINES = {
         "report damaged",
         "report nowhere",
     ),
-    "guide": ("guide nothing",),
+    "guide": ("guide nothing", "guide contribuiting"),
     "collectives": (
         "collectives --backend gloo",
         "collectives --op all_redcue",
@@ -120,6 +111,18 @@ COMMAND_LINES = {
         "ddp --inject bit-flap",
         "ddp --inject bit-flip:stepp=3",
         "ddp --parallel hsdp --mesh 2x3 -n 4",
+        "ddp --epochs 3",
+        "ddp --static-graph --accumulate 2",
+        "ddp --workload linear --width 8",
+        "ddp --workload mlp --mesh 4",
+        "ddp --workload mlp --parallel fsdp --bucket-cap-mb 3",
+        "ddp --workload mlp --parallel fsdp --mesh 2x2 -n 4",
+        "ddp --parallel fsdp --workload convnet",
+        "ddp --workload mlp --parallel hsdp --mesh 2y2",
+        "ddp --workload mlp --parallel tp --no-prefetch",
+        "ddp --workload mlp --parallel tp -n 3 --width 64",
+        "ddp --parallel tp -n 4 --workload transformer --width 64",
+        "ddp --workload mlp --reshard-after-forward no",
         "ddp --resume",
         "ddp --rounds 0",
         "ddp --verify sometimes",
@@ -137,7 +140,7 @@ COMMAND_LINES = {
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the frozen runs in results/, which is the current one."""
+    """Make a folder with the frozen runs in results/ the current one."""
     shutil.copytree(GOLDEN / "runs", tmp_path / "results")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
@@ -150,23 +153,22 @@ def run_line(line: str) -> Outcome:
         return call_in_process(shlex.split(line))
 
 
-def rows_of(text: str) -> list[dict[str, str | float]]:
+def read_rows(text: str) -> list[dict[str, str | float]]:
     """Return the figures of a CSV output, row by row, without empty cells and without wording."""
+
+    def parse(cell: str) -> str | float:
+        try:
+            return float(cell)
+        except ValueError:
+            return cell
+
     return [
-        {name: as_figure(cell) for name, cell in row.items() if cell and name not in WORDING}
+        {name: parse(cell) for name, cell in row.items() if cell and name not in WORDING}
         for row in csv.DictReader(io.StringIO(text))
     ]
 
 
-def as_figure(cell: str) -> str | float:
-    """Return a cell as a number if it is one."""
-    try:
-        return float(cell)
-    except ValueError:
-        return cell
-
-
-def tables_of(markdown: str) -> list[list[dict[str, str]]]:
+def read_tables(markdown: str) -> list[list[dict[str, str]]]:
     """Return the tables of a Markdown text as rows; cells of four words or more are wording."""
     tables = []
     for block in re.findall(r"(?:^\|.*\n)+", markdown + "\n", re.MULTILINE):
@@ -185,20 +187,20 @@ def tables_of(markdown: str) -> list[list[dict[str, str]]]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_stored_run_keeps_its_facts(results: Path, frozen: Frozen, name: str) -> None:
-    """How it ended, every figure of every case, every finding, and the figures of every table."""
+    """The end, each case's figures, all findings and the figures of all tables are frozen."""
     shown = {form: run_line(f"show {name} --format {form}") for form in ("csv", "markdown")}
     assert {each.code for each in shown.values()} == {3 if name in DAMAGED else 0}
     if name in DAMAGED:
         return
     run = store.read(results / "results" / name)
-    examined = [found for each in run.examinations for found in each.findings]
-    replicas = [found for step in run.steps if step.replicas for found in step.replicas.findings]
+    examined = [finding for each in run.examinations for finding in each.findings]
+    replicas = [each for step in run.steps if step.replicas for each in step.replicas.findings]
     frozen.facts(
         {
             "state": [run.state, run.exit_code],
-            "findings": [finding_facts(found) for found in (*run.findings, *examined, *replicas)],
-            "cases": rows_of(shown["csv"].out),
-            "tables": tables_of(shown["markdown"].out),
+            "findings": [finding_facts(each) for each in (*run.findings, *examined, *replicas)],
+            "cases": read_rows(shown["csv"].out),
+            "tables": read_tables(shown["markdown"].out),
         }
     )
 
@@ -214,7 +216,7 @@ def test_a_stored_run_keeps_its_facts(results: Path, frozen: Frozen, name: str) 
 def test_a_command_line_keeps_its_facts(
     results: Path, line: str, request: pytest.FixtureRequest
 ) -> None:
-    """The exit code (none: it would start ranks now), the files, the verdicts; and the wording."""
+    """The exit code (none: it would start ranks now), files, verdicts and wording are frozen."""
     before = {path for path in results.rglob("*") if path.is_file()}
     outcomes = [run_line(words) for words in line.split(" && ")]
     new = {path for path in results.rglob("*") if path.is_file()} - before
@@ -224,7 +226,7 @@ def test_a_command_line_keeps_its_facts(
         "files": sorted(generalise(str(path.relative_to(results)), results) for path in new),
     }
     if line.startswith("compare") and last.code != 2 and last.out and "--format" not in line:
-        facts["verdicts"] = rows_of(run_line(f"{line} --format csv").out)
+        facts["verdicts"] = read_rows(run_line(f"{line} --format csv").out)
     (command,) = [name for name, lines in COMMAND_LINES.items() if line in lines]
     frozen = Frozen(command, f"ddpbench {line}", request.config.getoption("--rewrite-text"))
     frozen.facts(facts)
@@ -233,7 +235,7 @@ def test_a_command_line_keeps_its_facts(
 
 
 def generalise(text: str, folder: Path) -> str:
-    """Return a text without what differs from call to call: the folder, the time and the host."""
+    """Replace the folder, the time and the host, which differ from call to call."""
     text = re.sub(rf"{re.escape(str(folder))}\b", "FOLDER", text)
     host = re.escape(re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()))
     return re.sub(rf"\d{{8}}T\d{{6}}Z((?:-\w+)*)-{host}\b", r"TIME\1-HOST", text)
@@ -259,7 +261,7 @@ def test_nothing_is_frozen_that_no_test_reads(pytestconfig: pytest.Config) -> No
 def test_no_further_test_measures_time(
     request: pytest.FixtureRequest, pytestconfig: pytest.Config
 ) -> None:
-    """Those that do are listed under this test's name in facts/; the list may only shrink."""
+    """Such tests are listed under this test's name in facts/; the list may only shrink."""
     tests = pytestconfig.stash[COLLECTED]
     modules = {module for module, _ in tests}
     marked = {f"{module}::{name}" for (module, name), measures in tests.items() if measures}

@@ -25,9 +25,3 @@ def machine() -> Machine:
     if found is None:
         pytest.skip(f"no GPU: {reason} ({REHEARSAL}=1 rehearses on the CPU)")
     return found
-
-
-@pytest.fixture
-def two_ranks(machine: Machine) -> dict[str, str]:
-    """The variables with which two ranks of nccl run here."""
-    return machine.two_ranks

@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 10.0
 def load_batch(device: torch.device, how: str) -> None:
     """Keep this rank from its next collective."""
     if how == "stop":
-        time.sleep(1.5)  # its heartbeat tells the others where it is
+        time.sleep(1.5)  # its heartbeat shows the others its line
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(30)
 

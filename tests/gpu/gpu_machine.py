@@ -1,7 +1,6 @@
 """The machine of the GPU checks, and how commands run there.
 
 python -m pytest -m gpu                                  on a machine with a GPU
-DDPBENCH_NCCL_LIBRARY=/path/libnccl.so.2 …               preloads another NCCL
 DDPBENCH_GPU_REHEARSAL=1 python -m pytest -m gpu         without a GPU: the same checks with the
                                                          CPU and gloo, to test the checks
 """
@@ -19,7 +18,7 @@ import torch
 from command_lines import ddpbench_command, run_command
 from patience import PATIENCE_SECONDS
 
-REHEARSAL, LIBRARY = "DDPBENCH_GPU_REHEARSAL", "DDPBENCH_NCCL_LIBRARY"
+REHEARSAL = "DDPBENCH_GPU_REHEARSAL"
 UNITS = Path(__file__).with_name("gpu_units.py")
 # With few blocks each, the kernels of two ranks fit on one GPU at once. --share-gpu does the rest.
 SHARING = {"NCCL_MAX_CTAS": "4", "NCCL_SOCKET_IFNAME": "lo"}
@@ -27,7 +26,7 @@ SHARING = {"NCCL_MAX_CTAS": "4", "NCCL_SOCKET_IFNAME": "lo"}
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured: CUDA tensors on nccl, or in a rehearsal CPU tensors on gloo."""
+    """CUDA tensors on nccl, or in a rehearsal CPU tensors on gloo."""
 
     device: str
     backend: str
@@ -41,10 +40,7 @@ class Machine:
     @property
     def two_ranks(self) -> dict[str, str]:
         """The variables with which two ranks of the backend run here."""
-        if self.rehearsal or self.gpus > 1:
-            return {}
-        library = os.environ.get(LIBRARY)
-        return {**SHARING, **({"LD_PRELOAD": library} if library else {})}
+        return {} if self.rehearsal or self.gpus > 1 else SHARING
 
     def run(self, cwd: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run `ddpbench WORDS…` on the device, until it ends; print what it prints."""
@@ -62,10 +58,9 @@ class Machine:
 
 
 def read_facts(device: str) -> dict[str, object]:
-    """Return what torch says about the devices, asked in another process."""
-    library = {"LD_PRELOAD": os.environ[LIBRARY]} if os.environ.get(LIBRARY) else {}
+    """Return torch's facts about the devices, from another process."""
     words = [sys.executable, str(UNITS), "facts", device]
-    done = run_command(words, UNITS.parent, **library)
+    done = run_command(words, UNITS.parent)
     assert done.returncode == 0, done.stderr
     facts: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return facts

@@ -1,4 +1,4 @@
-"""Hangs of two ranks of nccl: what the watchdog tells, with torch's flight recorder and without."""
+"""Hangs of two ranks of nccl, with torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from patience import PATIENCE_SECONDS
 from ddpbench.launch import placement
 
 SCRIPT = Path(__file__).with_name("gpu_hangs.py")
-RECORDER = {"on": "2000", "off": "0"}
-# What the verdict says of rank 1 where the recorder is on.
+# The verdict on rank 1.
 VERDICTS = {
     "late": r"rank 1\b.* load_batch \(gpu_hangs\.py:\d+\)",
     "skipped": r"rank 1\b.*(calls|never joined)",
@@ -30,16 +29,16 @@ VERDICTS = {
 def play(
     machine: Machine, name: str, folder: Path, variables: dict[str, str]
 ) -> tuple[int | None, str]:
-    """Run a play in two ranks; return rank 0's exit code and output. Nothing is left at the end."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
-    common["MASTER_PORT"] = str(placement.free_port())
+    """Run a play in two ranks; return rank 0's exit code and output. No process is left."""
+    variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+    variables["MASTER_PORT"] = str(placement.free_port())
     words = [sys.executable, str(SCRIPT), name, machine.device, machine.backend]
     paths = [folder / f"rank{rank}" for rank in range(2)]
     ranks = []
     for rank, path in enumerate(paths):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"}
         with path.open("w") as output:
-            environ = clean_environment(**{**variables, **common, **own})
+            environ = clean_environment(**variables, **own)
             ranks.append(subprocess.Popen(words, env=environ, stdout=output, stderr=output))
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -54,21 +53,16 @@ def play(
     return codes[0], texts[0]
 
 
-@pytest.mark.parametrize("recorder", RECORDER)
 @pytest.mark.parametrize("name", VERDICTS)
 def test_a_hang_is_blamed_on_rank_1(
-    machine: Machine, two_ranks: dict[str, str], tmp_path: Path, name: str, recorder: str,
-    frozen: Frozen,
-) -> None:  # fmt: skip
-    """Rank 1 is late before DDP(), skips an all_reduce, or is stopped. With the recorder, rank 0
-    ends with exit code 5 and blames rank 1 in a line; without, it says at least where rank 1 is."""
-    size = RECORDER[recorder]
-    variables = {"TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size}
-    code, text = play(machine, name, tmp_path, {**two_ranks, **variables})
+    machine: Machine, tmp_path: Path, name: str, frozen: Frozen
+) -> None:
+    """Rank 1 is late before DDP(), skips an all_reduce, or is stopped: rank 0 ends with exit code 5
+    and names rank 1 in a line."""
+    code, text = play(
+        machine, name, tmp_path, {**machine.two_ranks, "TORCH_FR_BUFFER_SIZE": "2000"}
+    )
     verdicts = re.findall(r"^ddpbench: (.*)$", text, re.MULTILINE)
-    assert verdicts
-    pattern = VERDICTS[name] if recorder == "on" else "rank 1"
-    matching = [verdict for verdict in verdicts if re.search(pattern, verdict)]
+    matching = [verdict for verdict in verdicts if re.search(VERDICTS[name], verdict)]
     assert matching
-    if recorder == "on":
-        frozen.facts([code, verdict_facts(matching[0])["blamed"]])
+    frozen.facts([code, verdict_facts(matching[0])["blamed"]])

@@ -33,8 +33,8 @@ def assert_measured(folder: Path, *operations: str) -> None:
 
 
 def test_a_world_of_one(machine: Machine, tmp_path: Path) -> None:
-    """`run_bench.sh gpu` ends with a table, says that one rank measures no link, and torch guesses
-    no device."""
+    """`run_bench.sh gpu` ends with a table and a note that one rank measures no link, and torch
+    guesses no device."""
     place = ["cpu", "--backend", "gloo"] if machine.rehearsal else ["gpu"]
     words = [*place, "-n", "1", "--sizes", "8:64M:x64", "--case-time", "0.5", "--launches", "2"]
     command = [str(ROOT / "run_bench.sh"), *words]
@@ -47,13 +47,19 @@ def test_a_world_of_one(machine: Machine, tmp_path: Path) -> None:
     assert_measured(tmp_path, "all_reduce", "all_gather", "broadcast")
 
 
-def test_gloo_with_tensors_of_a_shared_gpu(machine: Machine, tmp_path: Path) -> None:
-    """Two ranks of gloo share a GPU if they may, and every operation that gloo has is right."""
-    operations = ("all_reduce", "all_gather", "broadcast")
-    words = ("--backend", "gloo", "--sizes", "8,1M", "--op", ",".join(operations))
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=needs_mpirun)])
+def test_gloo_and_mpi_with_tensors_of_a_shared_gpu(
+    machine: Machine, tmp_path: Path, backend: str
+) -> None:
+    """Two ranks share a GPU, and the results are right. mpi moves tensors of a GPU through pinned
+    host memory unless MPI is CUDA-aware, and the table names the way."""
+    words = ("--backend", backend, "--sizes", "8,1M")
     done = machine.run(tmp_path, "collectives", *words, *TWO, *SHORT)
     assert done.returncode == 0
-    assert_measured(tmp_path, *operations)
+    assert_measured(tmp_path, "all_reduce", "all_gather", "broadcast")
+    providers = {result.case.provider for result in read_stored_run(tmp_path)[1].results}
+    if backend == "mpi" and not machine.rehearsal:
+        assert providers <= {"mpi4py, staged through host memory", "mpi4py, CUDA-aware"}
 
 
 def test_a_flipped_bit_is_found_on_a_shared_gpu(
@@ -84,14 +90,12 @@ def test_too_many_ranks_of_nccl_on_one_gpu_are_refused(machine: Machine, tmp_pat
 
 
 @pytest.mark.parametrize("start", ["barrier", "p2p_barrier"])
-def test_two_ranks_of_nccl(
-    machine: Machine, two_ranks: dict[str, str], tmp_path: Path, start: str
-) -> None:
-    """Two ranks of nccl measure every operation with right results, with both starts; the time of
-    the device is never longer than the host's, and the case says how it is defined."""
+def test_two_ranks_of_nccl(machine: Machine, tmp_path: Path, start: str) -> None:
+    """Two ranks of nccl measure every operation with right results, with both starts. The device's
+    time is never longer than the host's, and the case has its definition."""
     words = ("collectives", "--backend", machine.backend, "--op", "all", "--sync", start)
     sizes = ("--sizes", "8,64K,16M")
-    done = machine.run(tmp_path, *words, *sizes, *TWO, *SHORT, **two_ranks)
+    done = machine.run(tmp_path, *words, *sizes, *TWO, *SHORT, **machine.two_ranks)
     assert done.returncode == 0
     assert_measured(tmp_path, "all_reduce", "send_recv", "barrier", "all_to_all")
     folder, run = read_stored_run(tmp_path)
@@ -102,8 +106,8 @@ def test_two_ranks_of_nccl(
 
 
 def assert_device_times(folder: Path, run: Run) -> None:
-    """Each repetition has a time of the device. Where events lie inside the host's stamps, it is
-    not longer than theirs; where the launch is hidden, those show the launch alone."""
+    """Assert that each repetition has a time of the device. If its events are between the host's
+    stamps, it is not longer than the host's; with a hidden launch, they are not comparable."""
     samples = store.read_samples(folder)
     for result in run.results:
         own = samples[samples["case"] == result.case.key]
@@ -115,32 +119,18 @@ def assert_device_times(folder: Path, run: Run) -> None:
             assert result.case.time_definition in LAUNCH_HIDDEN
 
 
-def test_ddp_on_nccl(machine: Machine, two_ranks: dict[str, str], tmp_path: Path) -> None:
+def test_ddp_on_nccl(machine: Machine, tmp_path: Path) -> None:
     """A transformer's step on two ranks of nccl, its budget, and equal replicas."""
     words = ("ddp", "--backend", machine.backend, "--workload", "transformer", *SMALL)
-    done = machine.run(tmp_path, *words, "--rounds", "5", *TWO, **two_ranks)
+    done = machine.run(tmp_path, *words, "--rounds", "5", *TWO, **machine.two_ranks)
     assert done.returncode == 0
     assert "exposed" in done.stdout
 
 
-def test_the_doctor_on_nccl(machine: Machine, two_ranks: dict[str, str], tmp_path: Path) -> None:
+def test_the_doctor_on_nccl(machine: Machine, tmp_path: Path) -> None:
     """The doctor ends with its tables and finds no error on two healthy ranks of nccl."""
     words = ("doctor", "--backend", machine.backend, "--case-time", "5")
-    done = machine.run(tmp_path, *words, *TWO, **two_ranks)
+    done = machine.run(tmp_path, *words, *TWO, **machine.two_ranks)
     assert done.returncode in (0, 1)
     assert "ERROR" not in done.stdout
-    assert "links" in done.stdout
-
-
-@needs_mpirun
-def test_mpi_with_gpu_tensors(machine: Machine, tmp_path: Path) -> None:
-    """mpi moves tensors of a GPU, through pinned host memory unless MPI says it knows CUDA, and the
-    table says which."""
-    words = ("collectives", "--backend", "mpi", "--sizes", "8,1M")
-    done = machine.run(tmp_path, *words, *TWO, *SHORT)
-    assert done.returncode == 0
-    assert_measured(tmp_path, "all_reduce")
-    _, run = read_stored_run(tmp_path)
-    providers = {result.case.provider for result in run.results}
-    if not machine.rehearsal:
-        assert providers <= {"mpi4py, staged through host memory", "mpi4py, CUDA-aware"}
+    assert "examinations" in done.stdout

@@ -132,8 +132,7 @@ def test_a_hang_is_told_whatever_the_ranks_wait_in(
 def test_a_rank_that_is_missing_while_the_ranks_connect_is_seen(
     frozen: Frozen, folder: Path
 ) -> None:
-    """No backend has counted or recorded anything yet: the alarm comes because the main thread has
-    been in one and the same call for so long."""
+    """The backend has counted the call, and not recorded it yet."""
     codes, told, err = said(folder, "connect")
     frozen.facts({"exit": codes, "told": len(told), "verdicts": stated(told)})
     assert all("all_reduce" in each for each in told), err

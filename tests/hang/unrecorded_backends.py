@@ -1,6 +1,6 @@
 """Backends of which torch has no record, as it has none of nccl's before its ranks are connected.
 
-late: gloo in Python, connected by the first call; nothing is counted.
+late: gloo in Python, connected by the first call, which is counted before.
 silent: gloo under another name, for a process whose recorder is off; gloo counts its calls.
 """
 
@@ -18,6 +18,7 @@ class LateGroup(dist.ProcessGroup):
     def __init__(self, *given: Any) -> None:
         _, rank, size, _ = self.given = given
         super().__init__(rank, size)
+        self.calls = 0
 
     @cached_property
     def gloo(self) -> Any:
@@ -28,13 +29,18 @@ class LateGroup(dist.ProcessGroup):
         """Return the name that torch shows."""
         return "late"
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self.calls
+
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Pass the call on to gloo."""
+        self.calls += 1
         work: dist.Work = self.gloo.allreduce(tensors, opts)
         return work
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Pass the call on to gloo."""
+        self.calls += 1
         work: dist.Work = self.gloo.allgather(outputs, inputs, opts)
         return work
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 from frozen import Frozen, finding_facts
 from in_process import call_in_process
-from stored_runs import a_case, a_result, a_run
 from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.present import formats
-from ddpbench.records import codec, store
+from ddpbench.records import codec
 from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 
@@ -290,20 +289,6 @@ def test_folders_of_logs_are_compared() -> None:
         assert rows[0]["change"] == pytest.approx(0.2, abs=0.005)
 
 
-def test_a_log_is_not_comparable_with_a_run() -> None:
-    """INCOMPARABLE with the fields that differ, and never a ratio."""
-    case = a_case(backend="nccl", device="cuda", nbytes=MIB, count=MIB // 4, clock="device",
-                  issue="pipelined", depth=20, start="none", in_place=True)  # fmt: skip
-    store.create(Path("results/mine"), a_run(a_result(case)), "x")
-    Path("theirs.log").write_text(nccl(row(), ranks=2))
-    code, out, _ = call_in_process(["compare", "mine", "theirs.log", "--format", "json"])
-    rows = {each["verdict"]: each for each in json.loads(out)["rows"]}
-    assert (code, sorted(rows)) == (3, ["INCOMPARABLE", "ONLY NEW"])
-    assert all(each["change"] is None for each in rows.values())
-    for name in ("provider", "clock", "statistic", "rank_reduction", "time_definition"):
-        assert f"{name} " in rows["INCOMPARABLE"]["why"]
-
-
 def test_a_log_is_shown(frozen: Frozen) -> None:
     """Without torch: the tool, the ranks, the definition; CSV and JSON too."""
     run = read(nccl(row()))
@@ -311,14 +296,3 @@ def test_a_log_is_shown(frozen: Frozen) -> None:
     frozen.text("\n".join(shown.split("\n")[1:]))  # the first line shows the path
     assert codec.decode(Run, json.loads(formats.show("json", run))) == run
     assert "nan" not in formats.show("csv", run)
-
-
-def test_a_run_is_preferred_to_the_logs_beside_it() -> None:
-    """A folder of runs is its runs, whatever text lies there; a file is named by its path."""
-    store.create(Path("pool/one"), a_run(a_result()), "x")
-    Path("pool/notes.txt").write_text("measured on Monday")
-    assert sources.find_all("pool") == [Path("pool/one")]
-    assert sources.find("pool/one/run.json") == Path("pool/one")
-    assert sources.find("pool/notes.txt") == Path("pool/notes.txt")
-    with pytest.raises(InvalidRun):
-        sources.find_all("nowhere")

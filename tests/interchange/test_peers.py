@@ -8,8 +8,7 @@ from random_stamps import random_stamps
 from stored_runs import a_case, a_result, a_run, a_summary
 
 from ddpbench.analysis import lines, stats
-from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.present.collectives.columns import BETWEEN_PAIRS, COLUMNS
+from ddpbench.present.collectives.columns import COLUMNS
 
 PIPELINED: dict[str, Any] = {"issue": "pipelined", "start": "none", "async_op": True, "depth": 20}
 
@@ -41,14 +40,6 @@ def test_the_figures_are_those_of_the_others_own_loops(device: bool) -> None:
     assert COLUMNS["osu"].value(pipelined) is None
 
 
-def test_the_figure_of_teams_is_over_all_of_them() -> None:
-    """A rank that is in no team does not count."""
-    stamps = random_stamps(5, 30, seed=6)
-    over = stats.over_ranks(stamps, [[0, 2], [3, 4]])
-    spent = stamps[[0, 2, 3, 4], :, 1] - stamps[[0, 2, 3, 4], :, 0]
-    assert over.host_mean.tolist() == pytest.approx(spent.mean(axis=0).tolist())
-
-
 @pytest.mark.parametrize(
     ("case", "result"),
     [
@@ -70,19 +61,3 @@ def test_what_the_others_time_otherwise_has_no_figure(
     (line,) = lines.lines(a_run(a_result(a_case(**case), **known)))
     assert COLUMNS["osu"].value(line) is None
     assert COLUMNS["nccl_tests"].value(line) is None
-
-
-def test_over_launches_it_is_the_median() -> None:
-    """Each of three launches is a run of the other benchmark."""
-    results = [
-        a_result(launch=n, summary=a_summary(overall_mean_seconds=s))
-        for n, s in enumerate((2e-3, 9e-3, 4e-3))
-    ]
-    (line,) = lines.lines(a_run(*results))
-    assert COLUMNS["osu"].value(line) == pytest.approx(4000)
-
-
-def test_what_is_between_pairs_is_what_the_catalog_says() -> None:
-    """This module may not ask it."""
-    paired = tuple(name for name, operation in OPERATIONS.items() if operation.paired)
-    assert paired == BETWEEN_PAIRS

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from command_lines import ROOT, needs_mpirun, running_command
+from command_lines import ROOT, running_command
 from patience import PATIENCE_SECONDS, wait_until
 from warm_python import warm_python
 
@@ -22,16 +22,9 @@ from ddpbench.launch.placement import Refused
 
 EVERYWHERE = {"0.0.0.0", "::"}
 SWEEP = (
-    "collectives",
-    "--op",
-    "all_reduce",
-    "--sizes",
-    "4K",
-    "--case-time",
-    "0.2",
-    "--launches",
-    "1",
-)
+    "collectives", "--op", "all_reduce", "--sizes", "4K", "--case-time", "0.2", "--launches", "1",
+    "--backend", "gloo",
+)  # fmt: skip
 # A warm Python is no child of the test: it writes its process's number.
 NUMBERED = "import os, sys; print(os.getpid(), flush=True); "
 DDPBENCH = NUMBERED + "from ddpbench import cli; sys.exit(cli.main(sys.argv[1:]))"
@@ -75,24 +68,11 @@ def test_on_one_host_nothing_listens_beyond_it(starter: str, tmp_path: Path) -> 
     """Of the launcher and its ranks every socket that ever listened was on loopback: the store, the
     control group, the streams that calibrate. (The tested gloo listens where gloo does in any job,
     which is told to be loopback here.)"""
-    words = [*SWEEP, "--backend", "gloo"]
     if starter == "forked":
-        seen = seen_listening(DDPBENCH, [*words, "-n", "2"], tmp_path)
+        seen = seen_listening(DDPBENCH, [*SWEEP, "-n", "2"], tmp_path)
     else:
-        seen = seen_listening(EXECUTED, ["-m", "ddpbench", *words], tmp_path)
+        seen = seen_listening(EXECUTED, ["-m", "ddpbench", *SWEEP], tmp_path)
     assert {address for address, _ in seen} == {"127.0.0.1"}
-
-
-@pytest.mark.nightly
-@pytest.mark.thorough
-@needs_mpirun
-def test_under_mpirun_the_store_listens_on_loopback(tmp_path: Path) -> None:
-    """MPI has sockets of its own, wherever it likes; the ranks' store has one, on the port given,
-    and that is on loopback."""
-    port = placement.free_port()
-    words = [*SWEEP, "--backend", "mpi", "-n", "2", "--master-port", str(port)]
-    seen = seen_listening(DDPBENCH, words, tmp_path)
-    assert {address for address, number in seen if number == port} == {"127.0.0.1"}
 
 
 @pytest.fixture

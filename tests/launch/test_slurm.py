@@ -14,31 +14,9 @@ from rank_pool import Done, RankPool
 from slurm_cluster import Cluster, explain_missing, start_cluster
 from warm_python import warm_python
 
-from ddpbench.launch import placement
 from ddpbench.records import store
 
 TINY = ("--device", "cpu", "--op", "all_reduce", "--sizes", "4,1K", "--case-time", "0.1")
-NOWHERE = "n0.invalid"  # RFC 2606: resolves nowhere
-
-
-def program(folder: Path, name: str, *lines: str) -> None:
-    """A shell script of this name."""
-    path = folder / name
-    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
-    path.chmod(0o755)
-
-
-# --- where ranks meet ----------------------------------------------------------------------------
-
-
-def test_a_node_is_reached_by_name_or_as_slurm_reaches_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A name that resolves is taken as it is; for another, scontrol is asked for the address."""
-    program(tmp_path, "scontrol", 'echo "NodeName=$4 Arch=x86_64 NodeAddr=127.0.0.9 Port=1"')
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert placement.node_address("localhost") == "localhost"
-    assert placement.node_address(NOWHERE) == "127.0.0.9"
 
 
 # --- signals --------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ The ranks play all ways once and leave what they saw in files. They run this ver
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -218,55 +217,6 @@ def test_every_collective_has_a_span(seen: Seen, way: str) -> None:
         assert begins[0] >= 0
         assert all(span["exposed_ns"] > 0 for span in rank[way]["spans"])
         assert all(span["end_ns"] >= span["begin_ns"] for span in rank[way]["spans"])
-
-
-def full_nbytes(shapes: list[tuple[int, ...]], ranks: int) -> int:
-    """Bytes of the gathered parameters, whose rows are padded to a multiple of the ranks."""
-    rows = [(math.ceil(first / ranks) * ranks, *rest) for first, *rest in shapes]
-    return 4 * sum(map(math.prod, rows))
-
-
-def sizes_of(way: str) -> dict[str, int]:
-    """Bytes of each layer group in one all_gather."""
-    sizes = WAYS[way]
-    ranks, split = sizes["dp_shard"], sizes.get("tp", 1)
-    block = [(2 * WIDTH // split, WIDTH), (2 * WIDTH // split,), (WIDTH, 2 * WIDTH // split),
-             (WIDTH,)]  # fmt: skip
-    out = [(OUT, WIDTH), (OUT,)]
-    return {"root": full_nbytes(out, ranks), **dict.fromkeys(BLOCKS, full_nbytes(block, ranks))}
-
-
-@pytest.mark.parametrize("way", ["fsdp", "hsdp", "fsdp+tp"])
-def test_bytes_are_those_of_the_layers(seen: Seen, way: str) -> None:
-    """An all_gather and a reduce_scatter move the padded parameters of their group, and between
-    replicas an all_reduce moves a shard of them."""
-    sizes = sizes_of(way)
-    for span in seen[0][way]["spans"]:
-        if span["operation"] != "all_reduce":
-            assert span["nbytes"] == sizes[span["layers"]], span
-        elif way == "hsdp":
-            assert span["nbytes"] == sizes[span["layers"]] // 2, span
-    gathers = Counter(s["layers"] for s in seen[0][way]["spans"] if s["operation"] == "all_gather")
-    assert gathers == {"root": 1, "blocks.0": 2, "blocks.1": 2}
-
-
-def test_fully_shard_gathers_in_order_and_reduces_in_reverse(seen: Seen) -> None:
-    """Forward root, blocks.0, blocks.1; backward the other way round, each with its reduce."""
-    keys = [key(span) for span in seen[0]["fsdp"]["spans"]]
-    forward = [layers for _, layers, phase in keys if phase == "forward"]
-    assert forward == ["root", "blocks.0", "blocks.1"]
-    scatters = [layers for operation, layers, _ in keys if operation == "reduce_scatter"]
-    assert sorted(scatters) == ["blocks.0", "blocks.1", "root"]
-    assert scatters.index("blocks.1") < scatters.index("blocks.0")
-    assert {phase for operation, _, phase in keys if operation == "reduce_scatter"} == {"backward"}
-
-
-def test_replicas_reduce_between_groups(seen: Seen) -> None:
-    """HSDP gathers among the ranks of a shard group, and reduces among those of a replica."""
-    for rank, (shards, replicas) in {0: ([0, 1], [0, 2]), 3: ([2, 3], [1, 3])}.items():
-        for span in seen[rank]["hsdp"]["spans"]:
-            expected = replicas if span["operation"] == "all_reduce" else shards
-            assert span["ranks"] == expected
 
 
 def test_tensor_parallel_reduces_in_the_layer_that_needs_it(seen: Seen) -> None:

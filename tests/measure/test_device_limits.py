@@ -65,25 +65,6 @@ def test_a_result_above_what_the_memory_moves_is_invalid(tmp_path: Path, frozen:
     assert "limit -:" in done.stdout
 
 
-@pytest.mark.thorough
-def test_the_limit_of_links_and_its_source_are_shown(tmp_path: Path, frozen: Frozen) -> None:
-    """What NVML reports of the links becomes the limit of a case, under its name."""
-    (tmp_path / "pretend.py").write_text(PRETEND)
-    words = ["--import", "pretend", "--backend", "gloo", "-n", "2", "--op", "all_reduce"]
-    words += ["--sizes", "1M", *QUICK]
-    done = run_ddpbench(tmp_path, "collectives", *words)
-    assert done.returncode == 0, done.stderr
-    (result,) = read_stored_run(tmp_path)[1].results
-    assert result.limit is not None
-    assert result.hard_limit is not None
-    assert result.limit.bytes_per_second == 200e9
-    assert "200.0 GB/s" in done.stdout
-    assert result.limit.source in " ".join(done.stdout.split())
-    frozen.text(result.limit.source)
-    assert result.hard_limit.bytes_per_second > 1e9
-    assert "--peak-bandwidth" not in done.stdout
-
-
 @pytest.fixture
 def alone() -> Iterator[Any]:
     """A world of one rank, with a real group."""
@@ -112,30 +93,3 @@ def test_a_copy_reads_and_writes_each_byte(
     alone.gpu_mates = mates
     rate = calibrate.measure_device_copy(alone, CPU)
     assert rate == pytest.approx(max(1, len(mates)) * 4 * 2 * 2**26 / 8e-3)
-
-
-COARSE = """
-from ddpbench.runtime import devices
-
-class CoarseEvent(devices.HostEvent):
-    def record(self):
-        self.ns = 0
-
-kind = devices.KINDS["cpu"]
-kind.clock, kind.event_step_seconds = "device", 0.5e-6
-kind.event = lambda device: CoarseEvent()
-"""
-
-
-@pytest.mark.thorough
-def test_times_below_the_step_of_a_devices_clock_end_no_run(tmp_path: Path) -> None:
-    """With one rank nccl does nothing, and two events may show the same time. Such a call is timed
-    in batches; if that shows no time either, there is no bandwidth."""
-    (tmp_path / "coarse.py").write_text(COARSE)
-    words = ["--import", "coarse", "--backend", "gloo", "-n", "1", "--op", "all_reduce"]
-    done = run_ddpbench(tmp_path, "collectives", *words, "--sizes", "8", *QUICK)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    (result,) = read_stored_run(tmp_path)[1].results
-    assert result.summary is not None
-    assert (result.batch, result.summary.median_seconds) == (11, 0.0)

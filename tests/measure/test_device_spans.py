@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
-from command_lines import QUICK, read_stored_run, run_ddpbench
-from frozen import Frozen
-from stored_runs import a_case, a_run, launch_results
+from command_lines import read_stored_run, run_ddpbench
 
 from ddpbench import collectives
 from ddpbench.catalog import backends
 from ddpbench.measure import loop
 from ddpbench.measure.loop import HiddenLaunch
-from ddpbench.present import formats
 from ddpbench.records import store
 from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Run
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import Partition
-from ddpbench.verdicts import comparison
-from ddpbench.verdicts.comparison import Rule
-from ddpbench.verdicts.matching import Source
 
 CPU = torch.device("cpu")
 LAUNCH_MS = 3
-# The host's processors with an event's clock, and gloo as if its launch could be hidden.
-PRETEND = """
-from dataclasses import replace
-from ddpbench.catalog.backends import BACKENDS
-from ddpbench.runtime import devices
-devices.KINDS["cpu"].clock = "device"
-BACKENDS["gloo"] = replace(BACKENDS["gloo"], in_stream=True)
-"""
 
 
 # --- the whole path -------------------------------------------------------------------------------
@@ -92,80 +76,6 @@ def test_the_launch_is_in_its_own_figure_and_not_in_the_time(
         assert not result.wrong
 
 
-@pytest.mark.thorough
-def test_what_comes_from_the_hosts_stamps_is_left_out(in_stream: tuple[Path, Run, str]) -> None:
-    """They end when a call has returned, so there is no skew, no bracket of the time, and no figure
-    that other benchmarks would print. A barrier's launch is not hidden: it has them."""
-    for result in in_stream[1].results:
-        summary = result.summary
-        assert summary is not None
-        of_host = (
-            summary.skew_seconds,
-            summary.last_in_seconds,
-            summary.global_seconds,
-            summary.overall_mean_seconds,
-        )
-        if result.case.operation == "barrier":
-            assert result.case.time_definition == EVENTS
-            assert None not in of_host
-            assert (summary.launch_seconds, result.unhidden_share) == (None, None)
-        else:
-            assert set(of_host) == {None}
-
-
-@pytest.mark.thorough
-def test_every_output_shows_the_launch(in_stream: tuple[Path, Run, str]) -> None:
-    """The table, its legend and its header, CSV and JSON."""
-    folder, run, text = in_stream
-    assert "(device clock)" in text
-    assert "launch µs:" in text
-    rows = pd.read_csv(folder / "table.csv").set_index("op")
-    assert rows.loc["all_reduce", "launch"] >= LAUNCH_MS * 1e3
-    assert pd.isna(rows.loc["all_reduce", "skew"])
-    assert pd.isna(rows.loc["barrier", "launch"])
-    stored = json.loads(formats.show("json", run))["results"]
-    assert any(result["summary"]["launch_seconds"] for result in stored)
-    assert json.loads(formats.show("json", run, ("op", "launch")))[0].keys() == {"op", "launch"}
-
-
-@pytest.mark.thorough
-def test_calls_too_short_for_the_devices_clock_are_batched(tmp_path: Path) -> None:
-    """A repetition is then several calls, launched behind one sleep. Launch and time are of one.
-
-    Of 50 ms here: on a busy host a call of gloo takes several.
-    """
-    words = ["--import", "stream_backend", "--backend", "stream", "-n", "2", "--op", "all_reduce"]
-    done = run_ddpbench(
-        tmp_path, "collectives", *words, "--sizes", "8", *QUICK, STEP_US="5000", LAUNCH_MS="0.2"
-    )
-    assert done.returncode == 0, done.stderr
-    folder, run = read_stored_run(tmp_path)
-    (result,) = run.results
-    assert result.batch == result.calls > 1
-    assert not result.wrong
-    samples = store.read_samples(folder)
-    timed = samples[~samples["warm_up"]]
-    launch_ns = timed["exit_ns"] - timed["entry_ns"]
-    assert (launch_ns >= result.calls * 0.2e6).all()
-    assert result.summary is not None
-    assert result.summary.launch_seconds is not None
-    slowest_ns = launch_ns.groupby(timed["repetition"]).max().median()
-    assert result.summary.launch_seconds == pytest.approx(slowest_ns * 1e-9 / result.calls)
-
-
-@pytest.mark.thorough
-def test_a_launch_that_is_seen_is_flagged(tmp_path: Path) -> None:
-    """The CPU does its work as it is called: no launch can be hidden. Each repetition is counted,
-    and the row says that its time includes the launch."""
-    (tmp_path / "pretend.py").write_text(PRETEND)
-    words = ["--import", "pretend", "--backend", "gloo", "-n", "2", "--op", "all_reduce"]
-    done = run_ddpbench(tmp_path, "collectives", *words, "--sizes", "8", *QUICK)
-    assert done.returncode == 0, done.stderr
-    (result,) = read_stored_run(tmp_path)[1].results
-    assert result.unhidden_share == 1.0
-    assert "unhidden:" in done.stdout
-
-
 # --- what is hidden -------------------------------------------------------------------------------
 
 
@@ -211,18 +121,6 @@ def options() -> collectives.Options:
     parser = argparse.ArgumentParser()
     collectives.add_arguments(parser)
     return collectives.Options.of(parser.parse_args([]))
-
-
-def test_a_case_with_launches_in_sight_is_not_compared(frozen: Frozen) -> None:
-    """If the launch of most calls was not hidden, the median is not what the case says."""
-    case = a_case(time_definition=HIDDEN_LAUNCH, clock="device")
-    base = Source("base", (a_run(*launch_results(1e-5, case, unhidden_share=0.4)),))
-    new = Source("new", (a_run(*launch_results(3e-5, case, unhidden_share=0.6)),))
-    (row,) = comparison.compare(base, new, Rule()).rows
-    assert row.verdict == "INVALID"
-    frozen.text(row.why)
-    (same,) = comparison.compare(base, base, Rule()).rows
-    assert same.verdict == "SAME"
 
 
 # --- the sleep ------------------------------------------------------------------------------------
@@ -296,14 +194,6 @@ def test_sleeps_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(12):
         repeat(hidden, 2)
     assert max(kind.slept) == loop.MOST_SECONDS
-
-
-def test_one_slow_launch_changes_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the first call of a case, which connects, nor one launch in a long burst."""
-    seen = iter([False] + [True] * 10 + [False] + [True] * 100)
-    hidden, kind = hidden_launch(monkeypatch, lambda seconds: next(seen))
-    assert [repeat(hidden, count) for count in (1, 40, 1)] == [1, 1, 0]
-    assert set(kind.slept[1:]) == {loop.FIRST_SECONDS}
 
 
 def test_a_batch_sleeps_for_the_launch_of_all_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,14 +56,3 @@ def test_no_reduction_leaves_the_bucket(alone: Any) -> None:
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert len(own) == 2
     assert all(map(torch.equal, grads, own))
-
-
-def test_powersgd_acts_after_two_steps(alone: Any) -> None:
-    """It is of rank 1 and starts in the third step; each replica gets its own state."""
-    make = HOOKS["powersgd"].make
-    assert make is not None
-    state: Any = make(alone)[0]
-    assert (state.matrix_approximation_rank, state.start_powerSGD_iter) == (1, 2)
-    assert state.use_error_feedback
-    assert state.warm_start
-    assert make(alone)[0] is not state

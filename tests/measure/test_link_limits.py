@@ -126,45 +126,10 @@ def test_between_hosts_the_ports_or_the_slots_limit(
     freeze(frozen, on_two_hosts(ranks))
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {},
-        {"rdma_ports": PORTS, "variables": {"NCCL_IB_DISABLE": "1"}},
-        {"rdma_ports": PORTS, "variables": {"NCCL_NET": "Socket"}},
-    ],
-)
-def test_over_tcp_between_hosts_no_limit_is_known(facts: dict[str, Any]) -> None:
-    """Where hosts send over TCP the rates of GPUs' links would be limits that say nothing."""
-    ranks = [a_rank(n % 4, gpu_nvlinks=SWITCH, **facts) for n in range(8)]
-    assert on_two_hosts(ranks) is None
-
-
 def test_groups_between_hosts_share_the_ports(frozen: Frozen) -> None:
     """Eight groups that work at once each get an eighth of a host's ports."""
     ranks = [a_rank(n % 8, gpu_nvlinks=SWITCH, rdma_ports=PORTS) for n in range(16)]
     freeze(frozen, on_two_hosts(ranks, "cross"), on_two_hosts(ranks, "host"))
-
-
-def test_a_fabric_of_nvlinks_reaches_across_hosts() -> None:
-    """Where NVLinks connect the GPUs of several hosts, their ports are not the limit."""
-    ranks = [
-        a_rank(n % 4, gpu_nvlinks=SWITCH, rdma_ports=PORTS, gpu_fabric="ab/0") for n in range(8)
-    ]
-    limit = on_two_hosts(ranks)
-    assert limit is not None
-    assert limit.source.startswith("18 NVLinks")
-    ranks[7]["gpu_fabric"] = "cd/0"
-    limit = on_two_hosts(ranks)
-    assert limit is not None
-    assert "PCIe links" in limit.source
-
-
-def test_all_to_all_across_hosts_has_no_limit() -> None:
-    """busbw counts blocks that stay in a host."""
-    ranks = [a_rank(n % 8, gpu_nvlinks=SWITCH, rdma_ports=PORTS) for n in range(16)]
-    assert on_two_hosts(ranks, operation="all_to_all") is None
-    assert on_one_host(*ranks[:8], operation="all_to_all") == on_one_host(*ranks[:8])
 
 
 @pytest.mark.parametrize("operation", ["send_recv", "bidirectional"])
@@ -187,18 +152,3 @@ def test_a_pair_uses_only_the_links_between_its_ranks(operation: str, frozen: Fr
     between = [four[rank // 2] for rank in range(8)]
     limit = derive_limit(between, across, world, OPERATIONS[operation])
     freeze(frozen, pair, on_one_host(*four), limit)
-
-
-def test_bridges_between_pairs_of_gpus_give_a_limit_to_a_pair_only() -> None:
-    """What goes from one pair to the other has no known limit."""
-
-    def bridged(number: int) -> dict[str, Any]:
-        other = f"0000:{number ^ 1:02x}:00.0"
-        links = [{"to": other, "count": 12, "bytes_per_second": 25 * GB}]
-        return a_rank(number, gpu_nvlinks=links)
-
-    ranks = [bridged(number) for number in range(4)]
-    pair = on_one_host(*ranks[:2])
-    assert pair is not None
-    assert on_one_host(*ranks, operation="bidirectional") == pair
-    assert on_one_host(*ranks) is None

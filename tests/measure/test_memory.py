@@ -1,54 +1,15 @@
-"""Memory: huge pages, the trial of a step, and how a shortage is described."""
+"""Memory: how a shortage is described."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from stored_steps import a_step_case
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpbench.catalog.task import Task
 from ddpbench.measure import memory
-from ddpbench.measure.step import advise_smaller, find_shortage
+from ddpbench.measure.step import advise_smaller
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("kind", memory.KINDS)
-@pytest.mark.parametrize("count", [1, 1 << 20])
-def test_tensors_are_zero_and_can_be_written(kind: str, count: int) -> None:
-    """To their end; one that asks for huge pages begins 64 bytes into one, where torch's allocator
-    puts a large tensor in its page."""
-    tensor = memory.zeros(count, torch.float32, CPU, kind)
-    assert tensor.shape == (count,)
-    assert not tensor.any()
-    if kind == "huge":
-        assert tensor.data_ptr() % memory.HUGE_NBYTES == memory.IN_PAGE
-    assert tensor.fill_(1).sum() == count
-
-
-def test_the_share_in_huge_pages_is_of_the_tensors_mappings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Between none and all of what was written; unknown for no bytes or a silent kernel."""
-    huge = memory.zeros(1 << 20, torch.float32, CPU, "huge").fill_(1)
-    share = memory.huge_share([huge, huge])
-    assert share is not None
-    assert 0 <= share <= 1
-    assert memory.huge_share([torch.empty(0)]) is None
-    start = huge.data_ptr()
-    mappings = [(start, 3072), (start + huge.nbytes, 0)]
-    smaps = "".join(
-        f"{low:x}-{low + huge.nbytes:x} rw-p 0 00:00 0 \nSize: 9 kB\nRss:  4096 kB\n"
-        f"AnonHugePages:    {granted} kB\nVmFlags: rd\n"
-        for low, granted in mappings
-    )
-    for text, expected in ((smaps, 0.75), (None, None)):
-        monkeypatch.setattr(memory, "read", lambda _, text=text: text)
-        assert memory.huge_share([huge]) == expected
 
 
 @pytest.mark.parametrize(
@@ -86,59 +47,3 @@ def test_every_shortage_of_memory_is_recognised(error: Exception, detail: str | 
 def test_the_options_that_help_are_the_sizes_of_the_workload() -> None:
     case = a_step_case(settings=("width=256", "depth=8"))
     assert advise_smaller(case) == "use a smaller --batch, --width or --depth"
-
-
-class Allocated(TorchDispatchMode):
-    """Adds up the bytes of tensors made by empty_like."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.empty_like.default:
-            self.nbytes += result.nbytes
-        return result
-
-
-def some_task() -> Task:
-    """A net with buffers, random numbers and a frozen parameter."""
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
-    model[0].bias.requires_grad_(False)
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        result: Tensor = model(batch).square().mean()
-        return result
-
-    return Task(model, lambda step: torch.ones(4, 6), loss)
-
-
-@pytest.mark.parametrize("views", [False, True])
-def test_a_trial_leaves_no_trace(views: bool) -> None:
-    """Parameters, buffers, gradients and random numbers are as before, and gradients stay again."""
-    task, case = some_task(), a_step_case(optimizer="adam", gradient_as_bucket_view=views)
-    before = {name: each.clone() for name, each in task.model.state_dict().items()}
-    random_state = torch.get_rng_state()
-    assert find_shortage(task, case, CPU, 1) is None
-    assert all(torch.equal(each, before[name]) for name, each in task.model.state_dict().items())
-    assert all(parameter.grad is None for parameter in task.model.parameters())
-    assert torch.equal(torch.get_rng_state(), random_state)
-    task.loss(task.model, task.batch(0)).backward()
-    assert all((each.grad is not None) == each.requires_grad for each in task.model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("replicas", "optimizer", "views", "copies"),
-    [(1, "sgd", False, 1), (1, "sgd", True, 1), (2, "adam", True, 5), (2, "adamw", False, 6)],
-)
-def test_a_trial_holds_the_memory_of_a_later_step(
-    replicas: int, optimizer: str, views: bool, copies: int
-) -> None:
-    """The buckets of this replica, the gradients of the other one unless they lie in its buckets,
-    two states of Adam in each; nothing for parameters that are not trained."""
-    task = some_task()
-    task.model[2] = nn.Identity()  # a dropout allocates by itself
-    trained = sum(each.nbytes for each in task.model.parameters() if each.requires_grad)
-    case = a_step_case(optimizer=optimizer, gradient_as_bucket_view=views)
-    with Allocated() as allocated:
-        find_shortage(task, case, CPU, replicas)
-    assert allocated.nbytes == copies * trained

@@ -33,7 +33,6 @@ from ddpbench.measure.sharded_step import (
     ShardedReplica,
     agree_meshes,
     build_sharded,
-    count_own_nbytes,
     find_refusal,
 )
 from ddpbench.measure.step import Marks
@@ -106,7 +105,7 @@ def make_replica(world: World, group: Any, job: Job, meshes: Meshes) -> ShardedR
 
 
 def train(world: World, group: Any, job: Job) -> dict[str, Any]:
-    """Take the steps. Return the losses, what this rank holds, and what its arms communicate."""
+    """Take the steps. Return the losses, and what its arms communicate."""
     with contextlib.ExitStack() as closing:
         meshes = agree_meshes(
             world, WAYS[job.way], job.mesh,
@@ -119,17 +118,13 @@ def train(world: World, group: Any, job: Job) -> dict[str, Any]:
             replica.step(replica.batches(), Marks(CPU).mark)
             assert replica.loss is not None
             losses.append(float(replica.loss))
-        held = sum(
-            getattr(parameter, "_local_tensor", parameter).nbytes
-            for parameter in replica.module.parameters()
-        )
         spans = {}
         for arm in replica.arms[1:]:
             replica.choose_arm(arm)
             replica.step(replica.batches(), Marks(CPU).mark)
             if arm == "timed":
                 spans = {span.operation: span.layers for span in replica.read_timed_step()}
-        return {"losses": losses, "held": held, "spans": spans, "arms": replica.arms}
+        return {"losses": losses, "spans": spans, "arms": replica.arms}
 
 
 def try_averages(world: World, group: Any) -> dict[str, str | None]:
@@ -209,32 +204,6 @@ def test_the_ranks_learn_what_one_process_learns_on_the_joined_batch(
     assert losses.mean(0).tolist() == pytest.approx(train_alone(job), rel=2e-5)
     first, second = losses[0], losses[-1]
     assert torch.equal(first, second) == (job.case.data_ranks == 1)
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_a_rank_holds_its_share_of_the_parameters(seen: list[Any], name: str) -> None:
-    """What the check of the memory expects is what a rank holds, but for biases and padding."""
-    job = JOBS[name]
-    model, plan = make_task(job, 0, 1, whole=True).model, WORKLOADS[job.workload].plan
-    assert plan is not None
-    whole = sum(parameter.nbytes for parameter in model.parameters())
-    case = a_step_case(parallel=job.way, mesh=job.mesh, parameter_nbytes=whole)
-    expected = count_own_nbytes(model, plan, case)
-    assert [rank[name]["held"] for rank in seen] == pytest.approx([expected] * RANKS, rel=0.1)
-    assert expected < whole
-
-
-def test_arms_are_those_that_the_way_has(seen: list[Any]) -> None:
-    """Where parameters are gathered, one arm has the prefetch switched; the arm "timed" sees the
-    operations that the way needs."""
-    arms = {name: seen[0][name]["arms"] for name in JOBS}
-    assert arms["fsdp"] == ["ddp", "noop", "no_prefetch", "timed"]
-    assert arms["fsdp, no prefetch, no reshard"] == ["ddp", "noop", "prefetch", "timed"]
-    assert arms["tp"] == ["ddp", "noop", "timed"]
-    operations = {name: set(seen[0][name]["spans"]) for name in JOBS}
-    assert operations["fsdp"] == {"all_gather", "reduce_scatter"}
-    assert operations["hsdp"] == {"all_gather", "reduce_scatter", "all_reduce"}
-    assert operations["tp"] == {"all_reduce"}
 
 
 def test_a_backend_that_sums_in_place_of_averaging_is_refused(

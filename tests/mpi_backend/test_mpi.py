@@ -389,17 +389,6 @@ def check_checkpoint(group: Group, rank: int, size: int) -> None:
         shutil.rmtree(texts[0])
 
 
-def check_helpers(group: Group, rank: int, size: int) -> None:
-    """The library's name and version, and the world."""
-    assert mpi_library.library().split()[0] in {"Open", "MPICH", "Intel(R)"}
-    assert mpi_library.library().split()[-1][0].isdigit()
-    assert "\n" not in mpi_library.library()
-    assert mpi_library.world() == (rank, size)
-    assert dist.get_backend(group) == mpi.NAME
-    assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, size)
-    mpi.register()
-
-
 CHECKS = {name: check for name, check in globals().items() if name.startswith("check_")}
 
 
@@ -706,25 +695,32 @@ def test_clean_end(jobs: Callable[..., Any], job: Callable[..., None], ranks: in
     assert not COMPLAINTS.search(process.stderr), process.stderr
 
 
-@pytest.mark.thorough
+THOROUGH = pytest.mark.thorough
+
+
 @pytest.mark.parametrize(
-    ("job", "ranks", "variables"),
+    ("job", "ranks", "variables", "code"),
     [
-        (job_leave, 2, {}),
-        (job_memory, 2, {}),
-        (job_script, 1, {}),
-        (job_script, 2, {"MASTER_ADDR": "localhost"}),
+        pytest.param(job_leave, 2, {}, 0, marks=THOROUGH),
+        pytest.param(job_memory, 2, {}, 0, marks=THOROUGH),
+        pytest.param(job_script, 1, {}, 0, marks=THOROUGH),
+        pytest.param(job_script, 2, {"MASTER_ADDR": "localhost"}, 0, marks=THOROUGH),
+        pytest.param(job_exit, 2, {}, 3, marks=THOROUGH),
+        (job_die, 2, {}, 1),
     ],
 )
 def test_job(
-    tmp_path: Path, job: Callable[..., None], ranks: int, variables: dict[str, str]
+    tmp_path: Path, job: Callable[..., None], ranks: int, variables: dict[str, str], code: int
 ) -> None:
-    """These end with code 0 and without a complaint: with a collective in flight and a group that
-    is not destroyed; 3,500 operations, which leave memory and threads as they were; a single rank;
-    a given address."""
+    """Jobs end with their code: with a collective in flight and a group that is not destroyed;
+    after 3,500 operations, which leave memory and threads as they were; a single rank; a given
+    address; by sys.exit with a call in flight. A rank that dies of an exception takes along those
+    that wait for it, and says why."""
     process = run_job(job, ranks, tmp_path, **variables)
-    assert process.returncode == 0, process.stderr
-    assert not COMPLAINTS.search(process.stderr), process.stderr
+    assert process.returncode == code, process.stderr
+    assert ("this rank dies of an exception" in process.stderr) == (job is job_die)
+    assert code != 0 or not COMPLAINTS.search(process.stderr), process.stderr
+    assert job is job_die or "Traceback" not in process.stderr
 
 
 @pytest.mark.thorough
@@ -737,21 +733,6 @@ def test_a_late_rank_is_an_error(tmp_path: Path, job: Callable[..., None], froze
     assert process.returncode == 5, process.stderr
     frozen.verdict(read_abort(process.stderr))
     assert (tmp_path / "reported").exists() == (job is job_late)
-
-
-def test_exception_ends_the_job(tmp_path: Path) -> None:
-    """A rank that dies of an exception takes along those that wait for it, and says why."""
-    process = run_job(job_die, 2, tmp_path)
-    assert process.returncode == 1
-    assert "this rank dies of an exception" in process.stderr
-
-
-@pytest.mark.thorough
-def test_sys_exit(tmp_path: Path) -> None:
-    """sys.exit with a group alive and a call in flight ends with the code that was given."""
-    process = run_job(job_exit, 2, tmp_path)
-    assert process.returncode == 3, process.stderr
-    assert "Traceback" not in process.stderr
 
 
 @pytest.mark.thorough

@@ -7,7 +7,6 @@ give these bits, and leave all other bytes alone. The job of four ranks runs the
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import subprocess
@@ -20,7 +19,6 @@ from functools import cache, partial, reduce
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import mpi_jobs
 import pytest
@@ -34,7 +32,6 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
 from ddpbench import mpi
 from ddpbench.mpi_backend import library as mpi_library
-from ddpbench.mpi_backend import tensors as mpi_tensors
 
 SIZES = (4, 1, 3)
 MARKS = {1: pytest.mark.thorough, 3: [pytest.mark.thorough, pytest.mark.nightly]}
@@ -350,20 +347,10 @@ ROWS: dict[str, Row] = {
     "scatter_in_place": fewer(partial(scatter, in_place=True), layouts=MANY, roots=True),
     "reduce_scatter": Row(reduce_scatter, NUMBERS, MANY, FEW, reduces=True, direct=True),
     "reduce_scatter_uneven": Row(
-        partial(reduce_scatter, uneven=True),
-        NUMBERS,
-        MANY,
-        FEW,
-        reduces=True,
-        direct=True,
+        partial(reduce_scatter, uneven=True), NUMBERS, MANY, FEW, reduces=True, direct=True
     ),
     "reduce_scatter_single": Row(
-        reduce_scatter_single,
-        NUMBERS,
-        ONE,
-        FEW,
-        reduces=True,
-        direct=True,
+        reduce_scatter_single, NUMBERS, ONE, FEW, reduces=True, direct=True
     ),
     "reduce_scatter_single_in_place": fewer(
         partial(reduce_scatter_single, in_place=True), reduces=True, direct=True
@@ -465,22 +452,6 @@ def check_barrier(group: Group, rank: int, size: int) -> None:
         assert store.check([f"{turn} {other}" for other in range(size)])
 
 
-def check_any_source(group: Group, rank: int, size: int) -> None:
-    """A receive from any source tells whose message it got, and tags keep messages apart."""
-    into = torch.zeros(3)
-    for tag in (5, 3):
-        if rank != 0:
-            dist.isend(torch.full((3,), 10.0 * rank + tag), group=group, group_dst=0, tag=tag)
-    for tag in (3, 5):
-        sources = []
-        for _ in range(size - 1 if rank == 0 else 0):
-            source = dist.get_group_rank(group, dist.recv(into, group=group, tag=tag))
-            assert into.tolist() == [10.0 * source + tag] * 3
-            sources.append(source)
-        assert sorted(sources) == list(range(1, size) if rank == 0 else [])
-    dist.barrier(group)
-
-
 def check_objects(group: Group, rank: int, size: int) -> None:
     """Objects of any size are gathered, broadcast, scattered and sent."""
     every = [{"rank": r, "text": "µ" * 1000 * r} for r in range(size)]
@@ -548,34 +519,6 @@ def check_interleaved(group: Group, rank: int, size: int) -> None:
         finish(work, own.choice(WAYS[1:]))
         found += [f"{at}: {fault}" for fault in memory.faults()]
     none(found)
-
-
-def patched_counts(version: tuple[int, int]) -> contextlib.ExitStack:
-    """Let an int hold no more than 50, in an MPI of this version."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(mpi_tensors, "most", 50))
-    stack.enter_context(mock.patch.object(mpi_library.mpi(), "Get_version", return_value=version))
-    return stack
-
-
-def check_large_counts(group: Group, rank: int, size: int) -> None:
-    """What an int cannot count comes out the same where MPI has larger counts."""
-    with patched_counts((4, 0)):
-        none(survey_all(group, [torch.float32], ((30, 2),)))
-        none(survey_all(group, [torch.bfloat16], ((7, 3),)))
-
-
-def check_refused_counts(group: Group, rank: int, size: int) -> None:
-    """Where MPI has no larger counts, every rank refuses the call, and nothing has been sent."""
-    at = At(rank, size, shape=(30, 2))
-    words = rf" on rank {rank}: \d+ (bytes|elements) .+ only 50\b"
-    names = [n for n in ROWS if not n.startswith(("barrier", "coalescing"))]
-    names = [n for n in names if size > 1 or "uneven" not in n]  # empty with one rank
-    with patched_counts((3, 1)):
-        for name, later in product(names, (False, True)):
-            with pytest.raises(ValueError, match=words):
-                ROWS[name].make(at, Memory("apart"))(group=group, async_op=later)
-    none(survey_all(group, [torch.float32]))
 
 
 def check_callbacks(group: Group, rank: int, size: int) -> None:

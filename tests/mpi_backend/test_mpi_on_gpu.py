@@ -90,20 +90,6 @@ class GpuTensor(Tensor):
         return result
 
 
-class Watched:
-    """A communicator that refuses calls while another GPU is current."""
-
-    def __init__(self, comm: Any) -> None:
-        self.comm = comm
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            assert GPU.current == DEVICE, f"{name} with {GPU.current} as the current device"
-            return getattr(self.comm, name)(*args)
-
-        return call
-
-
 def on_gpu(values: Tensor, strided: bool = False) -> Tensor:
     """A tensor that has these values once its stream has done its work."""
     base = torch.zeros(*values.shape[::-1], dtype=values.dtype)
@@ -130,15 +116,11 @@ def options(kind: Any, later: bool, **settings: Any) -> Any:
 
 
 def check(group: Any, dtype: torch.dtype, later: bool, strided: bool) -> None:
-    """Every kind of call once; its result is in memory when the call or its wait returns."""
+    """Calls in place, into a whole and into parts; a result is in memory when the call or its wait
+    returns."""
     rank, size = mpi_library.world()
     every = all_values(size, dtype)
-
-    def own() -> Tensor:
-        return on_gpu(every[rank], strided)
-
-    def room(*shape: int) -> Tensor:
-        return on_gpu(torch.zeros(*shape, dtype=dtype))
+    total = every[0] + every[1]
 
     def end(work: Any, outputs: Any, wanted: Any) -> None:
         if later:
@@ -146,32 +128,18 @@ def check(group: Any, dtype: torch.dtype, later: bool, strided: bool) -> None:
         for output, want in zip(outputs, wanted, strict=True):
             assert torch.equal(held(output), want), (dtype, later, strided, held(output), want)
 
-    tensor, total = own(), every[0] + every[1]
-    work = group.allreduce([tensor], options(dist.AllreduceOptions, later, reduceOp=OP.SUM))
-    end(work, [tensor], [total])
-    tensor = own()
-    work = group.allreduce([tensor], options(dist.AllreduceOptions, later, reduceOp=OP.AVG))
-    end(work, [tensor], [total / 2])
-    tensor = own()
-    end(group.broadcast([tensor], options(dist.BroadcastOptions, later)), [tensor], every[:1])
-    whole = room(6, 4)
-    work = group.all_gather_single(whole, own(), options(AllgatherOptions, later))
+    for op, wanted in ((OP.SUM, total), (OP.AVG, total / 2)):
+        tensor = on_gpu(every[rank], strided)
+        work = group.allreduce([tensor], options(dist.AllreduceOptions, later, reduceOp=op))
+        end(work, [tensor], [wanted])
+    whole = on_gpu(torch.zeros(6, 4, dtype=dtype))
+    source = on_gpu(every[rank], strided)
+    work = group.all_gather_single(whole, source, options(AllgatherOptions, later))
     end(work, [whole], [torch.cat(every)])
-    parts = [room(3, 4), room(3, 4)]
-    work = group.allgather([parts], [own()], options(AllgatherOptions, later))
-    end(work, parts, every)
-    parts, mine = [room(5), room(3)], on_gpu(every[rank].view(-1)[: 5 - 2 * rank].clone())
+    parts = [on_gpu(torch.zeros(count, dtype=dtype)) for count in (5, 3)]
+    mine = on_gpu(every[rank].view(-1)[: 5 - 2 * rank].clone())
     work = group.allgather([parts], [mine], options(AllgatherOptions, later))
     end(work, parts, [every[0].view(-1)[:5], every[1].view(-1)[:3]])
-    output = room(6)
-    work = group.reduce_scatter_single(
-        output, own(), options(dist.ReduceScatterOptions, later, reduceOp=OP.SUM)
-    )
-    end(work, [output], [total.view(2, 6)[rank]])
-    output = room(2, 4)
-    source = on_gpu(every[rank][:2].clone())
-    work = group.all_to_all_single(output, source, [], [], options(dist.AllToAllOptions, later))
-    end(work, [output], [torch.stack([values[rank] for values in every])])
 
 
 def check_messages(group: Any, dtype: torch.dtype, strided: bool) -> None:
@@ -202,7 +170,6 @@ def job_gpu(folder: Path) -> None:
         pinned.append(pin_memory)
         return empty(*shape, **settings)
 
-    comm, group._comm = group._comm, Watched(group._comm)
     with (
         mock.patch.object(torch, "get_device_module", return_value=GPU),
         mock.patch.object(torch, "empty", pin),
@@ -217,15 +184,14 @@ def job_gpu(folder: Path) -> None:
                     check_messages(group, dtype, strided)
                 # What MPI takes from the GPU itself needs no memory of the host.
                 assert any(pinned) == (not aware or dtype == HALF[0])
-    group._comm = comm
     dist.destroy_process_group()
     (folder / f"ended{mpi_library.world()[0]}").touch()
 
 
 @pytest.mark.thorough
 def test_tensors_of_a_gpu_are_read_and_written_in_the_order_of_its_streams(tmp_path: Path) -> None:
-    """With an MPI that knows GPUs and one that does not: MPI reads after the caller's stream, on
-    the tensor's GPU, in any thread, and a result is in memory when the call ends."""
+    """With an MPI that knows GPUs and one that does not: MPI reads after the caller's stream, and a
+    result is in memory when the call ends."""
     done = run_job(job_gpu, 2, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in tmp_path.glob("ended*")} == {"ended0", "ended1"}

@@ -1,4 +1,4 @@
-"""False alarms of the replica proof: healthy runs of `ddpbench ddp`, each with a seed of its own.
+"""Count false alarms of the replica check in healthy runs of `ddpbench ddp`, each with its seed.
 
     ./run_bench.sh python tests/perf/healthy.py [RUNS]
 
@@ -20,7 +20,7 @@ from rank_pool import RankPool
 
 from ddpbench.records import store
 
-WORKLOADS = ("linear", "mlp", "convnet", "transformer", "embedding", "contrastive", "regression")
+WORKLOADS = ("linear", "mlp", "convnet", "transformer", "embedding", "contrastive")
 OPTIONS = (
     (),
     ("--gradient-as-bucket-view", "--bucket-cap-mb", "0.05"),
@@ -32,7 +32,6 @@ SHAPES = {
     "convnet": ("--width", "8"),
     "transformer": ("--width", "256", "--layers", "2", "--sequence", "8", "--vocabulary", "99"),
     "embedding": ("--rows", "500", "--width", "8"),
-    "regression": ("--epochs", "2"),
 }
 MESHES = tuple(itertools.product(("fsdp", "hsdp", "tp", "fsdp+tp"), ("mlp", "transformer")))
 OPTIMIZERS = ("sgd", "adam", "adamw")

@@ -1,25 +1,25 @@
-"""What ddpbench adds to a bare script: processes of their own, launch by launch in random order.
+"""Measure what ddpbench adds to a bare script: launches of both in random order.
 
     ./run_bench.sh python tests/perf/overhead.py [gloo|mpi …] [LAUNCHES [SECONDS]]
 
 all_reduce on 2 ranks. A block has a launch of `bare.py`, one of `ddpbench collectives` and one of
-the same with `--sync none`, as users run them: ranks that are forked for gloo, started by mpirun
-for mpi, where both sides use ddpbench's process group over mpi4py. LAUNCHES (20) blocks. Three
-definitions: the median and the lower quartile of the slowest rank's time after a barrier, and the
-mean over ranks and calls without one. A case has SECONDS (0.3). A ratio's interval is over blocks,
-for all rows together 95 % (each row's share of 5 % is the same); fewer than 10 blocks have none.
-Exits with 1 where an interval lies above 1.02.
+the same with `--sync none`, as users run them: forked ranks for gloo, mpirun for mpi, where both
+sides use ddpbench's process group over mpi4py. LAUNCHES (20) blocks. Two definitions: the median of
+the slowest rank's time after a barrier, and the mean over ranks and calls without one. A case has
+SECONDS (0.3). A ratio's interval is over blocks, and 95 % for all rows together; fewer than 10
+blocks have none. Exits with 1 if an interval is above 1.02.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ from ddpbench.catalog.sizes import readable
 from ddpbench.launch import starters
 from ddpbench.launch.placement import free_port
 from ddpbench.records import store
-from ddpbench.verdicts.verdict import Shift, paired_shift
+from ddpbench.verdicts.verdict import paired_shift
 
 SIZES = (4, 2**16, 2**20, 2**24)
 BOUND, LAUNCHES, SECONDS = 1.02, 20, 0.3
@@ -40,15 +40,20 @@ Stamps = npt.NDArray[np.int64]  # [rank, repetition, 2]: entry and exit in ns
 Case = tuple[str, int]  # start, bytes
 
 
-def _slowest(stamps: Stamps) -> npt.NDArray[np.float64]:
-    return np.asarray((stamps[:, :, 1] - stamps[:, :, 0]).max(axis=0), dtype=np.float64)
+def find_median(stamps: Stamps) -> float:
+    """Return the median of the slowest rank's time in seconds."""
+    return float(np.median((stamps[:, :, 1] - stamps[:, :, 0]).max(axis=0))) * 1e-9
+
+
+def find_mean(stamps: Stamps) -> float:
+    """Return the mean over ranks and calls in seconds."""
+    return float(np.diff(stamps).mean()) * 1e-9
 
 
 # name → (start, seconds of a launch)
 DEFINITIONS: dict[str, tuple[str, Callable[[Stamps], float]]] = {
-    "median of t_max": ("barrier", lambda s: float(np.median(_slowest(s))) * 1e-9),
-    "lower quartile of t_max": ("barrier", lambda s: float(np.percentile(_slowest(s), 25)) * 1e-9),
-    "mean over ranks, no barrier": ("none", lambda s: float(np.diff(s).mean()) * 1e-9),
+    "median of t_max": ("barrier", find_median),
+    "mean over ranks, no barrier": ("none", find_mean),
 }
 
 
@@ -85,27 +90,12 @@ def launch_ddpbench(
     command = [sys.executable, "-m", "ddpbench", *words]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     sizes = {result.case.key: result.case.nbytes for result in store.read(out).results}
-    samples, found = store.read_samples(out), {}
+    samples, stamps = store.read_samples(out), {}
     for key, rows in samples[~samples["warm_up"]].groupby("case"):
         ranks = [rows[rows["rank"] == rank].sort_values("repetition") for rank in range(2)]
-        stamps = [rank[["entry_ns", "exit_ns"]].to_numpy(np.int64) for rank in ranks]
-        found[start, sizes[str(key)]] = np.stack(stamps)
-    return found
-
-
-def compared(
-    launches: Mapping[str, Sequence[dict[Case, Stamps]]], confidence: float
-) -> Iterator[tuple[str, int, float, float, Shift | None]]:
-    """Definition, bytes, both medians over launches, and the shift in pairs."""
-    for name, (start, figure) in DEFINITIONS.items():
-        for nbytes in SIZES:
-            case = start, nbytes
-            theirs, ours = (
-                np.array([figure(launch[case]) for launch in launches[arm]])
-                for arm in ("bare", start)
-            )
-            shift = paired_shift(theirs, ours, confidence)
-            yield name, nbytes, float(np.median(theirs)), float(np.median(ours)), shift
+        pairs = [rank[["entry_ns", "exit_ns"]].to_numpy(np.int64) for rank in ranks]
+        stamps[start, sizes[str(key)]] = np.stack(pairs)
+    return stamps
 
 
 def main(words: Sequence[str]) -> int:
@@ -126,17 +116,21 @@ def main(words: Sequence[str]) -> int:
                         launch_bare(backend, out, seed, seconds) if arm == "bare"
                         else launch_ddpbench(backend, arm, out, seed, seconds)
                     )  # fmt: skip
-            for what, nbytes, theirs, ours, shift in compared(launches, confidence):
-                ratio, interval = ours / theirs, "-"
-                if shift is not None:
+            for (title, (start, define)), nbytes in itertools.product(DEFINITIONS.items(), SIZES):
+                bare, own = (
+                    np.array([define(launch[start, nbytes]) for launch in launches[arm]])
+                    for arm in ("bare", start)
+                )
+                ratio, interval = np.median(own) / np.median(bare), "-"
+                if (shift := paired_shift(bare, own, confidence)) is not None:
                     clear |= shift.low > math.log(BOUND)
                     ratio, low, high = np.exp([shift.estimate, shift.low, shift.high])
                     interval = f"{low:.3f} … {high:.3f}"
-                rows.append([backend, what, readable(nbytes), theirs * 1e6, ours * 1e6, ratio,
-                             interval])  # fmt: skip
+                medians = np.median(bare) * 1e6, np.median(own) * 1e6
+                rows.append([backend, title, readable(nbytes), *medians, ratio, interval])
     heads = ["backend", "definition", "size", "bare µs", "ddpbench µs", "ratio", "interval"]
     print(tabulate(rows, heads, floatfmt=("", "", "", ".1f", ".1f", ".3f")))
-    print(f"{blocks} launches a side; bound {BOUND}")
+    print(f"{blocks} launches per side; bound {BOUND}")
     return int(clear)
 
 

@@ -1,20 +1,17 @@
-"""Whether ddpbench's figure by OSU's definition is OSU's own: 2 ranks, the same MPI, this host.
+"""Compare ddpbench's figure by OSU's definition with OSU's own: 2 ranks, the same MPI, this host.
 
     ./run_bench.sh python tests/perf/peers.py FOLDER [LAUNCHES]
 
 FOLDER holds a build of the OSU Micro-Benchmarks (osu_allreduce, osu_allgather, osu_bcast) with the
-MPI that ddpbench runs on. A block starts each arm once, in random order; each start is a launch:
+MPI that ddpbench runs on. Each arm starts LAUNCHES (20) times, in random order:
 
 osu       its own programs; all_reduce in place, as torch has it
 ddpbench  a sweep on mpi, `--columns osu`: the mean over calls and ranks
-paged     the same, but in memory that begins with a page, as OSU's does
-direct    the same as paged, but ddpbench's loop calls MPI without torch and its process group: what
-          is left is the definition, the loop and the memory
-idle      a process group that does nothing: torch's dispatch while the caches are warm
+direct    the same, but ddpbench's loop calls MPI without torch and its process group, on memory
+          that begins with a page, as OSU's does: only the definition and the loop differ
 
-Prints medians over launches, the quartiles of OSU and ddpbench, and ratios to OSU of medians, the
-last with its 95 % interval (Hodges-Lehmann). Exits with 1 where direct is off by more than 10 %,
-with 2 where there is no OSU.
+Prints medians over launches, and ratios to OSU, the last with its 95 % interval (Hodges-Lehmann).
+Exits with 1 where direct is off by more than 10 %, with 2 where there is no OSU.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tabulate import tabulate
 
 from ddpbench.catalog.operations import OPERATIONS, Buffers
@@ -48,48 +44,39 @@ from ddpbench.verdicts import verdict
 
 SIZES = "64K:64M:x4"
 LEAST, LARGE, MOST = 2**16, 2**23, 2**26
-# operation → the program and its options, and of how many ranks its size is one's block
+# operation → the program and its options, and how many ranks' blocks make up the size
 PROGRAMS = {
     "all_reduce": (("osu_allreduce", "-l"), 1),
     "all_gather": (("osu_allgather",), 2),
     "broadcast": (("osu_bcast",), 1),
 }
-ARMS = ("osu", "ddpbench", "paged", "direct", "idle")
+ARMS = ("osu", "ddpbench", "direct")
 BOUND = 0.10
-CHANGES = "DDPBENCH_PEERS"  # what a rank that imports this module changes
+DIRECT = "DDPBENCH_PEERS_DIRECT"  # set in the ranks of this arm, which import this module
 Key = tuple[str, int]  # operation, total bytes
 Figures = dict[Key, float]  # → µs
 
 
-# --- what is changed in a rank --------------------------------------------------------------------
+# --- changes in a rank of the arm `direct` --------------------------------------------------------
 
 
-class Idle(dist.ProcessGroup):  # type: ignore[misc]
-    """A group that does nothing."""
+def allocate_pages(allocate: Callable[..., Buffers]) -> Callable[..., Buffers]:
+    """Return a function that allocates the same buffers, in memory of its own pages."""
 
-    def allreduce(self, *_: Any, **__: Any) -> None:
-        """Return at once."""
-
-    broadcast = all_gather_single = _allgather_base = barrier = allreduce
-
-
-def paged(allocate: Callable[..., Buffers]) -> Callable[..., Buffers]:
-    """The same buffers, in memory of its own pages."""
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).copy_(tensor)
 
     def allocated(*args: Any) -> Buffers:
         buffers = allocate(*args)
-        output = moved(buffers.output)
+        output = move(buffers.output)
         shared = buffers.input.data_ptr() == buffers.output.data_ptr()
-        return Buffers(output if shared else moved(buffers.input), output)
+        return Buffers(output if shared else move(buffers.input), output)
 
     return allocated
 
 
-def direct(name: str) -> Callable[..., Callable[[], object]]:
-    """What binds an operation to the MPI call that it comes to."""
+def call_mpi(name: str) -> Callable[..., Callable[[], object]]:
+    """Return what binds an operation to its MPI call."""
 
     def bind(_case: Any, buffers: Buffers, _group: Any, _rank: int) -> Callable[[], object]:
         comm, out, into = mpi().COMM_WORLD, buffers.input.numpy(), buffers.output.numpy()
@@ -102,108 +89,79 @@ def direct(name: str) -> Callable[..., Callable[[], object]]:
     return bind
 
 
-def change(names: Sequence[str]) -> None:
-    """In a rank, before anything is measured."""
-    if "idle" in names:
-        dist.Backend.register_backend(
-            "idle", lambda given, _: Idle(given.group_rank, given.group_size),
-            extended_api=True, devices=["cpu"],
-        )  # fmt: skip
-    if "paged" in names:
-        loop._allocate = paged(loop._allocate)
-    if "direct" in names:
-        start.STARTS["barrier"] = lambda group, device: mpi().COMM_WORLD.Barrier
-        for name in PROGRAMS:
-            OPERATIONS[name] = replace(OPERATIONS[name], bind=direct(name))
+if os.environ.get(DIRECT):
+    loop._allocate = allocate_pages(loop._allocate)
+    start.STARTS["barrier"] = lambda group, device: mpi().COMM_WORLD.Barrier
+    for operation in PROGRAMS:
+        OPERATIONS[operation] = replace(OPERATIONS[operation], bind=call_mpi(operation))
 
 
 # --- the arms -------------------------------------------------------------------------------------
 
 
-def printed(words: Sequence[str], changes: str = "") -> str:
-    """What a command prints. Raises CalledProcessError when it fails."""
+def read_output(words: Sequence[str], **variables: str) -> str:
+    """Return the output of a command. Raises CalledProcessError when it fails."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-    environ = {**os.environ, "PYTHONPATH": path, CHANGES: changes}
+    environ = {**os.environ, "PYTHONPATH": path, **variables}
     return subprocess.run(
         words, env=environ, stdout=subprocess.PIPE, text=True, timeout=300, check=True
     ).stdout
 
 
-def osu(folder: Path) -> Figures:
-    """One launch of each program of OSU's, under the options that ddpbench gives mpirun; of large
-    messages fewer calls than by default, as ddpbench's slice has them."""
+def launch_osu(folder: Path) -> Figures:
+    """Run each of OSU's programs once, under the options that ddpbench gives mpirun."""
     mpirun = [find_mpirun() or "mpirun", "--oversubscribe", "-n", "2"]
     mpirun += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    found = {}
+    figures = {}
     for operation, (program, ranks) in PROGRAMS.items():
+        # Fewer calls of large messages than by default, as in ddpbench's time per case.
         for low, high, calls in ((LEAST, LARGE // 2, ()), (LARGE, MOST, ("-i", "20", "-x", "4"))):
             words = [*mpirun, str(folder / program[0]), *program[1:], *calls]
             words += ["-m", f"{low // ranks}:{high // ranks}", "-T", "mpi_float", "-M", f"{2**31}"]
-            for row in re.finditer(r"^(\d+)\s+(\d+\.\d+)\s*$", printed(words), re.MULTILINE):
-                found[operation, int(row[1]) * ranks] = float(row[2])
-    return found
+            text = read_output(words)
+            for row in re.finditer(r"^(\d+)\s+(\d+\.\d+)\s*$", text, re.MULTILINE):
+                figures[operation, int(row[1]) * ranks] = float(row[2])
+    return figures
 
 
-def ddpbench(backend: str, changes: str = "") -> Figures:
-    """One launch of ddpbench's sweep."""
-    words = [sys.executable, "-m", "ddpbench", "collectives", "-n", "2", "--backend", backend]
+def launch_ddpbench(direct: bool) -> Figures:
+    """Run ddpbench's sweep once."""
+    words = [sys.executable, "-m", "ddpbench", "collectives", "-n", "2", "--backend", "mpi"]
     words += ["--op", ",".join(PROGRAMS), "--sizes", SIZES, "--case-time", "0.2", "--launches", "1"]
     words += ["--quiet", "--format", "csv", "--columns", "op,size,osu", "--import", "peers"]
-    words += ["--no-check", "--peak-bandwidth", "1e9"] if backend == "idle" else []
-    text = printed(words, changes)
+    text = read_output(words, **{DIRECT: "1" if direct else ""})
     return {(r["op"], int(r["size"])): float(r["osu"]) for r in csv.DictReader(io.StringIO(text))}
 
 
-def block(folder: Path, taken: dict[str, dict[Key, list[float]]]) -> None:
-    """Start each arm once and add its figures."""
-    arms = {
-        "osu": lambda: osu(folder),
-        "ddpbench": lambda: ddpbench("mpi"),
-        "paged": lambda: ddpbench("mpi", "paged"),
-        "direct": lambda: ddpbench("mpi", "paged,direct"),
-        "idle": lambda: ddpbench("idle", "idle"),
-    }
-    for arm in random.sample(ARMS, len(ARMS)):
-        for key, figure in arms[arm]().items():
-            taken[arm][key].append(figure)
-
-
-def table(taken: dict[str, dict[Key, list[float]]]) -> tuple[str, bool]:
-    """The table, and whether direct agrees with OSU everywhere."""
-    rows, agrees = [], True
-    for key in taken["ddpbench"]:
-        figures = {arm: np.array(taken[arm][key]) for arm in ARMS}
-        medians = {arm: float(np.median(each)) for arm, each in figures.items()}
-        ratios = [medians[arm] / medians["osu"] for arm in ("ddpbench", "paged", "direct")]
-        spans = ["{:.1f} … {:.1f}".format(*np.percentile(figures[a], [25, 75])) for a in ARMS[:2]]
-        shift = verdict.shift(figures["osu"], figures["direct"])
-        bounds = f"{math.exp(shift.low):.2f} … {math.exp(shift.high):.2f}" if shift else "-"
-        agrees = agrees and abs(ratios[-1] - 1) <= BOUND
-        rows.append([key[0], readable(key[1]), *medians.values(), *spans, *ratios, bounds])
-    heads = ["op", "size", *ARMS, "osu 25 … 75 %", "ddpbench 25 … 75 %"]
-    heads += ["ddpbench / osu", "paged / osu", "direct / osu", "95 %"]
-    return tabulate(rows, heads, floatfmt=[""] * 2 + [".1f"] * 7 + [".2f"] * 4), agrees
-
-
 def main(folder: Path, launches: int) -> int:
-    """The exit code."""
+    """Print the table; return the exit code."""
     missing = [words[0] for words, _ in PROGRAMS.values() if not (folder / words[0]).is_file()]
     if missing:
         print(f"{folder} has no {', '.join(missing)}: name the folder of a build of OSU's")
         return 2
     taken: dict[str, dict[Key, list[float]]] = {arm: defaultdict(list) for arm in ARMS}
     for _ in range(launches):
-        block(folder, taken)
-    text, agrees = table(taken)
-    print(f"{launches} launches an arm, 2 ranks; medians of µs a call, mean over calls and ranks")
-    print(text)
+        for arm in random.sample(ARMS, len(ARMS)):
+            figures = launch_osu(folder) if arm == "osu" else launch_ddpbench(arm == "direct")
+            for key, microseconds in figures.items():
+                taken[arm][key].append(microseconds)
+    rows, agrees = [], True
+    for key in taken["ddpbench"]:
+        medians = [float(np.median(taken[arm][key])) for arm in ARMS]
+        ratios = [median / medians[0] for median in medians[1:]]
+        shift = verdict.shift(np.array(taken["osu"][key]), np.array(taken["direct"][key]))
+        bounds = f"{math.exp(shift.low):.2f} … {math.exp(shift.high):.2f}" if shift else "-"
+        agrees = agrees and abs(ratios[-1] - 1) <= BOUND
+        rows.append([key[0], readable(key[1]), *medians, *ratios, bounds])
+    heads = ["op", "size", *(f"{arm} µs" for arm in ARMS)]
+    heads += ["ddpbench / osu", "direct / osu", "95 %"]
+    print(f"{launches} launches per arm, 2 ranks; medians of the mean over calls and ranks")
+    print(tabulate(rows, heads, floatfmt=[""] * 2 + [".1f"] * 3 + [".2f"] * 3))
     return int(not agrees)
 
 
-if __name__ != "__main__":  # in a rank
-    change(os.environ.get(CHANGES, "").split(","))
-elif not sys.argv[1:]:
-    print("name the folder of a build of the OSU Micro-Benchmarks")
-    sys.exit(2)
-else:
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else 20))
+if __name__ == "__main__":
+    if not sys.argv[1:]:
+        print("name the folder of a build of the OSU Micro-Benchmarks")
+        sys.exit(2)
+    sys.exit(main(Path(sys.argv[1]), int((*sys.argv[2:], "20")[0])))

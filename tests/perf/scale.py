@@ -1,13 +1,13 @@
-"""What ddpbench itself costs rank 0 as ranks grow: the data of many ranks through its own code.
+"""Measure what ddpbench costs rank 0 as ranks grow: the data of many ranks through its own code.
 
     python tests/perf/scale.py [WORLD_SIZE …]
 
 The ranks are simulated below torch.distributed: a gather gives as many stamps as there would be
-ranks, each time other ones, and every rank tells the facts of this one. All else is what rank 0 of
-a sweep runs: pace, control, session, book, store, the tables. Three cases of 5000 repetitions, the
-most there are, 8 ranks a host, each world in a fresh process. Seconds are of this process's CPU
-time; what the network would take is not in them. facts and end: once a launch; gather, summary and
-store: a case. memory: the most, above what the imports take.
+ranks, each time other ones, and every rank reports the facts of this one. All else is what rank 0
+of a sweep runs: pace, control, recorder, store, tables. Three cases of 5000 repetitions, the most
+there are, 8 ranks per host, each world in a fresh process. Seconds are CPU time of this process,
+without the network. facts and end: once per launch; gather, summary and store: per case. memory:
+the most, above what the imports take.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tabulate import tabulate
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.hang.self_report import RankIdentity
+from ddpbench.hang.status_board import RankIdentity
 from ddpbench.launch.placement import Placement
 from ddpbench.measure import pace
 from ddpbench.records import store
@@ -86,7 +86,7 @@ def simulate(size: int) -> World:
     hosts = {rank: f"host{rank // A_HOST}" for rank in range(size)}
     who = tuple(RankIdentity(rank, host, rank, f"boot of {host}") for rank, host in hosts.items())
     watchdog: Any = SimpleNamespace(signal=None, rearm=lambda: None, phase=lambda what: None)
-    net = tuple(Endpoint(r, its.host, its.boot_id, "", {}, {}) for r, its in enumerate(who))
+    net = tuple(Endpoint(r, its.host, its.boot_id, "", (), {}) for r, its in enumerate(who))
     place = Placement("torchrun", 0, size, 0, A_HOST)
     return World(place, who, net, watchdog, timedelta(seconds=60))
 
@@ -95,7 +95,7 @@ class Bench:
     """A case that takes no time."""
 
     calls = generation = 1
-    huge_share, page_faults, unhidden, hides_launch = None, 0, 0, False
+    page_faults, unhidden, hides_launch = 0, 0, False
 
     def __init__(self, case: Case, plan: Plan, world: World, *_: object) -> None:
         self.case, self.operation, self.plan = case, OPERATIONS[case.operation], plan

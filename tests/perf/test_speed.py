@@ -1,6 +1,6 @@
-"""What must not become slower; each test is 6 launches of 2 ranks on this host.
+"""Tests of ddpbench's speed: 6 launches of 2 ranks on this host each.
 
-./run_bench.sh regress                      against the last runs, and saved for the next
+./run_bench.sh regress                      compares with earlier runs and saves this one
 ./run_bench.sh regress -k all_reduce --ddpbench-launches 12
 """
 

@@ -1,17 +1,15 @@
-"""A training script with DDP on gloo that knows nothing of ddpbench; rank 0 writes what it took.
+"""A training script with DDP on gloo and without ddpbench; rank 0 writes its durations.
 
     torchrun --nproc-per-node 2 tests/perf/train.py BATCH STEPS FILE
 
-Each rank is bound to a core, because steps then vary less. FILE receives JSON: seconds and CPU
-seconds per step of the slower rank, from barrier to barrier, and the memory in MB of each rank
-after a fifth of the steps and after all.
+Each rank is bound to a core, because then steps vary less. FILE receives JSON: seconds and CPU
+seconds per step of the slower rank, from barrier to barrier.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -33,7 +31,7 @@ def main(batch: int, steps: int, file: Path) -> None:
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    inputs, memory = torch.randn(batch, WIDTH), []
+    inputs = torch.randn(batch, WIDTH)
     for step in range(-WARM, steps):
         if step == 0:
             dist.barrier()
@@ -41,16 +39,12 @@ def main(batch: int, steps: int, file: Path) -> None:
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         optimizer.step()
-        if step + 1 in (steps // 5, steps):
-            memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
     cpu = time.process_time() - used
     dist.barrier()
     taken = torch.tensor([time.perf_counter() - began, cpu], dtype=torch.float64) / steps
     dist.all_reduce(taken, dist.ReduceOp.MAX)
-    memories = [memory] * dist.get_world_size()
-    dist.all_gather_object(memories, memory)
     if dist.get_rank() == 0:
-        file.write_text(json.dumps([*taken.tolist(), memories]))
+        file.write_text(json.dumps(taken.tolist()))
     time.sleep(0.5)  # gloo may hang where its group is freed right after a call
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What a watch costs a training script, seen from outside: launches with and without it.
+"""Compare launches of a training script with and without a watch, from outside.
 
     ./run_bench.sh python tests/perf/watch_cost.py [PAIRS [SECONDS [MILLISECONDS …]]]
 
@@ -8,8 +8,7 @@ with training loops of 10 SECONDS: 27 minutes; at least 6 pairs have an interval
 processes, and its steps compute, each rank on one core, so whatever the watch does delays them. The
 figures are the median ratios of watched to bare launches, with 95 % intervals: the wall time of a
 step and the CPU time of a rank between two barriers, and the wall time and the CPU time of the
-launch with its start and its end. The aim is 1.01 at most. Run it alone. With the word `memory`, it
-prints what the ranks hold after 20,000 and 100,000 watched steps.
+launch with its start and its end. The aim is 1.01 at most. Run it alone.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ BATCHES = {5: 16, 13: 240, 40: 1000}  # milliseconds of a step, about → rows o
 FIGURES = ("step", "CPU of a rank", "launch", "CPU of the launch")
 
 
-def launch(folder: str, watched: bool, batch: int, steps: int) -> tuple[list[float], list[float]]:
-    """Train once. Return FIGURES in seconds, and the memory of the ranks as `train.py` has it."""
+def launch(folder: str, watched: bool, batch: int, steps: int) -> list[float]:
+    """Train once. Return FIGURES in seconds."""
     out = Path(folder) / "out.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     watch = ["-m", "ddpbench.watch"] if watched else []
@@ -52,8 +51,8 @@ def launch(folder: str, watched: bool, batch: int, steps: int) -> tuple[list[flo
     wall, after = time.perf_counter() - began, os.times()
     cpu = after.children_user + after.children_system
     cpu -= before.children_user + before.children_system
-    step, rank, memory = json.loads(out.read_text())
-    return [step, rank, wall, cpu], memory
+    step, rank = json.loads(out.read_text())
+    return [step, rank, wall, cpu]
 
 
 def measure(milliseconds: int, pairs: int, seconds: float) -> list[str]:
@@ -63,7 +62,7 @@ def measure(milliseconds: int, pairs: int, seconds: float) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(pairs):
             order = random.sample((False, True), 2)
-            taken = {watched: launch(folder, watched, batch, steps)[0] for watched in order}
+            taken = {watched: launch(folder, watched, batch, steps) for watched in order}
             bare.append(taken[False][0] * 1e3)
             ratios.append([b / a for a, b in zip(taken[False], taken[True], strict=True)])
             print(f"{milliseconds} ms:", *(f"{ratio:.4f}" for ratio in ratios[-1]), flush=True)
@@ -77,10 +76,6 @@ def describe(ratios: tuple[float, ...]) -> str:
 
 
 def main(words: list[str]) -> None:
-    if words == ["memory"]:
-        with tempfile.TemporaryDirectory() as folder:
-            print("MB of each rank:", launch(folder, watched=True, batch=1, steps=100_000)[1])
-        return
     pairs, seconds, *lengths = [*map(int, words), *(20, 10)[len(words) :]]
     rows = [measure(length, pairs, seconds) for length in lengths or BATCHES]
     print(tabulate(rows, ["bare step", *FIGURES]))

@@ -15,15 +15,13 @@ from stored_runs import a_case, a_result, a_run, a_summary
 from text_tables import read_table
 
 import ddpbench
-from ddpbench import collectives
 from ddpbench.analysis import lines
 from ddpbench.present import formats
 from ddpbench.present.collectives.columns import COLUMNS
-from ddpbench.present.columns import Column, format_number
+from ddpbench.present.columns import format_number
 from ddpbench.present.formats import FORMATS
 from ddpbench.records import codec, store
 from ddpbench.records.schema import Run
-from ddpbench.session import options
 
 
 def two_backends(**other: Any) -> Run:
@@ -39,22 +37,6 @@ def two_backends(**other: Any) -> Run:
 
 
 # --- the text table -------------------------------------------------------------------------------
-
-
-def test_the_interfaces_that_were_used_stand_above(frozen: Frozen) -> None:
-    """The header has a line per kind of interface with its hosts, if anything left a host."""
-    eth = {"name": "eth0", "mtu_nbytes": 1500, "nominal_bytes_per_second": 125e6}
-    ib = {**eth, "name": "ib0", "nominal_bytes_per_second": None}
-    used = (
-        ("a", eth, ["10.0.0.1"]), ("a", eth, ["10.0.0.1"]), ("b", eth, ["10.0.0.2"]),
-        ("c", ib, ["10.1.0.3", "10.0.0.3"]),
-    )  # fmt: skip
-    names = "hostname", "interface", "addresses"
-    ranks = tuple(dict(zip(names, each, strict=True)) for each in used)
-    run = two_backends()
-    text = formats.show("table", replace(run, launches=(replace(run.launches[0], ranks=ranks),)))
-    frozen.text("\n".join(line for line in text.splitlines() if line.startswith("net ")))
-    assert "\nnet " not in formats.show("table", run)
 
 
 def test_fits_of_ended_runs(frozen: Frozen) -> None:
@@ -110,7 +92,7 @@ def test_how_many_times_faster_stands_at_the_fastest_and_sizes_stand_once() -> N
 def test_every_column_can_be_shown_for_every_line() -> None:
     """Each column of each kind of line is a short text without line breaks, in the table and in
     CSV, also where nearly nothing is known."""
-    bare = a_summary(1e-3, None, percentiles_seconds={}, lag1=None, skew_seconds=None,
+    bare = a_summary(1e-3, None, percentiles_seconds={}, skew_seconds=None,
                      last_in_seconds=None, global_seconds=None)  # fmt: skip
     barrier = a_case(operation="barrier", nbytes=0, count=0, reduce_op=None)
     run = a_run(a_result(), a_result(barrier, summary=bare, cold_seconds=None, checks=0))
@@ -174,30 +156,6 @@ def test_json_is_the_whole_run() -> None:
 
 
 # --- adding one -----------------------------------------------------------------------------------
-
-
-def test_a_format_and_a_column_that_are_added_can_be_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An entry added to FORMATS or COLUMNS stands in the help, is accepted and is shown."""
-    monkeypatch.setitem(FORMATS, "mine", lambda run, columns, quiet: f"{run.id}!")
-    monkeypatch.setitem(COLUMNS, "double", Column("double", lambda line: 2 * line.case.nbytes))
-    parser = options.Parser(prog="ddpbench collectives")
-    collectives.add_arguments(parser)
-    shown = " ".join(parser.format_help().split())
-    assert f"{{{','.join(FORMATS)}}}" in shown
-    assert "markdown,mine}" in shown
-    namespace = parser.parse_args(["--format", "mine", "--columns", "double"])
-    run = two_backends()
-    assert FORMATS[namespace.format](run, namespace.columns, False) == "a-run!"
-    assert [r["double"] for r in read_table(formats.show("table", run), "all_reduce")] == [
-        "8", "8", "2097152", "2097152",
-    ]  # fmt: skip
-    assert formats.show("csv", run, namespace.columns).split() == [
-        "double",
-        *["8"] * 2,
-        *["2097152"] * 2,
-    ]
 
 
 def test_a_stored_run_is_loaded_as_the_rows_of_its_csv(tmp_path: Path) -> None:

@@ -14,17 +14,14 @@ from stored_steps import (
     a_step_result,
     a_step_run,
     a_step_summary,
-    some_epochs,
     some_replicas,
 )
-from text_tables import read_table
 
 from ddpbench.analysis import findings, step_lines
 from ddpbench.present import formats
 from ddpbench.present.formats import FORMATS
 from ddpbench.present.steps.columns import STEP_COLUMNS, format_ms
-from ddpbench.records.load import Load
-from ddpbench.records.schema import Finding, Run, StepResult
+from ddpbench.records.schema import Run, StepResult
 
 
 def two_backends(**other: Any) -> Run:
@@ -40,12 +37,6 @@ def two_backends(**other: Any) -> Run:
 def show(*results: StepResult, **other: Any) -> str:
     """Return the text table of a run of these results."""
     return formats.show("table", a_step_run(*results, **other))
-
-
-def read_rows(text: str, title: str) -> list[dict[str, str]]:
-    """Return the rows of a table by head, without the lines of text below it."""
-    text = re.sub(r"\n(without|DDP's|timing|no breakdown) .*", "", text)
-    return read_table(text, title)
 
 
 DIFFER = some_replicas(
@@ -82,56 +73,6 @@ def test_milliseconds_have_the_places_of_the_step(
 ) -> None:
     """A step has four digits, and its parts have as many decimal places."""
     assert format_ms(seconds, like) == text
-
-
-# --- buckets --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [12, 40])
-def test_of_many_buckets_twelve_are_shown(count: int) -> None:
-    """Spread evenly, up to the last."""
-    text = show(a_step_result(summary=a_step_summary(buckets=count)))
-    title = "buckets" if count == 12 else "buckets (12 of 40)"
-    numbers = [int(row["#"]) for row in read_rows(text, title)]
-    assert len(numbers) == 12
-    assert numbers == sorted(numbers)
-    assert numbers[-1] == count - 1
-
-
-# --- replicas and training ------------------------------------------------------------------------
-
-
-def test_too_few_rounds_have_a_note_instead_of_a_budget() -> None:
-    """A table without rows is its notes."""
-    summary = a_step_summary(rounds=4)
-    few = tuple(replace(part, resolved=False) for part in summary.budget)
-    few = tuple(replace(p, figure=replace(p.figure, interval=None)) for p in few)
-    text = show(a_step_result(summary=replace(summary, budget=few)))
-    assert "no breakdown on gloo: it needs six rounds" in text
-
-
-def test_of_many_tensors_that_differ_two_stand_above_the_tables(frozen: Frozen) -> None:
-    """Above the tables stand the cause, two tensors and the number of the others."""
-    tensors = [
-        Finding("error", "replicas-differ", f"parameter {i} differs", "",
-                {"kind": "parameter", "tensor": str(i)}) for i in range(5)
-    ]  # fmt: skip
-    cause = Finding("error", "bit-flip", "likely cause: a bit", "replace it", {"cause": "bit-flip"})
-    bad = a_step_result(replicas=replace(DIFFER, findings=(cause, *tensors)))
-    run = a_step_run(bad)
-    frozen.text(
-        formats.show("table", replace(run, findings=findings.findings(run))).split("\n\n")[1]
-    )
-
-
-def test_a_training_shows_the_load_of_a_rank(frozen: Frozen) -> None:
-    """The medians over the epochs, and the most memory; GPUs only where there are some."""
-    loads = [Load(0.5, 0.6, 10**9), Load(0.7, 0.9, 2 * 10**9), Load(0.9, 1.0, 10**9)]
-    epochs = [replace(e, load=load) for e, load in zip(some_epochs(3), loads, strict=True)]
-    on_gpu = replace(loads[0], gpu_share=0.82, gpu_memory_nbytes=3 * 10**9)
-    for each in (epochs, [replace(epochs[0], load=on_gpu), *epochs[1:]], some_epochs(3)):
-        text = show(a_step_result(epochs=tuple(each)))
-        frozen.text("\n".join(line for line in text.splitlines() if line.startswith("load ")))
 
 
 # --- for machines ---------------------------------------------------------------------------------
@@ -175,13 +116,12 @@ def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
 
 def test_every_column_can_be_shown_for_every_line() -> None:
     """Each column of each kind of line is a short text, even if nearly all values are missing."""
-    bare = replace(a_step_summary(rounds=1), budget=(), buckets=(), observer=None,
+    bare = replace(a_step_summary(rounds=1), budget=(), buckets=(),
                    speed_up=None)  # fmt: skip
     results = [
         a_step_result(),
         a_step_result(a_step_case(batch=1), summary=bare, replicas=None, cold_seconds=None),
         replace(a_step_result(a_step_case(batch=2), replicas=DIFFER), summary=None),
-        a_step_result(a_step_case(batch=3), epochs=some_epochs(2)),
     ]
     for line in step_lines.lines(a_step_run(*results)):
         for name, column in STEP_COLUMNS.items():

@@ -1,5 +1,4 @@
-"""`ddpbench report RUN…`, `compare --report` and `--report` of measuring commands: pages, verdicts,
-and what is said if there can be no page."""
+"""`ddpbench report RUN` and `compare --report-file`: pages, and why there may be none."""
 
 from __future__ import annotations
 
@@ -12,29 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_lines import QUICK
-from drawn import values
 from frozen import Frozen
 from in_process import Outcome, call_in_process, forbid_processes
-from rank_pool import RankPool
 from stored_runs import (
-    a_case,
-    a_launch,
-    a_result,
     a_run,
     base_and_new,
     launch_results,
 )
 from without_torch import run_without_torch
 
-from ddpbench.present import compared_runs as sections
-from ddpbench.present.document import Section
 from ddpbench.records import store
-from ddpbench.records.schema import Examination, Run
+from ddpbench.records.schema import Run
 from ddpbench.records.wording import install_extra
-from ddpbench.session import run_folder
-from ddpbench.verdicts import comparison
-from ddpbench.verdicts.matching import Source
 
 EXTRA = install_extra("report")
 
@@ -54,67 +42,7 @@ def put(name: str, run: Run) -> Path:
     return folder
 
 
-def judged(base: Run, new: Run, drawn: bool = True) -> Section:
-    """Return the section on the verdicts of two runs."""
-    sides = (Source("base", (base,)), Source("new", (new,)))
-    return sections.build_section(comparison.compare(*sides, comparison.Rule()), drawn=drawn)
-
-
-def many_cases(count: int, factor: float) -> Run:
-    """Return a run of so many cases; every tenth takes `factor` times as long."""
-    return a_run(
-        *(
-            result
-            for n in range(count)
-            for result in launch_results(
-                1e-3 * (factor if n % 10 == 0 else 1), a_case(nbytes=4 * (n + 1), count=n + 1)
-            )
-        )
-    )
-
-
-# --- the section of verdicts ----------------------------------------------------------------------
-
-
-def test_a_change_is_drawn_with_its_interval_and_margin() -> None:
-    """The chart has the ratio of the times, its interval and the margin of each case, and the
-    verdict by colour and shape; its table has the texts of `compare`."""
-    base, new = base_and_new(1.1)
-    (chart,) = judged(base, new).rows[0]
-    (row,) = values(chart)
-    assert chart.spec is not None
-    assert row["verdict"] == "SLOWER"
-    assert 1.09 < row["_low"] < row["_end"] < row["_high"] < 1.11
-    assert (row["_band_low"], row["_band_high"]) == (pytest.approx(1 / 1.03), 1.03)
-    channels = chart.spec["layer"][1]["encoding"]
-    assert channels["color"]["field"] == channels["shape"]["field"] == "verdict"
-    assert chart.table == judged(base, new, drawn=False).charts[0].table
-
-
-def test_of_many_cases_the_clear_ones_are_drawn(frozen: Frozen) -> None:
-    """Of 70 cases, the chart has 60 rows of 24 pixels, SLOWER ones first; the table has all."""
-    (chart,) = judged(many_cases(70, 1), many_cases(70, 1.5)).rows[0]
-    assert chart.spec is not None
-    assert [row["verdict"] for row in values(chart)] == ["SLOWER"] * 7 + ["SAME"] * 53
-    assert chart.spec["height"] == 1440
-    assert len(chart.table.rows) == 70
-    frozen.text(chart.caption)
-
-
-# --- several runs ---------------------------------------------------------------------------------
-
-
-def test_the_first_run_is_the_base_of_all_others() -> None:
-    """A page of three runs has a section on the verdicts for the second and for the third."""
-    base, new = base_and_new(1.2)
-    for name, run in (("base", base), ("slow", new), ("same", base_and_new(1.001)[1])):
-        put(name, run)
-    assert call_in_process(["report", "base", "slow", "same"]).out == "results/base/report.html\n"
-    page = Path("results/base/report.html").read_text()
-    for name, text in (("verdicts", "1 SLOWER"), ("verdicts-2", "1 SAME")):
-        (part,) = page.split(f'<section id="{name}"')[1:]
-        assert text in part.split("</section>")[0]
-    assert all(name in page for name in ("base", "slow", "same"))
+# --- compare --report-file ---------------------------------------------------------------------
 
 
 def verdict_lines(page: str) -> str:
@@ -124,65 +52,8 @@ def verdict_lines(page: str) -> str:
     return "\n".join((title, *re.findall(r"<(?:p|li)\b[^>]*>(.*?)</(?:p|li)>", section, re.DOTALL)))
 
 
-def doctor_run() -> Run:
-    """Return a run of the doctor that found nothing."""
-    examination = Examination("links", 0, "gloo", 1.0)
-    return replace(a_run(), command="doctor", launches=(a_launch(),), examinations=(examination,))
-
-
-OTHER = a_run(*launch_results(1e-3, a_case(operation="broadcast", reduce_op=None, root=0)))
-
-
-@pytest.mark.parametrize(
-    ("new", "verdicts"),
-    [
-        (doctor_run(), []),
-        (OTHER, ["1 ONLY BASE", "1 ONLY NEW"]),
-        (base_and_new(1.5, launches=2)[1], ["1 INCONCLUSIVE"]),
-    ],
-    ids=["doctor", "other case", "few launches"],
-)
-def test_what_cannot_be_compared_stands_side_by_side(
-    new: Run, verdicts: list[str], frozen: Frozen
-) -> None:
-    """Runs without verdicts get a page with one sentence on the reason, and all their sections."""
-    put("base", base_and_new(1)[0])
-    put("new", new)
-    assert call_in_process(["report", "base", "new", "--report-file", "page.html"]).code == 0
-    page = Path("page.html").read_text()
-    assert all(verdict in page for verdict in verdicts)
-    assert "<h1>base and new</h1>" in page
-    frozen.text(verdict_lines(page))
-
-
-def test_two_runs_of_one_name_have_names_of_their_own() -> None:
-    """A run and its copy are told apart by their folders; a run that is named twice counts once."""
-    base, new = base_and_new(1.5)
-    first = put("one", base)
-    store.write(copy := put("copy", new), replace(new, id="one"))
-    done = call_in_process(
-        ["report", str(first), str(copy), str(first), "--report-file", "page.html"]
-    )
-    assert done.code == 0
-    page = Path("page.html").read_text()
-    assert "<h1>results/one and results/copy</h1>" in page
-    assert 'id="verdicts-2"' not in page
-
-
-def test_a_page_goes_to_stdout() -> None:
-    """`--report-file -` writes the page to stdout, and nothing else."""
-    put("mine", base_and_new(1)[0])
-    done = call_in_process(["report", "mine", "--report-file", "-"])
-    assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("<!doctype html>")
-    assert done.out.rstrip().endswith("</html>")
-
-
-# --- compare --report -----------------------------------------------------------------------------
-
-
 def test_compare_writes_a_page_besides_its_output(frozen: Frozen) -> None:
-    """`compare --report` prints the same table with the same exit code, and the verdicts and both
+    """`--report-file` leaves table and exit code as they are; the page has the verdicts and both
     runs are on the page."""
     base, new = base_and_new(1.2)
     put("base", base)
@@ -228,18 +99,15 @@ def no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("report", "mine"),
         ("compare", "mine", "mine", "--report-file", "page.html"),
-        ("collectives", "-n", "2", "--report"),
-        ("watch", "-n", "2", "--report", "train.py"),
     ],
 )
 @pytest.mark.usefixtures("no_extra")
 def test_a_missing_extra_is_refused_before_anything_is_done(words: tuple[str, ...]) -> None:
     """Without altair, a command that is to write a page ends at once with the words to type."""
     put("mine", base_and_new(1)[0])
-    Path("train.py").touch()
     with forbid_processes():
         done = call_in_process(words)
-    what = {"report": "a report", "compare": "--report-file"}.get(words[0], "--report")
+    what = {"report": "a report", "compare": "--report-file"}[words[0]]
     assert done == Outcome(2, "", f"ddpbench: {what} needs altair: {EXTRA}\n")
     assert [path.name for path in Path("results").iterdir()] == ["mine"]
 
@@ -291,69 +159,3 @@ def test_a_page_that_cannot_be_written_is_one_sentence(
     assert [(done.code, done.err.count("\n")) for done in refused] == [(2, 1)] * 4
     frozen.text("".join(done.err for done in refused))
     assert sorted(path.name for path in Path().iterdir()) == ["plain", "results"]
-
-
-# --- measuring commands ---------------------------------------------------------------------------
-
-
-def test_a_measured_run_has_its_page_at_the_end(pool: RankPool, home: Path) -> None:
-    """`collectives --report` writes report.html into the run's folder and prints its path."""
-    words = ("--backend", "gloo", "--op", "all_reduce", "--sizes", "4", *QUICK)
-    done = pool.call(2, home, "collectives", *words, "--output", "mine", "--report")
-    assert done.returncode in (0, 1), done.stderr
-    *_, stored, written = done.stderr.splitlines()
-    assert stored.endswith("mine")
-    assert written.endswith("mine/report.html")
-    page = Path("mine/report.html").read_text()
-    assert "all_reduce" in page
-    assert "<h1>mine</h1>" in page
-
-
-def finish(capfd: pytest.CaptureFixture[str], end: store.End | None, *words: str) -> Outcome:
-    """Finish a run that has a result, as a measuring command does."""
-    from ddpbench import collectives
-    from ddpbench.session.options import Parser
-
-    parser = Parser()
-    collectives.add_arguments(parser)
-    options = collectives.Options.of(parser.parse_args(["--report", *words]))
-    code = run_folder.finish(Path("results/mine"), options, end)
-    return Outcome(code, *capfd.readouterr())
-
-
-END = store.End("failed", "rank 1 ended with SIGKILL", 5)
-
-
-@pytest.mark.parametrize(
-    "end", [None, END, run_folder.interrupted("SIGINT")], ids=["complete", "failed", "interrupted"]
-)
-def test_every_end_has_a_page(
-    capfd: pytest.CaptureFixture[str], end: store.End | None, frozen: Frozen
-) -> None:
-    """A run that is complete, failed or interrupted gets its page, after all else is stored."""
-    put("mine", replace(a_run(a_result()), state="running", exit_code=None))
-    done = finish(capfd, end)
-    assert done.code == (end.code if end else 0)
-    frozen.text(done.err)
-    if end is not None:
-        assert end.state in Path("results/mine/report.html").read_text()
-
-
-def test_a_page_never_makes_a_run_fail(capfd: pytest.CaptureFixture[str], frozen: Frozen) -> None:
-    """If the page cannot be written, one line says so; the exit code is that of the run, and
-    --quiet keeps the line."""
-    put("mine", replace(a_run(a_result()), state="running", exit_code=None))
-    Path("results/mine/report.html").mkdir()
-    done = finish(capfd, None, "--quiet")
-    assert done.code == 0
-    assert done.err.count("\n") == 1
-    frozen.text(done.err)
-
-
-def test_a_run_without_results_has_no_page(capfd: pytest.CaptureFixture[str]) -> None:
-    """A run that ended before its first result gets no page, and no word about it."""
-    put("mine", replace(a_run(), state="running", exit_code=None))
-    done = finish(capfd, END)
-    assert done.code == 5
-    assert "page" not in done.err
-    assert not Path("results/mine/report.html").exists()

@@ -1,6 +1,5 @@
 """Measured links on a page: matrices of what each rank or host sends to each other one."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -60,15 +59,3 @@ def test_what_the_doctor_confirmed_is_outlined(
     marked = [cell for row in bandwidth.table.rows for cell in row if str(cell).endswith("slow")]
     assert len(marked) == len(ways)
     assert outlined(latency) == set()
-
-
-def test_many_ranks_stay_small() -> None:
-    """64 ranks: no values in the cells, colour and tooltip only, and below 400 kB."""
-    bandwidth, latency = charts(figures(64, 8, slow("rank", [5], [60])))
-    assert outlined(bandwidth) == {("5", "60"), ("60", "5")}
-    for chart in (bandwidth, latency):
-        assert chart.spec is not None
-        assert "text" not in [layer["mark"]["type"] for layer in chart.spec["layer"]]
-        assert chart.spec["height"] < 400
-        columns = {name: [row[name] for row in values(chart)] for name in values(chart)[0]}
-        assert len(json.dumps(columns)) < 400_000

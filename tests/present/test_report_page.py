@@ -85,12 +85,6 @@ def test_values_are_short_and_safe(value: Any, text: str) -> None:
     json.loads(text)
 
 
-def test_no_line_ends_inside_an_option() -> None:
-    """A text is escaped, and its options stay whole."""
-    text = page.keep_options("<b>: try --bucket-cap-mb 5")
-    assert text == '&lt;b&gt;: try <span class="option">--bucket-cap-mb</span> 5'
-
-
 # --- the summary ----------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -97,7 +96,7 @@ def test_the_readme_shows_what_its_command_draws(tmp_path: Path) -> None:
     ((_, drawn),) = pictures.write(charts, tmp_path, "svg")
     advice = f"draw it again: {command} --chart {CHARTS[0]}"
     assert read_texts(shown) == read_texts(drawn), advice
-    for color in theme.LIGHT[:2]:
+    for color in theme.COLORS[:2]:
         assert read_line(shown, color) == pytest.approx(read_line(drawn, color), abs=0.01), advice
 
 
@@ -122,27 +121,6 @@ def test_markdown_links_its_pictures(folder: Path) -> None:
     links = re.findall(r"!\[.*\]\((.*)\)", text)
     assert links == [f"../new/my%20pictures/{name}.svg" for name in CHARTS]
     assert len(re.findall(r"^\| +4 KiB \| gloo ", text, re.MULTILINE)) == 1
-
-
-@pytest.mark.parametrize(
-    "words", [("--svg", "x"), ("--png", "x"), ("--markdown", "x/report.md")], ids=lambda w: w[0]
-)
-def test_a_full_disk_is_named_with_the_file(
-    words: tuple[str, ...], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    frozen: Frozen,
-) -> None:  # fmt: skip
-    """If a picture or the Markdown does not fit on the disk, one sentence names its file, and no
-    part of it is left."""
-    monkeypatch.chdir(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        done = report(small, *words, "--chart", CHARTS[0])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert done.code == 2
-    frozen.text(done.err)
-    assert not list(Path("x").iterdir())
 
 
 def test_markdown_shows_names_as_text(frozen: Frozen) -> None:

@@ -11,8 +11,8 @@ from frozen import Frozen
 from stored_steps import a_step_case, a_step_result, a_step_run
 from synthetic_rounds import BEGAN_NS, Fault, Job
 
+from ddpbench.present import watch as watched_section
 from ddpbench.present.document import Chart, ReportRun
-from ddpbench.present.watch import sections as watched_section
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import WatchedCollective, WatchedLink
 from ddpbench.watch.judging.judge import judge
@@ -49,7 +49,7 @@ def a_watched_run(**changes: Any) -> Run:
 
 def charts(run: Run) -> dict[str, Chart]:
     """All charts of the section by their names."""
-    (section,) = watched_section.build_sections(ReportRun("run", run), drawn=True)
+    (section,) = watched_section.build_sections(ReportRun("run", run))
     return {chart.name: chart for chart in section.charts}
 
 
@@ -84,23 +84,6 @@ def test_the_late_rank_stands_out(shown: dict[str, Chart]) -> None:
     assert shown["watch-ranks"].table.rows[0][0] == "3"
     texts = {row["rank"]: row["_text"] for row in rows_of(shown["watch-ranks"], "_text")}
     assert texts["3 on b"] == "straggler"
-
-
-def test_slow_links_are_outlined() -> None:
-    """Links that findings name are marked in their direction: those that a slow host sends, and one
-    from host to host. A host whose ranks are late marks none."""
-    ends = [(x, y) for x in "abcd" for y in "abcd" if x != y]
-    links = tuple(WatchedLink(x, y, "eth0", 10**9, 1e9, None, 0) for x, y in ends)
-    run = a_watched_run(links=links, hosts=dict.fromkeys("abcd", 1))
-    places = {
-        "slow-link": {"hosts": ["a", "b"]},
-        "slow-host": {"hosts": ["d"], "bytes_per_second": {"sends": 1e6}},
-    }
-    slow = [Finding("warning", code, "slow", "", place) for code, place in places.items()]
-    late = Finding("warning", "slow-host", "late", "", {"host": "c", "phase": "forward"})
-    chart = charts(replace(run, findings=(*slow, late)))["watch-links"]
-    outlined = {(row["from"], row["to"]) for row in rows_of(chart, "_marked") if row["_marked"]}
-    assert outlined == {("a", "b"), ("d", "a"), ("d", "b"), ("d", "c")}
 
 
 def test_one_huge_step_does_not_flatten_the_others(frozen: Frozen) -> None:

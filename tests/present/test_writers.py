@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from stored_runs import a_result, a_run
 
-from ddpbench.present import formats
 from ddpbench.present.document import Chart, Document, Section, make_table
 from ddpbench.present.writers import WRITERS
 from ddpbench.records.schema import Finding
@@ -51,17 +49,6 @@ def test_markdown_folds_long_tables_that_have_a_name(name: str, rows: int, folde
     before, _, after = WRITERS["markdown"](Document("", (section,))).partition("<details>")
     assert (before + after).count(" 512.0 |") == rows
     assert after.count(" 512.0 |") == folded
-
-
-def test_a_format_is_added_by_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shows any document; so does `ddpbench show`."""
-
-    def write(document: Document) -> str:
-        return " ".join(chart.table.title for s in document.sections for chart in s.charts)
-
-    monkeypatch.setitem(WRITERS, "titles", write)
-    assert WRITERS["titles"](DOCUMENT) == " speeds"
-    assert formats.show("titles", a_run(a_result())).endswith("cpu")
 
 
 def test_machines_read_the_values() -> None:

@@ -167,24 +167,6 @@ def test_results_are_stored_where_nothing_can_be_printed(tmp_path: Path, frozen:
     assert (tmp_path / "closed/table.txt").stat().st_size > 0
 
 
-@pytest.mark.parametrize("kind", ["collectives", "ddp"])
-def test_what_was_not_measured_has_its_reason_in_every_format(kind: str, tmp_path: Path) -> None:
-    """One case of a run was skipped: each format names the case and tells why."""
-    run = read_first_cases(kind)
-    results = run["steps" if kind == "ddp" else "results"]
-    skipped = results[0]["case"]
-    for result in (each for each in results if each["case"] == skipped):
-        result.update(summary=None, reason="no, 1.5 GB", replicas=None, epochs=[])
-    (tmp_path / "run.json").write_text(json.dumps(run))
-    for form in FORMATS:
-        ended = call_in_process(["show", str(tmp_path), "--format", form])
-        assert ended.code == 0, ended.err
-        assert "no, 1.5 GB" in ended.out, form
-    words = ["show", str(tmp_path), "--format", "json", "--columns", "backend,reason"]
-    chosen = json.loads(call_in_process(words).out)
-    assert chosen.count({"backend": skipped["backend"], "reason": "no, 1.5 GB"}) == 1
-
-
 def test_escapes_keep_what_can_be_printed() -> None:
     """Letters of any script stay; controls, bidirectional marks and half characters do not."""
     assert terminal_text.escape("größe µ±×… 日本 ✓") == "größe µ±×… 日本 ✓"

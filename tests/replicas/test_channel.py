@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 
-from ddpbench.replicas.channel import Channel, choose_device
-from ddpbench.replicas.verify import digest_rng
-
-GPU = "gpu_only"  # a backend that takes tensors of GPUs only, as nccl does
+from ddpbench.replicas.channel import choose_device
 
 
 def module_on(*devices: str) -> nn.Module:
@@ -40,34 +32,3 @@ def test_messages_use_the_device_of_the_parameters(
 ) -> None:
     """Of the first that the group takes; the CPU if it takes that; else the current device."""
     assert choose_device(kinds, module_on(*devices).parameters()) == torch.device(chosen)
-
-
-@pytest.fixture
-def gpu_group() -> Iterator[None]:
-    """A default group of two ranks on a backend that is registered for GPUs alone."""
-    if not hasattr(dist.Backend, GPU.upper()):
-
-        def create(_: Any, rank: int, size: int, __: Any) -> dist.ProcessGroup:
-            make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
-            return make(rank, size)
-
-        dist.Backend.register_backend(GPU, create, devices=["cuda"])
-    dist.init_process_group(GPU, store=FakeStore(), rank=1, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("gpu_group")
-def test_a_group_for_gpus_gets_messages_on_the_gpu_of_the_module() -> None:
-    """A script that never calls set_device has GPU 0 as current device on all ranks."""
-    assert Channel(None, module_on("cuda:1")).device == torch.device("cuda", 1)
-    buffers = nn.Module()
-    with FakeTensorMode():
-        buffers.register_buffer("mean", torch.empty(2, device="cuda:2"))
-    assert Channel(None, buffers).device == torch.device("cuda", 2)
-
-
-def test_a_module_without_memory_draws_from_the_generator_of_the_cpu() -> None:
-    """Parameters on `meta` belong to no kind of device."""
-    modules = [nn.Linear(2, 2, device=device) for device in ("meta", "cpu")]
-    assert digest_rng(modules[0]) == digest_rng(modules[1])

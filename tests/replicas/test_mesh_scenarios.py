@@ -22,8 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from frozen import Frozen
-from mesh_training import Training
-from replica_reports import facts_of, without_figures
+from mesh_training import Training, facts_of, without_figures
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial

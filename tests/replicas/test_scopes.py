@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
 from math import prod
 
 import pytest
 from frozen import Frozen
 
-from ddpbench.replicas.findings import Places
+from ddpbench.replicas.findings import name_places
 from ddpbench.replicas.report import Report
 from ddpbench.replicas.scopes import (
     PRIME,
@@ -107,16 +106,6 @@ def test_a_mesh_whose_ranks_are_not_in_order() -> None:
     assert layout.number_shard(0) == 2
 
 
-def test_pipeline_stages_are_not_compared() -> None:
-    """Along a dimension of other layers, neither plain tensors nor shards have partners."""
-    grid = make_grid(pp=2, dp_replicate=2, dp_shard=2)
-    base = Base(grid.ranks, grid, 5, stages=(0,))
-    assert find_scope(base, None) == (4, 5, 6, 7)
-    layout = Layout(part(grid, "dp_replicate", "dp_shard", rank=5), (False, True), (), "")
-    assert find_scope(base, layout) == (5, 7)
-    assert [base.locate_stage(rank) for rank in (0, 7)] == [(0,), (1,)]
-
-
 def test_weights_of_a_scope_add_up_to_nothing() -> None:
     """Equal digests cancel; one that differs, or two that differ alike, do not."""
     for ranks in ((0, 1), (0, 3, 5), tuple(range(64))):
@@ -137,23 +126,8 @@ def test_weights_of_a_scope_add_up_to_nothing() -> None:
 def test_ranks_are_named_by_their_coordinates(frozen: Frozen) -> None:
     """A whole slice of the mesh by the dimensions that narrow it; other sets by their numbers."""
 
-    def place(coordinates: dict[int, dict[str, int]]) -> Places:
-        return Places(Report((), None, coordinates=coordinates))
-
-    places = place({rank: CUBE.locate(rank) for rank in CUBE.ranks})
+    coordinates = {rank: CUBE.locate(rank) for rank in CUBE.ranks}
+    report = Report((), None, coordinates=coordinates)
     sets = ([5], [4, 5, 6, 7], [1, 3], [0, 7], range(8))
-    frozen.facts(
-        [
-            ", ".join(f"{name}={at}" for name, at in CUBE.locate(5).items()),
-            *(places.name(ranks) for ranks in sets),
-            places.name([1], [5]),
-            places.name([0, 7], [1, 2]),
-            place({}).name([1, 2]),
-            place({0: {"dim 0": 0}, 1: {"dim 0": 1}}).name([1]),
-        ]
-    )
-
-
-def test_coordinates_are_in_row_major_order() -> None:
-    """As in a DeviceMesh."""
-    assert list(CUBE.coordinates.values()) == list(product(range(2), repeat=3))
+    frozen.facts([name_places(report, ranks) for ranks in sets])
+    assert name_places(Report((), None), [1, 2]) == "ranks 1, 2"

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from frozen import Frozen
 
 from ddpbench.measure import step
 from ddpbench.runtime import devices
-from ddpbench.runtime.devices import KINDS, Accelerator, elapsed_ns
+from ddpbench.runtime.devices import KINDS, elapsed_ns
 
 CPU = torch.device("cpu")
 
@@ -37,23 +36,6 @@ def test_an_unknown_kind_is_refused_with_the_kinds_that_exist(frozen: Frozen) ->
     with pytest.raises(ValueError, match="cpud") as caught:
         devices.get("cpud")
     frozen.text(str(caught.value))
-
-
-def test_a_device_has_one_identity_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU or a part of one (MIG) as nvidia-smi writes it, although torch's UUID lacks the prefix
-    and CUDA may report the GPU's UUID for each part; a device without UUID by its host."""
-    gpu = SimpleNamespace(name="NVIDIA H200", uuid="1a2b")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    assert KINDS["cuda"].identity(0) == "GPU-1a2b"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-3c4d,GPU-1a2b")
-    assert [KINDS["cuda"].identity(index) for index in (0, 1)] == ["MIG-3c4d", "GPU-1a2b"]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    gpu.name = "NVIDIA A100-SXM4-80GB MIG 3g.40gb"
-    assert KINDS["cuda"].identity(0) == "MIG-1a2b"
-    unnamed = SimpleNamespace(name="a device")
-    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda index: unnamed)
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    assert Accelerator("xpu").identity(1) == f"{boot_id} xpu 1"
 
 
 def test_asking_what_is_in_use_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +69,7 @@ def test_a_stamp_is_one_of_its_device_in_any_thread(monkeypatch: pytest.MonkeyPa
     """gloo and mpi end DDP's reductions in threads of their own, where GPU 0 is current. An event
     there has no time in common with the events of the rank's own GPU."""
     gpus, stamps = ManyGpus(), list[Any]()
-    monkeypatch.setattr(torch, "get_device_module", lambda name: gpus)
+    monkeypatch.setattr(devices.Cuda, "_module", gpus)
     thread = threading.Thread(target=lambda: stamps.append(step.stamp(torch.device("cuda", 1))))
     thread.start()
     thread.join()

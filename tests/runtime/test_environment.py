@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import psutil
 import pytest
@@ -20,7 +20,6 @@ from patience import wait_until
 
 from ddpbench.runtime import cpu, environment
 
-SPIN = "print(flush=True)\nwhile True: pass"
 PING_PONG = """
 import os
 (a, b), (c, d) = os.pipe(), os.pipe()
@@ -125,33 +124,6 @@ def test_a_machine_that_withholds_everything_gives_none(monkeypatch: pytest.Monk
     assert (use.host_busy_seconds, use.steal_seconds, use.throttled_seconds) == (None, None, None)
 
 
-def test_clock_domain_sees_a_time_namespace() -> None:
-    """A process in another time namespace reports another clock domain on the same boot."""
-    program = (
-        "import sys; from types import SimpleNamespace as N; "
-        "sys.modules['torch'] = N(__version__='', get_num_threads=lambda: 1); "
-        "from ddpbench.runtime import environment; facts = environment.rank_facts(); "
-        "print(facts['boot_id'], facts['time_namespace'])"
-    )
-    python = [sys.executable, "-c", program]
-    same = subprocess.run(python, capture_output=True, text=True, check=True).stdout
-    mine = environment.rank_facts()
-    assert same.split() == [str(mine["boot_id"]), str(mine["time_namespace"])]
-    unshare = shutil.which("unshare")
-    if not unshare or subprocess.run([unshare, "-T", "-f", "true"], capture_output=True).returncode:
-        pytest.skip("needs the right to create a time namespace")
-    command = [unshare, "-T", "-f", *python]
-    other = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert other.split()[0] == same.split()[0]
-    assert other.split()[1] != same.split()[1]
-
-
-def test_numbers_are_written_as_the_kernel_writes_a_cpuset() -> None:
-    """Ranges and single numbers, in ascending order, each once."""
-    numbers = ([0, 1, 2, 3, 8], [5], [9, 1, 0, 9], [])
-    assert list(map(environment.compact, numbers)) == ["0-3,8", "5", "0-1,9", ""]
-
-
 # Variables
 
 
@@ -175,11 +147,7 @@ def test_variables_that_steer_collectives_are_kept() -> None:
     the folder that each run gives Open MPI: it would make all runs and hosts look different."""
     prefixes = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "OMPI_MCA_", "UCX_", "MPICH_", "SLURM_")
     kept = {f"{prefix}X": "1" for prefix in prefixes} | {"CUDA_VISIBLE_DEVICES": "0,1"}
-    devices = (
-        "CUDA_DEVICE_MAX_CONNECTIONS CUDA_MODULE_LOADING NVIDIA_TF32_OVERRIDE HIP_VISIBLE_DEVICES "
-        "ROCR_VISIBLE_DEVICES GPU_MAX_HW_QUEUES HSA_ENABLE_SDMA RCCL_MSCCL_ENABLE MSCCL_ALGO_DIR"
-    )
-    kept |= dict.fromkeys(devices.split(), "1")
+    kept |= dict.fromkeys(("CUDA_MODULE_LOADING", "HIP_VISIBLE_DEVICES", "RCCL_X"), "1")
     noise = {"PATH": "/bin", "OMPI_MCA_orte_uri": "x", "OMPI_COMM_WORLD_SIZE": "2"}
     backing = "OMPI_MCA_btl_sm_backing_directory"
     noise[backing] = "/dev/shm/ddpbench-x1y2z3"
@@ -260,15 +228,6 @@ def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
     assert list(cpu.cgroup_limits(tmp_path).values()) == [None, None, None]
 
 
-def test_free_memory_is_the_smaller_of_host_and_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control group's room bounds what may be allocated, on a host with plenty of memory."""
-    host = cpu.free_memory_nbytes()
-    assert host is not None
-    assert 0 < host <= psutil.virtual_memory().total
-    monkeypatch.setattr(cpu, "cgroup_limits", lambda: {"cgroup_free_nbytes": 4096})
-    assert cpu.free_memory_nbytes() == 4096
-
-
 def test_throttled_time_in_either_unit(tmp_path: Path) -> None:
     """Microseconds of v2 and nanoseconds of v1 are both seconds; no quota, no throttling."""
     write(tmp_path, **{"two__cpu.stat": "usage_usec 9\nnr_throttled 3\nthrottled_usec 1500000\n"})
@@ -298,26 +257,17 @@ def test_an_address_leads_to_its_interface() -> None:
         assert set(environment.interface_of(stranger).values()) == {None}
 
 
-def test_nominal_speed_is_in_bytes_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 Gbit/s are 12.5e9 bytes a second; a speed of 0 means unknown."""
-    stats = {"a": SimpleNamespace(speed=100_000, mtu=9000), "b": SimpleNamespace(speed=0, mtu=1500)}
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
-    assert environment._interface("a")["nominal_bytes_per_second"] == 12_500_000_000
-    assert environment._interface("b")["nominal_bytes_per_second"] is None
-
-
 # CPU
 
 
 @pytest.mark.measures_time
-@pytest.mark.parametrize("program", [SPIN, PING_PONG], ids=["spin", "ping-pong"])
-def test_a_busy_neighbour_shows(program: str) -> None:
+def test_a_busy_neighbour_shows() -> None:
     """What another process uses is seen, even where it sleeps and wakes between the ticks.
 
     Counted as one of our ranks, the neighbour's time leaves the share again.
     """
     cores = os.cpu_count() or 1
-    with busy(program) as used:
+    with busy(PING_PONG) as used:
         before, meter = used(), cpu.CpuMeter()
         wait_until(lambda: used() > before + 0.5, "half a second of the neighbour's work")
         use, theirs = meter.stop(), used() - before

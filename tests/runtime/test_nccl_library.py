@@ -55,32 +55,23 @@ def shown(stubs: Path, load: str, hip: str = "") -> list[str]:
 
 
 @pytest.mark.thorough
-def test_the_loaded_library_tells_its_version(stubs: Path) -> None:
-    """What is loaded counts, not the headers with which torch was built."""
-    version = ["(2, 30, 7)", "2.30.7", "NCCL 2.30.7", "none"]
-    assert shown(stubs, "libnccl.so.2") == version
-    assert shown(stubs, str(stubs / "libnccl.so.2")) == version
-
-
-@pytest.mark.thorough
-def test_asking_loads_no_library(stubs: Path) -> None:
-    """A library that is installed but not loaded does not answer: torch may load another one."""
-    built = ["None", "2.29.7 (as built)", "NCCL 2.29.7 (as built)", "None"]
-    assert shown(stubs, "") == built
-
-
-@pytest.mark.thorough
-def test_rccl_is_asked_by_its_name(stubs: Path) -> None:
-    """On a build for AMD the version is that of RCCL, and is called so."""
-    version = ["(2, 21, 5)", "2.21.5", "RCCL 2.21.5", "none"]
-    assert shown(stubs, "librccl.so.1", "6.4") == version
-    assert shown(stubs, "libnccl.so.2", "6.4")[0] == "None"
-
-
-@pytest.mark.thorough
-def test_a_plug_in_is_named(stubs: Path) -> None:
-    """What NCCL has loaded decides which network carries the data."""
-    assert shown(stubs, "libnccl.so.2,libnccl-net-ofi.so")[-1] == "libnccl-net-ofi.so"
+@pytest.mark.parametrize(
+    ("load", "hip", "expected"),
+    [
+        ("libnccl.so.2", "", ["(2, 30, 7)", "2.30.7", "NCCL 2.30.7", "none"]),
+        ("", "", ["None", "2.29.7 (as built)", "NCCL 2.29.7 (as built)", "None"]),
+        ("librccl.so.1", "6.4", ["(2, 21, 5)", "2.21.5", "RCCL 2.21.5", "none"]),
+        (
+            "libnccl.so.2,libnccl-net-ofi.so",
+            "",
+            ["(2, 30, 7)", "2.30.7", "NCCL 2.30.7", "libnccl-net-ofi.so"],
+        ),
+    ],
+    ids=["loaded", "not loaded", "RCCL", "plug-in"],
+)
+def test_the_loaded_library_counts(stubs: Path, load: str, hip: str, expected: list[str]) -> None:
+    """Its version and plug-ins, not the headers with which torch was built; asking loads none."""
+    assert shown(stubs, load, hip) == expected
 
 
 def test_the_files_of_nccl_are_read_as_nccl_reads_them(

@@ -132,28 +132,11 @@ def test_the_whole_interval_must_lie_beyond_the_margin_or_inside(
     assert verdict.judge(Shift((low + high) / 2, low, high, 6), 0.03) == wanted
 
 
-def test_the_test_is_of_a_change_beyond_the_margin() -> None:
-    """The p values are scipy's of NEW against BASE·1.03, and of NEW·1.03 against BASE."""
-    base, new = launch_medians(6, seed=11), launch_medians(7, 1.05e-3, 0.02, seed=12)
-    chance = verdict.chance(base, new, 0.03)
-    slower = scipy_stats.mannwhitneyu(new, base * 1.03, alternative="greater").pvalue
-    faster = scipy_stats.mannwhitneyu(new * 1.03, base, alternative="less").pvalue
-    assert chance == Chance(slower, faster)
-    assert chance.slower < 0.05 < chance.faster
-
-
 def test_a_sweep_corrects_for_its_cases() -> None:
-    """Benjamini–Hochberg in both directions against a plain loop; a change that is clear alone is
-    INCONCLUSIVE when the corrected p is above 5 %."""
-    raw = [Chance(p, 1 - p) for p in (0.004, 0.03, 0.5, 0.9, 0.02)]
-    corrected = verdict.adjust_chances(raw)
-    for name in ("slower", "faster"):
-        p = [getattr(chance, name) for chance in raw]
-        ranked = sorted(p)
-        for value, chance in zip(p, corrected, strict=True):
-            rest = ranked[ranked.index(value) :]
-            wanted = min(min(1, q * 5 / (ranked.index(q) + 1)) for q in rest)
-            assert getattr(chance, name) == pytest.approx(wanted)
+    """Benjamini–Hochberg in both directions; a change that is clear alone is INCONCLUSIVE when the
+    corrected p is above 5 %."""
+    corrected = verdict.adjust_chances([Chance(p, 1 - p) for p in (0.004, 0.03, 0.5, 0.9, 0.02)])
+    assert [each.slower for each in corrected] == pytest.approx([0.02, 0.05, 0.625, 0.9, 0.05])
     clear = Shift(0.3, 0.2, 0.4, 5)
     assert verdict.judge(clear, 0.03, Chance(0.05, 1)) == SLOWER
     assert verdict.judge(clear, 0.03, Chance(0.051, 1)) == INCONCLUSIVE
@@ -190,25 +173,11 @@ def test_identical_code_is_seldom_called_different_in_a_sweep() -> None:
     [
         (-2 * LIMIT, 2 * LIMIT, 6, 24),  # R·(half-width/margin)²
         (0, 3 * LIMIT, 5, 12),  # 11.25
-        (0, 1.2 * LIMIT, 6, 14),  # narrow enough, but across the margin: 6·(0.6/0.4)² = 13.5
-        (-1.1 * LIMIT, 0.1 * LIMIT, 6, 9),  # 6·(0.6/0.5)² = 8.64
-        (0.5 * LIMIT, 1.5 * LIMIT, 6, None),  # around the margin itself
-        (LIMIT, LIMIT, 6, None),
         (0.2 * LIMIT, 1.02 * LIMIT, 6, 7),  # never fewer than there were
     ],
 )
 def test_the_launches_that_would_decide(
-    low: float, high: float, launches: int, needed: int | None
+    low: float, high: float, launches: int, needed: int
 ) -> None:
     """Noise shrinks with the root of the launches: so many until the interval fits."""
     assert verdict.launches_needed(Shift((low + high) / 2, low, high, launches), 0.03) == needed
-
-
-@pytest.mark.parametrize(("cases", "needed"), [(1, 6), (40, 6), (100, 7)])
-def test_a_sweep_needs_launches_enough_for_its_correction(cases: int, needed: int) -> None:
-    """One changed case among so many passes the corrected test with these launches at best, by the
-    number of ways to divide them; and not with one fewer."""
-    assert verdict.launches_needed(Shift(1, 0.9, 1.1, 5), 0.03, cases) == needed
-    assert verdict.launches_needed(None, 0.03, cases) == needed
-    assert cases / math.comb(2 * needed, needed) <= 0.05
-    assert needed == 6 or cases / math.comb(2 * needed - 2, needed - 1) > 0.05

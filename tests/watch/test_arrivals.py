@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.hang import flight_recorder
-from ddpbench.hang.flight_recorder import Recorder
 from ddpbench.watch.observe import arrivals
 from ddpbench.watch.observe.arrivals import Arrivals
 from ddpbench.watch.observe.observer import Observer
@@ -105,7 +104,7 @@ def test_batches_of_nccl_are_read_as_their_collectives(monkeypatch: pytest.Monke
     recorder.batch()
     recorder.collective_batch("reduce", "reduce")
     recorder.batch()
-    recorders = {"_dump_fr_trace": recorder.functions}
+    recorders = {"_dump_fr_trace": recorder.dump}
     monkeypatch.setattr(flight_recorder, "find_recorders", lambda *_: recorders)
     called = [(call.number, call.operation, call.nbytes) for call in read_all(Arrivals(0, 0))]
     assert called == [(1, "all_reduce", 16), (2, "reduce", 16)]
@@ -118,11 +117,8 @@ def test_what_cannot_be_read_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.all_reduce(torch.zeros(3))
     assert read_all(watched)
     assert watched.unavailable == ""
-    off = Recorder(status=lambda includeCollectives: b"{}", entries=lambda **_: pickle.dumps({}))  # noqa: N803
-    for recorders, remedy in (
-        ({"_dump_fr_trace": off}, "set TORCH_FR_BUFFER_SIZE=2000"),
-        ({}, "newer"),
-    ):
+    off = {"_dump_fr_trace": lambda **_: pickle.dumps({})}
+    for recorders, remedy in ((off, "set TORCH_FR_BUFFER_SIZE=2000"), ({}, "newer")):
         monkeypatch.setattr(flight_recorder, "find_recorders", lambda *_, found=recorders: found)
         assert read_all(watched) == []
         assert remedy in watched.unavailable

@@ -14,7 +14,6 @@ from ddpbench.records.schema import Finding
 from ddpbench.records.table import Table, TableColumn
 
 OK, UNSUPPORTED, WRONG, CRASH, HANG = "ok", "unsupported", "wrong", "crash", "hang"
-FEW = 3  # combinations that a finding names besides the first
 FIRST_WORDS = 4  # of a reason; reasons that differ only later are shown as one
 
 
@@ -99,7 +98,7 @@ UNTRIED = "?"  # the cell of what was not tried
 def find_bad(backend: str, rows: Sequence[Row]) -> tuple[Finding, ...]:
     """Return a finding for each operation and form that gives a wrong result, crashes or hangs.
 
-    It describes the first such combination in full and names the others.
+    It describes the first such combination in full and counts the others.
     """
     found = []
     for outcome, bad in OUTCOMES.items():
@@ -110,9 +109,7 @@ def find_bad(backend: str, rows: Sequence[Row]) -> tuple[Finding, ...]:
         for name, (first, *others) in groups.items():
             dtype = first["dtype"] and f"of {first['dtype']}"
             called = " ".join(filter(None, (name, first["reduce_op"], dtype)))
-            names = [" ".join(filter(None, (row["reduce_op"], row["dtype"]))) for row in others]
-            more = f"; so do {', '.join(names[:FEW])}" if names else ""
-            more += f" and {len(names) - FEW} more of its combinations" if names[FEW:] else ""
+            more = f"; also {len(others)} more of its combinations" if others else ""
             sentence = f"{called} on {backend} {bad.predicate} ({first['why']}){more}"
             place = {key: first[key] for key in ("operation", "form", "reduce_op", "dtype")}
             place = {"backend": backend, **place, **first["wrong"]}

@@ -84,11 +84,12 @@ class Suspect:
 def find_suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
     """Return the slow ends, then slow links between other ends, the slowest first.
 
-    spread: relative, of repeated measurements of one cell. With two ends, only the two directions
-    can be compared.
+    spread: relative, of repeated measurements of one cell.
     """
     sends, receives = _levels(rates, 0), _levels(rates, 1)
-    levels = [*sends.values(), *receives.values()] or [max(rates.values())]
+    levels = [*sends.values(), *receives.values()]
+    if not levels:  # no end has two links to compare
+        return []
     usual = median_high(levels)
     expected = {(a, b): min(sends.get(a, usual), receives.get(b, usual)) for a, b in rates}
     noise = max(spread, _estimate_noise(rates, expected))
@@ -117,8 +118,6 @@ def find_suspects(rates: Rates, spread: float = 0.0) -> list[Suspect]:
 
 def _estimate_noise(rates: Rates, expected: Rates) -> float:
     """Return how much rates vary around what is expected of them, relative."""
-    if len(rates) < 3:
-        return LEAST_SPREAD
     logs = [math.log(rates[cell] / expected[cell]) for cell in rates]
     middle = median(logs)
     residual = median(abs(each - middle) for each in logs)
@@ -178,8 +177,6 @@ def choose_cells(suspect: Suspect, rates: Rates, suspects: Sequence[Suspect]) ->
     healthy = [
         cell for cell in rates if frozenset(cell) not in slow_links and not slow_ends & set(cell)
     ]
-    if not healthy and suspect.other is not None:  # of two hosts: the way back
-        healthy = [cell[::-1] for cell in suspect.cells if cell[::-1] not in suspect.cells]
     others = {end for each in suspects if each is not suspect for end in each.ends}
     others -= set(suspect.ends)
     suspect.cells = sorted(suspect.cells, key=lambda cell: bool(others & set(cell)))[:MOST_AGAIN]
@@ -189,7 +186,6 @@ def choose_cells(suspect: Suspect, rates: Rates, suspects: Sequence[Suspect]) ->
 
 # --- findings -------------------------------------------------------------------------------------
 
-ENOUGH = 0.5  # of the interfaces' nominal speed
 NEXT = {
     "slow-host": "on {one}: check the negotiated speed (ethtool), errors and drops (ethtool -S, "
     "ip -s link) of its interface, its cable and switch port, and what else uses them",
@@ -197,48 +193,35 @@ NEXT = {
     "(traceroute both ways), cabling, ports and limits of the switches",
     "slow-rank-link": "compare its cores, NUMA node, GPU and interface with those of the other "
     "ranks of its host",
-    "two-hosts": "measure with a third host, which shows whether the link or a host is slow; until "
-    "then check both hosts: ethtool, ethtool -S, ip -s link, cables and ports",
 }
 WAYS = {"both": "sends and receives", "sends": "sends", "receives": "receives"}
 
 
-@dataclass(frozen=True)
-class Network:
-    """Facts about the network between the ranks."""
-
-    host: Mapping[int, str]  # name of the host of each rank
-    nominal: Mapping[int, float | None]  # bytes a second of the interface of each rank
-
-    def name(self, suspect: Suspect) -> list[str]:
-        """Return the name of each end of a suspect."""
-        if suspect.kind == "host":
-            return [self.host[end] for end in suspect.ends]
-        return [self.name_rank(end) for end in suspect.ends]
-
-    def name_rank(self, rank: int) -> str:
-        return f"rank {rank} ({self.host[rank]})"
+def name_suspect_ends(suspect: Suspect, host: Mapping[int, str]) -> list[str]:
+    """Return the name of each end of a suspect. host: name of the host of each rank."""
+    if suspect.kind == "host":
+        return [host[end] for end in suspect.ends]
+    return [f"rank {end} ({host[end]})" for end in suspect.ends]
 
 
-def describe_slow(suspect: Suspect, network: Network, two_hosts: bool = False) -> Finding:
-    """Return the finding for a confirmed suspect. two_hosts: whether there are only two."""
+def describe_slow(suspect: Suspect, host: Mapping[int, str]) -> Finding:
+    """Return the finding for a confirmed suspect. host: name of the host of each rank."""
     slow, others = map(_describe_rate, suspect.rates)
-    one, *rest = network.name(suspect)
+    one, *rest = name_suspect_ends(suspect, host)
     times = f"in each of {len(suspect.measured)} measurements beside them"
     code, severity, next_step = "slow-rank-link", "warning", NEXT["slow-rank-link"]
     place: dict[str, object] = {"ranks": list(suspect.ends)}
     if suspect.kind == "host":
         code = "slow-link" if rest else "slow-host"
         place = {"hosts": [one, *rest], **place}
-        next_step = NEXT["two-hosts" if two_hosts else code].format(one=one)
+        next_step = NEXT[code].format(one=one)
     if rest:
         if suspect.kind == "neighbour":  # can be due to the topology
             severity = "note"
         first, second = (rest[0], one) if suspect.ways == "receives" else (one, rest[0])
         both = f"between {one} and {rest[0]}"
         way = both if suspect.ways == "both" else f"from {first} to {second}"
-        beside = f"from {second} to {first} it carries" if two_hosts else "other links carry"
-        sentence = f"slow link: the link {way} carries {slow}; {beside} {others}, {times}"
+        sentence = f"slow link: the link {way} carries {slow}; other links carry {others}, {times}"
     else:
         sentence = (
             f"slow {'host' if suspect.kind == 'host' else 'rank'}: {one} {WAYS[suspect.ways]} only "
@@ -253,34 +236,9 @@ def _describe_rate(bytes_per_second: float) -> str:
     return f"{format_rate(bytes_per_second)} ({line})"
 
 
-def find_below_nominal(rates: Rates, network: Network) -> list[Finding]:
-    """Return a note if no link between hosts carries half of its interfaces' nominal speed.
-
-    Nothing if the nominal speed of an interface is unknown.
-    """
-    nominal = {cell: min(network.nominal.get(end) or 0.0 for end in cell) for cell in rates}
-    if not rates or not all(nominal.values()):
-        return []
-    best = max(rates, key=lambda cell: rates[cell] / nominal[cell])
-    if rates[best] >= ENOUGH * nominal[best]:
-        return []
-    sender, receiver = map(network.name_rank, best)
-    sentence = (
-        "no link between hosts carries half of the nominal speed of its interfaces: the best, "
-        f"from {sender} to {receiver}, {format_rate(rates[best])} of {format_rate(nominal[best])}"
-    )
-    next_step = (
-        "one stream may not fill a fast link (compare all at once, with several ranks per host); "
-        "else check its MTU, the limits of the switch or of a virtual network, and whether this is "
-        "the right interface"
-    )
-    return [Finding("note", "below-nominal", sentence, next_step, {"ranks": list(best)})]
-
-
 # --- lines and tables -----------------------------------------------------------------------------
 
-MOST_ENDS = 10  # in a matrix
-SLOWEST = 10  # in a list
+SLOWEST = 12  # ways in the table: all of four ends
 
 
 def summarise(title: str, cells: Sequence[Sequence[Any]]) -> list[str]:
@@ -301,12 +259,13 @@ def _range(values: Sequence[float]) -> str:
     return f"{middle} ({least} … {most})"
 
 
-def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
-    """Return matrices of rates and latencies; with many ends a list of the slowest cells."""
+def build_table(figures: Mapping[str, Any]) -> Table:
+    """Return the rates and latencies of the slowest ways, the slowest first."""
     cells, names = figures["cells"], name_ends(figures)
     measured = [rate for cell in cells for rate in cell[2:4] if rate]
     scale, unit = (1e9, "GB/s") if min(measured) >= 1e9 else (1e6, "MB/s")
-    shown = [
+    headings = ("from", "to", f"{unit} alone", "all at once", "latency µs")
+    rows = [
         (
             names[a],
             names[b],
@@ -316,27 +275,9 @@ def build_tables(figures: Mapping[str, Any], backend: str) -> tuple[Table, ...]:
         )
         for a, b, alone, at_once, latency in sorted(cells, key=lambda cell: cell[2] or cell[3])
     ]
-    if len(names) > MOST_ENDS:
-        headings = ["from", "to", f"{unit} alone", "all at once", "latency µs"]
-        title = f"the slowest {SLOWEST} of {len(cells)} ways between {figures['kind']}"
-        return (Table(title, tuple(map(TableColumn, headings)), tuple(shown[:SLOWEST])),)
-    ways = [name for i, name in ((2, "alone"), (3, "all at once")) if cells[0][i]]
-    rates = {(a, b): " / ".join(filter(None, both)) for a, b, *both, _ in shown}
-    latencies = {(a, b): latency for a, b, _, _, latency in shown}
-    return (
-        _matrix(
-            f"{unit} between {figures['kind']}, {' / '.join(ways)}", rates, list(names.values())
-        ),
-        _matrix("latency µs, half a round trip", latencies, list(names.values())),
-    )
-
-
-def _matrix(content: str, cells: Mapping[tuple[str, str], str], names: Sequence[str]) -> Table:
-    return Table(
-        f"{content}; each row sends to the columns",
-        tuple(map(TableColumn, ["", *names])),
-        tuple((sender, *(cells.get((sender, receiver)) for receiver in names)) for sender in names),
-    )
+    which = f"the slowest {SLOWEST} of {len(rows)} ways" if len(rows) > SLOWEST else "ways"
+    title = f"{which} between {figures['kind']}, the slowest first"
+    return Table(title, tuple(map(TableColumn, headings)), tuple(rows[:SLOWEST]))
 
 
 def _short(value: float) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ddpbench.analysis.rates import upper_quartile
 from ddpbench.doctor.context import Context, Outcome
 from ddpbench.doctor.links import judge
-from ddpbench.doctor.links.judge import Cell, Network, Rates, Suspect
+from ddpbench.doctor.links.judge import Cell, Rates, Suspect
 from ddpbench.measure import clock
 from ddpbench.records.wording import counted
 from ddpbench.runtime import control, devices
@@ -100,13 +100,6 @@ def plan_schedule(
     alone = [[way] for pair in itertools.chain(*rounds) for way in (pair, pair[::-1])]
     if pairs > max_pairs:
         alone = []
-        most_rounds = max(FEW, int(SHARE * seconds / (2 * LEAST_SECONDS)))
-        left_out = sum(map(len, rounds[most_rounds:]))
-        if left_out:
-            unchecked.append(
-                f"{left_out} of {pairs} links were not measured (increase --case-time)"
-            )
-        rounds = rounds[:most_rounds]
     random.Random(seed).shuffle(alone)
     at_once = [way for pairs in rounds for way in (pairs, [pair[::-1] for pair in pairs])]
     if alone and len(ends) < FEW:
@@ -140,10 +133,7 @@ NOTHING = {
     "rank": "links: there is only one rank",
     "host": "links between hosts: there is only one host; --by rank measures the links within it",
 }
-TWO_HOSTS = (
-    "slow link or slow host: with two hosts there is no other link to compare with, so only the "
-    "two directions are compared"
-)
+TWO_HOSTS = "slow link or slow host: with two hosts there is no other link to compare with"
 WITHIN = (
     "links within a host are shown, not judged: their rates depend on the cores on which the "
     "scheduler puts the ranks"
@@ -225,12 +215,12 @@ def _gather_again(
     context: Context, wire: Wire, suspects: Sequence[Suspect]
 ) -> tuple[list[Suspect], list[str]]:
     """Measure each suspect again until it is clear whether it is slow; return doubts as well."""
-    network, repeated, doubts = _describe_network(context), [], []
+    repeated, doubts = [], []
     if len(suspects) > MOST_SUSPECTS:
         more = len(suspects) - MOST_SUSPECTS
         doubts.append(f"{more} more links or ends looked slow and were not measured again")
     for suspect in suspects[:MOST_SUSPECTS]:
-        name = " and ".join(network.name(suspect))
+        name = " and ".join(judge.name_suspect_ends(suspect, _name_hosts(context)))
         if not suspect.healthy:
             doubts.append(f"{name} looked slow, and there is no healthy link to compare with")
             continue
@@ -251,12 +241,8 @@ def _gather_again(
     return repeated, doubts
 
 
-def _describe_network(context: Context) -> Network:
-    interfaces = [rank.get("interface") or {} for rank in context.launch.ranks]
-    return Network(
-        host={member.rank: member.host for member in context.world.members},
-        nominal={r: i.get("nominal_bytes_per_second") for r, i in enumerate(interfaces)},
-    )
+def _name_hosts(context: Context) -> dict[int, str]:
+    return {member.rank: member.host for member in context.world.members}
 
 
 def _between_gpus(context: Context) -> bool:
@@ -272,8 +258,7 @@ def _judge(
     repeated: Sequence[Suspect],
     doubts: Sequence[str],
 ) -> Outcome:
-    network = _describe_network(context)
-    host = network.host
+    host = _name_hosts(context)
     figures = {
         "ends": [[end, host[end]] for end in schedule.ends],
         "kind": schedule.kind,
@@ -294,15 +279,13 @@ def _judge(
             f"looked slow and measured again beside healthy links: {len(repeated)}; slow each of "
             f"{judge.TIMES} times: {len(confirmed)}"
         )
-    two_hosts = len(context.world.hosts) == 2
-    slow = [judge.describe_slow(suspect, network, two_hosts) for suspect in confirmed]
-    rates = {(a, b): alone or at_once for a, b, alone, at_once, _ in crossing}
+    two_hosts = [TWO_HOSTS] if len(context.world.hosts) == 2 else []
     return Outcome(
         lines=tuple(lines),
-        unchecked=(*schedule.unchecked, *doubts, *([TWO_HOSTS] if two_hosts else [])),
-        findings=(*slow, *judge.find_below_nominal(rates, network)),
+        unchecked=(*schedule.unchecked, *doubts, *two_hosts),
+        findings=tuple(judge.describe_slow(suspect, host) for suspect in confirmed),
         figures=figures,
-        tables=judge.build_tables(figures, context.backend.name),
+        tables=(judge.build_table(figures),),
     )
 
 

@@ -28,11 +28,8 @@ MIB, GIB = 2**20, 2**30
 LEAST_MEMORY_NBYTES = 256 * MIB  # free, per rank
 LEAST_SHM_NBYTES = 128 * MIB  # free, per rank
 LEAST_LOCKED_NBYTES = GIB
-# Open files of a rank: Python and its libraries; for each other rank, two groups and the store.
-FILES, FILES_PER_RANK = 100, 4
 # Of a GPU's memory, before the measurement. The rank itself has a context and buffers there.
 IN_USE_SHARE, OWN_NBYTES = 0.2, 2 * GIB
-APART_SECONDS = 1.0  # between two clocks
 
 
 @dataclass(frozen=True)
@@ -55,41 +52,6 @@ class Check:
 
 
 CHECKS = [
-    Check(
-        "own-name",
-        lambda resolved, hosts: resolved.startswith("127.") and hosts > 1,
-        "world",
-        "{hostname} resolves its own name to {resolved}: without GLOO_SOCKET_IFNAME gloo would "
-        "listen there, and other hosts could not connect",
-        "set GLOO_SOCKET_IFNAME in every job, or correct /etc/hosts",
-        "note",
-    ),
-    Check(
-        "clocks-apart",
-        lambda clock_ahead_seconds: abs(clock_ahead_seconds) > APART_SECONDS,
-        "world",
-        "the time of day on {who} differs from that of rank 0, on {hostname} by "
-        "{clock_ahead_seconds:+.1f} s: logs do not line up, and certificates can be refused",
-        "synchronise all hosts with one time server (chronyc tracking, timedatectl)",
-    ),
-    Check(
-        "debug-build",
-        lambda debug_builds: debug_builds,
-        "debug_builds",
-        "{debug_builds} on {who} is a debug build, which is slow",
-        "install the release build",
-    ),
-    Check(  # if all ranks of a host are bound to the same cores, that can be intended
-        "shared-cores",
-        lambda free_cores, core_count, sharing, sharing_threads, ranks_of_host: (
-            free_cores and 1 < sharing < ranks_of_host and sharing_threads > core_count
-        ),
-        "cores_of_host",
-        "{who} are bound to the same cores ({cores}) and have {sharing_threads} compute threads, "
-        "while no rank is bound to the cores {free_cores} of {hostname}",
-        "bind each rank to its own cores (mpirun --bind-to core, srun --cpu-bind=cores, taskset), "
-        "or bind none",
-    ),
     Check(
         "narrow-affinity",
         # A crowded host is reported as oversubscribed.
@@ -124,14 +86,6 @@ CHECKS = [
         "look at nvidia-smi -q -d ECC,ROW_REMAPPER, then reset or replace the GPU",
     ),
     Check(
-        "shared-gpu",
-        lambda ranks_of_gpu: ranks_of_gpu > 1,
-        "gpu_uuid",
-        "{who} share one GPU, as --share-gpu allows: their times include waiting for each other",
-        "start one rank per GPU to measure",
-        "note",
-    ),
-    Check(
         "gpu-in-use",
         lambda gpu_used_nbytes, gpu_nbytes, ranks_of_gpu: (
             ranks_of_gpu == 1 and gpu_used_nbytes > max(IN_USE_SHARE * gpu_nbytes, OWN_NBYTES)
@@ -151,14 +105,6 @@ CHECKS = [
         "{who} may lock {ulimit_memlock} of memory, but RDMA ({rdma_devices[0]}) locks its buffers",
         "ulimit -l unlimited (containers: --ulimit memlock=-1; Slurm: LimitMEMLOCK=infinity for "
         "slurmd)",
-    ),
-    Check(
-        "open-files",
-        lambda ulimit_open_files, files_needed: 0 <= ulimit_open_files < files_needed,
-        "world",
-        "{who} may open {ulimit_open_files} files, but connections between {world_size} ranks can "
-        "need about {files_needed}",
-        "raise the limit with ulimit -n, also for data loaders: 65536 is usual",
     ),
     Check(
         "small-shm",
@@ -218,7 +164,6 @@ class Same(NamedTuple):
 IMAGE = "use one image, or one module, on all hosts"
 UNEVEN = "expect the ranks to differ in speed: the slowest sets the pace of a step"
 NVLINK = "find the link that is down with nvidia-smi nvlink -s, or expect these ranks to be slower"
-ECC = "set it alike on all GPUs, for example nvidia-smi -e 1, and reset them"
 MTU = "give all interfaces and switches the same MTU (ip link set DEV mtu N)"
 SPEED = (
     "choose equal interfaces (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or find out why the link "
@@ -230,13 +175,11 @@ SAME = (
     Same("nccl_plugins", "the list of NCCL's plug-ins is", "warning", "mixed-versions", IMAGE),
     Same("gpu_name", "the GPU is", "note", "mixed-hardware", UNEVEN),
     Same("gpu_nvlinks_active", "the number of active NVLinks is", "warning", "mixed-links", NVLINK),
-    Same("gpu_ecc", "ECC of the GPU is", "note", "mixed-hardware", ECC),
     Same("cpu_model", "the CPU is", "note", "mixed-hardware", UNEVEN),
     Same("cores_logical", "the number of cores is", "note", "mixed-hardware", UNEVEN),
     Same("smt", "SMT (two threads per core) is", "note", "mixed-hardware", UNEVEN),
     Same("governor", "the CPU governor is", "note", "mixed-systems", UNEVEN),
     Same("kernel", "the kernel is Linux", "note", "mixed-systems", IMAGE),
-    Same("container", "the container is", "note", "mixed-systems", IMAGE),
     Same("transparent_huge_pages", "huge pages are", "note", "mixed-systems", UNEVEN),
     Same("mtu", "the MTU between hosts is", "warning", "interface-differs", MTU),
     Same("speed", "the nominal speed between hosts is", "warning", "interface-differs", SPEED),
@@ -363,51 +306,26 @@ def describe_facts(setup: Setup) -> list[dict[str, Any]]:
     Each size NAME_nbytes is also in NAME as text.
     """
     gpus = Counter(setup.values("gpu_uuid"))
-    shared = {
-        "backend": setup.backend,
-        "world_size": len(setup.ranks),
-        "hosts": len(setup.hosts),
-        "files_needed": FILES + FILES_PER_RANK * len(setup.ranks),
-    }
-    everyone = [{**own, **shared, "rank": n} for n, own in enumerate(setup.everyone())]
+    everyone = [{**own, "backend": setup.backend} for own in setup.everyone()]
     for ranks in setup.hosts:
-        _add_cores([everyone[rank] for rank in ranks])
+        mates = [everyone[rank] for rank in ranks]
+        shared = {"ranks_of_host": len(mates), "is_crowded": any(crowded(mates))}
+        for own in mates:
+            cores = cpus(own.get("cpuset"))
+            own |= {**shared, "cores": spans(list(cores)), "core_count": len(cores) or None}
     for own in everyone:
         whole, free = own.get("gpu_nbytes"), own.get("gpu_free_nbytes")
         if own.get("gpu_uuid") and whole is not None and free is not None:
             own |= {"ranks_of_gpu": gpus[own["gpu_uuid"]], "gpu_used_nbytes": whole - free}
         interface = own.get("interface") or {}
+        own["interface_name"] = interface.get("name")
         if own.get("addresses"):
             speed = interface.get("nominal_bytes_per_second")
             own["mtu"] = interface.get("mtu_nbytes")
             own["speed"] = f"{speed * 8e-9:g} Gbit/s" if speed else None
-        own["container"] = own.get("container") or "none"
-        own["debug_builds"] = " and ".join(own.get("debug_builds") or [])
-        own["may_lock_memory"] = bool(own.get("may_lock_memory"))
         sizes = [name for name in own if name.endswith("_nbytes")]
         own |= {name.removesuffix("_nbytes"): _format_nbytes(own[name]) for name in sizes}
     return everyone
-
-
-def _add_cores(mates: Sequence[dict[str, Any]]) -> None:
-    """Add to the facts of a host's ranks which cores they and others are bound to."""
-    bound = [cpus(own.get("cpuset")) for own in mates]
-    free = cpus(mates[0].get("allowed_cpus")).difference(*bound)
-    is_crowded = any(crowded(mates))
-    threads = [own.get("threads") or 1 for own in mates]
-    for own, cores in zip(mates, bound, strict=True):
-        sharing = [count for other, count in zip(bound, threads, strict=True) if other == cores]
-        own |= {
-            "ranks_of_host": len(mates),
-            "is_crowded": is_crowded,
-            "threads": own.get("threads") or 1,
-            "cores": spans(list(cores)),
-            "core_count": len(cores) or None,
-            "sharing": len(sharing),
-            "sharing_threads": sum(sharing),
-            "cores_of_host": (own.get("hostname"), cores),
-            "free_cores": spans(list(free)) or None,
-        }
 
 
 def _format_nbytes(nbytes: int | None) -> str | None:

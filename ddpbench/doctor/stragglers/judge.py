@@ -8,7 +8,7 @@ seconds. If the others wait for cores too, the host is busy, and no rank is judg
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,11 +22,9 @@ RATIO = 1.4
 PASSES = 3  # that must agree
 LATE_SHARE = 0.75  # of the repetitions in which the others wait for the same rank
 BUSY_SHARE = 0.2  # of the time, for which usual ranks may wait for a core
-NOTABLE_SHARE = 0.1  # of the time of all ranks, stolen or throttled, that is worth a note
 # A reason explains a slow rank if it took at least this share of the time, and if that makes the
 # rank slower than the others by at least this ratio.
 EVIDENT_SHARE, EVIDENT_RATIO = 0.1, 1.2
-CLOCK_SHARE = 0.85  # of the others' clock, below which a core or GPU runs slowly
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,6 @@ class RankPass:
     seconds: dict[str, dict[str, list[float]]]  # when → load → of a repetition, a value per round
     lost: dict[str, dict[str, float | None]]  # when → reason → share
     waited_ns: list[int] = field(default_factory=list)  # in each all_reduce after equal work
-    hertz: float | None = None  # of its cores
     gpu: dict[str, Any] | None = None  # state of its GPU at work
     neighbours: list[str] = field(default_factory=list)  # processes on its cores, busiest first
 
@@ -107,11 +104,6 @@ def find_late(passes: Sequence[Pass], work_seconds: float) -> int | None:
     """
     ranks = {_find_late_in(one, work_seconds) for one in passes}
     return ranks.pop() if len(ranks) == 1 else None
-
-
-def is_suspected(passes: Sequence[Pass], work_seconds: float) -> bool:
-    """Return whether a rank is still suspected, so that all must be measured again."""
-    return bool(find_slow(passes)) or find_late(passes, work_seconds) is not None
 
 
 def find_unjudged(passes: Sequence[Pass]) -> dict[str, float]:
@@ -176,17 +168,6 @@ def _find_late_in(one_pass: Pass, work_seconds: float) -> int | None:
 
 # --- findings -------------------------------------------------------------------------------------
 
-# reason → what happened to all ranks of a host, next step
-NOTES = {
-    "stolen": (
-        "the hypervisor took its cores away for",
-        "expect times to scatter, or use a dedicated host",
-    ),
-    "throttled": (
-        "a CPU quota stopped its ranks for",
-        "raise the quota, or use fewer threads",
-    ),
-}
 LATE_NEXT = (
     "find out what else uses its cores, and what else that process runs (a profiler, a tracer, a "
     "busy thread)"
@@ -194,13 +175,10 @@ LATE_NEXT = (
 
 
 def find_all(measured: Measured) -> tuple[Finding, ...]:
-    """Return a warning for each host and cause of slowness, or for a rank that is only late.
-
-    A note names what held up all ranks of any other host.
-    """
+    """Return a warning for each host and cause of slowness, or for a rank that is only late."""
     passes, setup, work_seconds = measured.passes, measured.setup, measured.work_seconds
     if len(passes) < PASSES:
-        return tuple(_list_notes(measured, ()))
+        return ()
     slow, late_rank = find_slow(passes), find_late(passes, work_seconds)
     waiting = "" if late_rank is None else _describe_waiting(passes, late_rank)
     groups: dict[tuple[str, str], list[int]] = {}
@@ -225,7 +203,7 @@ def find_all(measured: Measured) -> tuple[Finding, ...]:
         )
         place = setup.place([late_rank])
         found.append(Finding("warning", "late-rank", sentence, LATE_NEXT, place))
-    return (*found, *_list_notes(measured, [host for host, _ in groups]))
+    return tuple(found)
 
 
 def _describe_rates(
@@ -246,22 +224,6 @@ def _describe_waiting(passes: Sequence[Pass], late_rank: int) -> str:
     waits = [median_wait_seconds(one) for one in passes]
     others = [seconds for one in waits for rank, seconds in enumerate(one) if rank != late_rank]
     return f"the others wait {statistics.median(others) * 1e3:.3g} ms for it in an all_reduce"
-
-
-def _list_notes(measured: Measured, reported: Sequence[str]) -> Iterator[Finding]:
-    """Yield what held up all ranks of a host, which makes none of them slow.
-
-    reported: hosts that have a finding already.
-    """
-    for ranks in measured.setup.hosts:
-        host = measured.setup.host(ranks[0])
-        for reason, (words, next_step) in NOTES.items():
-            share = statistics.median(
-                one[rank].share(ALONE, reason) for one in measured.passes for rank in ranks
-            )
-            if share > NOTABLE_SHARE and host not in reported:
-                sentence = f"{host}: {words} {share * 100:.0f} % of the time that they computed"
-                yield Finding("note", f"{reason}-time", sentence, next_step, {"host": host})
 
 
 # --- causes ---------------------------------------------------------------------------------------
@@ -325,14 +287,6 @@ def _find_other_hardware(suspect: Suspect) -> str | None:
     return f"it runs on another {name}, {own}, the others on {commonest}"
 
 
-def _find_slow_clock(suspect: Suspect) -> str | None:
-    own, known = suspect.own.hertz, [other.hertz for other in suspect.others if other.hertz]
-    usual = statistics.median(known) if known else 0.0
-    if not own or own >= CLOCK_SHARE * usual:
-        return None
-    return f"its cores run at {own / 1e9:.2g} GHz, the others' at {usual / 1e9:.2g} GHz"
-
-
 class Cause(NamedTuple):
     """Why a rank is slow. memory: "host", "GPU", or "" for a cause of both."""
 
@@ -346,16 +300,15 @@ THROTTLED = partial(_find_lost, "throttled", "its control group was throttled")
 STOLEN = partial(_find_lost, "stolen", "the hypervisor took its cores away")
 BIND = "bind each rank to cores of its own (mpirun --bind-to core, srun --cpu-bind=cores)"
 MATES = "alone it is as fast as they are: it shares cores, caches or memory with other ranks"
-COOLING = "check its cooling, its power limit and its governor (cpupower frequency-info)"
 GPU_COOLING = "check its cooling and power (nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE)"
 QUOTA = (
     "raise its CPU quota (docker --cpus, Kubernetes limits.cpu, systemd CPUQuota), or use fewer "
     "threads"
 )
-UNKNOWN = "cause unknown: no CPU quota, steal or contention seen"
-UNKNOWN_GPU = "cause unknown: its GPU reports no reason that the others do not report"
+UNKNOWN = "cause unknown: no quota, steal, contention or limit of a GPU's clock seen"
 COMPARE = (
-    "compare its host with the others (memory channels, power and BIOS settings), or leave it out"
+    "compare its host with the others (clocks, cooling, memory channels, power and BIOS settings), "
+    "or leave it out"
 )
 CAUSES = (  # the first that has evidence counts
     Cause("throttled", "host", THROTTLED, QUOTA),
@@ -363,10 +316,8 @@ CAUSES = (  # the first that has evidence counts
     Cause("neighbour", "host", _find_queued, "end these processes, or give the rank its own cores"),
     Cause("throttled", "GPU", _find_slow_gpu, GPU_COOLING),
     Cause("hardware", "", _find_other_hardware, "use the same hardware for all ranks"),
-    Cause("frequency", "host", _find_slow_clock, COOLING),
     Cause("neighbour", "", lambda suspect: MATES if suspect.when != ALONE else None, BIND),
-    Cause("nature", "host", lambda suspect: UNKNOWN, COMPARE),
-    Cause("nature", "GPU", lambda suspect: UNKNOWN_GPU, COMPARE),
+    Cause("nature", "", lambda suspect: UNKNOWN, COMPARE),
 )
 
 

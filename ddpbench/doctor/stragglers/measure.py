@@ -12,7 +12,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ddpbench.analysis.rank_setup import Setup, crowded
 from ddpbench.doctor.context import Context, Outcome
@@ -95,11 +95,14 @@ def _gather_passes(context: Context, efforts: Efforts, together: bool) -> tuple[
             work_seconds = repetitions * usual
         if together:
             context.report_progress("all ranks at once")
-            turns = barrier_turns(world, efforts, seconds, alone=False)
-            own.seconds[TOGETHER], own.lost[TOGETHER] = turns.seconds, turns.lost
+            own.seconds[TOGETHER], own.lost[TOGETHER] = barrier_turns(
+                world, efforts, seconds, alone=False
+            )
             own.waited_ns.extend(barrier_waits_ns(context, work, repetitions))
         passes.append([RankPass(**rank) for rank in control.gather_values(world, asdict(own))])
-        if not control.broadcast_decision(world, int(judge.is_suspected(passes, work_seconds))):
+        late_rank = judge.find_late(passes, work_seconds)
+        is_suspected = bool(judge.find_slow(passes)) or late_rank is not None
+        if not control.broadcast_decision(world, int(is_suspected)):
             break
     return passes, work_seconds
 
@@ -118,7 +121,7 @@ def _barrier_alone(world: World, efforts: Efforts, seconds: float, work: Effort)
     """Measure this rank alone, and what else its cores, or its GPU, do meanwhile."""
     cores, began_ns = os.sched_getaffinity(0), clock.now_ns()
     before = cpu.process_seconds(cores)
-    turns = barrier_turns(world, efforts, seconds, alone=True)
+    repetition_seconds, lost = barrier_turns(world, efforts, seconds, alone=True)
     after = cpu.process_seconds(cores)
     own = world.members[world.rank]
     ranks = tuple(f"(pid {member.pid})" for member in world.members if own.sees(member))
@@ -129,26 +132,20 @@ def _barrier_alone(world: World, efforts: Efforts, seconds: float, work: Effort)
         if (spent := total - before.get(name, total)) > least and not name.endswith(ranks)
     }
     return RankPass(
-        seconds={ALONE: turns.seconds},
-        lost={ALONE: turns.lost},
-        hertz=turns.hertz,
+        seconds={ALONE: repetition_seconds},
+        lost={ALONE: lost},
         gpu=read_gpu_at_work(work),
         neighbours=sorted(used, key=lambda name: -used[name]),
     )
 
 
-class Turns(NamedTuple):
-    """The measurements of a rank in its turns."""
-
-    seconds: dict[str, list[float]]  # load → of a repetition, one value per round
-    lost: dict[str, float | None]  # reason → share of the time in which the rank did not run
-    hertz: float | None  # of its cores at the end of the last turn
-
-
-def barrier_turns(world: World, efforts: Efforts, seconds: float, alone: bool) -> Turns:
+def barrier_turns(
+    world: World, efforts: Efforts, seconds: float, alone: bool
+) -> tuple[dict[str, list[float]], dict[str, float | None]]:
     """Let all ranks compute at once or, alone, the ranks of a machine in turn. All ranks call it.
 
-    seconds: of each turn.
+    seconds: of each turn. Returns, of this rank: load → seconds of a repetition, one value per
+    round; reason → share of the time in which it did not run.
     """
     import torch
 
@@ -156,7 +153,7 @@ def barrier_turns(world: World, efforts: Efforts, seconds: float, alone: bool) -
     own, threads = world.neighbours.index(world.rank), torch.get_num_threads()
     busy_threads = threads if alone else threads * len(world.neighbours)
     spent: dict[str, list[float]] = {name: [] for name in efforts}
-    uses, hertz = [], None
+    uses = []
     for number, effort, place in itertools.product(range(ROUNDS), efforts.values(), range(places)):
         world.watchdog.rearm()
         control.barrier_all()
@@ -164,13 +161,12 @@ def barrier_turns(world: World, efforts: Efforts, seconds: float, alone: bool) -
             repetition_seconds, use = take_turn(effort, seconds)
             spent[effort.name].append(repetition_seconds)
             uses.append(use)
-            hertz = cpu.core_hertz(os.sched_getaffinity(0))  # before the cores rest
     control.barrier_all()
     wall, throttled, stolen, queued = (_add_up(column) for column in zip(*uses, strict=True))
     stolen = None if stolen is None else stolen / busy_threads
     lost = {"throttled": throttled, "stolen": stolen, "queued": queued}
     shares = {name: None if s is None else s / (wall or 1) for name, s in lost.items()}
-    return Turns(spent, shares, hertz)
+    return spent, shares
 
 
 def take_turn(effort: Effort, seconds: float) -> tuple[float, tuple[float | None, ...]]:
@@ -317,7 +313,7 @@ LEGEND = (
 
 
 def summarise(measured: Measured) -> Iterator[str]:
-    """Yield a line on the rates for each `when`, and one on the waits."""
+    """Yield a line on the rates for each `when`."""
     passes, ranks = measured.passes, range(len(measured.passes[0]))
     for when in passes[0][0].seconds:
         rates = [
@@ -325,12 +321,6 @@ def summarise(measured: Measured) -> Iterator[str]:
             for name, load in measured.loads.items()
         ]
         yield f"best rate of each rank, {WORDS[when]}: {', '.join(rates)}"
-    waits = [wait * 1e3 for one in passes for wait in judge.median_wait_seconds(one)]
-    if waits:
-        yield (
-            f"after {measured.work_seconds * 1e3:.3g} ms of equal work the ranks wait for the "
-            f"latest {judge.format_span(waits)} ms in an all_reduce (median)"
-        )
 
 
 def build_tables(measured: Measured) -> tuple[Table, ...]:

@@ -19,11 +19,10 @@ EXTENT = 56  # pixels left of an axis, so that charts one below the other have o
 LABELS = alt.ExprRef("windowSize()[0] < 600 ? 130 : 300")  # pixels; a phone has few
 OVERLAP: dict[str, Any] = {"labelOverlap": "greedy", "labelSeparation": 6}  # pixels
 DECADE = 10.0
+HEIGHT = 260  # pixels of lines
 NOTHING = ("", "-")  # a column of these has no line in a tooltip
 FEW = 60  # points of a line that are visible; of longer lines they only have tooltips
-CROWDED = 100  # points of a chart from which they are small
 BAR, BETWEEN = 15, 9  # pixels: height of a bar, and gap between two rows
-TALL = 20  # rows of a chart from which the axis is above them
 ROOM = 1.5  # of the longest bar, for the text behind it, also on a phone
 LANE, GAP = 20, 16  # pixels: height of the lowest row of a lane, and gap below it
 UPPER, UPPERS = 7, 70  # pixels: largest height of a row above it, and of all of them
@@ -74,11 +73,8 @@ def _place(channel: Channel, axis: Axis, values: Iterable[float], **options: Any
     return channel.title(axis.title).scale(alt.Scale(**scale)).axis(ticks)
 
 
-def _color(drawing: Drawing, data: pd.DataFrame, *, dots: bool = False) -> dict[str, Any]:
-    """Return the channel of colours, if any, with a legend of the names in the data.
-
-    dots: give each name a shape too, for readers who cannot tell the colours apart.
-    """
+def _color(drawing: Drawing, data: pd.DataFrame) -> dict[str, Any]:
+    """Return the channel of colours, if any, with a legend of the names in the data."""
     if not drawing.color:
         return {}
     known = list(data[drawing.color].unique())
@@ -89,20 +85,17 @@ def _color(drawing: Drawing, data: pd.DataFrame, *, dots: bool = False) -> dict[
     wide = sum(map(len, shown)) * CHARACTER > 0.75 * PHONE  # beside the symbols
     columns = 3 if len(shown) > 4 else 2 if wide else alt.Undefined  # a phone would cut more
     legend: Any = alt.Legend(title=None, values=shown, columns=columns, symbolOpacity=1)
-    if len(shown) < 2 and drawing.color != "backend" and not isinstance(drawing, Matrix):
+    if len(shown) < 2 and drawing.color != "backend":
         legend = None
-    field, scale = f"{drawing.color}:N", alt.Scale(domain=order, range="category")
-    channels: dict[str, Any] = {"color": alt.Color(field, scale=scale, legend=legend)}
-    if dots:
-        channels["shape"] = alt.Shape(field, scale=alt.Scale(domain=order), legend=legend)
-    return channels
+    scale = alt.Scale(domain=order, range="category")
+    return {"color": alt.Color(f"{drawing.color}:N", scale=scale, legend=legend)}
 
 
-def _opacity(data: pd.DataFrame, full: float = 1.0) -> dict[str, Any]:
+def _opacity(data: pd.DataFrame) -> dict[str, Any]:
     """Return the channel that makes pale marks pale, if there are any."""
     if "_pale" not in data or not data["_pale"].any():
-        return {"opacity": alt.value(full)}
-    return {"opacity": alt.condition("datum._pale", alt.value(PALE), alt.value(full))}
+        return {}
+    return {"opacity": alt.condition("datum._pale", alt.value(PALE), alt.value(1.0))}
 
 
 def _tooltip(data: pd.DataFrame) -> list[alt.Tooltip]:
@@ -128,9 +121,9 @@ def _draw_lines(lines: Lines, data: pd.DataFrame) -> dict[str, Any]:
     base = alt.Chart().encode(x=x, detail=apart, **_color(lines, data))
     layers = [*(_areas(lines, data, base, y) if lines.stacked else _points(lines, data, base, y))]
     if not lines.rules:
-        return _finish(data, layers, lines.height)
+        return _finish(data, layers, HEIGHT)
     rules = pd.DataFrame(list(lines.rules))
-    spec = _finish(data, [*layers, *_rules(rules, x)], lines.height)
+    spec = _finish(data, [*layers, *_rules(rules, x)], HEIGHT)
     spec["datasets"]["rules"] = _list_rows(rules)
     return spec
 
@@ -147,30 +140,21 @@ def _areas(lines: Lines, data: pd.DataFrame, base: alt.Chart, y: alt.Y) -> Itera
 def _points(lines: Lines, data: pd.DataFrame, base: alt.Chart, y: alt.Y) -> Iterator[alt.Chart]:
     """Yield references, intervals, lines, points and marks."""
     clip, tips = lines.y.domain is not None, _tooltip(data)
-    crowded = len(data) > CROWDED
     if _has(data, "_reference"):
         dotted = base.mark_line(strokeDash=[2, 3], opacity=0.8).encode(tooltip=tips)
         yield dotted.transform_filter("datum._reference").encode(y="_reference:Q")
     if _has(data, "_low"):
         known = base.transform_filter("isValid(datum._low)").encode(y="_low:Q", y2="_high:Q")
-        yield known.mark_rule(strokeWidth=1 if crowded else 2).encode(**_opacity(data, 0.55))
-    seen = _opacity(data)
-    if lines.connected:
-        line = base.mark_line(strokeWidth=1.5, clip=clip).encode(y=y, **seen)
-        dash = alt.StrokeDash(f"{lines.dash}:N", sort=None, title=None)
-        yield line.encode(strokeDash=dash) if lines.dash else line
-        if lines.color and data.groupby(lines.color).size().max() > FEW:
-            seen = {"opacity": alt.value(0)}
-    else:
-        seen |= _color(lines, data, dots=True)
-    points = base.mark_point(size=18 if crowded else 50, clip=clip)
-    yield points.encode(y=y, tooltip=tips, **seen)
+        yield known.mark_rule(strokeWidth=2, opacity=0.55)
+    line = base.mark_line(strokeWidth=1.5, clip=clip).encode(y=y)
+    dash = alt.StrokeDash(f"{lines.dash}:N", sort=None, title=None)
+    yield line.encode(strokeDash=dash) if lines.dash else line
+    crowded = bool(lines.color) and data.groupby(lines.color).size().max() > FEW
+    points = base.mark_point(size=50, clip=clip, opacity=0 if crowded else 1)
+    yield points.encode(y=y, tooltip=tips)
     if _has(data, "_marked"):
         marked = alt.Chart().transform_filter("datum._marked").encode(x=base.encoding.x)
         yield marked.mark_point(style="marked", size=RING).encode(y="_y:Q")
-        # Once for the points of several lines, which are close together.
-        words = marked.mark_text(dx=14, align="left")
-        yield words.encode(y="max(_y):Q", text="_marked:N")
 
 
 def _rules(rules: pd.DataFrame, x: alt.X) -> Iterator[alt.Chart]:
@@ -188,11 +172,11 @@ def _rules(rules: pd.DataFrame, x: alt.X) -> Iterator[alt.Chart]:
 
 
 def _draw_bars(bars: Bars, data: pd.DataFrame) -> dict[str, Any]:
-    axis = alt.Axis(labelLimit=LABELS, ticks=False, domain=False, grid=bars.dots)
+    axis = alt.Axis(labelLimit=LABELS, ticks=False, domain=False, grid=False)
     place: dict[str, Any] = {"y": alt.Y(f"{bars.row}:N", title=None, sort=None, axis=axis)}
     tips, within = _tooltip(data), 1
     row = [name for name in (bars.row, bars.within) if name]
-    if not bars.dots and "_begin" not in data:
+    if "_begin" not in data:
         ends = data.groupby(row, sort=False)["_end"].cumsum()
         data = data.assign(_begin=ends - data["_end"], _end=ends)
     if bars.within:
@@ -205,22 +189,12 @@ def _draw_bars(bars: Bars, data: pd.DataFrame) -> dict[str, Any]:
 
 
 def _marks(bars: Bars, data: pd.DataFrame, base: alt.Chart, row: list[str]) -> Iterator[alt.Chart]:
-    """Yield bars or dots, with intervals, references and texts."""
-    color, x = _color(bars, data), _length(bars, data)
-    if _has(data, "_band_low"):
-        band = base.mark_rule(opacity=0.2, strokeWidth=BAR + BETWEEN)
-        yield band.encode(x="_band_low:Q", x2="_band_high:Q")
-    if bars.dots:
-        yield base.mark_point(size=80, opacity=1).encode(x=x, **_color(bars, data, dots=True))
-    else:
-        marks = base.mark_bar(height={"band": 0.85}).encode(**color, **_opacity(data))
-        yield marks.encode(x=x, x2="_begin:Q")
+    """Yield bars with intervals and texts."""
+    marks = base.mark_bar(height={"band": 0.85}).encode(**_color(bars, data), **_opacity(data))
+    yield marks.encode(x=_length(bars, data), x2="_begin:Q")
     if _has(data, "_low"):
         rules = base.mark_rule(strokeWidth=1.5).transform_filter("isValid(datum._low)")
-        yield rules.encode(x="_low:Q", x2="_high:Q", **(color if bars.dots else {}))
-    if _has(data, "_reference"):
-        tick = base.mark_tick(thickness=3).transform_filter("datum._reference")
-        yield tick.encode(x="_reference:Q", **color)
+        yield rules.encode(x="_low:Q", x2="_high:Q")
     if _has(data, "_text"):  # behind all marks of its row
         right = base.transform_calculate(_right="max(datum._end, datum._high || 0)")
         right = right.transform_joinaggregate(_right="max(_right)", groupby=row)
@@ -230,14 +204,12 @@ def _marks(bars: Bars, data: pd.DataFrame, base: alt.Chart, row: list[str]) -> I
 
 def _length(bars: Bars, data: pd.DataFrame) -> alt.X:
     """Return the x channel of the ends of bars, with room for the texts behind them."""
-    columns = ("_begin", "_end", "_low", "_high", "_reference", "_band_low", "_band_high")
-    ends = data[[c for c in columns if c in data]].astype(float).stack()
-    side: Any = "top" if data[bars.row].nunique() > TALL else "bottom"
-    x = _place(alt.X("_end:Q"), bars.x, ends, orient=side, grid=bars.dots)
-    if bars.x.log:
-        return x
+    columns = [name for name in ("_begin", "_end", "_low", "_high") if name in data]
+    ends = data[columns].astype(float).stack()
     most = ends.max() * (ROOM if _has(data, "_text") else 1.0)
-    return x.scale(domain=[min(0.0, ends.min()), most or 1.0], nice=bars.dots)
+    x = _place(alt.X("_end:Q"), bars.x, ends, grid=False)
+    low, high = min(0.0, ends.min()), max(0.0, most)
+    return x.scale(domain=[low, high if low or high else 1.0], nice=False)
 
 
 # --- spans ----------------------------------------------------------------------------------------
@@ -273,39 +245,33 @@ def _draw_spans(spans: Spans, data: pd.DataFrame) -> dict[str, Any]:
 
 
 def _draw_matrix(matrix: Matrix, data: pd.DataFrame) -> dict[str, Any]:
-    sort = list(matrix.ends) or None
-    columns = data[matrix.column].astype(str).unique()
-    level = len(columns) > ROOMY or sum(map(len, columns)) * CHARACTER < PHONE
+    level = len(matrix.ends) > ROOMY or sum(map(len, matrix.ends)) * CHARACTER < PHONE
     across = alt.Axis(labelAngle=0 if level else -40, **OVERLAP)
     down = alt.Axis(labelLimit=LABELS, ticks=False, **OVERLAP)
     base = alt.Chart().encode(
-        x=alt.X(f"{matrix.column}:O", title=matrix.titles[0], sort=sort, axis=across),
-        y=alt.Y(f"{matrix.row}:O", title=matrix.titles[1], sort=sort, axis=down),
+        x=alt.X("to:O", title=matrix.titles[1], sort=matrix.ends, axis=across),
+        y=alt.Y("from:O", title=matrix.titles[0], sort=matrix.ends, axis=down),
         tooltip=_tooltip(data),
     )
-    size = 11 if len(columns) <= 8 else 9
-    texts = base.mark_text(fontSize=size, style="text").encode(text="_text:N")
-    written = bool(matrix.color) or len(columns) <= ROOMY
-    if matrix.color:  # pale, so that texts can be read on all colours
-        layers = [base.mark_rect(opacity=PALE).encode(**_color(matrix, data)), texts]
-    else:
-        layers = [base.mark_rect().encode(color=_shade(matrix, data["_value"]))]
+    written = len(matrix.ends) <= ROOMY
+    layers = [base.mark_rect().encode(color=_shade(matrix, data["_value"]))]
+    if written:
+        texts = base.mark_text(fontSize=11 if len(matrix.ends) <= 8 else 9, style="text")
         ink = alt.condition(INK, alt.value("white"), alt.value("black"))
-        layers += [texts.encode(color=ink)] if written else []
+        layers.append(texts.encode(text="_text:N", color=ink))
     if _has(data, "_marked"):
         outline = base.mark_rect(style="marked", strokeWidth=2.5 if written else 1)
         layers.append(outline.transform_filter("datum._marked"))
-    height = ROW * data[matrix.row].nunique()
+    height = ROW * len(matrix.ends)
     return _finish(data, layers, min(MOST_HEIGHT, max(LEAST_HEIGHT, height)))
 
 
 def _shade(matrix: Matrix, values: pd.Series[float]) -> alt.Color:
     """Return the channel of heat: logarithmic for orders of magnitude."""
     least, most = float(values.min()), float(values.max())
-    log = matrix.domain is None and 0 < LOGARITHMIC * least <= most
-    pale, dark = matrix.domain or (least if log else 0.0, most or 1.0)
+    log = 0 < LOGARITHMIC * least <= most
     kind: Any = "log" if log else "linear"
-    scale = alt.Scale(type=kind, domain=sorted((pale, dark)), reverse=pale > dark, clamp=True)
+    scale = alt.Scale(type=kind, domain=[least if log else 0.0, most or 1.0], clamp=True)
     legend = alt.Legend(format="~r", tickCount=3)
     return alt.Color("_value:Q", title=matrix.unit, scale=scale, legend=legend)
 

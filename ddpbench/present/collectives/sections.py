@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ddpbench.analysis import fit, lines
 from ddpbench.analysis.fit import Estimate, Fit
+from ddpbench.analysis.flags import UNUSABLE
 from ddpbench.analysis.lines import Line
 from ddpbench.catalog.sizes import readable
+from ddpbench.present import theme
+from ddpbench.present.charts.kinds import Axis, Lines
 from ddpbench.present.collectives.columns import COLUMNS
-from ddpbench.present.collectives.drawings import Point, draw_fastest, draw_sizes
 from ddpbench.present.columns import (
     Column,
     choose_columns,
@@ -34,9 +37,18 @@ from ddpbench.present.document import (
 from ddpbench.records.table import Table, TableColumn
 
 BANDWIDTH = (
-    "busbw = size / time × bus factor of nccl-tests. Dotted, or an upright mark: the limit of the "
-    "links, if it is known; its source is below the tables."
+    "busbw = size / time × bus factor of nccl-tests. Dotted: the limit of the links, if it is "
+    "known; its source is below the tables."
 )
+TOOLTIPS = {
+    "seconds": ("size", "backend", "time", "interval", "faster", "p99", "skew", "launch", "check"),
+    "rate": ("size", "backend", "busbw", "limit", "check"),
+}
+Point = tuple[ReportRun, Line]
+AXES = {
+    "seconds": Axis("time of a call", theme.TIME_LABELS, log=True),
+    "rate": Axis("busbw", theme.RATE_LABELS, log=True),
+}
 
 
 def build_sections(
@@ -60,8 +72,6 @@ def build_sections(
     columns = choose_columns(wanted, COLUMNS, shown)
     names, fits = make_titles(groups), list[Fit]()
     rows: list[tuple[Chart, ...]] = []
-    if drawn:
-        rows += [(chart,) for run in runs for chart in draw_fastest(run)]
     for kind, group in groups.items():
         own = [each for run in runs if fitted for each in _fit(run, group)]
         fits += own
@@ -97,7 +107,7 @@ def _draw(kind: Kind, title: str, group: Sequence[Point], table: Table) -> tuple
     name, operation = plain_name(title), kind[0]
     timed = [point for point in group if point[1].seconds]  # 0: too short for a device's clock
     caption = f"{_describe_times(timed)} {', '.join(filter(None, kind[1:]))}."
-    seconds, rate = draw_sizes(timed, "seconds"), draw_sizes(timed, "rate")
+    seconds, rate = _draw_sizes(timed, "seconds"), _draw_sizes(timed, "rate")
     time = Chart(f"{name}-time", f"{title}: time", caption, table, seconds, operation)
     if rate is None:
         return (time,)
@@ -114,6 +124,54 @@ def _describe_times(timed: Sequence[Point]) -> str:
     )
     bars = "; bars: 95 % interval" if any(line.interval for _, line in timed) else ""
     return f"Time of one call: {' or '.join(names)}{bars}. Axes are logarithmic."
+
+
+def _draw_sizes(shown: Sequence[Point], value: str) -> Lines | None:
+    """Return the chart of time or bandwidth over sizes; None for fewer than two sizes.
+
+    value: of AXES.
+    """
+    several = len({run.label for run, _ in shown}) > 1
+    points = [
+        {**({"run": run.label} if several else {}), **_point(line, value)} for run, line in shown
+    ]
+    points = [point for point in points if point["_x"] and point["_y"]]  # for logarithmic axes
+    if len({point["_x"] for point in points}) < 2:
+        return None
+    return Lines(
+        data=points,
+        x=Axis("message size", theme.SIZE_LABELS, log=True),
+        y=AXES[value],
+        dash="run" if several else "",
+    )
+
+
+def _point(line: Line, value: str) -> dict[str, Any]:
+    """Return a point of a chart: its numbers, and the texts of its tooltip."""
+    ends = (line.interval.low, line.interval.high) if line.interval else (None, None)
+    point: dict[str, Any] = {
+        **{COLUMNS[name].heading: COLUMNS[name].show(line) for name in TOOLTIPS[value]},
+        "flags": " ".join(line.flags),
+        "_x": line.case.nbytes,
+        "_marked": "do not use" if UNUSABLE & set(line.flags) else "",
+    }
+    if value == "seconds":
+        return {**point, "_y": line.seconds, "_low": ends[0], "_high": ends[1]}
+    limits = [r.limit for r in line.results if r.limit and line.fraction is not None]
+    mean = sum(limit.bytes_per_second for limit in limits) / len(limits) if limits else None
+    return {
+        **point,
+        "limit": limits[0].source if limits else None,
+        "_y": line.busbw,
+        "_low": _rate(line, ends[1]),
+        "_high": _rate(line, ends[0]),
+        "_reference": mean,
+    }
+
+
+def _rate(line: Line, seconds: float | None) -> float | None:
+    """Return the busbw of a call of this duration."""
+    return seconds and line.busbw and line.seconds and line.busbw * line.seconds / seconds
 
 
 def _fit(run: ReportRun, group: Sequence[Point]) -> list[Fit]:
@@ -168,7 +226,7 @@ def _explain(
     if COLUMNS["limit"] in columns:
         yield from _limits(shown)
     if fits:
-        over = " or ".join(dict.fromkeys(one.of for one in fits))
+        over = " or ".join(dict.fromkeys(f"{one.launches} launches" for one in fits))
         yield (
             f"fit: time = α + βn for messages of n bytes, with 95 % intervals over {over}; 1/β: "
             "asymptotic algbw; n½: size at which α is half the time; figures that the times do not "

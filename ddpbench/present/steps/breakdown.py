@@ -36,7 +36,7 @@ def build_breakdown(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
         notes.append(f"no breakdown on {', '.join(few)}: it needs six rounds, or six launches")
     notes += [text for line in group for text in _peak_memory(line)]
     if rows or notes:
-        table = replace(tabulate_rows("breakdown", rows, ("from",)), legend=tuple(notes))
+        table = replace(tabulate_rows("breakdown", rows), legend=tuple(notes))
         drawing = Bars(
             data=[bar for line in known for bar in _bars(line)],
             x=Axis("time of a step", theme.TIME_LABELS),
@@ -63,7 +63,6 @@ def _row(line: StepLine, part: Part) -> dict[str, Any]:
         "ms": value,
         "95 %": interval,
         "% of step": mark_noise(part, format_percent(part.share)),
-        "from": part.source,
     }
 
 
@@ -88,7 +87,7 @@ def _bars(line: StepLine) -> Iterator[dict[str, Any]]:
     whole, exposed = line.seconds or 0.0, line.part(steps.EXPOSED)
     late = line.part(steps.WAITING)
     named = {name: line.part(name) for name in (*COMPONENTS, *BEFORE, SAVES, WOULD_SAVE)}
-    chain = [part for name in steps.CHAINS[0] if (part := line.part(name))]
+    chain = [part for name in steps.CHAIN if (part := line.part(name))]
     before = sum(part.figure.value for part in chain if part.name != steps.EXPOSED)
     parts = (  # and where they begin, or end
         (chain, 0.0, 1),

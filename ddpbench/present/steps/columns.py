@@ -91,15 +91,6 @@ def _known(path: str) -> Values:
     return lambda line: _read(path)(line) or None
 
 
-def _ends(
-    name: str, figure: Values, build: Callable[[str, Values, str], Column[StepLine]] = _ms
-) -> Iterator[Column[StepLine]]:
-    """Yield the columns of the interval of a figure."""
-    for end, where in (("low", "lower"), ("high", "upper")):
-        meaning = f"{where} end of the 95 % interval of {name}"
-        yield build(f"{name}_{end}", _read(f"interval.{end}", figure), meaning)
-
-
 def _part(name: str, part_name: str) -> Iterator[Column[StepLine]]:
     """Yield the columns of a part of the budget: its value and the ends of its interval."""
 
@@ -109,7 +100,9 @@ def _part(name: str, part_name: str) -> Iterator[Column[StepLine]]:
 
     figure = _read("figure", lambda line: line.part(part_name))
     yield replace(_ms(name, _read("value", figure), f"{part_name}, per step"), text=text)
-    yield from _ends(name, figure)
+    for end, where in (("low", "lower"), ("high", "upper")):
+        meaning = f"{where} end of the 95 % interval of {name}"
+        yield _ms(f"{name}_{end}", _read(f"interval.{end}", figure), meaning)
 
 
 def _fields(**meanings: str) -> Iterator[Column[StepLine]]:
@@ -135,11 +128,6 @@ def _late_rank(line: StepLine) -> int | None:
     return part.rank if part is not None and part.resolved else None
 
 
-def _forward(name: str) -> Values:
-    """Read a field of the forward phase: in backward, the ranks wait for each other."""
-    return _read(name, lambda line: line.phase("forward"))
-
-
 def _slowest_text(line: StepLine) -> str:
     phase = line.phase("forward")
     return f"{phase.slowest_rank} ({phase.slowest_share * 100:.0f} %)" if phase else "-"
@@ -159,10 +147,6 @@ def _replicas_equal_text(line: StepLine) -> str:
     if replicas.failed:
         return "NaN" if replicas.equal else "NO"
     return "yes" if replicas.ok else "unknown"
-
-
-def _last_epoch(name: str) -> Values:
-    return lambda line: next((getattr(r.epochs[-1], name) for r in line.results if r.epochs), None)
 
 
 STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
@@ -192,6 +176,7 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
         gradient_as_bucket_view="DDP's gradient_as_bucket_view",
         static_graph="DDP's static_graph",
         find_unused_parameters="DDP's find_unused_parameters",
+        broadcast_buffers="DDP's broadcast_buffers",
     ),
     _ms(
         "step",
@@ -213,13 +198,12 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     _phase("optimizer", "optim"),
     Column(
         "slowest_rank",
-        _forward("slowest_rank"),
+        _read("slowest_rank", lambda line: line.phase("forward")),
         _slowest_text,
         meaning="rank most often slowest in forward, and its share of the steps; in backward, "
         "ranks wait for each other",
         default=False,
     ),
-    _extra("slowest_share", _forward("slowest_share"), "share of the steps in which it was"),
     _ms(
         "cold",
         lambda line: next((r.cold_seconds for r in line.results), None),
@@ -254,15 +238,6 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
         "how many times faster a step without any communication is",
         "×",
     ),
-    *_ends("speed_up", _read("summary.speed_up"), partial(_extra, unit="×")),
-    _ms(
-        "observer",
-        _read("summary.observer.figure.value"),
-        "what timing the buckets or collectives adds to a step",
-    ),
-    _extra(
-        "buckets", lambda line: len(line.summary.buckets) if line.summary else None, "DDP's buckets"
-    ),
     _extra(
         "verified",
         lambda line: sum(r.replicas.verified for r in line.results if r.replicas),
@@ -276,10 +251,6 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
         _read("replicas.cost.value"),
         "time of a comparison of the replicas",
     ),
-    _extra("verify_share", _read("replicas.share"), "the same as a share of a step"),
-    _extra("epochs", _last_epoch("number"), "epochs of training"),
-    _extra("train_loss", _last_epoch("train_loss"), "loss in the last epoch"),
-    _extra("validation_loss", _last_epoch("validation_loss"), "validation loss after it"),
     _extra("rounds", _known("summary.rounds"), "rounds of all launches"),
     _extra("in_a_row", _known("summary.in_a_row"), "K: steps in a row"),
     _extra("launches", lambda line: len(line.results), "launches"),

@@ -23,8 +23,8 @@ CAPTION = (
 )
 BUCKETS = (
     "Above: each bucket of gradients of the last micro-batch from its handover until it is "
-    "reduced; pale while it waits for other ranks. Blocked: backward has handed over its last "
-    "bucket and waits."
+    "reduced; pale while it waits for other ranks or buckets, or takes longer than alone. Blocked: "
+    "backward has handed over its last bucket and waits."
 )
 
 
@@ -58,11 +58,29 @@ class Lane:
         buckets = zip(infos, self.buckets, strict=True)
         for above, (info, (begin, end, wire)) in enumerate(buckets, 1):
             what = f"bucket {info.index}, {info.nbytes / 1e6:.2f} MB"
-            alone = began + max(begin, end - wire)
             span = {"_phase": "transfer", "_above": above}
-            wait = {"span": f"{what}: wait", "_begin": began + begin, "_end": alone, "_pale": True}
-            yield {**span, **wait}
-            yield {**span, "span": f"{what}: transfer", "_begin": alone, "_end": began + end}
+            place = began + begin
+            for name, seconds, is_pale in _divide_bucket(info, end - begin, wire):
+                part = {"span": f"{what}: {name}", "_begin": place, "_end": place + seconds}
+                yield {**span, **part, "_pale": is_pale}
+                place += seconds
+
+
+def _divide_bucket(info: Bucket, seconds: float, wire: float) -> Iterator[tuple[str, float, bool]]:
+    """Yield the parts of a bucket's time: name, seconds, and whether other ranks or work cause it.
+
+    seconds: from its handover until it is reduced. wire: without the wait for other ranks.
+    """
+    yield "wait", max(0.0, seconds - wire), True
+    left = min(wire, seconds)
+    if info.queue is not None and info.alone is not None:
+        queue = min(left, max(0.0, info.queue.value))
+        yield "behind an earlier bucket", queue, True
+        transfer = min(left - queue, info.alone.value)
+        yield "transfer", transfer, False
+        yield "slower than alone", left - queue - transfer, True
+    else:
+        yield "transfer", left, False
 
 
 def draw_timeline(name: str, title: str, run: ReportRun, line: StepLine) -> Iterator[Chart]:

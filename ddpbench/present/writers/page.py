@@ -26,7 +26,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 def write(document: Document) -> str:
     """Return HTML that makes no requests."""
-    from ddpbench.present.theme import CONFIGS, backend_swatches
+    from ddpbench.present.theme import CONFIG, backend_swatches
 
     templates = _environment()
     charts = [chart for section in document.sections for chart in section.charts]
@@ -35,7 +35,7 @@ def write(document: Document) -> str:
         document=document,
         backends=backend_swatches(_list_backends(charts)),
         operations=[(name,) for name in dict.fromkeys(chart.operation for chart in charts) if name],
-        configs=CONFIGS,
+        config=CONFIG,
         scripts=scripts,
         # Source expressions of a content security policy that allows these scripts alone.
         hashes=[
@@ -64,7 +64,6 @@ def _environment() -> jinja2.Environment:
     )
     templates.filters |= {
         "embedded": json_in_html,
-        "figure": figure,
         "table": table_data,
         "command": split_command,
         "options": keep_options,
@@ -93,19 +92,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_rounded(item) for item in value]
     return value.item() if hasattr(value, "item") else value  # of numpy
-
-
-def figure(chart: Chart) -> dict[str, Any]:
-    """Return the spec of a chart for the page's script, and its datasets.
-
-    Datasets are columns, which take half the space of rows.
-    """
-    spec = dict(chart.spec or {})
-    datasets = {
-        name: {key: [row.get(key) for row in rows] for key in rows[0]}
-        for name, rows in spec.pop("datasets", {}).items()
-    }
-    return {"spec": spec, "datasets": datasets}
 
 
 def table_data(table: Table) -> dict[str, Any]:

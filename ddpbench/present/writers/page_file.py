@@ -20,7 +20,7 @@ PACKAGES = ("altair", "jinja2", "vl_convert")  # what a page needs of the extra 
 def explain_missing(wanted: str) -> str | None:
     """Return the sentence on a missing package; None if there is none. Imports no package.
 
-    wanted: the option or command that needs the package, such as "--report".
+    wanted: the option or command that needs the package, such as "--report-file".
     """
     missing = next((name for name in PACKAGES if find_spec(name) is None), None)
     return missing and f"{wanted} needs {missing}: {install_extra('report')}"

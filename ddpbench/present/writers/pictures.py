@@ -80,14 +80,13 @@ def make_spec(chart: Chart) -> dict[str, Any]:
 
 
 def _config() -> dict[str, Any]:
-    from ddpbench.present.theme import CONFIGS
+    from ddpbench.present.theme import CONFIG, MUTED
 
-    light = CONFIGS["light"]
-    title = {"offset": 14, "subtitleColor": light["axis"]["labelColor"], "subtitlePadding": 6}
+    title = {"offset": 14, "subtitleColor": MUTED, "subtitlePadding": 6}
     return {
-        **light,
+        **CONFIG,
         "background": "white",  # GitHub's dark mode shows it as it is
         "font": FONT,
         "padding": 12,
-        "title": {**light["title"], **title, "frame": "bounds"},
+        "title": {**CONFIG["title"], **title, "frame": "bounds"},
     }

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from ddpbench.analysis.clocks import Ahead
-from ddpbench.hang import self_report
-from ddpbench.hang.status_board import STORE_TIMEOUT, Address, StoreClient, await_server, find_store
+from ddpbench.hang.status_board import STORE_TIMEOUT, Address, StoreClient, find_store, identify
 from ddpbench.launch import placement, sockets
 from ddpbench.measure.offsets import ask_ahead
 from ddpbench.watch.gather.joining import shift
@@ -142,7 +141,7 @@ class Transport:
         self._client: StoreClient | None = None
         if isinstance(self._place, Address):  # a watch waits for less than the job itself
             self._place = self._place._replace(timeout=STORE_TIMEOUT)
-        identity = self_report.identify(rank)
+        identity = identify(rank)
         self._host = f"{identity.boot_id}/{identity.network}"
         self._job: Job | None = None
         self._target: tuple[str, int] | None = None  # rank 0's address that answers
@@ -240,9 +239,10 @@ class Transport:
         try:
             if self._client is None:
                 if isinstance(self._place, Address):
-                    await_server(self._place, CONNECT_SECONDS)
+                    # To a server that is absent, torch's client prints a C++ stack.
+                    socket.create_connection(self._place[:2], CONNECT_SECONDS).close()
                 self._client = StoreClient(self._place)
-        except RuntimeError:  # it may have ended with its process group
+        except (OSError, RuntimeError):  # it may have ended with its process group
             return None
         answer = self._client.request(2 * STORE_SECONDS, function)
         if self._client.gone:

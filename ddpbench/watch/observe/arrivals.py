@@ -14,15 +14,13 @@ from zlib import crc32
 
 from msgspec import structs
 
-from ddpbench.hang import flight_recorder, torch_settings
-from ddpbench.hang.flight_recorder import BATCH, DTYPES, Entry
-from ddpbench.hang.process_groups import Group, list_groups
+from ddpbench.hang import flight_recorder
+from ddpbench.hang.flight_recorder import BATCH, DTYPES, Entry, Group, list_groups
 from ddpbench.records.wording import spans
 from ddpbench.watch.observe.steps import Step
 from ddpbench.watch.window import CALLS, JoinedCall, Round
 
-READ_ROUNDS = 6  # from one read of a recorder of so many entries, in up to 50 ms, to the next:
-ENTRIES = 2000
+READ_ROUNDS = 6  # from one read of a recorder, in up to 50 ms, to the next
 
 
 class Arrivals:
@@ -34,7 +32,6 @@ class Arrivals:
     def __init__(self, rank: int, since_ns: int) -> None:
         self.unavailable = ""
         self._rank, self._since_ns = rank, since_ns  # earlier calls may be of groups that have gone
-        self._rounds = READ_ROUNDS * max(1, torch_settings.count_entries() // ENTRIES)
         self._newest: dict[str, int] = {}  # recorder → the newest entry that was read
         self._groups: dict[str, Group] = {}
         self._waiting: list[JoinedCall] = []  # for the end of their step
@@ -43,15 +40,15 @@ class Arrivals:
         """Return the calls since the last read up to this round, the newest CALLS, oldest first.
 
         steps: the latest of this rank, to find in which one a call was made; final: nothing will be
-        read after this. Otherwise recorders are read in every READ_ROUNDS-th round, longer ones in
-        fewer: the same ones in all ranks.
+        read after this. Otherwise recorders are read in every READ_ROUNDS-th round, the same one in
+        all ranks.
         """
         until_ns, steps = round_.began_ns, list(steps)
         if steps and not final:
             until_ns = min(until_ns, steps[-1].ended_ns)
         self._groups |= {group.name: group for group in list_groups()}
         calls = [*self._waiting, *self._read_mpi()]
-        if final or round_.number % self._rounds == 0:
+        if final or round_.number % READ_ROUNDS == 0:
             calls += self._read_recorders()
         calls.sort(key=lambda call: call.last_ns)
         count = bisect_right(calls, until_ns, key=lambda call: call.last_ns)
@@ -82,11 +79,9 @@ class Arrivals:
 
     def _read_recorders(self) -> Iterator[JoinedCall]:
         backends = {backend for group in self._groups.values() for backend in group.backends}
-        recorders = flight_recorder.find_recorders(backends)
+        recorders = flight_recorder.find_recorders()
         self.unavailable = _explain_unavailable(backends - {"mpi4py"}, recorders)
         for name, recorder in recorders.items():
-            if not name.startswith("_dump") and name not in backends:
-                continue
             before = self._newest.get(name, -1)
             entries = [
                 entry

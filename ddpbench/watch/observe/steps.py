@@ -104,7 +104,7 @@ class Marks:
 
     def use_device(self, device: torch.device) -> None:
         """Measure phases by the clock of a device, if its kind has one."""
-        if self._device is not None or device.type not in devices.list_names():  # such as xla
+        if self._device is not None or device.type not in devices.KINDS:  # such as xla
             return
         kind = devices.of(device)
         if kind.clock == "device":

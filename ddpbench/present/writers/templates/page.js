@@ -1,43 +1,29 @@
 "use strict";
 // Draws a chart when it comes near the window, and hides what the reader does not want to see.
 
-const configs = JSON.parse(document.getElementById("configs").textContent);
+const config = JSON.parse(document.getElementById("config").textContent);
 const figures = [...document.querySelectorAll("figure[data-chart]")];
-const dark = matchMedia("(prefers-color-scheme: dark)");
 const hidden = { backend: new Set(), operation: new Set() };
-let printing = false;
 document.documentElement.classList.add("js");
 
-// {size: [1, 2], time: [3, 4]} → [{size: 1, time: 3}, {size: 2, time: 4}]
-function toRows(columns) {
-  const names = Object.keys(columns);
-  return names.length === 0 ? [] : columns[names[0]].map(
-    (_, i) => Object.fromEntries(names.map((name) => [name, columns[name][i]])));
-}
-
-function contentOf(figure) {
-  return figure.content ??= JSON.parse(figure.querySelector("script").textContent);
+function specOf(figure) {
+  return figure.spec ??= JSON.parse(figure.querySelector("script").textContent);
 }
 
 function shownBackends(figure) {
-  const parameter = contentOf(figure).spec.params?.find(({ name }) => name === "backends");
+  const parameter = specOf(figure).params?.find(({ name }) => name === "backends");
   return parameter?.value.filter((backend) => !hidden.backend.has(backend));
 }
 
 async function draw(figure) {
-  const { spec, datasets } = contentOf(figure);
-  const theme = dark.matches && !printing ? "dark" : "light";
+  const spec = specOf(figure);
   const drawn = {
     ...spec,
     width: "container",
-    datasets: Object.fromEntries(Object.entries(datasets).map(([name, columns]) => [name, toRows(columns)])),
     params: spec.params?.map((p) => (p.name === "backends" ? { ...p, value: shownBackends(figure) } : p)),
   };
-  figure.view?.finalize();
-  const options = {
-    actions: false, renderer: "svg", ast: true, config: configs[theme], tooltip: { theme },
-    logLevel: 1, // errors: a layer without data is nothing to warn of
-  };
+  // Errors alone are logged: a layer without data is nothing to warn of.
+  const options = { actions: false, renderer: "svg", ast: true, config, logLevel: 1 };
   figure.view = (await vegaEmbed(figure.querySelector(".chart"), drawn, options)).view;
   figure.querySelector(".chart svg").setAttribute("aria-hidden", "true"); // the box around it has a name
 }
@@ -52,19 +38,7 @@ const observer = new IntersectionObserver((entries) => {
 }, { rootMargin: "500px" });
 figures.forEach((figure) => observer.observe(figure));
 
-function redraw() {
-  figures.filter((figure) => figure.view).forEach(draw);
-}
-
-dark.addEventListener("change", redraw);
-addEventListener("beforeprint", () => {
-  printing = true;
-  figures.filter((figure) => !figure.hidden).forEach(draw);
-});
-addEventListener("afterprint", () => {
-  printing = false;
-  redraw();
-});
+addEventListener("beforeprint", () => figures.filter((one) => !one.view && !one.hidden).forEach(draw));
 
 // --- backends and operations -------------------------------------------------------------------
 

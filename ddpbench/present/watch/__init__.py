@@ -1,1 +1,0 @@
-"""Documents on watched jobs."""

@@ -1,0 +1,1 @@
+"""Find the settings that make a DDP step fastest."""

@@ -1,0 +1,231 @@
+"""Digests of tensors, also as a GPU computes them, and elements that differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from two_replicas import flip_bit, locate_bit, make_values
+
+from ddpbench.replicas import digest, locate
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+COMPLEX = [torch.complex64, torch.complex128]
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8, *COMPLEX, torch.bool,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32,
+    torch.uint64,
+]  # fmt: skip
+
+
+def on_device(tensor: Tensor) -> int:
+    """The digest that a tensor on a GPU gets, of one on the CPU."""
+    return int(digest.weigh_words(tensor))
+
+
+FORMULAS = [digest.of_cpu, on_device]
+Formula = Callable[[Tensor], int]
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_digest_is_of_bits(formula: Formula, dtype: torch.dtype) -> None:
+    """Of every dtype: equal bits give equal digests, and each single bit flipped another one."""
+    tensor = make_values(dtype, 12)
+    whole = formula(tensor)
+    assert formula(tensor.clone()) == whole
+    raw = tensor.view(torch.uint8)
+    digests = {whole}
+    for byte in range(raw.numel()):
+        for bit in range(8):
+            raw[byte] ^= 1 << bit
+            digests.add(formula(tensor))
+            raw[byte] ^= 1 << bit
+    assert len(digests) == 1 + 8 * raw.numel()
+    assert formula(tensor) == whole
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_values_that_compare_equal_or_print_alike(formula: Formula) -> None:
+    """-0.0 is not 0.0, a NaN equals itself, and NaNs of other payloads differ."""
+    assert formula(torch.tensor([0.0])) != formula(torch.tensor([-0.0]))
+    quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert formula(quiet) == formula(quiet.clone())
+    assert formula(quiet) != formula(other)
+    # Signs flipped in pairs leave plain sums as they are.
+    assert formula(torch.tensor([0.0, -0.0, 0.0, -0.0])) != formula(torch.tensor([-0.0, 0.0] * 2))
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_memory_layout_does_not_count(formula: Formula) -> None:
+    """The elements in order are what is digested: strided, lazily conjugated or negated."""
+    base = torch.arange(24.0).view(4, 6)
+    for view in (base.t(), base[:, ::2], base[1:3, 1:4], base[:1].expand(3, 6)):
+        assert formula(view) == formula(view.clone(memory_format=torch.contiguous_format))
+    lazy = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert formula(lazy) == formula(lazy.resolve_conj().clone())
+    assert formula(lazy.imag) == formula(torch.tensor([-2.0, 4.0]))
+    nhwc = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert formula(nhwc) == formula(nhwc.contiguous())
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_no_elements_and_no_dimensions(formula: Formula) -> None:
+    """Tensors of no elements and of no dimensions have digests."""
+    assert formula(torch.empty(0)) == formula(torch.empty(0, 3))
+    assert formula(torch.tensor(1.0)) != formula(torch.tensor(2.0))
+    assert formula(nn.Parameter(torch.tensor(1.0))) == formula(torch.tensor(1.0))
+
+
+# --- on a GPU
+
+MIB = 1 << 20
+MOST_NBYTES = 112 * MIB + 1024  # as digest.py states beside BLOCK, and scalars
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the kernels that a GPU would be given, and the memory that they need at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.most_nbytes = 0, 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not func.is_view:
+            self.count += 1
+            for tensor in tree_leaves(result):
+                storage = tensor.untyped_storage()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {at: made for at, made in self._made.items() if not made[0].expired()}
+        self.most_nbytes = max(self.most_nbytes, sum(nbytes for _, nbytes in self._made.values()))
+        return result
+
+
+def follow(tensor: Tensor) -> Kernels:
+    """Weigh and add up a tensor of a device as a verification does, up to where it waits."""
+    digest._make_weights.cache_clear()
+    with Kernels() as kernels:
+        results = digest.weigh_words(tensor), digest.total(tensor)
+    digest._make_weights.cache_clear()
+    assert {each.device for each in results} == {tensor.device}
+    return kernels
+
+
+def test_a_tensor_takes_few_kernels() -> None:
+    """A small tensor of any size takes a dozen: weights, words, fold, sums."""
+    assert follow(torch.empty(1001, dtype=torch.bfloat16, device="meta")).count <= 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex128])
+def test_a_large_tensor_takes_a_bounded_memory(dtype: torch.dtype) -> None:
+    """1 GiB in one tensor, aligned to words or not."""
+    items = 1024 * MIB // dtype.itemsize
+    flat = torch.empty(items + 1, dtype=dtype, device="meta")
+    for tensor in (flat.narrow(0, 1, items), flat):
+        kernels = follow(tensor)
+        assert kernels.most_nbytes <= MOST_NBYTES
+        assert kernels.count <= 2048
+
+
+class Dose(Tensor):
+    """A tensor with a meaning of its own."""
+
+
+def test_tensors_of_a_subclass_have_the_digest_of_their_bits() -> None:
+    """A model may have parameters of several kinds."""
+    ones = torch.ones(3)
+    for tensor in (ones.as_subclass(Dose), nn.Parameter(ones)):
+        assert digest.weigh_words(tensor) == digest.weigh_words(ones)
+        assert type(digest.total(tensor)) is Tensor
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 5, 31, 32, 33, 67, 129])
+def test_each_byte_and_each_exchange_changes_the_digest(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the begin, in the middle, at the end of a block and in the bytes beyond whole words, also
+    of a view that is not aligned to words."""
+    monkeypatch.setattr(digest, "BLOCK", 8)
+    raw = (torch.arange(size + 1) * 37 % 251).to(torch.uint8)[1:]
+    digests = {int(digest.weigh_words(raw))}
+    for byte in range(size):
+        raw[byte] ^= 1 << byte % 8
+        digests.add(int(digest.weigh_words(raw)))
+        raw[byte] ^= 1 << byte % 8
+    words = torch.arange(size, dtype=torch.int32)
+    for other in range(1, size):
+        swapped = words.clone()
+        swapped[0], swapped[other] = words[other], words[0]
+        digests.add(int(digest.weigh_words(swapped)))
+    assert len(digests) == 1 + size + max(0, size - 1)
+
+
+def test_the_fold_gives_different_words_different_values() -> None:
+    """Also a word and its inverse, which a shift that copies the sign would give the same value."""
+    words = torch.tensor([0, 1, 5, 1 << 31, 1 << 32, (1 << 62) + 7])
+    folded = torch.cat([words, ~words])
+    digest.fold(folded)
+    assert len(set(folded.tolist())) == 12
+
+
+def test_elements_that_are_not_finite_are_counted() -> None:
+    """Of every floating-point dtype and layout; of a sum that overflows, no element is counted."""
+    kinds = [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
+    bad = [torch.tensor([math.nan], dtype=dtype) for dtype in kinds]
+    bad += [torch.tensor([math.inf, -math.inf]), torch.ones(7, 9, dtype=torch.float64).t()]
+    bad[-1][3, 3] = math.inf
+    good = [torch.ones(3, dtype=torch.int8), torch.empty(0), torch.ones(2, dtype=torch.float16)]
+    huge = torch.full((9,), torch.finfo(torch.float32).max)
+    tensors = [*good, *bad, huge]
+    assert digest.read(tensors, range(10))[1].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 1, 0]
+    floats = {i: tensor for i, tensor in enumerate(tensors) if digest.may_be_nonfinite(tensor)}
+    assert digest.find_suspects(floats) == [3, 4, 5, 6, 7, 8, 9]
+
+
+# --- located elements
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        (torch.float32, ("3.0", "2.0")),
+        (torch.bfloat16, ("3.0", "2.0")),
+        (torch.float8_e5m2, ("3.0", "2.0")),
+        (torch.complex64, ("(3+0j)", "(2+0j)")),
+        (torch.bool, ("False", "True")),
+        (torch.uint64, ("3", "2")),
+    ],
+)
+def test_the_first_differing_element_is_located(
+    dtype: torch.dtype, values: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, with its index and both values."""
+    monkeypatch.setattr(locate, "PIECE_NBYTES", 64)
+    other = make_values(dtype, 700).reshape(70, 10)
+    own = other.clone()
+    own[7, 2] = own[7, 3]  # the number 73 % 7 instead of 72 % 7
+    (detail,) = locate_bit(own, other)
+    assert (detail.value, detail.reference_value) == values
+    assert (detail.index, detail.differing, detail.max_delta) == ((7, 2), 1, 1.0)
+
+
+def test_what_differs_is_described() -> None:
+    """One bit, another order, and a NaN of another payload, which has its bits."""
+    other = make_values(torch.float32, 12)
+    (detail,) = locate_bit(flip_bit(other, 5, 20), other)
+    assert (detail.bit, detail.index, detail.permuted) == (20, (5,), False)
+    (detail,) = locate_bit(other.flip(0), other)
+    assert (detail.bit, detail.permuted) == (None, True)
+    nan, payload = torch.tensor([[0x7FC00000], [0x7FC00003]], dtype=torch.int32).view(torch.float32)
+    (detail,) = locate_bit(payload, nan)
+    assert (detail.value, detail.reference_value) == ("nan (0x7fc00003)", "nan (0x7fc00000)")
+    assert detail.max_delta is None
