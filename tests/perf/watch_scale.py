@@ -1,15 +1,11 @@
-"""What a watch costs as ranks and steps grow: messages, joins and memory.
+"""Measure what a watch costs rank 0 as ranks grow: messages, joins and memory.
 
     ./run_bench.sh python tests/perf/watch_scale.py [WORLD_SIZE …]
-    ./run_bench.sh python tests/perf/watch_scale.py growth [STEPS]
 
 Eight ranks per host send windows of as many steps and calls as fit in a round, from a process of
 their own, to the inbox of rank 0, which joins and judges them. Each world runs in a fresh process.
-join s, receive s: CPU time of rank 0's process, once per round. hold: the longest CPU time in ms in
-which another thread of rank 0 did not run meanwhile; the switch interval is 0.5 ms, so that only
-calls in C hold the interpreter longer. memory MB: the most, above what the imports take.
-
-growth: MB by which rank 0 grows from a tenth of STEPS (100,000) to all of them. It takes minutes.
+join s, receive s: CPU time of rank 0's process, once per round. memory MB: the most, above what the
+imports take.
 """
 
 from __future__ import annotations
@@ -20,14 +16,12 @@ import resource
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from tabulate import tabulate
 
 from ddpbench.watch.gather import joining
@@ -49,7 +43,6 @@ from ddpbench.watch.window import (
     JoinedCall,
     Link,
     Window,
-    decode,
     encode,
 )
 
@@ -60,8 +53,8 @@ TOKEN = b"t" * TOKEN_NBYTES
 ROW = np.array([1, 10, 20, 3, 1, 5]) * 1e-3
 
 
-def a_window(rank: int, first: int, noise: np.random.Generator, world: int = 2) -> Window:
-    """What a rank sends; it makes four calls in each step."""
+def make_window(rank: int, first: int, noise: np.random.Generator, world: int) -> Window:
+    """Return what a rank sends; it makes four calls in each step."""
     steps, most = max(1, min(STEPS, ROWS // world)), max(1, min(CALLS, MOST_CALLS // world))
     rows = (ROW * noise.normal(1, 0.02, (steps, COLUMNS))).astype(np.float32)
     calls = []
@@ -85,38 +78,12 @@ def a_window(rank: int, first: int, noise: np.random.Generator, world: int = 2) 
     )
 
 
-class Holds:
-    """The longest time that the process ran without another thread getting its turn, in ms.
-
-    In CPU time of the process: what other processes take does not count.
-    """
-
-    def __enter__(self) -> Holds:
-        self.longest, self._stop = 0.0, threading.Event()
-        sys.setswitchinterval(0.0005)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        latest = time.process_time()
-        while not self._stop.is_set():
-            time.sleep(0.0002)
-            now = time.process_time()
-            self.longest = max(self.longest, (now - latest) * 1e3)
-            latest = now
-
-
 def send_windows(target: tuple[str, int], world: int) -> None:
     """Send the windows of all ranks but rank 0."""
     noise = np.random.default_rng(1)
     for rank in range(1, world):
         with connect(target, TOKEN, time.time_ns) as (connection, _):
-            send(connection, a_window(rank, 1_000_000, noise, world))
+            send(connection, make_window(rank, 1_000_000, noise, world))
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
@@ -126,36 +93,20 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return value, time.process_time() - began
 
 
-def measure_growth(steps: int) -> float:
-    """MB by which rank 0's history grows over nine tenths of the steps."""
-    noise = np.random.default_rng(2)
-    history, sizes = History(), []
-    for number, first in enumerate(range(0, steps + STEPS, STEPS)):
-        windows = [decode(encode(a_window(rank, first, noise))) for rank in range(2)]
-        history.add(joining.join(windows))
-        if number in (steps // 10 // STEPS, steps // STEPS):
-            sizes.append(psutil.Process().memory_info().rss)
-    return (sizes[1] - sizes[0]) / 1e6
-
-
 def measure(world: int) -> dict[str, float]:
     """One round of a world, as rank 0 sees it."""
-    own = a_window(0, 1_000_000, np.random.default_rng(1), world)
+    own = make_window(0, 1_000_000, np.random.default_rng(1), world)
     server = socket.create_server(("127.0.0.1", 0), backlog=1024)
     target, inbox = server.getsockname(), Inbox(server, TOKEN, time.time_ns)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with Holds() as receiving:
-        sender = multiprocessing.get_context("fork").Process(
-            target=send_windows, args=(target, world)
-        )
-        sender.start()
-        others, receive_seconds = timed(lambda: inbox.collect(7, world - 1, 600.0))
-        sender.join()
+    sender = multiprocessing.get_context("fork").Process(target=send_windows, args=(target, world))
+    sender.start()
+    others, receive_seconds = timed(lambda: inbox.collect(7, world - 1, 600.0))
+    sender.join()
     history = History()
-    with Holds() as holds:
-        round_, join_seconds = timed(lambda: joining.join([own, *others]))
-        _, add_seconds = timed(lambda: history.add(round_))
-        _, judge_seconds = timed(lambda: judge(history, world))
+    round_, join_seconds = timed(lambda: joining.join([own, *others]))
+    _, add_seconds = timed(lambda: history.add(round_))
+    _, judge_seconds = timed(lambda: judge(history, world))
     assert len(round_.ranks) == world
     assert round_.calls[-1].ranks == world
     inbox.close()
@@ -164,11 +115,9 @@ def measure(world: int) -> dict[str, float]:
         "rank kB": len(encode(own)) / 1e3,
         "MB per round": len(encode(own)) * world / 1e6,
         "receive s": receive_seconds,
-        "receive hold": receiving.longest,
         "join s": join_seconds,
         "history s": add_seconds,
         "judge s": judge_seconds,
-        "hold": holds.longest,
         "memory MB": (after - before) * 1024 / 1e6,
     }
 
@@ -177,10 +126,6 @@ def main(words: list[str]) -> int:
     """Print a row per world."""
     if words[:1] == ["--one"]:
         print(json.dumps(measure(int(words[1]))))
-        return 0
-    if words[:1] == ["growth"]:
-        steps = int((*words, "100000")[1])
-        print(f"growth to {steps} steps: {measure_growth(steps):.1f} MB")
         return 0
     rows = []
     for world in map(int, words or map(str, WORLDS)):
