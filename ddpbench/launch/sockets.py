@@ -10,8 +10,7 @@ import contextlib
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from ipaddress import ip_address, ip_interface
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,23 +52,6 @@ def local_addresses(connections: Iterable[Connection], remote: frozenset[str]) -
     """Return local addresses of the connections to these remote ones, the most used first."""
     used = Counter(connection.local for connection in connections if connection.remote in remote)
     return sorted(used, key=lambda address: (-used[address], address))
-
-
-def try_connections(
-    targets: Sequence[tuple[str, int]], seconds: float
-) -> dict[tuple[str, int], str]:
-    """Connect to addresses and ports at once. Return target → reason for those that fail."""
-
-    def attempt(target: tuple[str, int]) -> str:
-        try:
-            socket.create_connection(target, seconds).close()
-        except OSError as error:
-            return error.strerror or f"no answer in {seconds:g} s"
-        return ""
-
-    with ThreadPoolExecutor(max(1, len(targets))) as threads:
-        reasons = zip(targets, threads.map(attempt, targets), strict=True)
-        return {target: reason for target, reason in reasons if reason}
 
 
 def wrap_file(number: int) -> socket.socket:

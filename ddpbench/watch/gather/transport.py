@@ -225,8 +225,7 @@ class Transport:
             return
         if self._target is None:
             targets = [(address, job.port) for address in job.addresses]
-            failed = sockets.try_connections(targets, CONNECT_SECONDS)
-            self._target = next((target for target in targets if target not in failed), None)
+            self._target = next(filter(_accepts, targets), None)
         if self._target is not None:
             opened = connect(self._target, job.token, self._now_ns)
             with contextlib.suppress(OSError), opened as (connection, ahead):
@@ -253,6 +252,14 @@ class Transport:
         if self._client is not None:
             self._client.close()
         self._client = None
+
+
+def _accepts(target: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(target, CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
