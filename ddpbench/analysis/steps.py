@@ -290,17 +290,20 @@ def _explain(bucket: Bucket, number: int, stamps: Ints, alone: Ints) -> Bucket:
     """Add where the time of a bucket's wire goes, compared with the reduction alone.
 
     The rank that waits least shows it. What exceeds the reduction alone is assigned first to the
-    time in which an earlier bucket was in flight, then to the time in which backward computed.
+    time in which other buckets are in flight (gloo reduces two at once), then to the time in which
+    backward computes.
     """
     expected = figure(alone[:, :, number].min(axis=0) * 1e-9, of="repetitions")
     assert expected is not None
     last = (stamps[..., 1] - stamps[..., 0])[:, :, number].argmin(axis=0)
     own: Floats = np.take_along_axis(stamps, last[None, :, None, None], axis=0)[0] * 1e-9
     handed, reduced = own[:, number, 0], own[:, number, 1]
-    begin = np.maximum(handed, own[:, :number, 1].max(axis=1, initial=0.0))
-    computing = np.clip(np.minimum(own[:, :, 0].max(axis=1), reduced) - begin, 0, None)
+    others = np.delete(own, number, axis=1)
+    begin = np.maximum(others[..., 0], handed[:, None])
+    shared = np.clip(np.minimum(others[..., 1], reduced[:, None]) - begin, 0, None).sum(axis=1)
+    computing = np.clip(np.minimum(own[:, :, 0].max(axis=1), reduced) - handed, 0, None)
     excess = reduced - handed - expected.value
-    queue = np.clip(np.minimum(begin, reduced) - handed, 0, np.maximum(excess, 0))
+    queue = np.minimum(shared, np.maximum(excess, 0))
     contention = np.clip(excess - queue, 0, computing)
     return replace(
         bucket,

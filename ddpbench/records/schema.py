@@ -293,7 +293,7 @@ class Bucket:
     wait: Figure  # the most over ranks of (reduced - handed over), less the wire
     late_rank: int | None  # the rank for which the others wait; None: none exceeds the noise
     # The same reduction while nothing else runs; None: not measured. The wire is this time, the
-    # times in which an earlier bucket is in flight and in which backward computes, as far as they
+    # times in which other buckets are in flight and in which backward computes, as far as they
     # explain the rest, and an unexplained rest, which can be negative.
     alone: Figure | None = None
     queue: Figure | None = None

@@ -31,7 +31,8 @@ from ddpbench.verdicts.verdict import paired_shift
 from simulated_hosts import Hosts, missing  # isort: skip  (links has put their folder on the path)
 
 SMALL = (*MLP, "--backend", "gloo", "-n", "2")
-BAD = ("--bucket-cap-mb", "0.1")
+# Many layers of 66 KB, so that buckets of 0.1 MB need many reductions.
+BAD = ("--width", "128", "--depth", "32", "--batch", "16", "--bucket-cap-mb", "0.1")
 RATE = 1e9  # bit/s
 LATE_MS = 20
 UNEXPLAINED, OFF = 0.15, 0.10
@@ -134,7 +135,7 @@ def check_link(launches: int) -> int:
         wrong += check_buckets(run)
         if verdict.best is not None:
             wrong += confirm(bench, words(verdict), launches)
-        wrong += report("buckets of 0.1 MB", measure(bench, "tune", *MLP, *BAD)).best is None
+        wrong += report("buckets of 0.1 MB", measure(bench, "tune", *BAD)).best is None
         late = f"slow-rank:rank=1,ms={LATE_MS}"
         run = measure(bench, "ddp", *MLP, "--rounds", "20", "--inject", late)
         wait = max(bucket.wait.value for bucket in list_buckets(run))

@@ -43,7 +43,7 @@ LEGEND = {
     "compute",
     "ready": "ready after: from the start of backward until the last rank hands the bucket over",
     "wire": "wire: from then until the bucket is reduced, including earlier buckets in the queue",
-    "alone": "alone: the same reduction while nothing else runs; queue: an earlier bucket is in "
+    "alone": "alone: the same reduction while nothing else runs; queue: other buckets are in "
     "flight; contention: backward computes; alone, queue, contention and unexplained make the wire",
     "wait": "wait: how long the earliest rank waited for the latest; late rank: the latest, if the "
     "wait is more than noise",

@@ -75,7 +75,7 @@ def _divide_bucket(info: Bucket, seconds: float, wire: float) -> Iterator[tuple[
     left = min(wire, seconds)
     if info.queue is not None and info.alone is not None:
         queue = min(left, max(0.0, info.queue.value))
-        yield "behind an earlier bucket", queue, True
+        yield "beside other buckets", queue, True
         transfer = min(left - queue, info.alone.value)
         yield "transfer", transfer, False
         yield "slower than alone", left - queue - transfer, True
