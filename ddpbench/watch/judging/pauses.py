@@ -6,7 +6,7 @@ all ranks, the same phase, and the same line of the program.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,32 +29,48 @@ class Pauses:
     """Pauses of one kind.
 
     rank: that pauses, or ALL; phase: index of COLUMNS, BLOCKED if every rank is blocked for longer;
-    line: "" unknown; count, seconds: how many, and how long together; newest: steps and seconds.
+    lines: seconds by line; count, seconds: how many, and how long together; newest: steps and
+    seconds.
     """
 
     rank: int
     phase: int
     first_step: int
-    line: str = ""
     count: int = 0
     seconds: float = 0.0
     longest_seconds: float = 0.0
     newest: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NEWEST))
+    lines: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def line(self) -> str:
+        """The line at which these pauses spend most; "" if it is unknown."""
+        return max(self.lines, key=self.lines.__getitem__, default="")
 
     def add(self, step: int, line: str, seconds: float) -> None:
         """Add a pause of so many seconds."""
-        self.line = self.line or line
+        if line:
+            self.lines[line] += seconds
         self.count += 1
         self.seconds += seconds
         self.longest_seconds = max(self.longest_seconds, seconds)
         self.newest.append((step, seconds))
 
-    def resembles(self, line: str, seconds: float) -> bool:
-        """Return whether a pause is of this kind: at its line; without a line, about as long."""
-        if self.line and line:
-            return self.line == line
+    def resembles(self, step: int, line: str, seconds: float) -> bool:
+        """Return whether a pause is of this kind.
+
+        It is at the same line, or it is about as long and has no line or is the next of a period:
+        after a call that held Python's lock, the line is one that the thread has come to since.
+        """
+        if line and line == self.line:
+            return True
         usual = self.seconds / self.count
-        return usual / ABOUT <= seconds <= usual * ABOUT
+        if not usual / ABOUT <= seconds <= usual * ABOUT:
+            return False
+        if not line or not self.lines:
+            return True
+        every = self.find_period()
+        return every > 0 and (step - self.newest[-1][0]) % every == 0
 
     def find_period(self) -> int:
         """Return the steps from one pause to the next; 0 if that varies."""
@@ -102,7 +118,7 @@ class PauseHistory:
                 rank = ALL
             line = max(step.lines, key=step.lines.__getitem__, default="")
             alike = [kind for kind in self.kinds if (kind.rank, kind.phase) == (rank, phase)]
-            same = [kind for kind in alike if kind.resembles(line, seconds)]
+            same = [kind for kind in alike if kind.resembles(step.number, line, seconds)]
             kind = max(same, key=lambda kind: (kind.line == line, kind.count), default=None)
             if kind is None:
                 kind = Pauses(rank, phase, step.number)
