@@ -186,6 +186,17 @@ def test_pauses_at_different_lines_are_different() -> None:
     assert [(kind.line, kind.count) for kind in history.summarize(500)] == [(SAVE, 6), (MODEL, 4)]
 
 
+def test_pauses_of_one_period_are_of_one_kind_at_any_line() -> None:
+    """After a call that holds Python's lock, the line is one that the thread has come to since."""
+    lines = {50: SAVE, 100: SAVE, 150: SAVE, 200: WAIT, 250: MODEL}
+    steps = [
+        a_long_step(number, 0, 0.1, lines={lines.get(number, SAVE): 0.1})
+        for number in range(50, 1000, 50)
+    ]
+    (kind,) = remember(steps).summarize(1000)
+    assert (kind.every, kind.count) == (50, len(steps))
+
+
 def test_kinds_of_pauses_are_bounded() -> None:
     """The ones that cost most stay."""
     steps = [a_long_step(n, n, 0.1 + n, lines={}) for n in range(1, 2 * KINDS)]
