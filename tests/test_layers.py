@@ -49,7 +49,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "version", "records", "analysis", "launch", "runtime", "catalog", "present", "measure",
         "replicas", "session",
     ),
-    "tune": ("version", "records", "analysis", "launch", "runtime", "catalog", "session"),
+    "tune": (
+        "version", "records", "analysis", "launch", "runtime", "catalog", "measure", "session",
+    ),
     "nested_runs": (
         "version", "records", "analysis", "verdicts", "launch", "catalog", "present", "session",
         "doctor", "measuring",

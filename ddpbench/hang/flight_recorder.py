@@ -94,7 +94,6 @@ class Entry(msgspec.Struct, gc=False):
     record_id: int = 0
     p2p_seq_id: int = 0
     time_created_ns: int = 0
-    duration_ms: float = -1.0
     frames: list[dict[str, Any]] = []
 
     @property

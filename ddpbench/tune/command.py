@@ -29,7 +29,6 @@ from ddpbench.tune.settings import KINDS, Base, Changes, list_settings
 
 CASE_SECONDS = 1.0  # of a setting in a block
 FEWEST_ROUNDS, MOST_ROUNDS = 6, 200
-WARM_UP = 4  # steps before the rounds: measure.rounds.WARM_UP, which imports torch
 VISITS = 2 * 8 + CONFIRMING * (FINALISTS + 2)  # about as many as a workload needs, for the progress
 SURVEY_ROUNDS = 6  # of the first block, which also measures the breakdown of the step
 USUAL = "buckets,options"
@@ -171,6 +170,8 @@ class Tuning:
 
     def _protocol(self, visit: Visit) -> dict[str, Any]:
         """Return the options that decide how many steps a visit takes; the last is verified."""
+        from ddpbench.measure.rounds import WARM_UP
+
         if self._step_counts is None:
             return {}
         rounds, count = self._step_counts
@@ -245,6 +246,8 @@ class Tuning:
 
     def _guess_seconds(self) -> float:
         """Return how long a visit takes without the breakdown, before there was one."""
+        from ddpbench.measure.rounds import WARM_UP
+
         assert self._step_counts is not None
         rounds, count = self._step_counts
         summary = self._results[0].summary
