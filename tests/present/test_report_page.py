@@ -18,8 +18,7 @@ from stored_steps import a_step_result, a_step_run
 
 from ddpbench.present.document import ReportRun
 from ddpbench.present.summary import summarise
-from ddpbench.present.writers import page
-from ddpbench.present.writers.page_file import make
+from ddpbench.present.writers.page_file import json_in_html, make
 from ddpbench.records.schema import Run
 
 # --- what the page holds --------------------------------------------------------------------------
@@ -81,7 +80,7 @@ def test_any_run_has_a_page(run: Run) -> None:
 def test_values_are_short_and_safe(value: Any, text: str) -> None:
     """Floats have five digits, whole ones all of theirs; what JSON lacks is null; no character
     can end the element."""
-    assert page.json_in_html(value) == text
+    assert json_in_html(value) == text
     json.loads(text)
 
 
