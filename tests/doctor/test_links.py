@@ -189,14 +189,6 @@ def test_a_slow_link_names_both_hosts_a_slow_host_one(frozen: Frozen) -> None:
     frozen.findings([link, one_way, host, rank, *neighbours])
 
 
-def test_a_line_describes_a_class_of_links(frozen: Frozen) -> None:
-    """Median, least and most."""
-    cells = [[0, 1, 100e6, 50e6, 1e-4], [1, 0, 200e6, 80e6, 3e-4]]
-    frozen.text("\n".join(judge.summarise("between hosts", cells)))
-    frozen.text("\n".join(judge.summarise("within", [[0, 1, None, 50e6, 1e-4]])))
-    assert judge.summarise("within", []) == []
-
-
 # --- ranks ----------------------------------------------------------------------------------------
 
 

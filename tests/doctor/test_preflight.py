@@ -11,9 +11,8 @@ from rank_pool import RankPool
 from rank_setups import GIB, a_host, a_rank, a_setup
 
 from ddpbench.analysis.rank_setup import merge_settings
-from ddpbench.doctor.preflight import checks, measure
+from ddpbench.doctor.preflight import checks
 from ddpbench.doctor.preflight.checks import Check
-from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
 from ddpbench.runtime import environment
@@ -138,21 +137,6 @@ def test_one_entry_adds_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- the block for an issue -----------------------------------------------------------------------
-
-
-def test_the_block_folds_what_is_the_same(frozen: Frozen) -> None:
-    """A fact that all ranks share appears once, else with its ranks. Facts of a host hold for all
-    its ranks. Slurm's many variables and unknown facts are left out."""
-    own: dict[str, Any] = {
-        "variables": {"NCCL_ALGO": "Ring", "SLURM_JOB_ID": "7"},
-        "nccl_conf": {"mine": {"NCCL_ALGO": "Tree"}, "/etc": {"NCCL_PROTO": "Simple"}},
-        "nccl_plugins": "libnccl-net.so",
-        "gpu_pcie": {"width": 16.0, "width_allowed": 16.0, "transfers_per_second": 32e9},
-    }
-    setup = a_setup(a_rank(**own), a_rank(**own), a_rank("b", cpuset="0-3", **own))
-    text = lay_out(measure.build_table(setup))
-    assert "SLURM" not in text
-    frozen.text(text)
 
 
 # --- names and folds ------------------------------------------------------------------------------

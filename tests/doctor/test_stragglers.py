@@ -253,23 +253,6 @@ def test_a_gpu_has_its_own_loads_and_a_state_at_work(
 WORDS = ("doctor", "--only", "stragglers", "--case-time", "1", "--output", "run")
 
 
-def test_equal_real_ranks_are_left_in_peace(pool: RankPool, tmp_path: Path, frozen: Frozen) -> None:
-    """Each load has a rate alone and at once in each rank. Nothing is found above a note."""
-    done = pool.call(2, tmp_path, *WORDS)
-    assert done.returncode == 0, done
-    run = store.read(tmp_path / "run")
-    (examined,) = run.examinations
-    bad = [f.code for f in run.findings if f.severity != "note" and f.code != "oversubscribed"]
-    frozen.facts([done.returncode, bad])
-    (table,) = examined.tables
-    assert table.title in done.stdout
-    headings = [column.heading for column in table.columns]
-    assert {"matmul GFLOP/s", "memory copy GB/s"} <= {*headings}
-    assert all(min(row[2 : headings.index("memory copy GB/s") + 1]) > 0 for row in table.rows)
-    if len(os.sched_getaffinity(0)) >= 2:
-        assert min(row[headings.index("wait ms")] for row in table.rows) >= 0
-
-
 def test_crowded_ranks_are_looked_at_alone(pool: RankPool, tmp_path: Path, frozen: Frozen) -> None:
     """With more threads than cores, they are not measured all at once, and the report says so. The
     only finding is that they are too many."""

@@ -93,20 +93,23 @@ def test_a_missing_extra_is_refused_before_anything_is_done(words: tuple[str, ..
     assert [path.name for path in Path("results").iterdir()] == ["mine"]
 
 
-def test_all_else_works_without_the_extra() -> None:
-    """The overview, the help of `report`, `show` and `compare` import nothing of the extra."""
+def test_all_else_works_without_torch_and_the_extra() -> None:
+    """The overview, the help of `report`, `show` and `compare` need none of their packages."""
     base, new = base_and_new(1.5)
     put("base", base)
     put("new", new)
     program = """
 from ddpbench.cli import main
-for words in (["--help"], ["show", "base"], ["compare", "base", "new"], ["report", "--help"]):
-    try: main(words)
+lines = ["--help", "report --help", "compare base new"]
+lines += [f"show base --format {each}" for each in ("table", "csv", "json", "markdown")]
+for line in lines:
+    try: main(line.split())
     except SystemExit: pass
 """
     out = run_without_torch(program, forbidden=("altair", "jinja2", "vl_convert", "torch"))
     assert "1 SLOWER" in out
     assert "--markdown" in out
+    assert out.count("all_reduce") >= 5
 
 
 @contextmanager

@@ -312,21 +312,6 @@ def everything(play: Play) -> tuple[list[bytes], list[Tensor]]:
     return [*bits, repr(versions).encode()], tensors
 
 
-def play_healthy(group: Any) -> Any:
-    """Many steps with BatchNorm, dropout and accumulation: no alarm, and buffers are named."""
-    play = Play(group, norm=True)
-    verifier = ddpbench.Verifier(play.ddp, play.optimizer, gradients=True)
-    for step in range(20):
-        play.step(unsynced=step % 2)
-        report = verifier.check(step)
-        assert report.ok, str(report)
-        assert report.cause.code == "rebroadcast-buffers"
-    assert verifier.first_bad == {
-        ("buffer", "norm.0.running_mean"): 0, ("buffer", "norm.0.running_var"): 0
-    }  # fmt: skip
-    return report
-
-
 def play_traffic(group: Any) -> Any:
     """Healthy replicas cost one collective, with one tensor as with hundreds."""
     count = group._get_sequence_number_for_group
