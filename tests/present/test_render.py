@@ -12,14 +12,22 @@ import pandas as pd
 import pytest
 from frozen import Frozen
 from stored_runs import a_case, a_result, a_run, a_summary
+from stored_steps import (
+    a_step_case,
+    a_step_result,
+    a_step_run,
+    a_step_summary,
+    some_replicas,
+)
 from text_tables import read_table
 
 import ddpbench
-from ddpbench.analysis import lines
+from ddpbench.analysis import lines, step_lines
 from ddpbench.present import formats
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import format_number
 from ddpbench.present.formats import FORMATS
+from ddpbench.present.steps.columns import STEP_COLUMNS, format_ms
 from ddpbench.records import codec, store
 from ddpbench.records.schema import Run
 
@@ -89,18 +97,31 @@ def test_how_many_times_faster_stands_at_the_fastest_and_sizes_stand_once() -> N
 # --- columns --------------------------------------------------------------------------------------
 
 
-def test_every_column_can_be_shown_for_every_line() -> None:
-    """Each column of each kind of line is a short text without line breaks, in the table and in
-    CSV, also where nearly nothing is known."""
+def list_bare_lines() -> list[Any]:
+    """Return lines of collectives and of steps, also with nearly nothing known."""
     bare = a_summary(1e-3, None, percentiles_seconds={}, skew_seconds=None,
                      last_in_seconds=None, global_seconds=None)  # fmt: skip
     barrier = a_case(operation="barrier", nbytes=0, count=0, reduce_op=None)
     run = a_run(a_result(), a_result(barrier, summary=bare, cold_seconds=None, checks=0))
-    for line in lines.lines(run):
-        for column in COLUMNS.values():
-            assert re.fullmatch(r"[^\n]{0,40}", column.show(line))
-            assert isinstance(column.value(line), float | int | str | None)
-    assert len(formats.show("csv", run).splitlines()) == 3
+    step = replace(a_step_summary(rounds=1), budget=(), buckets=(), speed_up=None)
+    differ = some_replicas(equal=False, ok=False, verified=7, last_step=7, first_bad=7, cost=None)
+    steps = [
+        a_step_result(),
+        a_step_result(a_step_case(batch=1), summary=step, replicas=None, cold_seconds=None),
+        replace(a_step_result(a_step_case(batch=2), replicas=differ), summary=None),
+    ]
+    return [
+        *((line, COLUMNS) for line in lines.lines(run)),
+        *((line, STEP_COLUMNS) for line in step_lines.lines(a_step_run(*steps))),
+    ]
+
+
+def test_every_column_can_be_shown_for_every_line() -> None:
+    """Each column is a short text without line breaks, in the table and in CSV."""
+    for line, columns in list_bare_lines():
+        for name, column in columns.items():
+            assert re.fullmatch(r"[^\n]{0,40}", column.show(line)), name
+            assert isinstance(column.value(line), float | int | str | None), name
 
 
 def test_statistics_are_over_all_launches() -> None:
@@ -123,6 +144,20 @@ def test_statistics_are_over_all_launches() -> None:
 def test_numbers_keep_their_first_digits(value: float | str | None, text: str) -> None:
     """Numbers have four digits, two below 0.001, never an exponent; counts stay whole."""
     assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "like", "text"),
+    [
+        (0.0012, 0.08, "1.20"), (0.012, 0.8, "12.0"), (1.5, 12.0, "1500"), (None, 1.0, "-"),
+        (0.001, None, "1.000"), (0.0000012, 0.0000012, "0.0012"),
+    ],
+)  # fmt: skip
+def test_milliseconds_have_the_places_of_the_step(
+    seconds: float | None, like: float | None, text: str
+) -> None:
+    """A step has four digits, and its parts have as many decimal places."""
+    assert format_ms(seconds, like) == text
 
 
 # --- for machines ---------------------------------------------------------------------------------
@@ -155,7 +190,21 @@ def test_json_is_the_whole_run() -> None:
     assert len(chosen) == 4
 
 
-# --- adding one -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
+    """--columns gives these columns in every format, and no other table; what is noise stays a
+    bound in text."""
+    slow = a_step_result(summary=a_step_summary(noise=0.02))
+    fast = a_step_result(a_step_case(backend="mpi"), 1, a_step_summary(copies=0.05, noise=0.02))
+    run = a_step_run(slow, fast)
+    text = FORMATS[form](run, ("copies", "backend"), True)
+    if form == "csv":
+        assert text.splitlines()[0] == "copies,backend"
+    elif form == "json":
+        assert [list(row) for row in json.loads(text)] == [["copies", "backend"]] * 2
+    else:
+        assert len(text.split("\n\n")) == (1 if form == "table" else 2)
+        assert re.search(r"\(0\.\d\d\).*mpi", text)
 
 
 def test_a_stored_run_is_loaded_as_the_rows_of_its_csv(tmp_path: Path) -> None:
