@@ -351,10 +351,10 @@ def _write_page(suite: Suite, path: Path) -> str:
     if not suite.measured:
         return "no page was written: no test measured anything"
     try:
-        from ddpbench.present import compared_tests
+        from ddpbench.present import changes
         from ddpbench.present.writers import page_file
 
-        section = compared_tests.build_section(suite.measured, suite.rows, launches=True)
+        section = changes.build_tests(suite.measured, suite.rows, launches=True)
         page_file.save(path, (), [section], "Tests of ranks")
     except Exception as error:
         return f"no page was written (the exit code is that of the tests): {error}"
@@ -381,12 +381,12 @@ def pytest_terminal_summary(
     finally:
         suite = config.stash.get(SUITE, Suite())
         if suite.saved is not None and suite.measured:
-            from ddpbench.present import compared_tests
+            from ddpbench.present import changes
             from ddpbench.present.document import Document
             from ddpbench.present.writers import text
 
             terminalreporter.section("ddpbench: compared with saved runs, by launches")
-            tests = compared_tests.build_section(suite.measured, suite.rows)
+            tests = changes.build_tests(suite.measured, suite.rows)
             terminalreporter.write_line(text.write(Document("", (tests,))).rstrip())
         for line in filter(None, (suite.page_line, suite.shortfall)):
             terminalreporter.write_line(f"ddpbench: {line}")

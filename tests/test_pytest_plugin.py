@@ -19,7 +19,7 @@ from patience import PATIENCE_SECONDS
 from stored_runs import a_case, a_result, a_run, a_summary, launch_medians, with_facts
 from without_torch import run_without_torch
 
-import ddpbench.present.compared_tests  # noqa: F401  likewise
+import ddpbench.present.changes  # noqa: F401  likewise
 from ddpbench import pytest_plugin
 from ddpbench.nested_runs import one_case
 from ddpbench.records.schema import Case, Run
@@ -27,7 +27,6 @@ from ddpbench.records.schema import Case, Run
 pytest_plugins = ["pytester"]
 with contextlib.suppress(ImportError):  # the extra `report`: likewise
     import_module("vl_convert")
-    import_module("ddpbench.present.changes")
 
 
 @pytest.fixture(autouse=True)

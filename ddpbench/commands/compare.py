@@ -141,11 +141,11 @@ def compare_cases(base: Source, new: Source, rule: Rule, only: Sequence[str] | N
 
 def show(result: Comparison, namespace: argparse.Namespace) -> int:
     """Print a comparison, then which cases were not compared; return the exit code."""
-    from ddpbench.present import compared_runs  # loads numpy
+    from ddpbench.present import changes  # loads numpy
     from ddpbench.verdicts import comparison
 
     with store.refuse_impossible_values(f"{result.base.name} or {result.new.name}"):
-        sys.stdout.write(WRITERS[namespace.format](compared_runs.build_document(result)))
+        sys.stdout.write(WRITERS[namespace.format](changes.build_document(result)))
     if namespace.report_file is not None:
         _write_page(result, namespace.report_file)
     if shortfall := comparison.explain_shortfall(result):
@@ -154,7 +154,7 @@ def show(result: Comparison, namespace: argparse.Namespace) -> int:
 
 
 def _write_page(result: Comparison, output: Path) -> None:
-    from ddpbench.present import compared_runs
+    from ddpbench.present import changes
     from ddpbench.present.document import ReportRun
 
     runs = []
@@ -162,7 +162,7 @@ def _write_page(result: Comparison, output: Path) -> None:
         pairs = zip(side.runs, side.folders, strict=True)
         run, path = max(pairs, key=lambda pair: pair[0].started)
         runs.append(ReportRun(f"{name} {run.id}", run, path if path.is_dir() else None))
-    verdicts = compared_runs.build_section(result)
+    verdicts = changes.build_section(result)
     if any(len(side.runs) > 1 for side in (result.base, result.new)):
         labels = " and ".join(run.label for run in runs)
         shown = f"The sections below show the newest run of each side: {labels}."
