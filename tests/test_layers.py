@@ -217,7 +217,7 @@ def test_an_upward_import_is_found(path: str, code: str) -> None:
     ("path", "code"),
     [
         ("records/schema.py", "if TYPE_CHECKING:\n    from ddpbench.records import store"),
-        ("launch/family.py", "def f():\n    from ddpbench.launch import forks"),
+        ("launch/family.py", "def f():\n    from ddpbench.launch import starters"),
     ],
 )
 def test_a_cycle_is_found(path: str, code: str) -> None:

@@ -18,7 +18,6 @@ from ddpbench.launch.placement import (
     Placement,
     Refused,
     free_port,
-    require_free,
     slurm_address,
 )
 from ddpbench.launch.sockets import serve
@@ -59,7 +58,6 @@ def connect_store(placement: Placement, rendezvous: Rendezvous) -> dist.Store:
         host, port = url.removeprefix("tcp://").rsplit(":", 1)
         host = host.strip("[]")
         if placement.rank == 0:
-            require_free(int(port))
             one_host = placement.local_world_size == placement.world_size
             return serve(host, int(port), timeout, one_host)
         return dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)

@@ -23,14 +23,14 @@ from ddpbench.launch import family
 # `main` of each rank: a Python expression of `place` and `dist`, run as `python -c`.
 PROGRAM = """
 import os, signal, sys, time
-from ddpbench.launch import forks, placement, supervise
+from ddpbench.launch import placement, starters, supervise
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import join_world
 supervise.LATE_SECONDS = 1.0
 def main():
     place = placement.read_placement()
     {body}
-sys.exit(forks.run(main, {ranks}, deadline=supervise.Deadline(3.0)))
+sys.exit(starters.run_forked(main, {ranks}, deadline=supervise.Deadline(3.0)))
 """
 
 

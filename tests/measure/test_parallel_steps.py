@@ -25,7 +25,7 @@ from warm_python import warm_python
 from ddpbench.catalog.parallel import WAYS
 from ddpbench.catalog.task import RankSetup, Task
 from ddpbench.catalog.workloads import WORKLOADS
-from ddpbench.launch import forks, placement
+from ddpbench.launch import placement, starters
 from ddpbench.launch.placement import Placement
 from ddpbench.measure.communication import SCATTERS
 from ddpbench.measure.sharded_step import (
@@ -218,4 +218,4 @@ def test_a_backend_that_sums_in_place_of_averaging_is_refused(
 
 
 if __name__ == "__main__":
-    sys.exit(forks.run(lambda: play(Path(sys.argv[1])), RANKS))
+    sys.exit(starters.run_forked(lambda: play(Path(sys.argv[1])), RANKS))

@@ -22,7 +22,7 @@ from warm_python import warm_python
 from ddpbench.analysis import steps
 from ddpbench.analysis.steps import Samples
 from ddpbench.catalog.task import Task
-from ddpbench.launch import forks, placement
+from ddpbench.launch import placement, starters
 from ddpbench.launch.placement import Placement
 from ddpbench.measure.ddp_step import ARMS, DdpReplica, build_replica
 from ddpbench.measure.rounds import Rounds
@@ -212,4 +212,4 @@ def test_stamps_of_events_make_a_budget_that_adds_up(seen: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(forks.run(lambda: play(Path(sys.argv[1])), 2))
+    sys.exit(starters.run_forked(lambda: play(Path(sys.argv[1])), 2))

@@ -20,7 +20,7 @@ from frozen import Frozen
 from patience import PATIENCE_SECONDS
 from warm_python import warm_python
 
-from ddpbench.launch import forks
+from ddpbench.launch import starters
 from ddpbench.launch.placement import Refused, read_placement
 from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, join_world
@@ -74,4 +74,4 @@ def test_ranks_agree_on_their_gpus_or_are_refused_together(frozen: Frozen, tmp_p
 
 
 if __name__ == "__main__":
-    sys.exit(forks.run(lambda: run_job(Path(sys.argv[1])), 3))
+    sys.exit(starters.run_forked(lambda: run_job(Path(sys.argv[1])), 3))
