@@ -180,20 +180,10 @@ def _is_cleaner(process: psutil.Process) -> bool:
 
 
 def kill_descendants() -> None:
-    """Kill all processes that this one has started, even those that have lost their parent.
-
-    Such an orphan is recognised by its process group: a launcher gives each rank its own. Siblings
-    of this process, as in a pipeline, may share the group and are not killed.
-    """
-    me = psutil.Process()
-    descendants = me.children(recursive=True)
-    for process in psutil.process_iter() if os.getpgid(0) == me.pid else ():
-        with contextlib.suppress(psutil.Error, OSError):
-            if os.getpgid(process.pid) == me.pid and process.ppid() != me.ppid():
-                descendants.append(process)
-    for process in descendants:
+    """Kill all processes that this one and its children have started."""
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.pid != me.pid and not _is_cleaner(process):
+            if not _is_cleaner(process):
                 process.kill()
 
 

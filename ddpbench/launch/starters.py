@@ -119,7 +119,8 @@ def _conclude(watch: Watch, ranks: Sequence[Fork], failed: Sequence[int]) -> int
     """
     codes = [rank.returncode or 0 for rank in ranks]
     if killed := [rank for rank in failed if codes[rank] < 0]:
-        watch.report_death({ranks[killed[0]].pid: f"rank {killed[0]}"}, -codes[killed[0]])
+        name = supervise.describe_process(f"rank {killed[0]}", ranks[killed[0]].pid)
+        watch.report_death(name, -codes[killed[0]])
     if failed:
         codes = [code for i, code in enumerate(codes) if i in failed or code not in ENDED]
     return max((5 if code < 0 else code for code in codes), default=0)

@@ -135,29 +135,27 @@ class Watch:
         await_children([process], self.wait)
         code = process.poll() or 0
         if code < 0:
-            self.report_death({process.pid: "mpirun"}, -code)
+            self.report_death(describe_process("mpirun", process.pid), -code)
         elif code > 130:
-            lost = [rank for rank in range(self.nproc) if rank not in self.pids]
+            lost = [f"rank {rank}" for rank in range(self.nproc) if rank not in self.pids]
             if not lost:
                 first = min(self._gone.values(), default=0.0)
-                lost = [rank for rank, gone in self._gone.items() if gone == first]
-            # Of several ranks that were never found, any may be the lost one: none is named.
-            known = len(lost) == 1 or all(rank in self.pids for rank in lost)
-            names = {self.pids.get(rank, 0): f"rank {rank}" for rank in lost if known}
-            self.report_death(names, code - 128)
+                pids = {rank: self.pids[rank] for rank, gone in self._gone.items() if gone == first}
+                lost = [describe_process(f"rank {rank}", pid) for rank, pid in pids.items()]
+            elif len(lost) > 1:
+                lost = []  # any of those that were never found may be the one
+            self.report_death("; ".join(lost) or "one of the ranks", code - 128)
         return 5 if self.sentence or not 0 <= code <= 130 or code in (128, 129) else code
 
-    def report_death(self, names: Mapping[int, str], number: int) -> None:
+    def report_death(self, name: str, number: int) -> None:
         """Name processes that this signal has ended, unless a rank has reported a verdict."""
         if not self.sentence and not self.kin.verdict:
-            self.sentence = describe_death(_name_all(names) or "one of the ranks", number)
+            self.sentence = describe_death(name, number)
             self.deadline.report(self.sentence)
 
 
 def _name_all(names: Mapping[int, str]) -> str:
-    """Return "rank 1 (host, pid 7); rank 2 (host, pid 8)"; pid 0 is unknown."""
-    named = [describe_process(name, pid) if pid else name for pid, name in names.items()]
-    return "; ".join(named)
+    return "; ".join(describe_process(name, pid) for pid, name in names.items())
 
 
 def describe_process(name: str, pid: int) -> str:
