@@ -187,12 +187,11 @@ def test_mpirun_s_exit_code_is_passed_on(capfd: pytest.CaptureFixture[str]) -> N
 LOST = """
 import atexit, os, signal
 from ddpbench.launch import placement, starters
-from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import join_world
 place = placement.read_placement()
 blow = lambda: place.rank == 1 and os.kill(os.getpid(), signal.{blow})
 {first}
-with join_world(place, Rendezvous(timeout_seconds={seconds})): pass
+with join_world(place, {seconds}): pass
 """
 
 

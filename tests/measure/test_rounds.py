@@ -27,7 +27,6 @@ from ddpbench.launch.placement import Placement
 from ddpbench.measure.ddp_step import ARMS, DdpReplica, build_replica
 from ddpbench.measure.rounds import Rounds
 from ddpbench.runtime import devices
-from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, join_world
 
 CPU = torch.device("cpu")
@@ -122,7 +121,7 @@ def play(folder: Path) -> int:
     """Play all cases in this rank."""
     place = placement.read_placement()
     assert isinstance(place, Placement)
-    with join_world(place, Rendezvous()) as world, world.agree_group("gloo") as group:
+    with join_world(place) as world, world.agree_group("gloo") as group:
         seen = {str(every): measure(world, group, every) for every in EVERY}
     (folder / f"rank-{place.rank}").write_text(json.dumps(seen))
     return 0

@@ -22,7 +22,6 @@ from warm_python import warm_python
 
 from ddpbench.launch import starters
 from ddpbench.launch.placement import Refused, read_placement
-from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, join_world
 
 
@@ -47,7 +46,7 @@ def run_job(folder: Path) -> int:
     """Agree on devices in one rank, as often as there are ways to ask; write the answers down."""
     placement = read_placement()
     assert placement is not None
-    with join_world(placement, Rendezvous(timeout_seconds=60)) as world:
+    with join_world(placement, 60) as world:
         found = [choose(world, share_gpu) for share_gpu in (False, True)]
         (folder / str(world.rank)).write_text(json.dumps(found))
     return 0
