@@ -25,7 +25,6 @@ from ddpbench.records.schema import Examination, Plan, Result, StepResult
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.runtime import control, environment
-from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, describe_failed_connection, join_world
 from ddpbench.session import launch_facts, run_folder
 from ddpbench.session.progress import Progress
@@ -173,8 +172,8 @@ def run(options: T, placement: Placement, measure: Measure[T]) -> int:
         for name in ("scipy.special", "pyarrow.parquet"):  # slow imports, before the others wait
             import_module(name)
     end, refusal, code = None, None, None
-    rendezvous = Rendezvous(options.timeout, options.watchdog)
-    with join_world(placement, rendezvous, options.share_gpu) as world:
+    ends = options.watchdog == "end"
+    with join_world(placement, options.timeout, ends, options.share_gpu) as world:
         options = _agree_options(world, options)
         folder, plan = run_folder.broadcast_run(world, options)
         world.watchdog.on_end = lambda *end: run_folder.mark(folder, End(*end))
