@@ -6,7 +6,8 @@ not grow with the steps of a job.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -76,7 +77,7 @@ def add_links(links: Iterable[Link]) -> list[Link]:
     Those that carried most come first. Each has the RTT of the connection that was used most.
     """
     sums: dict[tuple[str, str, str], Link] = {}
-    for link in sorted(links, key=_find_nbytes, reverse=True):
+    for link in sorted(links, key=attrgetter("nbytes"), reverse=True):
         key = link.host, link.peer, link.interface
         if (more := sums.get(key)) is not None:
             link = structs.replace(
@@ -87,11 +88,7 @@ def add_links(links: Iterable[Link]) -> list[Link]:
                 retransmitted=more.retransmitted + link.retransmitted,
             )
         sums[key] = link
-    return sorted(sums.values(), key=_find_nbytes, reverse=True)
-
-
-def _find_nbytes(link: Link) -> int:
-    return link.nbytes
+    return sorted(sums.values(), key=attrgetter("nbytes"), reverse=True)
 
 
 class LongStep(msgspec.Struct, frozen=True, array_like=True):
@@ -165,16 +162,15 @@ def join_long_steps(steps: Iterable[LongStep]) -> list[LongStep]:
     reports: dict[int, list[LongStep]] = {}
     for step in steps:
         reports.setdefault(step.number, []).append(step)
-    return [_join(same) for _, same in sorted(reports.items())]
-
-
-def _join(same: Sequence[LongStep]) -> LongStep:
-    return structs.replace(
-        max(same, key=lambda step: step.own),
-        shared=min(step.shared for step in same),
-        waited=max(step.waited for step in same),
-        ranks=sum(step.ranks for step in same),
-    )
+    return [
+        structs.replace(
+            max(same, key=attrgetter("own")),
+            shared=min(step.shared for step in same),
+            waited=max(step.waited for step in same),
+            ranks=sum(step.ranks for step in same),
+        )
+        for _, same in sorted(reports.items())
+    ]
 
 
 def encode(window: Window) -> bytes:
@@ -187,14 +183,9 @@ def decode(message: bytes) -> Window:
     return _DECODER.decode(message)
 
 
-def _pack(array: Rows) -> tuple[tuple[int, ...], bytes]:
-    return array.shape, array.tobytes()
+def _unpack(_kind: object, data: bytes) -> Rows:
+    return np.frombuffer(data, np.float32).reshape(-1, COLUMNS)
 
 
-def _unpack(_kind: object, packed: tuple[list[int], bytes]) -> Rows:
-    shape, data = packed
-    return np.frombuffer(data, np.float32).reshape(shape)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_pack)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=np.ndarray.tobytes)
 _DECODER = msgspec.msgpack.Decoder(Window, dec_hook=_unpack)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 import numpy.ma  # np.median imports it when first called, which would be in a watched step
@@ -81,7 +82,7 @@ def _join_calls(calls: Iterable[JoinedCall]) -> list[JoinedCall]:
     Returns the newest call last.
     """
     reports: dict[tuple[str, int], list[JoinedCall]] = {}
-    for call in sorted(calls, key=_find_last_ns):
+    for call in sorted(calls, key=attrgetter("last_ns")):
         reports.setdefault((call.group, call.number), []).append(call)
     joined = [
         structs.replace(
@@ -93,8 +94,4 @@ def _join_calls(calls: Iterable[JoinedCall]) -> list[JoinedCall]:
         )
         for same in reports.values()
     ]
-    return sorted(joined, key=_find_last_ns)
-
-
-def _find_last_ns(call: JoinedCall) -> int:
-    return call.last_ns
+    return sorted(joined, key=attrgetter("last_ns"))

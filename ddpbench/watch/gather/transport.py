@@ -144,7 +144,7 @@ class Transport:
         identity = identify(rank)
         self._host = f"{identity.boot_id}/{identity.network}"
         self._job: Job | None = None
-        self._target: tuple[str, int] | None = None  # rank 0's address that answers
+        self._address = ""  # of rank 0, which answered
         self._ahead_ns = 0  # of rank 0's clock
         self._latest = 0  # round
         self._inbox: Inbox | None = None  # in rank 0
@@ -223,15 +223,14 @@ class Transport:
         job = self._find_job(STORE_SECONDS if window.last else 0.0)
         if job is None:
             return
-        if self._target is None:
-            targets = [(address, job.port) for address in job.addresses]
-            self._target = next(filter(_accepts, targets), None)
-        if self._target is not None:
-            opened = connect(self._target, job.token, self._now_ns)
+        for address in [self._address] if self._address else job.addresses:
+            opened = connect((address, job.port), job.token, self._now_ns)
             with contextlib.suppress(OSError), opened as (connection, ahead):
                 # Ranks of one host have one clock.
+                self._address = address
                 self._ahead_ns = 0 if job.host == self._host else ahead.middle_ns
                 send(connection, shift(window, self._ahead_ns))
+                return
 
     def _ask_store(self, function: Callable[[dist.Store], T]) -> T | None:
         """Return what a function of the store returns, None if the store does not answer soon."""
@@ -252,14 +251,6 @@ class Transport:
         if self._client is not None:
             self._client.close()
         self._client = None
-
-
-def _accepts(target: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(target, CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
