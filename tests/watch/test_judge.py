@@ -248,7 +248,7 @@ def test_a_slow_link_is_blamed_and_no_rank(frozen: Frozen) -> None:
 def test_a_judge_is_added_by_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function in the table is asked once its condition is met, and its finding is reported."""
     note = Finding("note", "idle", "rank 0 is idle in 3 % of its time", "")
-    monkeypatch.setattr(judges, "JUDGES", ((judges.STEPS, lambda context: iter([note])),))
+    monkeypatch.setattr(judges, "JUDGES_OF_STEPS", (lambda context: iter([note]),))
     assert judge(History(), 4) == ()
     assert judge(Job().watch(60), 4) == (note,)
 
