@@ -27,8 +27,6 @@ from ddpbench.records.schema import Finding
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.session.run_folder import interrupted
-from ddpbench.watch.gather.joining import join
-from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.observe.arrivals import Arrivals
@@ -40,7 +38,8 @@ from ddpbench.watch.observe.steps import Marks, Step, StepBuilder
 from ddpbench.watch.outputs import Outputs, Settings
 from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.stored import identify_job, store_end
-from ddpbench.watch.window import CALLS, MOST_CALLS, ROWS, STEPS, Round, Window
+from ddpbench.watch.transport import Transport
+from ddpbench.watch.window import CALLS, MOST_CALLS, ROWS, STEPS, Round, Window, join
 
 POLL_SECONDS = 0.2  # between two looks for a process group
 CLOSE_SECONDS = 60.0  # for a disk; the waits for other ranks have limits of their own, 7 s in all

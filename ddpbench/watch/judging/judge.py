@@ -260,14 +260,12 @@ def _find_shares(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     def mean(name: str) -> float:
         return sum(facts.get(name, 0.0) for facts in ranks) / len(ranks)
 
-    own = len(ranks) * (mean("cpu_seconds") + mean("worker_seconds"))
-    others = (mean("host_busy_seconds") - own) / mean("cores")
-    lost = {
-        "gc-pauses": mean("gc_seconds"),
-        "recompilations": mean("compile_seconds"),
-        "busy-host": others,
+    seconds, own = mean("seconds"), len(ranks) * (mean("cpu_seconds") + mean("worker_seconds"))
+    return {
+        "gc-pauses": mean("gc_seconds") / seconds,
+        "recompilations": mean("compile_seconds") / seconds,
+        "busy-host": (mean("host_busy_seconds") - own) / mean("cores") / seconds,
     }
-    return {code: seconds / mean("seconds") for code, seconds in lost.items()}
 
 
 def _judge_hosts(context: Context) -> Iterator[Finding]:
