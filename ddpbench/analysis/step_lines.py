@@ -123,7 +123,6 @@ def _over_launches(summaries: Sequence[StepSummary]) -> StepSummary:
     """Return medians of the launches' medians; intervals over launches need six launches."""
     if len(summaries) == 1:
         return summaries[0]
-    factors = [s.speed_up for s in summaries if s.speed_up is not None]
     return replace(
         summaries[0],
         rounds=sum(s.rounds for s in summaries),
@@ -131,7 +130,6 @@ def _over_launches(summaries: Sequence[StepSummary]) -> StepSummary:
         samples_per_second=float(np.median([s.samples_per_second for s in summaries])),
         phases=_merge_all([s.phases for s in summaries]),
         budget=tuple(_merge_parts(summaries)),
-        speed_up=_middle(factors) if len(factors) == len(summaries) else None,
         buckets=_merge_all([s.buckets for s in summaries]),
         collectives=_merge_all([s.collectives for s in summaries]),
         peak_nbytes=max(s.peak_nbytes for s in summaries),

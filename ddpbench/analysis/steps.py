@@ -86,10 +86,6 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
     step = figure(arm)
     assert step is not None
     seconds = step.value
-    factor = None
-    if samples.world > 1:
-        free = "no_sync" if "no_sync" in samples.stamps else "noop"
-        factor = figure(arm / arm_seconds(samples, free))
     return StepSummary(
         rounds=samples.rounds,
         in_a_row=in_a_row,
@@ -98,7 +94,6 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
         samples_per_second=batch_of_all_ranks / step.value,
         phases=tuple(_phase(name, ddp) for name in PHASES),
         budget=tuple(_budget(samples, arm, seconds)),
-        speed_up=factor,
         buckets=tuple(_buckets(samples, seconds)),
     )
 

@@ -16,10 +16,10 @@ from ddpbench.present.changes import (
 from ddpbench.present.document import Chart, Document, Section, make_table
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
-from ddpbench.verdicts.comparison import Comparison, exit_code, explain_other_machine
+from ddpbench.verdicts.comparison import Comparison, exit_code
 from ddpbench.verdicts.matching import AnyCase, Side, Source
 from ddpbench.verdicts.rows import COMPARED, ONLY_BASE, ONLY_NEW, Row
-from ddpbench.verdicts.verdict import INCOMPARABLE, INCONCLUSIVE, INVALID, MOST
+from ddpbench.verdicts.verdict import INCOMPARABLE, INVALID, MOST
 
 SHOWN = 8  # texts that one line lists
 TITLE = "ddpbench: NEW compared with BASE"
@@ -110,8 +110,6 @@ def _describe_side(source: Source) -> str:
 
 def _find(comparison: Comparison, names: Mapping[AnyCase, str]) -> Iterator[Finding]:
     """Yield reasons why a comparison is void, doubtful or incomplete, and next steps."""
-    if other := explain_other_machine(comparison):
-        yield Finding("error", "other-machine", other)
     uncompared: dict[tuple[str, str], list[str]] = {}
     for row in comparison.rows:
         if row.verdict in SEVERITIES:
@@ -135,15 +133,15 @@ def _list_some(texts: Sequence[str], gap: str = ", ") -> str:
 
 def _advise(comparison: Comparison) -> Iterator[Finding]:
     """Yield how to settle the INCONCLUSIVE rows."""
-    rows = [row for row in comparison.rows if row.verdict == INCONCLUSIVE and not row.withheld]
-    few = [row.needed for row in rows if row.needed is not None and row.needed <= MOST]
+    needed = [row.needed for row in comparison.rows if row.needed is not None]
+    few = [launches for launches in needed if launches <= MOST]
     more = "use a longer --max-time"
     if few and not comparison.rule.paired:
         more = f"run with --launches {max(few)}"
     for count, why, next_step in (
         (len(few), f"needs about {max(few, default=0)} launches per side", more),
         (
-            len(rows) - len(few),
+            len(needed) - len(few),
             f"needs more than {MOST} launches per side",
             "measure on a quieter host, or with another --margin",
         ),

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ddpbench.present.case_labels import format_time, name_case
 from ddpbench.present.changes import describe_change, format_noticeable, list_changes
-from ddpbench.present.document import Chart, Section, tabulate_rows
+from ddpbench.present.document import Section
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
 from ddpbench.verdicts.regression import JudgedTest, Measured
 from ddpbench.verdicts.rows import ONLY_NEW, count_verdicts
 
 
-def build_section(
-    measured: Mapping[str, Measured], rows: Sequence[JudgedTest] = (), *, launches: bool = False
-) -> Section:
+def build_section(measured: Mapping[str, Measured], rows: Sequence[JudgedTest]) -> Section:
     """Return the section of a session.
 
-    measured: test → its measurement. rows: the verdicts, if the tests were compared with saved
-    ones. launches: list the times of all launches.
+    measured: test → its measurement. rows: the verdicts.
     """
     names = {test: test.rpartition("::")[2] for test in measured}  # without files, if distinct
     if len(set(names.values())) < len(names):
         names = {test: test for test in measured}
     verdicts = ", ".join(f"{count} {name}" for name, count in count_verdicts(rows).items())
-    judged = {row.test: row for row in rows if row.saved is not None}
-    changes = [_describe(names[test], row) for test, row in judged.items()]
+    changes = [_describe(names[row.test], row) for row in rows if row.saved is not None]
     charts = [list_changes("tests-changes", "test", changes)] if changes else []
-    if launches:
-        charts.append(_list_launches(names, measured, judged))
     return Section(
         "tests",
         "Tests",
@@ -48,24 +41,6 @@ def _describe(name: str, row: JudgedTest) -> dict[str, str]:
         "margin": f"±{row.margin * 100:.3g} %",
     }
     return describe_change({"test": name}, row, **more)
-
-
-def _list_launches(
-    names: Mapping[str, str], measured: Mapping[str, Measured], judged: Mapping[str, JudgedTest]
-) -> Chart:
-    """Return the table of all launches, with the saved ones that they were compared with."""
-    rows = []
-    for test, new in measured.items():
-        row = judged.get(test)
-        sides = {"saved": row.base if row else None, "new": row.new if row else new.side}
-        for name, side in sides.items():
-            if side is not None:
-                median = format_time(new.case, side.seconds)
-                cells = {"test": names[test], "side": name, "case": name_case(new.case)}
-                times = ", ".join(format_time(new.case, seconds) for seconds in side.times)
-                rows.append({**cells, "median": median, "launches": times})
-    caption = "The time that each launch measured."
-    return Chart("tests-launches", "Launches of each test", caption, tabulate_rows("", rows))
 
 
 def _find(

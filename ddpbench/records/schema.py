@@ -363,7 +363,6 @@ class StepSummary:
     samples_per_second: float  # of all ranks; 0: unknown
     phases: tuple[Phase, ...]
     budget: tuple[Part, ...] = ()
-    speed_up: Figure | None = None  # a factor: the step without any communication
     buckets: tuple[Bucket, ...] = ()
     collectives: tuple[Collective, ...] = ()  # of a sharded step, in the order of the first calls
     peak_nbytes: int = 0  # memory at the peak of a step, of the rank that needs most; 0: unknown

@@ -20,7 +20,6 @@ from stored_runs import (
     launch_medians,
     launch_results,
     sample_columns,
-    with_facts,
 )
 from without_torch import RUN_DDPBENCH, run_without_torch
 
@@ -182,30 +181,6 @@ def test_a_check_is_a_comparison(
         == capture_command(capsys, "mine", "after", *words)
         == capture_command(capsys, "before", "after", *words)
     )
-
-
-@pytest.mark.parametrize(
-    ("facts", "rank", "other"),
-    [
-        ({"cpu_model": "CPU Y", "cores_logical": 8}, {}, True),
-        ({"kernel": "6.2"}, {"hostname": "other"}, False),
-    ],
-    ids=("another CPU", "another kernel and host name"),
-)
-def test_a_baseline_of_another_machine_decides_nothing(
-    call: Call, facts: dict[str, Any], rank: dict[str, Any], other: bool
-) -> None:
-    """Another CPU: one sentence last, and exit code 3 although the case is SLOWER, unless the user
-    accepts it. Another kernel is the same machine, and so is a container with a new hostname."""
-    base, new = base_and_new(1.2)
-    stored("before", base)
-    call("save", "mine")
-    stored("after", with_facts(new, facts, rank))
-    code, _, err = call("check", "mine", "after")
-    assert code == (3 if other else 1)
-    assert bool(ONE_SENTENCE.fullmatch(err)) == other
-    accepted = call("check", "mine", "after", "--other-machine")
-    assert (accepted.code, accepted.err) == (1, "")
 
 
 @pytest.fixture

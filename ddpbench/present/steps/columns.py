@@ -233,12 +233,6 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     *_part("waiting", "waiting for rank"),
     _extra("late_rank", _late_rank, "rank that the others wait for"),
     _extra(
-        "speed_up",
-        _read("summary.speed_up.value"),
-        "how many times faster a step without any communication is",
-        "×",
-    ),
-    _extra(
         "verified",
         lambda line: sum(r.replicas.verified for r in line.results if r.replicas),
         "steps after which the replicas were compared",
