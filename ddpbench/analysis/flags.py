@@ -29,9 +29,7 @@ class AnyLine:
 
     @property
     def half_width(self) -> float | None:
-        from ddpbench.analysis.stats import half_width  # loads numpy
-
-        return None if self.interval is None else half_width(self.interval)
+        return None if self.interval is None else self.interval.half_width
 
 
 LineT = TypeVar("LineT", bound=AnyLine)

@@ -78,11 +78,6 @@ def _save(namespace: argparse.Namespace) -> int:
     source = compare.read_side(", ".join(namespace.runs), folders)
     with store.refuse_impossible_values(source.name):
         fewest = _require_sound(source)
-    if fewest < FEWEST:
-        tell(
-            f"{source.name} has {counted(fewest, 'launch')} of a case, too few "
-            f"for a verdict: measure again with --launches {FEWEST}"
-        )
     try:
         _copy(folders, target)
     except OSError as error:

@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,12 +153,7 @@ def _write_page(result: Comparison, output: Path) -> None:
         pairs = zip(side.runs, side.folders, strict=True)
         run, path = max(pairs, key=lambda pair: pair[0].started)
         runs.append(ReportRun(f"{name} {run.id}", run, path if path.is_dir() else None))
-    verdicts = compared_runs.build_section(result)
-    if any(len(side.runs) > 1 for side in (result.base, result.new)):
-        labels = " and ".join(run.label for run in runs)
-        shown = f"The sections below show the newest run of each side: {labels}."
-        verdicts = replace(verdicts, lines=(*verdicts.lines, shown))
-    page_file.save(output, runs, [verdicts])
+    page_file.save(output, runs, [compared_runs.build_section(result)])
     tell(f"page written to {output}")
 
 

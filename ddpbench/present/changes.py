@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ddpbench.analysis.stats import half_width
 from ddpbench.present.case_labels import format_time
 from ddpbench.present.document import Chart, tabulate_rows
 from ddpbench.verdicts.matching import Side
@@ -42,7 +41,7 @@ def _format_side(row: Row, side: Side | None) -> str:
     """Format a time and its interval: "1000 µs ±1.2 %"."""
     if side is None:
         return "-"
-    interval = f" ±{half_width(side.interval) * 100:.1f} %" if side.interval else ""
+    interval = f" ±{side.interval.half_width * 100:.1f} %" if side.interval else ""
     return f"{format_time(row.case, side.seconds)}{interval}"
 
 

@@ -96,6 +96,13 @@ class Interval:
     confidence: float
     of: str  # the statistic, and the values that it summarises: "median of 6 batch medians", …
 
+    @property
+    def half_width(self) -> float:
+        """Half the width, relative to the middle."""
+        if self.high == self.low:  # both may be 0
+            return 0.0
+        return (self.high - self.low) / (self.high + self.low)
+
 
 @dataclass(frozen=True)
 class Summary:

@@ -23,8 +23,6 @@ from stored_runs import (
 )
 from without_torch import RUN_DDPBENCH, run_without_torch
 
-from ddpbench.analysis import stats
-from ddpbench.commands import baseline
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
 from ddpbench.session import start_ranks
@@ -133,23 +131,6 @@ def test_what_cannot_be_compared_with_is_no_baseline(
     assert ONE_SENTENCE.fullmatch(err)
     frozen.text(err)
     assert not Path("results/baselines").exists()
-
-
-def test_few_launches_are_told_with_what_to_type(call: Call, frozen: Frozen) -> None:
-    """Five are saved with a warning that names the command line of six; on several hosts none can
-    be named."""
-    run = a_run(*launch_results(1e-3, launches=5), command_line=LINE)
-    stored("one", run)
-    code, _, err = call("save", "mine")
-    assert code == 0
-    frozen.text(err)
-    hosts = tuple({"hostname": name} for name in ("a", "b"))
-    launches = tuple(replace(each, ranks=hosts) for each in run.launches)
-    stored("two", replace(run, launches=launches))
-    code, _, err = call("save", "other", "two")
-    assert code == 0
-    frozen.text(err)
-    assert baseline.FEWEST == stats.FEWEST
 
 
 # --- check ----------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from ddpbench.analysis import steps
-from ddpbench.analysis.spans import EXPOSED_OF, HIDDEN_OF, SAVES, WOULD_SAVE
 from ddpbench.analysis.step_lines import StepLine
+from ddpbench.analysis.steps import EXPOSED_OF, HIDDEN_OF, SAVES, WOULD_SAVE
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.document import Chart, tabulate_rows
