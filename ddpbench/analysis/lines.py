@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ddpbench.analysis import stats
-from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest, raised_flags
+from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest
 from ddpbench.analysis.stats import Floats
 from ddpbench.records.schema import Case, Plan, Result, Run
 
@@ -132,7 +132,8 @@ def _line(case: Case, results: list[Result], plan: Plan) -> Line:
         # It may exceed 1 if the network itself reduces.
         fraction=float(np.median([rate / limit for limit in limits])) if rate and limits else None,
     )
-    return replace(line, flags=raised_flags(line, plan, FLAGS))
+    raised = (name for name, flag in FLAGS.items() if flag.is_raised(line, plan))
+    return replace(line, flags=tuple(raised))
 
 
 def _is_imprecise(line: Line, plan: Plan) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ddpbench.analysis import stats, steps
-from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest, raised_flags
+from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest
 from ddpbench.records.schema import (
     Bucket,
     Collective,
@@ -86,7 +86,8 @@ def _line(case: StepCase, results: list[StepResult], plan: Plan) -> StepLine:
         summary = _over_launches(summaries)
         step = summary.step
         line = replace(line, summary=summary, seconds=step.value, interval=step.interval)
-    return replace(line, flags=raised_flags(line, plan, FLAGS))
+    raised = (name for name, flag in FLAGS.items() if flag.is_raised(line, plan))
+    return replace(line, flags=tuple(raised))
 
 
 def _is_imprecise(line: StepLine, plan: Plan) -> bool:
