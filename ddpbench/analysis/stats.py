@@ -118,13 +118,6 @@ def median_interval(times: Floats, confidence: float = 0.95) -> Interval | None:
     return None
 
 
-def half_width(interval: Interval) -> float:
-    """Return half an interval's width, relative to its middle."""
-    if interval.high == interval.low:  # both may be 0
-        return 0.0
-    return (interval.high - interval.low) / (interval.high + interval.low)
-
-
 def percentiles(times: Floats) -> dict[str, float]:
     """Return the percentiles, in seconds, that FEWEST launches of this length can support."""
     return {

@@ -81,8 +81,7 @@ def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
 
 def test_every_column_can_be_shown_for_every_line() -> None:
     """Each column of each kind of line is a short text, even if nearly all values are missing."""
-    bare = replace(a_step_summary(rounds=1), budget=(), buckets=(),
-                   speed_up=None)  # fmt: skip
+    bare = replace(a_step_summary(rounds=1), budget=(), buckets=())
     results = [
         a_step_result(),
         a_step_result(a_step_case(batch=1), summary=bare, replicas=None, cold_seconds=None),
