@@ -63,7 +63,7 @@ class Watcher:
         self._marks = Marks()
         self._over = False
         self._observer = Observer(self._marks, on_error=self._fail)
-        self._proof = Proof(settings.verify, self._observer)
+        self._proof = Proof(settings.verify, self._observer, self._prefix)
         self._guard: guard.Guard | None = None
         self._rank = int(os.environ.get("RANK", "0"))
         self._closing, self._end = threading.Event(), End("complete", None, 0)
@@ -169,7 +169,6 @@ class _Rank:
         new = self._builder.add(self._marks.take())
         self._steps.extend(new)
         self.long_steps.add(new, self._stacks.take())
-        self._stacks.overdue_seconds = self.long_steps.limit_seconds
         until_ns = round_.began_ns
         ended = [step for step in self._steps if step.ended_ns <= until_ns][-self._most_steps :]
         number = self._number
@@ -198,7 +197,6 @@ class _Rank:
     def close(self) -> None:
         """Stop reading."""
         self._stacks.close()
-        self._arrivals.close()
         self._facts.close()
 
 

@@ -112,13 +112,13 @@ def test_batches_of_nccl_are_read_as_their_collectives(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("alone")
 def test_what_cannot_be_read_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorder that is off is noted with what to set, a missing one with what to install."""
+    """A recorder that is off is noted with what to set; a missing one is noted."""
     watched = open_arrivals()
     dist.all_reduce(torch.zeros(3))
     assert read_all(watched)
     assert watched.unavailable == ""
     off = {"_dump_fr_trace": lambda **_: pickle.dumps({})}
-    for recorders, remedy in ((off, "set TORCH_FR_BUFFER_SIZE=2000"), ({}, "newer")):
+    for recorders, remedy in ((off, "set TORCH_FR_BUFFER_SIZE=2000"), ({}, "does not record")):
         monkeypatch.setattr(flight_recorder, "find_recorders", lambda *_, found=recorders: found)
         assert read_all(watched) == []
         assert remedy in watched.unavailable
