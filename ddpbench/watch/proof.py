@@ -167,7 +167,8 @@ class Proof:
         for module in itertools.chain.from_iterable(map(_list_parts, self._observer.modules)):
             keys = [id(p) for p in module.parameters() if id(p) in owners]
             ddp: Any = wrapper(module)
-            meshes = _list_meshes(module)
+            held: list[Any] = [each.parameter for each in state.list_parameters(unwrap(module))]
+            meshes = [one.device_mesh for one in held if state.is_dtensor(one)]
             if ddp is not None and ddp.process_group not in distributed_c10d._world.pg_map:
                 continue  # of a training before: its group is destroyed
             if keys or ddp is not None or meshes:
@@ -243,12 +244,6 @@ def _list_parts(root: nn.Module) -> list[nn.Module]:
     if wrapper(root) is not None:
         return [root]
     return [one for one in root.modules() if isinstance(one, DistributedDataParallel)] or [root]
-
-
-def _list_meshes(module: nn.Module) -> list[Any]:
-    """Return the meshes that a module's parameters are divided over; [] without any."""
-    held: list[Any] = [each.parameter for each in state.list_parameters(unwrap(module))]
-    return [parameter.device_mesh for parameter in held if state.is_dtensor(parameter)]
 
 
 def _list_ranks(target: channel.Target) -> tuple[tuple[int, ...], Meetings]:

@@ -278,11 +278,9 @@ class Observer:
         The ranks of a process group call the same collectives. So such a backward is the n-th of
         its group in all of them, however many optimizer steps or other backwards a rank takes.
         """
-        if self.thread == NOBODY:
-            return
         with self:
             met = frozenset(count_collectives() - before)
-            if not met:
+            if not met or self.thread == NOBODY:
                 return
             if self.thread is None:
                 self._begin()

@@ -100,9 +100,7 @@ class Marks:
 
         In another one, the device may come to a mark before earlier ones.
         """
-        if self._device is None:
-            return True
-        return bool(self._kind.current_stream(self._device) == self._stream)
+        return self._device is None or self._kind.current_stream(self._device) == self._stream
 
     def use_device(self, device: torch.device) -> None:
         """Measure phases by the clock of a device, if its kind has one."""
