@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ddpbench.catalog import faults, workloads
@@ -258,7 +259,6 @@ def _join(texts: Iterable[tuple[str, str]]) -> str:
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """Add an option for each setting of a workload. `settings` collects their names and values."""
     group = parser.add_argument_group("settings of the workload")
-    whole = options.whole(1)
     for name in dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings):
         defaults = []
         for each in WORKLOADS.values():
@@ -272,10 +272,14 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             dest="settings",
             action="append",
             default=[],
-            type=lambda text, name=name: (name, whole(text)),
+            type=partial(_parse_setting, name),
             metavar="N",
             help=f"{meaning} (default: {'; '.join(defaults)})",
         )
+
+
+def _parse_setting(name: str, text: str) -> tuple[str, int]:
+    return name, options.whole(1)(text)
 
 
 def parse_workloads(text: str) -> tuple[str, ...]:
