@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ddpbench.hang import status_board
 from ddpbench.hang.places import describe_error, is_of_program
 from ddpbench.hang.status_board import RankIdentity
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, CommandWatchdog
@@ -217,8 +216,7 @@ def join_world(
         placement.rank,
         members,
         rendezvous.timeout_seconds,
-        leave=status_board.end_process,
-        signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
+        terminate_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
         is_on=rendezvous.watchdog == "end",
     )
     try:
