@@ -20,7 +20,6 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.hang import status_board
 from ddpbench.hang.places import describe_error, is_of_program
 from ddpbench.hang.status_board import RankIdentity
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, CommandWatchdog
@@ -220,8 +219,7 @@ def join_world(
         placement.rank,
         members,
         seconds,
-        leave=status_board.end_process,
-        signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
+        terminate_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
         is_on=ends,
     )
     try:
