@@ -38,7 +38,7 @@ from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import list_choices
 from ddpbench.session import options
-from ddpbench.session.progress import Progress
+from ddpbench.session.launch_loop import Progress
 
 if TYPE_CHECKING:
     from ddpbench.verdicts.comparison import Comparison

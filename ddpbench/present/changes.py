@@ -7,16 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ddpbench.analysis.stats import half_width
 from ddpbench.present.case_labels import format_time, label_parts, name_case
 from ddpbench.present.document import Chart, Document, Section, make_table, tabulate_rows
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
-from ddpbench.verdicts.comparison import Comparison, exit_code, explain_other_machine
+from ddpbench.verdicts.comparison import Comparison, exit_code
 from ddpbench.verdicts.matching import AnyCase, Side, Source
 from ddpbench.verdicts.regression import JudgedTest, Measured
 from ddpbench.verdicts.rows import COMPARED, ONLY_BASE, ONLY_NEW, Row, count_verdicts
-from ddpbench.verdicts.verdict import INCOMPARABLE, INCONCLUSIVE, INVALID, MOST, Shift
+from ddpbench.verdicts.verdict import INCOMPARABLE, INVALID, MOST, Shift
 
 SHOWN = 8  # texts that one line lists
 TITLE = "ddpbench: NEW compared with BASE"
@@ -107,8 +106,6 @@ def _describe_side(source: Source) -> str:
 
 def _find(comparison: Comparison, names: Mapping[AnyCase, str]) -> Iterator[Finding]:
     """Yield reasons why a comparison is void, doubtful or incomplete, and next steps."""
-    if other := explain_other_machine(comparison):
-        yield Finding("error", "other-machine", other)
     uncompared: dict[tuple[str, str], list[str]] = {}
     for row in comparison.rows:
         if row.verdict in SEVERITIES:
@@ -132,15 +129,15 @@ def _list_some(texts: Sequence[str], gap: str = ", ") -> str:
 
 def _advise(comparison: Comparison) -> Iterator[Finding]:
     """Yield how to settle the INCONCLUSIVE rows."""
-    rows = [row for row in comparison.rows if row.verdict == INCONCLUSIVE and not row.withheld]
-    few = [row.needed for row in rows if row.needed is not None and row.needed <= MOST]
+    needed = [row.needed for row in comparison.rows if row.needed is not None]
+    few = [launches for launches in needed if launches <= MOST]
     more = "use a longer --max-time"
     if few and not comparison.rule.paired:
         more = f"run with --launches {max(few)}"
     for count, why, next_step in (
         (len(few), f"needs about {max(few, default=0)} launches per side", more),
         (
-            len(rows) - len(few),
+            len(needed) - len(few),
             f"needs more than {MOST} launches per side",
             "measure on a quieter host, or with another --margin",
         ),
@@ -191,23 +188,17 @@ def _list_side_values(name: str, side: Side | None) -> dict[str, Any]:
 # --- tests
 
 
-def build_tests(
-    measured: Mapping[str, Measured], rows: Sequence[JudgedTest] = (), *, launches: bool = False
-) -> Section:
+def build_tests(measured: Mapping[str, Measured], rows: Sequence[JudgedTest]) -> Section:
     """Return the section of a session.
 
-    measured: test → its measurement. rows: the verdicts, if the tests were compared with saved
-    ones. launches: list the times of all launches.
+    measured: test → its measurement. rows: the verdicts.
     """
     names = {test: test.rpartition("::")[2] for test in measured}  # without files, if distinct
     if len(set(names.values())) < len(names):
         names = {test: test for test in measured}
     verdicts = ", ".join(f"{count} {name}" for name, count in count_verdicts(rows).items())
-    judged = {row.test: row for row in rows if row.saved is not None}
-    changes = [_describe_test(names[test], row) for test, row in judged.items()]
+    changes = [_describe_test(names[row.test], row) for row in rows if row.saved is not None]
     charts = [list_changes("tests-changes", "test", changes)] if changes else []
-    if launches:
-        charts.append(_list_launches(names, measured, judged))
     return Section(
         "tests",
         "Tests",
@@ -226,24 +217,6 @@ def _describe_test(name: str, row: JudgedTest) -> dict[str, str]:
         "margin": f"±{row.margin * 100:.3g} %",
     }
     return describe_change({"test": name}, row, **more)
-
-
-def _list_launches(
-    names: Mapping[str, str], measured: Mapping[str, Measured], judged: Mapping[str, JudgedTest]
-) -> Chart:
-    """Return the table of all launches, with the saved ones that they were compared with."""
-    rows = []
-    for test, new in measured.items():
-        row = judged.get(test)
-        sides = {"saved": row.base if row else None, "new": row.new if row else new.side}
-        for name, side in sides.items():
-            if side is not None:
-                median = format_time(new.case, side.seconds)
-                cells = {"test": names[test], "side": name, "case": name_case(new.case)}
-                times = ", ".join(format_time(new.case, seconds) for seconds in side.times)
-                rows.append({**cells, "median": median, "launches": times})
-    caption = "The time that each launch measured."
-    return Chart("tests-launches", "Launches of each test", caption, tabulate_rows("", rows))
 
 
 def _find_of_tests(
@@ -294,7 +267,7 @@ def _format_side(row: Row, side: Side | None) -> str:
     """Format a time and its interval: "1000 µs ±1.2 %"."""
     if side is None:
         return "-"
-    interval = f" ±{half_width(side.interval) * 100:.1f} %" if side.interval else ""
+    interval = f" ±{side.interval.half_width * 100:.1f} %" if side.interval else ""
     return f"{format_time(row.case, side.seconds)}{interval}"
 
 

@@ -118,26 +118,28 @@ def test_noise_is_seldom_suspicious() -> None:
     assert sum(map(bool, found)) <= 90
 
 
+FOUR_HOSTS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 @pytest.mark.parametrize(
-    ("slow", "suspects"),
-    [({3: SLOW}, [("rank", (3,))]), ({2: SLOW, 3: SLOW}, [("host", (2,))])],
-    ids=["one rank of two", "both ranks"],
+    ("hosts", "slow", "between_gpus", "suspects"),
+    [
+        (FOUR_HOSTS, {3: SLOW}, False, [("rank", (3,))]),
+        (FOUR_HOSTS, {2: SLOW, 3: SLOW}, False, [("host", (2,))]),
+        ([range(4)], BOTH_WAYS, False, []),
+        ([range(4)], BOTH_WAYS, True, [("neighbour", (0, 1))]),
+    ],
+    ids=["one rank of two", "both ranks", "shared memory", "GPUs"],
 )
 def test_ranks_are_judged_within_their_hosts(
-    slow: dict[int, float], suspects: list[tuple[str, tuple[int, ...]]]
+    hosts: Any, slow: Any, between_gpus: bool, suspects: list[tuple[str, tuple[int, ...]]]
 ) -> None:
-    rates = a_network(8, slow)
+    """Links within a host are judged between GPUs only."""
+    count = sum(map(len, hosts))
+    rates = a_network(count, slow) if hosts is FOUR_HOSTS else a_network(count, {}, slow)
     readings = {cell: Reading(rate, 1e-4, 0.0) for cell, rate in rates.items()}
-    hosts = [[0, 1], [2, 3], [4, 5], [6, 7]]
-    found = list_suspects(readings, hosts, "ranks", between_gpus=False)
+    found = list_suspects(readings, hosts, "ranks", between_gpus=between_gpus)
     assert [(each.kind, each.ends) for each in found] == suspects
-
-
-def test_links_within_a_host_are_judged_between_gpus() -> None:
-    readings = {c: Reading(rate, 1e-4, 0.0) for c, rate in a_network(4, {}, BOTH_WAYS).items()}
-    assert list_suspects(readings, [range(4)], "ranks", between_gpus=False) == []
-    (link,) = list_suspects(readings, [range(4)], "ranks", between_gpus=True)
-    assert (link.kind, link.ends, link.usual) == ("neighbour", (0, 1), FAST)
 
 
 TRUE, LOADED = (SLOW, FAST), (SLOW, FAST / 2)

@@ -103,7 +103,7 @@ def list_bare_lines() -> list[Any]:
                      last_in_seconds=None, global_seconds=None)  # fmt: skip
     barrier = a_case(operation="barrier", nbytes=0, count=0, reduce_op=None)
     run = a_run(a_result(), a_result(barrier, summary=bare, cold_seconds=None, checks=0))
-    step = replace(a_step_summary(rounds=1), budget=(), buckets=(), speed_up=None)
+    step = replace(a_step_summary(rounds=1), budget=(), buckets=())
     differ = some_replicas(equal=False, ok=False, verified=7, last_step=7, first_bad=7, cost=None)
     steps = [
         a_step_result(),
