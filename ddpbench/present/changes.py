@@ -15,7 +15,7 @@ from ddpbench.verdicts.comparison import Comparison, exit_code
 from ddpbench.verdicts.matching import AnyCase, Side, Source
 from ddpbench.verdicts.regression import JudgedTest, Measured
 from ddpbench.verdicts.rows import COMPARED, ONLY_BASE, ONLY_NEW, Row, count_verdicts
-from ddpbench.verdicts.verdict import INCOMPARABLE, INVALID, MOST, Shift
+from ddpbench.verdicts.verdict import INCOMPARABLE, INVALID, MOST
 
 SHOWN = 8  # texts that one line lists
 TITLE = "ddpbench: NEW compared with BASE"
@@ -53,15 +53,14 @@ def build_section(comparison: Comparison) -> Section:
     rows = [row for row in comparison.rows if row.verdict not in (ONLY_BASE, ONLY_NEW)]
     counts = ", ".join(f"{count} {name}" for name, count in comparison.counts.items())
     changes = [
-        describe_change(
+        _describe_change(
             {"case": names[row.case]}, row, drift=f"±{row.drift * 100:.1f} %" if row.drift else ""
         )
         for row in rows
     ]
-    charts = []
-    if rows:
-        charts.append(list_changes("verdicts-changes", "case", changes))
-    charts += [*_list_differences("verdicts-differences", comparison)]
+    table = tabulate_rows("", changes)
+    charts = [Chart("verdicts-changes", "Change of each case", "", table)] if rows else []
+    charts += _list_differences("verdicts-differences", comparison)
     return Section(
         "verdicts",
         "Verdicts",
@@ -118,7 +117,7 @@ def _find(comparison: Comparison, names: Mapping[AnyCase, str]) -> Iterator[Find
     for note in comparison.notes:
         yield Finding("note", "conditions", note)
     yield from _advise(comparison)
-    if text := format_noticeable(comparison.rows):
+    if text := _format_noticeable(comparison.rows):
         yield Finding("note", "sensitivity", text)
 
 
@@ -198,13 +197,13 @@ def build_tests(measured: Mapping[str, Measured], rows: Sequence[JudgedTest]) ->
         names = {test: test for test in measured}
     verdicts = ", ".join(f"{count} {name}" for name, count in count_verdicts(rows).items())
     changes = [_describe_test(names[row.test], row) for row in rows if row.saved is not None]
-    charts = [list_changes("tests-changes", "test", changes)] if changes else []
+    chart = Chart("tests-changes", "Change of each test", "", tabulate_rows("", changes))
     return Section(
         "tests",
         "Tests",
         f"{counted(len(names), 'test')} measured{f': {verdicts}' if verdicts else ''}.",
         findings=tuple(_find_of_tests(names, measured, rows)),
-        rows=tuple((chart,) for chart in charts),
+        rows=((chart,),) if changes else (),
     )
 
 
@@ -216,7 +215,7 @@ def _describe_test(name: str, row: JudgedTest) -> dict[str, str]:
         "torch": " → ".join(dict.fromkeys(filter(None, versions))),
         "margin": f"±{row.margin * 100:.3g} %",
     }
-    return describe_change({"test": name}, row, **more)
+    return _describe_change({"test": name}, row, **more)
 
 
 def _find_of_tests(
@@ -231,32 +230,29 @@ def _find_of_tests(
     if unknown := [names[row.test] for row in rows if row.saved is None]:
         sentence = f"{ONLY_NEW}, no saved run to compare with: {', '.join(unknown)}"
         yield Finding("note", "not-compared", sentence)
-    if text := format_noticeable(rows):
+    if text := _format_noticeable(rows):
         yield Finding("note", "sensitivity", text)
 
 
 # --- a change
 
 
-def format_shift(shift: Shift | None) -> dict[str, str]:
-    """Return the cells of a change: "+12.3 %", and of its interval: "+10.1 % … +14.5 %"."""
-    if shift is None:
-        return {"change": "-", "range of change": "-"}
-    ends = (shift.estimate, shift.low, shift.high)
-    change, low, high = (f"{math.expm1(end) * 100:+.1f} %" for end in ends)
-    return {"change": change, "range of change": f"{low} … {high}"}
-
-
-def describe_change(label: Mapping[str, str], row: Row, **more: str) -> dict[str, str]:
+def _describe_change(label: Mapping[str, str], row: Row, **more: str) -> dict[str, str]:
     """Return a row of the table.
 
     label: the first cell. more: cells before the verdict.
     """
+    change, range_of_change = "-", "-"
+    if row.shift is not None:
+        ends = (row.shift.estimate, row.shift.low, row.shift.high)
+        change, low, high = (f"{math.expm1(end) * 100:+.1f} %" for end in ends)
+        range_of_change = f"{low} … {high}"
     return {
         **label,
         "base": _format_side(row, row.base),
         "new": _format_side(row, row.new),
-        **format_shift(row.shift),
+        "change": change,
+        "range of change": range_of_change,
         **more,
         "verdict": row.verdict,
         "why": row.why,
@@ -271,12 +267,7 @@ def _format_side(row: Row, side: Side | None) -> str:
     return f"{format_time(row.case, side.seconds)}{interval}"
 
 
-def list_changes(name: str, head: str, changes: Sequence[Mapping[str, str]]) -> Chart:
-    """Return the table of changes. head: heading of the labels. changes: of `describe_change`."""
-    return Chart(name, f"Change of each {head}", "", tabulate_rows("", changes))
-
-
-def format_noticeable(rows: Sequence[Row]) -> str:
+def _format_noticeable(rows: Sequence[Row]) -> str:
     """State how large a change a comparison could have noticed; "" if no row has a change."""
     changes = [row.noticeable for row in rows if row.shift]
     known = [

@@ -19,7 +19,6 @@ from stored_steps import (
     a_step_summary,
     some_replicas,
 )
-from text_tables import read_table
 
 import ddpbench
 from ddpbench.analysis import lines, step_lines
@@ -45,6 +44,18 @@ def two_backends(**other: Any) -> Run:
 
 
 # --- the text table -------------------------------------------------------------------------------
+
+
+def read_table(text: str, title: str) -> list[dict[str, str]]:
+    """Return the rows of the table under a title, as dictionaries by column head."""
+    below = text.split("\n" + title, 1)[1].split("\n", 1)[1]
+    heads, rule, *body = below.split("\n\n", 1)[0].splitlines()
+    spans = [match.span() for match in re.finditer("-+", rule)]
+    spans[-1] = (spans[-1][0], 10_000)
+    assert set(rule) == {"-", " "}
+    return [
+        {heads[slice(*span)].strip(): row[slice(*span)].strip() for span in spans} for row in body
+    ]
 
 
 def test_fits_of_ended_runs(frozen: Frozen) -> None:
