@@ -128,9 +128,6 @@ def test_the_table_has_a_row_for_equal_reduce_ops(frozen: Frozen) -> None:
     frozen.text("\n".join(table.legend))
 
 
-# --- one rank's part ------------------------------------------------------------------------------
-
-
 # --- one set of ranks after the other, scripted ---------------------------------------------------
 
 

@@ -219,9 +219,6 @@ def test_on_a_busy_host_nobody_is_late(frozen: Frozen) -> None:
         frozen.findings(judge_ranks([early, replace(last, lost=crowd)]))
 
 
-# --- what is shown --------------------------------------------------------------------------------
-
-
 # --- how it is measured ---------------------------------------------------------------------------
 
 

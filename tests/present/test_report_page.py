@@ -81,6 +81,3 @@ def test_values_are_short_and_safe(value: Any, text: str) -> None:
     can end the element."""
     assert json_in_html(value) == text
     json.loads(text)
-
-
-# --- the summary ----------------------------------------------------------------------------------
