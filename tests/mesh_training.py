@@ -24,6 +24,7 @@ from patience import PATIENCE_SECONDS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
@@ -143,6 +144,12 @@ class Training:
         """Compute the gradients of the step."""
         self.optimizer.zero_grad()
         self.model(self.words(step * 10)).backward()
+
+
+def local(tensor: Any) -> Tensor:
+    """Return the memory of this rank's part of a tensor."""
+    part: Tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return part
 
 
 # --- ranks

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from frozen import Frozen
-from mesh_training import Training, facts_of, without_figures
+from mesh_training import Training, facts_of, local, without_figures
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
@@ -69,12 +69,6 @@ def watch(
                 break
     assert report is not None
     return report
-
-
-def local(tensor: Any) -> Tensor:
-    """Return the memory of this rank's part of a tensor."""
-    part: Tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    return part
 
 
 # --- the threads

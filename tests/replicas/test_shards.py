@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from frozen import Frozen
-from mesh_training import facts_of, report_as_json
+from mesh_training import facts_of, local, report_as_json
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.thorough
 
 SIZE = 5  # the last rank is in no mesh: each call is made in 4 of 5 ranks
 Play = Callable[[DeviceMesh], Any]
+verify = ddpbench.verify_replicas
 
 
 def module_of(*tensors: torch.Tensor) -> nn.Module:
@@ -45,15 +46,6 @@ def on_mesh(mesh: DeviceMesh, placements: Any, *shape: int) -> Any:
     """A tensor whose elements count from 0, distributed without communication."""
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
-
-
-def local(tensor: Any) -> torch.Tensor:
-    """This rank's memory of a DTensor."""
-    return tensor._local_tensor.detach()  # type: ignore[no-any-return]
-
-
-def verify(module: nn.Module, *rest: Any, **options: Any) -> ddpbench.Report:
-    return ddpbench.verify_replicas(module, *rest, **options)
 
 
 # --- what travels
