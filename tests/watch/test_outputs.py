@@ -11,11 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from frozen import Frozen
-from msgspec import structs
 from stored_steps import a_step_case, a_step_result, a_step_run
+from synthetic_rounds import Fault, Job
 
 from ddpbench.present.formats import FORMATS
 from ddpbench.records import redact, store
@@ -28,7 +27,7 @@ from ddpbench.verdicts import comparison, matching
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.outputs import Outputs, Settings
 from ddpbench.watch.stored import NO_STEP, TIME
-from ddpbench.watch.window import JoinedCall, Link, Window
+from ddpbench.watch.window import JoinedCall, Window
 
 COMPLETE = End("complete", None, 0)
 SLOW = Finding(
@@ -53,46 +52,24 @@ def a_job(script: str = "train.py", arguments: tuple[str, ...] = ("--epochs", "3
     )  # fmt: skip
 
 
-def a_round(number: int = 0, steps: int = 60) -> Window:
-    """Steps of 100 ms of two ranks on each of two hosts: backward of rank 2 takes 20 ms longer."""
-    draw = np.random.default_rng(number)
-    own = np.tile(np.array([1, 20, 50, 3, 1, 0]) * 1e-3, (4, steps, 1))
-    own[2, :, 2] += 20e-3
-    own *= draw.normal(1, 0.01, own.shape)
-    own[:, :, 5] = own.sum(axis=2).max(axis=0) + 5e-3 - own.sum(axis=2)
-    rows = own.astype(np.float32)
-    first = number * steps
-    return Window(
-        number=number,
-        first_step=first,
-        ended_ns=int((1.8e9 + 6 * number) * 1e9),
-        rows=dict(enumerate(rows)),
-        hosts={"a": [0, 1], "b": [2, 3]},
-        links=[Link("a", "b", "eth0", 10**8, 0.9, 2e-4, 3)],
-    )
+JOB = Job(
+    hosts={"a": [0, 1], "b": [2, 3]},
+    faults=[Fault(2, "backward", 0.02)],
+    work=(0.001, 0.02, 0.05, 0.003, 0.001),
+    noise=0.01,
+    spikes=0.0,
+)
 
 
-def add_round(history: History, number: int, steps: int = 60) -> None:
-    """Add a round in which rank 2 is the last in each call."""
+def a_history(steps: int = 60) -> History:
+    """A job of so many steps, in which rank 2 is the last in each of its newest calls."""
+    history = JOB.watch(steps)
     calls = [
         JoinedCall("world", i, "allreduce", 2**20, i, 0, 10**6, 20 * 10**6, 2, 4)
-        for i in range(number * steps, (number + 1) * steps)
+        for i in range(steps)
     ]
-    history.add(structs.replace(a_round(number, steps), calls=calls))
-
-
-def a_history(rounds: int = 1) -> History:
-    """A history of so many rounds."""
-    history = History()
-    for number in range(rounds):
-        add_round(history, number)
+    history.add(Window(0, history.hosts, 0, calls=calls))
     return history
-
-
-def finish(results: Path, *findings: Finding, rounds: int = 1) -> Run:
-    """Store a job of so many rounds until its end; return the stored run."""
-    Outputs(Settings(output=results), a_job()).finish(a_history(rounds), findings, COMPLETE)
-    return the_run(results)
 
 
 def the_run(results: Path) -> Run:
@@ -107,15 +84,15 @@ def the_run(results: Path) -> Run:
 def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
     """After each update the folder holds the job so far, marked as running, with the worst finding
     first; at the end it holds how the job ended, and its table."""
-    outputs, history = Outputs(Settings(output=tmp_path), a_job()), History()
-    for number in range(3):
-        add_round(history, number)
+    outputs = Outputs(Settings(output=tmp_path), a_job())
+    for steps in (60, 120):
+        history = a_history(steps)
         outputs.update(history, [NOTE, SLOW])
         run = the_run(tmp_path)
         assert (run.command, run.state, run.exit_code) == ("watch", "running", None)
         watched = run.steps[0].watched
         assert watched is not None
-        assert watched.last_step == 60 * number + 59
+        assert watched.last_step == steps - 1
     assert [finding.code for finding in run.findings] == [SLOW.code, NOTE.code]
     outputs.finish(history, [SLOW], End("failed", "rank 0 ended with KeyError", 1))
     run = the_run(tmp_path)
@@ -131,15 +108,12 @@ def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
 def test_the_record_does_not_grow(tmp_path: Path) -> None:
     """The record of a long job is not larger than that of a short one by more than its timeline,
     and never more than 150 kB."""
-    outputs, history = Outputs(Settings(output=tmp_path), a_job()), History()
-    sizes = []
-    for number in range(120):
-        add_round(history, number)
-        if number in (39, 79, 119):
-            outputs.update(history, [SLOW])
-            sizes.append((tmp_path / the_run(tmp_path).id / "run.json").stat().st_size)
+    outputs, sizes = Outputs(Settings(output=tmp_path), a_job()), []
+    for steps in (2400, 7200):
+        outputs.update(a_history(steps), [SLOW])
+        sizes.append((tmp_path / the_run(tmp_path).id / "run.json").stat().st_size)
     assert max(sizes) < 150_000
-    assert sizes[2] < sizes[0] * 1.3
+    assert sizes[1] < sizes[0] * 1.3
 
 
 def test_no_secret_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +138,7 @@ def test_a_job_and_a_ddp_run_are_incomparable(tmp_path: Path) -> None:
     ddp = a_step_run(a_step_result())
     for name in ("one", "two"):
         job = a_job(ddp.steps[0].case.workload)
-        Outputs(Settings(output=tmp_path / name), job).finish(a_history(3), [], COMPLETE)
+        Outputs(Settings(output=tmp_path / name), job).finish(a_history(), [], COMPLETE)
     rule = comparison.Rule(0.03, None, None)
 
     def verdicts(base: Run, new: Run) -> list[str]:
@@ -209,7 +183,8 @@ def test_a_job_without_stderr(
 ) -> None:
     """A job whose stderr is missing or the script's own is stored; nothing is raised."""
     monkeypatch.setattr(sys, "stderr", stream)
-    assert finish(tmp_path, SLOW).state == "complete"
+    Outputs(Settings(output=tmp_path), a_job()).finish(a_history(), [SLOW], COMPLETE)
+    assert the_run(tmp_path).state == "complete"
 
 
 # --- the callback ---------------------------------------------------------------------------------
@@ -236,8 +211,8 @@ def test_the_callback_gets_each_report_until_it_fails(
     assert (first["step"], first["seconds"]) == (None, {})
     assert (second["step"], second["state"]) == (59, "running")
     assert set(second["seconds"]) == {"step", "exposed", *COLUMNS}
-    assert second["seconds"]["step"] == pytest.approx(0.1, rel=0.02)
-    assert second["seconds"]["backward"] == pytest.approx(0.05, rel=0.02)
+    assert second["seconds"]["step"] == pytest.approx(0.105, rel=0.05)
+    assert second["seconds"]["backward"] == pytest.approx(0.05, rel=0.05)
     assert second["findings"][0]["place"]["rank"] == 2
     err = capfd.readouterr().err
     assert err.count("KeyError: 'loss'\n") == 1
@@ -271,7 +246,7 @@ def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
         shown = metrics(answer.read().decode())
     assert shown["ddpbench_watch_last_step"] == [({}, 59)]
     seconds = {labels["part"]: value for labels, value in shown["ddpbench_watch_seconds"]}
-    assert seconds["step"] == pytest.approx(0.1, rel=0.02)
+    assert seconds["step"] == pytest.approx(0.105, rel=0.05)
     assert set(seconds) == {"step", "exposed", *COLUMNS}
     found = sorted((one["rank"], one["host"]) for one, _ in shown["ddpbench_watch_finding"])
     assert found == [("", ""), ("", "a,b"), ("2", "b")]
