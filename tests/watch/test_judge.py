@@ -282,15 +282,17 @@ def test_a_host_that_misses_a_round_is_remembered() -> None:
 
 
 def test_a_rank_that_ends_without_steps_is_missing() -> None:
-    """Ranks that have ended are listed with their host; the findings rest on those with steps. A
-    rank whose reports end is missing after some rounds."""
+    """Ranks that have ended are listed with their host; the findings rest on those with steps, and
+    none is on all ranks. A rank whose reports end is missing after some rounds."""
     history = History()
-    rounds = Job(hosts={"a": [0, 1, 2]}).rounds(1500)
+    rounds = Job(hosts={"a": [0, 1, 2]}, transfer=0.05).rounds(1500)
     for number, round_ in enumerate(rounds):
         ranks = (0, 1) if number < 5 else (0,)
         rows = {rank: round_.rows[rank] for rank in ranks}
         history.add(structs.replace(round_, rows=rows))
-        missing = [f.place["ranks"] for f in judge(history, 3) if f.code == "missing-ranks"]
+        findings = judge(history, 3)
+        assert "exposed-communication" not in {finding.code for finding in findings}
+        missing = [f.place["ranks"] for f in findings if f.code == "missing-ranks"]
         if number:  # the first round has no step that is judged
             assert missing == [[2] if number < 5 + SILENT - 1 else [1, 2]], number
 

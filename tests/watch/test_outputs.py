@@ -13,20 +13,19 @@ from typing import Any
 
 import pytest
 from frozen import Frozen
-from stored_steps import a_step_case, a_step_result, a_step_run
+from stored_steps import a_step_result, a_step_run
 from synthetic_rounds import Fault, Job
 
 from ddpbench.present.formats import FORMATS
-from ddpbench.records import redact, store
-from ddpbench.records.launched import Launch
-from ddpbench.records.schema import Finding, Plan, Run, StepResult
+from ddpbench.records import store
+from ddpbench.records.schema import Finding, Run
 from ddpbench.records.store import End
 from ddpbench.records.watched import COLUMNS
 from ddpbench.session.run_folder import interrupted
 from ddpbench.verdicts import comparison, matching
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.outputs import Outputs, Settings
-from ddpbench.watch.stored import NO_STEP, TIME
+from ddpbench.watch.stored import identify_job
 from ddpbench.watch.window import JoinedCall, Window
 
 COMPLETE = End("complete", None, 0)
@@ -38,18 +37,15 @@ NOTE = Finding("note", "exposed-communication", "5 ms of each step is exposed co
 LINK = Finding("warning", "slow-link", "the link from a to b is slow", "", {"hosts": ["a", "b"]})
 
 
-def a_job(script: str = "train.py", arguments: tuple[str, ...] = ("--epochs", "3")) -> Run:
-    """The run of a job of four ranks on gloo, before its first report."""
-    case = a_step_case(
-        workload=script, settings=arguments, world_size=4, time_definition=TIME,
-        parameters=0, parameter_nbytes=0, batch=0, accumulate=0, optimizer="", comm_hook="",
-    )  # fmt: skip
-    launch = Launch(0, case.backend, "native", "gloo", "torchrun", 4, started="2026")
-    return Run(
-        id="", command="watch", command_line=("ddpbench", "watch", script, *arguments),
-        plan=Plan(verify=0), started="2026", operations=(script,), backends=(case.backend,),
-        launches=(launch,), steps=(StepResult(case, 0, NO_STEP),),
-    )  # fmt: skip
+@pytest.fixture(autouse=True)
+def _job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line of a job."""
+    monkeypatch.setattr(sys, "argv", ["/home/me/train.py", "--epochs", "3"])
+
+
+def open_outputs(**settings: Any) -> Outputs:
+    """The outputs of a job of four ranks on gloo, before its first report."""
+    return Outputs(Settings(**settings), identify_job(0, "gloo", 4))
 
 
 JOB = Job(
@@ -84,7 +80,7 @@ def the_run(results: Path) -> Run:
 def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
     """After each update the folder holds the job so far, marked as running, with the worst finding
     first; at the end it holds how the job ended, and its table."""
-    outputs = Outputs(Settings(output=tmp_path), a_job())
+    outputs = open_outputs(output=tmp_path)
     for steps in (60, 120):
         history = a_history(steps)
         outputs.update(history, [NOTE, SLOW])
@@ -108,7 +104,7 @@ def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
 def test_the_record_does_not_grow(tmp_path: Path) -> None:
     """The record of a long job is not larger than that of a short one by more than its timeline,
     and never more than 150 kB."""
-    outputs, sizes = Outputs(Settings(output=tmp_path), a_job()), []
+    outputs, sizes = open_outputs(output=tmp_path), []
     for steps in (2400, 7200):
         outputs.update(a_history(steps), [SLOW])
         sizes.append((tmp_path / the_run(tmp_path).id / "run.json").stat().st_size)
@@ -121,8 +117,8 @@ def test_no_secret_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     job goes on and at its end."""
     secret = "hf_abcdefgh1234567890"
     monkeypatch.setenv("HF_TOKEN", secret)
-    arguments = tuple(redact.arguments(["--api-key", "sk-123456789012345", f"--hub={secret}"]))
-    outputs = Outputs(Settings(output=tmp_path), a_job(arguments=arguments))
+    sys.argv[1:] = ["--api-key", "sk-123456789012345", f"--hub={secret}"]
+    outputs = open_outputs(output=tmp_path)
     outputs.update(a_history(), [SLOW])
     running = (tmp_path / the_run(tmp_path).id / "run.json").read_text()
     outputs.finish(a_history(), [SLOW], COMPLETE)
@@ -137,8 +133,8 @@ def test_a_job_and_a_ddp_run_are_incomparable(tmp_path: Path) -> None:
     judge two runs of one job."""
     ddp = a_step_run(a_step_result())
     for name in ("one", "two"):
-        job = a_job(ddp.steps[0].case.workload)
-        Outputs(Settings(output=tmp_path / name), job).finish(a_history(), [], COMPLETE)
+        sys.argv[0] = ddp.steps[0].case.workload
+        open_outputs(output=tmp_path / name).finish(a_history(), [], COMPLETE)
     rule = comparison.Rule(0.03, None, None)
 
     def verdicts(base: Run, new: Run) -> list[str]:
@@ -153,7 +149,7 @@ def test_a_job_and_a_ddp_run_are_incomparable(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One line says why nothing is stored; the table is printed all the same, to stderr."""
     (tmp_path / "file").touch()
-    outputs = Outputs(Settings(output=tmp_path / "file"), a_job())
+    outputs = open_outputs(output=tmp_path / "file")
     outputs.update(a_history(), [])
     outputs.finish(a_history(), [], COMPLETE)
     out, err = capfd.readouterr()
@@ -168,7 +164,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFi
 def test_stdout_belongs_to_the_job(capfd: pytest.CaptureFixture[str]) -> None:
     """The final table of a job with and without steps goes to stderr, and nothing before it."""
     for history in (a_history(), History()):
-        outputs = Outputs(Settings(), a_job())
+        outputs = open_outputs()
         outputs.update(history, [SLOW])
         assert capfd.readouterr() == ("", "")
         outputs.finish(history, [SLOW], interrupted("SIGINT"))
@@ -183,7 +179,7 @@ def test_a_job_without_stderr(
 ) -> None:
     """A job whose stderr is missing or the script's own is stored; nothing is raised."""
     monkeypatch.setattr(sys, "stderr", stream)
-    Outputs(Settings(output=tmp_path), a_job()).finish(a_history(), [SLOW], COMPLETE)
+    open_outputs(output=tmp_path).finish(a_history(), [SLOW], COMPLETE)
     assert the_run(tmp_path).state == "complete"
 
 
@@ -202,7 +198,7 @@ def test_the_callback_gets_each_report_until_it_fails(
         if len(reports) == 2:
             raise KeyError("loss")
 
-    outputs = Outputs(Settings(output=tmp_path, on_report=receive), a_job())
+    outputs = open_outputs(output=tmp_path, on_report=receive)
     outputs.update(History(), [])
     for _ in range(2):
         outputs.update(a_history(), [SLOW])
@@ -239,8 +235,7 @@ def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    settings = Settings(prometheus=port)
-    outputs = Outputs(settings, a_job())
+    outputs = open_outputs(prometheus=port)
     outputs.update(a_history(), [SLOW, NOTE, SLOW, LINK])
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         shown = metrics(answer.read().decode())
@@ -250,7 +245,7 @@ def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
     assert set(seconds) == {"step", "exposed", *COLUMNS}
     found = sorted((one["rank"], one["host"]) for one, _ in shown["ddpbench_watch_finding"])
     assert found == [("", ""), ("", "a,b"), ("2", "b")]
-    Outputs(settings, a_job()).update(a_history(), [])
+    open_outputs(prometheus=port).update(a_history(), [])
     assert capfd.readouterr().err.count("Prometheus") == 1
     outputs.finish(a_history(), [], COMPLETE)
     with pytest.raises(urllib.error.URLError):
@@ -262,5 +257,5 @@ def test_without_prometheus_client(
 ) -> None:
     """One sentence says what to install."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    Outputs(Settings(prometheus=9400), a_job()).update(a_history(), [])
+    open_outputs(prometheus=9400).update(a_history(), [])
     frozen.text(capfd.readouterr().err)
