@@ -225,21 +225,16 @@ def test_a_judge_is_added_by_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert judge(Job().watch(60), 4) == (note,)
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
 def test_memory_and_time_do_not_grow_with_the_job() -> None:
     """After 100,000 steps the history keeps less than 1 MB, and steps of the whole
     job."""
     draw = np.random.default_rng(0)
     block = draw.random((4, 1000, COLUMNS)).astype(np.float32)
-    history, kept = History(), []
+    history = History()
     for first in range(0, 100_000, 1000):
         rows = {rank: block[rank] for rank in range(4)}
         history.add(Window(first, FOUR, 10**18 + first * 10**8, first, rows))
-        if (first + 1000) % 10_000 == 0:
-            kept.append(sum(s.values.nbytes for s in (history.job, *history.ranks.values())))
-    assert max(kept) < 900_000
+    assert sum(kept.values.nbytes for kept in (history.job, *history.ranks.values())) < 900_000
     numbers = history.job.number
     assert numbers[0] < 1000
     assert np.diff(numbers[history.job.evenly()]).max() < 100_000 / 200
@@ -297,9 +292,6 @@ def test_a_rank_that_ends_without_steps_is_missing() -> None:
             assert missing == [[2] if number < 5 + SILENT - 1 else [1, 2]], number
 
 
-# --- summary --------------------------------------------------------------------------------------
-
-
 def test_the_summary_has_phases_ranks_calls_and_a_timeline() -> None:
     """The summary names the slowest rank of a phase, the last rank of a collective and its wait,
     and has a point for each part of the run."""
@@ -326,9 +318,6 @@ def test_the_summary_has_phases_ranks_calls_and_a_timeline() -> None:
     assert [rank.rank for rank in summary.watched.ranks] == [0, 1, 2, 3]
     assert summary.watched.moments[-1].step == 599
     assert 100 < len(summary.watched.moments) <= 256
-
-
-# --- jobs without steps ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("late_by", "found"), [(0.010, 1), (0.0, 0)])

@@ -74,9 +74,6 @@ def the_run(results: Path) -> Run:
     return store.read(folder)
 
 
-# --- the stored run -------------------------------------------------------------------------------
-
-
 def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
     """After each update the folder holds the job so far, marked as running, with the worst finding
     first; at the end it holds how the job ended, and its table."""
@@ -158,9 +155,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFi
     assert "stored in" not in err
 
 
-# --- on the terminal ------------------------------------------------------------------------------
-
-
 def test_stdout_belongs_to_the_job(capfd: pytest.CaptureFixture[str]) -> None:
     """The final table of a job with and without steps goes to stderr, and nothing before it."""
     for history in (a_history(), History()):
@@ -181,9 +175,6 @@ def test_a_job_without_stderr(
     monkeypatch.setattr(sys, "stderr", stream)
     open_outputs(output=tmp_path).finish(a_history(), [SLOW], COMPLETE)
     assert the_run(tmp_path).state == "complete"
-
-
-# --- the callback ---------------------------------------------------------------------------------
 
 
 def test_the_callback_gets_each_report_until_it_fails(
@@ -214,9 +205,6 @@ def test_the_callback_gets_each_report_until_it_fails(
     assert err.count("KeyError: 'loss'\n") == 1
     assert "part of a step" in err
     assert the_run(tmp_path).state == "complete"
-
-
-# --- Prometheus -----------------------------------------------------------------------------------
 
 
 def metrics(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
