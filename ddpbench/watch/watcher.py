@@ -61,7 +61,7 @@ class Watcher:
         self.marks = Marks()
         self._over = False
         self.observer = Observer(self.marks, on_error=self._fail)
-        self.proof = Proof(settings.verify, self.observer)
+        self.proof = Proof(settings.verify, self.observer, self.prefix)
         self._guard: guard.Guard | None = None
         self._rank = int(os.environ.get("RANK", "0"))
         self._closing, self._end = threading.Event(), End("complete", None, 0)
@@ -182,7 +182,6 @@ class _Rank:
         new = self._builder.add(self._marks.take())
         self._steps.extend(new)
         self._long_steps.add(new, self._stacks.take())
-        self._stacks.overdue_seconds = self._long_steps.limit_seconds
         until_ns = round_.began_ns
         most_steps = max(1, min(STEPS, ROWS // self._world_size))
         most_calls = max(1, min(CALLS, MOST_CALLS // self._world_size))
@@ -244,7 +243,6 @@ class _Rank:
     def close(self) -> None:
         """Observe and send nothing more; in rank 0, show the final table."""
         self._stacks.close()
-        self._arrivals.close()
         self._facts.close()
         try:
             if self._outputs is not None:
