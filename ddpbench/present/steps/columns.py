@@ -221,8 +221,6 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
         for operation in ("all_gather", "reduce_scatter", "all_reduce")
         for column in _part(f"{kind}_{operation}", f"{kind} {operation}")
     ),
-    *_part("prefetch_saves", "prefetch saves"),
-    *_part("prefetch_would_save", "prefetch would save"),
     _extra(
         "peak",
         lambda line: (line.summary.peak_nbytes / 1e6 or None) if line.summary else None,
