@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from ddpbench.present.case_labels import format_time
 from ddpbench.present.document import Chart, tabulate_rows
+from ddpbench.verdicts.comparison import Row
 from ddpbench.verdicts.matching import Side
-from ddpbench.verdicts.rows import Row
 from ddpbench.verdicts.verdict import Shift
 
 

@@ -16,9 +16,8 @@ from ddpbench.present.changes import (
 from ddpbench.present.document import Chart, Document, Section, make_table
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
-from ddpbench.verdicts.comparison import Comparison, exit_code
+from ddpbench.verdicts.comparison import COMPARED, ONLY_BASE, ONLY_NEW, Comparison, Row, exit_code
 from ddpbench.verdicts.matching import AnyCase, Side, Source
-from ddpbench.verdicts.rows import COMPARED, ONLY_BASE, ONLY_NEW, Row
 from ddpbench.verdicts.verdict import INCOMPARABLE, INVALID, MOST
 
 SHOWN = 8  # texts that one line lists

@@ -8,8 +8,8 @@ from ddpbench.present.changes import describe_change, format_noticeable, list_ch
 from ddpbench.present.document import Section
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
+from ddpbench.verdicts.comparison import ONLY_NEW, count_verdicts
 from ddpbench.verdicts.regression import JudgedTest, Measured
-from ddpbench.verdicts.rows import ONLY_NEW, count_verdicts
 
 
 def build_section(measured: Mapping[str, Measured], rows: Sequence[JudgedTest]) -> Section:
