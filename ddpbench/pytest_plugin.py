@@ -336,12 +336,12 @@ def pytest_terminal_summary(
     finally:
         suite = config.stash.get(SUITE, Suite())
         if suite.saved is not None and suite.measured:
-            from ddpbench.present import compared_tests
+            from ddpbench.present import changes
             from ddpbench.present.document import Document
             from ddpbench.present.writers import text
 
             terminalreporter.section("ddpbench: compared with saved runs, by launches")
-            tests = compared_tests.build_section(suite.measured, suite.rows)
+            tests = changes.build_tests(suite.measured, suite.rows)
             terminalreporter.write_line(text.write(Document("", (tests,))).rstrip())
         if suite.shortfall:
             terminalreporter.write_line(f"ddpbench: {suite.shortfall}")

@@ -16,7 +16,7 @@ from patience import PATIENCE_SECONDS
 from stored_runs import a_case, a_result, a_run, a_summary, launch_medians
 from without_torch import run_without_torch
 
-import ddpbench.present.compared_tests  # noqa: F401  likewise
+import ddpbench.present.changes  # noqa: F401  likewise
 from ddpbench import pytest_plugin
 from ddpbench.nested_runs import one_case
 from ddpbench.records.schema import Case, Run

@@ -132,11 +132,11 @@ def compare_cases(base: Source, new: Source, rule: Rule, only: Sequence[str] | N
 
 def show(result: Comparison, namespace: argparse.Namespace) -> int:
     """Print a comparison, then which cases were not compared; return the exit code."""
-    from ddpbench.present import compared_runs  # loads numpy
+    from ddpbench.present import changes  # loads numpy
     from ddpbench.verdicts import comparison
 
     with store.refuse_impossible_values(f"{result.base.name} or {result.new.name}"):
-        sys.stdout.write(WRITERS[namespace.format](compared_runs.build_document(result)))
+        sys.stdout.write(WRITERS[namespace.format](changes.build_document(result)))
     if namespace.report_file is not None:
         _write_page(result, namespace.report_file)
     if shortfall := comparison.explain_shortfall(result):
@@ -145,7 +145,7 @@ def show(result: Comparison, namespace: argparse.Namespace) -> int:
 
 
 def _write_page(result: Comparison, output: Path) -> None:
-    from ddpbench.present import compared_runs
+    from ddpbench.present import changes
     from ddpbench.present.document import ReportRun
 
     runs = []
@@ -153,7 +153,7 @@ def _write_page(result: Comparison, output: Path) -> None:
         pairs = zip(side.runs, side.folders, strict=True)
         run, path = max(pairs, key=lambda pair: pair[0].started)
         runs.append(ReportRun(f"{name} {run.id}", run, path if path.is_dir() else None))
-    page_file.save(output, runs, [compared_runs.build_section(result)])
+    page_file.save(output, runs, [changes.build_section(result)])
     tell(f"page written to {output}")
 
 

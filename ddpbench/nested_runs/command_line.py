@@ -9,9 +9,9 @@ from types import ModuleType
 from ddpbench import collectives, ddp
 from ddpbench.launch.placement import Refused
 from ddpbench.records.wording import explain_unknown
+from ddpbench.session import launch_order
 from ddpbench.session import options as shared_options
-from ddpbench.session import start_ranks
-from ddpbench.session.run_options import resolve
+from ddpbench.session.options import resolve
 
 MEASURING: dict[str, ModuleType] = {"collectives": collectives, "ddp": ddp}
 
@@ -48,7 +48,7 @@ def run(words: Sequence[str]) -> int:
     Raises Refused, as `parse`, and the errors of the command.
     """
     namespace, module = parse(words), MEASURING[words[0]]
-    return start_ranks.run_or_start(module.Options, module.run, namespace, words[1:])
+    return launch_order.run(module.Options, module.measure_launch, namespace, words[1:])
 
 
 def last_message(stderr: str) -> str:

