@@ -74,7 +74,7 @@ def _ms(name: str, seconds: Values, meaning: str, *, default: bool = False) -> C
 
 
 def _read(path: str, of: Values = lambda line: line) -> Values:
-    """Return a function that reads attributes, such as "summary.speed_up.value", or None."""
+    """Return a function that reads attributes, such as "summary.step.value", or None."""
 
     def read(line: StepLine) -> Any:
         value = of(line)
