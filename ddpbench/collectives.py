@@ -86,7 +86,6 @@ class Sweep:
         rates: Rates,
         recorder: Recorder,
     ) -> None:
-        from ddpbench.analysis.lines import share_gpu
         from ddpbench.measure import clock, offsets
         from ddpbench.measure.calibrate import agree_handoff
         from ddpbench.measure.link_limits import derive_limit
@@ -96,7 +95,8 @@ class Sweep:
         self.rates = rates
         # Limits of the GPUs' links, by partition and operation.
         self.links: Links = {}
-        if context.backend.transport == "links" and not share_gpu(recorder.launch.ranks):
+        used = [rank["gpu_uuid"] for rank in ranks if rank.get("gpu_uuid")]
+        if context.backend.transport == "links" and len(set(used)) == len(used):
             self.links = {
                 (name, op): derive_limit(ranks, hosts, subgroup.partition, OPERATIONS[op])
                 for name, subgroup in subgroups.items()

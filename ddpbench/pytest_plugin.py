@@ -304,14 +304,14 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
     """Judge before pytest-benchmark saves, so that SLOWER tests are marked in the saved file."""
     suite = session.config.stash.get(SUITE, Suite())
     if suite.saved is not None and not session.config.option.collectonly:
-        from ddpbench.verdicts import regression, rows, verdict
+        from ddpbench.verdicts import regression, verdict
 
         option = session.config.getoption
         margin, allow = option("--ddpbench-margin") / 100, option("--ddpbench-allow-missing")
         suite.rows = regression.judge_tests(suite.saved, suite.measured, margin)
         suite.shortfall = regression.explain_shortfall(suite.rows, suite.skipped, allow)
-        failed = verdict.SLOWER in rows.count_verdicts(suite.rows) or suite.shortfall
-        if session.exitstatus == 0 and failed:
+        slower = any(row.verdict == verdict.SLOWER for row in suite.rows)
+        if session.exitstatus == 0 and (slower or suite.shortfall):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return (yield)
 

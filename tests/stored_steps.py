@@ -136,14 +136,14 @@ def a_step_run(*results: StepResult, **other: Any) -> Run:
 def sharded_samples(
     world: int = 4, rounds: int = 24, in_a_row: int = 5, *, compute: float = 60.0,
     blocks: int = 2, gather: tuple[float, float] = (4.0, 1.0), scatter: float = 6.0,
-    reduce: float = 0.0, overhead: float = 1.5, prefetch: float = 0.0,
+    reduce: float = 0.0, overhead: float = 1.5,
     late: tuple[int, float] = (0, 0), noise: float = 0.002, seed: int = 0,
 ) -> Samples:  # fmt: skip
     """Samples of fully_shard, whose blocks gather twice a step, and a root.
 
     gather: milliseconds of each all_gather that are exposed, and hidden. reduce: of each all_reduce
-    between two groups of half of the ranks. prefetch: how much longer a step is without it; below
-    0: how much shorter with it. late: a rank, and the milliseconds that it computes longer.
+    between two groups of half of the ranks. late: a rank, and the milliseconds that
+    it computes longer.
     """
     draw = np.random.default_rng(seed)
     rank, delay = late
@@ -163,8 +163,6 @@ def sharded_samples(
         return np.asarray(marks.cumsum(axis=3), dtype=np.int64)
 
     arms = {"ddp": exposed + overhead, "timed": exposed + overhead + 0.5}
-    if prefetch:
-        arms["no_prefetch" if prefetch > 0 else "prefetch"] = exposed + overhead + prefetch
     stamps = {"noop": arm(0.0, False), **{name: arm(extra, True) for name, extra in arms.items()}}
     walls = {
         name: (each[..., 3] - each[..., 0]).sum(axis=2) + 10_000 for name, each in stamps.items()

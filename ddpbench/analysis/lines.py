@@ -6,10 +6,8 @@ Rates are in bytes per second, and always derived from a summarised time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -82,19 +80,6 @@ def lines(run: Run) -> list[Line]:
     return note_fastest(known)
 
 
-def share_gpu(ranks: Sequence[Mapping[str, Any]]) -> bool:
-    used = [rank["gpu_uuid"] for rank in ranks if rank.get("gpu_uuid")]
-    return len(set(used)) < len(used)
-
-
-def busbw(nbytes: int, seconds: float, bus_factor: float) -> float:
-    """Return algbw × factor: the rate of the busiest link under the best known algorithm.
-
-    It is 0 for one rank, by definition of the factors of the reducing operations.
-    """
-    return nbytes / seconds * bus_factor
-
-
 def impossible(result: Result, seconds: float) -> bool:
     """Whether an operation ended before its least bytes could have moved (a hard limit)."""
     hard = result.hard_limit
@@ -115,7 +100,8 @@ def _line(case: Case, results: list[Result], plan: Plan) -> Line:
     skews = [s.skew_seconds for s in summaries if s.skew_seconds is not None]
     factor = measured[0].bus_factor
     known = bool(case.nbytes and seconds)  # a device's clock may be too coarse for a single rank
-    rate = busbw(case.nbytes, seconds, factor) if known else None
+    # The rate of the busiest link under the best known algorithm; 0 for one rank.
+    rate = case.nbytes / seconds * factor if known else None
     limits = [r.limit.bytes_per_second for r in measured if r.limit and case.world_size > 1]
     line = Line(
         case=case,

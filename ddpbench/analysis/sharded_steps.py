@@ -21,8 +21,6 @@ from ddpbench.analysis.steps import (
     EXPOSED_OF,
     HIDDEN_OF,
     OPERATIONS,
-    SAVES,
-    WOULD_SAVE,
     Samples,
     Span,
     difference,
@@ -40,7 +38,7 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
     measured = _measure(samples)
     last = [part for part in summary.budget if part.name.startswith(steps.WAITING)]
     parts = [part for part in summary.budget if part not in last]
-    parts += [*_parts(samples, measured, step), *_prefetch(samples, step), *last]
+    parts += [*_parts(samples, measured, step), *last]
     return replace(
         summary,
         budget=tuple(parts),
@@ -109,14 +107,6 @@ def _parts(samples: Samples, measured: Sequence[_Measured], step: float) -> Iter
 
 def _sum(values: Sequence[Floats]) -> Floats:
     return np.asarray(np.sum(values, axis=0), dtype=np.float64)
-
-
-def _prefetch(samples: Samples, step: float) -> Iterator[Part]:
-    """Yield the time per step that gathering the next layers early saves, or would save."""
-    for name, slower, faster in ((SAVES, "no_prefetch", "ddp"), (WOULD_SAVE, "ddp", "prefetch")):
-        seconds = (steps.arm_seconds(samples, arm) for arm in (slower, faster))
-        if (part := difference(name, step, *seconds)) is not None:
-            yield part
 
 
 def _collectives(

@@ -199,11 +199,6 @@ GATHERED_STAMPS = 2**22  # at once: 96 MiB
 Rows = npt.NDArray[np.int64]
 
 
-def limit_repetitions(world_size: int) -> int:
-    """Return the most repetitions that are gathered at once."""
-    return max(1, GATHERED_STAMPS // world_size)
-
-
 @dataclass
 class Kept:
     """The repetitions of a case's warm-up, or its timed ones; filled on rank 0 only.

@@ -34,7 +34,6 @@ WAITING = "waiting for rank"
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 EXPOSED_OF = {name: f"exposed {name}" for name in OPERATIONS}
 HIDDEN_OF = {name: f"hidden {name}" for name in OPERATIONS}
-SAVES, WOULD_SAVE = "prefetch saves", "prefetch would save"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
-    """Print one line per run; return the exit code."""
-    rows = [_describe(path, run) for path, run in _read_runs(Path(namespace.folder))]
+    """Print one line per run, and why others cannot be read; return the exit code."""
+    rows = []
+    for folder in store.list_runs(Path(namespace.folder)):
+        try:
+            rows.append(_describe(folder, store.read(folder)))
+        except InvalidRun as error:
+            tell(str(error))
     heads = ("run", "command", "of", "backends", "ranks", "cases", "state", "exit")
     left = ("run", "command", "of", "backends", "state")
     if rows:
@@ -47,12 +52,3 @@ def _describe(folder: Path, run: Run) -> tuple[Any, ...]:
     measured = len({each.case for each in run.outcomes if each.summary is not None})
     end = (run.state, run.exit_code)
     return (folder.name, run.command, subjects, backends, ranks, measured, *end)
-
-
-def _read_runs(results: Path) -> Iterator[tuple[Path, Run]]:
-    """Yield the runs that can be read, oldest first; report the others."""
-    for folder in store.list_runs(results):
-        try:
-            yield folder, store.read(folder)
-        except InvalidRun as error:
-            tell(str(error))

@@ -176,7 +176,7 @@ class Bursts:
             return 1
         left = min(until - time.monotonic(), BURST_SECONDS)
         least = min(least, int(BURST_SECONDS / self.seconds))
-        most = stats.limit_repetitions(self.bench.world.world_size)
+        most = max(1, stats.GATHERED_STAMPS // self.bench.world.world_size)
         return max(1, least, min(count, most, int(left / self.seconds)))
 
     def run_burst(self, count: int, into: Kept, check: bool = False) -> bool:

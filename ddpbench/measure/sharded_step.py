@@ -38,11 +38,8 @@ class ShardedReplica(Replica):
     communication: Communication
 
     def choose_arm(self, arm: str) -> None:
-        """Switch the communication, and the prefetch of the next layer's parameters."""
+        """Switch the communication."""
         self.communication.mode = arm if arm in ("noop", "timed") else "plain"
-        if self.case.prefetch is not None:
-            other = arm in ("no_prefetch", "prefetch")
-            set_prefetch(self.wrapped, self.case.prefetch != other)
 
     def communicating(self) -> AbstractContextManager[Any]:
         return self.communication.around()
@@ -103,7 +100,6 @@ def build_sharded(
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     parameters = [{"params": members} for members in groups.values()]
     optimizer = OPTIMIZERS[case.optimizer].make(parameters, learning_rate)
-    switch = () if case.prefetch is None else ("no_prefetch" if case.prefetch else "prefetch",)
     return ShardedReplica(
         task=task,
         case=case,
@@ -111,7 +107,7 @@ def build_sharded(
         optimizer=optimizer,
         device=device,
         group=group,
-        arms=("ddp", "noop", *switch, "timed"),
+        arms=("ddp", "noop", "timed"),
         mesh=mesh,
         communication=Communication(model, device, layers),
     )

@@ -11,10 +11,17 @@ from ddpbench.present.case_labels import format_time, label_parts, name_case
 from ddpbench.present.document import Chart, Document, Section, make_table, tabulate_rows
 from ddpbench.records.schema import Finding
 from ddpbench.records.wording import counted
-from ddpbench.verdicts.comparison import Comparison, exit_code
+from ddpbench.verdicts.comparison import (
+    COMPARED,
+    ONLY_BASE,
+    ONLY_NEW,
+    Comparison,
+    Row,
+    count_verdicts,
+    exit_code,
+)
 from ddpbench.verdicts.matching import AnyCase, Side, Source
 from ddpbench.verdicts.regression import JudgedTest, Measured
-from ddpbench.verdicts.rows import COMPARED, ONLY_BASE, ONLY_NEW, Row, count_verdicts
 from ddpbench.verdicts.verdict import INCOMPARABLE, INVALID, MOST
 
 SHOWN = 8  # texts that one line lists

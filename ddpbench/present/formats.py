@@ -113,20 +113,16 @@ def _without_charts(section: Section) -> Section:
     return replace(section, title="", legend=(), rows=rows)
 
 
-def build_page(
-    runs: Sequence[ReportRun], verdicts: Iterable[Section] = (), title: str = ""
-) -> Document:
+def build_page(runs: Sequence[ReportRun], verdicts: Iterable[Section] = ()) -> Document:
     """Return the document of these runs with all charts.
 
-    verdicts: sections on a comparison of the runs, shown after their summary. title: default: their
-    labels; a page without runs needs one.
+    verdicts: sections on a comparison of the runs, shown after their summary.
     """
     from ddpbench.present import header, summary, watch
     from ddpbench.present.collectives import sections as collectives
     from ddpbench.present.steps import sections as steps
 
-    sections = [summary.build_section(runs)] if runs else []
-    sections += [*verdicts]
+    sections = [summary.build_section(runs), *verdicts]
     for build in (
         partial(build_for_each, build=partial(examinations.build_sections, drawn=True)),
         partial(collectives.build_sections, drawn=True),
@@ -135,5 +131,5 @@ def build_page(
         partial(build_for_each, build=header.build_environment),
     ):
         sections += build(runs)
-    label = title or " and ".join(run.label for run in runs)
+    label = " and ".join(run.label for run in runs)
     return Document(label, tuple(sections), runs=tuple(run.run for run in runs))

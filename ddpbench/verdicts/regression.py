@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddpbench.verdicts import matching
+from ddpbench.verdicts.comparison import ONLY_NEW, Row, count_verdicts, judge_rows
 from ddpbench.verdicts.matching import AnyCase, Side
-from ddpbench.verdicts.rows import ONLY_NEW, Row, count_verdicts, judge_rows
 from ddpbench.verdicts.verdict import INCOMPARABLE
 
 

@@ -35,10 +35,13 @@ def with_ranks(*ranks: dict[str, Any], **other: Any) -> Run:
 
 
 def test_a_clean_run_has_no_findings_and_exits_with_0() -> None:
-    """Two ranks on a host with cores enough, right results, possible times."""
-    run = a_run(a_result(), a_result(a_case(nbytes=8)))
-    assert findings.findings(run) == ()
-    assert findings.exit_code(run) == 0
+    """Right results in possible times, hidden communication and equal replicas. Notes on replicas,
+    such as random states, are no findings of the run."""
+    notes = some_replicas(findings=(Finding("note", "rng-differs", "x"),))
+    step = a_step_result(summary=a_step_summary(exposed=3), replicas=notes)
+    for run in (a_run(a_result(), a_result(a_case(nbytes=8))), a_step_run(step)):
+        assert findings.findings(run) == ()
+        assert findings.exit_code(run) == 0
 
 
 # --- wrong results and impossible times -----------------------------------------------------------
@@ -115,15 +118,6 @@ BIT_FLIP = (
     Finding("warning", "replicas-differ", "buffer 1.mean differs", "", {"kind": "buffer"}),
     Finding("note", "rng-differs", "the ranks' generators differ"),
 )  # fmt: skip
-
-
-def test_a_clean_step_has_no_findings_and_exits_with_0() -> None:
-    """Equal replicas, hidden communication, no late rank; notes about random states and buffers
-    that are sent again are no findings of the run."""
-    notes = some_replicas(findings=(Finding("note", "rng-differs", "x"),))
-    run = a_step_run(a_step_result(summary=QUIET, replicas=notes))
-    assert findings.findings(run) == ()
-    assert findings.exit_code(run) == 0
 
 
 @pytest.mark.parametrize("equal", [False, True])

@@ -28,13 +28,12 @@ def parts_ms(summary: StepSummary) -> dict[str, float]:
 
 def test_the_parts_are_those_of_the_samples_and_add_up() -> None:
     """The step is compute plus exposed communication; that is its operations plus the overhead."""
-    summary = a_sharded_summary(blocks=2, gather=(4, 1), scatter=6, overhead=1.5, prefetch=7)
+    summary = a_sharded_summary(blocks=2, gather=(4, 1), scatter=6, overhead=1.5)
     parts = parts_ms(summary)
     assert parts["exposed all_gather"] == pytest.approx(5 * 4, rel=0.01)
     assert parts["hidden all_gather"] == pytest.approx(5 * 1, abs=0.1)
     assert parts["exposed reduce_scatter"] == pytest.approx(3 * 6, rel=0.01)
     assert parts["hidden reduce_scatter"] == pytest.approx(0, abs=1e-9)
-    assert parts["prefetch saves"] == pytest.approx(7, abs=0.3)
     assert parts[steps.EXPOSED] == pytest.approx(39.5, abs=0.5)
     exposed = sum(parts[name] for name in (*SPANS[:2], steps.OVERHEAD))
     assert exposed == pytest.approx(parts[steps.EXPOSED], rel=1e-9)

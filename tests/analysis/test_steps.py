@@ -305,8 +305,6 @@ def test_below_six_launches_a_part_is_resolved_where_it_is_in_each() -> None:
         ("DIFFER", {"replicas": some_replicas(equal=False, ok=False)}, {}),
         ("NONFINITE", {"replicas": some_replicas(ok=False)}, {"replicas": None}),
         ("imprecise", {"summary": a_step_summary(rounds=5)}, {"summary": a_step_summary(rounds=6)}),
-        ("busy", {"others_share": 0.051}, {"others_share": 0.05}),
-        ("stopped", {"stop_reason": "interrupted"}, {"stop_reason": "rounds"}),
     ],
 )
 def test_each_flag_is_raised_alone_and_only_with_cause(

@@ -12,7 +12,6 @@ from command_lines import ONE_SENTENCE
 from frozen import Frozen
 from in_process import Call, capture_command
 from stored_runs import (
-    a_case,
     a_result,
     a_run,
     a_summary,
@@ -21,7 +20,6 @@ from stored_runs import (
     launch_results,
     sample_columns,
 )
-from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
@@ -259,14 +257,3 @@ def test_under_a_launcher_a_check_does_not_measure(
     code, out, err = call("check", "mine")
     assert (code, out) == (2, "")
     frozen.text(err)
-
-
-def test_no_torch_is_needed(call: Call) -> None:
-    """A check against a stored run works where importing torch fails."""
-    base, new = (replace(run, results=run.results[:6]) for run in base_and_new(1.0))
-    stored("before", base)
-    call("save", "mine")
-    stored("after", replace(new, results=tuple(launch_results(1e-3, a_case(), seed=9))))
-    assert "1 case compared: 1 SAME" in run_without_torch(
-        RUN_DDPBENCH, "baseline", "check", "mine", "after"
-    )

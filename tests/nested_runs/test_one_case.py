@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from frozen import Frozen
-from left_processes import wait_for_end
+from left_processes import wait_for_left_processes
 from patience import PATIENCE_SECONDS
 from stored_runs import a_case, a_result, a_run, a_summary
 from stored_steps import a_step_result, a_step_run
@@ -26,8 +26,9 @@ if script["run"]:
 (Path(__file__).with_name("words.json")).write_text(json.dumps(sys.argv[1:]))
 sys.stderr.write(script["stderr"])
 if script["sleep"]:
-    child = subprocess.Popen(["sleep", "600"])
-    Path(__file__).with_name("child").write_text(str(child.pid))
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)", f"{folder}/child"]
+    subprocess.Popen(sleep)
+    Path(__file__).with_name("child").touch()
     time.sleep(600)
 sys.exit(script["code"])
 """
@@ -99,7 +100,7 @@ def test_when_time_is_up_all_its_processes_end(stub: Path) -> None:
             ended(stub, None, 0, sleep=seconds)
         if (stub / "child").exists():
             break
-    wait_for_end(int((stub / "child").read_text()))
+    assert wait_for_left_processes(stub) == []
 
 
 def test_keywords_are_options() -> None:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests' own modules
 from simulated_hosts import Hosts, missing, payload
 from tabulate import tabulate
 
-from ddpbench.analysis import lines, step_lines, steps
+from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.sizes import readable
 from ddpbench.records import store
@@ -92,7 +92,7 @@ def compare_collectives(seconds: str, names: Sequence[str]) -> list[dict[str, An
                     continue
                 assert result.limit is not None
                 true = carries * wire / (wire + latency)
-                busbw = lines.busbw(case.nbytes, seconds_taken, result.bus_factor)
+                busbw = case.nbytes / seconds_taken * result.bus_factor
                 least = LEAST.get((case.operation, count), 1.0)
                 rows.append({
                     "link": name, "hosts": count, "operation": case.operation,

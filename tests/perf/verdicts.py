@@ -43,10 +43,9 @@ from ddpbench.commands.ab import LOOKS
 from ddpbench.commands.compare import MARGIN_PERCENT
 from ddpbench.records import store
 from ddpbench.records.schema import Result, Run, StepCase
-from ddpbench.verdicts import comparison, drift, matching, regression, rows, verdict
-from ddpbench.verdicts.comparison import Rule
+from ddpbench.verdicts import comparison, drift, matching, regression, verdict
+from ddpbench.verdicts.comparison import Row, Rule
 from ddpbench.verdicts.matching import Side, Source
-from ddpbench.verdicts.rows import Row
 from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, MARGIN, SAME, SLOWER
 
 Floats = npt.NDArray[np.float64]
@@ -230,7 +229,9 @@ class Setting(NamedTuple):
             Row(CASE, make_side(a), make_side(b), margin, drift=each, earlier=self.earlier)
             for a, b, each in zip(base, new, drifts, strict=True)
         ]
-        return rows.judge_rows(compared, self.turns, 0.968 if self.turns else 0.95)[0]
+        confidence = 0.968 if self.turns else 0.95
+        rows = comparison.judge_rows(compared, None, self.turns, confidence)
+        return next(row for row in rows if row.base is compared[0].base)
 
 
 def print_noticed(trials: int) -> bool:

@@ -8,9 +8,11 @@ import warnings
 import numpy as np
 import pytest
 from scipy import stats as scipy_stats
-from stored_runs import Floats, launch_medians
+from stored_runs import Floats, a_case, a_result, a_run, a_summary, launch_medians
 
-from ddpbench.verdicts import verdict
+from ddpbench.verdicts import comparison, verdict
+from ddpbench.verdicts.comparison import Rule
+from ddpbench.verdicts.matching import Source
 from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, SAME, SLOWER, Chance, Shift
 
 
@@ -104,6 +106,26 @@ def test_pairs_that_cannot_reach_a_confidence_have_no_interval_of_it() -> None:
     assert verdict.paired_shift(base[:5], new[:5]) is None
     assert verdict.judge(verdict.paired_shift(base, new, 0.968), 0.03) == SLOWER
     assert verdict.judge(verdict.paired_shift(base, new, 0.97), 0.03) == INCONCLUSIVE
+
+
+def test_paired_sides_meet_in_launches_that_both_have() -> None:
+    """Launches of equal number are pairs, in whatever order they were stored; one that only one
+    side has is left out. A drift that both meet hides no change of 5 %."""
+    drift = np.exp(np.linspace(0, 1, 8))
+    case = a_case()
+
+    def side(factor: float, numbers: list[int]) -> Source:
+        times = {n: float(1e-3 * factor * drift[n]) for n in numbers}
+        return Source("x", (a_run(*(a_result(case, n, a_summary(t)) for n, t in times.items())),))
+
+    base, new = side(1.0, [0, 1, 2, 3, 4, 5, 6, 7]), side(1.05, [6, 5, 4, 3, 2, 1, 0])
+    (row,) = comparison.compare(base, new, Rule(paired=True)).rows
+    assert row.verdict == "SLOWER"
+    assert row.shift is not None
+    assert row.shift.launches == 7
+    assert row.shift.estimate == pytest.approx(math.log(1.05))
+    (row,) = comparison.compare(base, new, Rule()).rows
+    assert row.verdict == "INCONCLUSIVE"
 
 
 # --- the rule -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpbench.analysis import steps
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.analysis.steps import EXPOSED_OF, HIDDEN_OF, SAVES, WOULD_SAVE
+from ddpbench.analysis.steps import EXPOSED_OF, HIDDEN_OF
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.document import Chart, tabulate_rows
@@ -86,7 +86,7 @@ def _bars(line: StepLine) -> Iterator[dict[str, Any]]:
     """Yield a bar for each part of the step, and for the step."""
     whole, exposed = line.seconds or 0.0, line.part(steps.EXPOSED)
     late = line.part(steps.WAITING)
-    named = {name: line.part(name) for name in (*COMPONENTS, *BEFORE, SAVES, WOULD_SAVE)}
+    named = {name: line.part(name) for name in (*COMPONENTS, *BEFORE)}
     chain = [part for name in steps.CHAIN if (part := line.part(name))]
     before = sum(part.figure.value for part in chain if part.name != steps.EXPOSED)
     parts = (  # and where they begin, or end
@@ -94,8 +94,6 @@ def _bars(line: StepLine) -> Iterator[dict[str, Any]]:
         ([_whole(line, whole)] if exposed else [], 0.0, 1),
         ([named[name] for name in COMPONENTS], before, 1),
         ([named[name] for name in BEFORE], before, -1),
-        ([named[SAVES]], whole, 1),
-        ([named[WOULD_SAVE]], whole, -1),
         ([late and replace(late, name=LATE)], 0.0, 1),
     )
     for same, place, way in parts:

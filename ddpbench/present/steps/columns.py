@@ -74,7 +74,7 @@ def _ms(name: str, seconds: Values, meaning: str, *, default: bool = False) -> C
 
 
 def _read(path: str, of: Values = lambda line: line) -> Values:
-    """Return a function that reads attributes, such as "summary.speed_up.value", or None."""
+    """Return a function that reads attributes, such as "summary.step.value", or None."""
 
     def read(line: StepLine) -> Any:
         value = of(line)
@@ -221,8 +221,6 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
         for operation in ("all_gather", "reduce_scatter", "all_reduce")
         for column in _part(f"{kind}_{operation}", f"{kind} {operation}")
     ),
-    *_part("prefetch_saves", "prefetch saves"),
-    *_part("prefetch_would_save", "prefetch would save"),
     _extra(
         "peak",
         lambda line: (line.summary.peak_nbytes / 1e6 or None) if line.summary else None,

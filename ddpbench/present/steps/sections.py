@@ -30,7 +30,7 @@ EXPLAINED = ("alone", "queue", "contention", "unexplained")  # these add up to t
 BUCKETS = ("ready", "wire", "alone", "wait")
 LEGEND = {
     "arm": "arm: a variant of the step: complete; without communication; also without bucket "
-    "copies or with the prefetch switched; with timed buckets or collectives",
+    "copies; with timed buckets or collectives",
     steps.EXPOSED: "step = compute, copies and exposed communication; (x): noise, not clearly "
     "above 0",
     steps.TRANSFER: "exposed communication = exposed transfer + communication overhead; "

@@ -56,19 +56,17 @@ def explain_unusable(output: Path, what: str = "page", name: str = NAME) -> str 
     return None
 
 
-def make(runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = "") -> str:
+def make(runs: Sequence[ReportRun], verdicts: Sequence[Section] = ()) -> str:
     """Return a page, as `build_page`. Raises InvalidRun for values that cannot be shown."""
     from ddpbench.present.formats import build_page
 
-    with store.refuse_impossible_values(" or ".join(run.label for run in runs) or title):
-        return write(build_page(runs, verdicts, title))
+    with store.refuse_impossible_values(" or ".join(run.label for run in runs)):
+        return write(build_page(runs, verdicts))
 
 
-def save(
-    output: Path, runs: Sequence[ReportRun], verdicts: Sequence[Section] = (), title: str = ""
-) -> None:
+def save(output: Path, runs: Sequence[ReportRun], verdicts: Sequence[Section] = ()) -> None:
     """Write a page atomically, and the folders above it. Raises OSError, and as `make`."""
-    page = make(runs, verdicts, title)
+    page = make(runs, verdicts)
     output.parent.mkdir(parents=True, exist_ok=True)
     store.replace_file(output, page.encode())
 
