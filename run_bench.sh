@@ -277,7 +277,7 @@ case $command in
   *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, test, python, and no command of ddpbench (run_bench.sh --help)" ;;
 esac
 for word; do
-  case $word in --report-file* | --ddpbench-report-file*) uses+=(report) ;; esac
+  case $word in --report-file*) uses+=(report) ;; esac
 done
 choose_python
 say "python: $python ($why)"

@@ -33,7 +33,7 @@ PRELOADED = (
     "scipy.special",
     "pandas",
     "pyarrow.parquet",
-    "ddpbench.measure.pace",
+    "ddpbench.measure.repetitions",
 )
 ENDED = (-signal.SIGTERM, 130)  # codes of a rank that was asked to end
 

@@ -1,5 +1,6 @@
 """Replicas are compared while a job trains: in real ranks, with a real observer."""
 
+import itertools
 import json
 import os
 import sys
@@ -34,7 +35,7 @@ Change = Callable[[int, nn.Module], object]
 def train(rank: int, steps: int, change: Change, every: int, model: nn.Module) -> dict[str, Any]:
     """Train for some steps, each after a change; return what a proof has found and when."""
     observer = Observer(Marks(), errors.append)
-    watched = proof.Proof(every, observer)
+    watched = proof.Proof(every, observer, f"proof/{next(trainings)}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = -1
     batch = torch.ones(4, 8) * (rank + 1)
@@ -78,6 +79,7 @@ def make_model() -> nn.Module:
 
 
 errors: list[Exception] = []
+trainings = itertools.count()
 
 
 def run_rank(folder: Path) -> int:
