@@ -6,46 +6,12 @@ import os
 import resource
 import socket
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from patience import wait_until
 
 from ddpbench.runtime import cpu, environment
-
-PING_PONG = """
-import os
-(a, b), (c, d) = os.pipe(), os.pipe()
-if os.fork():
-    print(flush=True)
-    while os.write(b, b"x"): os.read(c, 1)
-else:
-    while os.read(a, 1): os.write(d, b"x")
-"""
-
-
-@contextmanager
-def busy(program: str) -> Iterator[Callable[[], float]]:
-    """Run the program; the value tells the CPU seconds it and its children have used so far."""
-    words = [sys.executable, "-c", program]
-    process = psutil.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    process.stdout.readline()  # it is busy from here on
-    family = [process, *process.children()]
-
-    def used() -> float:
-        paths = [Path(f"/proc/{one.pid}/schedstat") for one in family]
-        return sum(int(path.read_text().split()[0]) for path in paths) / 1e9
-
-    try:
-        yield used
-    finally:
-        for one in family:
-            one.kill()
-        process.wait()
 
 
 def write(root: Path, **files: str) -> None:
@@ -234,28 +200,6 @@ def test_an_address_leads_to_its_interface() -> None:
 
 
 # CPU
-
-
-@pytest.mark.measures_time
-def test_a_busy_neighbour_shows() -> None:
-    """What another process uses is seen, even where it sleeps and wakes between the ticks.
-
-    Counted as one of our ranks, the neighbour's time leaves the share again.
-    """
-    cores = os.cpu_count() or 1
-    with busy(PING_PONG) as used:
-        before, meter = used(), cpu.CpuMeter()
-        wait_until(lambda: used() > before + 0.5, "half a second of the neighbour's work")
-        use, theirs = meter.stop(), used() - before
-    share = cpu.others_share(use.host_busy_seconds, [use.own_seconds], use.wall_seconds, cores)
-    without = cpu.others_share(
-        use.host_busy_seconds, [use.own_seconds, theirs], use.wall_seconds, cores
-    )
-    assert share is not None
-    assert without is not None
-    expected = theirs / (use.wall_seconds * cores)
-    assert share > 0.85 * expected
-    assert without < share - 0.8 * expected
 
 
 @pytest.mark.parametrize(
