@@ -18,7 +18,6 @@ usage: run_bench.sh COMMAND [arguments passed on]
   ddp      take a DDP step apart and compare its replicas, on the CPU and on the GPUs if there are any
   all      measure every available backend, on the CPU and on the GPUs if there are any
   slurm    submit a Slurm job: run_bench.sh slurm -N2 -n4 [sbatch options] [-- COMMAND …]
-  regress  measure the speed of ddpbench (tests/perf); exit code 1 if it is slower than before
   test     run the tests for every change; test --all runs all tests; other arguments go to pytest
   python   run the environment's Python: run_bench.sh python script.py
 
@@ -188,19 +187,7 @@ choose_python() { # sets python, and why it was chosen
   python=$at_hand why="at hand, with its own torch${missing:+, but without ${missing//$'\n'/ }}"
 }
 
-can_store() { [[ -w $1/results || (! -e $1/results && -w $1) ]]; } # can_store FOLDER
-
-choose_folder() { # choose_folder [arguments]: sets folder, if results/ cannot be written here
-  local word
-  for word; do [[ $word != --output* ]] || return 0; done
-  ! can_store . || return 0
-  can_store "$checkout" || fail "cannot write results/ here: change to a writable folder, or name one with --output"
-  folder=$checkout/results
-  say "cannot write results/ here: the results go to $folder"
-}
-
 bench() {
-  [[ ! $folder ]] || set -- "$@" --output "$folder/$(date -u +%Y%m%dT%H%M%SZ)-$1-$BASHPID"
   say "running: python -m ddpbench $*"
   exec "$python" -m ddpbench "$@"
 }
@@ -261,20 +248,10 @@ tests() {
   exit "$status"
 }
 
-regress() { # each run is saved, and the next one compared with it
-  local saved=$checkout/results/benchmarks
-  [[ -w $checkout ]] || saved=$PWD/results/benchmarks
-  local compare=() # the first run has nothing to be compared with
-  compgen -G "$saved/*/*.json" >/dev/null && compare=(--ddpbench-compare)
-  tests "$checkout/tests/perf" "${compare[@]}" --benchmark-autosave \
-    --benchmark-storage="$saved" "$@"
-}
-
 command=${1:-}
 shift $(($# > 0))
 needs=(dependencies) uses=() # the groups that the command must have, and those that it can use
 modules=()                   # that an active environment must have besides
-folder=""                    # of runs, if not results/
 case $command in
   -h | --help) usage && exit 0 ;;
   cpu | mpi) uses=(mpi) ;;
@@ -293,17 +270,15 @@ case $command in
     [[ ${1-collectives} =~ ^(collectives|ddp|tune|doctor|watch)$ ]] ||
       fail "'$1' cannot run in a Slurm job: choose collectives, ddp, tune, doctor or watch, and write it after --"
     ;;
-  regress) needs+=(test) uses=(mpi) modules=(pytest) ;;
   test) needs+=(test) uses=(mpi watch report lint) modules=(pytest) ;;
   watch) uses=(mpi watch) ;;
   report) uses=(report) ;;
   python | compare | show | list | guide) ;;
-  *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python, and no command of ddpbench (run_bench.sh --help)" ;;
+  *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, test, python, and no command of ddpbench (run_bench.sh --help)" ;;
 esac
 for word; do
   case $word in --report-file*) uses+=(report) ;; esac
 done
-case $command in cpu | mpi | gpu | all | ddp | tune | collectives | doctor) choose_folder "$@" ;; esac
 choose_python
 say "python: $python ($why)"
 case $command in
@@ -313,7 +288,6 @@ case $command in
   all) everywhere collectives all nccl,gloo "$@" ;;
   ddp) everywhere ddp gloo,mpi nccl "$@" ;;
   slurm) slurm "${@:-collectives}" ;;
-  regress) regress "$@" ;;
   test) tests "$@" ;;
   python) exec "$python" "$@" ;;
   *) bench "$command" "$@" ;;

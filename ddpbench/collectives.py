@@ -239,7 +239,7 @@ def _time_definition(options: Options, backend: Backend, operation: Operation) -
     if kind.clock == "host":
         return EXIT_ENTRY
     alone = options.mode == "isolated" and not options.async_op
-    hides = kind.sleeps and backend.in_stream and operation.sized
+    hides = backend.in_stream and operation.sized
     if not (alone and hides):
         return EVENTS
     return TWO_STREAMS if operation.paired else HIDDEN_LAUNCH

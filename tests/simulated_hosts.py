@@ -208,14 +208,6 @@ class Hosts:
         placed = [host for host, count in enumerate(ranks) for _ in range(count)]
         return RankPool([start_rank(self.into(host)) for host in placed])
 
-    def inside(self, host: int, *command: str) -> str:
-        """Run a short command on a host, as `inside(0, "ip", "addr", "add", …)`; return stdout."""
-        return _sh("ip", "netns", "exec", self[host].namespace, *command)
-
-    def pids(self, host: int) -> list[int]:
-        """Return the ids of the processes on a host."""
-        return _pids(self[host].namespace)
-
     def close(self) -> None:
         """End all processes on the hosts, and remove the hosts."""
         for process in self._started:

@@ -47,10 +47,9 @@ LaunchParameters=use_interactive_step
 MpiDefault=none
 ReturnToService=2
 MailProg=/bin/true
-GresTypes=gpu
 PartitionName=all Nodes=n0,n1 Default=YES State=UP
 """
-NODE = "NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 Gres=gpu:2\n"
+NODE = "NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4\n"
 
 
 def explain_missing() -> str | None:
@@ -110,9 +109,6 @@ def start_cluster(folder: Path) -> Iterator[Cluster]:
         CONFIGURATION.format(host=host, folder=folder, **ports)
         + "".join(NODE.format(node=node, host=host, port=free_port()) for node in NODES)
     )
-    for index in range(2):
-        (folder / f"gpu{index}").touch()  # any file passes for a device
-    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
     key = folder / "munge" / "key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))

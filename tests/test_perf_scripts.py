@@ -95,7 +95,7 @@ def test_launches_are_measured_and_judged(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.thorough
 def test_a_test_of_speed_passes(tmp_path: Path) -> None:
-    """One of those that `./run_bench.sh regress` runs, with a single launch."""
+    """One of the tests of speed, with a single launch."""
     words = ["-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
     words += ["-k", "gloo and 4K and broad", "--ddpbench-launches", "1"]
     done = run_command(

@@ -149,7 +149,7 @@ def active(checkout: Path, tmp_path: Path) -> Path:
 def test_an_unknown_command_is_refused(checkout: Path) -> None:
     """One line lists the commands, with exit code 2, before a Python is looked for."""
     env = environment(PYTHON="/nowhere/python")
-    wanted = "not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python"
+    wanted = "not one of cpu, gpu, mpi, all, ddp, slurm, test, python"
     for arguments in ([], ["cup"], ["--cpu"], ["", "x"]):
         assert wanted in read_refusal(run_bench(checkout, *arguments, env=env))
     assert "/nowhere/python" in read_refusal(run_bench(checkout, "compare", env=env))
@@ -160,7 +160,7 @@ def test_help_lists_the_commands(checkout: Path) -> None:
     result = run_bench(checkout, "--help", env=environment(PYTHON="/nowhere/python"))
     assert (result.returncode, result.stderr) == (0, "")
     rows = [line.split() for line in result.stdout.splitlines() if line.startswith("  ")]
-    own = {"cpu", "gpu", "mpi", "all", "ddp", "slurm", "regress", "test", "python"}
+    own = {"cpu", "gpu", "mpi", "all", "ddp", "slurm", "test", "python"}
     assert {row[0] for row in rows[: len(own)]} == own
     assert own | set(rows[len(own)]) == own | set(cli.list_names())
     assert len(rows) == len(own) + 1
@@ -503,42 +503,3 @@ def test_a_named_file_replaces_the_suite(checkout: Path, record: Record) -> None
     (checkout / "tests" / "test_probe.py").touch()
     for word, cwd in (("test_probe.py::test_two", checkout / "tests"), ("tests/perf", checkout)):
         assert record(f"test {word} -x", "1", cwd) == ([[word, "-x"]], 1)
-
-
-def test_regress_runs_the_tests_of_speed(checkout: Path, record: Record) -> None:
-    """tests/perf runs from anywhere, is saved into the checkout's results and compared with earlier
-    ones; more arguments win; pytest's exit code is kept."""
-    (checkout / "tests" / "perf").mkdir(parents=True)
-    saved = checkout / "results" / "benchmarks"
-    for compared in ([], ["--ddpbench-compare"]):
-        own = [f"{checkout}/tests/perf", *compared, "--benchmark-autosave"]
-        words = [*own, f"--benchmark-storage={saved}", "-k", "two"]
-        assert record("regress -k two", "1") == ([words], 1)
-        (saved / "machine").mkdir(parents=True, exist_ok=True)
-        (saved / "machine" / "0001_run.json").write_text("{}")
-
-
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
-def test_results_go_to_the_checkout_if_the_folder_cannot_be_written(
-    checkout: Path, active: Path, tmp_path: Path
-) -> None:
-    """A user who may not write here gets results/ of the checkout, and --output still wins. If the
-    checkout cannot be written either, the refusal comes before the set-up."""
-    here = tmp_path / "read-only"
-    here.mkdir(mode=0o555)
-    # A root without this capability has the rights of a normal user in its own folders.
-    bounded = ("setpriv", "--bounding-set", "-dac_override") if os.geteuid() == 0 else ()
-
-    def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        line = [*bounded, str(checkout / "run_bench.sh"), "cpu", *words]
-        env = environment(**changes)
-        return subprocess.run(line, cwd=here, env=env, capture_output=True, text=True, check=False)
-
-    for words in ((), ("--output", "mine")):
-        (call,) = read_calls(run(*words, VIRTUAL_ENV=str(active)))
-        *_, option, folder = call["argv"]
-        assert option == "--output"
-        assert folder == "mine" if words else Path(folder).parent == checkout / "results"
-    checkout.chmod(0o555)
-    assert "--output" in read_refusal(run())
-    assert not (checkout / ".venv").exists()

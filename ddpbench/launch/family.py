@@ -38,7 +38,7 @@ class Family:
 
     folder: Path
     shared: Path | None  # for the memory that ranks share
-    _janitor: socket.socket  # shut down, by the end of this process at the latest
+    janitor: socket.socket  # it cleans up once no process has this open
 
     def environ(self) -> dict[str, str]:
         """Return the variables of a member; settings of the user for Open MPI are kept."""
@@ -59,10 +59,6 @@ class Family:
         """Count all processes in the session of this child as members."""
         with (self.folder / "sessions").open("a") as file:
             file.write(f"{pid}\n")
-
-    def disown(self) -> None:
-        """In a forked child: let the janitor wait for the parent only."""
-        self._janitor.close()
 
     def kill(self) -> None:
         """Kill all members of the run; those that clean up come last."""

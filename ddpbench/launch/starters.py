@@ -96,7 +96,7 @@ def run_forked(
             for rank in range(nproc):
                 if (pid := os.fork()) == 0:
                     os.close(opener)
-                    kin.disown()
+                    kin.janitor.close()  # it waits for the parent only
                     os.environ.update(kin.environ())
                     _become_rank(rank, nproc, gate, main)
                 ranks.append(Fork(pid))

@@ -211,8 +211,7 @@ def _time_device_copies(device: torch.device, nbytes: int) -> float | None:
     spans_ns: list[int] = []
     until = clock.now_ns() + LEAST_NS
     while len(spans_ns) < SPANS or clock.now_ns() < until:
-        if kind.sleeps:
-            kind.sleep(device, LAUNCH_SECONDS)
+        kind.sleep(device, LAUNCH_SECONDS)
         begin.record()
         for _ in range(COPIES):
             target.copy_(source)

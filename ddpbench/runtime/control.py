@@ -42,22 +42,16 @@ def gather_values(world: Membership, value: Any) -> list[Any]:
 
 def broadcast_value(world: Membership, value: Any) -> Any:
     """Return rank 0's JSON-able value on every rank."""
-    content = json.dumps(value).encode() if world.rank == 0 else b""
-    return json.loads(broadcast_bytes(world, content))
-
-
-def broadcast_bytes(world: Membership, content: bytes) -> bytes:
-    """Return rank 0's bytes on every rank."""
     import torch
     import torch.distributed as dist
 
-    length = broadcast_decision(world, len(content))
-    tensor = torch.empty(length, dtype=torch.uint8)
-    if world.rank == 0 and length:
-        tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    if length:
-        dist.broadcast(tensor, src=0)
-    return tensor.numpy().tobytes()
+    text = json.dumps(value if world.rank == 0 else None)
+    content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    length = broadcast_decision(world, content.numel())
+    if world.rank != 0:
+        content = torch.empty(length, dtype=torch.uint8)
+    dist.broadcast(content, src=0)
+    return json.loads(content.numpy().tobytes())
 
 
 def broadcast_decision(world: Membership, value: int) -> int:

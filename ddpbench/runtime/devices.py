@@ -90,7 +90,6 @@ class Cpu:
     name = "cpu"
     memory = "host"  # name of the memory of its tensors, for messages
     clock = "host"  # that times operations and steps; "device": events
-    sleeps = True  # whether `sleep` works; else it must not be called
     event_step_seconds = 0.0  # resolution of events; 0: the clock's resolution
     forks = True  # whether processes that use such devices can be forked
     refuses = False  # whether an allocation beyond its memory raises torch.OutOfMemoryError
@@ -204,7 +203,6 @@ class Cuda(Cpu):
     name = "cuda"
     memory = "GPU"
     clock = "device"
-    sleeps = True
     event_step_seconds = 0.5e-6  # as CUDA documents it
     forks = False
     refuses = True

@@ -14,28 +14,22 @@ CONF_OF_HOST = "/etc/nccl.conf"
 PLUGIN = re.compile(r"/lib[nr]ccl-[^/\s]+\.so[^/\s]*")
 
 
-def loaded_version() -> tuple[int, ...] | None:
-    """Return the version that the loaded library reports; None if none is loaded.
+def describe_version() -> str | None:
+    """Return "2.30.7", or "2.29.7 (as built)" of torch if none is loaded; None without NCCL.
 
     Opening the library by name could load a second copy, with another version.
     """
+    import torch
+
     number = ctypes.c_int()
     for name in ("librccl.so.1", "librccl.so") if _is_rccl() else ("libnccl.so.2",):
         try:
             library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
             if library.ncclGetVersion(ctypes.byref(number)) == 0:
-                return number.value // 10000, number.value // 100 % 100, number.value % 100
+                code = number.value
+                return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
         except (OSError, AttributeError):
             continue
-    return None
-
-
-def describe_version() -> str | None:
-    """Return "2.30.7", or "2.29.7 (as built)" of torch if none is loaded; None without NCCL."""
-    import torch
-
-    if loaded := loaded_version():
-        return ".".join(map(str, loaded))
     built: Any = getattr(torch.cuda, "nccl", None)
     version = or_none(lambda: built.version()[:3])  # torch may have been built without NCCL
     return version and f"{'.'.join(map(str, version))} (as built)"

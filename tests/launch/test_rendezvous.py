@@ -27,10 +27,6 @@ SWEEP = (
 # A warm Python is no child of the test: it writes its process's number.
 NUMBERED = "import os, sys; print(os.getpid(), flush=True); "
 DDPBENCH = NUMBERED + "from ddpbench import cli; sys.exit(cli.main(sys.argv[1:]))"
-EXECUTED = NUMBERED + (
-    "from ddpbench.launch import starters, supervise; "
-    "sys.exit(starters.start('', sys.argv[1:], None, 2, supervise.Deadline()))"
-)
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
@@ -62,15 +58,11 @@ def seen_listening(code: str, words: list[str], cwd: Path) -> set[tuple[str, int
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("starter", ["forked", "executed"])
-def test_on_one_host_nothing_listens_beyond_it(starter: str, tmp_path: Path) -> None:
+def test_on_one_host_nothing_listens_beyond_it(tmp_path: Path) -> None:
     """Of the launcher and its ranks every socket that ever listened was on loopback: the store, the
     control group, the streams that calibrate. (The tested gloo listens where gloo does in any job,
     which is told to be loopback here.)"""
-    if starter == "forked":
-        seen = seen_listening(DDPBENCH, [*SWEEP, "-n", "2"], tmp_path)
-    else:
-        seen = seen_listening(EXECUTED, ["-m", "ddpbench", *SWEEP], tmp_path)
+    seen = seen_listening(DDPBENCH, [*SWEEP, "-n", "2"], tmp_path)
     assert {address for address, _ in seen} == {"127.0.0.1"}
 
 

@@ -2,13 +2,12 @@
 
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_lines import ROOT, run_command
+from command_lines import ROOT
 from patience import PATIENCE_SECONDS
 from rank_pool import Done, RankPool
 from slurm_cluster import Cluster, explain_missing, start_cluster
@@ -49,28 +48,6 @@ def test_sigusr1_ends_a_run_with_what_was_measured(tmp_path: Path, pool: RankPoo
     assert (run.state, run.exit_code) == ("interrupted", 130)
     assert "SIGUSR1 (rank 1)" in str(run.state_reason)
     assert run.outcomes
-
-
-RANK = """\
-import os, signal, sys, time
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(130))
-os.kill(os.getppid(), signal.SIGUSR1)
-time.sleep(600)
-sys.exit(9)
-"""
-
-
-def test_sigusr1_is_passed_on_to_the_ranks_that_ddpbench_starts(tmp_path: Path) -> None:
-    """A batch script may run `python -m ddpbench …` itself: the signal that this process gets, its
-    ranks get too, and the exit code is that of an interruption."""
-    (tmp_path / "rank.py").write_text(RANK)
-    code = (
-        "from ddpbench.launch import starters, supervise\n"
-        "raise SystemExit(starters.start('', ['rank.py'], None, 1, supervise.Deadline()))"
-    )
-    words = [sys.executable, "-c", code]
-    done = run_command(words, tmp_path)
-    assert done.returncode == 130, done.stderr
 
 
 # --- a real Slurm ---------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Tests of ddpbench's speed: 6 launches of 2 ranks on this host each.
 
-./run_bench.sh regress                      compares with earlier runs and saves this one
-./run_bench.sh regress -k all_reduce --ddpbench-launches 12
+./run_bench.sh test tests/perf --ddpbench-compare --benchmark-autosave
+./run_bench.sh test tests/perf -k all_reduce --ddpbench-launches 12
 """
 
 import importlib.util

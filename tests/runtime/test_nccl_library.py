@@ -1,77 +1,62 @@
-"""The NCCL of a process: its version and plug-ins, from stub libraries, and its files."""
+"""The NCCL of a process: its version and plug-ins, and its files."""
 
+import ctypes
 import json
+import os
 import pwd
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from ddpbench.runtime import environment, nccl_library
 
-SOURCE = "int ncclGetVersion(int *version) {{ *version = {code}; return 0; }}"
-# The library decides, not torch: a stand-in of the parts of torch that are asked starts faster.
-SHOW = """
-import ctypes, sys
-from types import SimpleNamespace
-sys.modules["torch"] = SimpleNamespace(
-    version=SimpleNamespace(hip=sys.argv[2] or None),
-    cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: (2, 29, 7))),
-)
-from ddpbench.catalog import backends
-from ddpbench.runtime import nccl_library
-for name in filter(None, sys.argv[1].split(",")):
-    ctypes.CDLL(name)
-print(nccl_library.loaded_version(), nccl_library.describe_version(),
-      backends.get("nccl").library(), nccl_library.plugins(), sep="; ")
-"""
 
-
-@pytest.fixture(scope="module")
-def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a libnccl.so.2 and a librccl.so.1 that only tell a version."""
-    if shutil.which("cc") is None:
-        pytest.skip("needs cc")
-    folder = tmp_path_factory.mktemp("stubs")
-    codes = {"libnccl.so.2": 23007, "librccl.so.1": 22105, "libnccl-net-ofi.so": 0}
-    for name, code in codes.items():
-        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", name, f"-Wl,-soname,{name}"]
-        text = SOURCE.format(code=code)
-        subprocess.run(command, input=text, text=True, cwd=folder, check=True)
-    return folder
-
-
-def shown(stubs: Path, load: str, hip: str = "") -> list[str]:
-    """Show the versions in a process that finds the stubs by name, and loads one of them."""
-    words = [sys.executable, "-c", SHOW, load, hip]
-    done = subprocess.run(
-        words, env={"LD_LIBRARY_PATH": str(stubs), "PYTHONPATH": ":".join(filter(None, sys.path))},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return done.stdout.strip().split("; ")
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("load", "hip", "expected"),
+    ("hip", "loaded", "code", "shown"),
     [
-        ("libnccl.so.2", "", ["(2, 30, 7)", "2.30.7", "NCCL 2.30.7", "none"]),
-        ("", "", ["None", "2.29.7 (as built)", "NCCL 2.29.7 (as built)", "None"]),
-        ("librccl.so.1", "6.4", ["(2, 21, 5)", "2.21.5", "RCCL 2.21.5", "none"]),
-        (
-            "libnccl.so.2,libnccl-net-ofi.so",
-            "",
-            ["(2, 30, 7)", "2.30.7", "NCCL 2.30.7", "libnccl-net-ofi.so"],
-        ),
+        (None, "libnccl.so.2", 23007, "NCCL 2.30.7"),
+        ("6.4", "librccl.so.1", 22105, "RCCL 2.21.5"),
+        (None, "", 0, "NCCL 2.29.7 (as built)"),
     ],
-    ids=["loaded", "not loaded", "RCCL", "plug-in"],
 )
-def test_the_loaded_library_counts(stubs: Path, load: str, hip: str, expected: list[str]) -> None:
-    """Its version and plug-ins, not the headers with which torch was built; asking loads none."""
-    assert shown(stubs, load, hip) == expected
+def test_the_loaded_library_counts(
+    hip: str | None, loaded: str, code: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its version, not that of the headers with which torch was built; asking loads none."""
+
+    def open_library(name: str, mode: int) -> SimpleNamespace:
+        assert mode == os.RTLD_NOLOAD
+        if name != loaded:
+            raise OSError(name)
+
+        def read_version(pointer: Any) -> int:
+            pointer._obj.value = code
+            return 0
+
+        return SimpleNamespace(ncclGetVersion=read_version)
+
+    monkeypatch.setattr(ctypes, "CDLL", open_library)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 29, 7)))
+    assert nccl_library.describe() == shown
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        ("/usr/lib/libc.so.6", None),
+        ("/usr/lib/libnccl.so.2", "none"),
+        ("/usr/lib/libnccl.so.2\n7f /opt/libnccl-net-ofi.so", "libnccl-net-ofi.so"),
+    ],
+)
+def test_loaded_plug_ins_are_named(
+    files: str, names: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_library, "read", lambda _: f"7f {files}\n")
+    assert nccl_library.plugins() == names
 
 
 def test_the_files_of_nccl_are_read_as_nccl_reads_them(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +12,8 @@ from stored_runs import a_case
 
 from ddpbench import collectives
 from ddpbench.analysis import stats
-from ddpbench.analysis.stats import Kept
-from ddpbench.measure import start
 from ddpbench.measure.calibrate import Rates
-from ddpbench.records.schema import Case, Plan
-from ddpbench.runtime.subgroups import Subgroup, divide_ranks
+from ddpbench.runtime.subgroups import divide_ranks
 
 TWO = [[0, 1], [2, 3]]
 
@@ -50,52 +47,6 @@ def test_what_cannot_be_divided_says_why(frozen: Frozen, name: str, hosts: list[
     frozen.text(divide_ranks(name, hosts).objection or "")
 
 
-def bench(rank: int, case: Case, hosts: list[list[int]] = TWO) -> Any:
-    """What a rank sets up for a case; nothing is sent."""
-    import torch
-
-    from ddpbench.measure.loop import Bench
-
-    its = divide_ranks(case.group, hosts)
-    nothing = cast(Any, None)
-    team = Subgroup(its, nothing, None)
-    for number, members in enumerate(its.subgroups):
-        if rank in members:
-            team = Subgroup(its, nothing, cast(Any, "group"), number, members.index(rank))
-    group: Any = SimpleNamespace(rank=rank, world_size=sum(map(len, hosts)))
-    return Bench(case, Plan(), group, team, torch.device("cpu"))
-
-
-def test_each_group_has_data_of_its_own() -> None:
-    """The first ranks of two groups hold different inputs, and each takes the other's result for
-    wrong and its own for right; what is wrong is named by the rank among all."""
-    from ddpbench.catalog import payload
-
-    case = a_case(operation="all_gather", in_place=False, group="host", groups=2, start="none")
-    ours, theirs = bench(0, case), bench(2, case)
-    assert not (ours.buffers[0].input == theirs.buffers[0].input).all()
-    for each, found in ((theirs, None), (ours, 2)):
-        for place in range(2):
-            part = theirs.buffers[0].output[place * case.count : (place + 1) * case.count]
-            payload.fill(part, each._table(place))
-        wrong = theirs.find_wrong(0)
-        assert (wrong and wrong.rank) == found
-
-
-def test_a_rank_in_no_group_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds no buffers, its repetitions pass, and no result of it can be wrong. A burst
-    without common starts begins with one: a rank may still be deciding or checking."""
-    begun = []
-    monkeypatch.setitem(start.STARTS, "barrier", lambda group, device: lambda: begun.append(group))
-    case = a_case(group="cross", start="none", ranks_per_host=(1, 1))
-    idle = bench(1, case, [[0, 1], [2]])
-    assert idle.buffers == []
-    idle.begin()
-    assert idle.repeat(3).shape == (3, 3)
-    assert begun == [None]
-    assert idle.find_wrong(0) is None
-
-
 def some_stamps() -> stats.Stamps:
     """Two repetitions of ranks 0+2 and 1+3, and of 4, which is in no group and slower than all."""
     entry = np.array([[0, 10], [5, 10], [2, 12], [9, 13], [0, 0]])
@@ -111,14 +62,6 @@ def test_of_groups_at_once_the_slowest_tells() -> None:
     assert (found.first_in.tolist(), found.last_in.tolist()) == ([5, 10], [9, 12])
     assert found.last_out.tolist() == [25, 40]
     assert (found.mean.tolist(), found.fastest.tolist()) == ([14.5, 25.75], [10, 20])
-
-
-def test_samples_of_ranks_in_no_group_are_not_kept() -> None:
-    """The rows are those of the four ranks in groups, under their own numbers."""
-    its = Kept(((0, 2), (1, 3)))
-    its.add(some_stamps())
-    assert its.rows()[:, 1].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert its.over[0].slowest.tolist() == [20, 30]
 
 
 def test_each_kind_of_group_has_its_own_limit() -> None:

@@ -367,7 +367,7 @@ class Wire:
         """Answer a peer that calls `lead`."""
         while nbytes := control.receive_number(peer):
             messages = self._messages(nbytes)
-            if self._kind.sleeps and not self._on_host:
+            if not self._on_host:
                 self._kind.sleep(self._device, LAUNCH_SECONDS)
             self._move("isend", peer, [self._ping])
             self._move("irecv", peer, messages)
