@@ -133,6 +133,8 @@ def _find_row(name: str, tensors: Sequence[Tensor]) -> Tensor | None:
 
 def join(name: str, tensors: Sequence[Tensor]) -> Tensor:
     """A flat tensor with the elements of all tensors, in order."""
+    if len(tensors) == 1:
+        return flatten(name, tensors[0])
     row = _find_row(name, tensors)
     if row is None:
         row = flatten(name, torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
@@ -141,6 +143,9 @@ def join(name: str, tensors: Sequence[Tensor]) -> Tensor:
 
 def rooms_for(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     """A flat tensor with room for all of these, and its part for each of them."""
+    if len(tensors) == 1:
+        room = room_for(name, tensors[0])
+        return room, [room]
     row = _find_row(name, tensors)
     if row is not None:
         return row, tensors

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from queue import Empty, SimpleQueue
+from time import time_ns
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ AWAKE_SECONDS = 5e-3  # after the last call that was queued
 
 # A call as a queue records it: its number, counted from 1, its name, dtype and bytes.
 Noted = tuple[int, str, torch.dtype | None, int]
-KEPT = 64  # of the latest
+KEPT, KEPT_STAMPED = 64, 2000  # of the latest
 
 _QUEUES: weakref.WeakKeyDictionary[CallQueue, None] = weakref.WeakKeyDictionary()
 _DROPPED: list[Request] = []
@@ -85,7 +86,7 @@ class Call(Work):
         self, name: str, queue: CallQueue, run: Callable[[], Any], outputs: list[Tensor]
     ) -> None:
         super().__init__(name, queue.rank, outputs)
-        self.issued_ns = time.time_ns()
+        self.issued_ns = time_ns()
         self._run: Callable[[], Any] | None = run  # keeps alive memory known to MPI only
         self._queue = queue
         self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
@@ -250,7 +251,10 @@ class CallQueue:
         self.rank, self.timeout, self.group = rank, timeout, group
         self.past: deque[Noted] = deque(maxlen=KEPT)
         self.posted = 0  # sends and receives
-        self._count, self._keep = itertools.count(1).__next__, self.past.append
+        self._count = itertools.count(1).__next__
+        self._keep: Callable[[Noted], None] = self.past.append
+        self._stamps: deque[tuple[Noted, int]] = deque(maxlen=KEPT_STAMPED)
+        self._taken = self.turn.locked
         self._holder: int | None = None  # ident of the thread that has the turn
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -264,16 +268,23 @@ class CallQueue:
 
     def call(
         self,
+        opts: Any,
         name: str,
         dtype: torch.dtype | None,
         nbytes: int,
         function: Callable[..., Any],
         *arguments: Any,
-    ) -> None:
+    ) -> bool:
         """Make and record an MPI call on a tensor of this dtype and size, in this thread.
 
+        With options, only if the caller waits for the result and no other call is queued before it.
         Raises DistBackendError with operation and rank for any error.
         """
+        try:
+            if opts is not None and (opts.asyncOp or self.calls or self._taken()):
+                return False
+        except AttributeError:  # with the options of older torch, the caller may not wait
+            return False
         self.running = noted = (self._count(), name, dtype, nbytes)
         self._keep(noted)
         try:
@@ -282,6 +293,7 @@ class CallQueue:
             raise failure(name, self.rank, error) from error
         finally:
             self.running = None
+        return True
 
     def recorded(self) -> tuple[int, int, list[Noted], int]:
         """Return the number of the last call made, the number of the last that ended, the latest
@@ -291,6 +303,19 @@ class CallQueue:
         ended = begun if running is None else max(0, running[0] - 1)
         started = begun + len(self.calls)
         return started, ended, past, started + self.posted
+
+    def take_stamps(self) -> list[tuple[Noted, int]]:
+        """Return the calls since the last time, and when each was issued by the system clock.
+
+        The first time, stamping begins: it would lengthen each call that nobody watches.
+        """
+        self._keep = self._keep_stamped
+        return [self._stamps.popleft() for _ in range(len(self._stamps))]
+
+    def _keep_stamped(self, noted: Noted) -> None:
+        self.past.append(noted)
+        issued_ns = time_ns() if self.current is None else self.current.issued_ns
+        self._stamps.append((noted, issued_ns))
 
     def submit(self, call: Call) -> None:
         """Queue a call. In a callback of one of these calls, make it now."""

@@ -198,7 +198,6 @@ class _Rank:
     def close(self) -> None:
         """Stop reading."""
         self._stacks.close()
-        self._arrivals.close()
         self._facts.close()
 
 

@@ -60,20 +60,14 @@ class Arrivals:
             for call in [*ended.values()][-CALLS:]
         ]
 
-    def close(self) -> None:
-        """Stop stamping calls over MPI."""
-        if "ddpbench.mpi_backend.stamps" in sys.modules:
-            from ddpbench.mpi_backend import stamps
-
-            stamps.end()
-
     def _read_mpi(self) -> Iterator[JoinedCall]:
         if "ddpbench.mpi_backend.work" not in sys.modules:
             return
-        from ddpbench.mpi_backend import stamps
+        from ddpbench.mpi_backend import work
 
-        for name, calls in stamps.take():
-            if (group := self._groups.get(name)) is not None:
+        for queue in work.live_queues():
+            calls = queue.take_stamps()
+            if (group := self._groups.get(queue.group)) is not None:
                 for (number, operation, _, nbytes), issued_ns in calls:
                     yield self._arrive(group, number, operation, nbytes, issued_ns)
 
