@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpbench.mpi_backend.collectives import SYNCED, Collectives, TensorList, TensorLists
+from ddpbench.mpi_backend.collectives import SYNCED, Collectives, TensorList
 from ddpbench.mpi_backend.library import NAME as NAME
 from ddpbench.mpi_backend.library import mpi, world
 from ddpbench.mpi_backend.tensors import DEVICES, finish, flatten, on_device, room_for
@@ -33,9 +33,9 @@ class ProcessGroupMPI4PY(Collectives):
 
     Tensors may have any shape and strides. Every dtype can be moved. SUM, AVG, PRODUCT, MIN, MAX
     support float16/32/64, bfloat16 and all integers (AVG truncates); BAND, BOR, BXOR the integers;
-    SUM, AVG, PRODUCT complex64/128. On bool, SUM and MAX are "or", PRODUCT and MIN "and"; AVG is
-    not supported. An impossible call raises ValueError before sending; an error of MPI raises a
-    DistBackendError with the operation and the rank.
+    SUM, AVG, PRODUCT complex64/128. On bool, SUM and MAX are "or", PRODUCT and MIN "and". AVG
+    supports neither bool nor uint16/32/64. An impossible call raises ValueError before sending; an
+    error of MPI raises a DistBackendError with the operation and the rank.
     """
 
     # --- point to point
@@ -82,12 +82,6 @@ class ProcessGroupMPI4PY(Collectives):
         """Make an allreduce of each tensor."""
         works = [self.allreduce([tensor], opts) for tensor in tensors]
         return self._join("all_reduce_coalesced", works, opts)
-
-    def allgather_coalesced(self, outputs: TensorLists, inputs: TensorList, opts: Any) -> Any:
-        """Copy inputs[k] of rank r to outputs[r][k] of every rank."""
-        parts = zip(*outputs, strict=True)
-        works = [self.allgather([list(p)], [t], opts) for p, t in zip(parts, inputs, strict=True)]
-        return self._join("all_gather_coalesced", works, opts)
 
     def all_gather_single_coalesced(
         self, outputs: TensorList, inputs: TensorList, opts: Any

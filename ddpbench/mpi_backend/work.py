@@ -43,6 +43,8 @@ _ENDING = threading.Lock()  # to end a call; so brief that one lock suffices for
 
 def failure(name: str, rank: int, error: BaseException) -> Exception:
     """Return a DistBackendError with operation, rank and text, for an error of MPI or the call."""
+    if isinstance(error, dist.DistBackendError):
+        return error
     own = str(error) or repr(error)
     text = error.Get_error_string() if isinstance(error, mpi().Exception) else own
     text = "; ".join(text.splitlines())
@@ -100,8 +102,6 @@ class Call(Work):
         try:
             if self._run is not None:
                 self._run()
-        except dist.DistBackendError as raised:
-            error = raised
         except BaseException as raised:
             error = failure(self.name, self.rank, raised)
             if not isinstance(raised, Exception):
@@ -171,11 +171,7 @@ class JoinedWork(Work):
         return next((error for work in self._works if (error := work.exception())), None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        end = time.monotonic() + timeout.total_seconds() if timeout else None
-        for work in self._works:
-            left = None if end is None else timedelta(seconds=max(1e-6, end - time.monotonic()))
-            work.wait(left)
-        return True
+        return all(work.wait(timeout) for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
         every = torch.futures.collect_all([work.get_future() for work in self._works])
@@ -368,8 +364,11 @@ class CallQueue:
                     timeout=LOOK_SECONDS if self._awake or self.calls else None
                 )
             if self.calls:
-                with self.turn, mpi_library.yield_core():
+                yield_core, first = mpi_library.find_yield_switch()
+                with self.turn:
+                    yield_core(True)  # so that another thread can compute meanwhile
                     self._drain(None)
+                    yield_core(first)
 
     def close(self) -> str | None:
         """Run the queued calls and end the thread; return a sentence if that takes too long."""
