@@ -272,7 +272,7 @@ def _take_timed(bursts: Bursts, until: float) -> None:
             if len(times) >= look:
                 look *= 2
                 interval = stats.median_interval(times)
-                precise = interval is not None and stats.half_width(interval) <= plan.precision
+                precise = interval is not None and interval.half_width <= plan.precision
             if len(times) >= plan.max_repetitions:
                 samples.stop_reason = "most repetitions"
             elif precise and time.monotonic() > least:

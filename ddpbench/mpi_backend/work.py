@@ -18,7 +18,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from queue import Empty, SimpleQueue
-from time import time_ns
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ AWAKE_SECONDS = 5e-3  # after the last call that was queued
 
 # A call as a queue records it: its number, counted from 1, its name, dtype and bytes.
 Noted = tuple[int, str, torch.dtype | None, int]
-KEPT, KEPT_STAMPED = 64, 2000  # of the latest
+KEPT = 64  # of the latest
 
 _QUEUES: weakref.WeakKeyDictionary[CallQueue, None] = weakref.WeakKeyDictionary()
 _DROPPED: list[Request] = []
@@ -88,7 +87,6 @@ class Call(Work):
         self, name: str, queue: CallQueue, run: Callable[[], Any], outputs: list[Tensor]
     ) -> None:
         super().__init__(name, queue.rank, outputs)
-        self.issued_ns = time_ns()
         self._run: Callable[[], Any] | None = run  # keeps alive memory known to MPI only
         self._queue = queue
         self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None
@@ -247,9 +245,7 @@ class CallQueue:
         self.rank, self.timeout, self.group = rank, timeout, group
         self.past: deque[Noted] = deque(maxlen=KEPT)
         self.posted = 0  # sends and receives
-        self._count = itertools.count(1).__next__
-        self._keep: Callable[[Noted], None] = self.past.append
-        self._stamps: deque[tuple[Noted, int]] = deque(maxlen=KEPT_STAMPED)
+        self._count, self._keep = itertools.count(1).__next__, self.past.append
         self._taken = self.turn.locked
         self._holder: int | None = None  # ident of the thread that has the turn
         self._wake: SimpleQueue[bool] = SimpleQueue()
@@ -299,19 +295,6 @@ class CallQueue:
         ended = begun if running is None else max(0, running[0] - 1)
         started = begun + len(self.calls)
         return started, ended, past, started + self.posted
-
-    def take_stamps(self) -> list[tuple[Noted, int]]:
-        """Return the calls since the last time, and when each was issued by the system clock.
-
-        The first time, stamping begins: it would lengthen each call that nobody watches.
-        """
-        self._keep = self._keep_stamped
-        return [self._stamps.popleft() for _ in range(len(self._stamps))]
-
-    def _keep_stamped(self, noted: Noted) -> None:
-        self.past.append(noted)
-        issued_ns = time_ns() if self.current is None else self.current.issued_ns
-        self._stamps.append((noted, issued_ns))
 
     def submit(self, call: Call) -> None:
         """Queue a call. In a callback of one of these calls, make it now."""

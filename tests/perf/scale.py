@@ -43,7 +43,7 @@ from ddpbench.runtime import cpu
 from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 from ddpbench.runtime.world import World
-from ddpbench.session import launch_facts, launch_loop, run_folder
+from ddpbench.session import launch_loop, run_folder
 from ddpbench.session.summary import summarise_result
 
 WORLDS = (16, 1024, 16384)
@@ -149,7 +149,7 @@ def measured(size: int, folder: Path) -> dict[str, float]:
                 case, PLAN, world, team, nothing, shortest_seconds=0.0, objection=None
             )
         with timed("summary s", CASES):
-            launch_facts.gather_others_share(world, cpu.CpuMeter())
+            launch_loop.gather_others_share(world, cpu.CpuMeter())
             wrong = tuple(repetitions.gather_wrong(world, samples))
             result = Result(case, 0, 1.0, 4.0, 4, wrong=wrong)
             outcome = summarise_result(result, samples, 0.0)
