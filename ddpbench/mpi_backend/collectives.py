@@ -151,19 +151,17 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         outputs, where they can differ. rooted: only the root has both. own: the elements before
         this rank's own part of the outputs, which may be the input. kind: MPI's datatype.
         """
-        source, target, parts = None, None, ()
-        send, receive = None, None
-        if outputs:
-            target, parts = rooms_for(name, outputs)
-            receive = self._message(target, kind, shares[1])
-        if inputs:
-            source = join(name, inputs)
+        source = join(name, inputs) if inputs else None
+        target, parts = rooms_for(name, outputs) if outputs else (None, [])
+        begin = None
+        if source is not None and target is not None:
             begin = None if own is None else target.data_ptr() + own * target.itemsize
-            # MPI requires all ranks in place or none; each library here reads only its own choice.
-            send = self._in_place
-            if source.data_ptr() != begin:
-                source = source if target is None else keep_apart(source, target)
-                send = self._message(source, kind, shares[0])
+            source = source if source.data_ptr() == begin else keep_apart(source, target)
+        # MPI requires all ranks in place or none; each library here reads only its own choice.
+        send = self._in_place
+        if source is None or source.data_ptr() != begin:
+            send = self._message(source, kind, shares[0])
+        receive = self._message(target, kind, shares[1])
         sides = [side for side in (source, target) if side is not None]
         return self._issue(
             name,
@@ -176,11 +174,13 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
             nbytes=(min if rooted else max)(side.nbytes for side in sides),
         )
 
-    def _message(self, flat: Tensor, kind: Any = None, counts: Sequence[int] = ()) -> Any:
+    def _message(self, flat: Tensor | None, kind: Any = None, counts: Sequence[int] = ()) -> Any:
         """Return a contiguous tensor as mpi4py takes it; the tensor must outlive the call.
 
         kind: MPI's datatype, bytes if None. counts: per rank, in a call where they can differ.
         """
+        if flat is None:
+            return None
         memory = self._memory(flat.data_ptr(), flat.nbytes)
         return (memory, counts, kind or self._byte) if counts else (memory, kind or self._byte)
 
