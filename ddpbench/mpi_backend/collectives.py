@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpbench.mpi_backend import tensors as mpi_tensors
 from ddpbench.mpi_backend.library import NAME, mpi
 from ddpbench.mpi_backend.tensors import (
     DEVICES,
+    Reduction,
     finish,
     flatten,
     is_plain,
     join,
     keep_apart,
     on_device,
+    reductions,
     require,
     room_for,
     rooms_for,
@@ -31,13 +32,9 @@ TensorList = list[Tensor]
 TensorLists = list[list[Tensor]]
 _ProcessGroup: Any = dist.ProcessGroup  # untyped: its overloads conflict with the methods here
 
-
 # Newer torch does not expect a work from a synchronous call; older torch calls its wait().
 _ENDED = JoinedWork("a call that has ended", -1, [])
 SYNCED: Any = None if hasattr(dist.AllreduceOptions(), "asyncOp") else _ENDED
-
-
-UNKNOWN: mpi_tensors.Reduction = (None, None, True)  # a reduction that MPI cannot do
 
 
 class GroupBase(_ProcessGroup):  # type: ignore[misc]
@@ -53,10 +50,10 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         self.group_name = name
         self._comm, self._queue = comm, queue
         self._coalescing: list[Work] | None = None
-        # For the plain cases of the most frequent calls, where each look-up takes time.
+        # Bound once: each look-up takes time in the smallest calls.
         self._queued, self._taken = queue.calls, queue.turn.locked
         self._in_place, self._byte = mpi().IN_PLACE, mpi().BYTE
-        self._memory, self._reductions = mpi().buffer.fromaddress, mpi_tensors.reductions()
+        self._memory, self._reductions = mpi().buffer.fromaddress, reductions()
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
@@ -94,13 +91,6 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
 
     # --- how a call is issued
 
-    def _is_free(self, opts: Any) -> bool:
-        """Return whether the caller waits for the result, and no other call is queued before it."""
-        try:
-            return not (opts.asyncOp or self._queued or self._taken())
-        except AttributeError:
-            return False  # without options, or with those of older torch, it may not wait
-
     def _issue(
         self,
         name: str,
@@ -110,26 +100,25 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
         *,
         outputs: Sequence[Tensor] = (),
         flats: Sequence[Tensor] = (),
-        keep: Tensor | None = None,
         mean: bool = False,
-        noted: Tensor | None = None,
+        nbytes: int | None = None,
     ) -> Any:
         """Make an MPI call now, or queue it if the caller does not wait or other calls are queued.
 
-        like: for the device of the user's tensors. flats: results, to be copied to the outputs.
-        keep: the source, whose memory MPI knows by address only. noted: for the dtype and size by
-        which ranks compare their calls; like if None.
+        like: one of the user's tensors. flats: memory that MPI knows by address only; the results
+        come first, and are copied to the outputs. nbytes: the size by which ranks compare their
+        calls; the size of `like` if None.
         """
-        noted = like if noted is None else noted
-        dtype, nbytes = (None, 0) if noted is None else (noted.dtype, noted.nbytes)
-        divisor = self._size if mean else 0
+        dtype = None if like is None else like.dtype
+        if nbytes is None:
+            nbytes = 0 if like is None else like.nbytes
 
-        def call(_: Tensor | None = keep) -> None:
-            self._queue.call(name, dtype, nbytes, run)
-            finish(outputs, flats, divisor)
+        def call() -> None:
+            self._queue.call(None, name, dtype, nbytes, run)
+            finish(outputs, flats, self._size if mean else 0)
 
         made = call if like is None else on_device(call, like)
-        if self._is_free(opts):
+        if not (getattr(opts, "asyncOp", True) or self._queued or self._taken()):
             made()
             return SYNCED
         work = Call(name, self._queue, made, list(outputs))
@@ -141,23 +130,66 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]
             self._coalescing.append(work)
         return work
 
-    def _message(self, flat: Tensor, kind: Any = None) -> Any:
+    def _exchange(
+        self,
+        name: str,
+        opts: Any,
+        call: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        last: Sequence[Any] = (),
+        shares: Sequence[Sequence[int]] = ((), ()),
+        rooted: bool = False,
+        own: int | None = None,
+        kind: Any = None,
+        mean: bool = False,
+    ) -> Any:
+        """Issue an MPI call from the memory of all inputs to the memory of all outputs.
+
+        last: the call's arguments after these. shares: bytes per rank of the inputs and of the
+        outputs, where they can differ. rooted: only the root has both. own: the elements before
+        this rank's own part of the outputs, which may be the input. kind: MPI's datatype.
+        """
+        source = join(name, inputs) if inputs else None
+        target, parts = rooms_for(name, outputs) if outputs else (None, [])
+        begin = None
+        if source is not None and target is not None:
+            begin = None if own is None else target.data_ptr() + own * target.itemsize
+            source = source if source.data_ptr() == begin else keep_apart(source, target)
+        # MPI requires all ranks in place or none; each library here reads only its own choice.
+        send = self._in_place
+        if source is None or source.data_ptr() != begin:
+            send = self._message(source, kind, shares[0])
+        receive = self._message(target, kind, shares[1])
+        sides = [side for side in (source, target) if side is not None]
+        return self._issue(
+            name,
+            opts,
+            partial(call, send, receive, *last),
+            (inputs or outputs)[0],
+            outputs=outputs,
+            flats=(*parts, *sides),
+            mean=mean,
+            nbytes=(min if rooted else max)(side.nbytes for side in sides),
+        )
+
+    def _message(self, flat: Tensor | None, kind: Any = None, counts: Sequence[int] = ()) -> Any:
         """Return a contiguous tensor as mpi4py takes it; the tensor must outlive the call.
 
-        kind: MPI's datatype, bytes if None.
+        kind: MPI's datatype, bytes if None. counts: per rank, in a call where they can differ.
         """
-        return self._memory(flat.data_ptr(), flat.nbytes), kind or self._byte
+        if flat is None:
+            return None
+        memory = self._memory(flat.data_ptr(), flat.nbytes)
+        return (memory, counts, kind or self._byte) if counts else (memory, kind or self._byte)
 
-    def _reduction(self, name: str, tensor: Tensor, opts: Any) -> mpi_tensors.Reduction:
-        reduction = self._reductions.get(tensor.dtype, {}).get(hash(opts.reduceOp), UNKNOWN)
-        op = "" if reduction[0] else str(opts.reduceOp.op).rpartition(".")[2]
-        require(name, reduction is not UNKNOWN, f"{op} cannot reduce {tensor.dtype}")
-        return reduction
-
-    def _single(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        if len(tensors) != 1:
-            raise ValueError(f"{name} over mpi4py: one tensor per rank, not {len(tensors)}")
-        return tensors[0]
+    def _reduction(self, name: str, dtype: torch.dtype, opts: Any) -> Reduction:
+        try:
+            return self._reductions[dtype][hash(opts.reduceOp)]
+        except KeyError:
+            op = str(opts.reduceOp.op).rpartition(".")[2]
+            raise ValueError(f"{name} over mpi4py: {op} cannot reduce {dtype}") from None
 
     def _counts(self, name: str, tensors: Sequence[Tensor], part: Tensor, even: bool) -> list[int]:
         """Return the sizes of a list with a tensor per rank, of part's dtype and, if even, size."""
@@ -186,167 +218,127 @@ class Collectives(GroupBase):
 
     # --- reductions
 
-    def allreduce(self, tensors: TensorList, opts: Any = None) -> Any:
+    def allreduce(self, tensors: TensorList, opts: Any) -> Any:
         """Reduce all ranks' tensors[0] into tensors[0] of every rank."""
-        name, tensor = "all_reduce", self._single("all_reduce", tensors)
-        # The plain case needs no preparation. At 4 bytes that saves half of the time that the group
-        # adds to torch and MPI; the same holds for broadcast and all_gather_single.
-        if self._is_free(opts) and is_plain(tensor):
-            dtype, nbytes = tensor.dtype, tensor.nbytes
-            kind, op, mean = self._reductions.get(dtype, {}).get(hash(opts.reduceOp), UNKNOWN)
-            if not mean:
-                message = self._memory(tensor.data_ptr(), nbytes), kind
-                comm = self._comm
-                self._queue.call(name, dtype, nbytes, comm.Allreduce, self._in_place, message, op)
-                return SYNCED
-        opts = opts or dist.AllreduceOptions()
-        flat = flatten(name, tensor)
-        kind, op, mean = self._reduction(name, flat, opts)
-        message = self._message(flat, kind)
-        run = partial(self._comm.Allreduce, self._in_place, message, op)
+        name, (tensor,) = "all_reduce", tensors
+        kind, op, mean = self._reduction(name, tensor.dtype, opts)
+        plain = is_plain(tensor) and not mean
+        flat = tensor if plain else flatten(name, tensor)
+        nbytes = flat.nbytes
+        message = self._memory(flat.data_ptr(), nbytes), kind
+        comm, own, dtype = self._comm, self._in_place, tensor.dtype
+        if plain and self._queue.call(opts, name, dtype, nbytes, comm.Allreduce, own, message, op):
+            return SYNCED
+        run = partial(comm.Allreduce, own, message, op)
         return self._issue(name, opts, run, tensor, outputs=tensors, flats=(flat,), mean=mean)
 
-    def reduce(self, tensors: TensorList, opts: Any = None) -> Any:
+    def reduce(self, tensors: TensorList, opts: Any) -> Any:
         """Reduce all ranks' tensors[0] into tensors[0] of the root."""
-        name, opts, tensor = "reduce", opts or dist.ReduceOptions(), self._single("reduce", tensors)
-        flat, root = flatten(name, tensor), opts.rootRank
-        kind, op, mean = self._reduction(name, flat, opts)
-        message = self._message(flat, kind)
+        name, (tensor,), root = "reduce", tensors, opts.rootRank
+        flat = flatten(name, tensor)
+        kind, op, mean = self._reduction(name, tensor.dtype, opts)
+        message, outputs = self._message(flat, kind), tensors
+        sides = self._in_place, message
         if root != self._rank:
-            run = partial(self._comm.Reduce, message, None, op, root)
-            return self._issue(name, opts, run, tensor, keep=flat)
-        run = partial(self._comm.Reduce, self._in_place, message, op, root)
-        return self._issue(name, opts, run, tensor, outputs=tensors, flats=(flat,), mean=mean)
+            sides, outputs = (message, None), []
+        run = partial(self._comm.Reduce, *sides, op, root)
+        return self._issue(name, opts, run, tensor, outputs=outputs, flats=(flat,), mean=mean)
 
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> Any:
         """Reduce all ranks' sources; part r of the result becomes the output of rank r."""
-        name = "reduce_scatter"
-        self._require_whole(name, source, output)
-        return self._reduce_scatter(opts, output, flatten(name, source), [output.numel()])
+        self._require_whole("reduce_scatter", source, output)
+        return self._reduce_scatter(opts, output, [source], [output.numel()])
 
-    def reduce_scatter(self, outputs: TensorList, inputs: TensorLists, opts: Any = None) -> Any:
+    def reduce_scatter(self, outputs: TensorList, inputs: TensorLists, opts: Any) -> Any:
         """Reduce all ranks' inputs[0][r] into outputs[0] of rank r; sizes may differ by r."""
-        name = "reduce_scatter"
-        (parts,), output = inputs, self._single(name, outputs)
+        name, (output,), (parts,) = "reduce_scatter", outputs, inputs
         counts = self._counts(name, parts, output, even=False)
         require(name, counts[self._rank] == output.numel(), "output and input sizes differ")
-        return self._reduce_scatter(opts, output, join(name, parts), counts)
+        return self._reduce_scatter(opts, output, parts, counts)
 
-    def _reduce_scatter(self, opts: Any, output: Tensor, whole: Tensor, counts: list[int]) -> Any:
-        """Reduce and scatter `whole`. counts: elements per rank, a single one if all are equal."""
-        name, opts = "reduce_scatter", opts or dist.ReduceScatterOptions()
-        target = room_for(name, output)
-        whole = keep_apart(whole, target)
-        kind, op, mean = self._reduction(name, target, opts)
-        sides = self._message(whole, kind), self._message(target, kind)
+    def _reduce_scatter(
+        self, opts: Any, output: Tensor, inputs: Sequence[Tensor], counts: list[int]
+    ) -> Any:
+        """Reduce and scatter the inputs. counts: elements per rank, one if all are equal."""
+        name = "reduce_scatter"
+        kind, op, mean = self._reduction(name, output.dtype, opts)
+        call, last = self._comm.Reduce_scatter_block, [op]
         if len(set(counts)) > 1:
-            run = partial(self._comm.Reduce_scatter, *sides, counts, op)
-        else:
-            run = partial(self._comm.Reduce_scatter_block, *sides, op)
-        results: dict[str, Any] = {"outputs": (output,), "flats": (target,), "mean": mean}
-        return self._issue(name, opts, run, output, keep=whole, noted=whole, **results)
+            call, last = self._comm.Reduce_scatter, [counts, op]
+        return self._exchange(name, opts, call, inputs, [output], last=last, kind=kind, mean=mean)
 
     # --- from one rank to all and back
 
-    def broadcast(self, tensors: TensorList, opts: Any = None) -> Any:
+    def broadcast(self, tensors: TensorList, opts: Any) -> Any:
         """Copy the root's tensors[0] to every rank."""
-        name, tensor = "broadcast", self._single("broadcast", tensors)
-        if self._is_free(opts) and is_plain(tensor):
-            dtype, nbytes = tensor.dtype, tensor.nbytes
-            message = self._memory(tensor.data_ptr(), nbytes), self._byte
-            self._queue.call(name, dtype, nbytes, self._comm.Bcast, message, opts.rootRank)
+        name, (tensor,), root = "broadcast", tensors, opts.rootRank
+        plain, flat, outputs = is_plain(tensor), tensor, tensors
+        if not plain:
+            flat = (flatten if root == self._rank else room_for)(name, tensor)
+            outputs = tensors if root != self._rank else []
+        nbytes = flat.nbytes
+        message = self._memory(flat.data_ptr(), nbytes), self._byte
+        call = self._comm.Bcast
+        if plain and self._queue.call(opts, name, tensor.dtype, nbytes, call, message, root):
             return SYNCED
-        opts = opts or dist.BroadcastOptions()
-        at_root = opts.rootRank == self._rank
-        flat = (flatten if at_root else room_for)(name, tensor)
-        run = partial(self._comm.Bcast, self._message(flat), opts.rootRank)
-        flats = () if at_root else (flat,)
-        return self._issue(name, opts, run, tensor, outputs=tensors, flats=flats, keep=flat)
+        run = partial(call, message, root)
+        return self._issue(name, opts, run, tensor, outputs=outputs, flats=(flat,))
 
-    def scatter(self, outputs: TensorList, inputs: TensorLists, opts: Any = None) -> Any:
+    def scatter(self, outputs: TensorList, inputs: TensorLists, opts: Any) -> Any:
         """Copy the root's inputs[0][r] to outputs[0] of rank r; other ranks pass no inputs."""
-        name, opts = "scatter", opts or dist.ScatterOptions()
-        output = self._single(name, outputs)
-        target, root, whole, source = room_for(name, output), opts.rootRank, None, None
+        name, (output,), root, parts = "scatter", outputs, opts.rootRank, []
         if root == self._rank:
-            self._counts(name, inputs[0], output, even=True)
-            whole = keep_apart(join(name, inputs[0]), target)
-            source = self._message(whole)
-        run = partial(self._comm.Scatter, source, self._message(target), root)
-        return self._issue(name, opts, run, output, outputs=outputs, flats=(target,), keep=whole)
+            (parts,) = inputs
+            self._counts(name, parts, output, even=True)
+        call = self._comm.Scatter
+        return self._exchange(name, opts, call, parts, outputs, last=[root], rooted=True)
 
-    def gather(self, outputs: TensorLists, inputs: TensorList, opts: Any = None) -> Any:
+    def gather(self, outputs: TensorLists, inputs: TensorList, opts: Any) -> Any:
         """Copy inputs[0] of rank r to the root's outputs[0][r]; other ranks pass no outputs."""
-        name, opts = "gather", opts or dist.GatherOptions()
-        tensor = self._single(name, inputs)
-        source, root, target = flatten(name, tensor), opts.rootRank, None
-        targets: Sequence[Tensor] = ()
-        parts: Sequence[Tensor] = ()
+        name, (source,), root, parts = "gather", inputs, opts.rootRank, []
         if root == self._rank:
-            targets = outputs[0]
-            self._counts(name, targets, tensor, even=True)
-            whole, parts = rooms_for(name, targets)
-            source = keep_apart(source, whole)
-            target = self._message(whole)
-        run = partial(self._comm.Gather, self._message(source), target, root)
-        return self._issue(name, opts, run, tensor, outputs=targets, flats=parts, keep=source)
+            (parts,) = outputs
+            self._counts(name, parts, source, even=True)
+        call = self._comm.Gather
+        return self._exchange(name, opts, call, inputs, parts, last=[root], rooted=True)
 
     # --- from all ranks to all
 
-    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any) -> Any:
         """Gather all ranks' sources, in rank order, into the output of every rank."""
         name = "all_gather"
-        if self._is_free(opts) and is_plain(output) and is_plain(source):
+        if is_plain(output) and is_plain(source):
             dtype, nbytes, total = source.dtype, source.nbytes, output.nbytes
             start, begin = output.data_ptr(), source.data_ptr()
             fits = total == nbytes * self._size and output.dtype == dtype
             if fits and (begin >= start + total or begin + nbytes <= start):
                 message = self._memory(begin, nbytes), self._byte
                 room = self._memory(start, total), self._byte
-                self._queue.call(name, dtype, total, self._comm.Allgather, message, room)
-                return SYNCED
+                call = self._comm.Allgather
+                if self._queue.call(opts, name, dtype, total, call, message, room):
+                    return SYNCED
         self._require_whole(name, output, source)
-        whole = room_for(name, output)
-        return self._all_gather(opts, source, [source.numel()] * self._size, whole, [output])
+        return self._all_gather(opts, [output], source, [source.numel()] * self._size)
 
-    def allgather(self, outputs: TensorLists, inputs: TensorList, opts: Any = None) -> Any:
+    def allgather(self, outputs: TensorLists, inputs: TensorList, opts: Any) -> Any:
         """Copy inputs[0] of rank r to outputs[0][r] of every rank; sizes may differ by r."""
-        name = "all_gather"
-        (parts,), source = outputs, self._single(name, inputs)
+        name, (parts,), (source,) = "all_gather", outputs, inputs
         counts = self._counts(name, parts, source, even=False)
         require(name, counts[self._rank] == source.numel(), "output and input sizes differ")
-        whole, rooms = rooms_for(name, parts)
-        return self._all_gather(opts, source, counts, whole, parts, rooms)
+        return self._all_gather(opts, parts, source, counts)
 
     def _all_gather(
-        self,
-        opts: Any,
-        source: Tensor,
-        counts: list[int],
-        whole: Tensor,
-        outputs: list[Tensor],
-        parts: Sequence[Tensor] = (),
+        self, opts: Any, outputs: Sequence[Tensor], source: Tensor, counts: list[int]
     ) -> Any:
-        """Gather into `whole`; its parts, or itself if there are none, become the outputs."""
-        name, flat = "all_gather", flatten("all_gather", source)
-        in_place = flat.data_ptr() == whole.data_ptr() + sum(counts[: self._rank]) * flat.itemsize
-        flat = flat if in_place else keep_apart(flat, whole)
-        # MPI requires all ranks in place or none; each library here reads only its own choice.
-        message = self._in_place if in_place else self._message(flat)
-        if len(set(counts)) == 1:
-            target = self._message(whole)
-            run = partial(self._comm.Allgather, message, target)
-        else:
-            memory, kind = self._message(whole)
-            nbytes = [count * flat.itemsize for count in counts]
-            run = partial(self._comm.Allgatherv, message, (memory, nbytes, kind))
-        flats = parts or (whole,)
-        return self._issue(
-            name, opts, run, source, outputs=outputs, flats=flats, keep=flat, noted=whole
+        call, shares, own = self._comm.Allgather, [], sum(counts[: self._rank])
+        if len(set(counts)) > 1:
+            call, shares = self._comm.Allgatherv, [count * source.itemsize for count in counts]
+        return self._exchange(
+            "all_gather", opts, call, [source], outputs, shares=([], shares), own=own
         )
 
     def all_to_all_single(
-        self, output: Tensor, source: Tensor, to: list[int], of: list[int], opts: Any = None
+        self, output: Tensor, source: Tensor, to: list[int], of: list[int], opts: Any
     ) -> Any:
         """Send part r of the source to rank r.
 
@@ -355,45 +347,23 @@ class Collectives(GroupBase):
         """
         name = "all_to_all"
         require(name, output.dtype == source.dtype, "output and input dtypes differ")
-        target = room_for(name, output)
-        whole = keep_apart(flatten(name, source), target)
-        nbytes = self._rows(name, whole, of), self._rows(name, target, to)
-        uneven = bool(of or to)
-        require(name, uneven or nbytes[0] == nbytes[1], "output and input sizes differ")
-        shares = nbytes if uneven else None
-        return self._all_to_all(opts, whole, target, shares, [output], [target])
+        shares = self._rows(name, source, of), self._rows(name, output, to)
+        if of or to:
+            call = self._comm.Alltoallv
+            return self._exchange(name, opts, call, [source], [output], shares=shares)
+        require(name, shares[0] == shares[1], "output and input sizes differ")
+        return self._exchange(name, opts, self._comm.Alltoall, [source], [output])
 
-    def alltoall(self, outputs: TensorList, inputs: TensorList, opts: Any = None) -> Any:
+    def alltoall(self, outputs: TensorList, inputs: TensorList, opts: Any) -> Any:
         """Send inputs[r] to rank r, whose outputs[this rank] it becomes; sizes may differ."""
         name = "all_to_all"
         require(name, len(inputs) == self._size, f"the list must contain {self._size} tensors")
         for tensors in (inputs, outputs):
             self._counts(name, tensors, inputs[0], even=False)
-        nbytes = [tensor.nbytes for tensor in inputs], [tensor.nbytes for tensor in outputs]
-        target, parts = rooms_for(name, outputs)
-        whole = keep_apart(join(name, inputs), target)
-        return self._all_to_all(opts, whole, target, nbytes, outputs, parts)
+        shares = [[tensor.nbytes for tensor in tensors] for tensors in (inputs, outputs)]
+        return self._exchange(name, opts, self._comm.Alltoallv, inputs, outputs, shares=shares)
 
-    def _all_to_all(
-        self,
-        opts: Any,
-        source: Tensor,
-        target: Tensor,
-        shares: tuple[list[int], list[int]] | None,
-        outputs: Sequence[Tensor],
-        flats: Sequence[Tensor],
-    ) -> Any:
-        """Exchange parts. shares: bytes per rank, out and in; None in all ranks: even parts."""
-        name = "all_to_all"
-        sides = self._message(source), self._message(target)
-        if shares is None:
-            run = partial(self._comm.Alltoall, *sides)
-        else:
-            (memory, kind), (room, _) = sides
-            run = partial(self._comm.Alltoallv, (memory, shares[0], kind), (room, shares[1], kind))
-        return self._issue(name, opts, run, outputs[0], outputs=outputs, flats=flats, keep=source)
-
-    def barrier(self, opts: Any = None) -> Any:
+    def barrier(self, opts: Any) -> Any:
         """Wait until every rank has issued this barrier."""
         return self._issue("barrier", opts, self._comm.Barrier)
 

@@ -15,18 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpbench.mpi_backend.collectives import SYNCED, Collectives, TensorList, TensorLists
+from ddpbench.mpi_backend.collectives import SYNCED, Collectives, TensorList
 from ddpbench.mpi_backend.library import NAME as NAME
 from ddpbench.mpi_backend.library import mpi, world
-from ddpbench.mpi_backend.tensors import (
-    DEVICES,
-    finish,
-    flatten,
-    on_device,
-    require,
-    room_for,
-)
-from ddpbench.mpi_backend.work import CallQueue, JoinedWork, Request, Work, failure
+from ddpbench.mpi_backend.tensors import DEVICES, finish, flatten, on_device, room_for
+from ddpbench.mpi_backend.work import CallQueue, JoinedWork, Request, failure
 
 
 def register() -> None:
@@ -40,15 +33,15 @@ class ProcessGroupMPI4PY(Collectives):
 
     Tensors may have any shape and strides. Every dtype can be moved. SUM, AVG, PRODUCT, MIN, MAX
     support float16/32/64, bfloat16 and all integers (AVG truncates); BAND, BOR, BXOR the integers;
-    SUM, AVG, PRODUCT complex64/128. On bool, SUM and MAX are "or", PRODUCT and MIN "and"; AVG is
-    not supported. An impossible call raises ValueError before sending; an error of MPI raises a
-    DistBackendError with the operation and the rank.
+    SUM, AVG, PRODUCT complex64/128. On bool, SUM and MAX are "or", PRODUCT and MIN "and". AVG
+    supports neither bool nor uint16/32/64. An impossible call raises ValueError before sending; an
+    error of MPI raises a DistBackendError with the operation and the rank.
     """
 
     # --- point to point
 
     def _post(self, name: str, tensors: TensorList, start: Any, peer: int, tag: int) -> Request:
-        tensor = self._single(name, tensors)
+        (tensor,) = tensors
         flat = (room_for if name == "recv" else flatten)(name, tensor)
         message = self._message(flat)
         self._queue.posted += 1
@@ -81,38 +74,30 @@ class ProcessGroupMPI4PY(Collectives):
 
     # --- several calls as one
 
-    def _join(self, name: str, works: list[Any]) -> Any:
-        require(name, bool(works), "at least one tensor is required")
-        return JoinedWork(name, self._rank, works) if isinstance(works[0], Work) else SYNCED
+    def _join(self, name: str, works: list[Any], opts: Any) -> Any:
+        waits = not getattr(opts, "asyncOp", True)
+        return SYNCED if waits else JoinedWork(name, self._rank, works)
 
-    def allreduce_coalesced(self, tensors: TensorList, opts: Any = None) -> Any:
+    def allreduce_coalesced(self, tensors: TensorList, opts: Any) -> Any:
         """Make an allreduce of each tensor."""
         works = [self.allreduce([tensor], opts) for tensor in tensors]
-        return self._join("all_reduce_coalesced", works)
-
-    def allgather_coalesced(
-        self, outputs: TensorLists, inputs: TensorList, opts: Any = None
-    ) -> Any:
-        """Copy inputs[k] of rank r to outputs[r][k] of every rank."""
-        parts = zip(*outputs, strict=True)
-        works = [self.allgather([list(p)], [t], opts) for p, t in zip(parts, inputs, strict=True)]
-        return self._join("all_gather_coalesced", works)
+        return self._join("all_reduce_coalesced", works, opts)
 
     def all_gather_single_coalesced(
-        self, outputs: TensorList, inputs: TensorList, opts: Any = None
+        self, outputs: TensorList, inputs: TensorList, opts: Any
     ) -> Any:
         """Make an all_gather_single of each pair."""
         pairs = zip(outputs, inputs, strict=True)
         works = [self.all_gather_single(*pair, opts) for pair in pairs]
-        return self._join("all_gather_coalesced", works)
+        return self._join("all_gather_coalesced", works, opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: TensorList, inputs: TensorList, opts: Any = None
+        self, outputs: TensorList, inputs: TensorList, opts: Any
     ) -> Any:
         """Make a reduce_scatter_single of each pair."""
         pairs = zip(outputs, inputs, strict=True)
-        works = [self.reduce_scatter_single(output, source, opts) for output, source in pairs]
-        return self._join("reduce_scatter_coalesced", works)
+        works = [self.reduce_scatter_single(*pair, opts) for pair in pairs]
+        return self._join("reduce_scatter_coalesced", works, opts)
 
     def _start_coalescing(self, _: torch.device) -> None:
         self._coalescing = []

@@ -17,6 +17,8 @@ from ddpbench.mpi_backend.library import cuda_aware, mpi
 
 DEVICES = ["cpu", "cuda"]  # devices of supported tensors
 
+# torch cannot divide them.
+UNDIVIDED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
 Reduction = tuple[Any, Any, bool]  # MPI's datatype, MPI's op, whether to divide afterwards
 
 
@@ -47,7 +49,7 @@ def reductions() -> dict[torch.dtype, dict[int, Reduction]]:
     entries: dict[torch.dtype, dict[int, Reduction]] = {}
     for dtype, (kind, ops) in table.items():
         entries[dtype] = {hash(op(key)): (kind, ops[key], False) for key in ops}
-        if dtype != torch.bool:
+        if dtype not in UNDIVIDED:
             entries[dtype][hash(op(op.AVG))] = kind, ops[op.SUM], True
     return entries
 
@@ -79,23 +81,18 @@ def is_plain(tensor: Tensor) -> bool:
         return False  # a tensor that is not dense
 
 
-def _is_direct(tensor: Tensor) -> bool:
-    """Return whether MPI can use the tensor's memory directly, in host or GPU memory."""
-    # A conjugated or negated view can be contiguous, although its memory is neither yet.
-    lazy = tensor.is_conj() or tensor.is_neg()
-    return tensor.is_contiguous() and not lazy and not _is_staged(tensor)
-
-
 def _is_staged(tensor: Tensor) -> bool:
     """Return whether MPI needs the tensor in host memory; halves are reduced there, by torch."""
     return not tensor.is_cpu and (tensor.itemsize == 2 or not cuda_aware())
 
 
-def _require_dense(name: str, tensor: Tensor) -> Tensor:
+def _is_direct(name: str, tensor: Tensor) -> bool:
+    """Return whether MPI can use the memory, of a host or a GPU; raise unless it is dense."""
+    where = f"{tensor.layout} on {tensor.device}"
     dense = tensor.layout == torch.strided and tensor.device.type in DEVICES
-    where = "" if dense else f"{tensor.layout} on {tensor.device}"
     require(name, dense, f"a tensor must be dense and on the CPU or a GPU, not {where}")
-    return tensor
+    lazy = tensor.is_neg() or tensor.is_conj()
+    return tensor.is_contiguous() and not lazy and not _is_staged(tensor)
 
 
 def _new_space(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -107,8 +104,7 @@ def _new_space(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 def room_for(name: str, tensor: Tensor) -> Tensor:
     """The tensor, or new memory of its size if MPI cannot write to the tensor."""
-    direct = _is_direct(_require_dense(name, tensor))
-    return tensor if direct else _new_space(tensor, tensor.shape)
+    return tensor if _is_direct(name, tensor) else _new_space(tensor, tensor.shape)
 
 
 def flatten(name: str, tensor: Tensor) -> Tensor:
@@ -119,7 +115,7 @@ def flatten(name: str, tensor: Tensor) -> Tensor:
 
 def _find_row(name: str, tensors: Sequence[Tensor]) -> Tensor | None:
     """Return one flat tensor over the memory of these tensors if they are adjacent; else None."""
-    if not all(_is_direct(_require_dense(name, tensor)) for tensor in tensors):
+    if not all(_is_direct(name, tensor) for tensor in tensors):
         return None
     first = tensors[0]
     start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
@@ -133,6 +129,8 @@ def _find_row(name: str, tensors: Sequence[Tensor]) -> Tensor | None:
 
 def join(name: str, tensors: Sequence[Tensor]) -> Tensor:
     """A flat tensor with the elements of all tensors, in order."""
+    if len(tensors) == 1:
+        return flatten(name, tensors[0])
     row = _find_row(name, tensors)
     if row is None:
         row = flatten(name, torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
@@ -141,6 +139,9 @@ def join(name: str, tensors: Sequence[Tensor]) -> Tensor:
 
 def rooms_for(name: str, tensors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
     """A flat tensor with room for all of these, and its part for each of them."""
+    if len(tensors) == 1:
+        room = room_for(name, tensors[0])
+        return room, [room]
     row = _find_row(name, tensors)
     if row is not None:
         return row, tensors
@@ -172,9 +173,6 @@ def _divide(flat: Tensor, size: int) -> None:
         flat = torch.view_as_real(flat)
     if flat.is_floating_point():
         flat.div_(size)
-    elif flat.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch cannot divide these
-        flat = flat.view(-1)
-        flat.copy_(torch.from_numpy(flat.cpu().numpy() // size))
     else:
         flat.div_(size, rounding_mode="trunc")
 

@@ -42,6 +42,8 @@ _ENDING = threading.Lock()  # to end a call; so brief that one lock suffices for
 
 def failure(name: str, rank: int, error: BaseException) -> Exception:
     """Return a DistBackendError with operation, rank and text, for an error of MPI or the call."""
+    if isinstance(error, dist.DistBackendError):
+        return error
     own = str(error) or repr(error)
     text = error.Get_error_string() if isinstance(error, mpi().Exception) else own
     text = "; ".join(text.splitlines())
@@ -98,8 +100,6 @@ class Call(Work):
         try:
             if self._run is not None:
                 self._run()
-        except dist.DistBackendError as raised:
-            error = raised
         except BaseException as raised:
             error = failure(self.name, self.rank, raised)
             if not isinstance(raised, Exception):
@@ -169,11 +169,7 @@ class JoinedWork(Work):
         return next((error for work in self._works if (error := work.exception())), None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        end = time.monotonic() + timeout.total_seconds() if timeout else None
-        for work in self._works:
-            left = None if end is None else timedelta(seconds=max(1e-6, end - time.monotonic()))
-            work.wait(left)
-        return True
+        return all(work.wait(timeout) for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
         every = torch.futures.collect_all([work.get_future() for work in self._works])
@@ -250,6 +246,7 @@ class CallQueue:
         self.past: deque[Noted] = deque(maxlen=KEPT)
         self.posted = 0  # sends and receives
         self._count, self._keep = itertools.count(1).__next__, self.past.append
+        self._taken = self.turn.locked
         self._holder: int | None = None  # ident of the thread that has the turn
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -263,16 +260,23 @@ class CallQueue:
 
     def call(
         self,
+        opts: Any,
         name: str,
         dtype: torch.dtype | None,
         nbytes: int,
         function: Callable[..., Any],
         *arguments: Any,
-    ) -> None:
+    ) -> bool:
         """Make and record an MPI call on a tensor of this dtype and size, in this thread.
 
+        With options, only if the caller waits for the result and no other call is queued before it.
         Raises DistBackendError with operation and rank for any error.
         """
+        try:
+            if opts is not None and (opts.asyncOp or self.calls or self._taken()):
+                return False
+        except AttributeError:  # with the options of older torch, the caller may not wait
+            return False
         self.running = noted = (self._count(), name, dtype, nbytes)
         self._keep(noted)
         try:
@@ -281,6 +285,7 @@ class CallQueue:
             raise failure(name, self.rank, error) from error
         finally:
             self.running = None
+        return True
 
     def recorded(self) -> tuple[int, int, list[Noted], int]:
         """Return the number of the last call made, the number of the last that ended, the latest
@@ -342,8 +347,11 @@ class CallQueue:
                     timeout=LOOK_SECONDS if self._awake or self.calls else None
                 )
             if self.calls:
-                with self.turn, mpi_library.yield_core():
+                yield_core, first = mpi_library.find_yield_switch()
+                with self.turn:
+                    yield_core(True)  # so that another thread can compute meanwhile
                     self._drain(None)
+                    yield_core(first)
 
     def close(self) -> str | None:
         """Run the queued calls and end the thread; return a sentence if that takes too long."""

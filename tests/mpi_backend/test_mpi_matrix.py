@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
 from ddpbench import mpi
 from ddpbench.mpi_backend import library as mpi_library
+from ddpbench.mpi_backend.tensors import UNDIVIDED
 
 SIZES = (4, 1, 3)
 MARKS = {1: pytest.mark.thorough, 3: [pytest.mark.thorough, pytest.mark.nightly]}
@@ -290,13 +291,6 @@ def all_reduce_coalesced(at: At, memory: Memory) -> Any:
     return partial(dist.all_reduce_coalesced, tensors, at.op)
 
 
-def all_gather_coalesced(at: At, memory: Memory) -> Any:
-    cases = [at._replace(shape=shape) for shape in (at.shape, (1, *at.shape), (5,))]
-    outputs = [memory.rooms([case.of(rank) for case in cases]) for rank in range(at.size)]
-    inputs = memory.all_given([case.mine() for case in cases])
-    return partial(dist.all_gather_coalesced, outputs, inputs)
-
-
 # --- the matrix
 
 
@@ -307,7 +301,7 @@ def ops_of(dtype: torch.dtype, row: Row) -> list[Any]:
     if dtype.is_complex:
         return [OP.SUM, OP.AVG, *([OP.PRODUCT] if row.direct else [])]
     ops = [OP.SUM, OP.PRODUCT, *EXTREMES]
-    ops += [] if dtype == torch.bool else [OP.AVG]
+    ops += [] if dtype in UNDIVIDED else [OP.AVG]
     return ops if dtype.is_floating_point else [*ops, *BITWISE]
 
 
@@ -364,7 +358,6 @@ ROWS: dict[str, Row] = {
     "batch_isend_irecv": Row(partial(pass_on, batch=True)),
     "barrier": Row(barrier, [torch.float32], shapes=((1,),)),
     "all_reduce_coalesced": fewer(all_reduce_coalesced, reduces=True),
-    "all_gather_coalesced": fewer(all_gather_coalesced),
 }
 for _name in ("all_reduce", "all_gather_single", "reduce_scatter_single"):
     for _device in (None, CPU):
