@@ -169,6 +169,7 @@ class _Rank:
         new = self._builder.add(self._marks.take())
         self._steps.extend(new)
         self.long_steps.add(new, self._stacks.take())
+        self._stacks.overdue_seconds = self.long_steps.limit_seconds
         until_ns = round_.began_ns
         ended = [step for step in self._steps if step.ended_ns <= until_ns][-self._most_steps :]
         number = self._number
