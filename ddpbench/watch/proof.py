@@ -29,10 +29,9 @@ from torch.optim import Optimizer
 
 from ddpbench.launch import placement
 from ddpbench.records.schema import Finding
-from ddpbench.records.wording import counted, spans
+from ddpbench.records.wording import counted, list_kinds, spans
 from ddpbench.replicas import channel, state
 from ddpbench.replicas.compare import Options
-from ddpbench.replicas.report import listed_kinds
 from ddpbench.replicas.state import shards_state, unwrap, wrapper
 from ddpbench.replicas.verify import gather_report
 from ddpbench.watch.observe.observer import Meetings, Observer
@@ -227,7 +226,7 @@ def _describe_record(name: str, record: Record) -> Finding:
         return _explain_never_compared(f"{model}: {reason}")
     sentence = (
         f"replicas of {model} were equal in {record.equal} of "
-        f"{counted(record.compared, 'comparison')}: {listed_kinds(record.contents)}"
+        f"{counted(record.compared, 'comparison')}: {list_kinds(record.contents)}"
     )
     place = {"compared": record.compared, "equal": record.equal, "step": record.equal_until}
     return Finding("note", COMPARED, sentence, "", place)

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, dataloader
 from warm_python import warm_python
 
 from ddpbench.catalog import backends
-from ddpbench.launch import forks
+from ddpbench.launch import starters
 from ddpbench.runtime import devices
 from ddpbench.watch.observe.observer import CALL, PATIENCE, Observer, find_waits
 from ddpbench.watch.observe.steps import BACKWARD, FORWARD, OPTIMIZER, OTHER, Marks, StepBuilder
@@ -720,4 +720,6 @@ def run_rank(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(forks.run(lambda: run_rank(Path(sys.argv[1])), 2, preloaded=("torch._dynamo",)))
+    sys.exit(
+        starters.run_forked(lambda: run_rank(Path(sys.argv[1])), 2, preloaded=("torch._dynamo",))
+    )

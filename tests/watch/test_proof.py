@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
 
-from ddpbench.launch import forks
+from ddpbench.launch import starters
 from ddpbench.records.schema import Finding
 from ddpbench.watch import proof
 from ddpbench.watch.observe.observer import Observer
@@ -211,4 +211,4 @@ def test_a_model_of_one_rank_alone_is_not_compared(
 
 
 if __name__ == "__main__":
-    sys.exit(forks.run(lambda: run_rank(Path(sys.argv[1])), 2, ("torch.distributed",)))
+    sys.exit(starters.run_forked(lambda: run_rank(Path(sys.argv[1])), 2, ("torch.distributed",)))
