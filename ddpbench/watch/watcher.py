@@ -182,6 +182,7 @@ class _Rank:
         new = self._builder.add(self._marks.take())
         self._steps.extend(new)
         self._long_steps.add(new, self._stacks.take())
+        self._stacks.overdue_seconds = self._long_steps.limit_seconds
         until_ns = round_.began_ns
         most_steps = max(1, min(STEPS, ROWS // self._world_size))
         most_calls = max(1, min(CALLS, MOST_CALLS // self._world_size))

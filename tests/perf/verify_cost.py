@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
@@ -28,59 +28,55 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpbench import Report, verify_replicas
 from ddpbench.launch import starters
 
-WARM = 3
-Workload = tuple[nn.Module, Callable[[], Tensor]]  # and a batch of its inputs
-
-
-def make_mlp(batch: int) -> Workload:
-    """Return 8 × Linear(1024): much memory, little work on it."""
-    layers = (nn.Linear(1024, 1024) for _ in range(8))
-    return nn.Sequential(*layers), lambda: torch.randn(batch, 1024)
+WARM, LENGTH = 3, 64
 
 
 class Gpt(nn.Module):
     """4 causal layers of width 256 between 4096 tokens and their scores."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(4096, 256)
-        self.places = nn.Parameter(torch.zeros(length, 256))
+        self.places = nn.Parameter(torch.zeros(LENGTH, 256))
         layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.scores = nn.Linear(256, 4096)
-        self.mask = nn.Transformer.generate_square_subsequent_mask(length)
+        self.mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
 
     def forward(self, batch: Tensor) -> Tensor:
         hidden = self.layers(self.tokens(batch) + self.places, self.mask, is_causal=True)
         return self.scores(hidden)  # type: ignore[no-any-return]
 
 
-def make_gpt(batch: int) -> Workload:
-    """Return a model with little memory and much work on it."""
-    return Gpt(64), lambda: torch.randint(4096, (batch, 64))
+def make_mlp() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
 
 
-WORKLOADS: dict[str, tuple[Callable[[int], Workload], int]] = {
-    "8 × Linear(1024), batch 256, Adam": (make_mlp, 256),
-    "GPT of 4 layers, width 256, 16 sequences of 64, Adam": (make_gpt, 16),
+# Much memory and little work on it, and the other way round; with a batch of inputs.
+WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "8 × Linear(1024), batch 256, Adam": (make_mlp, lambda: torch.randn(256, 1024)),
+    "GPT of 4 layers, width 256, 16 sequences of 64, Adam": (
+        Gpt,
+        lambda: torch.randint(4096, (16, LENGTH)),
+    ),
 }
 
 
-def measure_slowest(call: Callable[[], object]) -> float:
-    """Return the seconds of the slowest rank, after a barrier."""
+def measure_slowest(call: Callable[[], object], times: int = 1) -> float:
+    """Return the seconds of one call in the slowest rank; they begin after a barrier."""
     dist.barrier()
     began = time.perf_counter()
-    call()
-    took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+    for _ in range(times):
+        call()
+    took = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64)
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return float(took)
 
 
 def measure(title: str, rank: int, rounds: int) -> None:
     """Print the cost of each verification on this workload."""
-    make, size = WORKLOADS[title]
-    module, batch = make(size)
-    replica = DistributedDataParallel(module)
+    make, batch = WORKLOADS[title]
+    replica = DistributedDataParallel(make())
     optimizer = torch.optim.Adam(replica.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -106,17 +102,15 @@ def measure(title: str, rank: int, rounds: int) -> None:
         for name in order.sample(list(timed), len(timed)):
             took[name].append(measure_slowest(timed[name]))
 
-    def share(name: str, of: str) -> float:
-        pairs = zip(took[name][WARM:], took[of][WARM:], strict=True)
-        return statistics.median(a / b for a, b in pairs) * 100
-
-    ms = {name: statistics.median(times[WARM:]) * 1e3 for name, times in took.items()}
+    seconds = {name: np.array(times[WARM:]) for name, times in took.items()}
+    ms = {name: np.median(times) * 1e3 for name, times in seconds.items()}
+    rows = []
+    for name, report in reports.items():
+        of_step = np.median(seconds[name] / seconds["step"]) * 100
+        reduced = f"all_reduce {name}"
+        of_reduced = np.median(seconds[name] / seconds[reduced]) * 100
+        rows.append([name, report.nbytes / 1e6, ms[name], of_step, ms[reduced], of_reduced])
     if rank == 0:
-        rows = [
-            [name, report.nbytes / 1e6, ms[name], share(name, "step"),
-             ms[f"all_reduce {name}"], share(name, f"all_reduce {name}")]
-            for name, report in reports.items()
-        ]  # fmt: skip
         print(f"\n{title}: a step takes {ms['step']:.1f} ms")
         head = ["verified", "MB", "ms", "% of a step", "all_reduce ms", "% of it"]
         print(tabulate(rows, head, floatfmt=".2f"), flush=True)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ddpbench.launch import starters
 from ddpbench.records import store
@@ -88,10 +88,12 @@ def save_and_meet(seconds: float, model: nn.Module) -> None:
 
 
 def evaluate(seconds: float, model: nn.Module) -> None:
+    model.eval()
     with torch.no_grad():
         for _ in range(5):
             model(torch.ones(16, 64))
             time.sleep(seconds / 5)  # PAUSE
+    model.train()
 
 
 def collect(seconds: float, model: nn.Module) -> None:
@@ -116,7 +118,8 @@ class Kind:
     """Jobs with faults of one kind, and how many of 100 runs must be right.
 
     pause: what a rank does after a step; None: stragglers. everyone: all ranks pause; meets: those
-    that do not pause call it as well; buffers: DDP broadcasts them in forward.
+    that do not pause call it as well; once: a single long pause; buffers: DDP broadcasts them in
+    forward.
     """
 
     promise: int = 95
@@ -130,6 +133,7 @@ class Kind:
     pause: Callable[[float, nn.Module], None] | None = None
     everyone: bool = False
     meets: bool = False
+    once: bool = False
 
 
 KINDS = {
@@ -146,125 +150,50 @@ KINDS = {
     "garbage collection": Kind(pause=collect, share=0.2),
     "restart of workers": Kind(pause=restart, share=0.2, everyone=True, phases=("input",)),
     "at different times": Kind(pause=save, share=0.2, faults=2),
-    "once": Kind(pause=save, share=0.2),
+    "once": Kind(pause=save, share=0.2, once=True),
     "healthy in short steps": Kind(100, pause=save, share=0.2, faults=0),
 }
 
 
 def draw_stragglers(kind: Kind, draw: np.random.Generator) -> Job:
     """Return a job with random stragglers."""
-    ranks = draw.permutation(4)[: kind.faults]
-    faults = [
-        Fault(int(rank), kind.phases[draw.integers(len(kind.phases))],
-              STEP_SECONDS * draw.uniform(kind.least, 0.5), kind.every, kind.since)
-        for rank in ranks
-    ]  # fmt: skip
+    faults = []
+    for rank in draw.permutation(4)[: kind.faults]:
+        phase = kind.phases[draw.integers(len(kind.phases))]
+        seconds = STEP_SECONDS * draw.uniform(kind.least, 0.5)
+        faults.append(Fault(int(rank), phase, seconds, kind.every, kind.since))
     return Job(4, STEPS, 0.9 * STEP_SECONDS, faults)
 
 
-def draw_pauses(name: str, draw: np.random.Generator) -> Job:
+def draw_pauses(kind: Kind, draw: np.random.Generator) -> Job:
     """Return a job with random pauses: of one rank, of all, or of two in turn."""
-    kind = KINDS[name]
     every = round(np.exp(draw.uniform(*np.log(PERIODS))))
     seconds = float(np.exp(draw.uniform(*np.log(SIZES))))
     work_seconds = float(draw.uniform(*WORK_SECONDS))
     steps = max(LEAST_STEPS, LEAST_PAUSES * every)
-    if name == "once":
+    if kind.once:
         seconds, every = ONCE_SECONDS, steps // 2 + 1
     first = int(draw.integers(2))
     phase = "input" if kind.phases == ("input",) else "other"
-    faults = [
-        Fault(None if kind.everyone else (first + number) % 2, phase, seconds, every,
-              shift=number * (every // 2))
-        for number in range(kind.faults)
-    ]  # fmt: skip
+    faults = []
+    for number in range(kind.faults):
+        rank = None if kind.everyone else (first + number) % 2
+        faults.append(Fault(rank, phase, seconds, every, shift=number * (every // 2)))
     return Job(2, steps, work_seconds, faults)
 
 
 # --- the job --------------------------------------------------------------------------------------
 
 
-class Pace:
-    """How long this rank sleeps in each phase of the current step."""
-
-    def __init__(self, rank: int, job: Job, late: bool) -> None:
-        self.step, self._rank, self._job = 0, rank, job
-        self._faults = job.faults if late else []
-
-    def sleep(self, phase: str) -> None:
-        """Sleep as long as this phase takes."""
-        late = [f for f in self._faults if f.phase == phase and f.acts(self.step, self._rank)]
-        time.sleep(SHARES[phase] * self._job.work_seconds + sum(f.seconds for f in late))
-
-
-class Data(Dataset[Tensor]):
-    """Batches that take time to load."""
-
-    def __init__(self, pace: Pace, steps: int) -> None:
-        self._pace, self._steps = pace, steps
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __getitem__(self, index: int) -> Tensor:
-        self._pace.sleep("input")
-        return torch.ones(16, 64) * (index % 100)
-
-
-class SlowBackward(torch.autograd.Function):
-    """The identity, with time in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, batch: Tensor, pace: Pace) -> Tensor:
-        ctx.pace = pace
-        return batch.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.pace.sleep("backward")
-        return gradient, None
-
-
-class Model(nn.Module):
-    """A small MLP that takes time while it is trained."""
-
-    def __init__(self, pace: Pace, buffers: bool) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 1)
-        self.norm = nn.BatchNorm1d(64) if buffers else nn.Identity()
-        self._pace = pace
-
-    def forward(self, batch: Tensor) -> Tensor:
-        """Return a value for each sample."""
-        if torch.is_grad_enabled():
-            self._pace.sleep("forward")
-        hidden = self.norm(self.first(batch))
-        loss: Tensor = self.last(SlowBackward.apply(hidden, self._pace))  # type: ignore[no-untyped-call]
-        return loss
-
-
-class SlowSgd(torch.optim.SGD):
-    """SGD whose steps take time."""
-
-    pace: Pace
-
-    def step(self, closure: Any = None) -> Any:
-        """Update the parameters."""
-        self.pace.sleep("optimizer")
-        return super().step(closure)
-
-
-def pause(kind: Kind, job: Job, step: int, rank: int, model: nn.Module) -> bool:
-    """Pause after a step if that is due; return whether this rank has paused."""
-    assert kind.pause is not None
+def pause(kind: Kind, job: Job, step: int, rank: int, model: nn.Module) -> float:
+    """Pause after a step if that is due; return the seconds of this rank's own pause."""
     due = [fault for fault in job.faults if fault.acts(step, rank)]
-    if step + 1 == job.steps or not (due or kind.meets):
-        return False
-    if due:
-        kind.pause(due[0].seconds, model)
-    elif any(fault.acts(step, other) for fault in job.faults for other in range(job.ranks)):
-        kind.pause(0.0, model)
-    return bool(due)
+    others = [f for f in job.faults for other in range(job.ranks) if f.acts(step, other)]
+    if kind.pause is None or step + 1 == job.steps or not (due or (kind.meets and others)):
+        return 0.0
+    began = time.perf_counter()
+    kind.pause(due[0].seconds if due else 0.0, model)
+    return time.perf_counter() - began if due else 0.0
 
 
 def train(kind: Kind, job: Job, folder: Path) -> int:
@@ -274,28 +203,45 @@ def train(kind: Kind, job: Job, folder: Path) -> int:
 
     rank = int(os.environ["DDPBENCH_RANK"])
     torch.set_num_threads(1)
+    step, began, ended, paused = 0, [], [], []
+
+    def sleep(phase: str, step: int) -> None:
+        late = [f.seconds for f in job.faults if f.phase == phase and f.acts(step, rank)]
+        time.sleep(SHARES[phase] * job.work_seconds + (sum(late) if kind.pause is None else 0.0))
+
+    def forward(module: nn.Module, _: object) -> None:
+        if module.training:
+            sleep("forward", step)
+
+    def load(number: int) -> Tensor:
+        sleep("input", number)
+        return torch.ones(16, 64) * (number % 100)
+
     with (folder / f"{rank}.log").open("w") as log, contextlib.redirect_stderr(log):
         started = time.perf_counter()
         watcher = Watcher(Settings(output=folder))
         dist.init_process_group("gloo", rank=rank, world_size=job.ranks)
-        pace = Pace(rank, job, late=kind.pause is None)
-        model = DistributedDataParallel(Model(pace, kind.buffers))
-        optimizer = SlowSgd(model.parameters(), lr=1e-3)
-        optimizer.pace = pace
-        began, ended, paused = [], [], []
-        for step, batch in enumerate(DataLoader(Data(pace, job.steps), batch_size=None)):
+        norm = nn.BatchNorm1d(64) if kind.buffers else nn.Identity()
+        layers = nn.Sequential(nn.Linear(64, 64), norm, nn.Linear(64, 1))
+        layers[0].register_forward_pre_hook(forward)
+        model = DistributedDataParallel(layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        optimizer.register_step_pre_hook(lambda *_: sleep("optimizer", step))
+        loader: Any = DataLoader(range(job.steps), batch_size=None, collate_fn=load)  # type: ignore[arg-type]
+        for step, batch in enumerate(loader):
             began.append(time.time())
             optimizer.zero_grad()
-            model(batch).mean().backward()
+            loss = model(batch).mean()
+            loss.register_hook(lambda _, step=step: sleep("backward", step))
+            loss.backward()
             optimizer.step()
-            pace.step = step + 1
             ended.append(time.perf_counter())
-            if kind.pause is not None and pause(kind, job, step, rank, model.module):
-                paused.append(time.perf_counter() - ended[-1])
+            paused.append(pause(kind, job, step, rank, model.module))
         wall = [time.perf_counter() - started]
         watcher.close()
         wall.append(time.perf_counter() - started)
         dist.destroy_process_group()
+    paused = [seconds for seconds in paused if seconds]
     truth = {"began": began, "stepping": ended[-1] - ended[0], "paused": paused, "wall": wall}
     (folder / f"{rank}.json").write_text(json.dumps(truth))
     return 0
@@ -303,19 +249,21 @@ def train(kind: Kind, job: Job, folder: Path) -> int:
 
 # --- the verdicts ---------------------------------------------------------------------------------
 
+Check = tuple[str, Any, Any, float]  # name, found, planted, how far they may be apart
+
 
 def list_wrong(kind: Kind, job: Job, folder: Path, sizes: list[float]) -> Iterator[str]:
     """Yield what is wrong with the stored run; add each size, as a share of the planted one."""
     truths = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(job.ranks)]
     (path,) = folder.glob("*/run.json")
     run = store.read(path.parent)
-    yield from list_wrong_balance(run.steps[0].watched, truths[0])
     loud = [finding for finding in run.findings if finding.severity != "note"]
     planted = {fault.rank for fault in job.faults}
     for finding in loud:
         if finding.place.get("rank") not in planted:
             yield f"not planted: {finding.sentence}"
     places = {finding.place.get("rank"): finding.place for finding in loud}
+    checks = [*check_balance(run.steps[0].watched, truths[0])]
     for fault in job.faults:
         place, seconds, share = places.get(fault.rank, {}), fault.seconds, 1.0
         if kind.pause is not None:
@@ -326,59 +274,43 @@ def list_wrong(kind: Kind, job: Job, folder: Path, sizes: list[float]) -> Iterat
             share = float(np.sum(paused)) / truths[0]["stepping"]
         if "seconds" in place:
             sizes.append(place["seconds"] / seconds)
-            differences = list_differences(fault, place, seconds, job)
-            yield from (f"{fault}: {difference}" for difference in differences)
+            every = fault.every if 2 * fault.every <= job.steps else 0
+            checks.append(("phase", place["phase"], fault.phase, 0))
+            checks.append(("seconds", place["seconds"], seconds, 0.1 * seconds))
+            checks.append(("every", place["every"], every, 0))
             if kind.pause is None:
-                yield from list_wrong_start(fault, place, truths[0]["began"])
+                checks += check_start(fault, place, truths[0]["began"])
             else:
-                yield from list_wrong_pause(place, share)
+                checks.append(("share", place["share"], share, max(0.02, 0.1 * share)))
+                checks.append((place["line"], is_pause(place["line"]), True, 0))
         elif share >= LEAST_SHARE:
             yield f"{fault}: not found"
+    for name, found, truth, apart in checks:
+        if found != truth and not (apart and abs(found - truth) <= apart):
+            yield f"{job.faults}: {name} {found} instead of {truth}"
 
 
-def list_wrong_balance(watched: Any, truth: dict[str, Any]) -> Iterator[str]:
-    """Yield where the balance of the job's time differs from the measured one."""
-    balance = watched.balance if watched is not None else None
+def check_balance(watched: Any, truth: dict[str, Any]) -> Iterator[Check]:
+    """Yield the parts of the job's time."""
+    balance = watched.balance
     least, most = truth["wall"]  # before and after the watch was closed
-    if balance is None or not 0.98 * least <= balance.wall_seconds <= 1.02 * most:
-        yield f"{balance} of {least:.2f} to {most:.2f} s"
-    elif abs(balance.stepping_seconds / truth["stepping"] - 1) > 0.02:
-        yield f"{balance.stepping_seconds:.2f} s of steps instead of {truth['stepping']:.2f}"
+    yield "wall", balance.wall_seconds, (least + most) / 2, (1.02 * most - 0.98 * least) / 2
+    yield "stepping", balance.stepping_seconds, truth["stepping"], 0.02 * truth["stepping"]
 
 
-def list_differences(
-    fault: Fault, place: dict[str, Any], seconds: float, job: Job
-) -> Iterator[str]:
-    """Yield how a finding differs from its fault in phase, size and period."""
-    if place["phase"] != fault.phase:
-        yield f"phase {place['phase']}"
-    if abs(place["seconds"] / seconds - 1) > 0.1:
-        yield f"{place['seconds'] * 1e3:.2f} ms instead of {seconds * 1e3:.2f}"
-    if place["every"] != (fault.every if 2 * fault.every <= job.steps else 0):
-        yield f"every {place['every']}"
+def check_start(fault: Fault, place: dict[str, Any], began: list[float]) -> Iterator[Check]:
+    """Yield the first late step. began: time of each step."""
+    yield "until", place.get("until_step"), None, 0
+    yield "late from the first step on", "since_step" not in place, fault.since == 0, 0
+    yield "since step", place.get("since_step", fault.since), fault.since, LATE_BY
+    since = began[fault.since]
+    yield "since", place.get("since", since), since, LATE_BY_SECONDS
 
 
-def list_wrong_start(fault: Fault, place: dict[str, Any], began: list[float]) -> Iterator[str]:
-    """Yield where the first late step differs. began: time of each step."""
-    if "until_step" in place:
-        yield f"{fault}: until step {place['until_step']}"
-    since = place.get("since_step")
-    if (since is None) != (fault.since == 0):
-        yield f"{fault}: since {since}"
-    elif since is not None:
-        seconds = place["since"] - began[fault.since]
-        if abs(since - fault.since) > LATE_BY or abs(seconds) > LATE_BY_SECONDS:
-            yield f"{fault}: since step {since}, {seconds:+.2f} s"
-
-
-def list_wrong_pause(place: dict[str, Any], share: float) -> Iterator[str]:
-    """Yield a wrong share of the job, and a line that does not pause."""
-    if abs(place["share"] - share) > max(0.02, 0.1 * share):
-        yield f"share {place['share']:.1%} instead of {share:.1%}"
-    text = Path(__file__).read_text().splitlines()
-    number = int(place["line"].split()[0].rpartition(":")[2] or 0) if place["line"] else 0
-    if not number or not text[number - 1].endswith("# PAUSE"):
-        yield f"line {place['line'] or 'unknown'}"
+def is_pause(line: str) -> bool:
+    """Return whether a line of this file pauses."""
+    number = int(line.split()[0].rpartition(":")[2] or 0) if line else 0
+    return number > 0 and Path(__file__).read_text().splitlines()[number - 1].endswith("# PAUSE")
 
 
 def run_kind(name: str, runs: int, seed: int) -> tuple[int, list[float]]:
@@ -387,7 +319,7 @@ def run_kind(name: str, runs: int, seed: int) -> tuple[int, list[float]]:
     sizes: list[float] = []
     for number in range(seed, seed + runs):
         draw = np.random.default_rng([number, list(KINDS).index(name)])
-        job = draw_pauses(name, draw) if kind.pause else draw_stragglers(kind, draw)
+        job = draw_pauses(kind, draw) if kind.pause else draw_stragglers(kind, draw)
         with tempfile.TemporaryDirectory() as path:
             folder = Path(path)
             if code := starters.run_forked(partial(train, kind, job, folder), job.ranks):

@@ -17,21 +17,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tabulate import tabulate
 
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
-from ddpbench.watch.transport import (
-    TOKEN_NBYTES,
-    Inbox,
-    connect,
-    send,
-)
+from ddpbench.watch.transport import TOKEN_NBYTES, Inbox, connect, send
 from ddpbench.watch.window import (
     CALLS,
     COLUMNS,
@@ -86,13 +79,6 @@ def send_windows(target: tuple[str, int], world: int) -> None:
             send(connection, make_window(rank, 1_000_000, noise, world))
 
 
-def timed(function: Callable[[], Any]) -> tuple[Any, float]:
-    """What a function returns, and the CPU seconds of this process that it took."""
-    began = time.process_time()
-    value = function()
-    return value, time.process_time() - began
-
-
 def measure(world: int) -> dict[str, float]:
     """One round of a world, as rank 0 sees it."""
     own = make_window(0, 1_000_000, np.random.default_rng(1), world)
@@ -101,23 +87,26 @@ def measure(world: int) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sender = multiprocessing.get_context("fork").Process(target=send_windows, args=(target, world))
     sender.start()
-    others, receive_seconds = timed(lambda: inbox.collect(7, world - 1, 600.0))
+    times = [time.process_time()]
+    others = inbox.collect(7, world - 1, 600.0)
+    times.append(time.process_time())
     sender.join()
     history = History()
-    round_, join_seconds = timed(lambda: join([own, *others]))
-    _, add_seconds = timed(lambda: history.add(round_))
-    _, judge_seconds = timed(lambda: judge(history, world))
+    round_ = join([own, *others])
+    times.append(time.process_time())
+    history.add(round_)
+    times.append(time.process_time())
+    judge(history, world)
+    times.append(time.process_time())
     assert len(round_.ranks) == world
     assert round_.calls[-1].ranks == world
     inbox.close()
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    parts = ("receive s", "join s", "history s", "judge s")
     return {
         "rank kB": len(encode(own)) / 1e3,
         "MB per round": len(encode(own)) * world / 1e6,
-        "receive s": receive_seconds,
-        "join s": join_seconds,
-        "history s": add_seconds,
-        "judge s": judge_seconds,
+        **dict(zip(parts, np.diff(times).tolist(), strict=True)),
         "memory MB": (after - before) * 1024 / 1e6,
     }
 

@@ -11,19 +11,23 @@ of its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from scipy import stats
 from tabulate import tabulate
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from verify_cost import measure_slowest
 
 import ddpbench
 from ddpbench.hang.flight_recorder import Flight
@@ -33,49 +37,24 @@ from ddpbench.launch import starters
 RANKS, WARM = 2, 2
 
 
-def measure_block(call: Callable[[], object], times: int) -> float:
-    """Return the seconds of one call of the slowest rank, in a block after a barrier."""
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(times):
-        call()
-    took = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64)
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return float(took)
-
-
-def measure_pairs(
-    call: Callable[[], object], times: int, blocks: int
-) -> tuple[list[float], list[float]]:
-    """Return the seconds without and with the watchdog, block by block, in turns."""
-    without: list[float] = []
-    watched: list[float] = []
+def measure_pairs(call: Callable[[], object], times: int, blocks: int) -> Any:
+    """Return the seconds of a call without and with the watchdog, block by block, in turns."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
     for number in range(WARM + blocks):
         for on in (number % 2 == 0, number % 2 == 1):
-            if on:
-                with ddpbench.watchdog(timeout=60):
-                    dist.barrier()
-                    watched.append(measure_block(call, times))
-                    dist.barrier()
-            else:
-                without.append(measure_block(call, times))
-    return without[WARM:], watched[WARM:]
+            with ddpbench.watchdog(timeout=60) if on else contextlib.nullcontext():
+                seconds[on].append(measure_slowest(call, times))
+                dist.barrier()
+    return np.array([seconds[False][WARM:], seconds[True][WARM:]])
 
 
-def describe(name: str, without: list[float], watched: list[float], unit: float) -> list[object]:
+def describe(name: str, seconds: Any, unit: float) -> list[object]:
     """Return both medians, and the median difference with its 95 % interval, absolute and in %."""
-    differences = [b - a for a, b in zip(without, watched, strict=True)]
-    ratios = [100 * (b / a - 1) for a, b in zip(without, watched, strict=True)]
-    cells: list[object] = [
-        name,
-        statistics.median(without) * unit,
-        statistics.median(watched) * unit,
-    ]
-    for values, scale in ((differences, unit), (ratios, 1.0)):
+    without, watched = seconds
+    cells: list[object] = [name, *(np.median(seconds, axis=1) * unit)]
+    for values in ((watched - without) * unit, 100 * (watched / without - 1)):
         low, high = stats.quantile_test(values).confidence_interval()
-        cells.append(
-            f"{statistics.median(values) * scale:.2f} [{low * scale:.2f}, {high * scale:.2f}]"
-        )
+        cells.append(f"{np.median(values):.2f} [{low:.2f}, {high:.2f}]")
     return cells
 
 
@@ -95,11 +74,11 @@ def main(blocks: int, calls: int) -> int:
         replica(batch).square().mean().backward()
         optimizer.step()
 
-    calls_taken = measure_pairs(lambda: dist.all_reduce(one), calls, blocks)
-    steps_taken = measure_pairs(step, max(1, calls // 100), blocks)
+    call_seconds = measure_pairs(lambda: dist.all_reduce(one), calls, blocks)
+    step_seconds = measure_pairs(step, max(1, calls // 100), blocks)
     rows = [
-        describe("all_reduce of 4 B, µs", *calls_taken, 1e6),
-        describe("DDP step, 4 × Linear(1024), ms", *steps_taken, 1e3),
+        describe("all_reduce of 4 B, µs", call_seconds, 1e6),
+        describe("DDP step, 4 × Linear(1024), ms", step_seconds, 1e3),
     ]
     flight, beats = Flight(), []
     for _ in range(200):

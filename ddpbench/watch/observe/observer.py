@@ -54,16 +54,6 @@ T = TypeVar("T")
 Meetings = frozenset[tuple[int, ...]]  # the ranks of each group
 Undo = Callable[[], None]
 
-_observers: weakref.WeakSet[Observer] = weakref.WeakSet()
-
-
-def _leave_child() -> None:
-    for observer in _observers:
-        observer.stop()
-
-
-os.register_at_fork(after_in_child=_leave_child)
-
 
 class Observer:
     """Adds marks to `marks` from its creation until `close`.
@@ -104,7 +94,7 @@ class Observer:
                 for name in ("send", "recv", "recv_anysource")
             ),
         ]
-        _observers.add(self)
+        os.register_at_fork(after_in_child=self.stop)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -305,9 +295,8 @@ class Observer:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             # torch.compile traces this up to here.
-            if torch.compiler.is_compiling() or get_ident() != self.thread:
-                return original(*args, **kwargs)
-            if not self._marks.is_in_order():
+            is_here = not torch.compiler.is_compiling() and get_ident() == self.thread
+            if not (is_here and self._marks.is_in_order()):
                 return original(*args, **kwargs)
             self._add(phase)
             try:
