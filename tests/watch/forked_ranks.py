@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,6 @@ class Place:
     host: str = ""
     environ: dict[str, str] = field(default_factory=dict)
 
-    def enter(self) -> None:
-        """Move this process there."""
-        os.environ.update(self.environ)
-        if self.namespace:
-            libc = ctypes.CDLL(None, use_errno=True)
-            with (Path("/run/netns") / self.namespace).open() as file:
-                assert libc.setns(file.fileno(), CLONE_NEWNET) == 0, ctypes.get_errno()
-            assert libc.unshare(CLONE_NEWUTS) == 0, ctypes.get_errno()
-            socket.sethostname(self.host)
-
 
 HERE = Place()
 
@@ -60,15 +51,6 @@ def a_window(rank: int, first: int, last: bool = False, **known: Any) -> Window:
     ]
     hosts = {socket.gethostname(): [rank]}
     return Window(first, hosts, now, first, {rank: rows}, calls, last=last, **known)
-
-
-@dataclass(frozen=True)
-class Reported:
-    """What an exchange gave a rank."""
-
-    ranks: dict[str, list[int]]  # of each host
-    first_step: int
-    last: bool
 
 
 class Process:
@@ -94,7 +76,14 @@ class Process:
 
 
 def _start(main: Callable[[Connection], None], place: Place, pipe: Connection) -> None:
-    place.enter()
+    """Move to the place, and run the process."""
+    os.environ.update(place.environ)
+    if place.namespace:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with (Path("/run/netns") / place.namespace).open() as file:
+            assert libc.setns(file.fileno(), CLONE_NEWNET) == 0, ctypes.get_errno()
+        assert libc.unshare(CLONE_NEWUTS) == 0, ctypes.get_errno()
+        socket.sethostname(place.host)
     main(pipe)
 
 
@@ -104,18 +93,15 @@ def _serve(address: str, pipe: Connection) -> None:
     signal.pause()
 
 
-def open_store(where: str) -> dist.Store:
-    """A client of the store at "address:port" or in a file, as init_process_group makes it."""
-    if where.startswith("/"):
-        return dist.PrefixStore("default_pg", dist.FileStore(where, -1))
-    host, _, port = where.rpartition(":")
-    client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=60))
-    return dist.PrefixStore("default_pg", client)
-
-
 def _follow_orders(where: str, rank: int, world_size: int, pipe: Connection) -> None:
     """Make one exchange per order, which is (first step, whether it is the last)."""
-    store = open_store(where)  # a transport does not keep it
+    host, _, port = where.rpartition(":")
+    store: dist.Store
+    if host:
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=60))
+    else:
+        store = dist.FileStore(where, -1)
+    store = dist.PrefixStore("default_pg", store)  # as init_process_group makes it
     transport = Transport(store, "watch/1", rank, world_size, period=PERIOD)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
@@ -125,11 +111,7 @@ def _follow_orders(where: str, rank: int, world_size: int, pipe: Connection) -> 
         window = a_window(rank, first, last)
         number = transport.begin_round().number
         windows = transport.exchange(structs.replace(window, number=number))
-        if windows:
-            joined = join(windows)
-            pipe.send(Reported(joined.hosts, joined.first_step, joined.last))
-        else:
-            pipe.send(None)
+        pipe.send(join(windows) if windows else None)
     transport.close()
     pipe.send("closed")
 
@@ -137,37 +119,26 @@ def _follow_orders(where: str, rank: int, world_size: int, pipe: Connection) -> 
 class Job:
     """The ranks of a job and, unless they meet in a file, a process with their store."""
 
-    def __init__(
-        self, places: Sequence[Place], where: str = "", address: str = "127.0.0.1"
-    ) -> None:
+    def __init__(self, places: Sequence[Place], where: str, address: str) -> None:
         self.store: Process | None = None
         if not where:
-            self.store = Process(lambda pipe: _serve(address, pipe), places[0])
+            self.store = Process(partial(_serve, address), places[0])
             where = self.store.answer()
-        self.ranks = []
-        for rank, place in enumerate(places):
-            self.ranks.append(
-                Process(
-                    lambda pipe, rank=rank: _follow_orders(where, rank, len(places), pipe), place
-                )
-            )
+        self.ranks = [
+            Process(partial(_follow_orders, where, rank, len(places)), place)
+            for rank, place in enumerate(places)
+        ]
         for rank in self.ranks:
             rank.answer()
         self.step = 0
 
-    def round(self, *without: int, last: bool = False) -> list[Reported | None]:
-        """Let all ranks but some make one exchange; return what each was given."""
+    def round(self, *without: int, last: bool = False) -> list[Window | None]:
+        """Let all ranks but some make one exchange; return the joined windows of each."""
         self.step += 3
         for number, rank in enumerate(self.ranks):
             if number not in without:
                 rank.pipe.send((self.step, last))
         return [None if n in without else rank.answer() for n, rank in enumerate(self.ranks)]
-
-    def close(self) -> None:
-        """Kill everything."""
-        for process in [*self.ranks, *([self.store] if self.store else [])]:
-            process.process.kill()
-            process.process.join()
 
 
 @contextlib.contextmanager
@@ -177,4 +148,6 @@ def open_job(*places: Place, where: str = "", address: str = "127.0.0.1") -> Ite
     try:
         yield job
     finally:
-        job.close()
+        for process in [*job.ranks, *([job.store] if job.store else [])]:
+            process.process.kill()
+            process.process.join()
