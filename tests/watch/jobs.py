@@ -6,14 +6,13 @@
 Each kind runs in ranks that are started by hand, once as `python jobs.py` and once as
 `python -m ddpbench.watch --timeout 100 jobs.py`. Every rank's exit code and stdout, which holds all
 losses in hexadecimal, and every file written must be equal. Prints a table in Markdown; the exit
-code is 1 if a job differs, or if its stored end is wrong.
+code is 1 if a job differs, with the difference on stderr, or if its stored end is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import json
 import multiprocessing
 import os
@@ -69,11 +68,6 @@ def batches(rank: int, count: int = STEPS) -> Iterator[Tensor]:
         yield torch.randn(5, 6, generator=random)
 
 
-def show(value: Tensor) -> None:
-    """Print a loss, all its bits."""
-    print(value.item().hex(), flush=True)
-
-
 def train(
     model: nn.Module, data: Any, optimizer: Any = None, after: Callable[[int], object] = id
 ) -> None:
@@ -84,51 +78,14 @@ def train(
         loss = model(batch).float().square().mean()
         loss.backward()
         optimizer.step()
-        show(loss)
+        print(loss.item().hex(), flush=True)
         after(step)
-
-
-@kind("gradient accumulation, no_sync")
-def _accumulate(rank: int) -> None:
-    model = DDP(net())
-    optimizer = sgd(model)
-    for step, batch in enumerate(batches(rank)):
-        last = step % 4 == 3
-        with contextlib.nullcontext() if last else model.no_sync():
-            loss = model(batch).square().mean() / 4
-            loss.backward()
-        show(loss)
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 kind("plain DDP")(lambda rank: train(DDP(net()), batches(rank, 1000)))  # for some reports
 kind("torch.compile")(lambda rank: train(torch.compile(DDP(net()), backend="eager"), batches(rank)))
 kind("no training at all", init=False)(lambda rank: print("hello"))
 kind("reading stdin")(lambda rank: print(sys.stdin.read()))
-
-
-@kind("pipeline of send and recv")
-def _pipeline(rank: int) -> None:
-    torch.manual_seed(rank)
-    stage = nn.Linear(6, 6)
-    optimizer = sgd(stage)
-    for batch in batches(0):
-        optimizer.zero_grad()
-        if rank == 0:
-            output, gradient = stage(batch), torch.empty(5, 6)
-            dist.send(output.detach(), 1)
-            dist.recv(gradient, 1)
-            output.backward(gradient)
-        else:
-            received = torch.empty(5, 6)
-            dist.recv(received, 0)
-            loss = stage(received.requires_grad_()).square().mean()
-            loss.backward()
-            dist.send(received.grad, 0)
-            show(loss)
-        optimizer.step()
 
 
 @kind("training in 2 of 4 ranks", 4)
@@ -298,7 +255,6 @@ def main(words: list[str], python: Sequence[str] = (sys.executable,)) -> int:
     """Run the jobs in this Python; print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--verbose", action="store_true", help="print what differs")
     options = parser.parse_args(words)
     print("| job | exit codes of its ranks | lines of stdout | files | watched |")
     print("| --- | --- | --- | --- | --- |", flush=True)
@@ -315,7 +271,7 @@ def main(words: list[str], python: Sequence[str] = (sys.executable,)) -> int:
         result = ", ".join(wrong) or "the same"
         print(f"| {name} | {codes} | {lines} | {len(bare['files'])} | {result} |", flush=True)
         count += not wrong
-        if options.verbose and wrong:
+        if wrong:
             print(json.dumps([bare, watched], indent=1, default=str), file=sys.stderr)
     print(f"\n{count} of {len(options.only)} are the same")
     return 0 if count == len(options.only) else 1

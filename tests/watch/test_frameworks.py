@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_lines import clean_environment
+from command_lines import run_command
 from patience import PATIENCE_SECONDS
 
 from ddpbench.records import store
@@ -21,15 +21,10 @@ from ddpbench.records.watched import COLUMNS
 
 PYTHON = os.environ.get("DDPBENCH_FRAMEWORKS_PYTHON", "")
 SCRIPTS = Path(__file__).parent / "frameworks"
-TORCHRUN = (
-    "-m", "torch.distributed.run", "--nproc-per-node", "2",
-    "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-)  # fmt: skip
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 WATCH = ("-m", "ddpbench.watch", "--output", "results")
 # Ray would write a token to the user's home folder, and report its use.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
-}  # fmt: skip
+ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 OWN = ("forward", "backward", "optimizer", "input")
 
 pytestmark = [
@@ -41,10 +36,7 @@ pytestmark = [
 
 def run(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the Python that has the frameworks."""
-    return subprocess.run(
-        [PYTHON, *words], cwd=cwd, env=clean_environment(**ENVIRONMENT),
-        capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, check=False,
-    )  # fmt: skip
+    return run_command([PYTHON, *words], cwd, 2 * PATIENCE_SECONDS, **ENVIRONMENT)
 
 
 def require(cwd: Path, module: str) -> None:

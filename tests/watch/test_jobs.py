@@ -19,4 +19,4 @@ pytestmark = pytest.mark.thorough
 )
 def test_a_job_is_the_same_with_a_watch(kind: str) -> None:
     """Exit codes, stdout with all losses, and files; a FileStore leaves no file behind."""
-    assert jobs.main(["--only", kind, "--verbose"], warm_python()) == 0
+    assert jobs.main(["--only", kind], warm_python()) == 0

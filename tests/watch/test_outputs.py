@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from frozen import Frozen
-from stored_steps import a_step_result, a_step_run
 from synthetic_rounds import Fault, Job
 
 from ddpbench.launch.placement import free_port
@@ -20,7 +19,6 @@ from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.store import End
 from ddpbench.records.watched import COLUMNS
-from ddpbench.verdicts import comparison, matching
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.outputs import Outputs, Settings
 from ddpbench.watch.stored import identify_job
@@ -103,24 +101,6 @@ def test_no_secret_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert secret not in text
         assert "sk-1234" not in text
         assert '"rank"' in text
-
-
-def test_a_job_and_a_ddp_run_are_incomparable(tmp_path: Path) -> None:
-    """`compare` never judges a watched step against a step of `ddp` of the same name, but it does
-    judge two runs of one job."""
-    ddp = a_step_run(a_step_result())
-    for name in ("one", "two"):
-        sys.argv[0] = ddp.steps[0].case.workload
-        open_outputs(output=tmp_path / name).finish(a_history(), [], COMPLETE)
-    rule = comparison.Rule(0.03, None, None)
-
-    def verdicts(base: Run, new: Run) -> list[str]:
-        sides = matching.Source("base", (base,)), matching.Source("new", (new,))
-        return [row.verdict for row in comparison.compare(*sides, rule, lambda case: True).rows]
-
-    one, two = the_run(tmp_path / "one"), the_run(tmp_path / "two")
-    assert verdicts(ddp, one) == [comparison.INCOMPARABLE]
-    assert verdicts(one, two) == [comparison.INCONCLUSIVE]  # a single launch a side
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,7 @@ def test_an_inbox_waits_for_its_ranks_as_long_as_it_may(
         (7, 7, 2, False, 1),
         (7, 8, 1, False, 0),
         (8, 8, 1, True, 1),
+        (9, 8, 1, False, 0),
     ):
         deliver(target, sent, a_window(1, 3))
         wait_until(lambda: own._windows, "the window")

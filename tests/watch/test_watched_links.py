@@ -43,12 +43,22 @@ def transfer(one: socket.socket, other: socket.socket) -> None:
     sender.join()
 
 
+@pytest.fixture
+def default_timeout() -> Iterator[None]:
+    """Sockets have a timeout, as a job may want."""
+    socket.setdefaulttimeout(5)
+    yield
+    socket.setdefaulttimeout(None)
+
+
+@pytest.mark.usefixtures("default_timeout")
 def test_bytes_of_a_connection_are_those_since_the_last_read(
     connected: tuple[socket.socket, socket.socket],
 ) -> None:
     """What was sent between two reads, by the address of the peer; a connection that was idle, or
-    that is closed, is left out, and the job's files stay open."""
+    that is closed, is left out. The job's files stay open, and its connections blocking."""
     one, other = connected
+    one.setblocking(True)
     transfer(one, other)
     watched, files = Links(), count_files()
     assert watched.read() == []
@@ -59,22 +69,6 @@ def test_bytes_of_a_connection_are_those_since_the_last_read(
     assert link.rtt_seconds > 0
     assert watched.read() == []
     assert count_files() == files
+    assert os.get_blocking(one.fileno())
     one.close()
     assert watched.read() == []
-
-
-def test_the_job_s_connections_stay_as_they_are(
-    connected: tuple[socket.socket, socket.socket],
-) -> None:
-    """After socket.setdefaulttimeout, a read makes no connection of the job's
-    non-blocking."""
-    one, other = connected
-    one.setblocking(True)
-    watched, before = Links(), socket.getdefaulttimeout()
-    socket.setdefaulttimeout(5)
-    try:
-        transfer(one, other)
-        assert len(watched.read()) == 1
-    finally:
-        socket.setdefaulttimeout(before)
-    assert os.get_blocking(one.fileno())

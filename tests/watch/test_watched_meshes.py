@@ -69,16 +69,3 @@ def test_a_bit_of_one_shard_of_one_replica_is_found(frozen: Frozen, tmp_path: Pa
     for words in ("step 5", "dp_replicate=1, dp_shard=1", "(rank 3)"):
         assert words in finding.sentence
     assert "[66, 3]" in finding.sentence  # row 2 of the second half of 128 rows
-
-
-@pytest.mark.nightly
-def test_a_bias_that_one_tensor_parallel_rank_changes_is_found(
-    frozen: Frozen, tmp_path: Path
-) -> None:
-    """Tensor parallelism leaves the bias of a layer divided by rows whole: the rank that changes it
-    after step 4 is named after step 5. What only one rank holds is no finding."""
-    run = watch(tmp_path, "tp", "--drift", "4", code=4)
-    frozen.facts(about_replicas(run))
-    (finding,) = (each for each in run.findings if each.severity == "error")
-    for words in ("step 5", "tp=1", "(rank 1)"):
-        assert words in finding.sentence
