@@ -9,13 +9,11 @@ from warm_python import warm_python
 pytestmark = pytest.mark.thorough
 
 
+NIGHTLY = pytest.param("init_method file://", marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "exception in one rank",
-        "stdout and stderr through a tee",
-        pytest.param("init_method file://", marks=pytest.mark.nightly),
-    ],
+    "kind", ["exception in one rank", "stdout and stderr through a tee", NIGHTLY]
 )
 def test_a_job_is_the_same_with_a_watch(kind: str) -> None:
     """Exit codes, stdout with all losses, and files; a FileStore leaves no file behind."""

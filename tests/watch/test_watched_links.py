@@ -58,7 +58,8 @@ def test_bytes_of_a_connection_are_those_since_the_last_read(
     """What was sent between two reads, by the address of the peer; a connection that was idle, or
     that is closed, is left out. The job's files stay open, and its connections blocking."""
     one, other = connected
-    one.setblocking(True)
+    for end in connected:
+        end.setblocking(True)
     transfer(one, other)
     watched, files = Links(), count_files()
     assert watched.read() == []

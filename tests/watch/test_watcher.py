@@ -1,5 +1,6 @@
 """The whole watch in real ranks: what it finds, and that it never gets in the way."""
 
+import contextlib
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -59,19 +61,13 @@ def watch_a_straggler(rank: int, folder: Path) -> dict[str, Any]:
 
 def watch_with_an_error(rank: int) -> dict[str, Any]:
     """Watch a job while the links of rank 1 cannot be read."""
-    original = watcher.Links.read
-    if rank == 1:
-        watcher.Links.read = refuse  # type: ignore[method-assign, assignment]
-    stderr, sys.stderr = sys.stderr, io.StringIO()
-    with ddpbench.watch(output=None):
-        losses = train(make_model(rank), STEPS)
-    shown, sys.stderr = sys.stderr.getvalue(), stderr
-    watcher.Links.read = original  # type: ignore[method-assign]
-    return {"losses": losses, "shown": shown}
-
-
-def refuse(self: object) -> Any:
-    raise OSError("no such socket")
+    error = OSError("no such socket") if rank else None
+    stderr, links = io.StringIO(), mock.patch.object(watcher.Links, "read", side_effect=error)
+    with links as read, contextlib.redirect_stderr(stderr):
+        read.return_value = []
+        with ddpbench.watch(output=None):
+            losses = train(make_model(rank), STEPS)
+    return {"losses": losses, "shown": stderr.getvalue()}
 
 
 def end_a_job_at_once(rank: int, folder: Path) -> None:
