@@ -1,9 +1,10 @@
 """Ranks that no launcher starts."""
 
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from command_lines import clean_environment
+from command_lines import run_command
 from patience import PATIENCE_SECONDS
 
 from ddpbench.launch.placement import free_port
@@ -14,21 +15,11 @@ def run_by_hand(
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run a command in each rank with the variables of `env://`; return how each ended."""
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [
-        subprocess.Popen(
-            words,
-            cwd=folder,
-            env=clean_environment(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), **variables
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    texts = [process.communicate(timeout=2 * PATIENCE_SECONDS) for process in started]
-    return [
-        subprocess.CompletedProcess(words, process.returncode, *text)
-        for process, text in zip(started, texts, strict=True)
-    ]
+    variables["WORLD_SIZE"] = str(ranks)
+
+    def run(rank: str) -> subprocess.CompletedProcess[str]:
+        place = {"RANK": rank, "LOCAL_RANK": rank}
+        return run_command(words, folder, 2 * PATIENCE_SECONDS, **variables, **place)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, map(str, range(ranks))))

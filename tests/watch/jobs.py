@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -129,17 +128,6 @@ def _thread(rank: int) -> None:
     thread = threading.Thread(target=lambda: train(DDP(net()), batches(rank)))
     thread.start()
     thread.join()
-
-
-def _square(number: int) -> int:
-    return number * number
-
-
-@kind("fork in the job")
-def _fork(rank: int) -> None:
-    model = DDP(net())
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        train(model, batches(rank), after=lambda step: print(pool.map(_square, [step, rank])))
 
 
 def _at(step: int, function: Callable[[], object], ranks: tuple[int, ...] = (0, 1)) -> Play:
