@@ -108,15 +108,6 @@ def test_a_watched_script_gives_the_same_results(
     assert_same(plain, done)
 
 
-def test_a_script_that_fails_under_ddpbench_gives_its_exit_code(tmp_path: Path) -> None:
-    """The ranks' own exit code, 3, is that of `ddpbench watch` and of the stored run, although the
-    other rank fails as well."""
-    words = command("ddpbench", True, TUTORIAL, *ONCE_REPORTED, "--end", "exit")
-    code, err = run_until_reported(words, tmp_path)
-    assert code == 3, err
-    assert_stored(tmp_path, "failed", 3, "rank 1 ")
-
-
 def run_until_reported(
     words: list[str], place: Path, then: Callable[[subprocess.Popen[str]], object] = id
 ) -> tuple[int, str]:
@@ -146,14 +137,22 @@ def assert_stored(place: Path, state: str, code: int, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [("raise", 1), pytest.param("hang", 5, marks=pytest.mark.nightly)]
+    ("launcher", "end", "code", "stored"),
+    [
+        ("ddpbench", "exit", 3, 3),
+        ("torchrun", "raise", 1, 1),
+        pytest.param("torchrun", "hang", 1, 5, marks=pytest.mark.nightly),
+    ],
 )
-def test_the_rank_that_failed_first_is_stored(tmp_path: Path, end: str, code: int) -> None:
-    """Under torchrun, which ends rank 0 with the first rank that fails, and after a verdict."""
-    timeout = "10" if end == "hang" else "60"
-    words = [*torchrun(2), *WATCH, "--timeout", timeout, TUTORIAL, *ONCE_REPORTED, "--end", end]
-    assert run_until_reported(words, tmp_path)[0] == 1
-    assert_stored(tmp_path, "failed", code, "rank 1")
+def test_the_rank_that_failed_first_is_stored(
+    tmp_path: Path, launcher: str, end: str, code: int, stored: int
+) -> None:
+    """Its exit code, although the other rank fails as well; under torchrun, which ends rank 0 with
+    the first rank that fails; and after a verdict."""
+    words = ["--timeout", "10" if end == "hang" else "60", TUTORIAL, *ONCE_REPORTED, "--end", end]
+    ended, err = run_until_reported(command(launcher, True, *words), tmp_path)
+    assert ended == code, err
+    assert_stored(tmp_path, "failed", stored, "rank 1")
 
 
 def test_a_terminated_job_is_stored_as_interrupted(tmp_path: Path) -> None:

@@ -75,10 +75,6 @@ CASES: dict[str, tuple[list[Link], list[tuple[list[str], str]]]] = {
     ),
     "a delayed link": ([*HEALTHY, DELAYED[0], SENT[0]], [(["host2", "host1"], "carries 11")]),
     "delayed receives": ([*HEALTHY, *DELAYED, *SENT], [(["host2"], "sends 22")]),
-    "two rates": (
-        [*HEALTHY, *SENT, link((0, 2), 1.5 * SLOW)],
-        [(["host2"], "sends 22 and receives 16.5")],
-    ),
     "two hosts": (carry([(0, 1), (1, 0)], [(0, 1)]), [(["host0", "host1"], "carries 11")]),
     "all equally slow": (carry(RING, RING), []),
     "one link": (carry(RING[:1], RING), []),

@@ -81,12 +81,10 @@ def test_ranks_report_to_rank_0_over_a_file(
 
 
 @pytest.mark.thorough
-def test_two_jobs_on_one_host_do_not_meet() -> None:
-    """Two jobs with the same prefix and the same ranks, each with its own store, get their own
-    ranks' windows only; a stopped rank is left out, and comes back; so is a killed one."""
-    with open_job(HERE, HERE, HERE) as job, open_job(HERE, HERE) as other:
+def test_a_stopped_rank_comes_back() -> None:
+    """It is left out meanwhile, and so is a killed one."""
+    with open_job(HERE, HERE, HERE) as job:
         settle(job, {NAME: [0, 1, 2]})
-        settle(other, {NAME: [0, 1]})
         job.ranks[1].signal(signal.SIGSTOP)
         settle(job, {NAME: [0, 2]}, without=(1,))
         job.ranks[1].signal(signal.SIGCONT)

@@ -15,7 +15,7 @@ from ddpbench.records.watched import COLUMNS
 
 pytestmark = pytest.mark.thorough
 # The number of ranks. A job trains until a straggler is reported.
-KINDS = {"checkpoint": 2, "pipeline": 3, "buffers": 3, "collectives": 2}
+KINDS = {"checkpoint": 2, "pipeline": 3, "collectives": 2}
 SCRIPT = """
 import sys, time
 import torch
@@ -44,9 +44,7 @@ def is_over():
 
 def train():
     model = Late(8, 8)
-    if kind == "buffers":
-        model = torch.nn.Sequential(model, torch.nn.BatchNorm1d(8))
-    if kind in ("buffers", "checkpoint"):
+    if kind == "checkpoint":
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     step = 0
@@ -119,11 +117,6 @@ def test_the_slow_stage_of_a_pipeline_is_found(runs: dict[str, Run]) -> None:
     findings = runs["pipeline"].findings
     assert find_late(findings) == [(1, "forward")]
     assert "exposed-communication" not in {f.code for f in findings}
-
-
-def test_who_is_late_is_found_wherever_ranks_meet(runs: dict[str, Run]) -> None:
-    """Ranks wait for the late one in DDP's broadcast of buffers. Only it is late, in its phase."""
-    assert find_late(runs["buffers"].findings) == [(1, "forward")]
 
 
 def test_steps_with_many_collectives_count_all(runs: dict[str, Run]) -> None:

@@ -4,8 +4,8 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
+import psutil
 import pytest
 
 from ddpbench.launch import sockets
@@ -28,11 +28,6 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
         other, _ = server.accept()
         with other:
             yield one, other
-
-
-def count_files() -> int:
-    """How many files this process has open."""
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def transfer(one: socket.socket, other: socket.socket) -> None:
@@ -61,7 +56,7 @@ def test_bytes_of_a_connection_are_those_since_the_last_read(
     for end in connected:
         end.setblocking(True)
     transfer(one, other)
-    watched, files = Links(), count_files()
+    watched, files = Links(), psutil.Process().num_fds()
     assert watched.read() == []
     transfer(one, other)
     (link,) = watched.read()
@@ -69,7 +64,7 @@ def test_bytes_of_a_connection_are_those_since_the_last_read(
     assert link.busy_seconds >= 0
     assert link.rtt_seconds > 0
     assert watched.read() == []
-    assert count_files() == files
+    assert psutil.Process().num_fds() == files
     assert os.get_blocking(one.fileno())
     one.close()
     assert watched.read() == []
