@@ -6,6 +6,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,8 @@ def test_no_secret_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HF_TOKEN", secret)
     sys.argv[1:] = ["--api-key", "sk-123456789012345", f"--hub={secret}"]
     outputs = open_outputs(output=tmp_path)
-    for end in (outputs.update, lambda *words: outputs.finish(*words, COMPLETE)):
-        end(a_history(), [SLOW])
+    for add in (outputs.update, partial(outputs.finish, end=COMPLETE)):
+        add(a_history(), [SLOW])
         text = (tmp_path / the_run(tmp_path).id / "run.json").read_text()
         assert secret not in text
         assert "sk-1234" not in text

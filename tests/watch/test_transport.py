@@ -15,19 +15,23 @@ from msgspec import structs
 from patience import PATIENCE_SECONDS, wait_until
 from simulated_hosts import Hosts
 
+from ddpbench.hang.status_board import StoreClient
 from ddpbench.watch import transport
 from ddpbench.watch.transport import SIZE, TOKEN_NBYTES, Inbox, Transport, connect, send
 from ddpbench.watch.window import Window, encode, join
 
 NAME, TOKEN, SECOND = socket.gethostname(), b"t" * TOKEN_NBYTES, 10**9
 HOUR_NS = 3600 * SECOND
-pytestmark = pytest.mark.usefixtures("patient_store")
 
 
 @pytest.fixture(autouse=True)
-def _patient_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a busy machine take long to answer, in forked ranks too."""
+def _be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a busy machine and its store take long to answer, in forked ranks too."""
     monkeypatch.setattr(transport, "CONNECT_SECONDS", PATIENCE_SECONDS)
+    ask = StoreClient.request
+    monkeypatch.setattr(
+        StoreClient, "request", lambda client, _, function: ask(client, PATIENCE_SECONDS, function)
+    )
 
 
 @pytest.fixture

@@ -52,12 +52,6 @@ def test_each_moment_of_a_step_is_counted_in_one_phase(name: str) -> None:
     assert sum(row) == len(text) - 1
 
 
-def test_optimizers_that_step_within_backward() -> None:
-    """Where each parameter's optimizer steps in a hook, backward goes on into the next step."""
-    text = "|f.Fb.o|.o.O.wBf.Fb.o|"
-    assert rows(text)[1] == [0, 3, 6, 3, 1, 1]
-
-
 def test_what_is_lost_spoils_one_step_only() -> None:
     """An end that never comes, as after an exception in step(), is forgotten with its step."""
     lost = "|f.Fb.wBo..f.Fb.wBo|"  # the first step() raised

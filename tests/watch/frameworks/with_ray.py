@@ -18,9 +18,8 @@ def train(settings: dict[str, str]) -> None:
 
 def _train(settings: dict[str, str]) -> None:
     torch.manual_seed(0)
-    model = prepare_model(
-        torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
-    )
+    layers = [torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1)]
+    model = prepare_model(torch.nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     inputs = torch.randn(640, 256)
     data = torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
