@@ -175,7 +175,7 @@ class Recorder:
             self._add_launch(replace(self.launch, ended=store.format_now()))
 
     def add(self, outcome: Outcome, columns: dict[str, Any] | None = None) -> None:
-        """Store one case, and its raw samples (`step_columns`, `operation_columns`) if any."""
+        """Store one case, and its raw samples (of summary.py) if any."""
         if self._folder is None:
             return
         try:

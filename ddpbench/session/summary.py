@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,16 +48,31 @@ def summarise_result(
         ),
         clock_off_seconds=clock_off_seconds,
     )
+    return result, _list_columns(result, samples)
+
+
+def _list_columns(result: Result, samples: Samples) -> dict[str, Any]:
+    """Return SAMPLE_COLUMNS. Warm-ups have repetitions below 0, the cold call the lowest."""
+    import pyarrow as pa
+
+    assert samples.cold is not None
     cold = Kept(samples.timed.subgroups)
     cold.add(samples.cold)
-    return result, operation_columns(
-        result.case.key,
-        result.launch,
-        cold=cold.rows(),
-        warm_up=samples.warm_up.rows(),
-        timed=samples.timed.rows(),
-        warm_ups=samples.warm_up.repetitions,
-    )
+    first, warm_up = cold.rows(), samples.warm_up.rows()
+    first[:, 0] -= 1 + samples.warm_up.repetitions
+    warm_up[:, 0] -= samples.warm_up.repetitions
+    rows = np.concatenate([first, warm_up, samples.timed.rows()])
+    repetition, rank, entry, exits, device = rows.T
+    return {
+        "case": pa.DictionaryArray.from_arrays(np.zeros(len(rank), np.int32), [result.case.key]),
+        "launch": np.full(len(rank), result.launch, dtype=np.int32),
+        "repetition": repetition.astype(np.int32),
+        "rank": rank.astype(np.int32),
+        "entry_ns": entry,
+        "exit_ns": exits,
+        "device_ns": device,
+        "warm_up": repetition < 0,
+    }
 
 
 def step_columns(case: str, launch: int, samples: steps.Samples) -> dict[str, Any]:
@@ -85,42 +99,6 @@ def step_columns(case: str, launch: int, samples: steps.Samples) -> dict[str, An
             spans[f"{case}/exposed/{i}"] = np.stack([np.zeros_like(exposed), exposed], axis=2)
     if samples.verify.size:
         spans[f"{case}/verify"] = np.stack([np.zeros_like(samples.verify), samples.verify], axis=2)
-    return span_columns(spans, launch)
-
-
-def operation_columns(
-    case: str,
-    launch: int,
-    *,
-    cold: npt.NDArray[Any],
-    warm_up: npt.NDArray[Any],
-    timed: npt.NDArray[Any],
-    warm_ups: int,
-) -> dict[str, Any]:
-    """Return SAMPLE_COLUMNS of one case. Warm-ups have repetitions below 0, the cold call first.
-
-    cold, warm_up, timed: int64[row, 5] of (repetition, rank, entry, exit, device time or -1) in ns.
-    warm_ups: their number, stored or not. Renumbers the rows of cold and warm_up in place.
-    """
-    import pyarrow as pa
-
-    cold[:, 0] -= 1 + warm_ups
-    warm_up[:, 0] -= warm_ups
-    repetition, rank, entry, exits, device = np.concatenate([cold, warm_up, timed]).T
-    return {
-        "case": pa.DictionaryArray.from_arrays(np.zeros(len(rank), np.int32), [case]),
-        "launch": np.full(len(rank), launch, dtype=np.int32),
-        "repetition": repetition.astype(np.int32),
-        "rank": rank.astype(np.int32),
-        "entry_ns": entry,
-        "exit_ns": exits,
-        "device_ns": device,
-        "warm_up": repetition < 0,
-    }
-
-
-def span_columns(spans: Mapping[str, npt.NDArray[Any]], launch: int) -> dict[str, Any]:
-    """Return SAMPLE_COLUMNS of named spans: int64[world, repetition, 2] of entry and exit in ns."""
     parts = []
     for name, span in spans.items():
         world, count, _ = span.shape
