@@ -35,7 +35,7 @@ from ddpbench.session.sweep_options import add_arguments as add_arguments  # use
 if TYPE_CHECKING:
     import torch
 
-    from ddpbench.measure import pace
+    from ddpbench.measure import repetitions
     from ddpbench.measure.calibrate import Rates
     from ddpbench.runtime.subgroups import Subgroup
 
@@ -115,14 +115,14 @@ class Sweep:
 
     def measure(self, case: Case, requested_nbytes: int) -> tuple[Result, dict[str, Any] | None]:
         """Measure one case. Return its result and, in rank 0, the columns of its samples."""
-        from ddpbench.measure import pace
+        from ddpbench.measure import repetitions
         from ddpbench.session.summary import summarise_result
 
         context, started = self.context, time.monotonic()
         world, options, plan = context.world, context.options, context.plan
         operation, subgroup = OPERATIONS[case.operation], self.subgroups[case.group]
         objection = subgroup.partition.objection or _objection(case, world, context.device)
-        samples = pace.measure(
+        samples = repetitions.measure(
             case,
             plan,
             world,
@@ -142,7 +142,7 @@ class Sweep:
             least_nbytes=operation.least_nbytes(case),
             requested_nbytes=requested_nbytes,
             reason=samples.objection,
-            wrong=tuple(pace.gather_wrong(world, samples)),
+            wrong=tuple(repetitions.gather_wrong(world, samples)),
             **facts,
             limit=limit,
             hard_limit=hard_limit,
@@ -151,7 +151,7 @@ class Sweep:
         self.recorder.add_clocks(self.clocks)
         return summarise_result(result, samples, clock_off_seconds)
 
-    def _gather_facts(self, samples: pace.Samples) -> dict[str, Any]:
+    def _gather_facts(self, samples: repetitions.Samples) -> dict[str, Any]:
         """Gather the greatest of each rank's facts on a case."""
         world = self.context.world
         others_share = launch_loop.gather_others_share(world, self.meter)

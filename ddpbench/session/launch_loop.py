@@ -27,7 +27,6 @@ from ddpbench.records.schema import Examination, Plan, Result, StepResult
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.runtime import control, cpu, environment, gpu_facts
-from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, describe_failed_connection, join_world
 from ddpbench.session import run_folder
 from ddpbench.session.options import RunOptions, T, resolve
@@ -214,10 +213,10 @@ def run(options: T, placement: Placement, measure: Measure[T]) -> int:
         for name in ("scipy.special", "pyarrow.parquet"):  # slow imports, before the others wait
             import_module(name)
     end, refusal, code = None, None, None
-    rendezvous = Rendezvous(options.timeout, options.watchdog)
+    ends = options.watchdog == "end"
     with (
         options.inject_faults(placement),
-        join_world(placement, rendezvous, options.share_gpu) as world,
+        join_world(placement, options.timeout, ends, options.share_gpu) as world,
     ):
         options = _agree_options(world, options)
         folder, plan = _broadcast_run(world, options)

@@ -91,7 +91,7 @@ def _launch(options: T, measure: Measure[T], words: Sequence[str]) -> tuple[int,
         tell(message)
         messages.append(message)
 
-    def run_forked() -> int:
+    def run_rank() -> int:
         placement = read_placement()
         assert placement is not None
         return report_errors(lambda: launch_loop.run(options, placement, measure))
@@ -102,7 +102,7 @@ def _launch(options: T, measure: Measure[T], words: Sequence[str]) -> tuple[int,
     code = starters.start(
         backends.get(options.backend[0]).launcher,
         line,
-        run_forked if devices.get(options.device).forks else None,
+        run_rank if devices.get(options.device).forks else None,
         options.ranks or 1,
         Deadline(options.timeout, options.watchdog == "end", report),
     )

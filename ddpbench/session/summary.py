@@ -14,7 +14,7 @@ from ddpbench.records.schema import LAUNCH_HIDDEN, Result
 from ddpbench.records.store import SAMPLE_COLUMNS
 
 if TYPE_CHECKING:
-    from ddpbench.measure.pace import Samples
+    from ddpbench.measure.repetitions import Samples
 
 
 def summarise_result(
@@ -92,9 +92,9 @@ def step_columns(case: str, launch: int, samples: steps.Samples) -> dict[str, An
         for i in range(samples.bucket_stamps.shape[2]):
             spans[f"{case}/bucket/{i}"] = samples.bucket_stamps[:, :, i]
     if samples.timed is not None:
-        for i, span in enumerate(samples.timed.spans):
+        for i, call in enumerate(samples.timed.spans):
             begin, exposed, end = (samples.timed.ns[:, :, i, column] for column in range(3))
-            place = f"{span.operation}/{span.layers}/{span.phase}"
+            place = f"{call.operation}/{call.layers}/{call.phase}"
             spans[f"{case}/collective/{i}/{place}"] = np.stack([begin, end], axis=2)
             spans[f"{case}/exposed/{i}"] = np.stack([np.zeros_like(exposed), exposed], axis=2)
     if samples.verify.size:
