@@ -48,8 +48,7 @@ def _run_launches(options: T, measure: Measure[T], words: Sequence[str]) -> End 
     for number, name in _order_launches(options):
         if name in failed:
             continue
-        if options.paced and not sys.stdin.readline():
-            tell("stdin closed before the last launch")
+        if options.paced and not sys.stdin.readline():  # no other launch is wanted
             break
         code, verdict = _launch(replace(options, backend=(name,), launch=number), measure, words)
         if options.paced:
