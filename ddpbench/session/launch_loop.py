@@ -174,7 +174,7 @@ class Recorder:
             self._add_launch(replace(self.launch, ended=store.format_now()))
 
     def add(self, outcome: Outcome, columns: dict[str, Any] | None = None) -> None:
-        """Store one case, and its raw samples (of summary.py) if any."""
+        """Store one case, and its raw samples if there are any."""
         if self._folder is None:
             return
         try:

@@ -18,7 +18,7 @@ from ddpbench.analysis import steps
 from ddpbench.present.document import Chart, ReportRun
 from ddpbench.present.steps import sections as step
 from ddpbench.records.schema import Run, StepCase
-from ddpbench.session.summary import step_columns
+from ddpbench.session.trial import step_columns
 
 
 def a_report(run: Run, label: str = "a run", **samples: Any) -> ReportRun:
