@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import pickle
 import sys
 import weakref
@@ -34,19 +33,6 @@ OTHER = (
     *("send", "recv", "isend", "irecv", "batch_isend_irecv", "wait", "store."),
     *("new_", "split_group", "init_process_group", "destroy_process_group"),
 )
-DTYPES = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128",
-}
 # Errors of a private function with another signature, or of a group that ends meanwhile.
 UNKNOWN = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
@@ -131,10 +117,6 @@ def list_groups() -> list[Group]:
     for live, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
         with contextlib.suppress(*UNKNOWN):  # it may end, or begin, just now
             groups.append(_make_group(live, ranks))
-    phrases = [group.phrase for group in groups]
-    for index, group in enumerate(groups):
-        if phrases.count(group.phrase) > 1:
-            groups[index] = replace(group, phrase=f"{group.phrase} {group.name[:12]}")
     return groups
 
 
@@ -152,9 +134,8 @@ def _make_group(group: Any, ranks: Iterable[int]) -> Group:
         phrase = ""
     elif title not in ("", "undefined"):  # the rows of a mesh share a title
         phrase = f"of group {title!r} ({format_ranks(sorted(ranks))})"
-    count = partial(
-        _count_requests, weakref.ref(group), devices
-    )  # a group ends with its last owner
+    # A group ends with its last owner.
+    count = partial(_count_requests, weakref.ref(group), devices)
     return Group(name, phrase, tuple(sorted(ranks)), tuple(sorted(devices)), count)
 
 
@@ -181,20 +162,16 @@ def relaxed_capture() -> Iterator[None]:
     """
     import torch
 
-    exchange: Any = None
-    if torch.cuda.is_initialized():
-        with contextlib.suppress(OSError, AttributeError):  # as on ROCm
-            path = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
-            exchange = ctypes.CDLL(str(path)).cudaThreadExchangeStreamCaptureMode
-    if exchange is None:
+    if torch.version.cuda is None or not torch.cuda.is_initialized():
         yield
         return
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
     mode = ctypes.c_int(RELAXED)
-    exchange(ctypes.byref(mode))  # mode is now the thread's previous one
+    library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # mode is now the previous one
     try:
         yield
     finally:
-        exchange(ctypes.byref(mode))
+        library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def find_recorders() -> dict[str, Recorder]:
@@ -202,10 +179,7 @@ def find_recorders() -> dict[str, Recorder]:
     from torch._C import _distributed_c10d as c10d
 
     names = ("_dump_fr_trace", "_dump_nccl_trace")
-    recorders = {name: getattr(c10d, name) for name in names if hasattr(c10d, name)}
-    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
-        recorders.pop("_dump_nccl_trace", None)  # a dump would query events that no longer exist
-    return recorders
+    return {name: getattr(c10d, name) for name in names if hasattr(c10d, name)}
 
 
 def read_dump(recorder: Recorder, lines: bool = False, calls: bool = True) -> Dump:
@@ -232,7 +206,6 @@ class Flight:
 
     def __init__(self) -> None:
         self._groups: list[Group] = []
-        self._known: frozenset[tuple[int, str]] = frozenset()
 
     def read_logs(self, inside: str, whole: bool, lines: bool = True) -> tuple[Log, ...]:
         """Return one log for each group and backend.
@@ -241,58 +214,47 @@ class Flight:
         without a record; whole: with the latest calls, else numbers only; lines: with the lines
         that made them.
         """
-        groups: list[Group] = []
         with contextlib.suppress(*UNKNOWN):
-            groups = self._current()
+            self._groups = list_groups() or self._groups
+        pairs = [(group, backend) for group in self._groups for backend in group.backends]
         records: Records = _read_mpi()
         for recorder in find_recorders().values() if whole else ():
             with contextlib.suppress(*UNKNOWN):
                 records |= _read_entries(read_dump(recorder, lines).entries)
-        if not whole:
-            return tuple(log for group in groups for log in _read_numbers(group, records))
         # The main thread's current call has no record yet, unless another call is open.
-        names = {group.name for group in groups}
+        names = {group.name for group in self._groups}
         is_open = any(record.is_open for (name, _), record in records.items() if name in names)
         called = "" if is_open or inside.startswith(OTHER) else inside
-        return tuple(log for group in groups for log in _find_logs(group, records, called))
-
-    def _current(self) -> list[Group]:
-        from torch.distributed import distributed_c10d
-
-        names = dict(distributed_c10d._world.pg_names)
-        known = frozenset((id(group), str(name)) for group, name in names.items())
-        if names and known != self._known:  # without any, keep the last record of the groups
-            self._groups, self._known = list_groups(), known
-        return self._groups
+        logs = []
+        for group, backend in pairs:
+            count, record = group.count(backend), records.get((group.name, backend))
+            log = _find_log(backend, count, record, called) if whole else _guess_log(count, record)
+            phrase = group.describe(backend)
+            logs.append(replace(log, group=phrase, members=group.members))
+        return tuple(logs)
 
 
-def _read_numbers(group: Group, records: Records) -> Iterator[Log]:
-    for backend in group.backends:
-        count = group.count(backend)
-        log = Log("", (), max(count, 0), max(count - 1, 0), moves=count)
-        log = replace(records.get((group.name, backend), log), calls=())
-        yield replace(log, group=group.describe(backend), members=group.members)
+def _guess_log(count: int, record: Log | None) -> Log:
+    """Return a log without a dump: the group's last call may not have ended."""
+    log = record or Log("", (), max(count, 0), max(count - 1, 0), moves=count)
+    return replace(log, calls=())
 
 
-def _find_logs(group: Group, records: Records, called: str) -> Iterator[Log]:
-    """called: the main thread's current collective, if it has no record; it may belong to any
-    group."""
-    for backend in group.backends:
-        count = group.count(backend)
-        record = records.get((group.name, backend))
-        if count == 0:
-            record = None  # of an earlier group with this name
-        # gloo counts sends and receives, too: without a record, collectives cannot be counted.
-        counted = 0 if backend == "gloo" else max(count, 0)
-        log = record or Log("", (), counted, counted, exact=False)
-        if backend == "gloo" and count > log.started:
-            log = replace(log, exact=False)
-        # nccl counts a call, then connects the ranks if they are not yet, and only then records it.
-        if called and counted > (record.started if record else 0):
-            calls = (*log.calls, Call(counted, called))
-            log = replace(log, started=counted, finished=counted - 1, calls=calls)
-        moves = max(count, log.moves)
-        yield replace(log, group=group.describe(backend), members=group.members, moves=moves)
+def _find_log(backend: str, count: int, record: Log | None, called: str) -> Log:
+    """Return the log of a group.
+
+    called: the main thread's current collective, if it has no record; it may belong to any group.
+    """
+    if count == 0:
+        record = None  # of an earlier group with this name
+    # gloo counts sends and receives, too: without a record, collectives cannot be counted.
+    counted = 0 if backend == "gloo" else max(count, 0)
+    log = record or Log("", (), counted, counted)
+    # nccl counts a call, then connects the ranks if they are not yet, and only then records it.
+    if called and counted > (record.started if record else 0):
+        calls = (*log.calls, Call(counted, called))
+        log = replace(log, started=counted, finished=counted - 1, calls=calls)
+    return replace(log, moves=max(count, log.moves))
 
 
 @contextlib.contextmanager
@@ -347,13 +309,10 @@ def _read_group(entries: Sequence[Entry]) -> Log:
     """
     calls = {entry.collective_seq_id: entry for entry in entries}
     started = max(calls)
-    if entries[0].key[1] in ("nccl", "xccl"):
-        ended = [number for number, entry in calls.items() if entry.ended]
-        finished = max(ended, default=min(calls) - 1)
-    else:
-        finished = (
-            min((n for n, entry in calls.items() if not entry.ended), default=started + 1) - 1
-        )
+    ended = [number for number, entry in calls.items() if entry.ended]
+    finished = max(ended, default=min(calls) - 1)
+    if entries[0].key[1] not in ("nccl", "xccl"):
+        finished = min(calls.keys() - ended, default=started + 1) - 1
     recent = tuple(_read_call(calls[number]) for number in sorted(calls)[-RECENT:])
     return Log("", (), started, finished, recent)
 
@@ -364,11 +323,19 @@ def _read_call(entry: Entry) -> Call:
     dtypes = entry.output_dtypes if has_output else entry.input_dtypes
     sizes = entry.output_sizes if has_output else entry.input_sizes
     tensors = zip(dtypes, sizes, strict=False)
-    shapes = [f"{DTYPES.get(d, d.lower())}[{','.join(map(str, s))}]" for d, s in tensors]
+    shapes = [f"{name_dtype(d)}[{','.join(map(str, s))}]" for d, s in tensors]
     more = f" and {len(shapes) - 2} more" if len(shapes) > 2 else ""
     lines = [(frame["name"], frame["filename"], frame["line"]) for frame in entry.frames]
     place = places.choose_place(lines) if lines else ""
     return Call(entry.collective_seq_id, entry.operation, ", ".join(shapes[:2]) + more, place)
+
+
+def name_dtype(name: str) -> str:
+    """Return torch's name of a dtype, "float32" for "Float"."""
+    import torch
+
+    storage = getattr(torch, f"{name}Storage", None)
+    return str(storage._dtype).removeprefix("torch.") if storage else name.lower()
 
 
 def _read_mpi() -> Records:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 OURS = str(Path(__file__).parents[1]) + os.sep  # this package, wherever it is installed
 # The parts of this package that connect and watch ranks.
@@ -88,16 +87,6 @@ def choose_place(lines: Iterable[Line]) -> str:
     """Return the program's own among these lines, innermost first, as "function (file:line)"."""
     name, path, line = min(lines, key=lambda line: _distance(line[1]))
     return f"{name} ({Path(path).name}:{line})"
-
-
-def describe_handled_error() -> str:
-    """Return the error that the main thread handles in an `except` or a `finally`, and where it was
-    raised; "": none."""
-    current: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
-    error = current[1] if isinstance(current, tuple) else current  # as Python has it before 3.12
-    if not isinstance(error, Exception) or error.__traceback__ is None:
-        return ""
-    return ", at ".join(describe_error(error))
 
 
 def find_distributed_call(frame: FrameType) -> str:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import psutil
 
 from ddpbench.hang.verdict import ALIVE, DIED, ENDED, LEFT, STOPPED, RankStatus, SilentRank
-from ddpbench.launch import family, sockets
+from ddpbench.launch import family
 from ddpbench.launch.supervise import Clock
 from ddpbench.records import codec, redact
 from ddpbench.records.terminal_text import escape_lines
@@ -97,18 +97,14 @@ class StoreClient:
     def __init__(self, place: Address | dist.Store) -> None:
         import torch.distributed as dist
 
-        self.gone = False  # whether the store has closed the connection
-        self._connection: socket.socket | None = None
+        self.gone = False  # whether a request has failed
         if not isinstance(place, Address):
             self.store = place
         else:
-            earlier = _list_files(place.port)
             self.store = dist.TCPStore(
                 *place[:2], is_master=False, timeout=place.timeout, wait_for_workers=False
             )
             self.store.set_timeout(STORE_TIMEOUT)
-            for file in _list_files(place.port) - earlier:
-                self._connection = sockets.wrap_file(os.dup(file))
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="ddpbench-store", daemon=True)
         self._thread.start()
@@ -120,8 +116,6 @@ class StoreClient:
 
         def attempt() -> None:
             try:
-                if self._is_closed():  # a request would print a C++ stack
-                    raise RuntimeError("the store has closed the connection")
                 answers.append(function(self.store))
             except (RuntimeError, ValueError):
                 self.gone = True
@@ -136,19 +130,6 @@ class StoreClient:
         """End the thread, unless the store does not answer it."""
         self._requests.put(None)
         self._thread.join(CLOSE_SECONDS)
-        if self._connection is not None:
-            self._connection.close()
-
-    def _is_closed(self) -> bool:
-        if self._connection is None:
-            return False
-        try:
-            # The C++ client reads from the same connection: only peek.
-            return self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
     def _serve(self) -> None:
         while (attempt := self._requests.get()) is not None:
@@ -168,14 +149,6 @@ def find_store(store: dist.Store) -> Address | dist.Store:
         server: Any = store  # torch's stubs lack its timeout
         return Address(server.host, server.port, server.timeout)
     return store
-
-
-def _list_files(port: int) -> set[int]:
-    """Return the numbers of this process's open files that are connected to a port."""
-    process: Any = psutil.Process()
-    # psutil 6 renamed the method.
-    read: Callable[..., Any] = getattr(process, "net_connections", None) or process.connections
-    return {each.fd for each in read(kind="tcp") if each.raddr and each.raddr.port == port}
 
 
 @dataclass(frozen=True)

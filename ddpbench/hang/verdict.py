@@ -63,8 +63,8 @@ class Log:
 
     group: a phrase, "of group 3", "" for the default group; members: global ranks; started,
     finished: numbers of the last collectives that the rank called, and that ended (in a heartbeat,
-    a lower bound); calls: the latest, in order, () in a heartbeat; exact: whether all ranks count
-    in the same way; moves: a number that changes with the requests to the group, -1 if unknown.
+    a lower bound); calls: the latest, in order, () in a heartbeat; moves: a number that changes
+    with the requests to the group, -1 if unknown.
     """
 
     group: str
@@ -72,7 +72,6 @@ class Log:
     started: int
     finished: int
     calls: tuple[Call, ...] = ()
-    exact: bool = True
     moves: int = -1
 
     @property
@@ -88,8 +87,7 @@ class RankStatus:
     place: the innermost line of the program's own code in the main thread, "f (data.py:22)";
     inside: the function of torch.distributed that this line called, "": none; phase: the step of a
     ddpbench command; cause: why this rank raises the alarm, "": it does not; late: it has waited
-    too long; handles: the error that its main thread handles, as in a `finally`, and its line;
-    stack: of the main thread.
+    too long; stack: of the main thread.
     """
 
     place: str
@@ -99,7 +97,6 @@ class RankStatus:
     cause: str = ""
     late: bool = False
     stack: str = ""
-    handles: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,6 @@ class Hang:
     call: Call
     waiting: tuple[int, ...]
     absent: tuple[int, ...]
-    exact: bool = True
 
     def __str__(self) -> str:
         return f"{self.call} {self.group}".rstrip()
@@ -149,20 +145,15 @@ def explain_hang(
     explained = bool(parts) or any(not SYMPTOM.search(s.cause) for s in failed.values())
     if causes := _find_silent_causes(silent, statuses, explained, store_answers):
         texts = [_describe_silent(rank, hangs, statuses) for rank in causes]
-        ended = all(rank.state in (LEFT, ENDED) for rank in causes)
-        parts.append("; ".join(texts) + _format_waiting(statuses, statuses, ended))
+        parts.append("; ".join(texts) + _format_waiting(statuses, statuses))
     elif missing := [] if explained else _describe_missing(failed, statuses):
         parts += missing
     elif failed:
         parts.append(_describe_failed(failed, hangs, statuses))
     if not parts and store_answers:
-        parts = _describe_deadlock(hangs, statuses)
-        parts = parts or [s for hang in hangs for s in _describe_absence(hang, statuses)]
-        parts = parts or [_describe_stuck(hang, statuses) for hang in hangs if hang.exact]
+        parts = [text for hang in hangs for text in _describe_absence(hang, statuses)]
+        parts = parts or [_describe_stuck(hang, statuses) for hang in hangs]
     sentence = "; ".join(parts) or format_places(statuses, hangs)
-    for rank, status in statuses.items():
-        if status.handles and rank not in failed:
-            sentence += f"; rank {rank} is handling {status.handles}"
     if not store_answers:
         viewers = format_ranks([*statuses])
         sentence += f"; the ranks' store does not answer, so this is what {viewers} can see"
@@ -235,7 +226,7 @@ def _describe_silent(rank: SilentRank, hangs: Sequence[Hang], statuses: Statuses
         return f"{text}, before {call}"
     started = {log.group: log.started for log in seen.logs}
     for hang in hangs:
-        if hang.group in started and hang.exact:
+        if hang.group in started:
             return f"{text}, {'in' if started[hang.group] >= hang.call.number else 'before'} {hang}"
     return text
 
@@ -250,28 +241,13 @@ def _describe_missing(failed: Statuses, statuses: Statuses) -> list[str]:
     missing = [rank for ranks in places.values() for rank in ranks]
     texts = [_describe_never_joined(ranks, *key) for key, ranks in places.items()]
     waiting = [rank for rank in statuses if rank not in missing]
-    return ["; ".join(texts) + _format_waiting(waiting, statuses, True)] if texts else []
+    return ["; ".join(texts) + _format_waiting(waiting, statuses)] if texts else []
 
 
 def _describe_failed(failed: Statuses, hangs: Sequence[Hang], statuses: Statuses) -> str:
     waiting = {rank for hang in hangs for rank in hang.waiting}
     waiting |= {rank for rank, status in statuses.items() if status.cause}
-    waiting -= set(failed)
-    ended = all(statuses[rank].cause and not statuses[rank].late for rank in waiting)
-    return format_places(failed, hangs) + _format_waiting(waiting, statuses, ended)
-
-
-def _describe_deadlock(hangs: Sequence[Hang], statuses: Statuses) -> list[str]:
-    """Return a sentence on collectives whose absent ranks all wait in another of them, if any."""
-    waiting = {rank for hang in hangs for rank in hang.waiting if statuses[rank].inside}
-    circle = [hang for hang in hangs if hang.absent and waiting.issuperset(hang.absent)]
-    texts = []
-    for hang in circle:
-        where = f"{hang}{_format_lines(statuses[rank].place for rank in hang.waiting)}"
-        verb = "waits" if len(hang.waiting) == 1 else "wait"
-        ranks = format_ranks(hang.waiting), format_ranks(hang.absent)
-        texts.append(f"{ranks[0]} {verb} in {where} for {ranks[1]}")
-    return [f"{'; '.join(texts)}: a deadlock"] if len(circle) > 1 else []
+    return format_places(failed, hangs) + _format_waiting(waiting - set(failed), statuses)
 
 
 def _describe_absence(hang: Hang, statuses: Statuses) -> list[str]:
@@ -391,12 +367,12 @@ def _format_lines(lines: Iterable[str]) -> str:
     return f" at {' and '.join(known) if len(known) < 3 else f'{known[0]} and elsewhere'}"
 
 
-def _format_waiting(ranks: Iterable[int], statuses: Statuses, ended: bool = False) -> str:
-    """Return "; ranks 0, 2 wait", or "waited for it" when their wait has ended."""
+def _format_waiting(ranks: Iterable[int], statuses: Statuses) -> str:
+    """Return "; ranks 0, 2 wait"."""
     waiting = sorted(ranks)
     if not waiting:
         return ""
-    verb = "waited for it" if ended else "waits" if len(waiting) == 1 else "wait"
+    verb = "waits" if len(waiting) == 1 else "wait"
     return f"; {format_ranks(waiting)} {verb}{_format_phase(waiting, statuses)}"
 
 
@@ -420,8 +396,7 @@ def find_hangs(statuses: Statuses) -> list[Hang]:
         members = {rank for log in logs.values() for rank in log.members} & set(statuses)
         absent = [rank for rank in members if rank not in logs or logs[rank].started < number]
         call = find_call(number, [logs[rank] for rank in waiting])
-        exact = all(log.exact for log in logs.values())
-        hangs.append(Hang(group, call, tuple(sorted(waiting)), tuple(sorted(absent)), exact))
+        hangs.append(Hang(group, call, tuple(sorted(waiting)), tuple(sorted(absent))))
     return hangs
 
 

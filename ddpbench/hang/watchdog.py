@@ -18,13 +18,13 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from ddpbench.hang import places, verdict
 from ddpbench.hang.flight_recorder import Flight
-from ddpbench.hang.status_board import Board, RankIdentity, print_message
+from ddpbench.hang.status_board import Board, RankIdentity, end_process, print_message
 from ddpbench.hang.verdict import ALIVE, DIED, STOPPED, RankStatus, SilentRank
 from ddpbench.launch import family
 from ddpbench.records import codec
@@ -36,10 +36,10 @@ GRACE_SECONDS = 4.0  # for the statuses of the other ranks
 STACK_FRAMES = 30  # the innermost frames of a reported stack
 BEAT_SECONDS = 1.0
 BEAT_PATIENCE_SECONDS = 0.2  # how long a heartbeat waits for the store
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # After a signal, how long the ranks may take to stop together at the next repetition.
-SIGNAL_SECONDS = {signal.SIGINT: 10.0, signal.SIGTERM: 10.0, signal.SIGUSR1: 10.0}
-# torchrun and Slurm kill half a minute after SIGTERM; an MPI's launcher may do so after a second.
-HURRIED_SECONDS = {**SIGNAL_SECONDS, signal.SIGTERM: 0.5}
+SIGNAL_SECONDS = 10.0
+HURRIED_SECONDS = 0.5  # after SIGTERM of an MPI's launcher, which may kill after a second
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,7 @@ def read_status(
     status = RankStatus(places.find_place(frame), inside, logs, phase)
     if heartbeat:
         return status
-    stack = "".join(traceback.format_stack(frame)[-STACK_FRAMES:])
-    return replace(status, stack=stack, handles=places.describe_handled_error())
+    return replace(status, stack="".join(traceback.format_stack(frame)[-STACK_FRAMES:]))
 
 
 class Watchdog:
@@ -153,14 +152,14 @@ class CommandWatchdog(Watchdog):
         identities: Sequence[RankIdentity],
         timeout_seconds: float,
         *,
-        leave: Callable[[int], NoReturn],
-        signal_seconds: Mapping[signal.Signals, float] = SIGNAL_SECONDS,
+        terminate_seconds: float = SIGNAL_SECONDS,
         is_on: bool = True,
     ) -> None:
-        """leave: ends the process; is_on: whether a missed deadline ends this rank."""
+        """terminate_seconds: as SIGNAL_SECONDS, for SIGTERM; is_on: whether a missed deadline ends
+        this rank."""
         board = Board(store, "ddpbench/watch", identities[rank], identities)
         super().__init__(board, Flight(), timeout_seconds)
-        self._signal_seconds, self._leave, self._is_on = signal_seconds, leave, is_on
+        self._terminate_seconds, self._is_on = terminate_seconds, is_on
         self._phase, self._beat_time = "start", -math.inf
         self._lock = threading.Lock()
         self.signal: int | None = None
@@ -170,7 +169,7 @@ class CommandWatchdog(Watchdog):
         # The C-level handler writes here at once, even while the main thread is inside MPI.
         self._wake, self._wake_end = os.pipe()
         os.set_blocking(self._wake_end, False)
-        self._previous = {number: signal.signal(number, self._note) for number in SIGNAL_SECONDS}
+        self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
         signal.set_wakeup_fd(self._wake_end, warn_on_full_buffer=False)
         self._thread.start()
 
@@ -217,7 +216,7 @@ class CommandWatchdog(Watchdog):
         try:
             code = self._report(cause, late, place)
         finally:  # end this process even if stderr or the disk fails
-            self._leave(code)
+            end_process(code)
 
     def _next_deadline(self) -> float:
         return time.monotonic() + self._timeout if self._is_on else math.inf
@@ -238,14 +237,15 @@ class CommandWatchdog(Watchdog):
                     self._handle_signal(byte)
 
     def _handle_signal(self, number: int) -> None:
-        if number not in SIGNAL_SECONDS:
+        if number not in SIGNALS:
             return
         again = self.signal == number and number == signal.SIGINT and self._interrupted
         self.signal = number
         self._interrupted = True
         # A launcher that lost a rank kills the others soon after.
         lost = DIED in map(self._board.observe, range(len(self._board.identities)))
-        allowed = 0.0 if again or lost else self._signal_seconds[signal.Signals(number)]
+        allowed = self._terminate_seconds if number == signal.SIGTERM else SIGNAL_SECONDS
+        allowed = 0.0 if again or lost else allowed
         self._deadline = min(self._deadline, time.monotonic() + allowed)
 
     def _report(self, cause: str, late: bool, place: str) -> int:

@@ -20,9 +20,8 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.hang import status_board
 from ddpbench.hang.places import describe_error, is_of_program
-from ddpbench.hang.status_board import RankIdentity
+from ddpbench.hang.status_board import RankIdentity, identify
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, CommandWatchdog
 from ddpbench.launch import sockets, supervise
 from ddpbench.launch.placement import PATIENT, Placement, Refused, free_port, slurm_address
@@ -220,8 +219,7 @@ def join_world(
         placement.rank,
         members,
         seconds,
-        leave=status_board.end_process,
-        signal_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
+        terminate_seconds=HURRIED_SECONDS if hurried else SIGNAL_SECONDS,
         is_on=ends,
     )
     try:
@@ -321,7 +319,7 @@ def _gather_introductions(
     Raises Refused on all ranks if gloo would listen where other hosts cannot reach it, or if ranks
     do not come in time, with their numbers.
     """
-    me, rank = status_board.identify(placement.rank), placement.rank
+    me, rank = identify(placement.rank), placement.rank
     own = network.find_endpoint(rank, f"{me.boot_id}/{me.network}", os.environ.get(network.GLOO))
     introductions = _gather_over_store(store, placement, seconds, [asdict(me), asdict(own)])
     members = tuple(RankIdentity(**fields) for fields, _ in introductions)

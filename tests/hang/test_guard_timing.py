@@ -170,7 +170,7 @@ def test_an_all_reduce_of_nccl_that_hangs_after_sends_is_reported(
     group = Group(GROUP, "", (0, 1), ("nccl",), lambda backend: recorder.collectives)
     recorders = {"_dump_nccl_trace": recorder.dump}
     monkeypatch.setattr(flight_recorder, "find_recorders", lambda: recorders)
-    monkeypatch.setattr(Flight, "_current", lambda self: [group])
+    monkeypatch.setattr(flight_recorder, "list_groups", lambda: [group])
     watched = Watched(monkeypatch, Flight())
     watched.answer(COMPUTES)
     assert watched.run(1.2 * TIMEOUT) == []

@@ -71,13 +71,13 @@ def fail(cause: str) -> RankStatus:
     return status(*[REDUCE] * 4, cause=cause)
 
 
-def in_groups(place: str, inside: str = "all_reduce", **started: int) -> RankStatus:
+def in_groups(place: str, **started: int) -> RankStatus:
     """Return the status of a rank that waits in the first call of each group it has called."""
     logs = tuple(
         Log(f"of group {name}", (0, 1), count, 0, calls(*[REDUCE] * count))
         for name, count in started.items()
     )
-    return RankStatus(place, inside, logs, late=True)
+    return RankStatus(place, "all_reduce", logs, late=True)
 
 
 def in_row(rank: int, started: int, **others: Any) -> RankStatus:
@@ -103,10 +103,6 @@ SITUATIONS: dict[str, Situation] = {
     "two groups in different order": (
         [],
         {0: in_groups("f0 (x.py:1)", a=1, b=0), 1: in_groups("f1 (x.py:2)", a=0, b=1)},
-    ),
-    "one of these ranks computes": (
-        [],
-        {0: in_groups("f0 (x.py:1)", a=1, b=0), 1: in_groups("f1 (x.py:2)", "", a=0, b=1)},
     ),
     "rows of a mesh": (
         [
@@ -140,10 +136,6 @@ SITUATIONS: dict[str, Situation] = {
         [replace(ONE, seen=change_log(HEART, started=4))],
         {0: WAITS, 2: WAITS, 3: WAITS},
     ),
-    "numbers that ranks count differently": (
-        [ONE],
-        {0: change_log(WAITS, exact=False), 2: change_log(WAITS, exact=False)},
-    ),
     "no heartbeat": (
         [replace(DEAD_ONE, seen=None), SilentRank(2, "rank 2 (node2, pid 102)", CUT_OFF)],
         {3: RankStatus("loop (l.py:7)", phase="case 3 of 9: all_reduce", late=True)},
@@ -168,16 +160,6 @@ SITUATIONS: dict[str, Situation] = {
     "gloo gives up": ([], {0: fail(TIME_OUT), 1: LOADS, 2: WAITS_YET}),
     "nccl gives up": ([], {0: fail(NOT_ENDED), 1: LOADS, 2: WAITS_YET}),
     "gloo gives up, and none is late": ([], {0: fail(TIME_OUT), 1: status(*[REDUCE] * 4)}),
-    "an error that a rank handles": (
-        [],
-        {
-            0: status(REDUCE, REDUCE, ended=1, inside="all_reduce", late=True),
-            1: status(
-                *(REDUCE, BARRIER), ended=1, inside="barrier", late=True, place="train (t.py:6)",
-                handles="KeyError: 'label', at train (t.py:4)",
-            ),
-        },
-    ),
     "equal statuses": ([], {2: LATE, 0: LATE, 1: replace(LATE, place="g (y.py:1)"), 3: LATE}),
     # calls that do not fit together
     **{

@@ -72,20 +72,27 @@ def test_a_process_of_which_a_pid_means_nothing_here_cannot_be_seen(other: RankI
     assert observe_state(other, HERE) == CUT_OFF
 
 
-def a_watchdog(left: list[int], is_on: bool = True) -> CommandWatchdog:
-    """Of the only rank, with a deadline of 0.2 s."""
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit codes with which this process would have ended."""
+    codes: list[int] = []
 
     def leave(code: int) -> NoReturn:
-        left.append(code)
+        codes.append(code)
         sys.exit()  # the watchdog's thread
 
-    return CommandWatchdog(dist.HashStore(), 0, [identify(0)], 0.2, leave=leave, is_on=is_on)
+    monkeypatch.setattr(watchdog, "end_process", leave)
+    return codes
 
 
-def test_a_deadline_may_be_off(capfd: pytest.CaptureFixture[str]) -> None:
+def a_watchdog(is_on: bool = True) -> CommandWatchdog:
+    """Of the only rank, with a deadline of 0.2 s."""
+    return CommandWatchdog(dist.HashStore(), 0, [identify(0)], 0.2, is_on=is_on)
+
+
+def test_a_deadline_may_be_off(left: list[int], capfd: pytest.CaptureFixture[str]) -> None:
     """--watchdog off: nothing is printed, and the rank goes on."""
-    left: list[int] = []
-    dog = a_watchdog(left, is_on=False)
+    dog = a_watchdog(is_on=False)
     dog.begin_phase("a long phase")
     time.sleep(0.5)
     dog.close()
@@ -93,10 +100,11 @@ def test_a_deadline_may_be_off(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_missed_deadline_ends_the_rank(frozen: Frozen, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missed_deadline_ends_the_rank(
+    left: list[int], frozen: Frozen, capfd: pytest.CaptureFixture[str]
+) -> None:
     """As by default: one sentence with the line of the main thread, and exit code 5."""
-    left: list[int] = []
-    dog = a_watchdog(left)
+    dog = a_watchdog()
     dog.on_end = lambda *end: left.append(0)
     dog.begin_phase("a long phase")
     wait_until(lambda: 5 in left, "the end of the rank")
@@ -108,8 +116,8 @@ def test_a_missed_deadline_ends_the_rank(frozen: Frozen, capfd: pytest.CaptureFi
 
 def test_a_signal_that_another_rank_got_may_come_late() -> None:
     """Slurm signals node by node: the rank whose end it is already ignores its own from then on."""
-    previous = {number: signal.getsignal(number) for number in watchdog.SIGNAL_SECONDS}
-    dog = a_watchdog([])
+    previous = {number: signal.getsignal(number) for number in watchdog.SIGNALS}
+    dog = a_watchdog()
     dog.expect_signal()
     dog.close()
     ignored = {number for number in previous if signal.getsignal(number) is signal.SIG_IGN}

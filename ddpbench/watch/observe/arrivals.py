@@ -14,7 +14,7 @@ from zlib import crc32
 from msgspec import structs
 
 from ddpbench.hang import flight_recorder
-from ddpbench.hang.flight_recorder import BATCH, DTYPES, Entry, Group, list_groups
+from ddpbench.hang.flight_recorder import BATCH, Entry, Group, list_groups, name_dtype
 from ddpbench.records.wording import spans
 from ddpbench.watch.observe.steps import Step
 from ddpbench.watch.window import CALLS, JoinedCall, Round
@@ -117,9 +117,8 @@ def _find_step(steps: Sequence[Step], ns: int) -> int:
 def _count_bytes(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
     import torch
 
-    names = [DTYPES.get(name, "uint8") for name in dtypes]
-    tensors = zip(sizes, names, strict=False)
-    return sum(prod(shape) * getattr(torch, name).itemsize for shape, name in tensors)
+    types = [getattr(torch, name_dtype(name), torch.uint8) for name in dtypes]
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(sizes, types, strict=False))
 
 
 def _name_group(group: Group) -> str:
