@@ -8,8 +8,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -18,10 +16,9 @@ from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.task import OPTIMIZERS, RankSetup, Task, Workload
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import ddp_step, memory
-from ddpbench.measure.rounds import Measured, Rounds
+from ddpbench.measure.rounds import Measured, Rounds, step_columns
 from ddpbench.measure.step import Replica, advise_smaller
 from ddpbench.records.schema import Figure, Replicas, StepCase, StepResult
-from ddpbench.records.store import SAMPLE_COLUMNS
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.session import launch_loop
@@ -294,44 +291,3 @@ class Trial:
 
 def _describe_shortage(error: BaseException, case: StepCase) -> str | None:
     return memory.describe_shortage(error, case.device, advise_smaller(case))
-
-
-def step_columns(case: str, launch: int, samples: steps.Samples) -> dict[str, Any]:
-    """Return the SAMPLE_COLUMNS of a DDP step, with entry and exit in ns.
-
-    "CASE/ARM/PHASE" counts from the first step of the round, "CASE/bucket/INDEX" from the begin of
-    backward, "CASE/verify" from the begin of the verification. Of the collectives of a sharded
-    step, in the order of the calls, "CASE/collective/INDEX/OPERATION/LAYERS/PHASE" counts from the
-    begin of the step, and "CASE/exposed/INDEX" is how long the compute waited.
-    """
-    spans: dict[str, npt.NDArray[np.int64]] = {}  # name → [world, repetition, (entry, exit)]
-    for arm, stamps in samples.stamps.items():
-        flat = stamps.reshape(stamps.shape[0], -1, 4)
-        for i, phase in enumerate(("forward", "backward", "optimizer")):
-            spans[f"{case}/{arm}/{phase}"] = flat[:, :, i : i + 2]
-    if samples.bucket_stamps is not None:
-        for i in range(samples.bucket_stamps.shape[2]):
-            spans[f"{case}/bucket/{i}"] = samples.bucket_stamps[:, :, i]
-    if samples.timed is not None:
-        for i, call in enumerate(samples.timed.spans):
-            begin, exposed, end = (samples.timed.ns[:, :, i, column] for column in range(3))
-            place = f"{call.operation}/{call.layers}/{call.phase}"
-            spans[f"{case}/collective/{i}/{place}"] = np.stack([begin, end], axis=2)
-            spans[f"{case}/exposed/{i}"] = np.stack([np.zeros_like(exposed), exposed], axis=2)
-    if samples.verify.size:
-        spans[f"{case}/verify"] = np.stack([np.zeros_like(samples.verify), samples.verify], axis=2)
-    parts = []
-    for name, span in spans.items():
-        world, count, _ = span.shape
-        part = {
-            "case": np.full(world * count, name, dtype=object),
-            "launch": np.full(world * count, launch, dtype=np.int32),
-            "repetition": np.tile(np.arange(count, dtype=np.int32), world),
-            "rank": np.repeat(np.arange(world, dtype=np.int32), count),
-            "entry_ns": span[:, :, 0].ravel(),
-            "exit_ns": span[:, :, 1].ravel(),
-            "device_ns": np.full(world * count, -1, dtype=np.int64),
-            "warm_up": np.zeros(world * count, dtype=bool),
-        }
-        parts.append(part)
-    return {name: np.concatenate([part[name] for part in parts]) for name in SAMPLE_COLUMNS}

@@ -15,10 +15,10 @@ from stored_steps import (
 )
 
 from ddpbench.analysis import steps
+from ddpbench.measure.rounds import step_columns
 from ddpbench.present.document import Chart, ReportRun
 from ddpbench.present.steps import sections as step
 from ddpbench.records.schema import Run, StepCase
-from ddpbench.session.trial import step_columns
 
 
 def a_report(run: Run, label: str = "a run", **samples: Any) -> ReportRun:
