@@ -116,7 +116,6 @@ class Sweep:
     def measure(self, case: Case, requested_nbytes: int) -> tuple[Result, dict[str, Any] | None]:
         """Measure one case. Return its result and, in rank 0, the columns of its samples."""
         from ddpbench.measure import repetitions
-        from ddpbench.session.summary import summarise_result
 
         context, started = self.context, time.monotonic()
         world, options, plan = context.world, context.options, context.plan
@@ -149,7 +148,7 @@ class Sweep:
             wall_seconds=time.monotonic() - started,
         )
         self.recorder.add_clocks(self.clocks)
-        return summarise_result(result, samples, clock_off_seconds)
+        return repetitions.summarise_result(result, samples, clock_off_seconds)
 
     def _gather_facts(self, samples: repetitions.Samples) -> dict[str, Any]:
         """Gather the greatest of each rank's facts on a case."""

@@ -174,7 +174,7 @@ class Recorder:
             self._add_launch(replace(self.launch, ended=store.format_now()))
 
     def add(self, outcome: Outcome, columns: dict[str, Any] | None = None) -> None:
-        """Store one case, and its raw samples (`step_columns`, `operation_columns`) if any."""
+        """Store one case, and its raw samples if there are any."""
         if self._folder is None:
             return
         try:
@@ -248,16 +248,10 @@ def _agree_options(world: World, options: T) -> T:
 
     Raises Refused in all ranks, with the ranks that lack a device or a backend, or that differ.
     """
-    objection = None
-    if options.join is None:
-        try:
+    with control.agree_refusal(world):
+        if options.join is None:
             options = resolve(options, world.placement)
-        except Refused as refused:
-            objection = str(refused)
-    sentence = control.agree_objection(world, objection)
-    sentence = sentence or control.find_differing_option(
-        control.gather_values(world, options.named())
-    )
+    sentence = control.find_differing_option(control.gather_values(world, options.named()))
     if sentence is not None:
         raise Refused(sentence)
     return options
@@ -268,20 +262,16 @@ def _broadcast_run(world: World, options: RunOptions) -> tuple[Path, Plan]:
 
     Raises Refused in all ranks if it cannot be created.
     """
-    value, objection = None, None
-    if world.rank == 0:
-        try:
+    value = None
+    with control.agree_refusal(world):
+        if world.rank == 0:
             if options.join is None:
                 folder, plan = run_folder.create(options, sys.argv[1:])
             else:
                 folder, plan = Path(options.join), options.plan(options.seed or 0)
-            value = [str(folder.resolve()), asdict(plan)]
-        except Refused as refused:
-            objection = str(refused)
-    value, objection = control.broadcast_value(world, [value, objection])
-    if objection is not None:
-        raise Refused(objection)
-    return Path(value[0]), Plan(**value[1])
+            value = str(folder.resolve()), asdict(plan)
+    path, protocol = control.broadcast_value(world, value)
+    return Path(path), Plan(**protocol)
 
 
 def _report(options: RunOptions, folder: Path, end: End | None) -> int:
@@ -310,7 +300,7 @@ def _measure(
     """Connect the ranks on one backend and measure its cases. Return an early end."""
     backend, device = backends.get(name), world.agree_device(options.device)
     with ExitStack() as closing:
-        torch_name = agree_torch_name(world, backend)
+        torch_name = _agree_torch_name(world, backend)
         tested = closing.enter_context(world.agree_group(torch_name, device=device))
         barrier_to_connect(world, backend, tested, device)
         context = LaunchContext(
@@ -326,21 +316,19 @@ def _measure(
     return run_folder.interrupted(signal)
 
 
-def agree_torch_name(world: World, backend: Backend) -> str:
+def _agree_torch_name(world: World, backend: Backend) -> str:
     """Return the backend's name in torch.
 
     Raises Refused in all ranks together if the backend's own launcher did not start them.
     """
     name = backend.register() if backend.register else backend.name
-    size, objection = backend.size(), None
-    if size is not None and size != world.world_size:
-        objection = (
-            f"{backend.name} sees a world size of {size}, not {world.world_size}: start the ranks "
-            f"with the mpirun of {backend.library()}, or with srun --mpi=pmix (Open MPI) or "
-            "--mpi=pmi2 (MPICH)"
-        )
-    if (sentence := control.agree_objection(world, objection)) is not None:
-        raise Refused(sentence)
+    with control.agree_refusal(world):
+        if (size := backend.size()) not in (None, world.world_size):
+            raise Refused(
+                f"{backend.name} sees a world size of {size}, not {world.world_size}: start the "
+                f"ranks with the mpirun of {backend.library()}, or with srun --mpi=pmix (Open MPI) "
+                "or --mpi=pmi2 (MPICH)"
+            )
     return name
 
 
@@ -353,14 +341,12 @@ def barrier_to_connect(
     """
     from ddpbench.measure import start
 
-    objection = None
-    try:
-        if tested is not None:
-            start.barrier(tested, device)()
-    except RuntimeError as error:
-        objection = describe_failed_connection(backend.name, error)
-    if (sentence := control.agree_objection(world, objection)) is not None:
-        raise Refused(sentence)
+    with control.agree_refusal(world):
+        try:
+            if tested is not None:
+                start.barrier(tested, device)()
+        except RuntimeError as error:
+            raise Refused(describe_failed_connection(backend.name, error)) from None
 
 
 def agree_thread_count(world: World) -> int:
