@@ -33,7 +33,7 @@ from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.places import describe_error
 from ddpbench.hang.status_board import Board
 from ddpbench.hang.verdict import RankStatus
-from ddpbench.hang.watchdog import Judgement, Watchdog, read_status
+from ddpbench.hang.watchdog import Watchdog, read_status
 from ddpbench.launch import placement
 from ddpbench.records.store import End
 
@@ -206,7 +206,7 @@ class Guard(Watchdog):
         if not late:
             return False
         # A heartbeat assumes that each group's last call is open: only its entry is right.
-        logs = self._flight.read_logs(self._heartbeat.inside, whole=True, lines=False)
+        logs = self._flight.read_logs(self._heartbeat.inside, whole=True)
         open_groups = {log.group for log in logs if log.is_open}
         confirmed = {wait for wait in late if len(wait) > 2 or wait[0] in open_groups}
         self._since |= dict.fromkeys(late - confirmed, now)
@@ -253,7 +253,13 @@ class Guard(Watchdog):
                 self._code = FAILURE if judgement.failed or self._failure else HANG
                 for call in before_end:
                     call(End("failed", judgement.sentence, self._code))
-                self._await_prints(f"{topic}/printed", judgement)
+                # A launcher ends all ranks as soon as one has ended.
+                if judgement.store_answers:
+                    self._board.mark(topic, "printed", self._rank)
+                    keys = [self._board.key(topic, "printed", r) for r in judgement.heard]
+                    self._board.await_keys(keys, LEAVE_SECONDS)
+                if self._rank == 0:  # it usually has the store
+                    self._clock.sleep(LEAVE_SECONDS / 4)
             self._board.kill_ranks(judgement.stopped if self._end else ())
         if self._end and leave:
             if self._code == FAILURE:  # other ranks' ends may unblock this main thread, which ends
@@ -261,15 +267,6 @@ class Guard(Watchdog):
                 self._clock.sleep(SETTLE_SECONDS)
             if not (self._ending or self._closed.is_set()):
                 status_board.end_process(self._code)
-
-    def _await_prints(self, topic: str, judgement: Judgement) -> None:
-        """Let all ranks print before this process ends, because a launcher then ends them all."""
-        if judgement.store_answers:
-            self._board.mark(topic, self._rank)
-            keys = [self._board.key(topic, rank) for rank in judgement.heard]
-            self._board.await_keys(keys, LEAVE_SECONDS)
-        if self._rank == 0:  # it usually has the store
-            self._clock.sleep(LEAVE_SECONDS / 4)
 
 
 def find_waits(status: RankStatus) -> list[Key]:

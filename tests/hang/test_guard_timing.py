@@ -41,7 +41,7 @@ class FakeFlight:
     logs: tuple[Log, ...] = ()
     dump: tuple[Log, ...] | None = None
 
-    def read_logs(self, inside: str, whole: bool, lines: bool = True) -> tuple[Log, ...]:
+    def read_logs(self, inside: str, whole: bool) -> tuple[Log, ...]:
         """As Flight."""
         return self.dump if whole and self.dump is not None else self.logs
 
