@@ -15,7 +15,7 @@ import ctypes
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,10 +56,6 @@ class Group:
     members: tuple[int, ...]
     backends: tuple[str, ...]
     count: Callable[[str], int]
-
-    def describe(self, backend: str) -> str:
-        """Return the phrase, with the backend if the group has several."""
-        return self.phrase if len(self.backends) == 1 else f"{self.phrase} on {backend}".strip()
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -230,7 +226,9 @@ class Flight:
             else:  # the last call may have ended
                 log = record or Log("", (), max(count, 0), max(count - 1, 0), moves=count)
                 log = replace(log, calls=())
-            phrase = group.describe(backend)
+            phrase = group.phrase
+            if len(group.backends) > 1:
+                phrase = f"{phrase} on {backend}".strip()
             logs.append(replace(log, group=phrase, members=group.members))
         return tuple(logs)
 
@@ -253,26 +251,20 @@ def _find_log(backend: str, count: int, record: Log | None, called: str) -> Log:
 
 
 def _read_entries(entries: Sequence[Entry]) -> Records:
-    """Return the record of each group; of groups with equal names, the newest is in use."""
-    calls: dict[int, list[Entry]] = {}
-    for entry in _list_collectives(entries):
-        calls.setdefault(entry.pg_id, []).append(entry)
-    return {own[0].key: _read_group(own) for _, own in sorted(calls.items())}
-
-
-def _list_collectives(entries: Sequence[Entry]) -> Iterator[Entry]:
-    """Yield the entries of collectives.
+    """Return the record of each group; of groups with equal names, the newest is in use.
 
     nccl ends a batch of calls with an extra entry, "coalesced". After sends and receives this entry
     looks like a collective with the number of the previous one, but follows a later send.
     """
+    calls: dict[int, list[Entry]] = {}
     sent: dict[int, int] = {}  # the number of the last send before each group's last collective
     for entry in entries:
         is_batch = entry.profiling_name.endswith(BATCH)
         ends_sends = is_batch and sent.get(entry.pg_id) != entry.p2p_seq_id
         if not entry.is_p2p and not ends_sends:
             sent[entry.pg_id] = entry.p2p_seq_id
-            yield entry
+            calls.setdefault(entry.pg_id, []).append(entry)
+    return {own[0].key: _read_group(own) for _, own in sorted(calls.items())}
 
 
 def _read_group(entries: Sequence[Entry]) -> Log:

@@ -184,8 +184,8 @@ def _find_silent_causes(
     else:
         # No rank can answer: name the ranks that are visibly gone, else rank 0, which usually has
         # the store. If rank 0 has ended the store, all other ranks end soon after.
-        causes = [rank for rank in silent if rank.state == ENDED]
-        causes = causes or [rank for rank in silent if rank.state in (DIED, STOPPED, LEFT)]
+        gone = [rank for rank in silent if rank.state in (DIED, STOPPED, LEFT, ENDED)]
+        causes = [rank for rank in gone if rank.state == ENDED] or gone
         causes = causes or [rank for rank in silent if rank.rank == 0]
     owing = [r.rank for r in causes if _find_owed_call(r.rank, r.seen, statuses)]
     excused = explained or bool(owing)
@@ -257,10 +257,9 @@ def _describe_absent(
 
 
 def _describe_stuck(hang: Hang, statuses: Statuses) -> str:
-    verb, joined = ("is", "alone") if len(hang.waiting) == 1 else ("are", "all")
     return (
-        f"{format_ranks(hang.waiting)} {verb} {joined} in {hang}, which does not end: the backend "
-        f"or the network does not complete it{_format_phase(hang.waiting, statuses)}"
+        f"{format_ranks(hang.waiting)} joined {hang}, which does not end: the backend or the "
+        f"network does not complete it{_format_phase(hang.waiting, statuses)}"
     )
 
 

@@ -58,11 +58,7 @@ class Judgement:
     stacks: str
     interrupted: bool
     store_answers: bool
-
-    @property
-    def stopped(self) -> list[int]:
-        """The ranks that are stopped."""
-        return [rank.rank for rank in self.silent if rank.state == STOPPED]
+    stopped: tuple[int, ...]
 
     def speaks(self, rank: int) -> bool:
         """Return whether this rank prints for all: the lowest one that answered or, without the
@@ -136,6 +132,7 @@ class Watchdog:
             stacks="".join(f"rank {rank}:\n{s.stack}" for rank, s in sorted(statuses.items())),
             interrupted=verdict.is_interrupted(statuses),
             store_answers=store_answers,
+            stopped=tuple(rank.rank for rank in silent if rank.state == STOPPED),
         )
 
 
@@ -163,7 +160,7 @@ class CommandWatchdog(Watchdog):
         self._phase, self._beat_time = "start", -math.inf
         self._lock = threading.Lock()
         self.signal: int | None = None
-        self._interrupted = self._gets_signal = False
+        self._gets_signal = False
         self.on_end: Callable[[str, str, int], None] = lambda state, sentence, code: None
         self._deadline = self._next_deadline()
         # The C-level handler writes here at once, even while the main thread is inside MPI.
@@ -239,14 +236,11 @@ class CommandWatchdog(Watchdog):
     def _handle_signal(self, number: int) -> None:
         if number not in SIGNALS:
             return
-        again = self.signal == number and number == signal.SIGINT and self._interrupted
         self.signal = number
-        self._interrupted = True
         # A launcher that lost a rank kills the others soon after.
         lost = DIED in map(self._board.observe, range(len(self._board.identities)))
         allowed = self._terminate_seconds if number == signal.SIGTERM else SIGNAL_SECONDS
-        allowed = 0.0 if again or lost else allowed
-        self._deadline = min(self._deadline, time.monotonic() + allowed)
+        self._deadline = min(self._deadline, time.monotonic() + (0.0 if lost else allowed))
 
     def _report(self, cause: str, late: bool, place: str) -> int:
         """Let one rank print the verdict; return the exit code of this rank."""

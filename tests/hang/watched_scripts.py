@@ -152,7 +152,6 @@ def play_quiet(rank: int) -> None:
         ddpbench.watchdog(timeout=0)
     first = ddpbench.watchdog(timeout=NEVER_LATE)
     assert ddpbench.watchdog() is first  # as in a script under `ddpbench watch --timeout`
-    first.close()
     for _ in range(3):
         step()
         time.sleep(1.2 * rank)

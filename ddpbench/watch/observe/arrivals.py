@@ -128,8 +128,7 @@ def _explain_unavailable(backends: set[str], recorders: Mapping[str, Recorder]) 
         recorder = recorders.get("_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace")
         if recorder is None:
             return f"this torch does not record the calls of {backend}: use a newer torch"
-        is_off = not flight_recorder.read_dump(recorder, calls=False).pg_config
-        if backend in ("gloo", "nccl") and is_off:
+        if not flight_recorder.read_dump(recorder, calls=False).pg_config:
             return (
                 f"calls of {backend} cannot be read, so the collectives below lack them: {SETTING} "
                 "before init_process_group"
