@@ -226,9 +226,8 @@ class Flight:
             else:  # the last call may have ended
                 log = record or Log("", (), max(count, 0), max(count - 1, 0), moves=count)
                 log = replace(log, calls=())
-            phrase = group.phrase
-            if len(group.backends) > 1:
-                phrase = f"{phrase} on {backend}".strip()
+            suffix = f"on {backend}" if len(group.backends) > 1 else ""
+            phrase = f"{group.phrase} {suffix}".strip()
             logs.append(replace(log, group=phrase, members=group.members))
         return tuple(logs)
 

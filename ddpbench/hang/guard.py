@@ -235,8 +235,7 @@ class Guard(Watchdog):
             first = judgement.speaks(self._rank) or not judgement.store_answers
             stacks = judgement.stacks if first else ""
             status_board.print_message(f"ddpbench: {judgement.sentence}\n{stacks}")
-            heartbeat = read_status(self._flight, heartbeat=True)
-            self._reported.update(find_waits(heartbeat))
+            self._reported.update(find_waits(read_status(self._flight, heartbeat=True)))
             if self._end or not leave:
                 self._code = FAILURE if judgement.failed or self._failure else HANG
                 for call in before_end:

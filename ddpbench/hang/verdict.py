@@ -131,11 +131,14 @@ def explain_hang(
     answers. A silent rank that is alive is a cause only after a deadline, when it should have
     answered.
     """
-    hangs, failed = find_hangs(statuses), _find_failed(statuses)
+    hangs = find_hangs(statuses)
+    errors = {rank: status for rank, status in statuses.items() if status.cause and not status.late}
+    own = {rank: status for rank, status in errors.items() if not SYMPTOM.search(status.cause)}
+    failed = own or errors
     # The last heartbeat of a rank that has left may show that it called other things.
     left = {rank.rank: rank.seen for rank in silent if rank.seen}
     parts = describe_mismatches({**left, **statuses})
-    explained = bool(parts) or any(not SYMPTOM.search(s.cause) for s in failed.values())
+    explained = bool(parts or own)
     if causes := _find_silent_causes(silent, statuses, explained, store_answers):
         texts = [_describe_silent(rank, hangs, statuses) for rank in causes]
         parts.append("; ".join(texts) + _format_waiting(statuses, statuses))
@@ -162,12 +165,6 @@ def is_interrupted(statuses: Statuses) -> bool:
     return all(cause.startswith(BY_SIGNAL) or SYMPTOM.search(cause) for cause in causes)
 
 
-def _find_failed(statuses: Statuses) -> dict[int, RankStatus]:
-    """Return the ranks with errors, except errors that are only symptoms of others."""
-    failed = {r: s for r, s in statuses.items() if s.cause and not s.late}
-    return {r: s for r, s in failed.items() if not SYMPTOM.search(s.cause)} or failed
-
-
 # --- silent ranks, and ranks that did not take part
 
 
@@ -188,8 +185,7 @@ def _find_silent_causes(
         causes = [rank for rank in gone if rank.state == ENDED] or gone
         causes = causes or [rank for rank in silent if rank.rank == 0]
     owing = [r.rank for r in causes if _find_owed_call(r.rank, r.seen, statuses)]
-    excused = explained or bool(owing)
-    return [r for r in causes if r.state != LEFT or r.rank in owing or not excused]
+    return [r for r in causes if r.state != LEFT or r.rank in owing or not (explained or owing)]
 
 
 def _find_owed_call(rank: int, status: RankStatus | None, statuses: Statuses) -> str:
@@ -218,8 +214,6 @@ def _describe_silent(rank: SilentRank, hangs: Sequence[Hang], statuses: Statuses
             f"{text} before {call}, after {f'{last} {group}'.rstrip()}{_format_lines([last.place])}"
         )
     text += f", last seen in {seen.place}"
-    if call:
-        return f"{text}, before {call}"
     started = {log.group: log.started for log in seen.logs}
     for hang in hangs:
         if hang.group in started:

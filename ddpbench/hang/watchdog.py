@@ -107,8 +107,7 @@ class Watchdog:
         rank is lost, or the store does not answer.
         """
         board = self._board
-        status = read_status(self._flight, self._phase, place)
-        status = replace(status, cause=cause, late=late)
+        status = replace(read_status(self._flight, self._phase, place), cause=cause, late=late)
         if not board.mark(topic, "judge"):
             board.publish(status, topic, self._rank)
             key = board.key(topic, "judgement")
@@ -162,7 +161,7 @@ class CommandWatchdog(Watchdog):
         self.signal: int | None = None
         self._gets_signal = False
         self.on_end: Callable[[str, str, int], None] = lambda state, sentence, code: None
-        self._deadline = self._next_deadline()
+        self._deadline = time.monotonic() + timeout_seconds if is_on else math.inf
         # The C-level handler writes here at once, even while the main thread is inside MPI.
         self._wake, self._wake_end = os.pipe()
         os.set_blocking(self._wake_end, False)
@@ -177,9 +176,11 @@ class CommandWatchdog(Watchdog):
 
     def rearm(self) -> None:
         """Let the deadline count from now: the rank made progress. Call it outside timed spans."""
+        if not self._is_on:
+            return
         if self.signal is None:
-            self._deadline = self._next_deadline()
-        if self._is_on and time.monotonic() - self._beat_time > BEAT_SECONDS:
+            self._deadline = time.monotonic() + self._timeout
+        if time.monotonic() - self._beat_time > BEAT_SECONDS:
             heartbeat = read_status(self._flight, self._phase, heartbeat=True)
             self._board.publish_heartbeat(heartbeat, BEAT_PATIENCE_SECONDS)
             self._beat_time = time.monotonic()
@@ -214,9 +215,6 @@ class CommandWatchdog(Watchdog):
             code = self._report(cause, late, place)
         finally:  # end this process even if stderr or the disk fails
             end_process(code)
-
-    def _next_deadline(self) -> float:
-        return time.monotonic() + self._timeout if self._is_on else math.inf
 
     def _note(self, number: int, frame: object) -> None:
         self.signal = number
