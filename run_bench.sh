@@ -301,7 +301,7 @@ case $command in
   *) fail "'$command' is not one of cpu, gpu, mpi, all, ddp, slurm, regress, test, python, and no command of ddpbench (run_bench.sh --help)" ;;
 esac
 for word; do
-  case $word in --report-file* | --ddpbench-report-file*) uses+=(report) ;; esac
+  case $word in --report-file*) uses+=(report) ;; esac
 done
 case $command in cpu | mpi | gpu | all | ddp | tune | collectives | doctor) choose_folder "$@" ;; esac
 choose_python

@@ -14,7 +14,6 @@ from ddpbench.catalog import sizes
 from ddpbench.catalog.backends import Backend
 from ddpbench.catalog.dtypes import DTYPES
 from ddpbench.catalog.operations import OPERATIONS, Operation
-from ddpbench.launch.placement import Placement
 from ddpbench.records.schema import (
     EVENTS,
     EXIT_ENTRY,
@@ -28,27 +27,21 @@ from ddpbench.records.schema import (
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
-from ddpbench.session import launch_facts, launch_loop
+from ddpbench.session import launch_loop
 from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.session.sweep_options import Options as Options
 from ddpbench.session.sweep_options import add_arguments as add_arguments  # used by cli
-from ddpbench.session.sweep_options import default_sizes
 
 if TYPE_CHECKING:
     import torch
 
-    from ddpbench.measure import pace
+    from ddpbench.measure import repetitions
     from ddpbench.measure.calibrate import Rates
     from ddpbench.runtime.subgroups import Subgroup
 
 
 Requested = tuple[Case, int]  # a case, and the bytes that the user requested
 Links = dict[tuple[str, str], "Limit | None"]  # (partition, operation) → limit of the GPUs' links
-
-
-def run(options: Options, placement: Placement) -> int:
-    """Run one rank's part of a sweep over the backends. Return the exit code."""
-    return launch_loop.run(options, placement, measure_launch)
 
 
 def measure_launch(context: LaunchContext[Options]) -> Recorder:
@@ -122,14 +115,14 @@ class Sweep:
 
     def measure(self, case: Case, requested_nbytes: int) -> tuple[Result, dict[str, Any] | None]:
         """Measure one case. Return its result and, in rank 0, the columns of its samples."""
-        from ddpbench.measure import pace
+        from ddpbench.measure import repetitions
         from ddpbench.session.summary import summarise_result
 
         context, started = self.context, time.monotonic()
         world, options, plan = context.world, context.options, context.plan
         operation, subgroup = OPERATIONS[case.operation], self.subgroups[case.group]
         objection = subgroup.partition.objection or _objection(case, world, context.device)
-        samples = pace.measure(
+        samples = repetitions.measure(
             case,
             plan,
             world,
@@ -149,7 +142,7 @@ class Sweep:
             least_nbytes=operation.least_nbytes(case),
             requested_nbytes=requested_nbytes,
             reason=samples.objection,
-            wrong=tuple(pace.gather_wrong(world, samples)),
+            wrong=tuple(repetitions.gather_wrong(world, samples)),
             **facts,
             limit=limit,
             hard_limit=hard_limit,
@@ -158,28 +151,30 @@ class Sweep:
         self.recorder.add_clocks(self.clocks)
         return summarise_result(result, samples, clock_off_seconds)
 
-    def _gather_facts(self, samples: pace.Samples) -> dict[str, Any]:
-        spent_seconds = launch_facts.read_spent_seconds(self.meter)
-        handoff_seconds = self.measure_handoff() if self.measure_handoff else None
-        own = [spent_seconds, samples.page_faults, handoff_seconds]
-        all_facts = control.gather_values(self.context.world, [*own, samples.unhidden_share])
-        spent, faults, handoffs, unhidden = zip(*all_facts, strict=True)
-        others_share = launch_facts.compute_others_share(self.context.world, spent)
+    def _gather_facts(self, samples: repetitions.Samples) -> dict[str, Any]:
+        """Gather the greatest of each rank's facts on a case."""
+        world = self.context.world
+        others_share = launch_loop.gather_others_share(world, self.meter)
         if others_share is not None:  # else the case was too short: go on measuring in the next one
             self.meter, self.others_share = cpu.CpuMeter(), others_share
-        return {
-            "others_share": self.others_share,
-            "page_faults": max((f for f in faults if f is not None), default=None),
-            "handoff_seconds": max((h for h in handoffs if h is not None), default=None),
-            "unhidden_share": max((u for u in unhidden if u is not None), default=None),
+        own = {
+            "page_faults": samples.page_faults,
+            "handoff_seconds": self.measure_handoff() if self.measure_handoff else None,
+            "unhidden_share": samples.unhidden_share,
         }
+        ranks = control.gather_values(world, own)
+        known = {name: [rank[name] for rank in ranks if rank[name] is not None] for name in own}
+        facts = {name: max(values, default=None) for name, values in known.items()}
+        return {**facts, "others_share": self.others_share}
 
 
 def list_cases(
     options: Options, backend: Backend, plan: Plan, partitions: Sequence[Partition]
 ) -> list[Requested]:
     """List the cases of a sweep on one backend, each once, with the size that was requested."""
-    requested = options.sizes or default_sizes(backend.name, options.device)
+    requested = options.sizes or sizes.default_sizes(
+        backend.name, devices.get(options.device).defaults
+    )
     cases: dict[Case, int] = {}
     for name in options.op:
         operation = OPERATIONS[name]

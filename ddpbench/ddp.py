@@ -7,19 +7,14 @@ from typing import TYPE_CHECKING
 
 from ddpbench.catalog import workloads
 from ddpbench.catalog.hooks import HOOKS
-from ddpbench.launch.placement import Placement, Refused
-from ddpbench.session import launch_facts, launch_loop
+from ddpbench.launch.placement import Refused
+from ddpbench.session import launch_loop
 from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.session.step_options import Options as Options
 from ddpbench.session.step_options import add_arguments as add_arguments  # used by cli
 
 if TYPE_CHECKING:
     from ddpbench.measure.sharded_step import Meshes
-
-
-def run(options: Options, placement: Placement) -> int:
-    """Run one rank's part over all backends and workloads. Return the exit code."""
-    return launch_loop.run(options, placement, measure_launch)
 
 
 def measure_launch(context: LaunchContext[Options]) -> Recorder:
@@ -29,7 +24,7 @@ def measure_launch(context: LaunchContext[Options]) -> Recorder:
     from ddpbench.session.trial import Trial
 
     options = context.options
-    threads = launch_facts.agree_thread_count(context.world)
+    threads = launch_loop.agree_thread_count(context.world)
     torch.set_num_threads(threads)
     if why := HOOKS[options.comm_hook].fails.get(context.backend.name):
         raise Refused(

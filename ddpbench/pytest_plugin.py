@@ -8,7 +8,6 @@ def test_step(ddp_benchmark):
 
 pytest --benchmark-autosave                       each test: 6 launches of fresh processes
 pytest --benchmark-autosave --ddpbench-compare    exit code 1 if a test has become slower
-pytest --ddpbench-report-file tests.html          a page with all launches, and the verdicts
 
 Keywords are the options of `ddpbench collectives` and `ddpbench ddp`; put other options into
 options=("--async", "--import=mine"). If ddpbench is installed, every pytest loads this module, so
@@ -66,8 +65,6 @@ class Suite:
     skipped: dict[str, str] = field(default_factory=dict)  # test that was saved before → the reason
     rows: tuple[JudgedTest, ...] = ()
     shortfall: str = ""  # tests that should be compared and were not
-    page: Path | None = None  # the requested file
-    page_line: str = ""  # whether it was written
 
 
 LEARNT_FROM = 20  # newest saved runs, from which the drift of a machine is computed
@@ -113,12 +110,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "with 1)",
     )
     add(
-        "--ddpbench-report-file",
-        metavar="FILE.html",
-        help="write a page with the launches of each test, and its verdict with "
-        "--ddpbench-compare; needs the extra `report` (default: no page)",
-    )
-    add(
         "--ddpbench-margin",
         type=_above_zero,
         default=10.0,
@@ -135,7 +126,7 @@ def _above_zero(text: str) -> float:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Read the saved runs to compare with, before this session saves anything."""
-    suite = session.config.stash[SUITE] = Suite(page=_find_page(session.config))
+    suite = session.config.stash[SUITE] = Suite()
     requested = session.config.getoption("--ddpbench-compare")
     if requested is None:
         return
@@ -159,20 +150,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         )
 
 
-def _find_page(config: pytest.Config) -> Path | None:
-    """Return the file of the requested page. Raises UsageError if it cannot be written."""
-    name = config.getoption("--ddpbench-report-file")
-    if name is None or hasattr(config, "workerinput"):  # a worker of xdist
-        return None
-    from ddpbench.present.writers import page_file
-
-    path: Path = config.invocation_params.dir / name
-    missing = page_file.explain_missing("--ddpbench-report-file")
-    if objection := missing or page_file.explain_unusable(path):
-        raise pytest.UsageError(objection)
-    return path
-
-
 def _read_saved(
     files: Sequence[tuple[Path, Any]], accepted_only: bool
 ) -> dict[str, list[Measured]]:
@@ -193,7 +170,7 @@ def _read_saved(
     from ddpbench.nested_runs import one_case
 
     return {
-        test: [one_case.from_json(figures, number) for number, figures in runs[-LEARNT_FROM:]]
+        test: [one_case.decode(figures, number) for number, figures in runs[-LEARNT_FROM:]]
         for test, runs in saved.items()
     }
 
@@ -233,7 +210,6 @@ def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
     """Measure a workload's step: ddp_benchmark("mlp", width=256, backend="gloo", ranks=2).
 
     pytest --benchmark-autosave --ddpbench-compare    exit code 1 if a test has become slower
-    pytest --ddpbench-report-file tests.html          a page with all launches, and the verdicts
     """
 
     def call(workload: str, **settings: Any) -> Run:
@@ -245,33 +221,29 @@ def ddp_benchmark(request: pytest.FixtureRequest) -> Callable[..., Run]:
 def _benchmark(request: pytest.FixtureRequest, settings: dict[str, Any]) -> Run:
     benchmark, clock = _pytest_benchmark(request)
     from ddpbench.nested_runs import one_case
-    from ddpbench.verdicts.rows import BUSY_LAUNCHES
+    from ddpbench.records import codec
 
-    option, folder = request.config.getoption, _folder(request)
+    option = request.config.getoption
     command, defaults, short = COMMANDS[str(request.fixturename)]
     launches = f"--launches={option('--ddpbench-launches')}"
     arguments = [*defaults.split(), launches, *one_case.words(settings)]
     if benchmark.disabled:  # checked, not timed
         arguments += [*short.split(), "--launches=1"]
     suite, test = request.config.stash[SUITE], request.node.nodeid
-    base = (suite.saved or {}).get(test)
     try:
-        for suffix in ("", "-again"):
-            folder = folder.with_name(folder.name + suffix)
-            run = one_case.measure(command, arguments, folder, option("--ddpbench-deadline"))
-            measured = one_case.only_case(run)
-            if not (base and measured.side and measured.side.busy >= BUSY_LAUNCHES):
-                break  # else measure again, as a busy host withholds the verdict
+        run = one_case.measure(command, arguments, _folder(request), option("--ddpbench-deadline"))
+        found = one_case.only_case(run)
     except one_case.Unmeasured as problem:
         _give_up(benchmark, problem)
         raise pytest.fail.Exception(str(problem), pytrace=False) from None
-    if measured.side is None:
-        if base:
-            suite.skipped[test] = measured.reason
-        pytest.skip(measured.reason)
-    figures = benchmark.extra_info[KEY] = one_case.to_json(run, measured, folder)
+    if found.side is None:
+        if test in (suite.saved or {}):
+            suite.skipped[test] = found.reason
+        pytest.skip(found.reason)
+    measured = one_case.summarise(run, found)
+    benchmark.extra_info[KEY] = codec.to_plain(measured)
     if not benchmark.disabled:
-        suite.measured[test] = one_case.from_json(figures)
+        suite.measured[test] = measured
     _feed(benchmark, clock, measured.side.times)
     return run
 
@@ -341,24 +313,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]
         failed = verdict.SLOWER in rows.count_verdicts(suite.rows) or suite.shortfall
         if session.exitstatus == 0 and failed:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    if suite.page is not None:
-        suite.page_line = _write_page(suite, suite.page)
     return (yield)
-
-
-def _write_page(suite: Suite, path: Path) -> str:
-    """Write the page; return a line about it. An error does not change the exit code."""
-    if not suite.measured:
-        return "no page was written: no test measured anything"
-    try:
-        from ddpbench.present import compared_tests
-        from ddpbench.present.writers import page_file
-
-        section = compared_tests.build_section(suite.measured, suite.rows, launches=True)
-        page_file.save(path, (), [section], "Tests of ranks")
-    except Exception as error:
-        return f"no page was written (the exit code is that of the tests): {error}"
-    return f"page written to {path}"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -381,12 +336,12 @@ def pytest_terminal_summary(
     finally:
         suite = config.stash.get(SUITE, Suite())
         if suite.saved is not None and suite.measured:
-            from ddpbench.present import compared_tests
+            from ddpbench.present import changes
             from ddpbench.present.document import Document
             from ddpbench.present.writers import text
 
             terminalreporter.section("ddpbench: compared with saved runs, by launches")
-            tests = compared_tests.build_section(suite.measured, suite.rows)
+            tests = changes.build_tests(suite.measured, suite.rows)
             terminalreporter.write_line(text.write(Document("", (tests,))).rstrip())
-        for line in filter(None, (suite.page_line, suite.shortfall)):
-            terminalreporter.write_line(f"ddpbench: {line}")
+        if suite.shortfall:
+            terminalreporter.write_line(f"ddpbench: {suite.shortfall}")

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import re
 import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -169,6 +170,14 @@ def play_all(folder: Path, rank: int, plays: Mapping[str, Callable[[], Any]]) ->
     (folder / f"{rank}.json").write_text(json.dumps(results))
 
 
+def play_in_rank(list_plays: Callable[[int, int], Mapping[str, Callable[[], Any]]]) -> None:
+    """Play all that a function of rank and number of ranks returns, in a rank of `run_ranks`."""
+    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    start_group(folder, rank, size)
+    play_all(folder, rank, list_plays(rank, size))
+    dist.destroy_process_group()
+
+
 def run_ranks(
     words: Sequence[str], size: int, folder: Path, seconds: float = 3 * PATIENCE_SECONDS
 ) -> list[dict[str, Any]]:
@@ -189,7 +198,9 @@ def run_ranks(
     finally:
         for process in ranks:
             process.kill()
-    return read_results(folder, size, errors)
+    paths = [folder / f"{rank}.json" for rank in range(size)]
+    assert all(path.exists() for path in paths), errors
+    return [json.loads(path.read_text()) for path in paths]
 
 
 def agree(results: Sequence[dict[str, Any]], name: str) -> Any:
@@ -199,13 +210,6 @@ def agree(results: Sequence[dict[str, Any]], name: str) -> Any:
         assert not (result and "error" in result), result["error"]
     assert all(result == alike[0] for result in alike)
     return alike[0]
-
-
-def read_results(folder: Path, size: int, errors: str) -> list[dict[str, Any]]:
-    """Return what each rank has written; `errors` is what the ranks have printed."""
-    paths = [folder / f"{rank}.json" for rank in range(size)]
-    assert all(path.exists() for path in paths), errors
-    return [json.loads(path.read_text()) for path in paths]
 
 
 # --- reports as JSON, which a rank can write to a file

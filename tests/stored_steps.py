@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpbench.analysis import sharded_steps, steps
-from ddpbench.analysis.spans import Span, Timed
-from ddpbench.analysis.steps import BucketInfo, Samples
+from ddpbench.analysis.steps import BucketInfo, Samples, Span, Timed
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Plan, Replicas, Run, StepCase, StepResult, StepSummary
 

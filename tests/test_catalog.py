@@ -6,14 +6,12 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from command_lines import QUICK, run_command
 from warm_python import warm_python
 
 import ddpbench
-from ddpbench import cli
 
 # A user's module, registered before the command line is parsed.
 FAKES = """
@@ -101,12 +99,3 @@ def test_a_command_is_one_file(tmp_path: Path) -> None:
         done = run_command(command, tmp_path, PYTHONPATH=str(tmp_path))
         assert (done.returncode, done.stderr) == (code, "")
         assert re.search(expected, done.stdout), done.stdout
-
-
-def test_every_command_declares_its_line() -> None:
-    """Each has a group of the overview, a line that fits into 100 columns, and a description."""
-    for group, entries in cli.read_groups().items():
-        assert group in cli.GROUPS
-        for name, line in entries.items():
-            assert len(line) <= 85
-            assert import_module(f"ddpbench.commands.{name}").__doc__

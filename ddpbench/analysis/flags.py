@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -29,9 +29,7 @@ class AnyLine:
 
     @property
     def half_width(self) -> float | None:
-        from ddpbench.analysis.stats import half_width  # loads numpy
-
-        return None if self.interval is None else half_width(self.interval)
+        return None if self.interval is None else self.interval.half_width
 
 
 LineT = TypeVar("LineT", bound=AnyLine)
@@ -58,23 +56,21 @@ STOPPED: Flag[Any] = Flag(
 )
 
 
-def raised_flags(line: LineT, plan: Plan, known: Mapping[str, Flag[LineT]]) -> tuple[str, ...]:
-    """Return the names of the raised flags, in the order of `known`."""
-    return tuple(name for name, flag in known.items() if flag.is_raised(line, plan))
-
-
 def find_fastest(group: Sequence[LineT]) -> LineT | None:
     """Return the line whose interval is below all others, of lines that differ in backend only.
 
-    Returns None if one of them has no interval or a flag of NOT_COMPARABLE.
+    In it, `faster` is set. Returns None if one of them has no interval or a flag of NOT_COMPARABLE.
     """
     measured = sorted((line for line in group if line.seconds), key=lambda line: line.seconds or 0)
     intervals = [line.interval for line in measured if line.interval is not None]
     flags = {flag for line in measured for flag in line.flags}
     if NOT_COMPARABLE & flags or not 1 < len(measured) == len(intervals):
         return None
+    first, second = (line.seconds or 0 for line in measured[:2])
     best, *others = intervals
-    return measured[0] if all(best.high < other.low for other in others) else None
+    if any(best.high >= other.low for other in others):
+        return None
+    return replace(measured[0], faster=second / first)
 
 
 def note_fastest(known: Sequence[LineT]) -> list[LineT]:
@@ -82,9 +78,5 @@ def note_fastest(known: Sequence[LineT]) -> list[LineT]:
     groups: dict[Case | StepCase, list[LineT]] = {}
     for line in known:
         groups.setdefault(replace(line.case, backend="", provider=""), []).append(line)
-    fastest: dict[int, LineT] = {}
-    for group in groups.values():
-        if (best := find_fastest(group)) is not None:
-            first, second, *_ = sorted(line.seconds for line in group if line.seconds)
-            fastest[id(best)] = replace(best, faster=second / first)
-    return [fastest.get(id(line), line) for line in known]
+    fastest = {best.case: best for group in groups.values() if (best := find_fastest(group))}
+    return [fastest.get(line.case, line) for line in known]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ddpbench.analysis import stats
-from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest, raised_flags
+from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest
 from ddpbench.analysis.stats import Floats
 from ddpbench.records.schema import Case, Plan, Result, Run
 
@@ -42,7 +42,6 @@ class Line(AnyLine):
     algbw: float | None = None
     busbw: float | None = None
     fraction: float | None = None  # of the limit
-    shares_gpu: bool = False  # whether two ranks used one GPU
 
     @property
     def medians(self) -> list[float]:
@@ -79,8 +78,7 @@ def lines(run: Run) -> list[Line]:
             *(case.nbytes, backends.index(case.backend)),
         )
 
-    sharing = {launch.index for launch in run.launches if share_gpu(launch.ranks)}
-    known = [_line(case, by_case[case], run.plan, sharing) for case in sorted(by_case, key=order)]
+    known = [_line(case, by_case[case], run.plan) for case in sorted(by_case, key=order)]
     return note_fastest(known)
 
 
@@ -103,7 +101,7 @@ def impossible(result: Result, seconds: float) -> bool:
     return hard is not None and seconds < result.least_nbytes / hard.bytes_per_second
 
 
-def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> Line:
+def _line(case: Case, results: list[Result], plan: Plan) -> Line:
     measured = [r for r in results if r.summary is not None]
     if not measured:
         return Line(case=case, results=(), reason=results[0].reason)
@@ -133,9 +131,9 @@ def _line(case: Case, results: list[Result], plan: Plan, sharing: set[int]) -> L
         busbw=rate,
         # It may exceed 1 if the network itself reduces.
         fraction=float(np.median([rate / limit for limit in limits])) if rate and limits else None,
-        shares_gpu=any(r.launch in sharing for r in measured),
     )
-    return replace(line, flags=raised_flags(line, plan, FLAGS))
+    raised = (name for name, flag in FLAGS.items() if flag.is_raised(line, plan))
+    return replace(line, flags=tuple(raised))
 
 
 def _is_imprecise(line: Line, plan: Plan) -> bool:
@@ -205,12 +203,6 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
         "their time includes a part of it; keep other processes off the cores of the ranks",
         lambda line, plan: any((r.unhidden_share or 0) > UNHIDDEN_SHARE for r in line.results),
         mark="U",
-    ),
-    "shared-gpu": Flag(
-        "two ranks share a GPU (--share-gpu): their times include waiting for it, and NCCL treats "
-        "each rank as a host and connects them by sockets, without NVLink or PCIe",
-        lambda line, plan: line.shares_gpu,
-        mark="G",
     ),
     "busy": BUSY,
     "batched": Flag(

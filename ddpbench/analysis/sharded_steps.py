@@ -16,9 +16,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddpbench.analysis import steps
-from ddpbench.analysis.spans import EXPOSED_OF, HIDDEN_OF, OPERATIONS, SAVES, WOULD_SAVE, Span
 from ddpbench.analysis.stats import Floats
-from ddpbench.analysis.steps import Samples, difference, figure
+from ddpbench.analysis.steps import (
+    EXPOSED_OF,
+    HIDDEN_OF,
+    OPERATIONS,
+    SAVES,
+    WOULD_SAVE,
+    Samples,
+    Span,
+    difference,
+    figure,
+)
 from ddpbench.records.schema import Collective, Part, StepSummary
 
 LEAST_SECONDS = 1e-6  # hidden time below this is the rounding of stamps

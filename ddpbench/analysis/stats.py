@@ -118,13 +118,6 @@ def median_interval(times: Floats, confidence: float = 0.95) -> Interval | None:
     return None
 
 
-def half_width(interval: Interval) -> float:
-    """Return half an interval's width, relative to its middle."""
-    if interval.high == interval.low:  # both may be 0
-        return 0.0
-    return (interval.high - interval.low) / (interval.high + interval.low)
-
-
 def percentiles(times: Floats) -> dict[str, float]:
     """Return the percentiles, in seconds, that FEWEST launches of this length can support."""
     return {
@@ -201,7 +194,7 @@ def over_launches(medians: Floats) -> tuple[float, Interval | None]:
 # Rank 0 keeps at most KEPT_STAMPS stamps of a case's first repetitions, so that its memory does not
 # grow with the ranks. Below 210 ranks these are all repetitions. Figures are of all stamps.
 KEPT_STAMPS = 2**20  # ranks × repetitions
-GATHERED_STAMPS = 2**20  # at once: 24 MiB
+GATHERED_STAMPS = 2**22  # at once: 96 MiB
 # int64[row, 5]: repetition, rank, entry, exit, device time
 Rows = npt.NDArray[np.int64]
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ddpbench.analysis import stats, steps
-from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest, raised_flags
+from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest
 from ddpbench.records.schema import (
     Bucket,
     Collective,
@@ -86,7 +86,8 @@ def _line(case: StepCase, results: list[StepResult], plan: Plan) -> StepLine:
         summary = _over_launches(summaries)
         step = summary.step
         line = replace(line, summary=summary, seconds=step.value, interval=step.interval)
-    return replace(line, flags=raised_flags(line, plan, FLAGS))
+    raised = (name for name, flag in FLAGS.items() if flag.is_raised(line, plan))
+    return replace(line, flags=tuple(raised))
 
 
 def _is_imprecise(line: StepLine, plan: Plan) -> bool:
@@ -123,7 +124,6 @@ def _over_launches(summaries: Sequence[StepSummary]) -> StepSummary:
     """Return medians of the launches' medians; intervals over launches need six launches."""
     if len(summaries) == 1:
         return summaries[0]
-    factors = [s.speed_up for s in summaries if s.speed_up is not None]
     return replace(
         summaries[0],
         rounds=sum(s.rounds for s in summaries),
@@ -131,7 +131,6 @@ def _over_launches(summaries: Sequence[StepSummary]) -> StepSummary:
         samples_per_second=float(np.median([s.samples_per_second for s in summaries])),
         phases=_merge_all([s.phases for s in summaries]),
         budget=tuple(_merge_parts(summaries)),
-        speed_up=_middle(factors) if len(factors) == len(summaries) else None,
         buckets=_merge_all([s.buckets for s in summaries]),
         collectives=_merge_all([s.collectives for s in summaries]),
         peak_nbytes=max(s.peak_nbytes for s in summaries),

@@ -9,14 +9,13 @@ divided by their number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ddpbench.analysis import stats
-from ddpbench.analysis.spans import Timed
 from ddpbench.analysis.stats import Floats
 from ddpbench.records.schema import Bucket, Figure, Interval, Part, Phase, StepSummary
 
@@ -31,6 +30,11 @@ TRANSFER, OVERHEAD = "exposed transfer", "communication overhead"  # make EXPOSE
 HIDDEN, COMMUNICATION = "hidden communication", "communication"  # TRANSFER and HIDDEN make the last
 CHAIN = (COMPUTE, EITHER, COPIES, EXPOSED)  # make the step
 WAITING = "waiting for rank"
+# The parts of a step whose collectives were timed one by one.
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
+EXPOSED_OF = {name: f"exposed {name}" for name in OPERATIONS}
+HIDDEN_OF = {name: f"hidden {name}" for name in OPERATIONS}
+SAVES, WOULD_SAVE = "prefetch saves", "prefetch would save"
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,38 @@ class BucketInfo:
     parameters: int
     first: str  # name of the first parameter in it
     last: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """One collective of a step. Times are ns since the step began in this rank.
+
+    exposed_ns is how long the compute waited for the collective: in the call, and in its wait.
+    """
+
+    operation: str  # "all_gather", "reduce_scatter", "all_reduce"
+    layers: str  # the group of layers: "blocks.3", or "root" for all modules in no other group
+    phase: str  # "forward" or "backward"
+    nbytes: int  # of the total buffer: all slots of an all_gather, all slices of a reduce_scatter
+    begin_ns: int
+    exposed_ns: int
+    end_ns: int
+    ranks: tuple[int, ...] = ()  # of the process group, by their numbers in the default group
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The collectives of a step, in the order of the calls, and their times in the arm "timed".
+
+    spans   of one step of rank 0; other ranks differ in times and process groups only
+    groups  for each collective, the ranks of the process groups that carry it out at once
+    ns      [world, round, collective, 3] of the last step of a round: from the begin of the step
+            until the call; exposed; from the begin of the step until the end of the collective
+    """
+
+    spans: Sequence[Span]
+    groups: Sequence[tuple[tuple[int, ...], ...]]
+    ns: Ints
 
 
 @dataclass(frozen=True)
@@ -86,10 +122,6 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
     step = figure(arm)
     assert step is not None
     seconds = step.value
-    factor = None
-    if samples.world > 1:
-        free = "no_sync" if "no_sync" in samples.stamps else "noop"
-        factor = figure(arm / arm_seconds(samples, free))
     return StepSummary(
         rounds=samples.rounds,
         in_a_row=in_a_row,
@@ -98,7 +130,6 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
         samples_per_second=batch_of_all_ranks / step.value,
         phases=tuple(_phase(name, ddp) for name in PHASES),
         budget=tuple(_budget(samples, arm, seconds)),
-        speed_up=factor,
         buckets=tuple(_buckets(samples, seconds)),
     )
 

@@ -35,7 +35,6 @@ SCREENING = 3  # blocks that choose the finalists
 FINALISTS = 2
 CONFIRMING = 8  # blocks that judge them: an interval of 98.3 % needs 7
 MARGIN = 0.01  # the least gain that is recommended
-LOSS_SHARE = 1e-3  # a loss that differs by more than this is reported
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def keep_default(run: Run) -> Run:
 
 
 def list_findings(run: Run) -> Iterator[Finding]:
-    """Yield the decision on each workload and backend, and settings that change the loss."""
+    """Yield the decision on each workload and backend."""
     for verdict in judge_runs(run) if run.command == "tune" else ():
         default, case = verdict.settings[0], verdict.settings[0].case
         what = f"{case.workload} on {case.backend}"
@@ -204,12 +203,6 @@ def list_findings(run: Run) -> Iterator[Finding]:
                 "give it more time with --max-time",
                 place,
             )
-        for setting in verdict.settings[1:]:
-            change = _compare_loss(setting, default)
-            if change is not None and change > LOSS_SHARE and not setting.changes_numbers:
-                sentence = f"{what}: with {setting.label} the loss differs by {change:.2%}"
-                step = "do not use this setting before you know why"
-                yield Finding("warning", "loss-differs", sentence, step, place)
 
 
 def _recommend(verdict: Verdict, what: str, place: Mapping[str, Any]) -> Finding:
@@ -226,20 +219,6 @@ def _recommend(verdict: Verdict, what: str, place: Mapping[str, Any]) -> Finding
     )
     changes = {name: best.changes[name] for name in best.changes}
     return Finding("note", "faster-setting", sentence, "; ".join(best.lines), {**place, **changes})
-
-
-def _compare_loss(setting: Setting, default: Setting) -> float | None:
-    """Return the largest relative difference of the losses after the same steps, over blocks.
-
-    In the first block, the default takes another number of steps.
-    """
-    base = {(r.launch, r.block): np.mean(r.losses) for r in default.results if r.losses and r.block}
-    differences = [
-        abs(np.mean(r.losses) / base[r.launch, r.block] - 1)
-        for r in setting.results
-        if r.losses and (r.launch, r.block) in base
-    ]
-    return float(max(differences)) if differences else None
 
 
 def _format(value: Any) -> str:

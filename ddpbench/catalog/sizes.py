@@ -6,6 +6,13 @@ import re
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 SYNTAX = "4:64M:x4 (by factor) or 1K,64K,1M (a list)"
+DEFAULTS = {"cpu": "4:64M:x4", "cuda": "8:1G:x4"}  # of a sweep, by kind of device
+GLOO_DEFAULTS = {**DEFAULTS, "cuda": "8:64M:x4"}  # it moves CUDA tensors at about 1 GB/s
+
+
+def default_sizes(backend: str, kind: str) -> tuple[int, ...]:
+    """Return the sizes of a sweep without --sizes. kind: of the device, "cpu" or "cuda"."""
+    return parse((GLOO_DEFAULTS if backend == "gloo" else DEFAULTS)[kind])
 
 
 def parse(text: str) -> tuple[int, ...]:

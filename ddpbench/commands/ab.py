@@ -38,7 +38,7 @@ from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import list_choices
 from ddpbench.session import options
-from ddpbench.session.progress import Progress
+from ddpbench.session.launch_loop import Progress
 
 if TYPE_CHECKING:
     from ddpbench.verdicts.comparison import Comparison
@@ -133,7 +133,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _show(comparison: Comparison, namespace: argparse.Namespace, folder: Path) -> int:
     """Store and print the comparison; return the exit code."""
-    from ddpbench.present.compared_runs import build_document
+    from ddpbench.present.changes import build_document
 
     document = build_document(comparison)
     for form, suffix in (("json", "json"), ("table", "txt")):

@@ -35,7 +35,6 @@ from ddpbench.records.wording import counted, explain_unknown
 from ddpbench.session import run_folder
 
 if TYPE_CHECKING:
-    from ddpbench.verdicts.comparison import Comparison
     from ddpbench.verdicts.matching import Source
 
 GROUP = "compare"
@@ -58,12 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("name", metavar="NAME", help="name of the baseline")
     again = f"{compare.WHERE}; default: run the baseline's command again"
     check.add_argument("new", metavar="NEW", nargs="?", help=again)
-    other = "accept a baseline of another machine (default: exit with 3)"
-    check.add_argument("--other-machine", action="store_true", help=other)
     compare.add_judging(check)
-    where = f"folder of all baselines (default: {BASELINES})"
-    for action in (save, check):
-        action.add_argument("--folder", type=Path, default=BASELINES, metavar="FOLDER", help=where)
 
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
@@ -77,52 +71,46 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _save(namespace: argparse.Namespace) -> int:
-    target = namespace.folder / namespace.name
+    target = BASELINES / namespace.name
     if target.exists() and not namespace.replace:
         raise Refused(f"a baseline {namespace.name} exists: add --replace, or choose another name")
     folders = [*dict.fromkeys(each for name in namespace.runs for each in store.find_runs(name))]
-    runs = compare.read(folders)
-    name = runs[0].id if len(runs) == 1 else ", ".join(namespace.runs)
-    with store.refuse_impossible_values(name):
-        fewest = _require_sound(name, runs)
-    if fewest < FEWEST:
-        tell(
-            f"{name} has {counted(fewest, 'launch')} of a case, too few "
-            f"for a verdict: measure again with --launches {FEWEST}"
-        )
+    source = compare.read_side(", ".join(namespace.runs), folders)
+    with store.refuse_impossible_values(source.name):
+        fewest = _require_sound(source)
     try:
         _copy(folders, target)
     except OSError as error:
         raise Refused(f"{target} cannot be written ({error.strerror})") from None
-    size = f"{counted(len(runs), 'run')}, {counted(fewest, 'launch')} of each case"
+    size = f"{counted(len(folders), 'run')}, {counted(fewest, 'launch')} of each case"
     sys.stdout.write(f"saved {target}: {size}\n")
     return 0
 
 
-def _require_sound(name: str, runs: tuple[Run, ...]) -> int:
+def _require_sound(source: Source) -> int:
     """Return the number of launches of the case that has fewest.
 
     Raises InvalidRun if a run is incomplete or a result is invalid.
     """
-    for run in runs:
+    from ddpbench.present.case_labels import name_case
+    from ddpbench.verdicts import matching
+
+    for run in source.runs:
         if run.state != "complete":
             raise InvalidRun(f"{run.id} is {run.state}, and cannot be a baseline: measure it again")
-    from ddpbench.present.case_labels import name_case
-    from ddpbench.verdicts import matching  # loads numpy
-
     try:
-        found = matching.find_cases(matching.Source(name, runs))
+        found = matching.find_cases(source)
     except ValueError as error:
         raise InvalidRun(str(error)) from None
     for case, each in found.items():
         if each.fault is not None:
             raise InvalidRun(
-                f"{name} cannot be a baseline: {name_case(case)}: {each.fault}. Find the cause, "
-                "then measure again"
+                f"{source.name} cannot be a baseline: {name_case(case)}: {each.fault}. Find the "
+                "cause, then measure again"
             )
     launches = [len(each.side.times) for each in found.values() if each.side is not None]
     if not launches:
-        raise InvalidRun(f"{name} cannot be a baseline: it has no measured case")
+        raise InvalidRun(f"{source.name} cannot be a baseline: it has no measured case")
     return min(launches)
 
 
@@ -147,9 +135,9 @@ def _copy(folders: Sequence[Path], target: Path) -> None:
 
 
 def _check(namespace: argparse.Namespace) -> int:
-    folder = namespace.folder / namespace.name
+    folder = BASELINES / namespace.name
     if not folder.is_dir():
-        known = sorted(each.name for each in namespace.folder.glob("[!.]*"))
+        known = sorted(each.name for each in BASELINES.glob("[!.]*"))
         raise Refused(
             explain_unknown("baseline", namespace.name, known)
             if known
@@ -157,19 +145,18 @@ def _check(namespace: argparse.Namespace) -> int:
         )
     base = compare.read_side(f"baseline {namespace.name}", store.find_runs(str(folder)))
     if namespace.new is not None:
-        return compare.show(_compare(namespace, base, namespace.new), namespace)
+        return _compare(namespace, base, namespace.new)
     if placement.read_placement() is not None:
         raise Refused("a check without NEW starts its own ranks: type it without a launcher")
     code, target = _measure(namespace.name, base.runs)
     if code not in (0, 1, 4):  # the run is not complete
         return code
-    return compare.show(_compare(namespace, base, str(target)), namespace)
+    return _compare(namespace, base, str(target))
 
 
-def _compare(namespace: argparse.Namespace, base: Source, name: str) -> Comparison:
+def _compare(namespace: argparse.Namespace, base: Source, name: str) -> int:
     new = compare.read_side(name, store.find_runs(name))
-    rule = compare.make_rule(namespace, one_machine=not namespace.other_machine)
-    return compare.compare_stored(base, new, rule, namespace.only)
+    return compare.show(compare.compare_stored(base, new, namespace), namespace)
 
 
 def _measure(name: str, runs: Sequence[Run]) -> tuple[int, Path]:
@@ -177,7 +164,7 @@ def _measure(name: str, runs: Sequence[Run]) -> tuple[int, Path]:
 
     Tables go to stderr, since stdout is for the comparison. A folder that stays empty is removed.
     """
-    words = _again(runs, max(FEWEST, _count_launches(runs[:1])))
+    words = _again(runs[0])
     try:
         target = store.new_folder(f"{runs[0].command}-check-{name}")
     except OSError as error:
@@ -193,12 +180,11 @@ def _measure(name: str, runs: Sequence[Run]) -> tuple[int, Path]:
             target.rmdir()
 
 
-def _again(runs: Sequence[Run], launches: int) -> list[str]:
+def _again(run: Run) -> list[str]:
     """Return the command line that repeats the measurement of a run on this host.
 
     Raises Refused if there is none.
     """
-    run = runs[0]
     hosts = {str(rank.get("hostname")) for each in run.launches for rank in each.ranks}
     known = run.command_line[:1] == ("ddpbench",) and len(hosts) == 1
     if not known or redact.HIDDEN in " ".join(run.command_line):
@@ -215,9 +201,6 @@ def _again(runs: Sequence[Run], launches: int) -> list[str]:
                 next(rest, None)  # its value
         elif not re.fullmatch(r"-n\d+", word):
             kept.append(word)
-    return [*kept, "-n", str(run.launches[0].world_size), "--launches", str(launches)]
-
-
-def _count_launches(runs: Sequence[Run]) -> int:
-    launches = Counter(launch.backend for run in runs for launch in run.launches)
-    return max(launches.values(), default=0)
+    launches = Counter(launch.backend for launch in run.launches)
+    count = max(FEWEST, *launches.values())
+    return [*kept, "-n", str(run.launches[0].world_size), "--launches", str(count)]

@@ -12,10 +12,10 @@ from __future__ import annotations
 from functools import partial
 
 from ddpbench import collectives
-from ddpbench.session import start_ranks
+from ddpbench.session import launch_order
 
 GROUP = "measure"
 HELP = "measure what every collective costs, over backends, sizes and dtypes"
 IMPORTS = True
 add_arguments = collectives.add_arguments
-run = partial(start_ranks.run_or_start, collectives.Options, collectives.run)
+run = partial(launch_order.run, collectives.Options, collectives.measure_launch)

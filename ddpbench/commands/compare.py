@@ -19,16 +19,14 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import NO_HINTS, Hints
 from ddpbench.launch.placement import Refused
 from ddpbench.present.writers import WRITERS, page_file
 from ddpbench.records import store
-from ddpbench.records.schema import Run
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
 from ddpbench.session import options
@@ -81,25 +79,17 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     hints = Hints(namespace.op, namespace.ranks)
     names = [namespace.base.rstrip("/"), namespace.new.rstrip("/")]
     base, new = (read_side(name, sources.find_all(name), hints) for name in names)
-    return show(compare_stored(base, new, make_rule(namespace), namespace.only), namespace)
+    return show(compare_stored(base, new, namespace), namespace)
 
 
-def make_rule(namespace: argparse.Namespace, **more: Any) -> Rule:
-    """Return the rule of the options of `add_judging`. more: of Rule."""
-    from ddpbench.verdicts.comparison import Rule  # loads numpy
+def compare_stored(base: Source, new: Source, namespace: argparse.Namespace) -> Comparison:
+    """Return the comparison of two stored sides, by the options of `add_judging`.
 
-    return Rule(namespace.margin / 100, allow_missing=namespace.allow_missing, **more)
-
-
-def compare_stored(
-    base: Source, new: Source, rule: Rule, only: Sequence[str] | None = None
-) -> Comparison:
-    """Return the comparison of two stored sides. Raises Refused and InvalidRun, as `compare_cases`.
-
-    rule: without the drift, which is estimated here from the newest runs.
+    The newest runs show the drift. Raises Refused and InvalidRun, as `compare_cases`.
     """
     if common := [one.id for one in base.runs if one in new.runs]:
         raise Refused(f"BASE and NEW both contain the run {common[0]}: choose different runs")
+    from ddpbench.verdicts.comparison import Rule  # loads numpy
     from ddpbench.verdicts.drift import estimate_drift
 
     newest = []
@@ -107,8 +97,9 @@ def compare_stored(
         with contextlib.suppress(InvalidRun):
             newest.append(store.read(folder))
     with store.refuse_impossible_values(f"{base.name} or {new.name}"):
-        rule = replace(rule, drift=estimate_drift(base, new, newest))
-        return compare_cases(base, new, rule, only)
+        drift = estimate_drift(base, new, newest)
+        rule = Rule(namespace.margin / 100, drift, allow_missing=namespace.allow_missing)
+        return compare_cases(base, new, rule, namespace.only)
 
 
 def compare_cases(base: Source, new: Source, rule: Rule, only: Sequence[str] | None) -> Comparison:
@@ -141,11 +132,11 @@ def compare_cases(base: Source, new: Source, rule: Rule, only: Sequence[str] | N
 
 def show(result: Comparison, namespace: argparse.Namespace) -> int:
     """Print a comparison, then which cases were not compared; return the exit code."""
-    from ddpbench.present import compared_runs  # loads numpy
+    from ddpbench.present import changes  # loads numpy
     from ddpbench.verdicts import comparison
 
     with store.refuse_impossible_values(f"{result.base.name} or {result.new.name}"):
-        sys.stdout.write(WRITERS[namespace.format](compared_runs.build_document(result)))
+        sys.stdout.write(WRITERS[namespace.format](changes.build_document(result)))
     if namespace.report_file is not None:
         _write_page(result, namespace.report_file)
     if shortfall := comparison.explain_shortfall(result):
@@ -154,7 +145,7 @@ def show(result: Comparison, namespace: argparse.Namespace) -> int:
 
 
 def _write_page(result: Comparison, output: Path) -> None:
-    from ddpbench.present import compared_runs
+    from ddpbench.present import changes
     from ddpbench.present.document import ReportRun
 
     runs = []
@@ -162,34 +153,19 @@ def _write_page(result: Comparison, output: Path) -> None:
         pairs = zip(side.runs, side.folders, strict=True)
         run, path = max(pairs, key=lambda pair: pair[0].started)
         runs.append(ReportRun(f"{name} {run.id}", run, path if path.is_dir() else None))
-    verdicts = compared_runs.build_section(result)
-    if any(len(side.runs) > 1 for side in (result.base, result.new)):
-        labels = " and ".join(run.label for run in runs)
-        shown = f"The sections below show the newest run of each side: {labels}."
-        verdicts = replace(verdicts, lines=(*verdicts.lines, shown))
-    page_file.save(output, runs, [verdicts])
+    page_file.save(output, runs, [changes.build_section(result)])
     tell(f"page written to {output}")
 
 
 def read_side(name: str, folders: Sequence[Path], hints: Hints = NO_HINTS) -> Source:
-    """Return a side of a comparison: the runs in these folders or logs. Raises InvalidRun."""
-    runs = read(folders, hints)
+    """Return a side of a comparison: the runs in these folders or logs.
+
+    Raises InvalidRun if one is unreadable or has no times.
+    """
+    runs = tuple(sources.read(folder, hints) for folder in folders)
+    for folder, run in zip(folders, runs, strict=True):
+        if not run.outcomes:
+            raise InvalidRun(f"{folder} has no times to compare")
     from ddpbench.verdicts.matching import Source  # loads numpy: after what cannot be read
 
     return Source(runs[0].id if len(runs) == 1 else name, runs, tuple(folders))
-
-
-def read(folders: Sequence[Path], hints: Hints = NO_HINTS) -> tuple[Run, ...]:
-    """Return the runs in these folders or logs. Raises InvalidRun if one is empty or unreadable."""
-    runs = tuple(sources.read(folder, hints) for folder in folders)
-    for folder, run in zip(folders, runs, strict=True):
-        require_times(folder, run)
-    return runs
-
-
-def require_times(folder: Path | str, run: Run) -> None:
-    """Raise InvalidRun if a run has no times to compare."""
-    if run.examinations and not run.outcomes:
-        raise InvalidRun(f"{folder} is a run of the doctor, which has no times to compare")
-    if not run.outcomes:
-        raise InvalidRun(f"{folder} has no results: nothing was measured")

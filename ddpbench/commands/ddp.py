@@ -11,10 +11,10 @@ from __future__ import annotations
 from functools import partial
 
 from ddpbench import ddp
-from ddpbench.session import start_ranks
+from ddpbench.session import launch_order
 
 GROUP = "measure"
 HELP = "measure where the time of a DDP step goes; prove the replicas equal after each step"
 IMPORTS = True
 add_arguments = ddp.add_arguments
-run = partial(start_ranks.run_or_start, ddp.Options, ddp.run)
+run = partial(launch_order.run, ddp.Options, ddp.measure_launch)

@@ -15,10 +15,10 @@ from __future__ import annotations
 from functools import partial
 
 from ddpbench.doctor import command as doctor
-from ddpbench.session import start_ranks
+from ddpbench.session import launch_order
 
 GROUP = "diagnose"
 HELP = "find what is wrong with this set-up: which rank, host or link, and what to do"
 IMPORTS = True
 add_arguments = doctor.add_arguments
-run = partial(start_ranks.run_or_start, doctor.Options, doctor.run)
+run = partial(launch_order.run, doctor.Options, doctor.measure_launch)

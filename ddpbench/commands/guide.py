@@ -8,6 +8,7 @@ ddpbench guide hangs > hangs.md   write the chapter as Markdown
 from __future__ import annotations
 
 import argparse
+import pydoc
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,9 +42,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     if text is None:
         raise Refused(explain_unknown("chapter", namespace.chapter, chapters))
     if sys.stdout.isatty():
-        from ddpbench.guide.pager import page
-
-        page(text)
+        pydoc.pager(text)
     else:
         sys.stdout.write(text)
     return 0

@@ -60,20 +60,24 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """Write the files and print their paths; return the exit code. Raises Refused, InvalidRun."""
     if sentence := page_file.explain_missing("a report"):
         raise Refused(sentence)
-    page, target, folders = namespace.report_file, namespace.markdown, _list_folders(namespace)
+    page, target = namespace.report_file, namespace.markdown
+    folders = {form: folder for form in ("png", "svg") if (folder := getattr(namespace, form))}
     parts = bool(folders or target)
     if namespace.chart and not parts:
         raise Refused("--chart chooses pictures: add --svg FOLDER, --png FOLDER or --markdown FILE")
     source = sources.find(namespace.run)
-    folder = source if source.is_dir() else None
+    is_run = source.is_dir()
     if page is None and not parts:
-        page = (folder or Path()) / page_file.NAME
+        page = (source if is_run else Path()) / page_file.NAME
     for path, what, name in ((page, "page", page_file.NAME), (target, "Markdown", "report.md")):
         if path and (sentence := page_file.explain_unusable(path, what, name)):
             raise Refused(sentence)
+    for form, folder in folders.items():
+        if folder.exists() and not folder.is_dir():
+            raise Refused(f"{folder} is a file: --{form} needs a folder")
     with store.refuse_impossible_values(str(source)):
         run = sources.read(source, Hints(namespace.op, namespace.ranks))
-    runs = [ReportRun(run.id, run, folder)]
+    runs = [ReportRun(run.id, run, source if is_run else None)]
     written = _write_parts(namespace, folders, runs) if parts else []
     if page:
         page_file.save(page, runs)
@@ -81,15 +85,6 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     if target != STDOUT:
         sys.stdout.write("".join(f"{path}\n" for path in written))
     return 0
-
-
-def _list_folders(namespace: argparse.Namespace) -> dict[str, Path]:
-    """Return the folders of pictures by their format. Raises Refused for a file."""
-    folders = {form: folder for form in ("png", "svg") if (folder := getattr(namespace, form))}
-    for form, folder in folders.items():
-        if folder.exists() and not folder.is_dir():
-            raise Refused(f"{folder} is a file: --{form} needs a folder")
-    return folders
 
 
 def _write_parts(

@@ -21,7 +21,7 @@ from ddpbench.present.columns import UnknownColumn
 from ddpbench.present.examinations import FINDING_COLUMNS
 from ddpbench.present.formats import FORMATS, list_values
 from ddpbench.present.steps.columns import STEP_COLUMNS
-from ddpbench.present.writers.csv import make_frame
+from ddpbench.present.writers import make_frame
 from ddpbench.records import store
 from ddpbench.session import options
 

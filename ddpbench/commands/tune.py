@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from ddpbench.session import start_ranks
+from ddpbench.session import launch_order
 from ddpbench.tune import command
 
 GROUP = "measure"
 HELP = "find the settings that make a DDP step fastest"
 IMPORTS = True
 add_arguments = command.add_arguments
-run = partial(start_ranks.run_or_start, command.Options, command.run)
+run = partial(launch_order.run, command.Options, command.measure_launch)

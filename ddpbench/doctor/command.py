@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddpbench.catalog import faults
@@ -14,9 +15,9 @@ from ddpbench.doctor.examinations import EXAMINATIONS
 from ddpbench.launch.placement import Placement
 from ddpbench.present.examinations import FINDING_COLUMNS
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
-from ddpbench.session import launch_facts, launch_loop, options
+from ddpbench.session import launch_loop, options
 from ddpbench.session.launch_loop import LaunchContext, Recorder
-from ddpbench.session.run_options import RunOptions
+from ddpbench.session.options import RunOptions
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,13 @@ class Options(RunOptions):
             fail_on=self.fail_on,
             seed=seed,
         )
+
+    @contextlib.contextmanager
+    def inject_faults(self, placement: Placement) -> Iterator[None]:
+        with contextlib.ExitStack() as injected:
+            for text in self.inject:
+                injected.enter_context(faults.parse(text, IN_SET_UP).around(placement))
+            yield
 
 
 EXAMINED = """
@@ -71,25 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = options.add_group(parser, "faults, to check that the doctor finds them", INJECTED + known)
     kind, metavar = options.fault(IN_SET_UP), "FAULT[:setting=value,…]"
     add("--inject", kind=kind, action="append", default=[], metavar=metavar)
-    options.add_where(parser)
-    options.add_repeats(parser, "all random orders")
-    options.add_shown(parser, FINDING_COLUMNS)
-    options.add_stored(parser)
+    options.add_measuring(parser, FINDING_COLUMNS, "all random orders")
 
 
-def run(options: Options, placement: Placement) -> int:
-    """Run one rank's part on all backends; return the exit code."""
-    with contextlib.ExitStack() as injected:
-        for text in options.inject:
-            injected.enter_context(faults.parse(text, IN_SET_UP).around(placement))
-        return launch_loop.run(options, placement, examine_launch)
-
-
-def examine_launch(launch: LaunchContext[Options]) -> Recorder:
+def measure_launch(launch: LaunchContext[Options]) -> Recorder:
     """Run the examinations of one launch, in all ranks together."""
     import torch
 
-    torch.set_num_threads(launch_facts.agree_thread_count(launch.world))
+    torch.set_num_threads(launch_loop.agree_thread_count(launch.world))
     options, backend = launch.options, launch.backend
     recorder = launch.gather_recorder(len(options.only))
     context = Context(

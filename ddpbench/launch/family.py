@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -38,7 +38,7 @@ class Family:
 
     folder: Path
     shared: Path | None  # for the memory that ranks share
-    _janitor: int  # the end of a pipe, which closes with this process
+    _janitor: socket.socket  # shut down, by the end of this process at the latest
 
     def environ(self) -> dict[str, str]:
         """Return the variables of a member; settings of the user for Open MPI are kept."""
@@ -62,20 +62,32 @@ class Family:
 
     def disown(self) -> None:
         """In a forked child: let the janitor wait for the parent only."""
-        os.close(self._janitor)
+        self._janitor.close()
 
     def kill(self) -> None:
-        """Kill all members of the run."""
-        _kill_members(self.folder)
+        """Kill all members of the run; those that clean up come last."""
+        sessions = {int(line) for line in read_text(self.folder / "sessions").split()}
+        began = time.monotonic()
+        while members := list(_list_members(str(self.folder), sessions)):
+            seconds = time.monotonic() - began
+            for process in members:
+                with contextlib.suppress(psutil.Error):
+                    if seconds > CLEAN_SECONDS or not _is_cleaner(process):
+                        process.kill()
+            if seconds > KILL_SECONDS:
+                break
+            time.sleep(0.02)
+
+    def remove(self) -> None:
+        """Kill all members of the run, then remove its folders."""
+        self.kill()
+        for folder in filter(None, (self.folder, self.shared)):
+            shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def verdict(self) -> str:
         """Return the verdict that a rank has printed; "" if none has."""
         return read_text(self.folder / VERDICT)
-
-    def mark_verdict(self, sentence: str) -> None:
-        """Note that a verdict was printed, so that the ranks print no other."""
-        (self.folder / VERDICT).write_text(sentence)
 
 
 def report_verdict(sentence: str) -> None:
@@ -92,28 +104,23 @@ def open_family() -> Iterator[Family]:
     # The processes of a run inside a run share the memory folder of the outer one.
     base = Path(os.environ.get(BACKING[0], SHARED))
     base = base if is_private(BACKING[0], str(base)) else SHARED
-    memory: Path | None = base / folder.name
+    shared: Path | None = base / folder.name
     try:
         (base / folder.name).mkdir(0o700)
     except OSError:
-        memory = None
-    try:
-        child, janitor, ended = _start_janitor(folder, memory)
-    except BaseException:  # no process can be started, or the user interrupts
-        _remove(folder, memory)
-        raise
-    family = Family(folder, memory, janitor)
-    try:
-        yield family
-    finally:
-        family.kill()
-        _remove(folder, memory)
-        os.close(janitor)
-        with contextlib.suppress(OSError):  # it ended long ago, unless it was stopped
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        select.select([ended], [], [], CLEAN_SECONDS)
-        os.close(ended)
+        shared = None
+    here, there = socket.socketpair()
+    family = Family(folder, shared, here)
+    with here:
+        try:
+            _start_janitor(family, there)
+            yield family
+        finally:
+            family.remove()
+            here.shutdown(socket.SHUT_WR)
+            here.settimeout(CLEAN_SECONDS)
+            with contextlib.suppress(OSError):
+                here.recv(1)  # returns at the janitor's end
 
 
 def is_private(name: str, value: str | None) -> bool:
@@ -129,40 +136,19 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def _remove(*folders: Path | None) -> None:
-    for folder in folders:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-# --- the janitor
-
-
-def _start_janitor(folder: Path, memory: Path | None) -> tuple[int, int, int]:
-    """Start the janitor through a child. Return that child's pid and the ends of two pipes.
-
-    The janitor cleans up when the first pipe closes; the second closes when the janitor ends.
-    """
-    waits, here = os.pipe()
-    ended, ending = os.pipe()
+def _start_janitor(family: Family, there: socket.socket) -> None:
+    """Start a process that is no child of this one, so that it does not end with its children."""
     sys.stdout.flush()
     sys.stderr.flush()
-    try:
-        child = os.fork()
-    except BaseException:
-        for end in (waits, here, ended, ending):
-            os.close(end)
-        raise
-    if child == 0:
-        if os.fork() == 0:  # no child of this process, so it does not end with its children
-            _clean_up(waits, ending, folder, memory)
-        os._exit(0)
-    os.close(waits)
-    os.close(ending)
-    return child, here, ended
+    with there:
+        if (child := os.fork()) == 0:
+            if os.fork() == 0:
+                _clean_up(family, there.fileno())
+            os._exit(0)
+    os.waitpid(child, 0)
 
 
-def _clean_up(waits: int, ending: int, folder: Path, memory: Path | None) -> NoReturn:
+def _clean_up(family: Family, waits: int) -> NoReturn:
     """Wait until the run's first process ends, then remove its files and processes."""
     try:
         os.setsid()
@@ -172,32 +158,12 @@ def _clean_up(waits: int, ending: int, folder: Path, memory: Path | None) -> NoR
             Path("/proc/self/comm").write_text("ddpbench-clean")
         # A reader of the run's output must not wait for this process.
         os.dup2(waits, 0)
-        os.dup2(ending, 1)
-        os.closerange(2, os.sysconf("SC_OPEN_MAX"))
-        os.read(0, 1)  # returns at the end of the pipe
-        if folder.exists():
-            _kill_members(folder)
-            _remove(folder, memory)
+        os.closerange(1, os.sysconf("SC_OPEN_MAX"))
+        os.read(0, 1)  # returns once the first process has shut down the other end
+        if family.folder.exists():
+            family.remove()
     finally:
         os._exit(0)
-
-
-# --- ending processes
-
-
-def _kill_members(folder: Path) -> None:
-    """Kill all members of the run with this folder; those that clean up come last."""
-    sessions = {int(line) for line in read_text(folder / "sessions").split()}
-    began = time.monotonic()
-    while members := list(_list_members(str(folder), sessions)):
-        seconds = time.monotonic() - began
-        for process in members:
-            with contextlib.suppress(psutil.Error):
-                if seconds > CLEAN_SECONDS or not _is_cleaner(process):
-                    process.kill()
-        if seconds > KILL_SECONDS:
-            break
-        time.sleep(0.02)
 
 
 def _list_members(mark: str, sessions: set[int]) -> Iterator[psutil.Process]:
@@ -214,20 +180,10 @@ def _is_cleaner(process: psutil.Process) -> bool:
 
 
 def kill_descendants() -> None:
-    """Kill all processes that this one has started, even those that have lost their parent.
-
-    Such an orphan is recognised by its process group: a launcher gives each rank its own. Siblings
-    of this process, as in a pipeline, may share the group and are not killed.
-    """
-    me = psutil.Process()
-    descendants = me.children(recursive=True)
-    for process in psutil.process_iter() if os.getpgid(0) == me.pid else ():
-        with contextlib.suppress(psutil.Error, OSError):
-            if os.getpgid(process.pid) == me.pid and process.ppid() != me.ppid():
-                descendants.append(process)
-    for process in descendants:
+    """Kill all processes that this one and its children have started."""
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.pid != me.pid and not _is_cleaner(process):
+            if not _is_cleaner(process):
                 process.kill()
 
 

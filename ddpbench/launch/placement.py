@@ -59,8 +59,11 @@ def read_placement(environ: Mapping[str, str] = os.environ) -> Placement | None:
     for launcher, rank, world, local, local_world in _VARIABLES:
         if rank not in environ or world not in environ:
             continue
-        if launcher == "srun" and _is_shell(environ):
-            continue
+        if launcher == "srun" and (
+            environ.get("SLURM_STEP_ID", SALLOC_STEP) == SALLOC_STEP
+            or ("SLURM_PTY_PORT" in environ and environ[world] == "1")  # srun --pty bash
+        ):
+            continue  # a shell of Slurm, whose variables look like those of a task
         if rank == "PMI_RANK" and local not in environ and "SLURM_STEP_ID" in environ:
             continue  # srun --mpi=pmi2: no mpirun
         try:
@@ -96,27 +99,15 @@ def name_launcher(environ: Mapping[str, str] = os.environ) -> str:
     return placement.launcher if placement is not None else "no launcher"
 
 
-def _is_shell(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a shell of Slurm: its variables look like those of a task."""
-    step = environ.get("SLURM_STEP_ID")
-    if step is None or step == SALLOC_STEP:
-        return True
-    return "SLURM_PTY_PORT" in environ and environ["SLURM_NTASKS"] == "1"  # srun --pty bash
-
-
-def first_host(nodes: str) -> str:
-    """Return the first name of a Slurm node list: "gpu[03-07,9],login" → "gpu03"."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else nodes)
-
-
 def slurm_address(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return host and port of rank 0 in this job step: the first node, and a port from the ids."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "127.0.0.1"
     job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     if environ.get("SLURM_STEP_NUM_NODES") == "1":
         nodes = "127.0.0.1"  # the step's tasks share a host
-    return first_host(nodes), 20_000 + (job * 31 + step) % 12_000
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # "gpu[03-07,9],login" → "gpu03"
+    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else nodes)
+    return host, 20_000 + (job * 31 + step) % 12_000
 
 
 _reserved: list[socket.socket] = []  # bound, so that no other process gets their ports
@@ -129,18 +120,6 @@ def free_port() -> int:
     probe.bind(("", 0))
     _reserved.append(probe)
     return int(probe.getsockname()[1])
-
-
-def require_free(port: int) -> None:
-    """Raise Refused if the port cannot be bound on this host."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise Refused(
-                f"port {port} cannot be used ({error.strerror}): set MASTER_PORT to a free one"
-            ) from None
 
 
 def read_restarts() -> str:

@@ -68,20 +68,15 @@ def forward_to(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
 
     As under torchrun, closing the terminal ends the ranks too, unless nohup prevents it.
     """
-
-    def send_all(number: int) -> None:
-        for rank in ranks:
-            if rank.poll() is None:
-                supervise.send_signal(rank.pid, number)
-
     others = (signal.SIGHUP, signal.SIGQUIT)
     heeded = [number for number in others if signal.getsignal(number) != signal.SIG_IGN]
-    with supervise.forward_signals(send_all, heeded) as received:
+    with supervise.forward_signals(ranks, heeded) as received:
         try:
             yield received
         finally:
-            send_all(signal.SIGKILL)
             for rank in ranks:
+                if rank.poll() is None:
+                    supervise.send_signal(rank.pid, signal.SIGKILL)
                 rank.wait()
 
 

@@ -123,7 +123,12 @@ def listen(address: str, port: int, one_host: bool = True) -> socket.socket:
     It listens on all interfaces only if no interface has the address: if the address is forwarded
     to this host, or a name means loopback here but not on other hosts.
     """
-    own, everywhere = _find_own_address(address), address == "localhost"
+    own, everywhere = None, address == "localhost"
+    for family, _, _, _, entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM):
+        if family in FAMILIES and (own is None or ":" in own):
+            with contextlib.suppress(OSError), socket.socket(family) as probe:
+                probe.bind((entry[0], 0))
+                own = str(entry[0])
     with contextlib.suppress(ValueError):
         everywhere = ip_address(address).is_loopback
     if own is None or (is_loopback(own) and not one_host and not everywhere):
@@ -162,17 +167,3 @@ def receive(peer: socket.socket, nbytes: int) -> bytes:
             raise ConnectionError("it closed the connection")
         data += chunk
     return data
-
-
-def _find_own_address(address: str) -> str | None:
-    """Return this host's address for a name or address, IPv4 first; None if it has none."""
-    candidates = [
-        (family, str(socket_address[0]))
-        for family, *_, socket_address in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-        if family in FAMILIES
-    ]
-    for family, own in sorted(candidates, key=lambda pair: FAMILIES.index(pair[0])):
-        with contextlib.suppress(OSError), socket.socket(family) as probe:
-            probe.bind((own, 0))
-            return own
-    return None

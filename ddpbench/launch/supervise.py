@@ -45,8 +45,8 @@ class Clock(Protocol):
 class Child(Protocol):
     """A process that this one has started."""
 
-    @property
-    def pid(self) -> int: ...
+    pid: int
+    returncode: int | None  # as `poll` has returned it
 
     def poll(self) -> int | None:
         """Return the exit code, below 0 if a signal ended it; None while it runs."""
@@ -68,6 +68,7 @@ class Watch:
     kin: Family
     nproc: int
     deadline: Deadline
+    received: Sequence[int] = ()  # the signals that were passed on to the ranks
     starter: int | None = None  # pid of mpirun, if it starts the ranks
     pids: dict[int, int] = field(default_factory=dict)  # rank → pid
     sentence: str = ""  # the verdict of this watch
@@ -76,17 +77,15 @@ class Watch:
     _stopped_since: dict[int, float] = field(default_factory=dict)  # by pid
     _gone: dict[int, float] = field(default_factory=dict)  # rank → when its end was seen
 
-    def request_end(self) -> None:
-        """Note that the ranks have been asked to end; kill stopped ones, which cannot."""
-        self._end_requested = min(self._end_requested, time.monotonic())
-        for pid in filter(_is_stopped, self.pids.values()):
-            send_signal(pid, signal.SIGKILL)
-
     def wait(self, children: Iterable[int]) -> None:
         """Look after the ranks, then sleep until a process ends, or until the next look.
 
         Ends the launch if a rank has been stopped for too long, or does not end after a signal.
         """
+        if self.received:
+            self._end_requested = min(self._end_requested, time.monotonic())
+            for pid in filter(_is_stopped, self.pids.values()):
+                send_signal(pid, signal.SIGKILL)  # it cannot end
         names = {}
         if self.starter is not None:
             names[self.starter] = "mpirun"
@@ -98,7 +97,6 @@ class Watch:
             sentence = f"{_name_all(names)} did not end within {END_SECONDS:g} s: killed"
         if sentence and not self.sentence:
             if not self.kin.verdict:
-                self.kin.mark_verdict(sentence)
                 self.deadline.report(sentence)
             self.sentence = sentence
             self.kin.kill()
@@ -137,29 +135,27 @@ class Watch:
         await_children([process], self.wait)
         code = process.poll() or 0
         if code < 0:
-            self.report_death({process.pid: "mpirun"}, -code)
+            self.report_death(describe_process("mpirun", process.pid), -code)
         elif code > 130:
-            lost = [rank for rank in range(self.nproc) if rank not in self.pids]
+            lost = [f"rank {rank}" for rank in range(self.nproc) if rank not in self.pids]
             if not lost:
                 first = min(self._gone.values(), default=0.0)
-                lost = [rank for rank, gone in self._gone.items() if gone == first]
-            # Of several ranks that were never found, any may be the lost one: none is named.
-            known = len(lost) == 1 or all(rank in self.pids for rank in lost)
-            names = {self.pids.get(rank, 0): f"rank {rank}" for rank in lost if known}
-            self.report_death(names, code - 128)
+                pids = {rank: self.pids[rank] for rank, gone in self._gone.items() if gone == first}
+                lost = [describe_process(f"rank {rank}", pid) for rank, pid in pids.items()]
+            elif len(lost) > 1:
+                lost = []  # any of those that were never found may be the one
+            self.report_death("; ".join(lost) or "one of the ranks", code - 128)
         return 5 if self.sentence or not 0 <= code <= 130 or code in (128, 129) else code
 
-    def report_death(self, names: Mapping[int, str], number: int) -> None:
+    def report_death(self, name: str, number: int) -> None:
         """Name processes that this signal has ended, unless a rank has reported a verdict."""
         if not self.sentence and not self.kin.verdict:
-            self.sentence = describe_death(_name_all(names) or "one of the ranks", number)
+            self.sentence = describe_death(name, number)
             self.deadline.report(self.sentence)
 
 
 def _name_all(names: Mapping[int, str]) -> str:
-    """Return "rank 1 (host, pid 7); rank 2 (host, pid 8)"; pid 0 is unknown."""
-    named = [describe_process(name, pid) if pid else name for pid, name in names.items()]
-    return "; ".join(named)
+    return "; ".join(describe_process(name, pid) for pid, name in names.items())
 
 
 def describe_process(name: str, pid: int) -> str:
@@ -251,14 +247,19 @@ def await_first_end(pids: Iterable[int], seconds: float) -> list[int]:
 
 @contextlib.contextmanager
 def forward_signals(
-    forward: Callable[[int], None], others: Iterable[signal.Signals] = ()
+    children: Sequence[Child],
+    others: Iterable[signal.Signals] = (),
+    send: Callable[[int, int], None] = os.kill,
 ) -> Iterator[list[int]]:
-    """Meanwhile hand PASSED_ON, and other signals, to `forward` instead; yield those received."""
+    """Meanwhile pass PASSED_ON, and other signals, on to these children; yield those received."""
     received: list[int] = []
 
     def handle(number: int, frame: object) -> None:
         received.append(number)
-        forward(number)
+        for child in children:
+            if child.returncode is None:
+                with contextlib.suppress(OSError):
+                    send(child.pid, number)
 
     previous: Mapping[int, object] = {
         number: signal.signal(number, handle) for number in (*PASSED_ON, *others)

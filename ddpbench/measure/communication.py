@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddpbench.analysis.spans import Span
+from ddpbench.analysis.steps import Span
 from ddpbench.measure.step import stamp
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import Event, elapsed_ns

@@ -1,8 +1,8 @@
 """The timing loop for operations, and the set-up of a case for it.
 
 A repetition is: start together, stamp, call, stamp. Only the call is between the stamps. On a
-device with its own clock, events in the order of its work are added. pace.py decides how many
-repetitions there are.
+device with its own clock, events in the order of its work are added. repetitions.py decides on the
+warm-up and how many repetitions there are.
 
 For an isolated call of a few µs, the kernel launch takes longer than the kernel, so events around
 it measure the host. `HiddenLaunch` keeps the device busy during the kernel launch: a sleep on the

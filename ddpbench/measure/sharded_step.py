@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ddpbench.analysis.spans import Span, Timed
+from ddpbench.analysis.steps import Span, Timed
 from ddpbench.catalog.parallel import REPLICATE, SHARD, TENSOR, WAYS, Way, format_mesh
 from ddpbench.catalog.task import OPTIMIZERS, Task
 from ddpbench.measure.communication import GATHERS, SCATTERS, Communication

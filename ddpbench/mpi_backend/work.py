@@ -85,7 +85,6 @@ class Call(Work):
         self, name: str, queue: CallQueue, run: Callable[[], Any], outputs: list[Tensor]
     ) -> None:
         super().__init__(name, queue.rank, outputs)
-        self.issued_ns = time.time_ns()
         self._run: Callable[[], Any] | None = run  # keeps alive memory known to MPI only
         self._queue = queue
         self._futures: tuple[torch.futures.Future[Any], torch.futures.Future[Any]] | None = None

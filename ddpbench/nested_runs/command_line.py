@@ -1,4 +1,4 @@
-"""Check or run command lines of the commands that run in ranks, for another command."""
+"""Check or run command lines of the commands that measure times, for another command."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from ddpbench import collectives, ddp
-from ddpbench.doctor import command as doctor
 from ddpbench.launch.placement import Refused
 from ddpbench.records.wording import explain_unknown
+from ddpbench.session import launch_order
 from ddpbench.session import options as shared_options
-from ddpbench.session import start_ranks
-from ddpbench.session.run_options import resolve
+from ddpbench.session.options import resolve
 
 MEASURING: dict[str, ModuleType] = {"collectives": collectives, "ddp": ddp}
-IN_RANKS: dict[str, ModuleType] = {**MEASURING, "doctor": doctor}
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line that begins with one of IN_RANKS.
+    """Return the options of a command line that begins with one of MEASURING.
 
     Raises Refused for another command; ends the process with exit code 2 for a wrong option.
     """
     name, *rest = words or [""]
-    if name not in IN_RANKS:
-        raise Refused(explain_unknown("command", name, IN_RANKS))
+    if name not in MEASURING:
+        raise Refused(explain_unknown("command", name, MEASURING))
     shared_options.import_modules(rest)
     parser = shared_options.Parser(prog=f"ddpbench {name}")
-    IN_RANKS[name].add_arguments(parser)
+    MEASURING[name].add_arguments(parser)
     return parser.parse_args(rest)
 
 
@@ -37,7 +35,7 @@ def check(words: Sequence[str], resolved: bool) -> None:
 
     resolved: whether to look for its device and backend, because this Python will run it.
     """
-    options = IN_RANKS[words[0]].Options.of(parse(words))
+    options = MEASURING[words[0]].Options.of(parse(words))
     if resolved:
         resolve(options, None)
     else:
@@ -45,12 +43,12 @@ def check(words: Sequence[str], resolved: bool) -> None:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run a command line that begins with one of IN_RANKS in this process; return its exit code.
+    """Run a command line that begins with one of MEASURING in this process; return its exit code.
 
     Raises Refused, as `parse`, and the errors of the command.
     """
-    namespace, module = parse(words), IN_RANKS[words[0]]
-    return start_ranks.run_or_start(module.Options, module.run, namespace, words[1:])
+    namespace, module = parse(words), MEASURING[words[0]]
+    return launch_order.run(module.Options, module.measure_launch, namespace, words[1:])
 
 
 def last_message(stderr: str) -> str:

@@ -1,4 +1,4 @@
-"""Measure one case for another program, as the pytest fixtures do, and convert it to JSON."""
+"""Measure one case for another program, as the pytest fixtures do."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ddpbench.analysis import lines, stats
 from ddpbench.nested_runs.command_line import last_message
-from ddpbench.records import codec, redact, store
+from ddpbench.records import codec, store
 from ddpbench.records.schema import Case, Run, StepCase
 from ddpbench.verdicts import matching
 from ddpbench.verdicts.matching import AnyCase, SideCase
@@ -97,44 +94,22 @@ def only_case(run: Run) -> SideCase:
     return found[0]
 
 
-def to_json(run: Run, found: SideCase, folder: Path) -> dict[str, Any]:
-    """Return the figures of a run's only case for JSON, in base units (seconds, bytes)."""
-    side, case, launch = found.side, found.case, run.launches[0]
-    assert side is not None
-    stored = {
-        "case": codec.to_plain(case),
-        "launch_medians_seconds": list(side.times),
-        "busy_share_of_launches": side.busy,
-        "interval_seconds": [side.interval.low, side.interval.high] if side.interval else None,
-        "versions": {name: launch.facts.get(name) for name in ("ddpbench", "torch", "python")},
-        "library": launch.library,
-        "warnings": [each.sentence for each in run.findings if each.severity == "warning"],
-        "run": redact.text(str(folder)),
-    }
-    if isinstance(case, Case):
-        factor = run.results[0].bus_factor
-        stored["algbw_bytes_per_second"] = case.nbytes / side.seconds
-        stored["busbw_bytes_per_second"] = lines.busbw(case.nbytes, side.seconds, factor)
-        stored["checks"] = sum(result.checks for result in run.results)
-    else:
-        verified = [step.replicas.verified for step in run.steps if step.replicas is not None]
-        stored["steps_verified"] = sum(verified)
-    return stored
+def summarise(run: Run, found: SideCase) -> Measured:
+    """Return the measurement of a run's only case, which is measured."""
+    assert found.side is not None
+    warnings = tuple(each.sentence for each in run.findings if each.severity == "warning")
+    return Measured(found.case, found.side, warnings, torch=run.launches[0].facts["torch"])
 
 
-def from_json(stored: Mapping[str, Any], source: str = "") -> Measured:
-    """Read the result of `to_json`. source: the file that contains it.
+def decode(stored: Mapping[str, Any], source: str) -> Measured:
+    """Read a measurement that was stored as JSON. source: the file that contains it.
 
     Raises ValueError for anything else.
     """
     try:
         kind: type[AnyCase] = StepCase if "workload" in stored["case"] else Case
-        medians = tuple(map(float, stored["launch_medians_seconds"]))
-        launches = tuple(range(len(medians)))
-        busy = float(stored.get("busy_share_of_launches", 0.0))
-        seconds, interval = stats.over_launches(np.array(medians))
-        side = matching.Side(seconds, interval, medians, launches, busy)
+        side = codec.decode(matching.Side, stored["side"])
         case, warnings = codec.decode(kind, stored["case"]), tuple(stored["warnings"])
-        return Measured(case, side, warnings, source, str(stored["versions"]["torch"] or ""))
+        return Measured(case, side, warnings, source, str(stored["torch"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{source} contains no figures of ddpbench: {error!r}") from None

@@ -81,8 +81,6 @@ def parse_variant(name: str, text: str) -> Variant:
     while words and ASSIGNMENT.match(words[0]):
         key, _, value = words.pop(0).partition("=")
         environ[key] = value
-    if "python" in environ:
-        raise Refused(f"--{name} {text!r} sets a variable: write --python {environ['python']}")
     python = sys.executable
     if "--python" in words:
         at = words.index("--python")
@@ -139,15 +137,6 @@ def _package_folder() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def _environ(variant: Variant) -> dict[str, str]:
-    environ = {**os.environ, **variant.environ}
-    paths = (_package_folder().name, environ.get("PYTHONPATH", ""))
-    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-# --- the measurement ------------------------------------------------------------------------------
-
-
 class Failed(Exception):
     """A side could not be measured; the sentence names the side, the reason and the command."""
 
@@ -164,10 +153,12 @@ class Side:
     ) -> None:
         self.variant, self.folder = variant, folder
         self._line = [variant.python, "-m", "ddpbench", *words, *variant.words]
+        environ = {**os.environ, **variant.environ}
+        paths = filter(None, (_package_folder().name, environ.get("PYTHONPATH")))
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [*self._line, *settings, "--quiet", "--output", str(folder)],
-            env=_environ(variant),
+            env={**environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -121,7 +121,7 @@ def build_page(
     verdicts: sections on a comparison of the runs, shown after their summary. title: default: their
     labels; a page without runs needs one.
     """
-    from ddpbench.present import environment, summary, watch
+    from ddpbench.present import header, summary, watch
     from ddpbench.present.collectives import sections as collectives
     from ddpbench.present.steps import sections as steps
 
@@ -132,7 +132,7 @@ def build_page(
         partial(collectives.build_sections, drawn=True),
         partial(build_for_each, build=watch.build_sections),
         partial(build_for_each, build=partial(steps.build_sections, drawn=True)),
-        partial(build_for_each, build=environment.build_sections),
+        partial(build_for_each, build=header.build_environment),
     ):
         sections += build(runs)
     label = title or " and ".join(run.label for run in runs)

@@ -1,17 +1,19 @@
-"""The block above the tables: what was measured, where, with which versions, and the findings."""
+"""What was measured, where and with which versions: the block above the tables, and on a page the
+section on hosts, ranks and variables."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ddpbench.analysis import stats
+from ddpbench.catalog.sizes import readable
 from ddpbench.present.columns import format_number
-from ddpbench.present.document import Chart, Section, make_table
+from ddpbench.present.document import Chart, ReportRun, Section, make_table, tabulate_rows
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Run
-from ddpbench.records.wording import counted
+from ddpbench.records.wording import counted, spans
 
 HOSTS = 8  # hosts that a line lists
 SPANS = {  # the time of a case, by its definition
@@ -20,6 +22,8 @@ SPANS = {  # the time of a case, by its definition
     HIDDEN_LAUNCH: "time between events around the call, launch hidden",
     TWO_STREAMS: "time between events around the call, launch hidden, waits of streams included",
 }
+# Facts that other tables show, or that identify a process.
+NOT_SHOWN = ("rates", "variables", "cpu", "pid", "boot_id", "time_namespace", "gpu_uuid")
 Facts = Iterator[tuple[str, str]]  # name, text
 
 
@@ -210,3 +214,64 @@ def explain_partial(run: Run) -> list[str]:
         count = f"{done[name]} of {planned} {what}" if planned else "not started"
         missing.append(f"{name} {count}")
     return [f"{mark}; {', '.join(missing)}" if missing else mark]
+
+
+# --- the section of a page
+
+
+def build_environment(run: ReportRun) -> Iterator[Section]:
+    """Yield the section on the first launch, if there is one."""
+    if not run.run.launches:
+        return
+    launch = run.run.launches[0]
+    machine = make_table("", ("", ""), _name_facts(launch.facts).items(), left=("",))
+    variables = make_table("", ("", ""), _list_variables(launch).items(), left=("",))
+    ranks = [{"rank": rank, **_name_facts(facts)} for rank, facts in enumerate(launch.ranks)]
+    caption = "Those that affect collectives, without secrets; with the ranks, where they differ."
+    charts = (
+        Chart("machine", "Machine and versions", "As rank 0 sees them.", machine),
+        Chart("variables", "Environment variables", caption, variables),
+        Chart("ranks", "Ranks", "In the first launch.", tabulate_rows("", ranks)),
+    )
+    rows = tuple((chart,) for chart in charts if chart.table.rows)
+    yield Section("environment", "Environment", rows=rows)
+
+
+def _name_facts(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the known facts under names for people."""
+    texts = {
+        name: _format_fact(name, value) for name, value in facts.items() if name not in NOT_SHOWN
+    }
+    return {
+        name.removesuffix("_nbytes").replace("_", " "): text for name, text in texts.items() if text
+    }
+
+
+def _format_fact(name: str, value: Any) -> str:
+    """Format a fact; "" if it is unknown."""
+    if value is None or value == {}:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {text}" for key, text in _name_facts(value).items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    if name.endswith("_nbytes"):
+        return f"{value / 2**30:.1f} GiB" if value >= 2**30 else readable(int(value))
+    return str(value)
+
+
+def _list_variables(launch: Launch) -> dict[str, str]:
+    """Return each variable's value; where ranks differ, each value with its ranks."""
+    values: dict[str, dict[str, list[int]]] = {}
+    for rank, facts in enumerate(launch.ranks):
+        for name, value in (facts.get("variables") or {}).items():
+            values.setdefault(name, {}).setdefault(str(value), []).append(rank)
+    return {
+        name: "; ".join(
+            value if len(ranks) == len(launch.ranks) else f"{value} (rank {spans(ranks)})"
+            for value, ranks in ranks_of.items()
+        )
+        for name, ranks_of in sorted(values.items())
+    }

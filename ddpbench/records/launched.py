@@ -33,5 +33,3 @@ class Launch:
     started: str = ""
     ended: str | None = None
     cases: int = 0  # that it was to measure
-    sweep_seconds: float | None = None  # from the first case to the last
-    measuring_seconds: float | None = None  # of these, in warm-up and timed repetitions

@@ -96,6 +96,13 @@ class Interval:
     confidence: float
     of: str  # the statistic, and the values that it summarises: "median of 6 batch medians", …
 
+    @property
+    def half_width(self) -> float:
+        """Half the width, relative to the middle."""
+        if self.high == self.low:  # both may be 0
+            return 0.0
+        return (self.high - self.low) / (self.high + self.low)
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -363,7 +370,6 @@ class StepSummary:
     samples_per_second: float  # of all ranks; 0: unknown
     phases: tuple[Phase, ...]
     budget: tuple[Part, ...] = ()
-    speed_up: Figure | None = None  # a factor: the step without any communication
     buckets: tuple[Bucket, ...] = ()
     collectives: tuple[Collective, ...] = ()  # of a sharded step, in the order of the first calls
     peak_nbytes: int = 0  # memory at the peak of a step, of the rank that needs most; 0: unknown

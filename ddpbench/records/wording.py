@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def explain_unknown(kind: str, word: str, known: Iterable[str]) -> str:
@@ -39,6 +39,16 @@ def counted(number: int, noun: str) -> str:
     """Return "1 link", "3 links" or "3 launches"."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def list_kinds(counts: Mapping[str, int]) -> str:
+    """Return "2 parameters, 24 optimizer values", without the kinds of which there are none.
+
+    A value is an option of an optimizer, or a tensor or number of its state.
+    """
+    nouns = {"optimizer": "optimizer value"}
+    parts = [counted(n, nouns.get(kind, kind)) for kind, n in counts.items() if n]
+    return ", ".join(parts) or "nothing"
 
 
 def format_rate(bytes_per_second: float) -> str:

@@ -8,7 +8,7 @@ from math import prod
 from typing import TypeVar
 
 from ddpbench.records.schema import SEVERITIES, Finding
-from ddpbench.records.wording import counted, list_all, spans
+from ddpbench.records.wording import counted, list_all, list_kinds, spans
 from ddpbench.replicas.causes import Facts, find_cause
 from ddpbench.replicas.report import (
     Detail,
@@ -20,7 +20,6 @@ from ddpbench.replicas.report import (
     Report,
     count_by_kind,
     few,
-    listed_kinds,
     ranks_text,
 )
 from ddpbench.replicas.state import KINDS
@@ -215,7 +214,7 @@ def _list_notes(report: Report) -> Iterator[Finding]:
     for reason in dict.fromkeys(skipped.reason for skipped in report.not_compared):
         fold = [skipped for skipped in report.not_compared if skipped.reason == reason]
         names = [tensor.name for tensor in fold]
-        sentence = f"not compared: {listed_kinds(count_by_kind(fold))} ({reason}): {few(names)}"
+        sentence = f"not compared: {list_kinds(count_by_kind(fold))} ({reason}): {few(names)}"
         next_step = "do not count these tensors as equal: stop a loop on `report.failed`"
         yield Finding("warning", "not-compared", sentence, next_step, {"tensors": names})
     if report.nothing_to_compare:

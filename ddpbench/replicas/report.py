@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ddpbench.records.schema import Finding
-from ddpbench.records.wording import counted, name_ranks
+from ddpbench.records.wording import list_kinds, name_ranks
 from ddpbench.replicas.state import KINDS, NotCompared
 
 Sides = tuple[tuple[int, ...], ...]  # sets of ranks that agree with each other
@@ -182,7 +182,7 @@ class Report:
             "not compared": count_by_kind(self.not_compared),
             "held once": self.held_once,
         }
-        counts = [f"; {title}: {listed_kinds(n)}" for title, n in parts.items() if any(n.values())]
+        counts = [f"; {title}: {list_kinds(n)}" for title, n in parts.items() if any(n.values())]
         return f"{when}{self._verdict} in {ranks_text(self.ranks)}{''.join(counts)}"
 
     @property
@@ -211,13 +211,6 @@ class Report:
 def count_by_kind(tensors: Iterable[Fault | NotCompared]) -> Counter[str]:
     """Return the number of tensors of each kind; one that differs in several shards counts once."""
     return Counter(kind for kind, _ in dict.fromkeys((t.kind, t.name) for t in tensors))
-
-
-def listed_kinds(counts: Mapping[str, int]) -> str:
-    """Return "2 parameters, 24 optimizer values", without the kinds of which there are none."""
-    nouns = {"optimizer": "optimizer value"}  # an option, or a tensor or number of the state
-    parts = [counted(n, nouns.get(kind, kind)) for kind, n in counts.items() if n]
-    return ", ".join(parts) or "nothing"
 
 
 def few(names: Sequence[str]) -> str:

@@ -7,14 +7,16 @@ Recorder and measures each case. The recorder stores each case at once.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import psutil
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
@@ -24,12 +26,10 @@ from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Examination, Plan, Result, StepResult
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
-from ddpbench.runtime import control, environment
-from ddpbench.runtime.meeting import Rendezvous
+from ddpbench.runtime import control, cpu, environment, gpu_facts
 from ddpbench.runtime.world import World, describe_failed_connection, join_world
-from ddpbench.session import launch_facts, run_folder
-from ddpbench.session.progress import Progress
-from ddpbench.session.run_options import RunOptions, resolve
+from ddpbench.session import run_folder
+from ddpbench.session.options import RunOptions, T, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from ddpbench.measure.offsets import Clocks
 
-T = TypeVar("T", bound=RunOptions)
 C = TypeVar("C")  # a command's case
 Outcome = Result | StepResult | Examination
 # The part of a run that holds each kind of outcome.
@@ -58,7 +57,6 @@ class LaunchContext(Generic[T]):
     device: torch.device
     index: int  # number of the launch in the run
     closing: ExitStack  # contexts that end with the launch
-    began: float = field(default_factory=time.monotonic)
 
     def gather_recorder(self, cases: int, **facts: object) -> Recorder:
         """Record the launch of all ranks, and return the recorder of its cases.
@@ -76,7 +74,7 @@ class LaunchContext(Generic[T]):
             launcher=world.placement.launcher,
             world_size=world.world_size,
             clock=control.broadcast_value(world, clock.measure_clock()),
-            ranks=tuple(launch_facts.gather_rank_facts(world)),
+            ranks=tuple(_gather_rank_facts(world)),
             facts={**environment.run_facts(), **facts} if world.rank == 0 else {},
             started=store.format_now(),
             cases=cases,
@@ -84,19 +82,70 @@ class LaunchContext(Generic[T]):
         return Recorder(self, launch)
 
 
+def _gather_rank_facts(world: World) -> list[dict[str, Any]]:
+    """Gather where each rank runs, once its backend has connected."""
+    addresses = world.addresses
+    facts = {
+        **environment.rank_facts(),
+        "interface": environment.interface_of(next(iter(addresses), world.address)),
+        "addresses": addresses,
+        "gpu_before": gpu_facts.gpu_state(),
+    }
+    return control.gather_values(world, facts)
+
+
 Measure = Callable[[LaunchContext[T]], "Recorder"]  # measures a launch and returns its recorder
+
+
+class Progress:
+    """The progress bar of one launch; it shows nothing unless `is_shown`."""
+
+    def __init__(self, label: str, cases: int, is_shown: bool) -> None:
+        self._label, self._done = label, 0.0
+        self._bar: Any = None
+        if is_shown:
+            from rich import progress
+            from rich.console import Console
+
+            # No thread refreshes the bar: it would run inside timed spans.
+            console = Console(stderr=True)
+            self._bar = progress.Progress(console=console, auto_refresh=False, transient=True)
+            self._task = self._bar.add_task(label, total=cases)
+            self._bar.start()
+
+    def describe(self, text: str) -> None:
+        """Show what is measured now."""
+        self._update(description=f"{self._label}: {text}")
+
+    def show_part(self, share: float) -> None:
+        """Show how much of the current case is done, from 0 to 1."""
+        self._update(completed=self._done + share)
+
+    def advance(self) -> None:
+        """Show that a case is done."""
+        self._done += 1
+        self._update(completed=self._done)
+
+    def _update(self, **values: object) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, **values)
+            self._bar.refresh()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
 
 
 class Recorder:
     """The record of a launch. Rank 0 stores it after every case; other ranks store nothing."""
 
     def __init__(self, context: LaunchContext[Any], launch: Launch) -> None:
-        self.launch, self._context, self._world = launch, context, context.world
+        self.launch, self._world = launch, context.world
         self.failure: str | None = None  # why nothing more can be stored
         self._folder = context.folder if self._world.rank == 0 else None
         shown = self._world.rank == 0 and not context.options.quiet and sys.stderr.isatty()
         self.progress = Progress(context.backend.name, launch.cases, shown)
-        self._measuring_seconds = 0.0
         if self._folder is not None:
             grows = (self._folder / store.GROWING).exists()  # earlier launches have stored cases
             self._part = len(store.read(self._folder).everything) if grows else 0
@@ -109,7 +158,7 @@ class Recorder:
         """Yield each case in all ranks, until a signal comes or results cannot be stored.
 
         describe: names what is measured, for the message if it hangs. Measure and `add` the case
-        before the next one. At the end, stores the times of the launch.
+        before the next one. At the end, stores when the launch ended.
         """
         for case in cases:
             if control.agree_objection(self._world, self._world.interrupted) is not None:
@@ -121,15 +170,8 @@ class Recorder:
             if self.failure is not None:
                 break
         self.progress.close()
-        if self._folder is None or self.failure is not None:
-            return
-        launch = replace(
-            self.launch,
-            ended=store.format_now(),
-            sweep_seconds=time.monotonic() - self._context.began,
-            measuring_seconds=self._measuring_seconds,
-        )
-        self._add_launch(launch)
+        if self._folder is not None and self.failure is None:
+            self._add_launch(replace(self.launch, ended=store.format_now()))
 
     def add(self, outcome: Outcome, columns: dict[str, Any] | None = None) -> None:
         """Store one case, and its raw samples (`step_columns`, `operation_columns`) if any."""
@@ -145,8 +187,6 @@ class Recorder:
                 f"{self._part} cases are kept"
             )
         self._part += 1
-        if isinstance(outcome, Result):
-            self._measuring_seconds += outcome.measuring_seconds
 
     def add_clocks(self, clocks: Clocks) -> None:
         """Store the latest comparison of the clocks."""
@@ -173,10 +213,13 @@ def run(options: T, placement: Placement, measure: Measure[T]) -> int:
         for name in ("scipy.special", "pyarrow.parquet"):  # slow imports, before the others wait
             import_module(name)
     end, refusal, code = None, None, None
-    rendezvous = Rendezvous(options.timeout, options.watchdog)
-    with join_world(placement, rendezvous, options.share_gpu) as world:
+    ends = options.watchdog == "end"
+    with (
+        options.inject_faults(placement),
+        join_world(placement, options.timeout, ends, options.share_gpu) as world,
+    ):
         options = _agree_options(world, options)
-        folder, plan = run_folder.broadcast_run(world, options)
+        folder, plan = _broadcast_run(world, options)
         world.watchdog.on_end = lambda *end: run_folder.mark(folder, End(*end))
         for index, name in enumerate(options.backend, options.launch):
             try:
@@ -218,6 +261,27 @@ def _agree_options(world: World, options: T) -> T:
     if sentence is not None:
         raise Refused(sentence)
     return options
+
+
+def _broadcast_run(world: World, options: RunOptions) -> tuple[Path, Plan]:
+    """Return the run's folder and plan in all ranks. Rank 0 creates the run unless it joins one.
+
+    Raises Refused in all ranks if it cannot be created.
+    """
+    value, objection = None, None
+    if world.rank == 0:
+        try:
+            if options.join is None:
+                folder, plan = run_folder.create(options, sys.argv[1:])
+            else:
+                folder, plan = Path(options.join), options.plan(options.seed or 0)
+            value = [str(folder.resolve()), asdict(plan)]
+        except Refused as refused:
+            objection = str(refused)
+    value, objection = control.broadcast_value(world, [value, objection])
+    if objection is not None:
+        raise Refused(objection)
+    return Path(value[0]), Plan(**value[1])
 
 
 def _report(options: RunOptions, folder: Path, end: End | None) -> int:
@@ -297,3 +361,33 @@ def barrier_to_connect(
         objection = describe_failed_connection(backend.name, error)
     if (sentence := control.agree_objection(world, objection)) is not None:
         raise Refused(sentence)
+
+
+def agree_thread_count(world: World) -> int:
+    """Agree on the compute threads of one rank: OMP_NUM_THREADS, else its share of the cores.
+
+    A value of 1 under torchrun does not count: torchrun sets it if the user has not set any.
+    """
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    cores = sorted(os.sched_getaffinity(0))
+    all_cores = control.gather_values(world, cores)
+    sharers = sum(all_cores[rank] == cores for rank in world.neighbours)  # bound ranks share none
+    by_torchrun = text == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    chosen = int(text) if text.isdecimal() and not by_torchrun else 0
+    return int(min(control.gather_values(world, chosen or max(1, len(cores) // sharers))))
+
+
+def gather_others_share(world: World, meter: cpu.CpuMeter) -> float | None:
+    """Gather the largest share, over the hosts, of a host's cores that other processes used.
+
+    None if the time since the meter's start is too short.
+    """
+    usage = meter.stop()
+    own_usage = [usage.own_seconds, usage.host_busy_seconds, usage.wall_seconds]
+    spent = control.gather_values(world, own_usage)
+    shares = []
+    for members in world.machines.values():
+        _, busy, wall = spent[members[0]]
+        own = [spent[rank][0] for rank in members]
+        shares.append(cpu.others_share(busy, own, wall, psutil.cpu_count() or 1))
+    return max((share for share in shares if share is not None), default=None)

@@ -1,4 +1,7 @@
-"""Options that the measuring commands share, and strict types for their values. No torch."""
+"""Options that the measuring commands share, and strict types for their values. No torch.
+
+`RunOptions` has their parsed values; `resolve` decides what depends on the device or the launcher.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,30 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from ddpbench.catalog import backends, faults
 from ddpbench.interchange import sources
-from ddpbench.launch import placement
+from ddpbench.launch.placement import Placement, Refused
 from ddpbench.present.columns import Column
 from ddpbench.present.document import describe_columns
 from ddpbench.present.formats import FORMATS
 from ddpbench.present.writers import page_file, text
+from ddpbench.records.schema import Plan
+from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import did_you_mean, explain_unknown
 from ddpbench.runtime import devices
 from ddpbench.session.errors import refuse
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T", bound="RunOptions")
+V = TypeVar("V")
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,10 +91,10 @@ def listed(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
-def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
+def checked(parse: Callable[[str], V]) -> Callable[[str], V]:
     """Return the type of what `parse` reads; its ValueError is the message."""
 
-    def read(text: str) -> T:
+    def read(text: str) -> V:
         try:
             return parse(text)
         except ValueError as error:
@@ -119,7 +129,7 @@ def positive(text: str) -> float:
 def page(text: str) -> Path:
     """Parse the name of a page's file. Raises Refused without the packages that make a page."""
     if missing := page_file.explain_missing("--report-file"):
-        raise placement.Refused(missing)
+        raise Refused(missing)
     if unusable := page_file.explain_unusable(Path(text)):
         raise argparse.ArgumentTypeError(unusable)
     return Path(text)
@@ -149,7 +159,7 @@ def import_modules(words: Sequence[str]) -> None:
             except (ImportError, TypeError, ValueError) as error:
                 exists = isinstance(error, ImportError) and error.name != module.split(".")[0]
                 hint = "" if exists else ". Write my_op for the file my_op.py in this folder"
-                raise placement.Refused(f"--import {module}: {error}{hint}") from None
+                raise Refused(f"--import {module}: {error}{hint}") from None
 
 
 def add_group(parser: argparse.ArgumentParser, title: str, texts: str) -> Callable[..., None]:
@@ -178,7 +188,7 @@ def add_group(parser: argparse.ArgumentParser, title: str, texts: str) -> Callab
     return add
 
 
-WHERE = """
+MEASURING = """
 --backend      backends to measure in turns: {backends}, any other that torch has, auto (the best
                for the device) or all (all that can run here)
 --device       device of the tensors (default: auto, which is cuda for nccl, cpu for another named
@@ -190,12 +200,31 @@ WHERE = """
 --share-gpu    allow two ranks to use the same GPU, for tests
 --timeout      longest time that a rank waits for the others, in seconds
 --watchdog     what to do when a deadline is missed: end the run, or ignore it
+--launches     repeat everything in R launches, each with new processes; intervals over launches
+               need at least 6 (default: {launches})
+--seed         seed of {seeded} (default: {seed})
+--output       folder for the results (default: a new folder in results/)
 """
 
 
-def add_where(parser: argparse.ArgumentParser) -> None:
-    """Add the options on backend, device, and how ranks start and meet."""
-    texts = WHERE.format(backends=", ".join(backends.BACKENDS))
+def add_measuring(
+    parser: argparse.ArgumentParser,
+    columns: Mapping[str, Column[Any]],
+    seeded: str,
+    launches: int = 1,
+    seed: int | None = None,
+) -> None:
+    """Add the options of `RunOptions`, which every measuring command has.
+
+    columns: of its tables. seeded: names what the seed determines. launches, seed: the defaults;
+    None is a random seed.
+    """
+    texts = MEASURING.format(
+        backends=", ".join(backends.BACKENDS),
+        launches=f"{launches}; 1 if a launcher started the ranks" if launches > 1 else launches,
+        seeded=seeded,
+        seed="a random number, stored with the run" if seed is None else seed,
+    )
     add = add_group(parser, "where", texts)
     add("--backend", kind=listed, default=("auto",), metavar="NAME,…")
     add("--device", default="auto", choices=("auto", *devices.KINDS))
@@ -204,27 +233,15 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     add("--share-gpu", action="store_true")
     add("--timeout", kind=whole(1), default=60, metavar="SECONDS")
     add("--watchdog", default="end", choices=("end", "off"))
-
-
-REPEATS = """
---launches     repeat everything in R launches, each with new processes; intervals over launches
-               need at least 6 (default: {launches})
---seed         seed of {seeded} (default: {seed})
-"""
-
-
-def add_repeats(
-    parser: argparse.ArgumentParser, seeded: str, launches: int = 1, seed: int | None = None
-) -> None:
-    """Add the options on launches and the seed. `seeded` names what the seed determines."""
-    texts = REPEATS.format(
-        launches=f"{launches}; 1 if a launcher started the ranks" if launches > 1 else launches,
-        seeded=seeded,
-        seed="a random number, stored with the run" if seed is None else seed,
-    )
     add = add_group(parser, "how often", texts)
     add("--launches", kind=whole(1), metavar="R")
     add("--seed", kind=whole(0), default=seed, metavar="N")
+    add_shown(parser, columns)
+    add_group(parser, "what is stored", texts)("--output", metavar="FOLDER")
+    # ddpbench itself starts ranks with these.
+    parser.add_argument("--join", help=argparse.SUPPRESS)
+    parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--paced", action="store_true", help=argparse.SUPPRESS)
 
 
 SHOWN = """
@@ -279,13 +296,75 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
     add("--ranks", kind=whole(1, 2**20), metavar="N")
 
 
-def add_stored(parser: argparse.ArgumentParser) -> None:
-    """Add --output, and the internal options to start ranks with."""
-    parser.add_argument(
-        "--output",
-        metavar="FOLDER",
-        help="folder for the results (default: a new folder in results/)",
-    )
-    parser.add_argument("--join", help=argparse.SUPPRESS)
-    parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--paced", action="store_true", help=argparse.SUPPRESS)
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of every measuring command. None: the default depends on device or launcher."""
+
+    command: ClassVar[str]
+    usual_launches: ClassVar[int] = 1  # if ddpbench starts the ranks
+
+    backend: tuple[str, ...]
+    device: str
+    ranks: int | None
+    modules: tuple[str, ...]
+    share_gpu: bool
+    timeout: int
+    watchdog: str
+    launches: int | None
+    seed: int | None
+    format: str
+    columns: tuple[str, ...] | None
+    quiet: bool
+    output: str | None
+    join: str | None  # the folder of the run, in ranks that ddpbench started
+    launch: int  # number of the launch in the run
+    paced: bool  # each launch waits for a line on stdin and writes its exit code to stdout
+
+    @classmethod
+    def of(cls, namespace: argparse.Namespace) -> Self:
+        values = {field.name: getattr(namespace, field.name) for field in fields(cls)}
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values | lists)
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """Return the names of what is measured."""
+        raise NotImplementedError
+
+    def plan(self, seed: int) -> Plan:
+        """Return the protocol as it is stored with the run."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise Refused for options that exclude each other."""
+
+    def inject_faults(self, placement: Placement) -> contextlib.AbstractContextManager[object]:
+        """Return the context of the faults that act before the ranks meet."""
+        return contextlib.nullcontext()
+
+    def named(self) -> dict[str, object]:
+        """Return the values that must be equal in all ranks, by the names of the options."""
+        names = {"async_op": "async", "modules": "import"}
+        return {names.get(k, k.replace("_", "-")): v for k, v in asdict(self).items()}
+
+
+def resolve(options: T, placement: Placement | None) -> T:
+    """Return the options with device, backends, ranks and launches decided.
+
+    placement: of this rank; None if ddpbench starts the ranks. Raises Refused if this host lacks a
+    device or backend, and as `RunOptions.check`.
+    """
+    warn = tell if placement is None or placement.local_rank == 0 else lambda sentence: None
+    device = backends.choose_device(options.backend, options.device, warn)
+    names = backends.choose(options.backend, device, placement.launcher if placement else None)
+    launches = options.launches or (options.usual_launches if placement is None else 1)
+    if placement is not None and launches > 1:
+        raise Refused(
+            "--launches needs ddpbench to start the ranks: leave out the launcher and type "
+            f"ddpbench {options.command} -n {placement.world_size} --launches {launches} …"
+        )
+    ranks = placement.world_size if placement else options.ranks
+    ranks = ranks or devices.get(device).usual_ranks()
+    options = replace(options, device=device, backend=names, launches=launches, ranks=ranks)
+    options.check()
+    return options

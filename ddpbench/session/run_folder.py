@@ -7,9 +7,8 @@ import random
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ddpbench.launch.placement import Refused
 from ddpbench.present.formats import FORMATS
@@ -17,30 +16,7 @@ from ddpbench.records import store
 from ddpbench.records.schema import Plan, Run
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import silence_stdout, tell
-from ddpbench.runtime import control
-from ddpbench.runtime.world import World
-from ddpbench.session.run_options import RunOptions
-
-
-def broadcast_run(world: World, options: RunOptions) -> tuple[Path, Plan]:
-    """Return the run's folder and plan in all ranks. Rank 0 creates the run unless it joins one.
-
-    Raises Refused in all ranks if it cannot be created.
-    """
-    value: dict[str, Any] = {}
-    if world.rank == 0:
-        try:
-            if options.join is None:
-                folder, plan = create(options, sys.argv[1:])
-            else:
-                folder, plan = Path(options.join), options.plan(options.seed or 0)
-            value = {"folder": str(folder.resolve()), "plan": asdict(plan)}
-        except Refused as refused:
-            value = {"refused": str(refused)}
-    value = control.broadcast_value(world, value)
-    if "refused" in value:
-        raise Refused(str(value["refused"]))
-    return Path(value["folder"]), Plan(**value["plan"])
+from ddpbench.session.options import RunOptions
 
 
 def create(options: RunOptions, arguments: Sequence[str]) -> tuple[Path, Plan]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ddpbench.catalog import faults, workloads
@@ -19,7 +21,7 @@ from ddpbench.records.schema import Plan
 from ddpbench.records.wording import list_choices
 from ddpbench.runtime import devices
 from ddpbench.session import options
-from ddpbench.session.run_options import RunOptions
+from ddpbench.session.options import RunOptions
 
 SECONDS, SHORT_SECONDS = 30.0, 5.0  # of a single launch, and of each of several
 # Options with the same name in StepCase, and those with the same name in DistributedDataParallel.
@@ -170,15 +172,7 @@ class Options(RunOptions):
             raise Refused(f"--batch does not apply to {own[0]}: its batch(step) sets the size")
 
 
-class _Setting(argparse.Action):
-    """Collects --width 512 and similar options in `settings`."""
-
-    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
-        settings = {**dict(namespace.settings), self.option_strings[0].removeprefix("--"): value}
-        namespace.settings = tuple(settings.items())
-
-
-TRAINED = """
+OPTIONS = """
 --workload     workloads to measure: {workloads}, all, or package.module:function of your own,
                called with (rank, world_size, device), which returns (model, batch(step),
                loss(model, batch)) (default: {cpu}; {cuda} on GPUs)
@@ -186,24 +180,18 @@ TRAINED = """
 --optimizer    optimizer of the step (default: the workload's own)
 --accumulate   micro-batches per step; all but the last run under no_sync
 --amp          run the forward under autocast to this type (default: off)
-"""
-PARALLEL = """
 --parallel     way of parallel training (default: ddp). {ways}
 --mesh         ranks along each dimension of the mesh, as 2x4 (default: {meshes})
 --no-prefetch  let each layer gather its parameters when it computes, not while the layer before
                computes
 --reshard-after-forward  free the gathered parameters of each layer after its forward and gather
                them again for its backward (default: yes)
-"""
-DDP = """
 --bucket-cap-mb  size of every gradient bucket (default: DDP's own: 25, with a first bucket of 1)
 --gradient-as-bucket-view  let gradients share the memory of the buckets
 --static-graph  tell DDP that the graph is the same in every step
 --find-unused-parameters  let DDP search each graph for unused parameters
 --no-broadcast-buffers  do not broadcast rank 0's buffers before each forward
 --comm-hook    how to reduce the gradients. {hooks}
-"""
-PROTOCOL = """
 --case-time    time for one workload on one backend in a launch; at least ten rounds are measured
                (default: 30; 5 with several launches)
 --rounds       number of rounds, instead of --case-time; each round measures every arm: the complete
@@ -219,86 +207,79 @@ PROTOCOL = """
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command; imports no torch."""
-    _add_workload(parser)
-    _add_settings(parser)
-    _add_parallel(parser)
-    hooks = "; ".join(f"{hook.name}: {hook.help}" for hook in HOOKS.values())
-    add = options.add_group(parser, "DDP's options", DDP.format(hooks=hooks))
-    add("--bucket-cap-mb", kind=options.positive, metavar="MB")
-    for flag in ("--gradient-as-bucket-view", "--static-graph", "--find-unused-parameters"):
-        add(flag, action="store_true")
-    add("--no-broadcast-buffers", action="store_false", dest="broadcast_buffers", default=True)
-    add("--comm-hook", default="none", choices=tuple(HOOKS))
-    options.add_where(parser)
-    _add_protocol(parser)
-    options.add_repeats(parser, "weights, data and the order of the arms", seed=0)
-    options.add_shown(parser, STEP_COLUMNS)
-    options.add_stored(parser)
-
-
-def _add_workload(parser: argparse.ArgumentParser) -> None:
-    defaults = {device: ",".join(names) for device, names in DEFAULT.items()}
-    texts = TRAINED.format(workloads=", ".join(WORKLOADS), **defaults)
+    meshes = {
+        way.name: f"{' x '.join(way.dimensions)} = {way.default_help}"
+        for way in WAYS.values()
+        if way.dimensions
+    }
+    texts = OPTIONS.format(
+        workloads=", ".join(WORKLOADS),
+        cpu=",".join(DEFAULT["cpu"]),
+        cuda=",".join(DEFAULT["cuda"]),
+        ways=_join((way.name, way.help) for way in WAYS.values()),
+        meshes=_join(meshes.items()),
+        hooks=_join((hook.name, hook.help) for hook in HOOKS.values()),
+        step=STEP,
+        faults=faults.list_faults(IN_STEP),
+    )
     add = options.add_group(parser, "what is trained", texts)
     add("--workload", kind=options.checked(parse_workloads), metavar="NAME,…")
     add("--batch", kind=options.whole(1), metavar="N")
     add("--optimizer", choices=tuple(OPTIMIZERS))
     add("--accumulate", kind=options.whole(1), default=1, metavar="N")
     add("--amp", choices=("bf16",))
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    names = dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings)
-    add = options.add_group(
-        parser, "settings of the workload", "\n".join(map(_describe_setting, names))
-    )
-    for name in names:
-        add(
-            f"--{name}",
-            default=(),
-            dest="settings",
-            action=_Setting,
-            kind=options.whole(1),
-            metavar="N",
-        )
-
-
-def _describe_setting(name: str) -> str:
-    text = SETTINGS.get(name, "setting of the workload")
-    defaults = []
-    for each in WORKLOADS.values():
-        if name in each.settings:
-            cpu, cuda = each.settings[name]["cpu"], each.settings[name]["cuda"]
-            defaults.append(f"{each.name} {cpu}" + ("" if cpu == cuda else f", {cuda} on GPUs"))
-    return f"--{name} {text} (default: {'; '.join(defaults)})"
-
-
-def _add_parallel(parser: argparse.ArgumentParser) -> None:
-    ways = "; ".join(f"{way.name}: {way.help}" for way in WAYS.values())
-    meshes = "; ".join(
-        f"{way.name}: {' x '.join(way.dimensions)} = {way.default_help}"
-        for way in WAYS.values()
-        if way.dimensions
-    )
-    texts = PARALLEL.format(ways=ways, meshes=meshes)
+    _add_settings(parser)
     add = options.add_group(parser, "how the model is divided among ranks", texts)
     add("--parallel", default="ddp", choices=tuple(WAYS))
     add("--mesh", kind=options.checked(parse_mesh), default=(), metavar="NxM")
     add("--no-prefetch", action="store_true")
     add("--reshard-after-forward", choices=("yes", "no"))
-
-
-def _add_protocol(parser: argparse.ArgumentParser) -> None:
-    texts = PROTOCOL.format(step=STEP, faults=faults.list_faults(IN_STEP))
+    add = options.add_group(parser, "DDP's options", texts)
+    add("--bucket-cap-mb", kind=options.positive, metavar="MB")
+    for flag in ("--gradient-as-bucket-view", "--static-graph", "--find-unused-parameters"):
+        add(flag, action="store_true")
+    add("--no-broadcast-buffers", action="store_false", dest="broadcast_buffers", default=True)
+    add("--comm-hook", default="none", choices=tuple(HOOKS))
     add = options.add_group(parser, "how it is measured", texts)
     add("--case-time", kind=options.positive, metavar="SECONDS")
     add("--rounds", kind=options.whole(1), metavar="N")
     add("--steps-per-round", kind=options.whole(1), metavar="K")
     add("--no-breakdown", action="store_true")
     add("--verify", kind=parse_interval, default=1, metavar="every|N|off")
-    fault = options.fault(IN_STEP)
-    metavar = "FAULT[:setting=value,…]"
+    fault, metavar = options.fault(IN_STEP), "FAULT[:setting=value,…]"
     add("--inject", kind=fault, default=[], action="append", metavar=metavar)
+    seeded = "weights, data and the order of the arms"
+    options.add_measuring(parser, STEP_COLUMNS, seeded, seed=0)
+
+
+def _join(texts: Iterable[tuple[str, str]]) -> str:
+    return "; ".join(f"{name}: {text}" for name, text in texts)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each setting of a workload. `settings` collects their names and values."""
+    group = parser.add_argument_group("settings of the workload")
+    for name in dict.fromkeys(name for each in WORKLOADS.values() for name in each.settings):
+        defaults = []
+        for each in WORKLOADS.values():
+            if name in each.settings:
+                cpu, cuda = each.settings[name]["cpu"], each.settings[name]["cuda"]
+                other = "" if cpu == cuda else f", {cuda} on GPUs"
+                defaults.append(f"{each.name} {cpu}{other}")
+        meaning = SETTINGS.get(name, "setting of the workload")
+        group.add_argument(
+            f"--{name}",
+            dest="settings",
+            action="append",
+            default=[],
+            type=partial(_parse_setting, name),
+            metavar="N",
+            help=f"{meaning} (default: {'; '.join(defaults)})",
+        )
+
+
+def _parse_setting(name: str, text: str) -> tuple[str, int]:
+    return name, options.whole(1)(text)
 
 
 def parse_workloads(text: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from ddpbench.records.schema import LAUNCH_HIDDEN, Result
 from ddpbench.records.store import SAMPLE_COLUMNS
 
 if TYPE_CHECKING:
-    from ddpbench.measure.pace import Samples
+    from ddpbench.measure.repetitions import Samples
 
 
 def summarise_result(

@@ -8,22 +8,19 @@ from dataclasses import dataclass
 from ddpbench.catalog import sizes
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.catalog.sizes import SYNTAX
 from ddpbench.launch.placement import Refused
 from ddpbench.measure.start import STARTS
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.records.schema import Plan
-from ddpbench.runtime import devices
+from ddpbench.records.wording import list_choices
 from ddpbench.runtime.subgroups import GROUPS
 from ddpbench.session import options
-from ddpbench.session.run_options import RunOptions
+from ddpbench.session.options import RunOptions
 
 # Seconds per case, for a single launch and for each of several. Launches differ more from each
 # other than repetitions within one launch do, so each of several needs little time.
 SLICE, SHORT_SLICE = 2.0, 0.1
 TURN_SLICE = 1.0  # in `ab`: on gloo, a shorter launch is as imprecise as launches differ
-DEFAULT_SIZES = {"cpu": "4:64M:x4", "cuda": "8:1G:x4"}
-GLOO_SIZES = {**DEFAULT_SIZES, "cuda": "8:64M:x4"}  # it moves CUDA tensors at about 1 GB/s
 FORMS, PLACES = ("tensor", "list"), ("in", "out")
 
 
@@ -58,14 +55,20 @@ class Options(RunOptions):
         return self.op
 
     def check(self) -> None:
-        for option in ("form", "place", "dtype", "reduce-op"):
+        operations = [OPERATIONS[name] for name in self.op]
+        supported = {
+            "form": {form for each in operations for form in each.forms},
+            "place": {place for each in operations for place in each.places},
+            "dtype": set(DTYPES) if any(each.sized for each in operations) else set(),
+            "reduce-op": set(REDUCE_OPS) if any(each.reduces for each in operations) else set(),
+        }
+        for option, known in supported.items():
             chosen = getattr(self, option.replace("-", "_"))
-            if chosen and not any({*chosen} & {*_supported(option, name)} for name in self.op):
-                values = _supported(option, self.op[0])
-                advice = f"use --{option} {values[0]}, or " if values else ""
+            if chosen and not known.intersection(chosen):
+                choice = f"choose {list_choices(sorted(known))}, or " if known else ""
                 raise Refused(
                     f"--{option} {','.join(chosen)} applies to none of {', '.join(self.op)}: "
-                    f"{advice}leave it out"
+                    f"{choice}leave it out"
                 )
 
     def plan(self, seed: int) -> Plan:
@@ -83,22 +86,7 @@ class Options(RunOptions):
         )
 
 
-def default_sizes(backend: str, device: str) -> tuple[int, ...]:
-    """Return the sizes of a sweep without --sizes."""
-    table = GLOO_SIZES if backend == "gloo" else DEFAULT_SIZES
-    return sizes.parse(table[devices.get(device).defaults])
-
-
-def _supported(option: str, operation: str) -> tuple[str, ...]:
-    entry = OPERATIONS[operation]
-    if option == "dtype":
-        return tuple(DTYPES) if entry.sized else ()
-    if option == "reduce-op":
-        return REDUCE_OPS if entry.reduces else ()
-    return entry.forms if option == "form" else entry.places
-
-
-MEASURED = """
+OPTIONS = """
 --op           operations to measure: {operations}, or all
 --sizes        total bytes as nccl-tests counts them: {syntax} (default: {cpu}; {cuda} for CUDA
                tensors, on gloo up to 64M)
@@ -112,8 +100,6 @@ MEASURED = """
 --groups       ranks that work together: all ranks (world), the ranks of each host (host) or one
                rank of each host (cross); all hosts, or all such groups, work at the same time
 --async        call with async_op=True and wait for the result
-"""
-PROTOCOL = """
 --mode         make one call at a time, started on all ranks together (isolated), or keep several
                calls in flight as nccl-tests does (pipelined)
 --in-flight    calls in flight with --mode pipelined
@@ -131,12 +117,14 @@ PROTOCOL = """
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command; imports no torch."""
-    texts = MEASURED.format(
+    texts = OPTIONS.format(
         operations=", ".join(OPERATIONS),
         dtypes=", ".join(DTYPES),
         reduce_ops=", ".join(REDUCE_OPS),
-        syntax=SYNTAX,
-        **DEFAULT_SIZES,
+        syntax=sizes.SYNTAX,
+        short=SHORT_SLICE,
+        slice=SLICE,
+        **sizes.DEFAULTS,
     )
     add = options.add_group(parser, "what is measured", texts)
     three = ("all_reduce", "all_gather", "broadcast")
@@ -149,15 +137,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--place", kind=options.names("place", PLACES), default=(), metavar="PLACE,…")
     add("--groups", kind=options.names("group", GROUPS), default=("world",), metavar="GROUP,…")
     add("--async", dest="async_op", action="store_true")
-    options.add_where(parser)
-    _add_protocol(parser)
-    options.add_repeats(parser, "the order of cases", Options.usual_launches)
-    options.add_shown(parser, COLUMNS)
-    options.add_stored(parser)
-
-
-def _add_protocol(parser: argparse.ArgumentParser) -> None:
-    texts = PROTOCOL.format(short=SHORT_SLICE, slice=SLICE)
     add = options.add_group(parser, "how it is measured", texts)
     add("--mode", default="isolated", choices=("isolated", "pipelined"))
     add("--in-flight", kind=options.whole(2), default=20, metavar="N")
@@ -166,3 +145,4 @@ def _add_protocol(parser: argparse.ArgumentParser) -> None:
     add("--case-time", kind=options.positive, metavar="SECONDS")
     add("--no-check", action="store_true")
     add("--peak-bandwidth", kind=options.positive, metavar="GB/S")
+    options.add_measuring(parser, COLUMNS, "the order of cases", Options.usual_launches)

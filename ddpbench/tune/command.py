@@ -20,10 +20,10 @@ from ddpbench.analysis.tuning import (
 )
 from ddpbench.catalog import workloads
 from ddpbench.catalog.hooks import HOOKS
-from ddpbench.launch.placement import Placement, Refused
+from ddpbench.launch.placement import Refused
 from ddpbench.records.schema import Plan, StepResult
 from ddpbench.runtime import control
-from ddpbench.session import launch_facts, launch_loop, options, step_options
+from ddpbench.session import launch_loop, options, step_options
 from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.tune.settings import KINDS, Base, Changes, list_settings
 
@@ -72,17 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step_options.add_arguments(parser)
 
 
-def run(options: Options, placement: Placement) -> int:
-    """Run one rank's part over all backends and workloads. Return the exit code."""
-    return launch_loop.run(options, placement, measure_launch)
-
-
 def measure_launch(context: LaunchContext[Options]) -> Recorder:
     """Try the settings of each workload in one launch, in all ranks together."""
     import torch
 
     options = context.options
-    threads = launch_facts.agree_thread_count(context.world)
+    threads = launch_loop.agree_thread_count(context.world)
     torch.set_num_threads(threads)
     recorder = context.gather_recorder(len(options.subjects) * VISITS, threads=threads)
     tunings = [Tuning(context, name, threads) for name in options.subjects]
@@ -110,7 +105,7 @@ class Tuning:
     def __init__(self, context: LaunchContext[Options], name: str, threads: int) -> None:
         self.name, self._context, self._threads = name, context, threads
         self._results: list[StepResult] = []  # with figures in rank 0 only
-        self._began = self._survey_seconds = 0.0
+        self._began = 0.0
         self._step_counts: tuple[int, int] | None = None  # rounds, and steps in each, of a visit
         self._finalists: list[Changes] = []
 
@@ -147,11 +142,8 @@ class Tuning:
         options = replace(context.options, **changes, **self._protocol(visit))
         torch.set_num_threads(threads)
         torch.manual_seed(context.plan.seed)
-        trial, objection, result = (
-            Trial(replace(context, options=options), threads, None),
-            None,
-            None,
-        )
+        trial = Trial(replace(context, options=options), threads, None)
+        objection, result = None, None
         try:
             result, _ = trial.measure(workloads.get(self.name), recorder.progress)
         except RuntimeError as error:
@@ -214,20 +206,17 @@ class Tuning:
     def _choose_next(self, block: int) -> tuple[int, list[Changes]]:
         """Return the next block and its settings, in rank 0; no settings: the end."""
         spent = time.monotonic() - self._began
-        if block == 0:
-            self._survey_seconds = spent
-        visits = sum(result.block > 0 for result in self._results)
-        known = (spent - self._survey_seconds) / visits if visits else self._guess_seconds()
+        seconds = spent / len(self._results)  # of a visit; those of the first block take longer
         left = self._context.options.max_time - spent
         if not self._finalists:
             ranked = [dict(setting.changes) for setting in rank_settings(self._results)]
             ranked = ranked[: max(FINALISTS, -(-len(ranked) // 2))]
             confirming = CONFIRMING * (FINALISTS + 2)
-            if block + 1 < SCREENING and left > known * (len(ranked) + 1 + confirming):
+            if block + 1 < SCREENING and left > seconds * (len(ranked) + 1 + confirming):
                 return block + 1, [{}, *ranked]
             self._finalists, block = self._choose_finalists(), max(block, SCREENING - 1)
         settings = [{}, *self._finalists]
-        is_over = block + 1 == SCREENING + CONFIRMING or left < known * len(settings)
+        is_over = block + 1 == SCREENING + CONFIRMING or left < seconds * len(settings)
         return block + 1, [] if is_over or not self._finalists else settings
 
     def _choose_finalists(self) -> list[Changes]:
@@ -243,13 +232,3 @@ class Tuning:
         if len(ranked) > 1 and combines and all(f is not None and f.value < 0 for f in changes):
             finalists.append(both)
         return finalists
-
-    def _guess_seconds(self) -> float:
-        """Return how long a visit takes without the breakdown, before there was one."""
-        from ddpbench.measure.rounds import WARM_UP
-
-        assert self._step_counts is not None
-        rounds, count = self._step_counts
-        summary = self._results[0].summary
-        step = summary.step.value if summary else 0.0
-        return (rounds * count + WARM_UP) * step

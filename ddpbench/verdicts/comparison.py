@@ -9,17 +9,13 @@ from datetime import timedelta
 from ddpbench.records.schema import LEFT_OUT
 from ddpbench.records.wording import counted
 from ddpbench.verdicts import matching, verdict
-from ddpbench.verdicts.drift import (
-    Drift,
-    drift_margin,
-)
-from ddpbench.verdicts.environments import MACHINE, Difference, compare_environments
+from ddpbench.verdicts.drift import Drift
+from ddpbench.verdicts.environments import Difference, compare_environments
 from ddpbench.verdicts.matching import AnyCase, SideCase, Source
 from ddpbench.verdicts.rows import (
     COMPARED,
     ONLY_BASE,
     ONLY_NEW,
-    ORDER,
     Row,
     count_verdicts,
     judge_rows,
@@ -42,7 +38,6 @@ class Rule:
     confidence: float = verdict.CONFIDENCE  # of paired intervals
     varied: tuple[str, ...] = ()  # identity fields that the user varies on purpose
     allow_missing: bool = False  # accept cases that only one side measured
-    one_machine: bool = False  # sides from two machines are not compared
 
 
 @dataclass(frozen=True)
@@ -71,35 +66,23 @@ def compare(
     """
     sides = matching.find_cases(base, wanted), matching.find_cases(new, wanted)
     rows = [row for pair in matching.pair_cases(*sides) if (row := _match(*pair, rule))]
-    todo = [row for row in rows if not row.verdict]
-    if rule.drift is not None:
-        known = [rule.drift.known.get(row.case, ()) for row in todo]
-        todo = [
-            replace(row, drift=drift_margin(logs, len(todo)), earlier=len(logs))
-            for row, logs in zip(todo, known, strict=True)
-        ]
-    judged = judge_rows(todo, rule.paired, rule.confidence)
-    rows = [*(row for row in rows if row.verdict), *judged]
-
-    def order(row: Row) -> tuple[int, float, str, int]:
-        change = abs(row.shift.estimate) if row.shift else 0.0
-        return ORDER.index(row.verdict), -change, *matching.row_of(row.case)
-
-    rows.sort(key=order)
+    drift = rule.drift
+    list_logs = None if drift is None else lambda row: drift.known.get(row.case, ())
+    judged = judge_rows(rows, list_logs, rule.paired, rule.confidence)
     differences = compare_environments(base.runs, new.runs)
     notes = [*_list_conditions("BASE", base), *_list_conditions("NEW", new)]
-    if rule.drift is not None:
-        apart = timedelta(seconds=round(rule.drift.seconds))
+    if drift is not None:
+        apart = timedelta(seconds=round(drift.seconds))
         notes.append(f"the two sides are {apart} apart: {DRIFTS}")
-    return Comparison(base, new, rule, tuple(rows), differences, tuple(notes))
+    return Comparison(base, new, rule, judged, differences, tuple(notes))
 
 
 def exit_code(comparison: Comparison, strict: bool) -> int:
-    """Return 3 for two machines, else 1 if a row is SLOWER, else 3 if something is not compared.
+    """Return 1 if a row is SLOWER, else 3 if something is not compared.
 
     Else return 2 if `strict` and a row is INCONCLUSIVE; else 0.
     """
-    if SLOWER in comparison.counts and not explain_other_machine(comparison):
+    if SLOWER in comparison.counts:
         return 1
     if explain_shortfall(comparison):
         return 3
@@ -108,8 +91,6 @@ def exit_code(comparison: Comparison, strict: bool) -> int:
 
 def explain_shortfall(comparison: Comparison) -> str:
     """Return which requested cases were not compared; "" if none, or if the user allows it."""
-    if other := explain_other_machine(comparison):
-        return other
     counts = comparison.counts
     some = bool(counts.keys() & set(COMPARED))
     missing = () if comparison.rule.allow_missing and some else (ONLY_BASE, ONLY_NEW)
@@ -121,21 +102,6 @@ def explain_shortfall(comparison: Comparison) -> str:
     accept = some and counts.keys() & set(missing)
     advice = "; --allow-missing accepts cases that only one side measured" if accept else ""
     return f"not compared: {', '.join(left)} of {counted(len(comparison.rows), 'case')}{advice}"
-
-
-def explain_other_machine(comparison: Comparison) -> str:
-    """Return how the machines differ if both sides must be of one; "" if they do not differ."""
-    changed = [
-        f"{each.name} {' and '.join(each.base)} → {' and '.join(each.new)}"
-        for each in comparison.differences
-        if each.name in MACHINE
-    ]
-    if not changed or not comparison.rule.one_machine:
-        return ""
-    return (
-        f"{comparison.base.name} was measured on another machine ({', '.join(changed)}), so it is "
-        "not comparable: save a baseline on this machine, or add --other-machine"
-    )
 
 
 def _match(base: SideCase | None, new: SideCase | None, rule: Rule) -> Row | None:

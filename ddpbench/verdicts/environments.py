@@ -23,8 +23,6 @@ RANK_FACTS = (
     *("cgroup_memory_limit_nbytes", "ulimit_memlock_nbytes", "interface", "gpu_nvlinks_active"),
     "nccl_plugins",
 )
-# Facts that distinguish machines. A hostname does not: a container may have a new one each time.
-MACHINE = ("cpu_model", "cores_logical", "cores_physical", "gpu_name")
 # Variables that every job sets anew.
 PASSING = re.compile(r"SLURM_.*(ID|PORTS?|TIME|ADDR|IPADDR|NODELIST)$")
 UNSET = "unset"

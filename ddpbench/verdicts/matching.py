@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from ddpbench.analysis import findings, lines, stats
-from ddpbench.analysis.flags import BUSY_SHARE
 from ddpbench.records.schema import Case, Interval, Result, Run, StepCase, StepResult
 
 Outcome = Result | StepResult
@@ -39,7 +38,6 @@ class Side:
     interval: Interval | None
     times: tuple[float, ...]  # seconds, one per launch
     launches: tuple[int, ...]  # their numbers
-    busy: float = 0.0  # share of the launches in which other processes kept the cores busy
 
 
 @dataclass(frozen=True)
@@ -83,12 +81,7 @@ def _one(case: AnyCase, outcomes: list[Outcome]) -> SideCase:
     side = None
     if timed and fault is None:
         launches, times = zip(*timed, strict=True)
-        side = Side(
-            *stats.over_launches(np.array(times)),
-            times,
-            launches,
-            busy=sum((o.others_share or 0) > BUSY_SHARE for o in outcomes) / len(outcomes),
-        )
+        side = Side(*stats.over_launches(np.array(times)), times, launches)
     return SideCase(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
 
 

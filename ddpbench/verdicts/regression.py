@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ddpbench.verdicts import drift, matching
+from ddpbench.verdicts import matching
 from ddpbench.verdicts.matching import AnyCase, Side
-from ddpbench.verdicts.rows import ONLY_NEW, ORDER, Row, count_verdicts, judge_rows
+from ddpbench.verdicts.rows import ONLY_NEW, Row, count_verdicts, judge_rows
 from ddpbench.verdicts.verdict import INCOMPARABLE
 
 
@@ -35,25 +35,18 @@ class JudgedTest(Row):
 def judge_tests(
     saved: Mapping[str, Sequence[Measured]], new: Mapping[str, Measured], margin: float
 ) -> tuple[JudgedTest, ...]:
-    """Judge each test of `new`; rows come in order of importance, then by name.
+    """Judge each test of `new`; rows come in order of importance.
 
     saved: measurements of each test in earlier sessions, the newest last. The newest is the base;
     all of them show how sessions drift apart. margin: the smallest change that counts, a fraction.
     """
-    rows = [
-        _match(name, earlier[-1] if (earlier := saved.get(name)) else None, measured, margin)
-        for name, measured in new.items()
-    ]
-    todo = [row for row in rows if not row.verdict]
-    judged = [row for row in rows if row.verdict]
-    ready = []
-    for row in todo:
-        sides = [one.side for one in saved[row.test] if one.case == row.case]
-        logs = [math.log(side.seconds) for side in sides]
-        margin_of_drift = drift.drift_margin(logs, len(todo))
-        ready.append(replace(row, drift=margin_of_drift, earlier=len(logs)))
-    judged += judge_rows(ready)
-    return tuple(sorted(judged, key=lambda row: (ORDER.index(row.verdict), row.test)))
+
+    def list_logs(row: JudgedTest) -> list[float]:
+        return [math.log(one.side.seconds) for one in saved[row.test] if one.case == row.case]
+
+    bases = {name: earlier[-1] for name, earlier in saved.items() if earlier}
+    rows = [_match(name, bases.get(name), measured, margin) for name, measured in new.items()]
+    return judge_rows(rows, list_logs)
 
 
 def _match(name: str, base: Measured | None, new: Measured, margin: float) -> JudgedTest:

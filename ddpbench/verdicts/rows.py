@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import expm1
@@ -13,7 +13,7 @@ import numpy as np
 
 from ddpbench.analysis.stats import Floats
 from ddpbench.verdicts import drift, verdict
-from ddpbench.verdicts.matching import AnyCase, Side
+from ddpbench.verdicts.matching import AnyCase, Side, row_of
 from ddpbench.verdicts.verdict import (
     FASTER,
     INCOMPARABLE,
@@ -30,8 +30,6 @@ ONLY_BASE, ONLY_NEW = "ONLY BASE", "ONLY NEW"
 # In order of importance.
 COMPARED = (SLOWER, INCONCLUSIVE, FASTER, SAME)
 ORDER = (SLOWER, INVALID, INCOMPARABLE, INCONCLUSIVE, FASTER, SAME, ONLY_BASE, ONLY_NEW)
-DRIFT, BUSY = "drift", "busy"  # reasons to withhold SLOWER or FASTER; more launches do not help
-BUSY_LAUNCHES = 0.5  # share of a side's launches at which a busy host may explain its times
 
 
 @dataclass(frozen=True)
@@ -45,10 +43,10 @@ class Row:
     verdict: str = ""  # "" until it is judged
     why: str = ""
     shift: Shift | None = None  # None: not comparable, or too few launches
-    needed: int | None = None  # launches per side, about, to settle INCONCLUSIVE
+    # Launches per side, about, to settle INCONCLUSIVE; None if launches do not help.
+    needed: int | None = None
     drift: float = 0.0  # by which the sides may differ because they are apart in time
     earlier: int = 0  # runs that show the drift
-    withheld: str = ""  # DRIFT or BUSY: INCONCLUSIVE for that reason alone
     noticeable: float | None = None  # the change that such a comparison notices; None: none
 
 
@@ -62,13 +60,34 @@ def count_verdicts(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def judge_rows(
-    rows: Sequence[RowT], paired: bool = False, confidence: float = verdict.CONFIDENCE
-) -> list[RowT]:
-    """Judge rows with both sides; one of several must also pass the test for their number.
+    rows: Sequence[RowT],
+    list_logs: Callable[[RowT], Sequence[float]] | None = None,
+    paired: bool = False,
+    confidence: float = verdict.CONFIDENCE,
+) -> tuple[RowT, ...]:
+    """Judge the rows without verdict, and return all rows in order of importance.
 
-    paired: launches of the same number ran one after the other. They are judged as pairs with
-    intervals of this confidence.
+    One of several must also pass the test for their number. list_logs: log times of earlier runs,
+    which show the drift; None: the sides are not apart in time. paired: launches of the same number
+    ran one after the other. They are judged as pairs with intervals of this confidence.
     """
+    todo = [row for row in rows if not row.verdict]
+    if list_logs is not None:
+        known = [list_logs(row) for row in todo]
+        todo = [
+            replace(row, drift=drift.drift_margin(logs, len(todo)), earlier=len(logs))
+            for row, logs in zip(todo, known, strict=True)
+        ]
+    judged = [*(row for row in rows if row.verdict), *_judge(todo, paired, confidence)]
+
+    def order(row: RowT) -> tuple[int, float, str, int]:
+        change = abs(row.shift.estimate) if row.shift else 0.0
+        return ORDER.index(row.verdict), -change, *row_of(row.case)
+
+    return tuple(sorted(judged, key=order))
+
+
+def _judge(rows: Sequence[RowT], paired: bool, confidence: float) -> list[RowT]:
     shift, chance, false_share = verdict.shift, verdict.chance, verdict.FALSE_SHARE
     if paired:
         shift, chance = verdict.paired_shift, verdict.paired_chance
@@ -84,7 +103,7 @@ def judge_rows(
     for i, (row, sides) in enumerate(zip(rows, times, strict=True)):
         row, found = replace(row, shift=shifts[i]), shifts[i]
         judge = partial(verdict.judge, found, row.margin, chances.get(i), false_share)
-        row = _explain(replace(row, verdict=judge(row.drift)), judge(), paired)
+        row = _explain(replace(row, verdict=judge(row.drift)), judge())
         if (strict := shift(*sides, 1 - false_share / len(rows))) is not None:
             row = replace(row, noticeable=verdict.noticeable(strict, row.margin, row.drift))
         judged.append(row)
@@ -103,34 +122,17 @@ def _list_times(row: Row, paired: bool) -> tuple[Floats, Floats]:
     return np.array([left[n] for n in both]), np.array([right[n] for n in both])
 
 
-def _explain(row: RowT, without_drift: str, paired: bool) -> RowT:
+def _explain(row: RowT, without_drift: str) -> RowT:
     """Return the row with the reason for INCONCLUSIVE. without_drift: the verdict without it."""
     why = ""
     if row.verdict == INCONCLUSIVE and without_drift != INCONCLUSIVE:
         why = f"two runs of identical code may differ by ±{row.drift * 100:.1f} %"
         if row.earlier < drift.FEWEST_RUNS:
             why += f" (assumed: {row.earlier} of {drift.FEWEST_RUNS} earlier runs are stored)"
-        row = replace(row, withheld=DRIFT)
     elif row.verdict == INCONCLUSIVE:
         row = replace(row, needed=verdict.launches_needed(row.shift, row.margin))
         why = _explain_inconclusive(row)
-    elif busy := _find_busy_side(row, paired):
-        why = f"{busy} was measured on a busy host: measure again"
-        row = replace(row, verdict=INCONCLUSIVE, withheld=BUSY)
     return replace(row, why="; ".join(filter(None, [row.why, why])))
-
-
-def _find_busy_side(row: Row, paired: bool) -> str:
-    """Return the side that other processes slowed down, if that may explain the verdict.
-
-    If both sides of a pair ran on a busy host, both were slowed down alike.
-    """
-    base, new = (side is not None and side.busy >= BUSY_LAUNCHES for side in (row.base, row.new))
-    if paired and base and new:
-        return ""
-    if new and row.verdict == SLOWER:
-        return "NEW"
-    return "BASE" if base and row.verdict == FASTER else ""
 
 
 def _explain_inconclusive(row: Row) -> str:

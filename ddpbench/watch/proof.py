@@ -29,10 +29,9 @@ from torch.optim import Optimizer
 
 from ddpbench.launch import placement
 from ddpbench.records.schema import Finding
-from ddpbench.records.wording import counted, spans
+from ddpbench.records.wording import counted, list_kinds, spans
 from ddpbench.replicas import channel, state
 from ddpbench.replicas.compare import Options
-from ddpbench.replicas.report import listed_kinds
 from ddpbench.replicas.state import shards_state, unwrap, wrapper
 from ddpbench.replicas.verify import gather_report
 from ddpbench.watch.observe.observer import Meetings, Observer
@@ -41,8 +40,6 @@ FREE_SECONDS, SHARE = 1.0, 0.005  # of waits in vain, in all: so long, and this 
 MET, LATE = "met", "late"  # what the ranks agree on
 COMPARED, NOT_COMPARED = "replicas-compared", "replicas-not-compared"  # codes of findings
 NOTED = ("nothing-to-compare", "not-compared")  # findings of a comparison that are reported once
-
-_times = itertools.count()  # how often a proof began in this process, equal in all ranks
 
 
 class Replica(NamedTuple):
@@ -66,7 +63,7 @@ class Record:
     ranks: tuple[int, ...]
     compared: int = 0
     equal: int = 0
-    missed: int = 0
+    missed: bool = False
     failed: bool = False  # so it is compared no more
     equal_until: int | None = None
     contents: dict[str, int] = field(default_factory=dict)  # of the last comparison, by kind
@@ -77,20 +74,20 @@ class Record:
 class Proof:
     """Compares the replicas that an observer finds, each until its first error.
 
-    every: steps from one comparison to the next; 0: none. A step has the number that it has for the
-    first of the replica's ranks.
+    every: steps from one comparison to the next; 0: none; prefix: of keys in the store, the same in
+    all ranks. A step has the number that it has for the first of the replica's ranks.
     """
 
-    def __init__(self, every: int, observer: Observer) -> None:
+    def __init__(self, every: int, observer: Observer, prefix: str) -> None:
         self._every, self._observer = every, observer
         self._records: dict[str, Record] = {}
         self._backwards: Counter[tuple[int, ...]] = Counter()  # synchronised ones of each group
         self._steps = 0  # optimizer steps
         self._began, self._lost = time.monotonic(), 0.0
-        self._prefix = f"ddpbench/proof/{placement.read_restarts()}/{next(_times)}"
+        self._prefix = f"{prefix}/proof/{placement.read_restarts()}"
         if every:
-            observer.after_backward.append(self._after_backward)
-            observer.after_step.append(self._after_step)
+            observer.after_backward = self._after_backward
+            observer.after_step = self._after_step
 
     def list_findings(self, rank: int, ended: bool) -> Iterator[Finding]:
         """Yield the findings on the replicas whose first rank is this one. For any thread."""
@@ -133,9 +130,9 @@ class Proof:
             return
         step = self._meet(point, number, one, record)
         if step is None:
-            record.missed += 1
-            if record.missed == 1:
+            if not record.missed:
                 record.findings += (_describe_missed(one, number),)
+            record.missed = True
             return
         options = Options(step=step, equal_until=record.equal_until)
         report = gather_report(one.module, tuple(one.optimizers), None, options)
@@ -169,7 +166,8 @@ class Proof:
         for module in itertools.chain.from_iterable(map(_list_parts, self._observer.modules)):
             keys = [id(p) for p in module.parameters() if id(p) in owners]
             ddp: Any = wrapper(module)
-            meshes = _list_meshes(module)
+            held: list[Any] = [each.parameter for each in state.list_parameters(unwrap(module))]
+            meshes = [one.device_mesh for one in held if state.is_dtensor(one)]
             if ddp is not None and ddp.process_group not in distributed_c10d._world.pg_map:
                 continue  # of a training before: its group is destroyed
             if keys or ddp is not None or meshes:
@@ -228,10 +226,8 @@ def _describe_record(name: str, record: Record) -> Finding:
         return _explain_never_compared(f"{model}: {reason}")
     sentence = (
         f"replicas of {model} were equal in {record.equal} of "
-        f"{counted(record.compared, 'comparison')}: {listed_kinds(record.contents)}"
+        f"{counted(record.compared, 'comparison')}: {list_kinds(record.contents)}"
     )
-    if record.missed:
-        sentence += f"; {counted(record.missed, 'comparison')} given up, because ranks did not come"
     place = {"compared": record.compared, "equal": record.equal, "step": record.equal_until}
     return Finding("note", COMPARED, sentence, "", place)
 
@@ -247,12 +243,6 @@ def _list_parts(root: nn.Module) -> list[nn.Module]:
     if wrapper(root) is not None:
         return [root]
     return [one for one in root.modules() if isinstance(one, DistributedDataParallel)] or [root]
-
-
-def _list_meshes(module: nn.Module) -> list[Any]:
-    """Return the meshes that a module's parameters are divided over; [] without any."""
-    held: list[Any] = [each.parameter for each in state.list_parameters(unwrap(module))]
-    return [parameter.device_mesh for parameter in held if state.is_dtensor(parameter)]
 
 
 def _list_ranks(target: channel.Target) -> tuple[tuple[int, ...], Meetings]:

@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -28,8 +27,6 @@ from ddpbench.records.schema import Finding
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
 from ddpbench.session.run_folder import interrupted
-from ddpbench.watch.gather.joining import join
-from ddpbench.watch.gather.transport import Transport
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.observe.arrivals import Arrivals
@@ -41,7 +38,8 @@ from ddpbench.watch.observe.steps import Marks, Step, StepBuilder
 from ddpbench.watch.outputs import Outputs, Settings
 from ddpbench.watch.proof import NOT_COMPARED, Proof
 from ddpbench.watch.stored import identify_job, store_end
-from ddpbench.watch.window import CALLS, MOST_CALLS, ROWS, STEPS, Round, Window
+from ddpbench.watch.transport import Transport
+from ddpbench.watch.window import CALLS, MOST_CALLS, ROWS, STEPS, Round, Window, join
 
 POLL_SECONDS = 0.2  # between two looks for a process group
 CLOSE_SECONDS = 60.0  # for a disk; the waits for other ranks have limits of their own, 7 s in all
@@ -58,12 +56,12 @@ class Watcher:
     def __init__(self, settings: Settings) -> None:
         global _times
         _times += 1
-        self._settings, self._prefix = settings, f"ddpbench/watch/{_times}"
-        self._began_ns = time.time_ns()
-        self._marks = Marks()
+        self._settings, self.prefix = settings, f"ddpbench/watch/{_times}"
+        self.began_ns = time.time_ns()
+        self.marks = Marks()
         self._over = False
-        self._observer = Observer(self._marks, on_error=self._fail)
-        self._proof = Proof(settings.verify, self._observer)
+        self.observer = Observer(self.marks, on_error=self._fail)
+        self.proof = Proof(settings.verify, self.observer, self.prefix)
         self._guard: guard.Guard | None = None
         self._rank = int(os.environ.get("RANK", "0"))
         self._closing, self._end = threading.Event(), End("complete", None, 0)
@@ -78,12 +76,12 @@ class Watcher:
         error: that ends what is watched.
         """
         try:
-            self._marks.resolve()
+            self.marks.resolve()
         except Exception as problem:  # as after an error of the device
             self._fail(problem)
         self._finish(self._describe_end(error))
         guard.before_end.remove(self._finish)
-        self._observer.close()
+        self.observer.close()
         if self._guard is not None:
             self._guard.close()
 
@@ -118,19 +116,14 @@ class Watcher:
                 # The script may have one on, or may have destroyed its groups just now.
                 with contextlib.suppress(RuntimeError, ValueError):
                     self._guard = guard.watchdog(self._settings.timeout)
-            with (
-                contextlib.closing(_Rank(self, dist.get_world_size())) as rank,
-                contextlib.closing(_Reports(self._settings, self._prefix, self._proof)) as reports,
-            ):
-                transport = reports.transport
-                while not self._closing.wait(transport.seconds_to_round()):
-                    round_ = transport.begin_round()
-                    reports.send(rank.read_window(round_), rank)
-                reports.end(self._end)
-                number = transport.begin_round().number
-                window = rank.read_window(Round(number, time.time_ns()), last=True)
-                reports.send(window, rank)
-            self.exit_code = reports.exit_code
+            with contextlib.closing(_Rank(self)) as rank:
+                rank.open_outputs(self._settings)
+                while not self._closing.wait(rank.transport.seconds_to_round()):
+                    rank.send(rank.read_window(rank.transport.begin_round()))
+                rank.end(self._end)
+                number = rank.transport.begin_round().number
+                rank.send(rank.read_window(Round(number, time.time_ns()), last=True))
+            self.exit_code = rank.exit_code
         except Exception as error:
             if not isinstance(error, ValueError) or _has_group():  # a short script has ended it
                 self._fail(error)
@@ -138,7 +131,7 @@ class Watcher:
     def _fail(self, error: Exception) -> None:
         """End the watching because of an error in it, and report that once."""
         self._closing.set()
-        self._observer.stop()
+        self.observer.stop()
         if not self._over:
             self._over = True
             what = f"{type(error).__name__}: {error}"
@@ -146,20 +139,40 @@ class Watcher:
 
 
 class _Rank:
-    """What this rank observes of itself."""
+    """What this rank observes of itself and sends, and what rank 0 makes of all reports."""
 
-    def __init__(self, watcher: Watcher, world_size: int) -> None:
-        self._most_steps = max(1, min(STEPS, ROWS // world_size))
-        self._most_calls = max(1, min(CALLS, MOST_CALLS // world_size))
-        self._number, self.began_ns = watcher._rank, watcher._began_ns
-        self._marks, self._observer = watcher._marks, watcher._observer
-        self._proof = watcher._proof
+    def __init__(self, watcher: Watcher) -> None:
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        self._number, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._backend = str(dist.get_backend())
+        # First of all: a short script may end its group while the other parts are made.
+        self.transport = Transport(
+            _get_default_store(), watcher.prefix, self._number, self._world_size
+        )
+        self._began_ns = watcher.began_ns
+        self._marks, self._observer, self._proof = watcher.marks, watcher.observer, watcher.proof
         self._builder = StepBuilder()
         self._steps = deque[Step](maxlen=REMEMBERED_STEPS)
         self._arrivals = Arrivals(self._number, time.time_ns())
         self._facts, self._links = Facts(), Links()
-        self.long_steps = LongSteps(self._number)
+        self._long_steps = LongSteps(self._number)
         self._stacks = Stacks(self._marks, self._observer)
+        self._history, self._findings = History(), tuple[Finding, ...]()
+        self._sent: dict[int, list[Finding]] = {}  # findings of the ranks themselves
+        self._outputs: Outputs | None = None
+        self._output_at = 0.0  # when rank 0 judges again
+        self._end, self.exit_code = End("complete", None, 0), 0
+
+    def open_outputs(self, settings: Settings) -> None:
+        """In rank 0, begin to store the run and to serve other outputs."""
+        if self._number == 0:
+            import scipy.special  # noqa: F401  # else analysis.stats does, in a watched step
+
+            job = identify_job(settings.verify, self._backend, self._world_size)
+            self._outputs = Outputs(settings, job)
+            self.transport.publish_folder(f"{self._outputs.folder or ''}")
 
     def read_window(self, round_: Round, last: bool = False) -> Window:
         """Return the latest steps, and the calls since the last round, up to this round.
@@ -168,65 +181,33 @@ class _Rank:
         """
         new = self._builder.add(self._marks.take())
         self._steps.extend(new)
-        self.long_steps.add(new, self._stacks.take())
-        self._stacks.overdue_seconds = self.long_steps.limit_seconds
+        self._long_steps.add(new, self._stacks.take())
         until_ns = round_.began_ns
-        ended = [step for step in self._steps if step.ended_ns <= until_ns][-self._most_steps :]
+        most_steps = max(1, min(STEPS, ROWS // self._world_size))
+        most_calls = max(1, min(CALLS, MOST_CALLS // self._world_size))
+        ended = [step for step in self._steps if step.ended_ns <= until_ns][-most_steps:]
+        calls = self._arrivals.read(self._steps, round_, last)[-most_calls:]
         number = self._number
+        findings = [*self._proof.list_findings(number, last)]
+        if number == 0 and self._arrivals.unavailable:  # of all ranks
+            findings.append(Finding("note", "unseen-collectives", self._arrivals.unavailable))
         return Window(
             number=round_.number,
             hosts={socket.gethostname(): [number]},
             first_step=ended[0].number if ended else 0,
             rows={number: np.array([step.row for step in ended], np.float32)} if ended else {},
             ended_ns=ended[-1].ended_ns if ended else until_ns,
-            calls=self._arrivals.read(self._steps, round_, last)[-self._most_calls :],
+            calls=calls,
             facts={number: {**self._facts.read(), "messages": self._observer.messages}},
             links=self._links.read(),
             addresses=self._links.addresses,
-            findings={number: [*self._list_findings(last)]},
-            long_steps=self.long_steps.take(until_ns),
-            lines={number: self.long_steps.usual_lines()},
+            findings={number: findings},
+            long_steps=self._long_steps.take(until_ns),
+            lines={number: self._long_steps.usual_lines()},
             last=last,
         )
 
-    def _list_findings(self, last: bool) -> Iterator[Finding]:
-        """Yield what this rank found; rank 0 reports what no rank can see."""
-        yield from self._proof.list_findings(self._number, last)
-        if self._number == 0 and (unseen := self._arrivals.unavailable):
-            yield Finding("note", "unseen-collectives", unseen)
-
-    def close(self) -> None:
-        """Stop reading."""
-        self._stacks.close()
-        self._arrivals.close()
-        self._facts.close()
-
-
-class _Reports:
-    """What this rank sends, and what rank 0 makes of all reports."""
-
-    def __init__(self, settings: Settings, prefix: str, proof: Proof) -> None:
-        import torch.distributed as dist
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        name = str(dist.get_backend())
-        # First of all: a short script may end its group while the other parts are made.
-        self.transport = Transport(_get_default_store(), prefix, rank, self._world_size)
-        self._history, self._findings = History(), tuple[Finding, ...]()
-        self._outputs: Outputs | None = None
-        self._output_at = 0.0  # when rank 0 judges again
-        self._proof, self.exit_code = proof, 0
-        self._sent: dict[int, list[Finding]] = {}  # findings of the ranks themselves
-        if rank == 0:
-            import scipy.special  # noqa: F401  # else analysis.stats does, in a watched step
-
-            job = identify_job(settings.verify, name, self._world_size)
-            self._outputs = Outputs(settings, job)
-            self.transport.publish_folder(f"{self.folder or ''}")
-        self._end = End("complete", None, 0)
-
-    def send(self, window: Window, rank: _Rank) -> None:
+    def send(self, window: Window) -> None:
         """Send this rank's window of a round; in rank 0, judge what all ranks sent."""
         windows = self.transport.exchange(window)
         if self._outputs is None or not windows:
@@ -234,7 +215,7 @@ class _Reports:
         joined = join(windows)
         self._sent |= joined.findings
         self._history.add(joined)
-        self._history.balance = rank.long_steps.make_balance(rank.began_ns)
+        self._history.balance = self._long_steps.make_balance(self._began_ns)
         if time.monotonic() < self._output_at and not window.last:
             return
         began = time.thread_time()
@@ -249,22 +230,20 @@ class _Reports:
         pause = (time.thread_time() - began) / OUTPUT_SHARE
         self._output_at = time.monotonic() + min(pause, OUTPUT_SECONDS)
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the stored run; None in other ranks, and if it could not be stored."""
-        return self._outputs.folder if self._outputs is not None else None
-
     def end(self, end: End) -> None:
         """Store how this rank ends if it failed before any other: its peers fail because of it."""
         self._end = end
-        if end.state == "complete" or not (folder := self.folder or self.transport.find_folder()):
+        if end.state == "complete":
             return
+        folder = self._outputs.folder if self._outputs is not None else self.transport.find_folder()
         with contextlib.suppress(OSError, store.InvalidRun):  # as on another host
-            if store.read(Path(folder)).state in ("running", "complete"):
+            if folder and store.read(Path(folder)).state in ("running", "complete"):
                 store_end(Path(folder), end)
 
     def close(self) -> None:
-        """Send nothing more; in rank 0, show the final table."""
+        """Observe and send nothing more; in rank 0, show the final table."""
+        self._stacks.close()
+        self._facts.close()
         try:
             if self._outputs is not None:
                 end = self._end._replace(code=self._end.code or self.exit_code)

@@ -8,7 +8,6 @@ import pytest
 from frozen import Frozen
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 from stored_steps import (
-    a_step_case,
     a_step_result,
     a_step_run,
     a_step_summary,
@@ -180,12 +179,6 @@ def test_exposed_communication_is_noted_above_ten_percent(frozen: Frozen) -> Non
     assert codes(a_step_run(a_step_result(summary=few))) == []
 
 
-def test_one_rank_of_a_step_is_noted_in_its_own_words(frozen: Frozen) -> None:
-    """With one rank there is no other replica; bus bandwidth is not spoken of."""
-    case = a_step_case(world_size=1)
-    frozen.findings(findings.findings(a_step_run(a_step_result(case, summary=QUIET))))
-
-
 # --- the table of checks --------------------------------------------------------------------------
 
 
@@ -198,7 +191,7 @@ def test_findings_stand_worst_first_and_once() -> None:
         a_result(wrong=(Wrong(0, 1, 2, "3", "4"),)),
         launches=(launch, replace(launch, index=1)),
     )
-    assert codes(run) == ["wrong-result", "debug-detail", "oversubscribed", "one-rank"]
+    assert codes(run) == ["wrong-result", "debug-detail", "oversubscribed"]
 
 
 def test_a_check_that_is_added_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from stored_runs import a_result
 
 from ddpbench.analysis import stats
 from ddpbench.analysis.stats import Kept
-from ddpbench.measure.pace import Samples
+from ddpbench.measure.repetitions import Samples
 from ddpbench.records import store
 from ddpbench.session.summary import summarise_result
 

@@ -192,11 +192,16 @@ def group(*times: tuple[float, float | None], **other: Any) -> list[Line]:
     ]
 
 
+def name_fastest(lines: list[Line]) -> str | None:
+    fastest = find_fastest(lines)
+    return fastest and fastest.case.backend
+
+
 def test_the_faster_backend_is_the_one_whose_interval_lies_below_all_others() -> None:
     """Apart: the lower one. Touching, overlapping or alone: none, however different the medians."""
     apart = group((1.0, 0.02), (1.1, 0.02), (0.9, 0.02))
-    assert find_fastest(apart) is apart[2]
-    assert find_fastest(apart[:2]) is apart[0]
+    assert name_fastest(apart) == "nccl"
+    assert name_fastest(apart[:2]) == "gloo"
     assert find_fastest(apart[:1]) is find_fastest([]) is None
     assert find_fastest(group((1.0, 0.05), (1.1, 0.05))) is None
     assert find_fastest(group((1.0, 0.0), (1.0, 0.0))) is None

@@ -26,7 +26,6 @@ def measured(changes: dict[str, Any], milliseconds: float, blocks: Any = EVERY) 
             case,
             summary=replace(summary, step=Figure(milliseconds * 1e-3 * NOISE[block, column], None)),
             block=block,
-            losses=(1.0, 1.0),
         )
         for block in blocks
     ]
@@ -38,7 +37,7 @@ def a_tuned_run(*results: list[StepResult]) -> Run:
 
 def decide(run: Run) -> list[Finding]:
     """Return the findings on settings."""
-    codes = ("faster-setting", "keep-defaults", "undecided", "loss-differs")
+    codes = ("faster-setting", "keep-defaults", "undecided")
     return [found for found in findings.findings(run) if found.code in codes]
 
 
@@ -95,17 +94,6 @@ def test_accumulation_is_compared_per_micro_batch() -> None:
     assert "changes the numbers" in found.sentence
     (verdict,) = tuning.judge_runs(run)
     assert verdict.changes["accumulate=4"].value == pytest.approx(-0.2, abs=0.02)
-
-
-def test_a_loss_that_an_exact_setting_changes_is_a_warning() -> None:
-    wrong = [replace(r, losses=(1.0, 1.1)) for r in measured({"bucket_cap_mb": 4.0}, 90)]
-    lossy = [replace(r, losses=(1.0, 1.1)) for r in measured({"comm_hook": "fp16"}, 80)]
-    warnings = [
-        f for f in decide(a_tuned_run(measured({}, 100), wrong, lossy)) if f.severity != "note"
-    ]
-    assert [(found.code, "bucket_cap_mb=4" in found.sentence) for found in warnings] == [
-        ("loss-differs", True)
-    ]
 
 
 def test_a_refused_setting_has_its_reason_and_no_change() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +14,8 @@ from frozen import Frozen
 from patience import wait_until
 from warm_python import warm_python
 
-from ddpbench.catalog import faults, step_faults
-from ddpbench.catalog.planting import IN_SET_UP, IN_STEP
+from ddpbench.catalog import faults
+from ddpbench.catalog.planting import IN_SET_UP
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.runtime.environment import rank_facts
 
@@ -27,22 +26,6 @@ def test_a_fault_is_known_by_its_name_and_kind() -> None:
     step, set_up = faults.parse("slow-rank:rank=0"), faults.parse("slow-rank:rank=0", IN_SET_UP)
     assert dict(step.settings) == {"step": 5.0, "rank": 0.0, "ms": 30.0}
     assert dict(set_up.settings) == {"rank": 0.0, "busy": 3.0}
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("wrong-interface", IN_STEP),
-        ("bit-flip", IN_SET_UP),
-        ("mixed-version", IN_SET_UP),
-        ("full-disk:rank=1", IN_SET_UP),
-    ],
-)
-def test_what_cannot_be_planted_is_told_with_what_can(text: str, kind: str, frozen: Frozen) -> None:
-    """The fault of another command, a typo, a setting that a fault has not."""
-    with pytest.raises(ValueError, match=text.partition(":")[0]) as caught:
-        faults.parse(text, kind)
-    frozen.text(str(caught.value))
 
 
 def place(rank: int, world_size: int = 2) -> Placement:
@@ -69,17 +52,6 @@ def test_a_fault_of_a_set_up_is_in_its_rank_and_ends_with_it(frozen: Frozen) -> 
     frozen.text(str(caught.value))
 
 
-def test_no_file_may_grow_on_a_full_disk(tmp_path: Path) -> None:
-    """Up to the size it may, one byte more is an OSError; afterwards it may again."""
-    before, file = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "file"
-    with faults.full_disk(None, {"nbytes": 100.0}):
-        file.write_bytes(b"x" * 100)
-        with pytest.raises(OSError, match="File too large"):
-            file.write_bytes(b"x" * 101)
-    file.write_bytes(b"x" * 101)
-    assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
-
-
 def test_a_slow_rank_really_shares_its_core() -> None:
     """All its threads are on one core, and so is a busy process, which ends with the context."""
     before, me = os.sched_getaffinity(0), psutil.Process()
@@ -104,16 +76,6 @@ def test_busy_processes_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), "the end of both")
-
-
-def test_an_allocation_really_fails() -> None:
-    """The error is torch's own, and says how much was asked for; then memory can be had again."""
-    replica = SimpleNamespace(device=torch.device("cpu"))
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(RuntimeError, match="1073741824 bytes"):
-        step_faults.out_of_memory(replica, {"mb": 1024.0})
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
-    assert torch.empty(2**20).numel() == 2**20
 
 
 @pytest.mark.parametrize(

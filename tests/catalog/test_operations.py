@@ -2,16 +2,19 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from stored_runs import a_case
 
 from ddpbench.catalog import payload
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS, Piece
+from ddpbench.measure import loop
 from ddpbench.records.schema import Case
 
 Array = npt.NDArray[np.float64]
@@ -110,6 +113,20 @@ def test_sizes_count_what_lies_in_the_buffers() -> None:
         operation = OPERATIONS[case.operation]
         largest = max(max(operation.elements(case, rank)) for rank in range(case.world_size))
         assert largest * DTYPES[case.dtype].nbytes == case.nbytes
+
+
+def test_in_place_means_as_nccl_has_it() -> None:
+    """In place, the smaller buffer of a rank is its own block of the larger one."""
+    cpu = torch.device("cpu")
+    for case, rank in itertools.product(cases((5,), range(3, 4)), range(3)):
+        operation = OPERATIONS[case.operation]
+        if "in" not in operation.places:
+            continue
+        buffers = loop._allocate(replace(case, in_place=True), operation, rank, cpu)
+        smaller, larger = sorted((buffers.input, buffers.output), key=torch.Tensor.numel)
+        assert smaller.untyped_storage().data_ptr() == larger.untyped_storage().data_ptr()
+        offset = rank * case.count if smaller.numel() != larger.numel() else 0
+        assert smaller.data_ptr() == larger.data_ptr() + 4 * offset
 
 
 # nccl-tests, doc/PERFORMANCE.md and src/*.cu (GetBw): bus bandwidth over algorithm bandwidth.

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
 
-from ddpbench.catalog import workloads
 from ddpbench.catalog.task import BATCHES, EPOCHS, RankSetup, Task
 from ddpbench.catalog.workloads import WORKLOADS, get
 from ddpbench.launch.placement import Refused
@@ -145,18 +144,6 @@ def test_the_users_function_is_called_in_its_rank() -> None:
     assert (task.batch(7), task.loss(task.model, "x")) == (7, "x")
 
 
-def test_samples_are_counted_in_the_batch_itself() -> None:
-    """The first dimension of the first tensor, in tuples and dicts too; 1 where there is none."""
-    rows = torch.zeros(7, 3)
-    for batch in (rows, (rows, rows[:2]), {"x": [rows]}):
-        assert workloads.count_samples(batch) == 7
-    assert [workloads.count_samples(batch) for batch in (torch.tensor(1.0), "text", ())] == [
-        1,
-        1,
-        1,
-    ]
-
-
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
     "name",
@@ -206,13 +193,9 @@ def parameters(task: Task) -> str:
     return bytes(values.view(torch.uint8).tolist()).hex()
 
 
-def job(folder: Path, rank: int, size: int) -> None:
-    """All plays, in every rank."""
-    mesh_training.start_group(folder, rank, size)
+def list_plays(rank: int, size: int) -> dict[str, Callable[[], Any]]:
     setup = RankSetup(rank, size, 4, CPU, 3, dist.group.WORLD)
-    plays: dict[str, Callable[[], Any]] = {name: partial(in_ddp, name, setup) for name in WORKLOADS}
-    mesh_training.play_all(folder, rank, plays)
-    dist.destroy_process_group()
+    return {name: partial(in_ddp, name, setup) for name in WORKLOADS}
 
 
 @pytest.fixture(scope="module")
@@ -238,4 +221,4 @@ def test_a_ddp_step(outcomes: list[Any], name: str) -> None:
 
 
 if __name__ == "__main__":
-    job(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    mesh_training.play_in_rank(list_plays)

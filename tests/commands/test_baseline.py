@@ -20,15 +20,12 @@ from stored_runs import (
     launch_medians,
     launch_results,
     sample_columns,
-    with_facts,
 )
 from without_torch import RUN_DDPBENCH, run_without_torch
 
-from ddpbench.analysis import stats
-from ddpbench.commands import baseline
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
-from ddpbench.session import start_ranks
+from ddpbench.session import launch_order
 
 LINE = ("ddpbench", "collectives", "--op", "all_reduce", "--launches=6", "-n", "4", "--output",
         "results/x", "--backend", "gloo")  # fmt: skip
@@ -136,23 +133,6 @@ def test_what_cannot_be_compared_with_is_no_baseline(
     assert not Path("results/baselines").exists()
 
 
-def test_few_launches_are_told_with_what_to_type(call: Call, frozen: Frozen) -> None:
-    """Five are saved with a warning that names the command line of six; on several hosts none can
-    be named."""
-    run = a_run(*launch_results(1e-3, launches=5), command_line=LINE)
-    stored("one", run)
-    code, _, err = call("save", "mine")
-    assert code == 0
-    frozen.text(err)
-    hosts = tuple({"hostname": name} for name in ("a", "b"))
-    launches = tuple(replace(each, ranks=hosts) for each in run.launches)
-    stored("two", replace(run, launches=launches))
-    code, _, err = call("save", "other", "two")
-    assert code == 0
-    frozen.text(err)
-    assert baseline.FEWEST == stats.FEWEST
-
-
 # --- check ----------------------------------------------------------------------------------------
 
 
@@ -184,30 +164,6 @@ def test_a_check_is_a_comparison(
     )
 
 
-@pytest.mark.parametrize(
-    ("facts", "rank", "other"),
-    [
-        ({"cpu_model": "CPU Y", "cores_logical": 8}, {}, True),
-        ({"kernel": "6.2"}, {"hostname": "other"}, False),
-    ],
-    ids=("another CPU", "another kernel and host name"),
-)
-def test_a_baseline_of_another_machine_decides_nothing(
-    call: Call, facts: dict[str, Any], rank: dict[str, Any], other: bool
-) -> None:
-    """Another CPU: one sentence last, and exit code 3 although the case is SLOWER, unless the user
-    accepts it. Another kernel is the same machine, and so is a container with a new hostname."""
-    base, new = base_and_new(1.2)
-    stored("before", base)
-    call("save", "mine")
-    stored("after", with_facts(new, facts, rank))
-    code, _, err = call("check", "mine", "after")
-    assert code == (3 if other else 1)
-    assert bool(ONE_SENTENCE.fullmatch(err)) == other
-    accepted = call("check", "mine", "after", "--other-machine")
-    assert (accepted.code, accepted.err) == (1, "")
-
-
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Sequence[str]]]:
     """Makes `collectives` store these runs, the last one again and again, and end with this code;
@@ -216,14 +172,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Sequence[str
     def plant(code: int, *runs: Run | None) -> list[Sequence[str]]:
         got: list[Sequence[str]] = []
 
-        def fake(kind: Any, run_rank: Any, namespace: Any, words: Sequence[str]) -> int:
+        def fake(kind: Any, measure: Any, namespace: Any, words: Sequence[str]) -> int:
             got.append(words)
             print("a table")
             if (run := runs[min(len(got), len(runs)) - 1]) is not None:
                 store.create(Path(namespace.output), run, "")
             return code
 
-        monkeypatch.setattr(start_ranks, "run_or_start", fake)
+        monkeypatch.setattr(launch_order, "run", fake)
         return got
 
     return plant

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -26,7 +25,7 @@ from slept_time import SleptTime
 
 from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
 from ddpbench.catalog.operations import OPERATIONS
-from ddpbench.doctor.capabilities import judge, measure, ranks
+from ddpbench.doctor.capabilities import judge, measure
 from ddpbench.doctor.capabilities.judge import (
     CRASH,
     HANG,
@@ -38,10 +37,8 @@ from ddpbench.doctor.capabilities.judge import (
 )
 from ddpbench.doctor.capabilities.measure import HANG_SECONDS, Trials, try_all
 from ddpbench.doctor.capabilities.ranks import Request
-from ddpbench.launch import placement
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
-from ddpbench.runtime import control
 
 SUM = Combination("all_reduce", "tensor", "sum", "float32")
 MAX8 = Combination("all_reduce", "tensor", "max", "int8")
@@ -49,7 +46,6 @@ LIST = Combination("all_gather", "list", None, "float16")
 BARRIER = Combination("barrier", "tensor", None, None)
 OKAY = Verdict(OK)
 NO = Verdict(UNSUPPORTED, "RuntimeError: no")
-REFUSED = f"refused {NO.why}"
 BAD = Verdict(WRONG, "rank 1 got 2 at index 3", {"rank": 1, "index": 3})
 
 
@@ -133,34 +129,6 @@ def test_the_table_has_a_row_for_equal_reduce_ops(frozen: Frozen) -> None:
 
 
 # --- one rank's part ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("own", "verdicts", "reports"),
-    [
-        ([BAD, OKAY], [BAD, OKAY], ["0 trying", "0 tried", "1 trying", "1 tried"]),
-        ([NO, OKAY, NO, NO], [NO, NO], ["0 trying", f"0 {REFUSED}", "1 trying", f"1 {REFUSED}"]),
-    ],
-    ids=["wrong", "a refusal breaks the group"],
-)
-def test_ranks_go_on_unless_the_group_is_broken(
-    own: list[Verdict],
-    verdicts: list[Verdict],
-    reports: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The reference is tried after each refusal. If it fails, fresh ranks try the rest."""
-    monkeypatch.setattr(control, "gather_values", lambda world, own: [own])
-    monkeypatch.setattr(control, "agree_any", bool)
-    one_rank: Any = SimpleNamespace(watchdog=SimpleNamespace(rearm=lambda: None))
-    left, written = iter(own), list[str]()
-    walked = ranks.walk(
-        request_trials([SUM, LIST]),
-        one_rank,
-        lambda combination: next(left),
-        lambda number, text: written.append(f"{number} {text}"),
-    )
-    assert (list(walked), written) == (verdicts, reports)
 
 
 # --- one set of ranks after the other, scripted ---------------------------------------------------
@@ -294,39 +262,6 @@ def test_trials_end_with_their_time_or_without_a_start(tried: Attempt) -> None:
     trials = tried(Ranks(0, code=5, output="RuntimeError: no GPU\nranks ended"))
     assert trials.verdicts == []
     assert trials.given_up == "the ranks could not start (exit code 5): RuntimeError: no GPU"
-
-
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
-        ("Fatal Python error: Segmentation fault\n\n", "Fatal Python error: Segmentation fault"),
-        ("terminate called\n  what():  96 vs 88.\nx\n", "what():  96 vs 88."),
-        ("Traceback:\n  x\nValueError: bad\nrank 1 failed\n", "ValueError: bad"),
-        ("a\n---\n", "a"),
-        ("", "no message"),
-    ],
-)
-def test_the_error_of_the_ranks_is_in_their_output(
-    output: str, expected: str, tmp_path: Path
-) -> None:
-    (tmp_path / "output").write_text(output)
-    assert measure.read_error(tmp_path) == expected
-
-
-def test_launcher_variables_do_not_reach_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables of torchrun, three MPIs and Slurm do not; the user's settings do."""
-    dropped = [
-        *("DDPBENCH_LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_WORLD_SIZE"),
-        *("MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "OMPI_COMM_WORLD_RANK", "PRTE_LAUNCHED"),
-        *("PMIX_SERVER_URI41", "PMI_FD", "MPI_LOCALRANKID", "HYDI_CONTROL_FD", "SLURM_STEP_ID"),
-    ]
-    kept = ["OMPI_MCA_btl", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "RANKS"]
-    for name in dropped + kept:
-        monkeypatch.setenv(name, "1")
-    environment = measure.rank_environment()
-    assert not environment.keys() & set(dropped)
-    assert environment.keys() >= set(kept)
-    assert placement.read_placement(environment) is None
 
 
 # --- real trials ----------------------------------------------------------------------------------

@@ -140,21 +140,6 @@ def test_links_within_a_host_are_judged_between_gpus() -> None:
     assert (link.kind, link.ends, link.usual) == ("neighbour", (0, 1), FAST)
 
 
-def test_a_suspect_is_measured_again_beside_healthy_links() -> None:
-    """Those of the same ends come first, and no other suspect is among them."""
-    rates = a_network(5, {4: SLOW}, BOTH_WAYS)
-    host, link = found = judge.find_suspects(rates)
-    judge.choose_cells(host, rates, found)
-    assert all(4 in cell for cell in host.cells)
-    assert all(rates[cell] == FAST for cell in host.healthy)
-    judge.choose_cells(link, rates, found)
-    assert sorted(link.cells) == [(0, 1), (1, 0)]
-    assert link.healthy == [(0, 2), (0, 3)]
-    alone = Suspect(0, None, [(0, 1)], 0.1)
-    judge.choose_cells(alone, {(0, 1): SLOW}, [alone])
-    assert (alone.cells, alone.healthy) == ([(0, 1)], [])
-
-
 TRUE, LOADED = (SLOW, FAST), (SLOW, FAST / 2)
 
 
@@ -210,19 +195,6 @@ def test_a_line_describes_a_class_of_links(frozen: Frozen) -> None:
     frozen.text("\n".join(judge.summarise("between hosts", cells)))
     frozen.text("\n".join(judge.summarise("within", [[0, 1, None, 50e6, 1e-4]])))
     assert judge.summarise("within", []) == []
-
-
-@pytest.mark.parametrize(("count", "title"), [(3, "ways"), (12, "the slowest 12 of 132 ways")])
-def test_the_slowest_ways_come_first(count: int, title: str) -> None:
-    cells = [
-        [a, b, 1e6 if (a, b) == (1, 0) else 100e6, 50e6, 1e-4]
-        for a, b in itertools.permutations(range(count), 2)
-    ]
-    ends = [[rank, f"h{rank}"] for rank in range(count)]
-    table = judge.build_table({"ends": ends, "kind": "hosts", "cells": cells})
-    assert table.title == f"{title} between hosts, the slowest first"
-    assert table.rows[0] == ("h1", "h0", "1", "50", "100")
-    assert len(table.rows) == min(len(cells), 12)
 
 
 # --- ranks ----------------------------------------------------------------------------------------

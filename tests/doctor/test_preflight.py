@@ -10,14 +10,13 @@ from frozen import Frozen
 from rank_pool import RankPool
 from rank_setups import GIB, a_host, a_rank, a_setup
 
-from ddpbench.analysis.rank_setup import Setup, folded, merge_settings
+from ddpbench.analysis.rank_setup import merge_settings
 from ddpbench.doctor.preflight import checks, measure
 from ddpbench.doctor.preflight.checks import Check
 from ddpbench.present.writers.text import lay_out
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
-from ddpbench.records.wording import name_ranks
-from ddpbench.runtime import environment, gpu_facts
+from ddpbench.runtime import environment
 
 
 def net(speed: float | None = 1.25e9, mtu: int = 1500) -> dict[str, Any]:
@@ -111,32 +110,11 @@ def test_what_is_wrong_is_found_and_named(name: str, frozen: Frozen) -> None:
     frozen.findings([found])
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_facts_without_nvml_are_not_checked(
-    installed: bool, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
-) -> None:
-    monkeypatch.setattr(gpu_facts, "find_spec", lambda name: object() if installed else None)
-    silent = {"gpu_uuid": "GPU-1", "gpu_before": None}
-    setup = a_setup(a_rank(), a_rank())
-    (unchecked,) = measure._unchecked(setup, [silent, silent])
-    frozen.text(unchecked)
-    known = {"gpu_uuid": "GPU-1", "gpu_before": {"sm_clock_hertz": None}}
-    assert list(measure._unchecked(setup, [known, {"gpu_uuid": None}])) == []
-
-
 def test_a_variable_wins_over_a_file_of_nccl() -> None:
     """An earlier file wins over a later one."""
     files = {"mine": {"NCCL_ALGO": "Tree", "NCCL_PROTO": "LL"}, "/etc": {"NCCL_PROTO": "Simple"}}
     facts = a_rank(variables={"NCCL_ALGO": "Ring"}, nccl_conf=files)
     assert merge_settings(facts) == {"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}
-
-
-def test_a_costly_variable_is_reported_where_it_acts() -> None:
-    for value in ("1", "ON", "true"):
-        ranks = [a_rank(variables={"CUDA_LAUNCH_BLOCKING": value})]
-        (found,) = checks.find_all(a_setup(*ranks, device="cuda"))
-        assert found.code == "debug-setting"
-        assert checks.find_all(a_setup(*ranks)) == ()
 
 
 def test_a_variable_that_the_launcher_sets_is_not_compared() -> None:
@@ -178,15 +156,6 @@ def test_the_block_folds_what_is_the_same(frozen: Frozen) -> None:
 
 
 # --- names and folds ------------------------------------------------------------------------------
-
-
-def test_ranks_are_named_in_spans() -> None:
-    """Successive ranks are a span. Equal values, even lists, are one group."""
-    assert name_ranks([3]) == "rank 3"
-    assert name_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
-    assert folded([[1], [2], [1], None]) == [([1], [0, 2]), ([2], [1]), (None, [3])]
-    many = Setup([a_rank(str(n)) for n in range(9)], [[n] for n in range(9)])
-    assert many.who(range(9)) == "ranks 0-8 (0, 1, 2, 3, and 5 more)"
 
 
 # --- real ranks -----------------------------------------------------------------------------------

@@ -26,11 +26,10 @@ from ddpbench.doctor.stragglers.judge import (
     Suspect,
     find_cause,
 )
-from ddpbench.doctor.stragglers.measure import Effort, build_tables, prepare_efforts, take_turn
-from ddpbench.present.writers.text import lay_out
+from ddpbench.doctor.stragglers.measure import prepare_efforts
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
-from ddpbench.runtime import cpu, devices, gpu_facts
+from ddpbench.runtime import devices, gpu_facts
 
 LOADS = {"matmul": Load("matmul", 1e9, "GFLOP/s"), "copy": Load("copy", 1e8, "GB/s")}
 WORK = 5e-3
@@ -223,32 +222,7 @@ def test_on_a_busy_host_nobody_is_late(frozen: Frozen) -> None:
 # --- what is shown --------------------------------------------------------------------------------
 
 
-def test_a_row_for_each_rank(frozen: Frozen) -> None:
-    """Unknown columns are left out. Of many ranks the slowest are shown."""
-    shares: dict[str, float | None] = {"queued": 0.25, "throttled": None, "stolen": None}
-    fine, late = (a_rank_pass(at_once=2, lost=shares, waited=[ms]) for ms in (2.0, 1.0))
-    (table,) = build_tables(measure_ranks([late, fine]))
-    heads, *_, last = lay_out(table).splitlines()
-    assert last.split() == ["1", "a", "101.0", "50.51", "10.10", "10.10", "1.00", "25"]
-    frozen.text("\n".join((heads, *table.legend)))
-    (table,) = build_tables(measure_ranks([*[fine] * 20, a_rank_pass(alone=10, waited=[1.0])]))
-    assert len(table.rows) == 16
-    frozen.text(table.title)
-    assert lay_out(table).splitlines()[2].split()[:3] == ["20", "a", "10.10"]
-    assert build_tables(measure_ranks([fine])) == ()
-
-
 # --- how it is measured ---------------------------------------------------------------------------
-
-
-def test_a_turn_counts_the_time_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a quota, to the hypervisor, and waiting for a core; None is unknown."""
-    use = cpu.CpuUse(2.0, 2.0, 0, 1.0, None)
-    queue = iter([0.0, 0.5])
-    monkeypatch.setattr(cpu, "CpuMeter", lambda: type("M", (), {"stop": lambda self: use})())
-    monkeypatch.setattr(cpu, "queued_seconds", lambda: next(queue))
-    nothing = Effort("matmul", 1e9, "GFLOP/s", device=torch.device("cpu"), call=lambda: None)
-    assert take_turn(nothing, 0.0)[1] == (2.0, None, 1.0, 0.5)
 
 
 @pytest.mark.thorough
@@ -272,14 +246,6 @@ def test_a_gpu_has_its_own_loads_and_a_state_at_work(
     measure.read_gpu_at_work(replace(efforts["GPU matmul"], call=lambda: given.append("work")))
     assert given == ["work"] * measure.GPU_CALLS + ["state", "all"]
     assert measure.read_gpu_at_work(efforts["matmul"]) is None
-
-
-def test_waiting_for_a_core_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel counts ns on a core, ns in its queue, and turns; or nothing."""
-    monkeypatch.setattr(cpu, "read", {"/proc/self/schedstat": "700 1500000000 3\n"}.get)
-    assert cpu.queued_seconds() == 1.5
-    monkeypatch.setattr(cpu, "read", lambda path: None)
-    assert cpu.queued_seconds() is None
 
 
 # --- real ranks -----------------------------------------------------------------------------------
@@ -317,15 +283,3 @@ def test_crowded_ranks_are_looked_at_alone(pool: RankPool, tmp_path: Path, froze
     (examined,) = run.examinations
     assert not [c for c in examined.tables[0].columns if "at once" in c.heading]
     assert examined.unchecked
-
-
-def test_one_rank_has_nobody_to_be_slower_than(
-    pool: RankPool, tmp_path: Path, frozen: Frozen
-) -> None:
-    done = pool.call(1, tmp_path, *WORDS)
-    run = store.read(tmp_path / "run")
-    bad = [[f.severity, f.code] for f in run.findings if f.severity != "note"]
-    frozen.facts([done.returncode, bad])
-    (examined,) = run.examinations
-    assert "alone: matmul" in examined.told[0]
-    frozen.text("\n".join(examined.unchecked))

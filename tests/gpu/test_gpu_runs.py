@@ -33,15 +33,13 @@ def assert_measured(folder: Path, *operations: str) -> None:
 
 
 def test_a_world_of_one(machine: Machine, tmp_path: Path) -> None:
-    """`run_bench.sh gpu` ends with a table and a note that one rank measures no link, and torch
-    guesses no device."""
+    """`run_bench.sh gpu` ends with a table, and torch guesses no device."""
     place = ["cpu", "--backend", "gloo"] if machine.rehearsal else ["gpu"]
     words = [*place, "-n", "1", "--sizes", "8:64M:x64", "--case-time", "0.5", "--launches", "2"]
     command = [str(ROOT / "run_bench.sh"), *words]
     done = run_command(command, tmp_path, 2 * PATIENCE_SECONDS, VIRTUAL_ENV=sys.prefix)
     print(done.stdout, done.stderr)
     assert done.returncode == 0
-    assert "one-rank" in done.stdout
     for warning in ("Guessing device", "barrier()", "device_id"):
         assert warning not in done.stderr
     assert_measured(tmp_path, "all_reduce", "all_gather", "broadcast")

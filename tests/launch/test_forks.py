@@ -23,14 +23,13 @@ from ddpbench.launch import family
 # `main` of each rank: a Python expression of `place` and `dist`, run as `python -c`.
 PROGRAM = """
 import os, signal, sys, time
-from ddpbench.launch import forks, placement, supervise
-from ddpbench.runtime.meeting import Rendezvous
+from ddpbench.launch import placement, starters, supervise
 from ddpbench.runtime.world import join_world
 supervise.LATE_SECONDS = 1.0
 def main():
     place = placement.read_placement()
     {body}
-sys.exit(forks.run(main, {ranks}, deadline=supervise.Deadline(3.0)))
+sys.exit(starters.run_forked(main, {ranks}, deadline=supervise.Deadline(3.0)))
 """
 
 
@@ -55,7 +54,7 @@ def test_ranks_are_placed_and_meet() -> None:
     """Each knows its rank, the world and its launcher; they meet at a store that is no rank's, and
     what they read of stdin is nothing. Who waits for them meanwhile wakes seldom."""
     code, out, err = ended(
-        "with join_world(place, Rendezvous()) as world:\n"
+        "with join_world(place) as world:\n"
         "        pids = {member.pid for member in world.members}\n"
         "    def wakes():\n"
         "        return int(open(f'/proc/{os.getppid()}/status').read().split()[-3])\n"
@@ -120,7 +119,7 @@ def test_a_signal_is_passed_on(tmp_path: Path) -> None:
     assert (process.returncode, out) == (130, "1\n1\n")
 
 
-MEET = "with join_world(place, Rendezvous(timeout_seconds={})): pass\n"
+MEET = "with join_world(place, {}): pass\n"
 BLOW = "if place.rank == 1: os.kill(os.getpid(), signal.{blow})\n"
 
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from warm_python import warm_python
 
-from ddpbench.analysis.spans import Span
+from ddpbench.analysis.steps import Span
 from ddpbench.measure.communication import Communication
 from ddpbench.measure.sharded_step import set_prefetch
 

@@ -25,7 +25,7 @@ from warm_python import warm_python
 from ddpbench.catalog.parallel import WAYS
 from ddpbench.catalog.task import RankSetup, Task
 from ddpbench.catalog.workloads import WORKLOADS
-from ddpbench.launch import forks, placement
+from ddpbench.launch import placement, starters
 from ddpbench.launch.placement import Placement
 from ddpbench.measure.communication import SCATTERS
 from ddpbench.measure.sharded_step import (
@@ -37,7 +37,6 @@ from ddpbench.measure.sharded_step import (
 )
 from ddpbench.measure.step import Marks
 from ddpbench.records.schema import StepCase
-from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, join_world
 
 CPU = torch.device("cpu")
@@ -156,7 +155,7 @@ def play(folder: Path) -> int:
     place = placement.read_placement()
     assert isinstance(place, Placement)
     torch.set_num_threads(1)
-    with join_world(place, Rendezvous()) as world, world.agree_group("gloo") as group:
+    with join_world(place) as world, world.agree_group("gloo") as group:
         seen: dict[str, Any] = {name: train(world, group, job) for name, job in JOBS.items()}
         seen["averages"] = try_averages(world, group)
     (folder / f"rank-{place.rank}").write_text(json.dumps(seen))
@@ -218,4 +217,4 @@ def test_a_backend_that_sums_in_place_of_averaging_is_refused(
 
 
 if __name__ == "__main__":
-    sys.exit(forks.run(lambda: play(Path(sys.argv[1])), RANKS))
+    sys.exit(starters.run_forked(lambda: play(Path(sys.argv[1])), RANKS))

@@ -22,12 +22,11 @@ from warm_python import warm_python
 from ddpbench.analysis import steps
 from ddpbench.analysis.steps import Samples
 from ddpbench.catalog.task import Task
-from ddpbench.launch import forks, placement
+from ddpbench.launch import placement, starters
 from ddpbench.launch.placement import Placement
 from ddpbench.measure.ddp_step import ARMS, DdpReplica, build_replica
 from ddpbench.measure.rounds import Rounds
 from ddpbench.runtime import devices
-from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, join_world
 
 CPU = torch.device("cpu")
@@ -122,7 +121,7 @@ def play(folder: Path) -> int:
     """Play all cases in this rank."""
     place = placement.read_placement()
     assert isinstance(place, Placement)
-    with join_world(place, Rendezvous()) as world, world.agree_group("gloo") as group:
+    with join_world(place) as world, world.agree_group("gloo") as group:
         seen = {str(every): measure(world, group, every) for every in EVERY}
     (folder / f"rank-{place.rank}").write_text(json.dumps(seen))
     return 0
@@ -212,4 +211,4 @@ def test_stamps_of_events_make_a_budget_that_adds_up(seen: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(forks.run(lambda: play(Path(sys.argv[1])), 2))
+    sys.exit(starters.run_forked(lambda: play(Path(sys.argv[1])), 2))

@@ -4,10 +4,10 @@
 
 The ranks are simulated below torch.distributed: a gather gives as many stamps as there would be
 ranks, each time other ones, and every rank reports the facts of this one. All else is what rank 0
-of a sweep runs: pace, control, recorder, store, tables. Three cases of 5000 repetitions, the most
-there are, 8 ranks per host, each world in a fresh process. Seconds are CPU time of this process,
-without the network. facts and end: once per launch; gather, summary and store: per case. memory:
-the most, above what the imports take.
+of a sweep runs: repetitions, control, recorder, store, tables. Three cases of 5000 repetitions, the
+most there are, 8 ranks per host, each world in a fresh process. Seconds are CPU time of this
+process, without the network. facts and end: once per launch; gather, summary and store: per case.
+memory: the most, above what the imports take.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ddpbench.catalog import backends
 from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.hang.status_board import RankIdentity
 from ddpbench.launch.placement import Placement
-from ddpbench.measure import pace
+from ddpbench.measure import repetitions
 from ddpbench.records import store
 from ddpbench.records.schema import Case, Plan, Result, Run
 from ddpbench.runtime import cpu
 from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 from ddpbench.runtime.world import World
-from ddpbench.session import launch_facts, launch_loop, run_folder
+from ddpbench.session import launch_loop, run_folder
 from ddpbench.session.summary import summarise_result
 
 WORLDS = (16, 1024, 16384)
@@ -123,7 +123,7 @@ def measured(size: int, folder: Path) -> dict[str, float]:
         seconds = time.process_time() - began - (MADE_UP[0] - made_up)
         spent[name] = spent.get(name, 0.0) + seconds / share
 
-    pace.Bench = Bench  # type: ignore[assignment,misc]
+    repetitions.Bench = Bench  # type: ignore[assignment,misc]
     for name in ("scipy.stats", "pyarrow.parquet", "pandas"):
         import_module(name)
     world = simulate(size)
@@ -145,12 +145,13 @@ def measured(size: int, folder: Path) -> dict[str, float]:
         nothing = cast(Any, None)
         team = Subgroup(divide_ranks("world", [range(size)]), nothing, nothing)
         with timed("gather s", CASES):
-            samples = pace.measure(
+            samples = repetitions.measure(
                 case, PLAN, world, team, nothing, shortest_seconds=0.0, objection=None
             )
         with timed("summary s", CASES):
-            launch_facts.gather_others_share(world, cpu.CpuMeter())
-            result = Result(case, 0, 1.0, 4.0, 4, wrong=tuple(pace.gather_wrong(world, samples)))
+            launch_loop.gather_others_share(world, cpu.CpuMeter())
+            wrong = tuple(repetitions.gather_wrong(world, samples))
+            result = Result(case, 0, 1.0, 4.0, 4, wrong=wrong)
             outcome = summarise_result(result, samples, 0.0)
         with timed("store s", CASES):
             record.add(*outcome)

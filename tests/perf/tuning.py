@@ -70,16 +70,8 @@ def check_host(runs: int) -> int:
                 open_gain = "unknown" if verdict.most is None else f"{verdict.most:.1%}"
                 print(f"run {number}: keep the defaults; most {open_gain}", flush=True)
                 continue
-            ab = [
-                sys.executable,
-                "-m",
-                "ddpbench",
-                "ab",
-                "--a",
-                "",
-                "--b",
-                " ".join(words(verdict)),
-            ]
+            sides = ["--a", "", "--b", " ".join(words(verdict))]
+            ab = [sys.executable, "-m", "ddpbench", "ab", *sides]
             ab += ["--output", str(Path(scratch, f"ab-{number}")), "ddp", *SMALL, "--no-breakdown"]
             code = subprocess.run(ab, check=False, stdout=subprocess.DEVNULL).returncode
             wrong += code == 1

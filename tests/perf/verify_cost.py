@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench import Report, verify_replicas
-from ddpbench.launch import forks
+from ddpbench.launch import starters
 
 WARM = 3
 Workload = tuple[nn.Module, Callable[[], Tensor]]  # and a batch of its inputs
@@ -137,4 +137,4 @@ def main(ranks: int, rounds: int, workloads: int) -> int:
 
 if __name__ == "__main__":
     numbers = (*map(int, sys.argv[1:]), *(2, 20, len(WORKLOADS))[len(sys.argv) - 1 :])
-    sys.exit(forks.run(partial(main, *numbers), numbers[0]))
+    sys.exit(starters.run_forked(partial(main, *numbers), numbers[0]))

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ddpbench.launch import forks
+from ddpbench.launch import starters
 from ddpbench.records import store
 
 PHASES = ("input", "forward", "backward", "optimizer")
@@ -390,7 +390,7 @@ def run_kind(name: str, runs: int, seed: int) -> tuple[int, list[float]]:
         job = draw_pauses(name, draw) if kind.pause else draw_stragglers(kind, draw)
         with tempfile.TemporaryDirectory() as path:
             folder = Path(path)
-            if code := forks.run(partial(train, kind, job, folder), job.ranks):
+            if code := starters.run_forked(partial(train, kind, job, folder), job.ranks):
                 wrong = [f"exit code {code}"]
             else:
                 wrong = list(list_wrong(kind, job, folder, sizes))

@@ -24,15 +24,14 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from ddpbench.watch.gather import joining
-from ddpbench.watch.gather.transport import (
+from ddpbench.watch.judging.history import History
+from ddpbench.watch.judging.judge import judge
+from ddpbench.watch.transport import (
     TOKEN_NBYTES,
     Inbox,
     connect,
     send,
 )
-from ddpbench.watch.judging.history import History
-from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.window import (
     CALLS,
     COLUMNS,
@@ -44,6 +43,7 @@ from ddpbench.watch.window import (
     Link,
     Window,
     encode,
+    join,
 )
 
 WORLDS = (8, 1024, 16384)
@@ -104,7 +104,7 @@ def measure(world: int) -> dict[str, float]:
     others, receive_seconds = timed(lambda: inbox.collect(7, world - 1, 600.0))
     sender.join()
     history = History()
-    round_, join_seconds = timed(lambda: joining.join([own, *others]))
+    round_, join_seconds = timed(lambda: join([own, *others]))
     _, add_seconds = timed(lambda: history.add(round_))
     _, judge_seconds = timed(lambda: judge(history, world))
     assert len(round_.ranks) == world

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddpbench
 from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.watchdog import read_status
-from ddpbench.launch import forks
+from ddpbench.launch import starters
 
 RANKS, WARM = 2, 2
 
@@ -117,4 +117,4 @@ def main(blocks: int, calls: int) -> int:
 
 if __name__ == "__main__":
     blocks, calls = (*map(int, sys.argv[1:]), *(24, 4000)[len(sys.argv) - 1 :])
-    sys.exit(forks.run(partial(main, blocks, calls), RANKS))
+    sys.exit(starters.run_forked(partial(main, blocks, calls), RANKS))

@@ -10,7 +10,7 @@ pytest.importorskip("altair")
 
 from ddpbench.present import theme
 from ddpbench.present.charts.draw import draw
-from ddpbench.present.charts.kinds import Axis, Bars, Drawing, Lines, Rows, Spans, draw_pairs
+from ddpbench.present.charts.kinds import Axis, Bars, Drawing, Lines, Rows, draw_pairs
 from ddpbench.present.document import draw_chart
 from ddpbench.records.table import Table
 
@@ -60,16 +60,6 @@ def test_bars_of_a_row_are_stacked() -> None:
     data = some_rows(3, rank=["0", "0", "1"], part=["a", "b", "a"], _end=[1.0, 2.0, 4.0])
     rows = drawn(Bars(data=data, x=TIME, row="rank", color="part"))
     assert [(row["_begin"], row["_end"]) for row in rows] == [(0, 1), (1, 3), (0, 4)]
-
-
-def test_spans_above_a_lane_share_its_pixels() -> None:
-    """The first row is uppermost; the lane itself is lowest and higher than they are."""
-    data = some_rows(3, lane="r", _begin=0, _end=1, _above=[0, 1, 2])
-    rows = drawn(Spans(data=data, x=TIME, lane="lane", color="", above=2))
-    lane, first, second = ((row["_top"], row["_bottom"]) for row in rows)
-    assert first[0] == 0
-    assert first[1] <= second[0] < second[1] <= lane[0]
-    assert lane[1] - lane[0] > first[1] - first[0]
 
 
 @pytest.mark.parametrize(

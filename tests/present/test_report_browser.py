@@ -162,28 +162,6 @@ def test_a_backend_and_an_operation_can_be_hidden(reference: Path, open_page: Op
     assert all(chart.is_visible() for chart in charts.all())
 
 
-def test_a_print_has_all_charts(reference: Path, open_page: Open) -> None:
-    """Charts that were never in sight are drawn before the page is printed."""
-    page = open_page(reference)
-    charts = page.locator("figure[data-chart]").count()
-    assert drawn(page) < charts
-    page.emulate_media(media="print")
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    page.wait_for_function(
-        "n => document.querySelectorAll('figure svg[aria-hidden]').length == n", arg=charts
-    )
-
-
-def test_a_command_can_be_copied(reference: Path, open_page: Open) -> None:
-    """The button beside the command line puts it on the clipboard."""
-    page = open_page(reference)
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.get_by_role("button", name="Copy").first.click()
-    page.get_by_text("Copied").wait_for()
-    copied = page.evaluate("navigator.clipboard.readText()")
-    assert copied.startswith("ddpbench collectives --device cpu --backend gloo,mpi -n 2")
-
-
 def test_markup_in_names_is_text(tmp_path: Path, open_page: Open) -> None:
     """A host, a backend, an operation, a word of the command line and a finding that contain HTML
     appear as text: in the page, in axes, legends and tooltips."""

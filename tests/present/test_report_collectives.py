@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from stored_runs import a_case, a_result, a_run, a_summary
 
 from ddpbench.present.collectives import sections as collectives
 from ddpbench.present.document import Chart, ReportRun, Section
-from ddpbench.records.schema import Limit, Result, Run, Wrong
+from ddpbench.records.schema import Limit, Result, Run
 
 LIMIT = Limit(2e9, "one-way TCP streams on this host")
 
@@ -66,18 +65,6 @@ def test_an_operation_has_time_and_bandwidth_side_by_side(frozen: Frozen) -> Non
     drawn = [layer["encoding"].get("y", {}) for layer in layers(bandwidth.spec or {})]
     assert "_reference" in [each.get("field") for each in drawn]
     frozen.text(time.caption)
-
-
-def test_points_name_their_flags_and_a_wrong_result_is_marked() -> None:
-    """The tooltip holds the flags; a point that must not be used has a ring and says so."""
-    wide, wrong, fine, *rest = a_sweep()
-    wide = replace(wide, summary=a_summary(1e-4, width=0.5))
-    wrong = replace(wrong, wrong=(Wrong(0, 1, 2, "3", "4"),))
-    section = a_section(a_run(wide, wrong, fine, *rest))
-    time = charts(section)[0]
-    assert any(line.startswith("WRONG: ") for line in section.legend)
-    gloo = [(p["_marked"], p["flags"]) for p in values(time) if p["backend"] == "gloo"]
-    assert gloo == [("", "imprecise"), ("do not use", "WRONG"), ("", "")]
 
 
 def test_without_two_sizes_there_is_the_table_only() -> None:

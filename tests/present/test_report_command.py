@@ -14,9 +14,7 @@ import pytest
 from frozen import Frozen
 from in_process import Outcome, call_in_process, forbid_processes
 from stored_runs import (
-    a_run,
     base_and_new,
-    launch_results,
 )
 from without_torch import run_without_torch
 
@@ -65,23 +63,6 @@ def test_compare_writes_a_page_besides_its_output(frozen: Frozen) -> None:
     page = Path("pages/page.html").read_text()
     assert "1 SLOWER" in page
     frozen.text(done.err)
-    frozen.text(verdict_lines(page))
-
-
-def test_of_pooled_runs_the_newest_is_shown(frozen: Frozen) -> None:
-    """The verdicts are on all runs of a folder; the page shows the newest of each side and says
-    which."""
-    for name, factor in (("base", 1.0), ("new", 1.3)):
-        for n in range(6):
-            result = launch_results(1e-3 * factor, launches=1, seed=n)
-            run = a_run(*result, started=f"2026-01-0{n + 1}T00:00:00Z")
-            folder = Path(f"results/{name}/{name}-{n}")
-            folder.mkdir(parents=True)
-            store.write(folder, replace(run, id=folder.name))
-    assert call_in_process(["compare", "base", "new", "--report-file", "page.html"]).code == 1
-    page = Path("page.html").read_text()
-    assert "1 SLOWER" in page
-    assert all(name in page for name in ("BASE base-5", "NEW new-5"))
     frozen.text(verdict_lines(page))
 
 

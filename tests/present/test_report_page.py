@@ -12,14 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frozen import Frozen
-from stored_runs import a_case, a_result, a_run, a_summary
+from stored_runs import a_case, a_result, a_run
 from stored_steps import a_step_result, a_step_run
 
 from ddpbench.present.document import ReportRun
 from ddpbench.present.summary import summarise
-from ddpbench.present.writers import page
-from ddpbench.present.writers.page_file import make
+from ddpbench.present.writers.page_file import json_in_html, make
 from ddpbench.records.schema import Run
 
 # --- what the page holds --------------------------------------------------------------------------
@@ -81,31 +79,8 @@ def test_any_run_has_a_page(run: Run) -> None:
 def test_values_are_short_and_safe(value: Any, text: str) -> None:
     """Floats have five digits, whole ones all of theirs; what JSON lacks is null; no character
     can end the element."""
-    assert page.json_in_html(value) == text
+    assert json_in_html(value) == text
     json.loads(text)
 
 
 # --- the summary ----------------------------------------------------------------------------------
-
-
-def a_sweep(**seconds: tuple[float, float]) -> Run:
-    """Two sizes on each backend, with the times of both."""
-    return a_run(
-        *(
-            a_result(a_case(backend=backend, nbytes=nbytes), summary=a_summary(time))
-            for backend, times in seconds.items()
-            for nbytes, time in zip((1024, 4096), times, strict=True)
-        )
-    )
-
-
-@pytest.mark.parametrize(
-    ("gloo", "mpi"),
-    [((1e-3, 2e-3), (2e-3, 3e-3)), ((1e-3, 9e-3), (2e-3, 3e-3)), ((1e-3, 9e-3), (1e-3, 9e-3))],
-    ids=["gloo", "each at a size", "none"],
-)
-def test_the_summary_counts_where_a_backend_is_the_fastest(
-    gloo: tuple[float, float], mpi: tuple[float, float], frozen: Frozen
-) -> None:
-    """A backend is the fastest where its interval lies below the others'."""
-    frozen.text(summarise(ReportRun("run", a_sweep(gloo=gloo, mpi=mpi))))

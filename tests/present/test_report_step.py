@@ -8,8 +8,6 @@ import pytest
 from drawn import values
 from frozen import Frozen
 from stored_steps import (
-    a_sharded_case,
-    a_sharded_summary,
     a_step_result,
     a_step_run,
     a_step_summary,
@@ -75,22 +73,6 @@ def test_a_timeline_has_the_times_of_each_rank() -> None:
     assert early.loc["blocked", "_begin"] == pytest.approx((15 + 43.2) * 1e-3, rel=0.01)
 
 
-def test_a_bucket_is_pale_while_it_waits_for_the_late_rank() -> None:
-    """Only the early rank waits, for as long as the other is late; the transfer takes as long in
-    both. The late rank is marked."""
-    chart = charts(late_run())["step-mlp-gloo"]
-    early, late = lane(chart, 0), lane(chart, 1)
-    wait = early.loc["bucket 0, 4.00 MB: wait"]
-    assert wait["_pale"]
-    assert wait["_end"] - wait["_begin"] == pytest.approx(12e-3, rel=0.05)
-    for own in (early, late):
-        span = own.loc["bucket 0, 4.00 MB: transfer"]
-        assert not span["_pale"]
-        assert span["_end"] - span["_begin"] == pytest.approx(8e-3, rel=0.05)
-    assert "'rank 1: late'" in str(chart.spec)
-    assert "'rank 0'" in str(chart.spec)
-
-
 def test_the_parts_of_a_budget_adjoin(frozen: Frozen) -> None:
     """Compute, copies and exposed communication add up to the step; the exposed communication is
     covered by transfer and overhead, and hidden communication ends where it begins."""
@@ -112,28 +94,3 @@ def test_the_parts_of_a_budget_adjoin(frozen: Frozen) -> None:
             shown = known.loc[part.name]
             assert shown["_low"] == pytest.approx(shown["_begin"] + part.figure.interval.low)
     frozen.text(chart.caption)
-
-
-def sharded_run(*launches: int, **samples: Any) -> ReportRun:
-    """A run of fully_shard with these launches."""
-    results = [
-        a_step_result(a_sharded_case(), n, a_sharded_summary(seed=n, **samples)) for n in launches
-    ]
-    return ReportRun("a", a_step_run(*results))
-
-
-def test_a_sharded_step_is_divided_by_operation(frozen: Frozen) -> None:
-    """Each operation's exposed part follows the one before up to the end of the step, hidden
-    communication ends where they begin, and what prefetch saves lies behind the step."""
-    chart = charts(sharded_run(0, prefetch=7.0))["step-mlp-budget"]
-    bars = spans(chart).set_index("part of a step")
-    names = ["exposed all_gather", "exposed reduce_scatter", steps.OVERHEAD]
-    chain, exposed = bars.loc[names], bars.loc[steps.EXPOSED]
-    assert chain["_begin"].iloc[0] == pytest.approx(exposed["_begin"])
-    assert list(chain["_begin"])[1:] == pytest.approx(list(chain["_end"])[:-1])
-    assert chain["_end"].iloc[-1] == pytest.approx(bars.loc["= step", "_end"])
-    assert bars.loc["hidden all_gather", "_end"] == pytest.approx(exposed["_begin"])
-    saved = bars.loc["prefetch saves"]
-    assert saved["_begin"] == pytest.approx(bars.loc["= step", "_end"])
-    assert saved["_end"] - saved["_begin"] == pytest.approx(7e-3, rel=0.05)
-    frozen.text("\n".join(chart.table.legend))

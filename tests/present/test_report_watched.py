@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from frozen import Frozen
 from stored_steps import a_step_case, a_step_result, a_step_run
 from synthetic_rounds import BEGAN_NS, Fault, Job
 
@@ -84,16 +83,3 @@ def test_the_late_rank_stands_out(shown: dict[str, Chart]) -> None:
     assert shown["watch-ranks"].table.rows[0][0] == "3"
     texts = {row["rank"]: row["_text"] for row in rows_of(shown["watch-ranks"], "_text")}
     assert texts["3 on b"] == "straggler"
-
-
-def test_one_huge_step_does_not_flatten_the_others(frozen: Frozen) -> None:
-    """The axis is cut above the usual steps, and the caption says so; the table has all."""
-    run = a_watched_run()
-    (result,) = run.steps
-    assert result.watched is not None
-    moments = [*result.watched.moments]
-    moments[50] = replace(moments[50], step_seconds=9.0, seconds=(9.0, *moments[50].seconds[1:]))
-    chart = charts(a_watched_run(moments=tuple(moments[:51] + moments[60:])))["watch-parts"]
-    assert chart.spec is not None
-    assert chart.spec["layer"][0]["encoding"]["y"]["scale"]["domain"][1] < 1
-    frozen.text(chart.caption)

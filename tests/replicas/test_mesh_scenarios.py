@@ -11,10 +11,8 @@ test_replicas.py.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import mesh_training
@@ -271,13 +269,6 @@ def describe(report: Any) -> list[Any]:
     return []
 
 
-def job(folder: Path, rank: int, size: int) -> None:
-    """Play everything for this number of ranks."""
-    mesh_training.start_group(folder, rank, size)
-    mesh_training.play_all(folder, rank, PLAYS[size])
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Any]:
     """The report of a play in so many ranks, which all of them have alike."""
@@ -325,4 +316,4 @@ def test_no_fault_on_a_mesh(reports: Reports, name: str, frozen: Frozen) -> None
 
 
 if __name__ == "__main__":
-    job(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    mesh_training.play_in_rank(lambda rank, size: PLAYS[size])

@@ -9,12 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mesh_training
@@ -99,33 +97,6 @@ def test_a_kind_of_tensor_is_added_in_one_place(monkeypatch: pytest.MonkeyPatch)
     assert report.headline.endswith("compared: 2 parameters, 1 loss scale")
     (found,) = report.findings
     assert (found.severity, found.place["kind"]) == ("warning", "loss scale")
-
-
-@pytest.mark.parametrize("kind", ["Adam", "SGD", "LBFGS"])
-def test_names_of_optimizer_state(kind: str) -> None:
-    """State is named after the parameter, options after the group; asking adds no state. A number
-    that may be the rank's own, such as LBFGS's loss, is left out."""
-    module = nn.Linear(2, 1)
-    optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1)
-    before = len(optimizer.state)
-    state.read_state(module, (optimizer,))
-    assert len(optimizer.state) == before
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = module(torch.ones(1, 2)).square().sum()
-        loss.backward()
-        return loss  # type: ignore[no-any-return]
-
-    optimizer.step(closure)
-    found = state.read_state(nn.Sequential(module), (optimizer,))
-    names = [entry.name for entry in found.entries["optimizer"]]
-    assert "param_groups[0].lr" in names
-    assert len(names) == len(set(names))
-    assert "0.weight.prev_loss" not in names
-    wanted = {"Adam": "0.weight.exp_avg", "LBFGS": "0.weight.prev_flat_grad"}
-    assert wanted.get(kind, "param_groups[0].lr") in names
-    assert not found.not_compared
 
 
 @pytest.mark.parametrize(
@@ -454,30 +425,6 @@ def train(group: Any, planted: Planted, sgd: bool) -> Any:
     return reports[found]
 
 
-def play_mended(group: Any) -> Any:
-    """Replicas that are equal again, and differ again: the second time has its own cause."""
-    play = Play(group).healthy()
-    weight = play.net.fc.weight.data
-    if play.last:
-        weight[0, 0] += 1
-    assert play.verifier.check(3).cause.code == "one-tensor"
-    dist.broadcast(weight, 0, group)
-    assert play.verifier.check(4).ok
-    assert play.verifier.equal_until == 4
-    if play.last:
-        weight.copy_(weight.flip(0))
-    report = play.verifier.check(5)
-    assert report.cause.code == "permuted"
-    assert report.equal_until == 4
-    assert play.verifier.first_bad == {("parameter", "fc.weight"): 3}
-    dist.broadcast(weight, 0, group)
-    if play.last:
-        play.net.out.bias.data[1] += 1
-    report = play.verifier.check(6)  # what was wrong is right, and something else is wrong
-    assert report.cause.code == "one-tensor"
-    assert (report.since, report.repeated) == (6, False)
-
-
 PLAYS = {n: f for n, f in globals().items() if n.startswith(("fault_", "play_"))}
 PLAYS |= {name: partial(edited, name) for name in EDITS}
 TRAININGS = {
@@ -487,12 +434,8 @@ TRAININGS = {
 }
 
 
-def job(folder: Path, rank: int, size: int) -> None:
-    """Play everything in this rank, and leave the outcomes in a file."""
-    mesh_training.start_group(folder, rank, size)
-    plays = {name: partial(play, dist.group.WORLD) for name, play in {**TRAININGS, **PLAYS}.items()}
-    mesh_training.play_all(folder, rank, plays)
-    dist.destroy_process_group()
+def list_plays(rank: int, size: int) -> dict[str, Callable[[], Any]]:
+    return {name: partial(play, dist.group.WORLD) for name, play in {**TRAININGS, **PLAYS}.items()}
 
 
 SIZE = 3
@@ -621,4 +564,4 @@ def test_play(outcomes: Outcomes, name: str) -> None:
 
 
 if __name__ == "__main__":
-    job(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    mesh_training.play_in_rank(list_plays)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -37,28 +36,6 @@ def test_digests_of_many_tensors_wait_once(simulated_gpu: SimulatedGpu, sizes: l
     assert not counts.any()
     alone = [int(digest.read([tensor])[0][0]) for tensor in tensors]
     assert digests.tolist() == alone
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, *FLOAT8, torch.complex64])
-def test_nonfinite_elements_on_a_gpu_are_counted(
-    simulated_gpu: SimulatedGpu, dtype: torch.dtype
-) -> None:
-    """Each NaN and infinity of a tensor on a GPU counts; a finite one beside it counts none."""
-    bad = make_values(dtype)
-    bad[3] = bad[4000] = math.nan
-    counts = digest.read([make_values(dtype).to("cuda"), bad.to("cuda")], (0, 1))[1]
-    assert counts.tolist() == [0, 2]
-
-
-def test_tensors_of_cpu_and_gpu_beside_each_other(simulated_gpu: SimulatedGpu) -> None:
-    """Options and CPU tensors of an optimizer's state are read beside its GPU tensors."""
-    near = torch.tensor(3.0)
-    parameter = nn.Parameter(torch.ones(4, device="cuda"))
-    tensors = [near, parameter, torch.tensor(0.1), parameter.detach()]
-    digests, counts = digest.read(tensors, range(4))
-    assert digests[1] == digests[3]
-    assert digests[0] == digest.of_cpu(near)
-    assert counts.tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -71,39 +71,32 @@ def test_ranks_of_a_scope(
     assert find_scope(Base(base.ranks, base, rank), layout) == tuple(scope)
 
 
-def test_a_flattened_mesh() -> None:
-    """A tensor on the flattened mesh of dp_replicate and dp_shard is compared along tp alone."""
-    flat = Grid((4,), ("dp",), tuple(CUBE.ranks[1::2]))
-    layout = Layout(flat, (True,), (), "")
-    assert find_scope(Base(CUBE.ranks, CUBE, 5), layout) == (4, 5)
-    assert find_scope(Base(CUBE.ranks, CUBE, 5), Layout(flat, (False,), (), "")) == CUBE.ranks
+MESH = make_grid(dp=2, tp=2)
+ALONG_TP = Layout(part(MESH, "tp", rank=3), (True,), (), "")
+FLAT = Grid((4,), ("dp",), CUBE.ranks[1::2])  # dp_replicate and dp_shard of CUBE as one
+PAIR = Layout(Grid((2,), ("tp",), (0, 1)), (False,), (), "")
+MIXED = Grid((2, 2), ("a", "b"), (3, 1, 0, 2))
 
 
-def test_a_group_of_some_ranks_of_the_mesh() -> None:
-    """DDP's ranks along dp hold the same shards of tensors that are sharded along tp."""
-    grid = make_grid(dp=2, tp=2)
-    layout = Layout(part(grid, "tp", rank=3), (True,), (), "")
-    assert find_scope(Base((1, 3), grid, 3), layout) == (1, 3)
-    line = Grid((2,), ("rank",), (1, 3))
-    assert find_scope(Base((1, 3), line, 3), layout) == (1, 3)
-    assert find_scope(Base((2, 3), grid, 3), layout) == (3,)
-
-
-def test_a_tensor_of_other_ranks() -> None:
-    """A rank outside a tensor's mesh holds nothing that others hold."""
-    grid = make_grid(world=4)
-    layout = Layout(Grid((2,), ("tp",), (0, 1)), (False,), (), "")
-    assert find_scope(Base(grid.ranks, grid, 1), layout) == (0, 1)
-    assert find_scope(Base(grid.ranks, grid, 3), layout) == (3,)
-    assert layout.number_shard(3) == 0
-
-
-def test_a_mesh_whose_ranks_are_not_in_order() -> None:
-    """Coordinates count, not the order of ranks."""
-    grid = Grid((2, 2), ("a", "b"), (3, 1, 0, 2))
-    layout = Layout(grid, (True, False), (), "")
-    assert find_scope(Base(grid.ranks, grid, 0), layout) == (0, 2)
-    assert layout.number_shard(0) == 2
+@pytest.mark.parametrize(
+    ("base", "layout", "scope"),
+    [
+        # a flattened mesh is compared along the others
+        (Base(CUBE.ranks, CUBE, 5), Layout(FLAT, (True,), (), ""), [4, 5]),
+        (Base(CUBE.ranks, CUBE, 5), Layout(FLAT, (False,), (), ""), [*CUBE.ranks]),
+        # a group of some ranks of the mesh, as DDP's ranks along dp
+        (Base((1, 3), MESH, 3), ALONG_TP, [1, 3]),
+        (Base((1, 3), Grid((2,), ("rank",), (1, 3)), 3), ALONG_TP, [1, 3]),
+        (Base((2, 3), MESH, 3), ALONG_TP, [3]),
+        # a rank outside a tensor's mesh has nothing that others have
+        (Base((0, 1, 2, 3), make_grid(world=4), 1), PAIR, [0, 1]),
+        (Base((0, 1, 2, 3), make_grid(world=4), 3), PAIR, [3]),
+        # coordinates count, not the order of ranks
+        (Base(MIXED.ranks, MIXED, 0), Layout(MIXED, (True, False), (), ""), [0, 2]),
+    ],
+)
+def test_ranks_of_rare_scopes(base: Base, layout: Layout, scope: list[int]) -> None:
+    assert find_scope(base, layout) == tuple(scope)
 
 
 def test_weights_of_a_scope_add_up_to_nothing() -> None:

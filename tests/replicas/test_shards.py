@@ -7,10 +7,8 @@ test_mesh_scenarios.py.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -225,38 +223,19 @@ def many_shards(mesh: DeviceMesh) -> Any:
     return report
 
 
-def ranks_in_another_order(mesh: DeviceMesh) -> Any:
-    """The ranks of a mesh need not ascend: the report names the rank that is wrong."""
-    turned = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("a", "b"))
-    module = module_of(on_mesh(turned, [Replicate(), Replicate()], 4))
-    local(module.p0)[1] += dist.get_rank() == 3
-    report = verify(module)
-    (difference,) = report.differences
-    assert difference.sides == ((0, 1, 2), (3,))
-    (detail,) = difference.details
-    assert (detail.ranks, detail.reference, detail.index, detail.value) == ((3,), 2, (1,), "2.0")
-    assert report.findings[0].place["coordinates"] == ["a=0, b=1"]
-    return report
-
-
 PLAYS: dict[str, Play] = {
     play.__name__: play
     for play in (
         traffic, two_meshes, part_of_a_mesh, empty_shards, gathered_copies,
         unsynchronised_gradients, nan_in_a_shard, other_placements, many_shards,
-        ranks_in_another_order,
     )
 }  # fmt: skip
 
 
-def job(folder: Path, rank: int, size: int) -> None:
-    """Play everything; the last rank takes part in making meshes alone."""
-    mesh_training.start_group(folder, rank, size)
+def list_plays(rank: int, size: int) -> dict[str, Callable[[], Any]]:
+    """Return all plays; the last rank takes part in making meshes alone."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "b"))
-
-    plays = {name: partial(play, mesh) for name, play in PLAYS.items() if rank < 4}
-    mesh_training.play_all(folder, rank, plays)
-    dist.destroy_process_group()
+    return {name: partial(play, mesh) for name, play in PLAYS.items() if rank < 4}
 
 
 @pytest.fixture(scope="module")
@@ -276,4 +255,4 @@ def test_replicas_on_meshes(outcomes: list[dict[str, Any]], name: str, frozen: F
 
 
 if __name__ == "__main__":
-    job(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    mesh_training.play_in_rank(list_plays)

@@ -20,9 +20,8 @@ from frozen import Frozen
 from patience import PATIENCE_SECONDS
 from warm_python import warm_python
 
-from ddpbench.launch import forks
+from ddpbench.launch import starters
 from ddpbench.launch.placement import Refused, read_placement
-from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.world import World, join_world
 
 
@@ -47,7 +46,7 @@ def run_job(folder: Path) -> int:
     """Agree on devices in one rank, as often as there are ways to ask; write the answers down."""
     placement = read_placement()
     assert placement is not None
-    with join_world(placement, Rendezvous(timeout_seconds=60)) as world:
+    with join_world(placement, 60) as world:
         found = [choose(world, share_gpu) for share_gpu in (False, True)]
         (folder / str(world.rank)).write_text(json.dumps(found))
     return 0
@@ -74,4 +73,4 @@ def test_ranks_agree_on_their_gpus_or_are_refused_together(frozen: Frozen, tmp_p
 
 
 if __name__ == "__main__":
-    sys.exit(forks.run(lambda: run_job(Path(sys.argv[1])), 3))
+    sys.exit(starters.run_forked(lambda: run_job(Path(sys.argv[1])), 3))

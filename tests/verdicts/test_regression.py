@@ -9,7 +9,7 @@ from frozen import Frozen
 from stored_runs import a_case, launch_medians
 
 from ddpbench.analysis import stats
-from ddpbench.present.compared_tests import build_section
+from ddpbench.present.changes import build_tests
 from ddpbench.verdicts import comparison, regression
 from ddpbench.verdicts.matching import AnyCase, Side
 from ddpbench.verdicts.regression import Measured
@@ -82,6 +82,6 @@ def test_another_identity_is_incomparable_and_named(frozen: Frozen) -> None:
     ]  # fmt: skip
     assert rows[1].shift is None
     assert rows[1].why == "nbytes 4096 → 8192, count 1024 → 2048"
-    section = build_section(new, rows)
+    section = build_tests(new, rows)
     assert rows[1].why in {cell for row in section.charts[0].table.rows for cell in row}
     frozen.text("\n".join([section.intro, *(found.sentence for found in section.findings)]))

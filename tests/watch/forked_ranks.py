@@ -21,9 +21,8 @@ import torch.distributed as dist
 from msgspec import structs
 from patience import PATIENCE_SECONDS
 
-from ddpbench.watch.gather.joining import join
-from ddpbench.watch.gather.transport import Transport
-from ddpbench.watch.window import COLUMNS, JoinedCall, Window
+from ddpbench.watch.transport import Transport
+from ddpbench.watch.window import COLUMNS, JoinedCall, Window, join
 
 PERIOD = 0.5
 FORK = multiprocessing.get_context("fork")

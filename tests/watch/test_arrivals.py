@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,30 +15,17 @@ import torch
 import torch.distributed as dist
 from forked_ranks import Process
 from nccl_entries import NcclRecorder
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench.hang import flight_recorder
 from ddpbench.watch.observe import arrivals
 from ddpbench.watch.observe.arrivals import Arrivals
-from ddpbench.watch.observe.observer import Observer
-from ddpbench.watch.observe.steps import Marks, Step, StepBuilder
+from ddpbench.watch.observe.steps import Step
 from ddpbench.watch.window import CALLS, JoinedCall, Round
 
 DUMP = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
 pytestmark = pytest.mark.skipif(DUMP is None, reason="this torch records no call of gloo's")
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Job = Callable[[int], Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _load() -> None:
-    """Import what forked ranks need; the first step of an optimizer imports most."""
-    for name in ("fsdp", "tensor.parallel", "algorithms.ddp_comm_hooks.default_hooks"):
-        import_module(f"torch.distributed.{name}")
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.SGD([parameter]).step()
 
 
 @pytest.fixture
@@ -68,9 +53,6 @@ def run_ranks(job: Job, folder: Path, size: int = 2) -> list[Any]:
     for rank in ranks:
         rank.process.join(20)
     return answers
-
-
-# --- torch's recorder -----------------------------------------------------------------------------
 
 
 def open_arrivals() -> Arrivals:
@@ -112,13 +94,13 @@ def test_batches_of_nccl_are_read_as_their_collectives(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("alone")
 def test_what_cannot_be_read_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorder that is off is noted with what to set, a missing one with what to install."""
+    """A recorder that is off is noted with what to set; a missing one is noted."""
     watched = open_arrivals()
     dist.all_reduce(torch.zeros(3))
     assert read_all(watched)
     assert watched.unavailable == ""
     off = {"_dump_fr_trace": lambda **_: pickle.dumps({})}
-    for recorders, remedy in ((off, "set TORCH_FR_BUFFER_SIZE=2000"), ({}, "newer")):
+    for recorders, remedy in ((off, "set TORCH_FR_BUFFER_SIZE=2000"), ({}, "does not record")):
         monkeypatch.setattr(flight_recorder, "find_recorders", lambda *_, found=recorders: found)
         assert read_all(watched) == []
         assert remedy in watched.unavailable
@@ -147,9 +129,6 @@ def test_calls_wait_for_the_end_of_their_step() -> None:
     ]
     assert found == [[], [4], [], [5]]
     assert [call.step for call in read_all(watched, steps)] == [-1]
-
-
-# --- calls ----------------------------------------------------------------------------------------
 
 
 def job_calls(rank: int) -> Any:
@@ -203,64 +182,3 @@ def test_calls_are_the_same_in_all_ranks(tmp_path: Path) -> None:
             assert before_ns <= call.last_ns <= after_ns
             assert call.step == -1
             assert (call.ranks, call.last_rank) == (1, rank)
-
-
-# --- in steps -------------------------------------------------------------------------------------
-
-
-def train(model: nn.Module, steps: int = 6) -> list[JoinedCall]:
-    """Train a model on this rank's own data, and return the calls."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    marks = Marks()
-    observer = Observer(marks)
-    watched = open_arrivals()
-    torch.manual_seed(1 + dist.get_rank())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(4, 64)).square().mean().backward()
-        optimizer.step()
-    observer.close()
-    return read_all(watched, StepBuilder().add(marks.take()))
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
-
-
-def job_models(rank: int) -> Any:
-    """Train with DDP, with fully_shard and with tensor parallelism."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    mesh = init_device_mesh("cpu", (2,))
-    sharded, divided = (nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(2))
-    for layer in sharded:
-        fully_shard(layer, mesh=mesh)
-    torch.manual_seed(0)
-    parallelize_module(divided, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    models = DistributedDataParallel(make_model()), fully_shard(sharded, mesh=mesh), divided
-    return [train(model) for model in models]
-
-
-def test_calls_are_in_their_steps(tmp_path: Path) -> None:
-    """In each step, DDP broadcasts buffers in forward and reduces gradients in backward;
-    fully_shard gathers parameters in both, and reduces gradients in backward; tensor parallelism
-    reduces the activations of forward. They are the same calls in all ranks."""
-    keys = []
-    for ddp, fsdp, divided in run_ranks(job_models, tmp_path):
-        for step in range(2, 6):
-            operations = [call.operation for call in ddp if call.step == step]
-            assert (operations[0], operations[-1]) == ("broadcast", "all_reduce")
-        counts = Counter(call.step for call in fsdp if call.operation == "all_gather")
-        assert {counts[step] for step in range(1, 6)} == {4}
-        assert {call.step for call in fsdp if call.operation != "all_gather"} >= {1, 2, 3, 4, 5}
-        inside = [call for call in divided if call.step >= 1]
-        assert {(call.operation, call.nbytes) for call in inside} == {("all_reduce", 4 * 64 * 4)}
-        keys.append([(c.group, c.number, c.operation, c.nbytes) for c in fsdp])
-    assert keys[0] == keys[1]

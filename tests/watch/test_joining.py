@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from ddpbench.watch.gather.joining import join, shift
-from ddpbench.watch.window import CALLS, LINKS, STEPS, JoinedCall, Link, Window, encode
+from ddpbench.watch.window import CALLS, LINKS, STEPS, JoinedCall, Link, Window, encode, join, shift
 
 EPOCH = 1_700_000_000 * 10**9
 MS = 10**6

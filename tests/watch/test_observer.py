@@ -1,4 +1,4 @@
-"""Marks of real training loops. A loop is shown as the letters of its marks: see `letters`."""
+"""Marks of real training loops. A loop is shown as the letters of its marks: see mark_letters."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from command_lines import run_command
+from mark_letters import LETTERS, letters
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
@@ -30,33 +31,11 @@ from torch.utils.data import DataLoader, Dataset, dataloader
 from warm_python import warm_python
 
 from ddpbench.catalog import backends
-from ddpbench.launch import forks
+from ddpbench.launch import starters
 from ddpbench.runtime import devices
 from ddpbench.watch.observe.observer import CALL, PATIENCE, Observer, find_waits
-from ddpbench.watch.observe.steps import (
-    BACKWARD,
-    END,
-    FORWARD,
-    INPUT,
-    OPTIMIZER,
-    OTHER,
-    STEP,
-    Mark,
-    Marks,
-    StepBuilder,
-)
+from ddpbench.watch.observe.steps import BACKWARD, FORWARD, OPTIMIZER, OTHER, Marks, StepBuilder
 from ddpbench.watch.window import BLOCKED
-
-BEGINS = {INPUT: "i", FORWARD: "f", BACKWARD: "b", BLOCKED: "w", OPTIMIZER: "o", OTHER: "e"}
-ENDS = {kind + END: letter.upper() for kind, letter in BEGINS.items()}
-LETTERS = BEGINS | ENDS | {STEP: "|"}
-
-
-def letters(marks: list[Mark]) -> str:
-    """A letter begins a phase, its capital ends it, `|` ends a step.
-
-    `wW` is a wait, and a `w` alone the end of the own backward."""
-    return "".join(LETTERS[kind] for kind, *_ in marks)
 
 
 class Observed:
@@ -177,18 +156,6 @@ def test_what_backward_is_called_with_is_left_alone(observed: Observed) -> None:
     assert observed.take() == "fFfFbB" + "fFbB" + "fFbwB"
 
 
-def test_autograd_grad_is_no_backward(observed: Observed) -> None:
-    """torch.autograd.grad, as in a gradient penalty, has no mark, and gives the same gradients."""
-    model, _ = observed.start()
-    batch = torch.ones(2, 4, requires_grad=True)
-    (gradient,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
-    gradient.pow(2).sum().backward()
-    assert observed.take() == "fFbwB"
-    observed.observer.close()
-    (again,) = torch.autograd.grad(model(batch).sum(), batch)
-    assert torch.equal(again, gradient)
-
-
 def test_forward_and_backward_that_fail_pass_on_their_error(observed: Observed) -> None:
     """The error is torch's own, or the user's, and the end is marked."""
     model, optimizer = observed.start()
@@ -257,16 +224,6 @@ def test_another_optimizer_takes_over(observed: Observed) -> None:
     text = observed.take()
     assert text.count("|") == 1 + 3
     assert text.endswith("BoO" + "fFbwBo|" * 3)
-    assert observed.observer.optimizers[0] is optimizer
-
-
-def test_short_lived_optimizers_do_not_take_over(observed: Observed) -> None:
-    """Optimizers of an inner loop, new in each step, are not counted as one that steps often."""
-    model = nn.Linear(4, 1)
-    start(model)
-    for _ in range(PATIENCE):
-        train(model, sgd(model), 2)
-    assert observed.marks.step == 0
 
 
 def test_skipped_steps_of_a_scaler(observed: Observed) -> None:
@@ -348,7 +305,7 @@ def test_loader(observed: Observed) -> None:
 
 
 def test_other_threads_and_forked_children_add_nothing(observed: Observed) -> None:
-    """Marks come from the thread that trains, in the process that installed the observer."""
+    """Marks come from the thread that trains first, in the process that installed the observer."""
     model, optimizer = observed.start()
     thread = threading.Thread(target=train, args=(Net(), sgd(Net())))
     thread.start()
@@ -364,32 +321,10 @@ def test_other_threads_and_forked_children_add_nothing(observed: Observed) -> No
     assert observed.take() == "fFbwBo|"
 
 
-def test_training_in_another_thread() -> None:
-    """The thread that trains may be another one than the one that installed the observer."""
-    one = Observed()
-    model = Net()
-    thread = threading.Thread(target=train, args=(model, sgd(model), 2))
-    thread.start()
-    thread.join()
-    assert one.take() == "o|fFbwBo|"
-    one.observer.close()
-
-
-def test_root_that_is_never_called(observed: Observed) -> None:
-    """A container that is not called has no forward of its own."""
-    pair = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
-    optimizer = sgd(pair)
-    for _ in range(3):
-        pair[1](pair[0](torch.ones(2, 4))).sum().backward()
-        optimizer.step()
-    assert observed.take().endswith("bwBo|")
-    assert observed.observer.modules == [pair]
-
-
 def test_after_step(observed: Observed) -> None:
     """Callbacks run after the anchor's step, get its number, and their time is other."""
     numbers: list[int] = []
-    observed.observer.after_step.append(numbers.append)
+    observed.observer.after_step = numbers.append
     model = Net()
     train(model, start(model), 2)
     assert numbers == [0, 1, 2]
@@ -404,7 +339,7 @@ def test_an_error_ends_the_observation_and_not_the_job() -> None:
         if number == 2:
             raise ValueError("mine")
 
-    one.observer.after_step.append(fail)
+    one.observer.after_step = fail
     model = Net()
     optimizer = start(model)
     train(model, optimizer, 5)
@@ -432,7 +367,7 @@ def test_an_error_in_a_mark_never_reaches_the_job() -> None:
             model(torch.ones(2, 4))
         next(iter(DataLoader(Numbers())))
         Done().wait()
-        one.observer.after_step.append(lambda number: None)
+        one.observer.after_step = lambda number: None
         train(model, optimizer, 2)
         train(model, sgd(nn.Linear(1, 1)), 2)
         assert len(one.errors) == 1, LETTERS[kind]
@@ -462,28 +397,6 @@ def test_close_leaves_nothing_behind() -> None:
     assert one.errors == []
     assert CALL not in model.__dict__
     assert installed() == before
-
-
-def test_close_under_somebody_elses_wrapper() -> None:
-    """A wrapper that was put on top of ours stays, and works."""
-    original = torch.autograd.backward
-    one = Observed()
-    model = Net()
-    optimizer = start(model)
-    ours, calls = torch.autograd.backward, []
-
-    def theirs(*args: Any, **kwargs: Any) -> None:
-        calls.append(1)
-        ours(*args, **kwargs)
-
-    torch.autograd.backward = theirs
-    try:
-        one.observer.close()
-        train(model, optimizer)
-        assert torch.autograd.backward is theirs
-        assert calls == [1]
-    finally:
-        torch.autograd.backward = original
 
 
 def test_models_are_pickled_copied_and_scripted_as_ever(observed: Observed) -> None:
@@ -545,24 +458,6 @@ def test_compiled_model(observed: Observed) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("late", [False, True], ids=["before", "later"])
-def test_model_compiled_in_place(observed: Observed, late: bool) -> None:
-    """Module.compile uses the place of the observer, which leaves it alone: no forward."""
-    graphs: list[int] = []
-    model = Net()
-    if late:
-        start(model)
-    model.compile(backend=count_graphs(graphs), fullgraph=True)
-    optimizer = start(model)
-    observed.take()
-    train(model, optimizer, 3)
-    assert observed.take() in ("bwBo|" * 3, "bwBoO" * 3)
-    assert len(graphs) == 1
-    observed.observer.close()
-    assert CALL in model.__dict__
-
-
-@pytest.mark.thorough
 def test_compiled_step_with_backward_and_optimizer(observed: Observed) -> None:
     """A whole step in a compiled function trains as without the observer."""
 
@@ -587,17 +482,6 @@ def test_compiled_step_with_backward_and_optimizer(observed: Observed) -> None:
     without = run()
     assert torch.equal(with_marks[0], without[0])
     assert with_marks[1] == without[1]
-
-
-@pytest.mark.thorough
-def test_compiled_autograd(observed: Observed) -> None:
-    """Under compiled autograd, gradients are right and backward is marked."""
-    model, optimizer = observed.start()
-    expected = [p.detach().clone() for p in model.parameters()]
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        train(model, optimizer, 2)
-    assert observed.take().replace("w", "") == "fFbBo|" * 2
-    assert not any(map(torch.equal, expected, model.parameters()))
 
 
 @pytest.fixture
@@ -634,23 +518,6 @@ def test_phases_of_a_device(stream: Any, observed: Observed) -> None:
         assert step.row[FORWARD] >= 0.05
 
 
-def test_waits_of_backends_that_are_imported_later(observed: Observed) -> None:
-    """A class that appears after the first step is found when the next optimizer steps."""
-    start(Net())
-
-    class Later(Done):
-        """Work of a backend that is imported in the middle of a job."""
-
-        def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-            """Return at once."""
-            return True
-
-    start(Net())
-    observed.take()
-    Later().wait()
-    assert observed.take() == "wW"
-
-
 def test_waits_in_other_streams_have_no_marks(
     stream: Any, observed: Observed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -668,14 +535,6 @@ def test_waits_in_other_streams_have_no_marks(
     assert observed.take() == "o|fFbwBo|wW"
 
 
-def test_parameters_on_an_unknown_device(observed: Observed) -> None:
-    """Where the kind of the device is unknown, phases are times of the host."""
-    parameter = nn.Parameter(torch.ones(2, device="meta"))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    optimizer.step()
-    assert observed.take() == "o|"
-
-
 def test_no_marks_while_a_graph_is_captured(
     stream: Any, observed: Observed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -691,15 +550,6 @@ def test_no_marks_while_a_graph_is_captured(
     stream.STREAM.wait()
     observed.marks.resolve()
     assert observed.take() == "o|"
-
-
-def test_marks_beyond_the_bound_drop_the_oldest() -> None:
-    marks = Marks(limit=1000)
-    for number in range(2500):
-        marks.step = number
-        marks.add(FORWARD)
-    assert [mark[3] for mark in marks.take()] == list(range(1500, 2500))
-    assert marks.take() == []
 
 
 @pytest.fixture(scope="module")
@@ -870,4 +720,6 @@ def run_rank(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(forks.run(lambda: run_rank(Path(sys.argv[1])), 2, preloaded=("torch._dynamo",)))
+    sys.exit(
+        starters.run_forked(lambda: run_rank(Path(sys.argv[1])), 2, preloaded=("torch._dynamo",))
+    )

@@ -17,7 +17,7 @@ from ddpbench.records.watched import WatchedBalance
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.judging.pauses import KINDS, PauseHistory
-from ddpbench.watch.observe.long_steps import LongSteps, Look, Stacks
+from ddpbench.watch.observe.long_steps import LongSteps, Look
 from ddpbench.watch.observe.steps import Step
 from ddpbench.watch.window import (
     BLOCKED,
@@ -179,22 +179,16 @@ def test_what_all_ranks_do_is_a_pause_of_all() -> None:
 
 
 def test_pauses_at_different_lines_are_different() -> None:
-    """One without a line is of the kind that has such a size and comes most often."""
+    """One without a line is of the kind that has such a size and comes most often. Those of one
+    period are of one kind: after a call that holds Python's lock, the line is a later one."""
     lines = {n: {SAVE: 0.2} for n in range(50, 300, 50)} | {300: {}}
     lines |= {n: {MODEL: 0.2} for n in range(307, 500, 50)}
     history = remember([a_long_step(n, 0, 0.2, lines=one) for n, one in lines.items()])
     assert [(kind.line, kind.count) for kind in history.summarize(500)] == [(SAVE, 6), (MODEL, 4)]
-
-
-def test_pauses_of_one_period_are_of_one_kind_at_any_line() -> None:
-    """After a call that holds Python's lock, the line is one that the thread has come to since."""
-    lines = {50: SAVE, 100: SAVE, 150: SAVE, 200: WAIT, 250: MODEL}
-    steps = [
-        a_long_step(number, 0, 0.1, lines={lines.get(number, SAVE): 0.1})
-        for number in range(50, 1000, 50)
-    ]
-    (kind,) = remember(steps).summarize(1000)
-    assert (kind.every, kind.count) == (50, len(steps))
+    seen = {200: WAIT, 250: MODEL}
+    every = [a_long_step(n, 0, 0.1, lines={seen.get(n, SAVE): 0.1}) for n in range(50, 1000, 50)]
+    (kind,) = remember(every).summarize(1000)
+    assert (kind.every, kind.count) == (50, len(every))
 
 
 def test_kinds_of_pauses_are_bounded() -> None:
@@ -254,17 +248,3 @@ def test_a_line_is_named_with_what_it_calls() -> None:
     assert seen[0] == seen[1] == f"{name}:{line + 1} save"
     assert seen[3].startswith(f"{name}:")
     assert not any("secret" in each for each in seen)
-
-
-def test_the_training_thread_is_looked_at() -> None:
-    """Where it is, from its first step on, and how long it has been since the look before."""
-    import threading
-
-    marks: Any = SimpleNamespace(stepped_ns=1)
-    stacks = Stacks(marks, SimpleNamespace(thread=threading.get_ident()))  # type: ignore[arg-type]
-    looks: list[Look] = []
-    while len(looks) < 3:
-        looks += stacks.take()
-    stacks.close()
-    assert all(each.line.startswith("test_pauses.py:") for each in looks)
-    assert all(each.seconds > 0 for each in looks)

@@ -1,5 +1,6 @@
 """Replicas are compared while a job trains: in real ranks, with a real observer."""
 
+import itertools
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
 
-from ddpbench.launch import forks
+from ddpbench.launch import starters
 from ddpbench.records.schema import Finding
 from ddpbench.watch import proof
 from ddpbench.watch.observe.observer import Observer
@@ -34,7 +35,7 @@ Change = Callable[[int, nn.Module], object]
 def train(rank: int, steps: int, change: Change, every: int, model: nn.Module) -> dict[str, Any]:
     """Train for some steps, each after a change; return what a proof has found and when."""
     observer = Observer(Marks(), errors.append)
-    watched = proof.Proof(every, observer)
+    watched = proof.Proof(every, observer, f"proof/{next(trainings)}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = -1
     batch = torch.ones(4, 8) * (rank + 1)
@@ -78,6 +79,7 @@ def make_model() -> nn.Module:
 
 
 errors: list[Exception] = []
+trainings = itertools.count()
 
 
 def run_rank(folder: Path) -> int:
@@ -209,4 +211,4 @@ def test_a_model_of_one_rank_alone_is_not_compared(
 
 
 if __name__ == "__main__":
-    sys.exit(forks.run(lambda: run_rank(Path(sys.argv[1])), 2, ("torch.distributed",)))
+    sys.exit(starters.run_forked(lambda: run_rank(Path(sys.argv[1])), 2, ("torch.distributed",)))

@@ -12,7 +12,7 @@ from by_hand import run_by_hand
 from command_lines import ONE_SENTENCE, run_command
 from frozen import Frozen
 
-from ddpbench.watch import entry
+from ddpbench.watch import __main__ as entry
 
 FACTS = """
 import pickle, sys, threading, atexit, typing, inspect, dataclasses

@@ -15,9 +15,8 @@ from msgspec import structs
 from patience import PATIENCE_SECONDS, wait_until
 from simulated_hosts import Hosts
 
-from ddpbench.watch.gather import transport
-from ddpbench.watch.gather.joining import join
-from ddpbench.watch.gather.transport import (
+from ddpbench.watch import transport
+from ddpbench.watch.transport import (
     AFTER_SECONDS,
     PERIOD,
     SIZE,
@@ -27,7 +26,7 @@ from ddpbench.watch.gather.transport import (
     connect,
     send,
 )
-from ddpbench.watch.window import Window, encode
+from ddpbench.watch.window import Window, encode, join
 
 NAME, TOKEN, SECOND = socket.gethostname(), b"t" * TOKEN_NBYTES, 10**9
 HOUR_NS = 3600 * SECOND

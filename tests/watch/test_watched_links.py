@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ddpbench.launch import sockets
-from ddpbench.watch.observe import links
 from ddpbench.watch.observe.links import Links
 
 SENT = bytes(1 << 20)
@@ -79,11 +78,3 @@ def test_the_job_s_connections_stay_as_they_are(
     finally:
         socket.setdefaulttimeout(before)
     assert os.get_blocking(one.fileno())
-
-
-def test_an_old_kernel_has_no_links(connected: tuple[socket.socket, socket.socket]) -> None:
-    """Kernels before 4.10 return less than what is needed, later ones more."""
-    one, _ = connected
-    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512)
-    assert links.parse(info[:183]) is None
-    assert links.parse(info[:184]) == links.parse(info) is not None

@@ -8,7 +8,6 @@ import pytest
 from command_lines import run_ddpbench
 
 from ddpbench.records import store
-from ddpbench.records.schema import Run
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 JOB = """
@@ -36,25 +35,20 @@ if dist.get_rank() == 0:
 """
 
 
-def watch(folder: Path) -> tuple[Run, str, float]:
-    """Run the job; return its run, what was printed on stderr, and the seconds of its steps."""
-    (folder / "train.py").write_text(JOB)
-    done = run_ddpbench(folder, "watch", "-n", "2", "--output", "out", "train.py")
-    assert done.returncode == 0, done.stderr
-    (path,) = (folder / "out").iterdir()
-    return store.read(path), done.stderr, float(done.stdout)
-
-
 def place(comment: str, call: str) -> str:
     lines = JOB.splitlines()
     number = next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {comment}"))
     return f"train.py:{number} {call}"
 
 
-@pytest.mark.thorough
+@pytest.mark.measures_time
 def test_pauses_are_found_with_their_period_and_line(tmp_path: Path) -> None:
-    """One of one rank, for which the others wait in a barrier, and one of all ranks."""
-    run, shown, _ = watch(tmp_path)
+    """One of one rank, for which the others wait in a barrier, and one of all ranks. The parts of
+    the balance contain all steps, and the mean step is that of a stopwatch."""
+    (tmp_path / "train.py").write_text(JOB)
+    done = run_ddpbench(tmp_path, "watch", "-n", "2", "--output", "out", "train.py")
+    assert done.returncode == 0, done.stderr
+    run = store.read(next((tmp_path / "out").iterdir()))
     assert (run.state, run.exit_code) == ("complete", 0)
     found = {each.place.get("every"): each for each in run.findings if each.code == "pauses"}
     of_rank_0, of_all = found[20], found[50]
@@ -62,20 +56,14 @@ def test_pauses_are_found_with_their_period_and_line(tmp_path: Path) -> None:
     assert (of_rank_0.place["rank"], of_all.place.get("rank")) == (0, None)
     assert of_rank_0.place["line"] == place("save", "time.sleep")
     assert of_all.place["line"] == place("evaluate", "time.sleep")
-    assert of_rank_0.sentence in shown
-
-
-@pytest.mark.measures_time
-def test_all_the_time_is_accounted_for(tmp_path: Path) -> None:
-    """The parts of the balance contain all steps, and the mean step is that of a stopwatch."""
-    run, shown, seconds = watch(tmp_path)
+    assert of_rank_0.sentence in done.stderr
     watched = run.steps[0].watched
     assert watched is not None
     balance = watched.balance
     assert balance is not None
     assert balance.steps == 399
-    assert balance.stepping_seconds < seconds + 0.3  # the last pause is after the last step
+    assert balance.stepping_seconds < float(done.stdout) + 0.3  # its last pause is after all steps
     assert balance.mean_seconds > watched.step_seconds
     assert balance.longer_seconds > 0.9 * (19 * 0.1 + 7 * 0.2)
-    assert "= mean step" in shown
-    assert "= wall time" in shown
+    assert "= mean step" in done.stderr
+    assert "= wall time" in done.stderr

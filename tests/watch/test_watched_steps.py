@@ -6,64 +6,21 @@ import itertools
 import random
 
 import pytest
+from mark_letters import SECOND, make_marks
 
 from ddpbench.records.watched import PHASES
-from ddpbench.watch.observe.steps import (
-    BACKWARD,
-    END,
-    FORWARD,
-    INPUT,
-    OPTIMIZER,
-    OTHER,
-    STEP,
-    Mark,
-    Step,
-    StepBuilder,
-)
+from ddpbench.watch.observe.steps import STEP, Step, StepBuilder
 from ddpbench.watch.window import BLOCKED
-
-KINDS = {
-    "i": INPUT,
-    "f": FORWARD,
-    "b": BACKWARD,
-    "w": BLOCKED,
-    "o": OPTIMIZER,
-    "e": OTHER,
-    "W": BLOCKED + END,
-    "I": INPUT + END,
-    "F": FORWARD + END,
-    "B": BACKWARD + END,
-    "O": OPTIMIZER + END,
-    "E": OTHER + END,
-    "|": STEP,
-}
-SECOND = 10**9
-
-
-def make_marks(text: str, begin: int = 5) -> list[Mark]:
-    """Marks one second apart for each character: a letter begins a phase, its capital ends it.
-
-    `|` ends a step, `.` is a second without a mark. A `w` without its `W` is the end of the rank's
-    own backward."""
-    marks, step = [], -1
-    for second, letter in enumerate(text, begin):
-        step += letter == "|"
-        if letter != ".":
-            marks.append((KINDS[letter], second * SECOND, second * SECOND, step))
-    return marks
 
 
 def build(text: str) -> list[Step]:
     return StepBuilder().add(make_marks(text))
 
 
-def rows(text: str) -> list[dict[str, float]]:
-    """Phase → seconds, without those that took none, of each step."""
-    names = (*PHASES, "blocked")
-    return [
-        {name: round(one, 6) for name, one in zip(names, step.row, strict=True) if one}
-        for step in build(text)
-    ]
+def rows(text: str) -> list[list[float]]:
+    """Return the seconds of each step: input, forward, backward, optimizer, other, blocked."""
+    assert PHASES == ("input", "forward", "backward", "optimizer", "other")
+    return [[round(seconds, 6) for seconds in step.row] for step in build(text)]
 
 
 def test_a_step_lies_between_the_ends_of_two_steps_of_the_anchor() -> None:
@@ -73,126 +30,38 @@ def test_a_step_lies_between_the_ends_of_two_steps_of_the_anchor() -> None:
     assert sum(step.row) == pytest.approx(15)
 
 
-@pytest.mark.parametrize(
-    ("text", "row"),
-    [
-        pytest.param(
-            "|..i..If..F.b...w..B.o....|",
-            {
-                "other": 3 + 1 + 1 + 1,
-                "input": 3,
-                "forward": 3 + 2,
-                "backward": 4,
-                "blocked": 3,
-                "optimizer": 5,
-            },
-            id="loader",
-        ),
-        pytest.param(
-            "|...f..Fb..w.Bo.|",
-            {"other": 4 + 1, "forward": 3 + 1, "backward": 3, "blocked": 2, "optimizer": 2},
-            id="no DataLoader",
-        ),
-        pytest.param(
-            "|f.Fb.wB..f.Fb.w..Bo|",
-            {
-                "other": 1 + 3 + 1,
-                "forward": 6,
-                "backward": 4,
-                "blocked": 1 + 3,
-                "optimizer": 1,
-            },
-            id="accumulation",
-        ),
-        pytest.param(
-            "|i.If.Fb.wBi..If.Fb.w..Bo|",
-            {"input": 2 + 3, "forward": 6, "backward": 4, "blocked": 4, "other": 5, "optimizer": 1},
-            id="accumulation from a DataLoader",
-        ),
-        pytest.param(
-            "|...b..wBo|",
-            {"forward": 4, "backward": 3, "blocked": 1, "other": 1, "optimizer": 1},
-            id="no root module",
-        ),
-        pytest.param(
-            "|.i.I...b..wBo|",
-            {"other": 3, "input": 2, "forward": 4, "backward": 3, "blocked": 1, "optimizer": 1},
-            id="no root module, with a DataLoader",
-        ),
-        pytest.param(
-            "|f.Fb..Bo|",
-            {"forward": 3, "backward": 3, "other": 1 + 1, "optimizer": 1},
-            id="own end unknown",
-        ),
-        pytest.param(
-            "|o.f.F.b.wB.f.F.b.wB..|",
-            {"other": 1, "optimizer": 2 + 2 + 3, "forward": 8, "backward": 4, "blocked": 2},
-            id="closure",
-        ),
-        pytest.param(
-            "|...e..E..f.Fb.wBo|",
-            {
-                "other": 4 + 3 + 3 + 1,
-                "forward": 3,
-                "backward": 2,
-                "blocked": 1,
-                "optimizer": 1,
-            },
-            id="evaluation",
-        ),
-        pytest.param(
-            "|fFbwBo.O..f.Fb.wBo.|",
-            {"forward": 1 + 1 + 2 + 1, "backward": 1 + 2, "blocked": 2}
-            | {"other": 1 + 3 + 1 + 1, "optimizer": 2 + 2},
-            id="two optimizers in turn",
-        ),
-        pytest.param(
-            "|fFbwBo.O.o.|",
-            {"forward": 2, "backward": 1, "blocked": 1, "other": 1 + 1 + 2, "optimizer": 4},
-            id="two optimizers after one another",
-        ),
-        pytest.param(
-            "|i..i.I..If.Fb.wBo|",
-            {
-                "other": 1 + 1 + 1,
-                "input": 8,
-                "forward": 3,
-                "backward": 2,
-                "blocked": 1,
-                "optimizer": 1,
-            },
-            id="a DataLoader within a dataset",
-        ),
-        pytest.param(
-            "|o..o.O.|", {"other": 1, "optimizer": 7}, id="an optimizer within an optimizer"
-        ),
-        pytest.param(
-            "|w.Wf.w..WFb.wW.w.wW.BowW.|",
-            {"other": 3, "blocked": 2 + 3 + 1 + 5 + 1, "forward": 2 + 1 + 1, "backward": 2 + 2}
-            | {"optimizer": 1 + 2},
-            id="waits within phases",
-        ),
-        pytest.param(
-            "|..w.W..w.Wb.wBo..w.W.|",
-            {"forward": 3 + 3 + 1, "blocked": 2 + 2 + 1 + 2, "backward": 2}
-            | {"other": 1, "optimizer": 3 + 2},
-            id="waits, no root module",
-        ),
-        pytest.param("|......|", {"other": 7}, id="nothing known"),
-    ],
-)
-def test_each_moment_of_a_step_is_counted_in_one_phase(text: str, row: dict[str, float]) -> None:
+PARTS = {  # marks → seconds: input, forward, backward, optimizer, other, blocked
+    "loader": ("|..i..If..F.b...w..B.o....|", [3, 5, 4, 5, 6, 3]),
+    "no DataLoader": ("|...f..Fb..w.Bo.|", [0, 4, 3, 2, 5, 2]),
+    "accumulation": ("|f.Fb.wB..f.Fb.w..Bo|", [0, 6, 4, 1, 5, 4]),
+    "accumulation from a DataLoader": ("|i.If.Fb.wBi..If.Fb.w..Bo|", [5, 6, 4, 1, 5, 4]),
+    "no root module": ("|...b..wBo|", [0, 4, 3, 1, 1, 1]),
+    "no root module, with a DataLoader": ("|.i.I...b..wBo|", [2, 4, 3, 1, 3, 1]),
+    "own end unknown": ("|f.Fb..Bo|", [0, 3, 3, 1, 2, 0]),
+    "closure": ("|o.f.F.b.wB.f.F.b.wB..|", [0, 8, 4, 7, 1, 2]),
+    "evaluation": ("|...e..E..f.Fb.wBo|", [0, 3, 2, 1, 11, 1]),
+    "two optimizers in turn": ("|fFbwBo.O..f.Fb.wBo.|", [0, 5, 3, 4, 6, 2]),
+    "two optimizers after one another": ("|fFbwBo.O.o.|", [0, 2, 1, 4, 4, 1]),
+    "a DataLoader within a dataset": ("|i..i.I..If.Fb.wBo|", [8, 3, 2, 1, 3, 1]),
+    "an optimizer within an optimizer": ("|o..o.O.|", [0, 0, 0, 7, 1, 0]),
+    "waits within phases": ("|w.Wf.w..WFb.wW.w.wW.BowW.|", [0, 4, 4, 3, 3, 12]),
+    "waits, no root module": ("|..w.W..w.Wb.wBo..w.W.|", [0, 7, 2, 5, 1, 7]),
+    "nothing known": ("|......|", [0, 0, 0, 0, 7, 0]),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_moment_of_a_step_is_counted_in_one_phase(name: str) -> None:
     """The phases of a step are those that the marks show, and their sum is the step."""
+    text, row = PARTS[name]
     assert rows(text) == [row]
-    assert sum(row.values()) == len(text) - 1
+    assert sum(row) == len(text) - 1
 
 
 def test_optimizers_that_step_within_backward() -> None:
     """Where each parameter's optimizer steps in a hook, backward goes on into the next step."""
     text = "|f.Fb.o|.o.O.wBf.Fb.o|"
-    row = {"optimizer": 2 + 1, "backward": 2 + 2 + 2, "blocked": 1, "other": 1, "forward": 3}
-    assert rows(text)[1] == row
-    assert sum(row.values()) == 14
+    assert rows(text)[1] == [0, 3, 6, 3, 1, 1]
 
 
 def test_what_is_lost_spoils_one_step_only() -> None:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from warm_python import warm_python
 
 import ddpbench
-from ddpbench.launch import forks
+from ddpbench.launch import starters
 from ddpbench.records import store
 from ddpbench.watch import watcher
 
@@ -172,4 +172,4 @@ def test_nothing_is_left_after_a_watch(results: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(forks.run(lambda: run_rank(Path(sys.argv[1])), 2))
+    sys.exit(starters.run_forked(lambda: run_rank(Path(sys.argv[1])), 2))

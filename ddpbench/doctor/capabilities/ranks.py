@@ -33,7 +33,6 @@ from ddpbench.launch.supervise import Deadline
 from ddpbench.measure import start
 from ddpbench.records.schema import Case, Plan
 from ddpbench.runtime import control, devices, subgroups
-from ddpbench.runtime.meeting import Rendezvous
 from ddpbench.runtime.subgroups import Partition, Subgroup
 from ddpbench.runtime.world import World, join_world
 
@@ -91,7 +90,7 @@ def _try_in_rank(request: Request, folder: Path) -> int:
         import_module(module)
     backend = backends.get(request.backend)
     name = backend.register() if backend.register else backend.name
-    with join_world(own, Rendezvous(timeout_seconds=WAIT_SECONDS), share_gpu=True) as world:
+    with join_world(own, WAIT_SECONDS, share_gpu=True) as world:
         device = world.agree_device(request.device)
         with world.agree_group(name, device=device) as group:
             start.barrier(group, device)()  # nor are connections made in it

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from ddpbench.analysis import steps
-from ddpbench.analysis.spans import EXPOSED_OF, HIDDEN_OF, SAVES, WOULD_SAVE
 from ddpbench.analysis.step_lines import StepLine
+from ddpbench.analysis.steps import EXPOSED_OF, HIDDEN_OF, SAVES, WOULD_SAVE
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.document import Chart, tabulate_rows
@@ -27,11 +27,11 @@ CAPTION = (
 
 
 def build_breakdown(name: str, group: Sequence[StepLine]) -> Iterator[Chart]:
-    """Yield the parts of a step, and the possible gain."""
+    """Yield the parts of a step."""
     measured = [line for line in group if line.summary and line.summary.budget]
     known = [line for line in measured if any(map(_is_known, _parts(line)))]
     rows = [row for line in known for row in _rows(line)]
-    notes = [*_state_gain(known)]
+    notes = []
     if few := [line.case.backend for line in measured if line not in known]:
         notes.append(f"no breakdown on {', '.join(few)}: it needs six rounds, or six launches")
     notes += [text for line in group for text in _peak_memory(line)]
@@ -119,26 +119,6 @@ def _bar(line: StepLine, part: Part, place: float, way: int) -> dict[str, Any]:
         "_low": place + way * bounds.low if bounds else None,
         "_high": place + way * bounds.high if bounds else None,
     }
-
-
-def _state_gain(known: Sequence[StepLine]) -> Iterator[str]:
-    """State the largest gain that is possible if communication takes no time."""
-    factors = [(line.case.backend, _factor(line)) for line in known]
-    gains = [f"{factor} faster on {backend}" for backend, factor in factors if factor]
-    if gains:
-        both = all(line.part(steps.COMPUTE) for line in known)
-        what = "communication and bucket copies" if both else "communication"
-        yield f"without {what}, at most: {', '.join(gains)}"
-
-
-def _factor(line: StepLine) -> str | None:
-    speed_up = line.summary.speed_up if line.summary else None
-    if speed_up is None or speed_up.interval is None:
-        return None
-    low, high = speed_up.interval.low, speed_up.interval.high
-    if low <= 1:
-        return f"less than ×{max(high, 1):.2f}"
-    return f"×{speed_up.value:.2f} [{low:.2f} … {high:.2f}]"
 
 
 def _peak_memory(line: StepLine) -> Iterator[str]:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ddpbench.analysis import spans
 from ddpbench.present.columns import (
     Column,
     Value,
@@ -218,12 +217,12 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     *_part("communication", "communication"),
     *(
         column
-        for names in (spans.EXPOSED_OF, spans.HIDDEN_OF)
-        for part in names.values()
-        for column in _part(part.replace(" ", "_"), part)
+        for kind in ("exposed", "hidden")
+        for operation in ("all_gather", "reduce_scatter", "all_reduce")
+        for column in _part(f"{kind}_{operation}", f"{kind} {operation}")
     ),
-    *_part("prefetch_saves", spans.SAVES),
-    *_part("prefetch_would_save", spans.WOULD_SAVE),
+    *_part("prefetch_saves", "prefetch saves"),
+    *_part("prefetch_would_save", "prefetch would save"),
     _extra(
         "peak",
         lambda line: (line.summary.peak_nbytes / 1e6 or None) if line.summary else None,
@@ -232,12 +231,6 @@ STEP_COLUMNS: dict[str, Column[StepLine]] = by_name(
     ),
     *_part("waiting", "waiting for rank"),
     _extra("late_rank", _late_rank, "rank that the others wait for"),
-    _extra(
-        "speed_up",
-        _read("summary.speed_up.value"),
-        "how many times faster a step without any communication is",
-        "×",
-    ),
     _extra(
         "verified",
         lambda line: sum(r.replicas.verified for r in line.results if r.replicas),

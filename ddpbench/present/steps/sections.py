@@ -23,7 +23,7 @@ from ddpbench.present.header import of_watch
 from ddpbench.present.steps.breakdown import build_breakdown
 from ddpbench.present.steps.columns import STEP_COLUMNS, format_ms, format_percent
 from ddpbench.records.schema import Bucket, Collective, Replicas, StepCase
-from ddpbench.records.wording import counted
+from ddpbench.records.wording import counted, list_kinds
 
 PARTS = (steps.EXPOSED, steps.TRANSFER, steps.OVERHEAD, steps.HIDDEN, steps.WAITING)
 EXPLAINED = ("alone", "queue", "contention", "unexplained")  # these add up to the wire
@@ -256,8 +256,6 @@ def _format_layers(line: StepLine, same: Sequence[Collective]) -> dict[str, str]
 
 # --- replicas -------------------------------------------------------------------------------------
 
-KINDS = {"optimizer": "optimizer options and states"}  # kind → plural
-
 
 def _list_replicas(name: str, group: Sequence[StepLine], every: int) -> Iterator[Chart]:
     """Yield the verdict on each backend and its cost.
@@ -311,10 +309,5 @@ def _describe_equality(line: StepLine, replicas: Replicas, every: int) -> str:
     count = counted(sum(r.replicas.verified for r in line.results if r.replicas), "step")
     when = f"after each of {count}" if every == 1 else f"after {count}, one in every {every}"
     launches = f" in {len(line.results)} launches" if len(line.results) > 1 else ""
-    compared = ", ".join(
-        f"{number} {KINDS[kind]}" if kind in KINDS else counted(number, kind)
-        for kind, number in replicas.compared.items()
-        if number
-    )
-    size = f"({replicas.nbytes / 1e6:.1f} MB)"
-    return f"replicas equal {when}{launches}, bit for bit: {compared} {size}"
+    compared = f"{list_kinds(replicas.compared)} ({replicas.nbytes / 1e6:.1f} MB)"
+    return f"replicas equal {when}{launches}, bit for bit: {compared}"

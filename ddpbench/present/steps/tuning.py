@@ -6,12 +6,11 @@ from typing import Any
 
 from ddpbench.analysis import steps
 from ddpbench.analysis.tuning import Setting, Verdict, judge_runs
-from ddpbench.catalog.hooks import HOOKS
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.document import Chart, Section, plain_name, tabulate_rows
 from ddpbench.present.steps.columns import format_ms
-from ddpbench.records.schema import Figure, Run, StepSummary
+from ddpbench.records.schema import Figure, Run
 
 CAPTION = (
     "Change of the time of a step from the default, per micro-batch: median over blocks, and its "
@@ -21,7 +20,7 @@ LEGEND = (
     "change: time of a step with the setting / with the default of the same block - 1; interval: "
     "corrected for the number of finalists, which the last blocks measured; earlier blocks only "
     "choose them",
-    "exposed: exposed communication in the first block; MB: gradients that each rank reduces",
+    "exposed: exposed communication in the first block",
 )
 
 
@@ -52,7 +51,6 @@ def _format(setting: Setting, verdict: Verdict) -> dict[str, Any]:
         "change": "-" if figure is None else f"{figure.value:+.1%}",
         "interval": _format_interval(figure),
         "exposed ms": format_ms(exposed.figure.value if exposed else None, default.seconds),
-        "MB": _format_megabytes(setting, summary),
         "blocks": str(len(setting.times)),
         "note": _note(setting, verdict),
     }
@@ -62,13 +60,6 @@ def _format_interval(figure: Figure | None) -> str:
     if figure is None or figure.interval is None:
         return "-"
     return f"[{figure.interval.low:+.1%}, {figure.interval.high:+.1%}]"
-
-
-def _format_megabytes(setting: Setting, summary: StepSummary | None) -> str:
-    hook = HOOKS.get(setting.case.comm_hook)
-    if summary is None or not summary.buckets or hook is None or hook.share is None:
-        return "-"
-    return f"{sum(bucket.nbytes for bucket in summary.buckets) * hook.share / 1e6:.2f}"
 
 
 def _note(setting: Setting, verdict: Verdict) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -95,25 +94,6 @@ class Samples:
         return self._thin(self.number)
 
 
-@dataclass
-class Calls:
-    """The newest calls of one operation and size on one group. count: of all calls seen."""
-
-    ranks: int = 0
-    count: int = 0
-    newest: deque[JoinedCall] = field(default_factory=lambda: deque(maxlen=CALLS))
-
-    def add(self, call: JoinedCall) -> None:
-        """Add a call that is newer than all before."""
-        self.ranks = max(self.ranks, call.ranks)
-        self.count += 1
-        self.newest.append(call)
-
-    def find_last(self) -> tuple[int, float]:
-        """Return the rank that comes last most often, and in which share of the calls."""
-        return find_most_frequent([call.last_rank for call in self.newest])
-
-
 class History:
     """The rounds of a job, summarized as they come."""
 
@@ -121,14 +101,15 @@ class History:
         self.job = Samples(JOB)
         self.ranks: dict[int, Samples] = {}  # of RANK
         self.host_of: dict[int, str] = {}  # by rank, even if it did not report lately
-        self.hosts: dict[str, list[int]] = {}  # the same by host
         self._reported: dict[int, int] = {}  # rank → the latest round with its steps, if any
         self.steps = 0  # that all ranks reported, without the warm-up
         self.last_step = -1
         self.spreads: deque[float] = deque(maxlen=RECENT)  # of ranks' own time
         self.facts: deque[Mapping[int, Mapping[str, float]]] = deque(maxlen=RECENT)  # by rank
         self.rounds = 0
-        self.calls: dict[tuple[str, str, int], Calls] = {}  # by group, operation and bytes
+        # By group, operation and bytes: the newest calls, and how many there were.
+        self.calls: dict[tuple[str, str, int], deque[JoinedCall]] = {}
+        self.call_counts = Counter[tuple[str, str, int]]()
         self._group_sizes = Counter[str]()
         self.call_steps = 0  # in which any of these calls was made
         self._links: deque[Sequence[Link]] = deque(maxlen=RECENT)
@@ -156,6 +137,14 @@ class History:
         return len(self.host_of)
 
     @property
+    def hosts(self) -> dict[str, list[int]]:
+        """The ranks of each host."""
+        hosts: dict[str, list[int]] = {}
+        for rank, host in sorted(self.host_of.items()):
+            hosts.setdefault(host, []).append(rank)
+        return hosts
+
+    @property
     def links(self) -> list[Link]:
         """What each link carried in the latest rounds."""
         return add_links(chain(*self._links))
@@ -181,7 +170,7 @@ class History:
 
     def add(self, window: Window) -> None:
         """Add the window of all ranks, every few seconds."""
-        self._add_hosts(window.hosts)
+        self.host_of |= {rank: host for host, ranks in window.hosts.items() for rank in ranks}
         if window.rows and not self.job:
             self._reported.clear()
         if window.rows or not self.job:  # in a job without steps, all that report count
@@ -197,13 +186,6 @@ class History:
         if window.lines:
             self.lines = {**window.lines, ALL: _average_lines([*window.lines.values()])}
         self.rounds += 1
-
-    def _add_hosts(self, hosts: Mapping[str, Sequence[int]]) -> None:
-        now = {rank: host for host, ranks in hosts.items() for rank in ranks}
-        if not now.items() <= self.host_of.items():
-            self.host_of, self.hosts = self.host_of | now, {}
-            for rank, host in sorted(self.host_of.items()):
-                self.hosts.setdefault(host, []).append(rank)
 
     def _add_steps(self, window: Window, new: int) -> None:
         ranks = sorted(window.rows)
@@ -233,7 +215,8 @@ class History:
         for call in calls:
             key = call.group, call.operation, call.nbytes
             if key in self.calls or len(self.calls) < KINDS:
-                self.calls.setdefault(key, Calls()).add(call)
+                self.calls.setdefault(key, deque(maxlen=CALLS)).append(call)
+                self.call_counts[key] += 1
 
 
 def _average_lines(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The verdicts of a watch on its job. No torch.
 
-To add a finding, write a function that takes a Context and yields findings, and list it in JUDGES,
-at the end of this module. A finding states what, where, how much, and what to do next.
+To add a finding, write a function that takes a Context and yields findings, and list it in one of
+the tables at the end of this module. A finding states what, where, how much, and what to do next.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ddpbench.records.schema import SEVERITIES, Finding
 from ddpbench.records.watched import COLUMNS, PHASES, WatchedPause
 from ddpbench.records.wording import counted, list_all, name_ranks
 from ddpbench.watch.judging import stragglers
-from ddpbench.watch.judging.history import History, format_time
+from ddpbench.watch.judging.history import History, find_most_frequent, format_time
 from ddpbench.watch.judging.series import find_parts
 from ddpbench.watch.judging.slow_links import find_slow_links
 from ddpbench.watch.judging.stragglers import COMPARE, RECENT, Late
@@ -63,14 +63,13 @@ def judge(history: History, world_size: int) -> tuple[Finding, ...]:
     Nothing is an error: a watch does not change the exit code of its job. If reports of ranks are
     missing, nothing is said of all ranks: those that are missing may be the reason.
     """
-    conditions, missing, late = {ANYTHING}, history.find_missing(world_size), list[Late]()
+    judges, missing, late = JUDGES, history.find_missing(world_size), list[Late]()
     if len(history.job) >= stragglers.FEWEST:
-        conditions |= {STEPS} if missing else {STEPS, ALL_RANKS}
+        judges += JUDGES_OF_STEPS if missing else JUDGES_OF_STEPS + JUDGES_OF_ALL_RANKS
         late = stragglers.find_late(history)
     elif not history.call_steps:
-        conditions |= {CALLS_ONLY}
+        judges += JUDGES_OF_CALLS
     context = Context(history, world_size, missing, late)
-    judges = [function for condition, function in JUDGES if condition in conditions]
     findings = [finding for function in judges for finding in function(context)]
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
@@ -96,14 +95,14 @@ def _judge_missing(context: Context) -> Iterator[Finding]:
 def _judge_arrivals(context: Context) -> Iterator[Finding]:
     """Report calls at which the same rank is nearly always the last to arrive."""
     for (group, operation, nbytes), calls in context.history.calls.items():
-        if calls.ranks < 2 or len(calls.newest) < FEWEST_CALLS:
+        if calls[-1].ranks < 2 or len(calls) < FEWEST_CALLS:
             continue
-        rank, often = calls.find_last()
+        rank, often = find_most_frequent([call.last_rank for call in calls])
         # Where another rank was last, the others did not wait for this one.
-        alone_ns = [(c.last_ns - c.second_ns) * (c.last_rank == rank) for c in calls.newest]
+        alone_ns = [(c.last_ns - c.second_ns) * (c.last_rank == rank) for c in calls]
         waited = np.array(alone_ns) * 1e-9
         interval, seconds = stats.median_interval(waited), float(np.median(waited))
-        between = float(np.median(np.diff(sorted(c.last_ns for c in calls.newest)))) * 1e-9
+        between = float(np.median(np.diff(sorted(c.last_ns for c in calls)))) * 1e-9
         if not interval or often < MOST_OFTEN or interval.low < LEAST_SHARE * between:
             continue
         yield Finding(
@@ -128,12 +127,18 @@ def _judge_pauses(context: Context) -> Iterator[Finding]:
         is_clear = _is_clear(history, pause)
         if share < (NOTABLE_PAUSE if is_clear else LARGE_PAUSE):
             continue
-        severity = "warning" if is_clear and share >= CLEAR_PAUSE else "note"
-        place = {"rank": pause.rank} if pause.rank is not None else {}
+        who, place = "all ranks pause", dict[str, object]()
+        if pause.rank is not None:
+            who = f"rank {pause.rank} on {history.host_of.get(pause.rank, '')} pauses"
+            place = {"rank": pause.rank}
+        where = f" at {pause.line}" if pause.line else ""
+        often = f" every {pause.every} steps" if pause.every else ""
         yield Finding(
-            severity,
+            "warning" if is_clear and share >= CLEAR_PAUSE else "note",
             "pauses",
-            _describe_pause(history, pause),
+            f"{who} in {pause.phase}{where}: {pause.seconds * 1e3:.0f} ms{often}, "
+            f"{counted(pause.count, 'time')}, first in step {pause.first_step}; "
+            f"{history.describe_cost(pause.mean_seconds)}",
             PAUSE_STEPS.get(pause.phase, PAUSE_STEPS["other"]),
             place
             | {"phase": pause.phase, "line": pause.line, "seconds": pause.seconds}
@@ -155,19 +160,6 @@ def _is_clear(history: History, pause: WatchedPause) -> bool:
         return unusual or pause.count > FEWEST_PAUSES
     very_long = max(LONG_SECONDS, LONG_STEPS * history.mean_seconds)
     return (unusual and pause.count >= FEWEST_PAUSES) or pause.longest_seconds >= very_long
-
-
-def _describe_pause(history: History, pause: WatchedPause) -> str:
-    who = "all ranks pause"
-    if pause.rank is not None:
-        who = f"rank {pause.rank} on {history.host_of.get(pause.rank, '')} pauses"
-    where = f" at {pause.line}" if pause.line else ""
-    often = f" every {pause.every} steps" if pause.every else ""
-    return (
-        f"{who} in {pause.phase}{where}: {pause.seconds * 1e3:.0f} ms{often}, "
-        f"{counted(pause.count, 'time')}, first in step {pause.first_step}; "
-        f"{history.describe_cost(pause.mean_seconds)}"
-    )
 
 
 def _judge_stragglers(context: Context) -> Iterator[Finding]:
@@ -268,14 +260,12 @@ def _find_shares(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     def mean(name: str) -> float:
         return sum(facts.get(name, 0.0) for facts in ranks) / len(ranks)
 
-    own = len(ranks) * (mean("cpu_seconds") + mean("worker_seconds"))
-    others = (mean("host_busy_seconds") - own) / mean("cores")
-    lost = {
-        "gc-pauses": mean("gc_seconds"),
-        "recompilations": mean("compile_seconds"),
-        "busy-host": others,
+    seconds, own = mean("seconds"), len(ranks) * (mean("cpu_seconds") + mean("worker_seconds"))
+    return {
+        "gc-pauses": mean("gc_seconds") / seconds,
+        "recompilations": mean("compile_seconds") / seconds,
+        "busy-host": (mean("host_busy_seconds") - own) / mean("cores") / seconds,
     }
-    return {code: seconds / mean("seconds") for code, seconds in lost.items()}
 
 
 def _judge_hosts(context: Context) -> Iterator[Finding]:
@@ -296,16 +286,9 @@ def _judge_hosts(context: Context) -> Iterator[Finding]:
             yield Finding(severity, code, sentence, next_step, {"hosts": [*named], "share": most})
 
 
-# All judges in the order of their findings, each with what must be known before it is asked.
-ANYTHING, STEPS, ALL_RANKS, CALLS_ONLY = "", "steps", "steps of all ranks", "calls but no steps"
-JUDGES: tuple[tuple[str, Callable[[Context], Iterator[Finding]]], ...] = (
-    (ANYTHING, _judge_links),
-    (ANYTHING, _judge_missing),
-    (ANYTHING, _judge_pauses),
-    (STEPS, _judge_stragglers),
-    (ALL_RANKS, _judge_speed),
-    (ALL_RANKS, _judge_input),
-    (ALL_RANKS, _judge_communication),
-    (STEPS, _judge_hosts),
-    (CALLS_ONLY, _judge_arrivals),
-)
+# All judges: those of any job, of one with steps, with steps of all ranks, and without steps.
+Judges = tuple[Callable[[Context], Iterator[Finding]], ...]
+JUDGES: Judges = (_judge_links, _judge_missing, _judge_pauses)
+JUDGES_OF_STEPS: Judges = (_judge_stragglers, _judge_hosts)
+JUDGES_OF_ALL_RANKS: Judges = (_judge_speed, _judge_input, _judge_communication)
+JUDGES_OF_CALLS: Judges = (_judge_arrivals,)

@@ -6,7 +6,7 @@ all ranks, the same phase, and the same line of the program.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -40,21 +40,12 @@ class Pauses:
     seconds: float = 0.0
     longest_seconds: float = 0.0
     newest: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NEWEST))
-    lines: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    lines: dict[str, float] = field(default_factory=dict)
 
     @property
     def line(self) -> str:
         """The line at which these pauses spend most; "" if it is unknown."""
         return max(self.lines, key=self.lines.__getitem__, default="")
-
-    def add(self, step: int, line: str, seconds: float) -> None:
-        """Add a pause of so many seconds."""
-        if line:
-            self.lines[line] += seconds
-        self.count += 1
-        self.seconds += seconds
-        self.longest_seconds = max(self.longest_seconds, seconds)
-        self.newest.append((step, seconds))
 
     def resembles(self, step: int, line: str, seconds: float) -> bool:
         """Return whether a pause is of this kind.
@@ -125,7 +116,12 @@ class PauseHistory:
                 self.kinds.append(kind)
                 if len(self.kinds) > KINDS:
                     self.kinds.remove(min(self.kinds[:-1], key=lambda kind: kind.seconds))
-            kind.add(step.number, line, seconds)
+            if line:
+                kind.lines[line] = kind.lines.get(line, 0.0) + seconds
+            kind.count += 1
+            kind.seconds += seconds
+            kind.longest_seconds = max(kind.longest_seconds, seconds)
+            kind.newest.append((step.number, seconds))
 
     def summarize(self, steps: int) -> tuple[WatchedPause, ...]:
         """Return the kinds of pauses, those that cost most first. steps: of the job so far."""

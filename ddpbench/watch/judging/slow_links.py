@@ -45,8 +45,13 @@ def find_slow_links(links: Iterable[Link], hosts: Container[str], seconds: float
     slow = [link for link in slow if not _waits_for_answers(link, links, slow)]
     findings = []
     for host in sorted({end for link in slow for end in (link.host, link.peer)}):
-        ways = _find_slow_ways(host, links, slow)
-        if ways:
+        ends = {
+            "sends": [link for link in links if link.host == host],
+            "receives": [link for link in links if link.peer == host],
+        }
+        ways = {name: way for name, way in ends.items() if way and all(k in slow for k in way)}
+        others = {end for way in ways.values() for link in way for end in (link.host, link.peer)}
+        if len(others - {host}) > 1:
             findings.append(_describe([host], ways, usual, seconds))
             slow = [link for link in slow if not any(link in way for way in ways.values())]
     rest = [_describe([link.host, link.peer], {"carries": [link]}, usual, seconds) for link in slow]
@@ -62,19 +67,6 @@ def _waits_for_answers(link: Link, links: Sequence[Link], slow: Sequence[Link]) 
     )
     limit = SLOW * _find_highest_rate(link)
     return any(way and all(k in slow and find_rate(k) < limit for k in way) for way in ways)
-
-
-def _find_slow_ways(
-    host: str, links: Sequence[Link], slow: Sequence[Link]
-) -> dict[str, list[Link]]:
-    """Return the links of a host by the directions in which all are slow; none for one link."""
-    ways = {
-        "sends": [link for link in links if link.host == host],
-        "receives": [link for link in links if link.peer == host],
-    }
-    ways = {name: way for name, way in ways.items() if way and all(link in slow for link in way)}
-    others = {end for way in ways.values() for link in way for end in (link.host, link.peer)}
-    return ways if len(others - {host}) > 1 else {}
 
 
 def _describe(

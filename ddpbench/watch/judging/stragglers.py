@@ -197,10 +197,11 @@ def _measure(steps: _Steps, excess: Floats) -> Late:
 def describe_late(history: History, late: Sequence[Late]) -> Iterator[Finding]:
     """Yield a finding for each host whose ranks are all late, and for the latest other ranks."""
     always = [one for one in late if one.every == 1 and one.until is None]
-    for ranks in history.hosts.values():
+    hosts = history.hosts
+    for ranks in hosts.values():
         members = [one for one in always if one.rank in ranks]
         phases = {one.phases[0] for one in members}
-        if len(members) == len(ranks) > 1 and len(phases) == 1 < len(history.hosts):
+        if len(members) == len(ranks) > 1 and len(phases) == 1 < len(hosts):
             yield _describe(history, members[len(members) // 2], ranks)
             late = [one for one in late if one not in members]
     yield from (_describe(history, one) for one in late[:MOST])

@@ -125,17 +125,18 @@ def _list_collectives(history: History) -> list[WatchedCollective]:
     """Return the collectives, those with the longest waits first."""
     rows = []
     for (group, operation, nbytes), calls in history.calls.items():
-        last_rank, share = calls.find_last()
-        stands_out = share >= min(STANDS_OUT / calls.ranks, (1 + 1 / calls.ranks) / 2)
-        waits = [(call.last_ns - call.first_ns) * 1e-9 for call in calls.newest]
+        last_rank, share = find_most_frequent([call.last_rank for call in calls])
+        count, ranks = history.call_counts[group, operation, nbytes], calls[-1].ranks
+        stands_out = share >= min(STANDS_OUT / ranks, (1 + 1 / ranks) / 2)
+        waits = [(call.last_ns - call.first_ns) * 1e-9 for call in calls]
         row = WatchedCollective(
             group=group,
-            ranks=calls.ranks,
+            ranks=ranks,
             operation=operation,
             nbytes=nbytes,
-            calls=calls.count / (history.call_steps or 1),
+            calls=count / (history.call_steps or 1),
             wait_seconds=float(np.median(waits)),
-            last_rank=last_rank if stands_out and calls.ranks > 1 else None,
+            last_rank=last_rank if stands_out and ranks > 1 else None,
             last_share=share,
         )
         rows.append(row)

@@ -1,12 +1,11 @@
 """When this rank arrived at each collective, on every group and from every API.
 
-Times come from torch's Flight Recorder and from the stamps of groups over mpi4py; nothing is added
-to a call. Sends and receives are left out.
+Times come from torch's Flight Recorder; nothing is added to a call. Sends and receives, and calls
+over mpi4py, are left out.
 """
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -48,7 +47,7 @@ class Arrivals:
         if steps and not final:
             until_ns = min(until_ns, steps[-1].ended_ns)
         self._groups |= {group.name: group for group in list_groups()}
-        calls = [*self._waiting, *self._read_mpi()]
+        calls = self._waiting
         if final or round_.number % READ_ROUNDS == 0:
             calls += self._read_recorders()
         calls.sort(key=lambda call: call.last_ns)
@@ -61,27 +60,10 @@ class Arrivals:
             for call in [*ended.values()][-CALLS:]
         ]
 
-    def close(self) -> None:
-        """Stop stamping calls over MPI."""
-        if "ddpbench.mpi_backend.stamps" in sys.modules:
-            from ddpbench.mpi_backend import stamps
-
-            stamps.end()
-
-    def _read_mpi(self) -> Iterator[JoinedCall]:
-        if "ddpbench.mpi_backend.work" not in sys.modules:
-            return
-        from ddpbench.mpi_backend import stamps
-
-        for name, calls in stamps.take():
-            if (group := self._groups.get(name)) is not None:
-                for (number, operation, _, nbytes), issued_ns in calls:
-                    yield self._arrive(group, number, operation, nbytes, issued_ns)
-
     def _read_recorders(self) -> Iterator[JoinedCall]:
         backends = {backend for group in self._groups.values() for backend in group.backends}
         recorders = flight_recorder.find_recorders()
-        self.unavailable = _explain_unavailable(backends - {"mpi4py"}, recorders)
+        self.unavailable = _explain_unavailable(backends, recorders)
         for name, recorder in recorders.items():
             before = self._newest.get(name, -1)
             entries = [
@@ -100,25 +82,18 @@ class Arrivals:
     def _read_entry(self, entry: Entry, group: Group) -> JoinedCall:
         read = _count_bytes(entry.input_sizes, entry.input_dtypes)
         written = _count_bytes(entry.output_sizes, entry.output_dtypes)
-        # Of these two, only the root has the whole.
-        parts = {"scatter": written, "gather": read}
-        nbytes = parts.get(entry.operation, max(read, written))
-        number, entered_ns = entry.collective_seq_id, entry.time_created_ns
-        return self._arrive(group, number, entry.operation, nbytes, entered_ns)
-
-    def _arrive(
-        self, group: Group, number: int, operation: str, nbytes: int, entered_ns: int
-    ) -> JoinedCall:
-        """Return a call. nbytes: of scatter and gather, what one rank has."""
+        nbytes = max(read, written)
+        if entry.operation in ("scatter", "gather"):  # of which only the root has the whole
+            nbytes = len(group.members) * (written if entry.operation == "scatter" else read)
         return JoinedCall(
             group=_name_group(group),
-            number=number,
-            operation=operation,
-            nbytes=nbytes * (len(group.members) if operation in ("scatter", "gather") else 1),
+            number=entry.collective_seq_id,
+            operation=entry.operation,
+            nbytes=nbytes,
             step=-1,
-            first_ns=entered_ns,
+            first_ns=entry.time_created_ns,
             second_ns=0,
-            last_ns=entered_ns,
+            last_ns=entry.time_created_ns,
             last_rank=self._rank,
         )
 
@@ -126,13 +101,11 @@ class Arrivals:
 def _explain_unavailable(backends: set[str], recorders: Mapping[str, Recorder]) -> str:
     for backend in sorted(backends):
         recorder = recorders.get("_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace")
-        if recorder is None:
-            return f"this torch does not record the calls of {backend}: use a newer torch"
+        sentence = f"calls of {backend} cannot be read, so the collectives below lack them: "
+        if backend not in ("gloo", "nccl") or recorder is None:
+            return f"{sentence}this torch does not record them"
         if not flight_recorder.read_dump(recorder, calls=False).pg_config:
-            return (
-                f"calls of {backend} cannot be read, so the collectives below lack them: {SETTING} "
-                "before init_process_group"
-            )
+            return f"{sentence}{SETTING} before init_process_group"
     return ""
 
 

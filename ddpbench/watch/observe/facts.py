@@ -13,9 +13,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import os
-import resource
 import sys
 import time
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ class Facts:
     """The facts of this rank; `close` ends counting garbage collections."""
 
     def __init__(self) -> None:
-        self._meter = cpu.CpuMeter()
+        self._meter, self._process = cpu.CpuMeter(), psutil.Process()
         self._gc_began_ns = self._gc_ns = 0
         self._totals = self._read_totals()
         gc.callbacks.append(self._count_gc)
@@ -56,22 +55,21 @@ class Facts:
         return {
             "seconds": use.wall_seconds,
             "cpu_seconds": use.own_seconds,
-            "worker_seconds": _read_worker_seconds(),
+            "worker_seconds": _read_worker_seconds(self._process),
             "host_busy_seconds": use.host_busy_seconds or 0.0,
             "gc_seconds": self._gc_ns * 1e-9,
             "compile_seconds": _read_compile_seconds(),
         }
 
 
-def _read_worker_seconds() -> float:
+def _read_worker_seconds(process: psutil.Process) -> float:
     """Return the CPU time of the processes that the main thread started, even if they ended."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = ended.ru_utime + ended.ru_stime
-    for pid in (cpu.read(f"/proc/self/task/{os.getpid()}/children") or "").split():
-        fields = (cpu.read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-        if len(fields) > 12:
-            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return seconds
+    ended = process.cpu_times()
+    seconds = ended.children_user + ended.children_system
+    for pid in (cpu.read(f"/proc/self/task/{process.pid}/children") or "").split():
+        with contextlib.suppress(psutil.Error):
+            seconds += sum(psutil.Process(int(pid)).cpu_times()[:2])
+    return float(seconds)
 
 
 def _read_compile_seconds() -> float:

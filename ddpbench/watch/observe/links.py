@@ -26,11 +26,8 @@ BULK_NBYTES = 1 << 16  # of one connection in one read, at least,
 SEGMENT_NBYTES = 1000  # and of its segments on average
 TCP_INFO_NBYTES = 256
 
-# Of Linux's struct tcp_info, which only grows at its end: RTT in µs, segments sent again, bytes
-# acknowledged, segments with data, bytes per second, and, since Linux 4.10, µs in which the
-# connection was busy, and blocked by the peer. A kernel returns as much as it knows.
+# The fields of Counters in Linux's struct tcp_info, which only grows at its end.
 TCP_INFO = struct.Struct("=68xI28xI16xQ28xIQQQ")
-WRAP = 1 << 32  # of the kernel's counters of segments: 6 TB
 
 Ends = tuple[str, int, str, int]  # address and port of this end, of the peer's
 
@@ -38,8 +35,9 @@ Ends = tuple[str, int, str, int]  # address and port of this end, of the peer's
 class Counters(NamedTuple):
     """What the kernel counted for a connection since it was opened.
 
-    bytes_per_second: of the latest acknowledgements, as the kernel estimates it for its own use;
-    busy_microseconds: while data was on its way and the peer had room for it.
+    retransmitted, segments: with data; bytes_per_second: of the latest acknowledgements, as the
+    kernel estimates it for its own use; busy_microseconds: while data was on its way, blocked_: of
+    these, while the peer had no room for it.
     """
 
     rtt_microseconds: int = 0
@@ -48,6 +46,7 @@ class Counters(NamedTuple):
     segments: int = 0
     bytes_per_second: int = 0
     busy_microseconds: int = 0
+    blocked_microseconds: int = 0
 
 
 class Links:
@@ -75,10 +74,12 @@ class Links:
     def _make_link(self, ends: Ends, now: Counters, before: Counters) -> Link | None:
         """Return what a connection carried since then; None for short messages alone."""
         nbytes = now.nbytes - before.nbytes
-        segments = (now.segments - before.segments) % WRAP
+        segments = now.segments - before.segments
         if nbytes < max(BULK_NBYTES, SEGMENT_NBYTES * segments):
             return None
-        busy_seconds = (now.busy_microseconds - before.busy_microseconds) * 1e-6
+        busy_microseconds = now.busy_microseconds - before.busy_microseconds
+        blocked_microseconds = now.blocked_microseconds - before.blocked_microseconds
+        busy_seconds = (busy_microseconds - blocked_microseconds) * 1e-6
         rate = now.bytes_per_second
         return Link(
             host=self._host,
@@ -87,8 +88,8 @@ class Links:
             nbytes=nbytes,
             busy_seconds=busy_seconds,
             rtt_seconds=now.rtt_microseconds * 1e-6,
-            retransmitted=(now.retransmitted - before.retransmitted) % WRAP,
-            # Without delays of acknowledgements, as far as the latest rate shows it.
+            retransmitted=now.retransmitted - before.retransmitted,
+            # Without delays of acknowledgements, as far as the latest rate shows them.
             transfer_seconds=min(busy_seconds, nbytes / rate) if rate else busy_seconds,
         )
 
@@ -100,7 +101,8 @@ def _read_connections() -> Iterator[tuple[Ends, Counters]]:
     would keep the peer from noticing.
     """
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # not a connection, or gone meanwhile
+        # Not a connection, or gone meanwhile; Linux before 4.10 does not count busy time.
+        with contextlib.suppress(OSError, struct.error):
             connection = sockets.wrap_file(int(path.name))
             try:
                 # Fails unless it is a TCP socket, before anything is asked that is slow.
@@ -110,14 +112,5 @@ def _read_connections() -> Iterator[tuple[Ends, Counters]]:
                 connection.detach()
             (own, own_port), (peer, port) = ends
             own, peer = sockets.plain_address(own), sockets.plain_address(peer)
-            counters = parse(info)
-            if counters is not None and own != peer and not sockets.is_loopback(peer):
-                yield (own, own_port, peer, port), counters
-
-
-def parse(info: bytes) -> Counters | None:
-    """Return the counters in a struct tcp_info; None if the kernel does not count busy time."""
-    if len(info) < TCP_INFO.size:
-        return None
-    rtt, retransmitted, nbytes, segments, rate, busy, blocked = TCP_INFO.unpack_from(info)
-    return Counters(rtt, retransmitted, nbytes, segments, rate, busy - blocked)
+            if own != peer and not sockets.is_loopback(peer):
+                yield (own, own_port, peer, port), Counters._make(TCP_INFO.unpack_from(info))

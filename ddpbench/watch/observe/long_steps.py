@@ -32,7 +32,6 @@ FAR = 6.0  # spreads of usual steps, by which it is longer, too
 IN_A_ROW = 4  # long steps; more are a new level
 LINE_SHARE = 0.2  # of the additional time, which makes a line one of a long step's
 LOOK_SECONDS = 0.05  # between two looks
-OVERDUE_SECONDS = 0.01  # the same, while a step takes longer than usual
 MOST_LOOKS = 4096  # looks that wait to be taken; of more, the oldest are lost
 
 Floats = npt.NDArray[np.float64]
@@ -50,14 +49,10 @@ class Look(NamedTuple):
 
 
 class Stacks:
-    """Looks at the training thread from its first mark until `close`.
-
-    overdue_seconds: the time of a step from which looks are more frequent.
-    """
+    """Looks at the training thread from its first step until `close`."""
 
     def __init__(self, marks: Marks, observer: Observer) -> None:
         self._marks, self._observer = marks, observer
-        self.overdue_seconds = float("inf")
         self._looks = deque[Look](maxlen=MOST_LOOKS)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look, name="ddpbench-stacks", daemon=True)
@@ -73,26 +68,21 @@ class Stacks:
         self._thread.join(1.0)
 
     def _look(self) -> None:
-        before, seconds = time.time_ns(), LOOK_SECONDS
-        while not self._closing.wait(seconds):
+        before = time.time_ns()
+        while not self._closing.wait(LOOK_SECONDS):
             frame = sys._current_frames().get(self._observer.thread or 0)
             now = time.time_ns()
             if frame is not None and self._marks.stepped_ns:
                 self._looks.append(Look(now, (now - before) * 1e-9, describe_line(frame)))
             del frame  # it would keep the values of the training thread alive
-            overdue = (now - self._marks.stepped_ns) * 1e-9 > self.overdue_seconds
-            before, seconds = now, OVERDUE_SECONDS if overdue else LOOK_SECONDS
+            before = now
 
 
 class LongSteps:
-    """Finds long steps among all steps of this rank.
-
-    limit_seconds: how long a step is that counts as long.
-    """
+    """Finds long steps among all steps of this rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self.limit_seconds = float("inf")
         self._first_ns = 0  # when the first step began
         self._last: Step | None = None
         self._count, self._seconds = 0, 0.0  # long steps, and their additional time
@@ -142,7 +132,6 @@ class LongSteps:
         rows = np.array([step.row for step in self._recent])
         is_long = _find_long(rows.sum(axis=1))
         usual = np.median(rows[~is_long], axis=0)
-        self.limit_seconds = (1 + LONGER) * float(usual.sum())
         for step, long in zip(chunk, is_long[-len(chunk) :].tolist(), strict=True):
             lines = self._take_lines(step, step.began_ns if long else 0)
             if long:

@@ -2,9 +2,9 @@
 
 Optimizers are seen through torch's global hooks, backward, data loaders and waits by wrapping
 torch.autograd.backward, the iterators of DataLoader and what `find_waits` finds, and forwards by
-wrapping the calls of the root modules alone. Waits and root modules are looked for when an
-optimizer steps for the first time, or when a group of ranks first meets in a backward. Hooks on all
-modules would slow each submodule and make torch.compile warn.
+wrapping the calls of the root modules alone. Waits are looked for before the first mark, root
+modules when an optimizer steps for the first time, or when a group of ranks first meets in a
+backward. Hooks on all modules would slow each submodule and make torch.compile warn.
 
 On GPUs a wait delays the current stream. Marks of input and waits are added only where that is the
 stream of the steps: fully_shard, for example, waits in streams of its own.
@@ -24,7 +24,7 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from threading import get_ident
 from typing import Any, TypeVar
@@ -69,17 +69,17 @@ class Observer:
     """Adds marks to `marks` from its creation until `close`.
 
     anchor: the optimizer whose steps divide the job into steps, the first one that steps; another
-    one takes over after PATIENCE steps without a step of the anchor. after_step: called in the
-    training thread after each step of the anchor, with its number, from 0; after_backward: after
-    each synchronised backward, one in which process groups had collectives, with the ranks of each
-    of these groups. messages: sends and receives so far. thread: of the training, None before its
-    first mark, NOBODY once this has stopped. on_error: called once, with an error in the observer
-    or in after_step, which ends the observation and not the job.
+    one takes over after PATIENCE steps without a step of the anchor. after_step: if set, called in
+    the training thread after each step of the anchor, with its number, from 0; after_backward:
+    after each synchronised backward, one in which process groups had collectives, with the ranks of
+    each of these groups. messages: sends and receives so far. thread: of the training, None before
+    its first mark, NOBODY once this has stopped. on_error: called once, with an error in the
+    observer or in after_step, which ends the observation and not the job.
     """
 
     def __init__(self, marks: Marks, on_error: Callable[[Exception], object] | None = None) -> None:
-        self.after_step: list[Callable[[int], object]] = []
-        self.after_backward: list[Callable[[Meetings], object]] = []
+        self.after_step: Callable[[int], object] | None = None
+        self.after_backward: Callable[[Meetings], object] | None = None
         self.messages = 0
         self._marks, self._on_error = marks, on_error
         self._owner = get_ident()  # the thread that uses the hooks
@@ -104,8 +104,6 @@ class Observer:
                 for name in ("send", "recv", "recv_anysource")
             ),
         ]
-        self._waits: dict[tuple[Any, str], Undo] = {}  # how to restore each
-        self._wrap_waits()
         _observers.add(self)
 
     @property
@@ -115,8 +113,8 @@ class Observer:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that have stepped and are still alive, the anchor first."""
-        return sorted(self._steps, key=lambda optimizer: not self._is_anchor(optimizer))
+        """Return the optimizers that have stepped and are still alive."""
+        return list(self._steps)
 
     def stop(self) -> None:
         """Add no more marks. What is installed stays and does nothing. For any thread."""
@@ -130,7 +128,7 @@ class Observer:
         """
         self.stop()
         owned = self._owned if get_ident() == self._owner else []
-        for undo in (*self._restore, *self._waits.values(), *owned):
+        for undo in (*self._restore, *owned):
             undo()
 
     def __enter__(self) -> None:
@@ -143,16 +141,22 @@ class Observer:
                 self._on_error(error)
         return isinstance(error, Exception)
 
+    def _begin(self) -> None:
+        """Add marks in this thread from now on, also in the waits of what is imported by now."""
+        self.thread = self._owner = get_ident()
+        wrap = partial(self._mark_calls, BLOCKED)
+        self._restore += [replace(owner, name, wrap) for owner, name in find_waits()]
+
     # Optimizers
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if self.thread is None:
-            self.thread = self._owner = get_ident()
-        elif get_ident() != self.thread:
-            return
         with self:
+            if self.thread is None:
+                self._begin()
+            if get_ident() != self.thread:
+                return
             if optimizer not in self._steps:
                 self._meet(optimizer)
             self._marks.add(OPTIMIZER)
@@ -163,21 +167,18 @@ class Observer:
         with self:
             self._steps[optimizer] += 1
             # By counting alone, so that all ranks decide alike: they free objects at other times.
-            if self._is_anchor(optimizer) or self._steps[optimizer] >= PATIENCE:
+            is_anchor = self._anchor is not None and self._anchor() is optimizer
+            if is_anchor or self._steps[optimizer] >= PATIENCE:
                 self._anchor = weakref.ref(optimizer)
                 self._steps.update(dict.fromkeys(self._steps, 0))
                 self._call(self.after_step, self._marks.add_step())
             else:
                 self._marks.add(OPTIMIZER + END)
 
-    def _is_anchor(self, optimizer: Optimizer) -> bool:
-        return self._anchor is not None and self._anchor() is optimizer
-
-    def _call(self, callbacks: Sequence[Callable[[T], object]], argument: T) -> None:
-        if callbacks:
+    def _call(self, callback: Callable[[T], object] | None, argument: T) -> None:
+        if callback is not None:
             self._marks.add(OTHER)
-            for callback in callbacks:
-                callback(argument)
+            callback(argument)
             self._marks.add(OTHER + END)
 
     # Root modules
@@ -185,7 +186,6 @@ class Observer:
     def _meet(self, optimizer: Optimizer) -> None:
         """Look at an optimizer that steps for the first time."""
         self._steps[optimizer] = 0
-        self._wrap_waits()
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if self._anchor is None:
             self._anchor = weakref.ref(optimizer)
@@ -195,31 +195,63 @@ class Observer:
             self._add_roots(lambda one: any(id(p) in wanted for p in one._parameters.values()))
 
     def _add_roots(self, is_owner: Callable[[nn.Module], bool]) -> None:
-        if self._searches < SEARCHES:
-            self._searches += 1
-            known = {id(one) for one in self.modules}
-            new = [one for one in find_roots(is_owner) if id(one) not in known]
-            self._roots.extend(weakref.ref(one) for one in new)
-            self._owned += [wrap_call(one, self._begin_forward, self._end_forward) for one in new]
+        """Find the outermost modules alive that are owners or contain some; mark their calls.
 
-    def _begin_forward(self) -> int:
-        if get_ident() != self.thread:
-            return NOBODY
-        phase = FORWARD if torch.is_grad_enabled() else OTHER
-        self._add(phase)
-        return phase
+        Wrappers such as DDP and torch.compile's are the outermost. Walks through all objects that
+        Python's garbage collector has: 30 to 100 ms for each million of them.
+        """
+        if self._searches == SEARCHES:
+            return
+        self._searches += 1
+        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+        # A module that is being made, or was unpickled in part, has no such attribute yet.
+        modules = [one for one in modules if "_modules" in one.__dict__]
+        inner = {id(child) for module in modules for child in module._modules.values()}
+        inner |= {id(root) for root in self.modules}
+        for module in modules:
+            if id(module) not in inner and any(map(is_owner, module.modules())):
+                self._roots.append(weakref.ref(module))
+                self._owned.append(self._mark_forwards(module))
 
-    def _end_forward(self, phase: int) -> None:
-        if phase != NOBODY:
-            self._add(phase + END)
+    def _mark_forwards(self, root: nn.Module) -> Undo:
+        """Mark each call of a root module. Return how to undo that.
+
+        Does nothing for a module that was compiled in place (Module.compile), which uses the same
+        place. It is not a hook, because a hook would be pickled with the module, forbids
+        torch.jit.script, and makes each call slower. This place is neither pickled nor copied, nor
+        part of the state.
+        """
+        reference = weakref.ref(root)  # so that a dropped module is freed at once
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            module: Any = reference()
+            # Code that torch.compile traces must look as it would without this wrapper.
+            if torch.compiler.is_compiling() or get_ident() != self.thread:
+                return module._call_impl(*args, **kwargs)
+            phase = FORWARD if torch.is_grad_enabled() else OTHER
+            self._add(phase)
+            try:
+                return module._call_impl(*args, **kwargs)
+            finally:
+                self._add(phase + END)
+
+        def restore() -> None:
+            module = reference()
+            if module is not None and module.__dict__.get(CALL) is call:  # not compiled since
+                del module.__dict__[CALL]
+
+        if getattr(root, CALL, None) is None:
+            root.__dict__[CALL] = call  # past __setattr__: torch.compile's wrapper passes it on
+        return restore
 
     # Backward, input and waits
 
     def _wrap_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            elsewhere = self.thread not in (None, get_ident())
-            if torch.compiler.is_compiling() or self._in_backward or elsewhere:
+            if torch.compiler.is_compiling() or self._in_backward:
+                return original(tensors, *args, **kwargs)
+            if self.thread not in (None, get_ident()):
                 return original(tensors, *args, **kwargs)
             before = count_collectives()
             self._in_backward, self._own_ended = True, False
@@ -228,7 +260,9 @@ class Observer:
                     self._add(BACKWARD)
                     # Subclasses of Tensor may count what they see.
                     with self, torch._C.DisableTorchFunction():
-                        self._watch_begin(tensors)
+                        for tensor in tensors if isinstance(tensors, (tuple, list)) else [tensors]:
+                            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                                tensor.grad_fn.register_prehook(self._queue_stamp)
                 original(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
@@ -244,29 +278,19 @@ class Observer:
         The ranks of a process group call the same collectives. So such a backward is the n-th of
         its group in all of them, however many optimizer steps or other backwards a rank takes.
         """
-        if self.thread == NOBODY:
-            return
         with self:
             met = frozenset(count_collectives() - before)
-            if not met:
+            if not met or self.thread == NOBODY:
                 return
             if self.thread is None:
-                self.thread = self._owner = get_ident()
+                self._begin()
             if not met <= self._met:
                 self._met |= met
-                self._wrap_waits()
                 self._add_roots(is_distributed)
             self._call(self.after_backward, met)
 
-    def _watch_begin(self, tensors: Any) -> None:
-        """Have the engine call `_queue_stamp` where this backward begins."""
-        for tensor in tensors if isinstance(tensors, (tuple, list)) else (tensors,):
-            node = tensor.grad_fn if isinstance(tensor, Tensor) else None
-            if node is not None:
-                node.register_prehook(self._queue_stamp)
-
     def _queue_stamp(self, gradients: tuple[Tensor, ...]) -> None:
-        """Have the engine mark the own end before it calls anybody else.
+        """Have the engine mark the own end of this backward, which has begun, first of all.
 
         The engine calls what was queued during a backward at its end, in the order in which it was
         queued. DDP queues its wait for the reductions, and FSDP its own, while backward runs.
@@ -292,13 +316,6 @@ class Observer:
                 self._add(phase + END)
 
         return call
-
-    def _wrap_waits(self) -> None:
-        """Wrap the waits of what has been imported since the last time."""
-        for owner, name in find_waits():
-            if (owner, name) not in self._waits:
-                wrap = partial(self._mark_calls, BLOCKED)
-                self._waits[owner, name] = replace(owner, name, wrap)
 
     def _count_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -361,53 +378,8 @@ def count_collectives() -> Counter[tuple[int, ...]]:
     return counts
 
 
-def find_roots(is_owner: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    """Return the outermost modules alive that are owners or have owners among their submodules.
-
-    Wrappers such as DDP and torch.compile's are the outermost. Walks through all objects that
-    Python's garbage collector has: 30 to 100 ms for each million of them.
-    """
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    # A module that is being made, or was unpickled in part, has no such attribute yet.
-    modules = [one for one in modules if "_modules" in one.__dict__]
-    inner = {id(child) for module in modules for child in module._modules.values()}
-    roots = [module for module in modules if id(module) not in inner]
-    return [root for root in roots if any(map(is_owner, root.modules()))]
-
-
 def is_distributed(module: nn.Module) -> bool:
     """Return whether a module is DDP's, or has a DTensor among its own parameters."""
     parameters = module._parameters.values()
     is_ddp = isinstance(module, DistributedDataParallel)
     return is_ddp or any(hasattr(one, "device_mesh") for one in parameters)
-
-
-def wrap_call(module: nn.Module, begin: Callable[[], int], end: Callable[[int], None]) -> Undo:
-    """Call `begin` before each call of a module, and `end` after it, even after an exception.
-
-    Returns how to undo that. Does nothing for a module that was compiled in place (Module.compile),
-    which uses the same place. It is not a hook, because a hook would be pickled with the module,
-    forbids torch.jit.script, and makes each call slower. This place is neither pickled nor copied,
-    nor part of the state. end: gets what `begin` returned.
-    """
-    reference = weakref.ref(module)  # so that a dropped module is freed at once
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        module: Any = reference()
-        # Code that torch.compile traces must look as it would without this wrapper.
-        if torch.compiler.is_compiling():
-            return module._call_impl(*args, **kwargs)
-        mark = begin()
-        try:
-            return module._call_impl(*args, **kwargs)
-        finally:
-            end(mark)
-
-    def restore() -> None:
-        module = reference()
-        if module is not None and module.__dict__.get(CALL) is call:  # not compiled since
-            del module.__dict__[CALL]
-
-    if getattr(module, CALL, None) is None:
-        module.__dict__[CALL] = call  # past __setattr__: torch.compile's wrapper passes it on
-    return restore

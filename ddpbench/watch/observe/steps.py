@@ -63,14 +63,13 @@ class Marks:
     that is being captured meanwhile.
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self) -> None:
         self.step, self.stepped_ns = -1, 0  # the latest STEP, and when it was
-        self._ready: deque[Mark] = deque(maxlen=limit)
+        self._ready: deque[Mark] = deque(maxlen=LIMIT)
         self._append = self._ready.append  # found faster
         self._device: torch.device | None = None
         self._kind: devices.Cpu = devices.KINDS["cpu"]
         self._pending: deque[tuple[int, int, Any, int]] = deque()
-        self._pool: list[Any] = []
         self._stream: Any = None  # of the latest STEP
         self._latest: Any = None  # event, the device's time of which is _clock_ns
         self._clock_ns = 0
@@ -80,8 +79,11 @@ class Marks:
         ns = time.time_ns()
         if self._device is None:
             self._append((kind, ns, time.perf_counter_ns(), self.step))
-        else:
-            self._record(self._device, kind, ns)
+        elif not self._kind.capturing() and len(self._pending) < PENDING:
+            event = self._kind.event(self._device)
+            with self._kind.current(self._device):  # autograd calls from threads of its own
+                event.record()
+            self._pending.append((kind, ns, event, self.step))
 
     def add_step(self) -> int:
         """Mark the end of a step, and return its number."""
@@ -98,9 +100,7 @@ class Marks:
 
         In another one, the device may come to a mark before earlier ones.
         """
-        if self._device is None:
-            return True
-        return bool(self._kind.current_stream(self._device) == self._stream)
+        return self._device is None or self._kind.current_stream(self._device) == self._stream
 
     def use_device(self, device: torch.device) -> None:
         """Measure phases by the clock of a device, if its kind has one."""
@@ -114,14 +114,6 @@ class Marks:
         """Return the marks that are available, and forget them. For any thread."""
         return [self._ready.popleft() for _ in range(len(self._ready))]
 
-    def _record(self, device: torch.device, kind: int, ns: int) -> None:
-        if self._kind.capturing() or len(self._pending) >= PENDING:
-            return
-        event = self._pool.pop() if self._pool else self._kind.event(device)
-        with self._kind.current(device):  # autograd calls from threads of its own
-            event.record()
-        self._pending.append((kind, ns, event, self.step))
-
     def resolve(self) -> None:
         """Make the marks available that the device has passed. For the training thread only."""
         if self._kind.capturing():
@@ -130,7 +122,6 @@ class Marks:
             kind, ns, event, step = self._pending.popleft()
             if self._latest is not None:
                 self._clock_ns += devices.elapsed_ns(self._latest, event)
-                self._pool.append(self._latest)
             self._latest = event
             self._ready.append((kind, ns, self._clock_ns, step))
 

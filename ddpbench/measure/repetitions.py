@@ -1,4 +1,4 @@
-"""Decide how often a case is repeated: warm-up, precision reached, or end of the time slice.
+"""Warm-up and number of repetitions of a case: until its precision or the end of its time slice.
 
 Rank 0 decides how many repetitions come next and sends the number to the other ranks. Decisions,
 checks and gathering happen between bursts, never inside a timed span.
@@ -96,32 +96,32 @@ def measure(
     gc.freeze()  # later collections skip today's objects, which saves 14 ms per case
     gc.disable()
     try:
-        _measure(Pace(bench, samples, ahead_ns=ahead_ns), shortest_seconds)
+        _measure(Bursts(bench, samples, ahead_ns=ahead_ns), shortest_seconds)
     finally:
         if enabled:
             gc.enable()
     return samples
 
 
-def _measure(pace: Pace, shortest_seconds: float) -> None:
-    bench, samples = pace.bench, pace.samples
+def _measure(bursts: Bursts, shortest_seconds: float) -> None:
+    bench, samples = bursts.bench, bursts.samples
     began = time.monotonic()
     until = began + bench.plan.slice_seconds
     cold = _call_first(bench, samples)
     if samples.objection is not None or cold is None:
         return
-    pace.seconds = samples.measuring_seconds = time.monotonic() - began
-    samples.cold = pace.gather_stamps(cold)
-    pace.check(-1)
+    bursts.seconds = samples.measuring_seconds = time.monotonic() - began
+    samples.cold = bursts.gather_stamps(cold)
+    bursts.check(-1)
     bench.rest()
     samples.calls = samples.cold_calls = bench.calls
-    pace.batch = _warm_up(pace, until, shortest_seconds)
-    samples.calls *= pace.batch
-    _take_timed(pace, until)
-    if pace.batch > 1:  # check one call with the same buffers: repeated sums in place are not exact
+    bursts.batch = _warm_up(bursts, until, shortest_seconds)
+    samples.calls *= bursts.batch
+    _take_timed(bursts, until)
+    if bursts.batch > 1:  # check one call of the same buffers: repeated sums in place are not exact
         bench.refill()
         bench.repeat(1)
-        pace.check(-1)
+        bursts.check(-1)
 
 
 def _call_first(bench: Bench, samples: Samples) -> npt.NDArray[np.int64] | None:
@@ -152,7 +152,7 @@ def _explain(error: Exception, device: torch.device, what: str) -> str:
 
 
 @dataclass
-class Pace:
+class Bursts:
     """Runs bursts of repetitions whose number rank 0 decides. Tracks how long one takes."""
 
     bench: Bench
@@ -234,9 +234,9 @@ class Pace:
                 samples.wrong.append(wrong)
 
 
-def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
+def _warm_up(bursts: Bursts, until: float, shortest_seconds: float) -> int:
     """Repeat until two successive windows agree. Return the number of calls per repetition."""
-    samples, rank = pace.samples, pace.bench.world.rank
+    samples, rank = bursts.samples, bursts.bench.world.rank
     most = time.monotonic() + WARM_UP_SHARE * (until - time.monotonic())
     windows = samples.warm_up
     going = True
@@ -247,23 +247,23 @@ def _warm_up(pace: Pace, until: float, shortest_seconds: float) -> int:
             latest = [over.times(samples.calls) for over in windows.over[-2:]]
             settled = len(windows.over) > 2 and stats.windows_agree(*latest)
             if not windows.over or not (cut or settled):
-                count = pace.fit_burst(WINDOW if windows.over else WARM_UP, most)
-        going = pace.run_burst(count, windows)
+                count = bursts.fit_burst(WINDOW if windows.over else WARM_UP, most)
+        going = bursts.run_burst(count, windows)
     batch = 1
     if rank == 0 and windows.over:
         median = float(np.median(windows.over[-1].times(1)))
         if median < shortest_seconds:  # 0: shorter than the step of a device's clock
             batch = int(shortest_seconds / (median or shortest_seconds / clock.STEPS)) + 1
-    return control.broadcast_decision(pace.bench.world, batch)
+    return control.broadcast_decision(bursts.bench.world, batch)
 
 
-def _take_timed(pace: Pace, until: float) -> None:
+def _take_timed(bursts: Bursts, until: float) -> None:
     """Repeat until the precision, the end of the slice or the most repetitions is reached."""
-    bench, samples, plan = pace.bench, pace.samples, pace.bench.plan
+    bench, samples, plan = bursts.bench, bursts.samples, bursts.bench.plan
     times, look = np.empty(0), FIRST_LOOK
     least = time.monotonic() + LEAST_SHARE * plan.slice_seconds
-    pace.seconds *= pace.batch
-    pace.done = bench.page_faults = bench.unhidden = 0
+    bursts.seconds *= bursts.batch
+    bursts.done = bench.page_faults = bench.unhidden = 0
     going = samples.stop_reason != "interrupted"
     while going:
         count = 0
@@ -272,7 +272,7 @@ def _take_timed(pace: Pace, until: float) -> None:
             if len(times) >= look:
                 look *= 2
                 interval = stats.median_interval(times)
-                precise = interval is not None and stats.half_width(interval) <= plan.precision
+                precise = interval is not None and interval.half_width <= plan.precision
             if len(times) >= plan.max_repetitions:
                 samples.stop_reason = "most repetitions"
             elif precise and time.monotonic() > least:
@@ -281,13 +281,13 @@ def _take_timed(pace: Pace, until: float) -> None:
                 samples.stop_reason = "time slice"
             else:
                 look_at = min(look, plan.max_repetitions)
-                count = pace.fit_burst(look_at - len(times), until, FEWEST - len(times))
-        going = pace.run_burst(count, samples.timed, check=True)
+                count = bursts.fit_burst(look_at - len(times), until, FEWEST - len(times))
+        going = bursts.run_burst(count, samples.timed, check=True)
         if going and bench.world.rank == 0:
             times = np.append(times, samples.timed.over[-1].times(samples.calls))
-    if pace.done:
-        samples.page_faults = bench.page_faults / pace.done
-        samples.unhidden_share = bench.unhidden / pace.done if bench.hides_launch else None
+    if bursts.done:
+        samples.page_faults = bench.page_faults / bursts.done
+        samples.unhidden_share = bench.unhidden / bursts.done if bench.hides_launch else None
 
 
 def gather_wrong(world: World, samples: Samples) -> list[Wrong]:

@@ -23,8 +23,7 @@ from ddpbench.analysis.clocks import Ahead
 from ddpbench.hang.status_board import STORE_TIMEOUT, Address, StoreClient, find_store, identify
 from ddpbench.launch import placement, sockets
 from ddpbench.measure.offsets import ask_ahead
-from ddpbench.watch.gather.joining import shift
-from ddpbench.watch.window import Round, Window, decode, encode
+from ddpbench.watch.window import Round, Window, decode, encode, shift
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -103,18 +102,15 @@ class Inbox:
                 time.sleep(POLL_SECONDS)
                 continue
             with connection, contextlib.suppress(OSError, msgspec.MsgspecError):
-                self._receive(connection)
-
-    def _receive(self, connection: socket.socket) -> None:
-        connection.settimeout(IDLE_SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for _ in range(QUESTIONS):
-            sockets.answer_stamp(connection, self._token, self._now_ns)
-        (nbytes,) = SIZE.unpack(sockets.receive(connection, SIZE.size))
-        window = decode(sockets.receive(connection, nbytes))
-        with self._changed:
-            self._windows.append(window)
-            self._changed.notify_all()
+                connection.settimeout(IDLE_SECONDS)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for _ in range(QUESTIONS):
+                    sockets.answer_stamp(connection, self._token, self._now_ns)
+                (nbytes,) = SIZE.unpack(sockets.receive(connection, SIZE.size))
+                window = decode(sockets.receive(connection, nbytes))
+                with self._changed:
+                    self._windows.append(window)
+                    self._changed.notify_all()
 
 
 class Transport:
@@ -144,7 +140,7 @@ class Transport:
         identity = identify(rank)
         self._host = f"{identity.boot_id}/{identity.network}"
         self._job: Job | None = None
-        self._target: tuple[str, int] | None = None  # rank 0's address that answers
+        self._address = ""  # of rank 0, which answered
         self._ahead_ns = 0  # of rank 0's clock
         self._latest = 0  # round
         self._inbox: Inbox | None = None  # in rank 0
@@ -188,8 +184,7 @@ class Transport:
 
     def find_folder(self) -> str:
         """Return the folder of the stored run; "" if there is none, or it cannot be known."""
-        folder = self._ask_store(lambda store: _read(store, f"{self._prefix}/folder", 0.0))
-        return folder.decode() if folder else ""
+        return (self._read("folder") or b"").decode()
 
     def close(self) -> None:
         """Close all connections."""
@@ -211,11 +206,9 @@ class Transport:
 
     def _find_job(self, seconds: float) -> Job | None:
         """Return the job; None if rank 0 does not publish it within this time."""
-        if self._job is None:
-            data = self._ask_store(lambda store: _read(store, f"{self._prefix}/job", seconds))
-            if data:
-                self._job = msgspec.json.decode(data, type=Job)
-                self._close_store()  # it need not serve all ranks twice
+        if self._job is None and (data := self._read("job", seconds)):
+            self._job = msgspec.json.decode(data, type=Job)
+            self._close_store()  # it need not serve all ranks twice
         return self._job
 
     def _send(self, window: Window) -> None:
@@ -223,15 +216,14 @@ class Transport:
         job = self._find_job(STORE_SECONDS if window.last else 0.0)
         if job is None:
             return
-        if self._target is None:
-            targets = [(address, job.port) for address in job.addresses]
-            self._target = next(filter(_accepts, targets), None)
-        if self._target is not None:
-            opened = connect(self._target, job.token, self._now_ns)
+        for address in [self._address] if self._address else job.addresses:
+            opened = connect((address, job.port), job.token, self._now_ns)
             with contextlib.suppress(OSError), opened as (connection, ahead):
                 # Ranks of one host have one clock.
+                self._address = address
                 self._ahead_ns = 0 if job.host == self._host else ahead.middle_ns
                 send(connection, shift(window, self._ahead_ns))
+                return
 
     def _ask_store(self, function: Callable[[dist.Store], T]) -> T | None:
         """Return what a function of the store returns, None if the store does not answer soon."""
@@ -248,18 +240,21 @@ class Transport:
             self._close_store()
         return answer
 
+    def _read(self, name: str, seconds: float = 0.0) -> bytes | None:
+        """Return the value of a key, None if it does not exist by then: `get` would wait for it."""
+        key, until = f"{self._prefix}/{name}", time.monotonic() + seconds
+
+        def poll(store: dist.Store) -> bytes | None:
+            while not (exists := store.check([key])) and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)
+            return store.get(key) if exists else None
+
+        return self._ask_store(poll)
+
     def _close_store(self) -> None:
         if self._client is not None:
             self._client.close()
         self._client = None
-
-
-def _accepts(target: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(target, CONNECT_SECONDS).close()
-    except OSError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -280,13 +275,3 @@ def send(connection: socket.socket, window: Window) -> None:
     """Send a window over a connection to an inbox."""
     data = encode(window)
     connection.sendall(SIZE.pack(len(data)) + data)
-
-
-def _read(store: dist.Store, key: str, seconds: float) -> bytes | None:
-    """Return the value of a key, None if it does not exist by then: `get` would wait for it."""
-    until = time.monotonic() + seconds
-    while not store.check([key]):
-        if time.monotonic() >= until:
-            return None
-        time.sleep(POLL_SECONDS)
-    return store.get(key)

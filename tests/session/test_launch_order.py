@@ -1,11 +1,10 @@
-"""Starting the ranks of a run: what refusals and failures of its launches make of it."""
+"""The launches of a run: what their refusals and failures make of it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,11 @@ from stored_runs import a_result, a_run
 
 from ddpbench import cli, collectives
 from ddpbench.catalog import backends
-from ddpbench.commands import collectives as collectives_command
 from ddpbench.nested_runs import command_line
 from ddpbench.records import store
 from ddpbench.runtime import control
-from ddpbench.session import run_options, start_ranks
-from ddpbench.session.run_options import RunOptions
+from ddpbench.session import launch_loop, launch_order
+from ddpbench.session.options import RunOptions, resolve
 
 
 @pytest.mark.parametrize(
@@ -41,7 +39,7 @@ def test_a_refused_backend_is_a_refusal_and_a_dead_rank_a_failure(
     run that is marked; a run in which nothing was measured is removed."""
 
     def launch(
-        options: RunOptions, run_rank: Callable[..., int], words: Sequence[str]
+        options: RunOptions, measure: Callable[..., int], words: Sequence[str]
     ) -> tuple[int, str]:
         (name,) = options.backend
         if codes[name] == 0:
@@ -53,7 +51,7 @@ def test_a_refused_backend_is_a_refusal_and_a_dead_rank_a_failure(
     for name in ("gloo2", "gloo3"):
         fake = replace(backends.BACKENDS["gloo"], name=name)
         monkeypatch.setitem(backends.BACKENDS, name, fake)
-    monkeypatch.setattr(start_ranks, "_launch", launch)
+    monkeypatch.setattr(launch_order, "_launch", launch)
     words = ["collectives", "-n", "2", "--backend", "gloo,gloo2,gloo3", "--launches", "1"]
     output = tmp_path / "run"
     assert cli.main([*words, "--device", "cpu", "--output", str(output)]) == expected
@@ -74,8 +72,7 @@ def test_a_number_of_ranks_that_the_launcher_contradicts_is_refused(
     """-n under a launcher is its number of ranks, or one sentence and exit code 2."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    run = partial(start_ranks.run_or_start, collectives.Options, lambda options, placement: 0)
-    monkeypatch.setattr(collectives_command, "run", run)
+    monkeypatch.setattr(launch_loop, "run", lambda options, placement, measure: 0)
     assert cli.main(["collectives", "-n", count, "--backend", "gloo", "--device", "cpu"]) == code
     frozen.text(capsys.readouterr().err)
 
@@ -91,7 +88,7 @@ def test_there_is_a_rank_for_each_gpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(backends, "choose", lambda names, device, launcher: names)
     options = collectives.Options.of(command_line.parse(["collectives", *words]))
-    assert run_options.resolve(options, None).ranks == ranks
+    assert resolve(options, None).ranks == ranks
 
 
 def test_a_rank_that_alone_sees_no_gpu_is_named(frozen: Frozen) -> None:

@@ -1,37 +1,30 @@
-"""Run a measuring command: in a rank its part; elsewhere start the ranks of every launch."""
+"""The launches of a measuring command, in order; in a rank of a launch, its part of the launch."""
 
 from __future__ import annotations
 
 import argparse
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from ddpbench.catalog import backends
 from ddpbench.launch import starters
-from ddpbench.launch.placement import (
-    Placement,
-    read_placement,
-    require_world_size,
-)
+from ddpbench.launch.placement import read_placement, require_world_size
 from ddpbench.launch.supervise import Deadline
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import divert_libraries, tell
 from ddpbench.runtime import devices
-from ddpbench.session import run_folder
+from ddpbench.session import launch_loop, run_folder
 from ddpbench.session.errors import report_errors
-from ddpbench.session.run_options import RunOptions, resolve
-
-T = TypeVar("T", bound=RunOptions)
-RunRank = Callable[[T, Placement], int]  # one rank's part of a launch; returns the exit code
+from ddpbench.session.launch_loop import Measure
+from ddpbench.session.options import RunOptions, T, resolve
 
 
-def run_or_start(
-    kind: type[T], run_rank: RunRank[T], namespace: argparse.Namespace, words: Sequence[str]
+def run(
+    kind: type[T], measure: Measure[T], namespace: argparse.Namespace, words: Sequence[str]
 ) -> int:
-    """Run this rank's part of a measuring command, or start its ranks; return the exit code.
+    """Run this rank's part of a measuring command, or all launches; return the exit code.
 
     kind: the command's options. namespace: these, parsed. words: these, as typed. Raises Refused.
     """
@@ -40,16 +33,16 @@ def run_or_start(
     require_world_size(options.ranks, placement)
     if placement is not None:
         divert_libraries()
-        return run_rank(options, placement)
+        return launch_loop.run(options, placement, measure)
     options = resolve(options, None)
     folder, plan = run_folder.create(options, words)
     options = replace(options, join=str(folder), seed=plan.seed)
-    end = _run_launches(options, run_rank, words)
+    end = _run_launches(options, measure, words)
     return run_folder.finish(folder, options, end)
 
 
-def _run_launches(options: T, run_rank: RunRank[T], words: Sequence[str]) -> End | None:
-    """Start the ranks of every launch, each backend's by its launcher; return an early end."""
+def _run_launches(options: T, measure: Measure[T], words: Sequence[str]) -> End | None:
+    """Run the launches, each backend's ranks by its launcher; return an early end."""
     end = None
     failed = set[str]()  # backends; what ends or refuses one launch does so to the next
     for number, name in _order_launches(options):
@@ -58,7 +51,7 @@ def _run_launches(options: T, run_rank: RunRank[T], words: Sequence[str]) -> End
         if options.paced and not sys.stdin.readline():
             tell("stdin closed before the last launch")
             break
-        code, verdict = _launch(replace(options, backend=(name,), launch=number), run_rank, words)
+        code, verdict = _launch(replace(options, backend=(name,), launch=number), measure, words)
         if options.paced:
             sys.stdout.write(f"{code}\n")
             sys.stdout.flush()
@@ -87,8 +80,8 @@ def _order_launches(options: RunOptions) -> Iterator[tuple[int, str]]:
             yield block * len(names) + options.backend.index(name), name
 
 
-def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int, str]:
-    """Start the ranks of one launch, with one backend, and wait for them.
+def _launch(options: T, measure: Measure[T], words: Sequence[str]) -> tuple[int, str]:
+    """Start the ranks of one launch, on one backend, and wait for them.
 
     Returns the exit code, and the message about a rank that was killed or stopped, "" if none was.
     """
@@ -101,23 +94,16 @@ def _launch(launch: T, run_rank: RunRank[T], words: Sequence[str]) -> tuple[int,
     def run_forked() -> int:
         placement = read_placement()
         assert placement is not None
-        return report_errors(lambda: run_rank(launch, placement))
+        return report_errors(lambda: launch_loop.run(options, placement, measure))
 
-    settings = {
-        "--backend": launch.backend[0],
-        "--device": launch.device,
-        "--launches": launch.launches,
-        "--seed": launch.seed,
-        "--join": launch.join,
-        "--launch": launch.launch,
-    }
-    line = ["-m", f"ddpbench.{launch.command}", *words]
-    line += [str(word) for setting in settings.items() for word in setting]
+    settings = ("device", "launches", "seed", "join", "launch")
+    line = ["-m", f"ddpbench.{options.command}", *words, "--backend", options.backend[0]]
+    line += [word for name in settings for word in (f"--{name}", str(getattr(options, name)))]
     code = starters.start(
-        backends.get(launch.backend[0]).launcher,
+        backends.get(options.backend[0]).launcher,
         line,
-        run_forked if devices.get(launch.device).forks else None,
-        launch.ranks or 1,
-        Deadline(launch.timeout, launch.watchdog == "end", report),
+        run_forked if devices.get(options.device).forks else None,
+        options.ranks or 1,
+        Deadline(options.timeout, options.watchdog == "end", report),
     )
     return code, next(iter(messages), "")

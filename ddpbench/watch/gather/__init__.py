@@ -1,1 +1,0 @@
-"""The way of the ranks' reports to rank 0, and how they are joined there."""
