@@ -77,8 +77,7 @@ def observe_state(identity: RankIdentity, own: RankIdentity) -> str:
         return DIED
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return DIED
-    stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return STOPPED if stopped else ALIVE
+    return STOPPED if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ALIVE
 
 
 class Address(NamedTuple):
