@@ -17,7 +17,7 @@ from command_lines import clean_environment
 from patience import PATIENCE_SECONDS
 
 from ddpbench.records import store
-from ddpbench.records.watched import COLUMNS, Watched
+from ddpbench.records.watched import COLUMNS
 
 PYTHON = os.environ.get("DDPBENCH_FRAMEWORKS_PYTHON", "")
 SCRIPTS = Path(__file__).parent / "frameworks"
@@ -59,12 +59,15 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("loss ")]
 
 
-def watched(results: Path) -> Watched:
-    """What the only run in a folder has of its job."""
+def assert_seen(results: Path, steps: int) -> None:
+    """Assert that the only run in a folder has all steps of its job with all their phases."""
     (folder,) = store.list_runs(results)
-    known = store.read(folder).steps[0].watched
-    assert known is not None
-    return known
+    found = store.read(folder).steps[0].watched
+    assert found is not None
+    assert found.last_step == steps - 1  # they count from 0
+    seconds = dict(zip(COLUMNS, found.median_seconds, strict=True))
+    assert all(seconds[name] > 0 for name in OWN), seconds
+    assert sum(seconds.values()) == pytest.approx(found.step_seconds, rel=0.5)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +82,7 @@ def test_an_unmodified_script(tmp_path: Path, module: str, steps: int) -> None:
     seen = run(tmp_path, *TORCHRUN, *WATCH, script)
     assert losses(seen) == losses(plain)
     assert len(losses(plain)) == 1
-    found = watched(tmp_path / "results")
-    assert found.last_step == steps - 1  # they count from 0
-    seconds = dict(zip(COLUMNS, found.median_seconds, strict=True))
-    assert all(seconds[name] > 0 for name in OWN), seconds
-    assert sum(seconds.values()) == pytest.approx(found.step_seconds, rel=0.5)
+    assert_seen(tmp_path / "results", steps)
 
 
 def test_one_line_in_ray_train(tmp_path: Path) -> None:
@@ -93,7 +92,4 @@ def test_one_line_in_ray_train(tmp_path: Path) -> None:
     (tmp_path / "storage").mkdir()
     done = run(tmp_path, str(SCRIPTS / "with_ray.py"), str(results), str(tmp_path / "storage"))
     assert len(losses(done)) == 1
-    found = watched(results)
-    assert found.last_step == 39
-    seconds = dict(zip(COLUMNS, found.median_seconds, strict=True))
-    assert all(seconds[name] > 0 for name in OWN)
+    assert_seen(results, 40)

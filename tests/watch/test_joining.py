@@ -3,8 +3,6 @@ stay as large as they are."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,46 +26,38 @@ def without_steps(rank: int, host: str = "one", **known: Any) -> Window:
     return Window(7, {host: [rank]}, EPOCH, **known)
 
 
-@dataclasses.dataclass
-class Simulated:
-    """A job of equal steps, in each of which ranks meet three times.
+def a_window(
+    rank: int,
+    *,
+    host: str = "one",
+    group: str = "world",
+    first: int = 100,
+    late_ns: int = 0,
+    ahead_ns: int = 0,
+) -> Window:
+    """The window of a rank with equal steps, in each of which ranks meet three times.
 
-    late: ns by which a rank comes late to the first call of each step; ahead: of a rank's clock.
+    late_ns: by which the rank comes late to the first call of each step; ahead_ns: of its clock.
     """
-
-    late: Callable[[int], int] = lambda rank: 0
-    ahead: Callable[[int], int] = lambda rank: 0
-    first: int = 100
-    group: Callable[[int], str] = lambda rank: "world"
-
-    def window(self, rank: int, first: int | None = None, host: str = "one") -> Window:
-        """What a rank sends."""
-        first = self.first if first is None else first
-        calls, group = [], self.group(rank)
-        for step in range(first, first + STEPS):
-            begin = EPOCH + step * STEP_NS + self.ahead(rank)
-            calls += [
-                a_call(rank, 3 * step, begin + self.late(rank), step, group),
-                a_call(rank, 3 * step + 1, begin + 60 * MS, step, group),
-                a_call(rank, 3 * step + 2, begin + 70 * MS, step, group),
-            ]
-        ended = EPOCH + (first + STEPS) * STEP_NS + self.ahead(rank)
-        rows = np.tile(STEP, (STEPS, 1)).astype(np.float32)
-        return Window(7, {host: [rank]}, ended, first, {rank: rows}, calls[-CALLS:])
-
-    def windows(self, ranks: Sequence[int], host: str = "one") -> list[Window]:
-        """The windows of some ranks of a host, by the clock of rank 0."""
-        return [shift(self.window(rank, host=host), -self.ahead(rank)) for rank in ranks]
+    calls = []
+    for step in range(first, first + STEPS):
+        begin = EPOCH + step * STEP_NS + ahead_ns
+        for index, ns in enumerate((late_ns, 60 * MS, 70 * MS)):
+            calls.append(a_call(rank, 3 * step + index, begin + ns, step, group))
+    ended = EPOCH + (first + STEPS) * STEP_NS + ahead_ns
+    rows = np.tile(STEP, (STEPS, 1)).astype(np.float32)
+    return Window(7, {host: [rank]}, ended, first, {rank: rows}, calls[-CALLS:])
 
 
 def test_arrivals_are_joined_by_the_clock_of_rank_0() -> None:
     """Rank 9 comes last to a call, on the second host, whose clock is 5 ms ahead: it is named, with
     the first arrival and the last but one."""
     late = {9: 50 * MS, 8: 20 * MS}
-    job = Simulated(
-        late=lambda rank: late.get(rank, 0), ahead=lambda rank: 5 * MS if rank >= 8 else 0
-    )
-    round_ = join([*job.windows(range(8, 16), "two"), *job.windows(range(8))])
+    own = [
+        a_window(rank, host="two", late_ns=late.get(rank, 0), ahead_ns=5 * MS)
+        for rank in range(8, 16)
+    ]
+    round_ = join([*(shift(window, -5 * MS) for window in own), *map(a_window, range(8))])
     assert (list(round_.hosts), len(round_.rows), round_.steps) == (["one", "two"], 16, STEPS)
     call = round_.calls[-3]
     assert (call.last_rank, call.ranks, call.last_ns - call.second_ns) == (9, 16, 30 * MS)
@@ -77,8 +67,9 @@ def test_arrivals_are_joined_by_the_clock_of_rank_0() -> None:
 
 def test_groups_are_matched_by_name_and_number() -> None:
     """Ranks of different groups do not meet, even in calls of the same number."""
-    job = Simulated(late=lambda rank: 50 * MS * (rank == 3), group=lambda rank: f"pair {rank // 2}")
-    round_ = join(job.windows(range(16)))
+    round_ = join(
+        [a_window(n, group=f"pair {n // 2}", late_ns=50 * MS * (n == 3)) for n in range(16)]
+    )
     late = {call.last_rank for call in round_.calls if call.last_ns > call.first_ns}
     assert late == {3}
     assert {call.ranks for call in round_.calls} == {2}
@@ -87,9 +78,8 @@ def test_groups_are_matched_by_name_and_number() -> None:
 def test_windows_are_joined_over_the_steps_that_all_have() -> None:
     """Windows that begin and end at different steps are cut. A rank that has stopped long ago, or
     has no steps, hides nobody's, but is one of its host."""
-    job = Simulated()
-    windows = [job.window(rank, first=first) for rank, first in enumerate((100, 103, 10))]
-    round_ = join([*windows, without_steps(3, last=True), job.window(4, first=110, host="two")])
+    windows = [a_window(rank, first=first) for rank, first in enumerate((100, 103, 10))]
+    round_ = join([*windows, without_steps(3, last=True), a_window(4, first=110, host="two")])
     assert (round_.first_step, list(round_.rows)) == (110, [0, 1, 4])
     assert {len(rows) for rows in round_.rows.values()} == {STEPS - 10}
     assert (round_.hosts, round_.last) == ({"one": [0, 1, 2, 3], "two": [4]}, False)
@@ -126,7 +116,7 @@ def test_messages_do_not_grow_with_steps() -> None:
     sizes = []
     for first in (100, 1_000_000):
         links = [Link("one", f"10.0.{n}.1", "eth0", 1, 0.1, 0.1, 0) for n in range(LINKS)]
-        window = structs.replace(Simulated(first=first).window(16383), links=links)
+        window = structs.replace(a_window(16383, first=first), links=links)
         sizes.append(len(encode(window)))
     assert abs(sizes[1] - sizes[0]) <= CALLS * 8
     assert max(sizes) < 40_000

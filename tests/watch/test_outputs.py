@@ -11,24 +11,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from frozen import Frozen
-from msgspec import structs
-from stored_steps import a_step_case, a_step_result, a_step_run
+from stored_steps import a_step_result, a_step_run
+from synthetic_rounds import Fault, Job
 
 from ddpbench.present.formats import FORMATS
-from ddpbench.records import redact, store
-from ddpbench.records.launched import Launch
-from ddpbench.records.schema import Finding, Plan, Run, StepResult
+from ddpbench.records import store
+from ddpbench.records.schema import Finding, Run
 from ddpbench.records.store import End
 from ddpbench.records.watched import COLUMNS
 from ddpbench.session.run_folder import interrupted
 from ddpbench.verdicts import comparison, matching
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.outputs import Outputs, Settings
-from ddpbench.watch.stored import NO_STEP, TIME
-from ddpbench.watch.window import JoinedCall, Link, Window
+from ddpbench.watch.stored import identify_job
+from ddpbench.watch.window import JoinedCall, Window
 
 COMPLETE = End("complete", None, 0)
 SLOW = Finding(
@@ -39,60 +37,35 @@ NOTE = Finding("note", "exposed-communication", "5 ms of each step is exposed co
 LINK = Finding("warning", "slow-link", "the link from a to b is slow", "", {"hosts": ["a", "b"]})
 
 
-def a_job(script: str = "train.py", arguments: tuple[str, ...] = ("--epochs", "3")) -> Run:
-    """The run of a job of four ranks on gloo, before its first report."""
-    case = a_step_case(
-        workload=script, settings=arguments, world_size=4, time_definition=TIME,
-        parameters=0, parameter_nbytes=0, batch=0, accumulate=0, optimizer="", comm_hook="",
-    )  # fmt: skip
-    launch = Launch(0, case.backend, "native", "gloo", "torchrun", 4, started="2026")
-    return Run(
-        id="", command="watch", command_line=("ddpbench", "watch", script, *arguments),
-        plan=Plan(verify=0), started="2026", operations=(script,), backends=(case.backend,),
-        launches=(launch,), steps=(StepResult(case, 0, NO_STEP),),
-    )  # fmt: skip
+@pytest.fixture(autouse=True)
+def _job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line of a job."""
+    monkeypatch.setattr(sys, "argv", ["/home/me/train.py", "--epochs", "3"])
 
 
-def a_round(number: int = 0, steps: int = 60) -> Window:
-    """Steps of 100 ms of two ranks on each of two hosts: backward of rank 2 takes 20 ms longer."""
-    draw = np.random.default_rng(number)
-    own = np.tile(np.array([1, 20, 50, 3, 1, 0]) * 1e-3, (4, steps, 1))
-    own[2, :, 2] += 20e-3
-    own *= draw.normal(1, 0.01, own.shape)
-    own[:, :, 5] = own.sum(axis=2).max(axis=0) + 5e-3 - own.sum(axis=2)
-    rows = own.astype(np.float32)
-    first = number * steps
-    return Window(
-        number=number,
-        first_step=first,
-        ended_ns=int((1.8e9 + 6 * number) * 1e9),
-        rows=dict(enumerate(rows)),
-        hosts={"a": [0, 1], "b": [2, 3]},
-        links=[Link("a", "b", "eth0", 10**8, 0.9, 2e-4, 3)],
-    )
+def open_outputs(**settings: Any) -> Outputs:
+    """The outputs of a job of four ranks on gloo, before its first report."""
+    return Outputs(Settings(**settings), identify_job(0, "gloo", 4))
 
 
-def add_round(history: History, number: int, steps: int = 60) -> None:
-    """Add a round in which rank 2 is the last in each call."""
+JOB = Job(
+    hosts={"a": [0, 1], "b": [2, 3]},
+    faults=[Fault(2, "backward", 0.02)],
+    work=(0.001, 0.02, 0.05, 0.003, 0.001),
+    noise=0.01,
+    spikes=0.0,
+)
+
+
+def a_history(steps: int = 60) -> History:
+    """A job of so many steps, in which rank 2 is the last in each of its newest calls."""
+    history = JOB.watch(steps)
     calls = [
         JoinedCall("world", i, "allreduce", 2**20, i, 0, 10**6, 20 * 10**6, 2, 4)
-        for i in range(number * steps, (number + 1) * steps)
+        for i in range(steps)
     ]
-    history.add(structs.replace(a_round(number, steps), calls=calls))
-
-
-def a_history(rounds: int = 1) -> History:
-    """A history of so many rounds."""
-    history = History()
-    for number in range(rounds):
-        add_round(history, number)
+    history.add(Window(0, history.hosts, 0, calls=calls))
     return history
-
-
-def finish(results: Path, *findings: Finding, rounds: int = 1) -> Run:
-    """Store a job of so many rounds until its end; return the stored run."""
-    Outputs(Settings(output=results), a_job()).finish(a_history(rounds), findings, COMPLETE)
-    return the_run(results)
 
 
 def the_run(results: Path) -> Run:
@@ -101,21 +74,18 @@ def the_run(results: Path) -> Run:
     return store.read(folder)
 
 
-# --- the stored run -------------------------------------------------------------------------------
-
-
 def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
     """After each update the folder holds the job so far, marked as running, with the worst finding
     first; at the end it holds how the job ended, and its table."""
-    outputs, history = Outputs(Settings(output=tmp_path), a_job()), History()
-    for number in range(3):
-        add_round(history, number)
+    outputs = open_outputs(output=tmp_path)
+    for steps in (60, 120):
+        history = a_history(steps)
         outputs.update(history, [NOTE, SLOW])
         run = the_run(tmp_path)
         assert (run.command, run.state, run.exit_code) == ("watch", "running", None)
         watched = run.steps[0].watched
         assert watched is not None
-        assert watched.last_step == 60 * number + 59
+        assert watched.last_step == steps - 1
     assert [finding.code for finding in run.findings] == [SLOW.code, NOTE.code]
     outputs.finish(history, [SLOW], End("failed", "rank 0 ended with KeyError", 1))
     run = the_run(tmp_path)
@@ -131,15 +101,12 @@ def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
 def test_the_record_does_not_grow(tmp_path: Path) -> None:
     """The record of a long job is not larger than that of a short one by more than its timeline,
     and never more than 150 kB."""
-    outputs, history = Outputs(Settings(output=tmp_path), a_job()), History()
-    sizes = []
-    for number in range(120):
-        add_round(history, number)
-        if number in (39, 79, 119):
-            outputs.update(history, [SLOW])
-            sizes.append((tmp_path / the_run(tmp_path).id / "run.json").stat().st_size)
+    outputs, sizes = open_outputs(output=tmp_path), []
+    for steps in (2400, 7200):
+        outputs.update(a_history(steps), [SLOW])
+        sizes.append((tmp_path / the_run(tmp_path).id / "run.json").stat().st_size)
     assert max(sizes) < 150_000
-    assert sizes[2] < sizes[0] * 1.3
+    assert sizes[1] < sizes[0] * 1.3
 
 
 def test_no_secret_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +114,8 @@ def test_no_secret_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     job goes on and at its end."""
     secret = "hf_abcdefgh1234567890"
     monkeypatch.setenv("HF_TOKEN", secret)
-    arguments = tuple(redact.arguments(["--api-key", "sk-123456789012345", f"--hub={secret}"]))
-    outputs = Outputs(Settings(output=tmp_path), a_job(arguments=arguments))
+    sys.argv[1:] = ["--api-key", "sk-123456789012345", f"--hub={secret}"]
+    outputs = open_outputs(output=tmp_path)
     outputs.update(a_history(), [SLOW])
     running = (tmp_path / the_run(tmp_path).id / "run.json").read_text()
     outputs.finish(a_history(), [SLOW], COMPLETE)
@@ -163,8 +130,8 @@ def test_a_job_and_a_ddp_run_are_incomparable(tmp_path: Path) -> None:
     judge two runs of one job."""
     ddp = a_step_run(a_step_result())
     for name in ("one", "two"):
-        job = a_job(ddp.steps[0].case.workload)
-        Outputs(Settings(output=tmp_path / name), job).finish(a_history(3), [], COMPLETE)
+        sys.argv[0] = ddp.steps[0].case.workload
+        open_outputs(output=tmp_path / name).finish(a_history(), [], COMPLETE)
     rule = comparison.Rule(0.03, None, None)
 
     def verdicts(base: Run, new: Run) -> list[str]:
@@ -179,7 +146,7 @@ def test_a_job_and_a_ddp_run_are_incomparable(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One line says why nothing is stored; the table is printed all the same, to stderr."""
     (tmp_path / "file").touch()
-    outputs = Outputs(Settings(output=tmp_path / "file"), a_job())
+    outputs = open_outputs(output=tmp_path / "file")
     outputs.update(a_history(), [])
     outputs.finish(a_history(), [], COMPLETE)
     out, err = capfd.readouterr()
@@ -188,13 +155,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFi
     assert "stored in" not in err
 
 
-# --- on the terminal ------------------------------------------------------------------------------
-
-
 def test_stdout_belongs_to_the_job(capfd: pytest.CaptureFixture[str]) -> None:
     """The final table of a job with and without steps goes to stderr, and nothing before it."""
     for history in (a_history(), History()):
-        outputs = Outputs(Settings(), a_job())
+        outputs = open_outputs()
         outputs.update(history, [SLOW])
         assert capfd.readouterr() == ("", "")
         outputs.finish(history, [SLOW], interrupted("SIGINT"))
@@ -209,10 +173,8 @@ def test_a_job_without_stderr(
 ) -> None:
     """A job whose stderr is missing or the script's own is stored; nothing is raised."""
     monkeypatch.setattr(sys, "stderr", stream)
-    assert finish(tmp_path, SLOW).state == "complete"
-
-
-# --- the callback ---------------------------------------------------------------------------------
+    open_outputs(output=tmp_path).finish(a_history(), [SLOW], COMPLETE)
+    assert the_run(tmp_path).state == "complete"
 
 
 def test_the_callback_gets_each_report_until_it_fails(
@@ -227,7 +189,7 @@ def test_the_callback_gets_each_report_until_it_fails(
         if len(reports) == 2:
             raise KeyError("loss")
 
-    outputs = Outputs(Settings(output=tmp_path, on_report=receive), a_job())
+    outputs = open_outputs(output=tmp_path, on_report=receive)
     outputs.update(History(), [])
     for _ in range(2):
         outputs.update(a_history(), [SLOW])
@@ -236,16 +198,13 @@ def test_the_callback_gets_each_report_until_it_fails(
     assert (first["step"], first["seconds"]) == (None, {})
     assert (second["step"], second["state"]) == (59, "running")
     assert set(second["seconds"]) == {"step", "exposed", *COLUMNS}
-    assert second["seconds"]["step"] == pytest.approx(0.1, rel=0.02)
-    assert second["seconds"]["backward"] == pytest.approx(0.05, rel=0.02)
+    assert second["seconds"]["step"] == pytest.approx(0.105, rel=0.05)
+    assert second["seconds"]["backward"] == pytest.approx(0.05, rel=0.05)
     assert second["findings"][0]["place"]["rank"] == 2
     err = capfd.readouterr().err
     assert err.count("KeyError: 'loss'\n") == 1
     assert "part of a step" in err
     assert the_run(tmp_path).state == "complete"
-
-
-# --- Prometheus -----------------------------------------------------------------------------------
 
 
 def metrics(text: str) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -264,18 +223,17 @@ def test_metrics_on_a_port(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    settings = Settings(prometheus=port)
-    outputs = Outputs(settings, a_job())
+    outputs = open_outputs(prometheus=port)
     outputs.update(a_history(), [SLOW, NOTE, SLOW, LINK])
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         shown = metrics(answer.read().decode())
     assert shown["ddpbench_watch_last_step"] == [({}, 59)]
     seconds = {labels["part"]: value for labels, value in shown["ddpbench_watch_seconds"]}
-    assert seconds["step"] == pytest.approx(0.1, rel=0.02)
+    assert seconds["step"] == pytest.approx(0.105, rel=0.05)
     assert set(seconds) == {"step", "exposed", *COLUMNS}
     found = sorted((one["rank"], one["host"]) for one, _ in shown["ddpbench_watch_finding"])
     assert found == [("", ""), ("", "a,b"), ("2", "b")]
-    Outputs(settings, a_job()).update(a_history(), [])
+    open_outputs(prometheus=port).update(a_history(), [])
     assert capfd.readouterr().err.count("Prometheus") == 1
     outputs.finish(a_history(), [], COMPLETE)
     with pytest.raises(urllib.error.URLError):
@@ -287,5 +245,5 @@ def test_without_prometheus_client(
 ) -> None:
     """One sentence says what to install."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    Outputs(Settings(prometheus=9400), a_job()).update(a_history(), [])
+    open_outputs(prometheus=9400).update(a_history(), [])
     frozen.text(capfd.readouterr().err)

@@ -95,22 +95,16 @@ def test_steps_that_stay_longer_are_no_long_steps() -> None:
         assert len(find(make_steps(400, extra))) <= 4
 
 
-def test_a_window_has_the_longest_of_all_long_steps() -> None:
+def test_a_window_has_the_longest_steps_that_ended_by_its_end() -> None:
+    """All ranks report a step in the same round; the others are in the next one."""
     shorter, longer = range(5, 801, 5), range(7, 801, 200)
     extra = dict.fromkeys(shorter, (OTHER, 0.05)) | dict.fromkeys(longer, (OTHER, 0.5))
-    found = find(make_steps(800, extra))
+    steps, long = make_steps(810, extra | {805: (OTHER, 0.05)}), LongSteps(0)
+    long.add(steps, ())
+    found = long.take(steps[802].ended_ns)
     assert {*longer} <= {step.number for step in found}
     assert len(found) == LONG_STEPS
-
-
-def test_steps_are_reported_by_all_ranks_in_the_same_round() -> None:
-    """Those that ended by its end; the others in the next one."""
-    steps = make_steps(100, {50: (OTHER, 0.05), 90: (OTHER, 0.05)})
-    long = LongSteps(0)
-    long.add(steps, ())
-    until_ns = steps[80].ended_ns
-    assert [one.number for one in long.take(until_ns)] == [50]
-    assert [one.number for one in long.take(2**62)] == [90]
+    assert [one.number for one in long.take(2**62)] == [805]
 
 
 def test_joined_steps_have_the_rank_with_the_most_time_of_its_own() -> None:

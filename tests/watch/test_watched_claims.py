@@ -14,27 +14,20 @@ from ddpbench.records.schema import Finding, Run
 from ddpbench.records.watched import COLUMNS
 
 pytestmark = pytest.mark.thorough
-KINDS = {  # ranks, and the code of the finding for which the job trains
-    "checkpoint": (2, "straggler"),
-    "pipeline": (3, "straggler"),
-    "buffers": (3, "straggler"),
-    "sync batch norm": (3, "straggler"),
-    "missing": (3, "missing-ranks"),
-    "collectives": (2, "straggler"),
-}
+# The number of ranks. A job trains until a straggler is reported.
+KINDS = {"checkpoint": 2, "pipeline": 3, "buffers": 3, "sync batch norm": 3, "collectives": 2}
 SCRIPT = """
-import contextlib, sys, time
+import sys, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import ddpbench
 
-kind, wanted = sys.argv[1:]
+kind = sys.argv[1]
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
 rank, last = dist.get_rank(), dist.get_world_size() - 1
-late = rank == (last if kind == "missing" else 1)
-ranks = [2] if kind == "missing" else None
+late = rank == 1
 reports, until = [], time.monotonic() + 100
 
 class Late(torch.nn.Linear):
@@ -56,7 +49,7 @@ class Synced(torch.nn.Linear):
 
 def is_over():
     findings = reports[-1]["findings"] if reports else []
-    found = any(f["code"] == wanted and f["place"].get("ranks") == ranks for f in findings)
+    found = any(finding["code"] == "straggler" for finding in findings)
     over = torch.tensor(float(found or time.monotonic() > until))
     dist.broadcast(over, 0)
     return over.item()
@@ -67,7 +60,7 @@ def train():
         model = torch.nn.Sequential(model, torch.nn.BatchNorm1d(8))
     if kind == "sync batch norm":
         model = torch.nn.Sequential(model, Synced(8, 8))
-    if kind in ("buffers", "sync batch norm", "checkpoint", "missing"):
+    if kind in ("buffers", "sync batch norm", "checkpoint"):
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     step = 0
@@ -93,8 +86,7 @@ def train():
         if kind == "checkpoint":
             time.sleep(0.08 if late else 0.02)
 
-watched = kind != "missing" or rank < last
-with ddpbench.watch(on_report=reports.append) if watched else contextlib.nullcontext():
+with ddpbench.watch(on_report=reports.append):
     train()
 dist.destroy_process_group()
 """
@@ -105,29 +97,22 @@ def find_late(findings: Sequence[Finding]) -> list[tuple[Any, Any]]:
     return [(f.place["rank"], f.place["phase"]) for f in findings if f.code == "straggler"]
 
 
-def watch(folder: Path, kind: str) -> Path:
-    """Run the script until the finding of this kind is reported; return the run's folder."""
-    ranks, wanted = KINDS[kind]
+def watch(folder: Path, kind: str) -> Run:
+    """Run the script until a straggler is reported; return the stored run."""
     (folder / "train.py").write_text(SCRIPT)
-    done = run_by_hand(folder, ranks, [*warm_python(), "train.py", kind, wanted])
-    assert [rank.returncode for rank in done] == [0] * ranks, done[0].stderr
+    done = run_by_hand(folder, KINDS[kind], [*warm_python(), "train.py", kind])
+    assert {rank.returncode for rank in done} == {0}, done[0].stderr
     (path,) = store.list_runs(folder / "results")
-    return path
+    return store.read(path)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """The stored run of each kind. All run at once, as their ranks mostly sleep."""
     warm_python()  # before the threads, which all call it
     places = [tmp_path_factory.mktemp(kind.replace(" ", "-")) for kind in KINDS]
     with ThreadPoolExecutor(len(KINDS)) as threads:
         return dict(zip(KINDS, threads.map(watch, places, KINDS), strict=True))
-
-
-@pytest.fixture
-def runs(folders: dict[str, Path]) -> dict[str, Run]:
-    """The record of each run."""
-    return {kind: store.read(path) for kind, path in folders.items()}
 
 
 def test_what_a_script_does_between_steps_is_no_input(runs: dict[str, Run]) -> None:
@@ -156,19 +141,6 @@ def test_who_is_late_is_found_wherever_ranks_meet(runs: dict[str, Run], kind: st
     """Ranks wait for the late one in DDP's broadcast of buffers or in SyncBatchNorm. Only the rank
     that makes them wait is late, in its phase."""
     assert find_late(runs[kind].findings) == [(1, "forward")]
-
-
-def test_nothing_is_said_of_all_ranks_if_some_are_missing(
-    folders: dict[str, Path], runs: dict[str, Run]
-) -> None:
-    """If the late rank does not report, the others wait long: no advice on communication follows
-    from that, and a note counts the ranks on which the findings rest."""
-    run = runs["missing"]
-    (note,) = [f for f in run.findings if f.code == "missing-ranks"]
-    assert note.place["ranks"] == [2]
-    assert "2 of 3 ranks" in note.sentence
-    assert "exposed-communication" not in {f.code for f in run.findings}
-    assert "at most ×" not in (folders["missing"] / "table.txt").read_text()
 
 
 def test_steps_with_many_collectives_count_all(runs: dict[str, Run]) -> None:

@@ -27,19 +27,6 @@ from ddpbench.watch import watcher
 STEPS = 40
 
 
-class Late(nn.Module):
-    """A layer whose forward takes rank 1 longer: more than a busy host delays a step."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.layer, self._rank = nn.Linear(8, 8), rank
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """Sleep, and pass the batch on."""
-        time.sleep(0.06 if self._rank else 0.01)
-        return self.layer(batch)
-
-
 def train(model: nn.Module, steps: int) -> list[float]:
     """Train, and return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,8 +41,11 @@ def train(model: nn.Module, steps: int) -> list[float]:
 
 
 def make_model(rank: int) -> nn.Module:
+    """A layer whose forward takes rank 1 longer: more than a busy host delays a step."""
     torch.manual_seed(0)
-    return DistributedDataParallel(Late(rank))
+    layer = nn.Linear(8, 8)
+    layer.register_forward_pre_hook(lambda *_: time.sleep(0.06 if rank else 0.01))
+    return DistributedDataParallel(layer)
 
 
 def watch_a_straggler(rank: int, folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ saved in the midst of the training, and the loss is evaluated.
 
 import argparse
 import tempfile
+from collections import OrderedDict
 
 import torch
 import torch.distributed as dist
@@ -27,38 +28,24 @@ options = parser.parse_args()
 WIDTH, CLASSES = 32, 10
 
 
-class Block(nn.Module):
-    """A feed-forward layer around a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.widen = nn.Linear(WIDTH, 4 * WIDTH)
-        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.narrow(functional.gelu(self.widen(self.norm(x))))
-
-
-class Classifier(nn.Module):
-    """Two blocks and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def make_block() -> nn.Module:
+    """Return a feed-forward layer."""
+    return nn.Sequential(
+        OrderedDict(
+            norm=nn.LayerNorm(WIDTH),
+            widen=nn.Linear(WIDTH, 4 * WIDTH),
+            gelu=nn.GELU(),
+            narrow=nn.Linear(4 * WIDTH, WIDTH),
+        )
+    )
 
 
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
 rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(7)
-model = Classifier()
+blocks = nn.Sequential(make_block(), make_block())
+model = nn.Sequential(OrderedDict(blocks=blocks, head=nn.Linear(WIDTH, CLASSES)))
 if options.way == "tp":
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     for block in model.blocks:

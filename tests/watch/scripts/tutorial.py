@@ -15,36 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-
-
-class Points(Dataset):
-    """Points on a noisy plane, the same in every rank."""
-
-    def __init__(self, count: int) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.inputs = torch.randn(count, 10, generator=generator)
-        self.targets = self.inputs.sum(1, keepdim=True) + torch.randn(count, 1, generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.inputs[index], self.targets[index]
-
-
-class ToyModel(nn.Module):
-    """Two layers, with running statistics between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(10, 32)
-        self.norm = nn.BatchNorm1d(32)
-        self.last = nn.Linear(32, 1)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.relu(self.norm(self.first(inputs))))
 
 
 def digest(model: nn.Module) -> str:
@@ -58,10 +30,12 @@ def digest(model: nn.Module) -> str:
 def train(arguments: argparse.Namespace, rank: int) -> None:
     """Train for some epochs, then load rank 0's checkpoint everywhere."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(ToyModel())
+    layers = [nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1)]
+    model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loss_function = nn.MSELoss()
-    data = Points(256)
+    points = torch.randn(256, 10)
+    data = TensorDataset(points, points.sum(1, keepdim=True) + torch.randn(256, 1))
     sampler: DistributedSampler = DistributedSampler(data, seed=3)
     loader = DataLoader(data, 16, sampler=sampler, num_workers=arguments.workers)
     for epoch in range(arguments.epochs):
