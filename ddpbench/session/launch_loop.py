@@ -7,7 +7,6 @@ Recorder and measures each case. The recorder stores each case at once.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -16,18 +15,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import psutil
-
 from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
+from ddpbench.measure.start import barrier_to_connect
+from ddpbench.present.progress import Progress
 from ddpbench.records import codec, redact, store
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Examination, Plan, Result, StepResult
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
-from ddpbench.runtime import control, cpu, environment, gpu_facts
-from ddpbench.runtime.world import World, describe_failed_connection, join_world
+from ddpbench.runtime import control, environment, gpu_facts
+from ddpbench.runtime.world import World, join_world
 from ddpbench.session import run_folder
 from ddpbench.session.options import RunOptions, T, resolve
 
@@ -95,46 +94,6 @@ def _gather_rank_facts(world: World) -> list[dict[str, Any]]:
 
 
 Measure = Callable[[LaunchContext[T]], "Recorder"]  # measures a launch and returns its recorder
-
-
-class Progress:
-    """The progress bar of one launch; it shows nothing unless `is_shown`."""
-
-    def __init__(self, label: str, cases: int, is_shown: bool) -> None:
-        self._label, self._done = label, 0.0
-        self._bar: Any = None
-        if is_shown:
-            from rich import progress
-            from rich.console import Console
-
-            # No thread refreshes the bar: it would run inside timed spans.
-            console = Console(stderr=True)
-            self._bar = progress.Progress(console=console, auto_refresh=False, transient=True)
-            self._task = self._bar.add_task(label, total=cases)
-            self._bar.start()
-
-    def describe(self, text: str) -> None:
-        """Show what is measured now."""
-        self._update(description=f"{self._label}: {text}")
-
-    def show_part(self, share: float) -> None:
-        """Show how much of the current case is done, from 0 to 1."""
-        self._update(completed=self._done + share)
-
-    def advance(self) -> None:
-        """Show that a case is done."""
-        self._done += 1
-        self._update(completed=self._done)
-
-    def _update(self, **values: object) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, **values)
-            self._bar.refresh()
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.stop()
 
 
 class Recorder:
@@ -330,50 +289,3 @@ def _agree_torch_name(world: World, backend: Backend) -> str:
                 "or --mpi=pmi2 (MPICH)"
             )
     return name
-
-
-def barrier_to_connect(
-    world: World, backend: Backend, tested: dist.ProcessGroup | None, device: torch.device
-) -> None:
-    """Call one barrier, so that the first case does not include the time to connect.
-
-    All ranks call it. `tested` is None in a rank that is not in the group.
-    """
-    from ddpbench.measure import start
-
-    with control.agree_refusal(world):
-        try:
-            if tested is not None:
-                start.barrier(tested, device)()
-        except RuntimeError as error:
-            raise Refused(describe_failed_connection(backend.name, error)) from None
-
-
-def agree_thread_count(world: World) -> int:
-    """Agree on the compute threads of one rank: OMP_NUM_THREADS, else its share of the cores.
-
-    A value of 1 under torchrun does not count: torchrun sets it if the user has not set any.
-    """
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    cores = sorted(os.sched_getaffinity(0))
-    all_cores = control.gather_values(world, cores)
-    sharers = sum(all_cores[rank] == cores for rank in world.neighbours)  # bound ranks share none
-    by_torchrun = text == "1" and "TORCHELASTIC_RUN_ID" in os.environ
-    chosen = int(text) if text.isdecimal() and not by_torchrun else 0
-    return int(min(control.gather_values(world, chosen or max(1, len(cores) // sharers))))
-
-
-def gather_others_share(world: World, meter: cpu.CpuMeter) -> float | None:
-    """Gather the largest share, over the hosts, of a host's cores that other processes used.
-
-    None if the time since the meter's start is too short.
-    """
-    usage = meter.stop()
-    own_usage = [usage.own_seconds, usage.host_busy_seconds, usage.wall_seconds]
-    spent = control.gather_values(world, own_usage)
-    shares = []
-    for members in world.machines.values():
-        _, busy, wall = spent[members[0]]
-        own = [spent[rank][0] for rank in members]
-        shares.append(cpu.others_share(busy, own, wall, psutil.cpu_count() or 1))
-    return max((share for share in shares if share is not None), default=None)

@@ -21,11 +21,11 @@ from ddpbench.measure.step import Replica, advise_smaller
 from ddpbench.records.schema import Figure, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import control, cpu, devices
-from ddpbench.session import launch_loop
 
 if TYPE_CHECKING:
     from ddpbench.measure.sharded_step import Meshes
-    from ddpbench.session.launch_loop import LaunchContext, Progress
+    from ddpbench.present.progress import Progress
+    from ddpbench.session.launch_loop import LaunchContext
     from ddpbench.session.step_options import Options
 
 COPIES = 2  # memory of gradients and buckets, in multiples of the parameters'
@@ -128,7 +128,7 @@ class Trial:
             replicas=ledger.summarise(*cost) if self.options.verify else None,
             losses=() if None in losses else tuple(losses),
             notes=tuple(notes),
-            others_share=launch_loop.gather_others_share(self.world, meter),
+            others_share=self.world.agree_others_share(meter),
         )
         return replace(result, wall_seconds=time.monotonic() - began), columns
 

@@ -148,7 +148,7 @@ def measured(size: int, folder: Path) -> dict[str, float]:
                 case, PLAN, world, team, nothing, shortest_seconds=0.0, objection=None
             )
         with timed("summary s", CASES):
-            launch_loop.gather_others_share(world, cpu.CpuMeter())
+            world.agree_others_share(cpu.CpuMeter())
             wrong = tuple(repetitions.gather_wrong(world, samples))
             result = Result(case, 0, 1.0, 4.0, 4, wrong=wrong)
             outcome = repetitions.summarise_result(result, samples, 0.0)
