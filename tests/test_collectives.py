@@ -147,9 +147,8 @@ def test_pipelined_and_async_calls_are_waited_for(pool: RankPool, tmp_path: Path
     """Pipelined repetitions hold several calls and no percentiles, and their results are right.
     The run records the time of a cache line between the ranks' cores, which both ranks wait for.
     `--format json` prints the stored run."""
-    patient = (
-        f"from ddpbench.measure import calibrate\ncalibrate.DEADLINE_NS = {PATIENCE_SECONDS:.0f}e9"
-    )
+    nanoseconds = f"{PATIENCE_SECONDS:.0f}e9"
+    patient = f"from ddpbench.measure import host_limits\nhost_limits.DEADLINE_NS = {nanoseconds}"
     (tmp_path / "patient.py").write_text(patient)
     words = ["--mode", "pipelined", "--in-flight", "4", "--op", "all_reduce", "--sizes", "4,64K"]
     words += ["--import", "patient"]
@@ -172,6 +171,7 @@ def test_one_rank_is_measured_without_bus_bandwidth(pool: RankPool, tmp_path: Pa
     words = ["--op", "all_reduce", "--sizes", "1K", *QUICK]
     done = pool.call(1, tmp_path, "collectives", "--backend", "gloo", *words)
     assert done.returncode == 0, done.stderr
+    assert "bus bandwidth is 0" in done.stdout
     table = pd.read_csv(read_stored_run(tmp_path)[0] / "table.csv")
     assert list(table["busbw"]) == [0.0]
     assert [r.handoff_seconds for r in read_stored_run(tmp_path)[1].results] == [None]
