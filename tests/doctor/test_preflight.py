@@ -12,9 +12,7 @@ from rank_setups import GIB, a_host, a_rank, a_setup
 
 from ddpbench.analysis.rank_setup import merge_settings
 from ddpbench.doctor.preflight import checks
-from ddpbench.doctor.preflight.checks import Check
 from ddpbench.records import store
-from ddpbench.records.schema import Finding
 from ddpbench.runtime import environment
 
 
@@ -39,16 +37,11 @@ HEALTHY = {
     "one rank": [a_rank()],
     "one host": [a_rank() for _ in range(8)],
     "two hosts": [a_rank(host, **net(), variables={"NCCL_ALGO": "Ring"}) for host in "aabb"],
-    "context on a small GPU": [
-        a_rank(gpu_uuid="G", gpu_nbytes=6 * GIB, gpu_free_nbytes=4.5 * GIB),
-    ],
     "GPUs": [a_gpu_rank(n) for n in range(4)],
     "unknown speed": [a_rank("a", **net(None)), a_rank("b", **net())],
-    "0 is not yes": [a_rank(variables={"CUDA_LAUNCH_BLOCKING": "0"})],
     # analysis/findings.py reports these:
     "mixed torch": [a_rank(), a_rank(torch="2.7.0", library="gloo of torch 2.7.0")],
     "crowded": [a_rank(cpuset="0", threads=2)],
-    "crowded together": [a_rank(cpuset="0-1", threads=2) for _ in range(2)],
 }
 
 
@@ -124,16 +117,6 @@ def test_a_variable_that_the_launcher_sets_is_not_compared() -> None:
     assert [f.code for f in checks.find_all(replace(setup, launcher="srun"))] == [
         "variable-differs"
     ]
-
-
-def test_one_entry_adds_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not made for ranks that do not know its fact."""
-    mine = Check("hot", lambda celsius: celsius > 90, "rank", "{who}: {celsius} °C", "cool it")
-    monkeypatch.setattr(checks, "CHECKS", [mine])
-    (found,) = checks.find_all(a_setup(a_rank(), a_rank(celsius=95), a_rank(celsius=50)))
-    assert found == Finding(
-        "warning", "hot", "rank 1 (a): 95 °C", "cool it", {"rank": 1, "host": "a"}
-    )
 
 
 # --- real ranks -----------------------------------------------------------------------------------

@@ -217,13 +217,8 @@ def partial_parameter() -> Any:
 # --- answers
 
 
-def fsdp_alone() -> Any:
-    """Under fully_shard each element is in one rank only."""
-    return watch(Training("fsdp", (4,)), last=2)
-
-
 def healthy(way: str, sizes: tuple[int, ...]) -> Any:
-    """Training without a fault."""
+    """Training without a fault. Under fully_shard alone each element is in one rank only."""
     return watch(Training(way, sizes), last=2)
 
 
@@ -245,7 +240,7 @@ PLAYS: dict[int, Plays] = {
         "learning_rate_in_a_row": learning_rate_in_a_row,
         "buffer_of_a_rank": buffer_of_a_rank,
         "partial_parameter": partial_parameter,
-        "fsdp_alone": fsdp_alone,
+        "fsdp_alone": partial(healthy, "fsdp", (4,)),
         "healthy_hsdp": partial(healthy, "hsdp", (2, 2)),
         "healthy_fsdp+tp": partial(healthy, "fsdp+tp", (2, 2)),
     },
