@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 GROUP = "compare"
 HELP = "save runs to compare with later; measure again and compare"
 FEWEST = 6  # launches; of analysis.stats, which loads numpy
+# Facts that distinguish machines. A hostname does not: a container may have a new one each time.
+MACHINE = ("cpu_model", "cores_logical", "cores_physical", "gpu_name")
 FILES = ("run.json", "table.csv", "table.txt")
 # Options of a measuring command that a new measurement sets itself.
 RESET = ("-n", "--ranks", "--launches", "--output")
@@ -156,7 +158,20 @@ def _check(namespace: argparse.Namespace) -> int:
 
 def _compare(namespace: argparse.Namespace, base: Source, name: str) -> int:
     new = compare.read_side(name, store.find_runs(name))
-    return compare.show(compare.compare_stored(base, new, namespace), namespace)
+    comparison = compare.compare_stored(base, new, namespace)
+    code = compare.show(comparison, namespace)
+    changed = [
+        f"{each.name}: {', '.join(each.base)} → {', '.join(each.new)}"
+        for each in comparison.differences
+        if each.name in MACHINE
+    ]
+    if not changed:
+        return code
+    tell(
+        f"{base.name} was measured on another machine ({'; '.join(changed)}), so nothing is "
+        "decided: save a baseline on this machine, or type ddpbench compare"
+    )
+    return 3
 
 
 def _measure(name: str, runs: Sequence[Run]) -> tuple[int, Path]:
