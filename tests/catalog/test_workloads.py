@@ -53,16 +53,6 @@ def flat(task: Task) -> Tensor:
     return torch.cat([t.detach().double().view(-1) for t in task.model.state_dict().values()])
 
 
-def test_every_workload_has_a_small_shape_here() -> None:
-    """A workload that is added is tested with the others, with all of its settings, and has
-    defaults for both kinds of device."""
-    assert set(SMALL) == set(WORKLOADS)
-    for name, workload in WORKLOADS.items():
-        assert set(SMALL[name]) == set(workload.settings)
-        for by_device in (workload.batch, *workload.settings.values()):
-            assert set(by_device) == {"cpu", "cuda"}
-
-
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_seed_alone_decides(name: str) -> None:
     """Weights and data are the same whenever they are made with one seed, and others with another;

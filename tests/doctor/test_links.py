@@ -59,9 +59,7 @@ def test_with_many_pairs_hosts_are_measured_and_none_alone(frozen: Frozen) -> No
     assert (between.ends[:3], between.pairs, between.kind) == ((0, 4, 8), 190, "hosts")
     at_once = plan_schedule(hosts, "host", 100, 15)
     assert (at_once.pairs, at_once.alone, len(at_once.at_once)) == (190, [], 38)
-    four = plan_schedule([[0], [1], [2], [3]], "rank", 120, 15)
-    assert sorted(cell for (cell,) in four.alone) == [*itertools.permutations(range(4), 2)]
-    for each in (ranks, between, at_once, four):
+    for each in (ranks, between, at_once):
         frozen.text("\n".join((each.cost, *each.unchecked)))
 
 

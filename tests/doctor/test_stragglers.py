@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from frozen import Frozen
 from rank_pool import RankPool
 from rank_setups import a_rank, a_setup
-from simulated_gpu import SimulatedGpu
 
 from ddpbench.analysis.rank_setup import Setup
-from ddpbench.doctor.stragglers import judge, measure
+from ddpbench.doctor.stragglers import judge
 from ddpbench.doctor.stragglers.judge import (
     ALONE,
     TOGETHER,
@@ -26,10 +24,8 @@ from ddpbench.doctor.stragglers.judge import (
     Suspect,
     find_cause,
 )
-from ddpbench.doctor.stragglers.measure import prepare_efforts
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
-from ddpbench.runtime import devices, gpu_facts
 
 LOADS = {"matmul": Load("matmul", 1e9, "GFLOP/s"), "copy": Load("copy", 1e8, "GB/s")}
 WORK = 5e-3
@@ -205,22 +201,6 @@ def test_on_a_busy_host_nobody_is_late(frozen: Frozen) -> None:
 
 
 # --- how it is measured ---------------------------------------------------------------------------
-
-
-@pytest.mark.thorough
-def test_a_gpu_has_its_own_loads_and_a_state_at_work(
-    simulated_gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank with a GPU has the CPU's loads too. The state is read before its work ends."""
-    monkeypatch.setattr(measure, "SIDE", {"cpu": 8, "cuda": 16})
-    monkeypatch.setattr(measure, "COPY_NBYTES", {"cpu": 64, "cuda": 128})
-    efforts, given = prepare_efforts(torch.device("cuda", 0)), list[str]()
-    assert [*efforts] == ["matmul", "memory copy", "GPU matmul", "GPU memory copy"]
-    monkeypatch.setattr(devices.KINDS["cuda"], "synchronize", lambda device: given.append("all"))
-    monkeypatch.setattr(gpu_facts, "gpu_state", lambda: given.append("state"))
-    measure.read_gpu_at_work(efforts["GPU matmul"])
-    assert given == ["state", "all"]
-    assert measure.read_gpu_at_work(efforts["matmul"]) is None
 
 
 # --- real ranks -----------------------------------------------------------------------------------

@@ -81,16 +81,3 @@ def test_a_wait_in_c_is_known_by_its_call_and_others_are_not_taken_for_it() -> N
     assert "wait" in called_in_a_thread(post)
     assert called_in_a_thread(lambda: event.wait(0.5)) == {""}
     assert called_in_a_thread(lambda: time.sleep(0.5)) == {""}
-
-
-def test_what_ddp_s_constructor_waits_in_is_known_as_the_constructor() -> None:
-    """The rest of it imports and computes, for seconds too: that is no wait."""
-    folder = Path(torch.__file__).parent
-    seen = []
-    for path, name in (("distributed/utils.py", "_sync_params_and_buffers"), ("x.py", "_build")):
-        names: dict[str, Any] = {"see": lambda: find_distributed_call(sys._getframe())}
-        exec(compile(f"def {name}():\n    return see()\n", str(folder / path), "exec"), names)
-        code = f"def __init__():\n    return {name}()\n"
-        exec(compile(code, str(folder / "nn" / "parallel" / "distributed.py"), "exec"), names)
-        seen.append(names["__init__"]())
-    assert seen == ["DistributedDataParallel", ""]

@@ -135,8 +135,6 @@ def two_optimizers() -> Any:
         torch.optim.SGD(ddp.module.outer.parameters(), 0.1 * (1 + dist.get_rank()), 0.9),
     ]
     verifier = ddpbench.Verifier(ddp, both)
-    names = [entry.name for entry in state.read_state(ddp, both).entries["optimizer"]]
-    assert len(names) == len(set(names))
     return verifier.check(1)
 
 
@@ -179,9 +177,6 @@ def healthy(name: str) -> Any:
     }
     make, options, settings = kinds[name]
     ddp = alike(make, **options)
-    if name == "compiled":  # torch.compile leaves no mark on names
-        names = [entry.name for entry in state.read_state(ddp, ()).entries["parameter"]]
-        assert names == [name for name, _ in ddp.module._orig_mod.named_parameters()]
     trained = [p for p in ddp.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-3, **settings)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, enabled=name == "scaled")
