@@ -43,9 +43,9 @@ def built(name: str, setup: RankSetup, **settings: Any) -> Task:
     return WORKLOADS[name].build({**SMALL[name], **settings}, setup)
 
 
-def alone(rank: int = 0, world_size: int = 1, batch: int = 4, seed: int = 3) -> RankSetup:
+def alone(rank: int = 0, world_size: int = 1, seed: int = 3) -> RankSetup:
     """A setup without a process group."""
-    return RankSetup(rank, world_size, batch, CPU, seed, None)
+    return RankSetup(rank, world_size, 4, CPU, seed, None)
 
 
 def flat(task: Task) -> Tensor:
