@@ -269,7 +269,7 @@ def _run(name: str, by: str, faulty: bool, rank: int) -> dict[str, Any]:
     try:
         PLAYS[name][0](job)
         if watch is not None:
-            _read_proof(job, watch._watcher._proof)
+            _read_proof(job, watch._watcher.proof)
     except Exception as error:
         traceback.print_exc()
         job.problems.append(f"{type(error).__name__}: {str(error)[:80]}")
