@@ -14,12 +14,7 @@ from stored_runs import a_case, a_launch, a_result, a_run, a_summary, sample_col
 from stored_steps import a_step_result
 
 from ddpbench.records import codec, store
-from ddpbench.records.schema import (
-    Finding,
-    Limit,
-    Run,
-    Wrong,
-)
+from ddpbench.records.schema import Finding, Limit, Run, Wrong
 
 # --- the codec ------------------------------------------------------------------------------------
 
