@@ -32,7 +32,6 @@ from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import counted, explain_unknown
-from ddpbench.session import run_folder
 
 if TYPE_CHECKING:
     from ddpbench.verdicts.matching import Source
@@ -183,7 +182,7 @@ def _measure(name: str, runs: Sequence[Run]) -> tuple[int, Path]:
     try:
         target = store.new_folder(f"{runs[0].command}-check-{name}")
     except OSError as error:
-        raise Refused(run_folder.explain_unwritable(error)) from None
+        raise Refused(store.explain_unwritable(error)) from None
     words += ["--output", str(target)]
     typed = shlex.join(["python", "-m", "ddpbench", *redact.arguments(words)])
     tell(f"measuring again: {typed}")
