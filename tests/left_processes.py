@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
-from patience import PATIENCE_SECONDS, wait_until
+from patience import PATIENCE_SECONDS
 
 
 def wait_for_left_processes(folder: Path) -> list[str]:
@@ -21,18 +21,6 @@ def wait_for_left_processes(folder: Path) -> list[str]:
             break
         time.sleep(0.1)
     return command_lines
-
-
-def wait_for_end(pid: int) -> None:
-    """Wait until a process has ended; it may still wait for whoever adopted it."""
-
-    def has_ended() -> bool:
-        try:
-            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    wait_until(has_ended, f"the end of process {pid}")
 
 
 def _list_processes(folder: Path) -> list[str]:

@@ -230,11 +230,9 @@ def report_as_json(report: Any) -> dict[str, Any]:
         "ok": report.ok,
         "failed": report.failed,
         "cause": report.cause.code if report.cause else None,
-        "severity": report.cause.severity if report.cause else None,
         "minorities": [d.minority for d in report.differences],
         "faults": report.faults,
         "minority": report.minority,
-        "headline": report.headline,
         "text": str(report),
     }
 

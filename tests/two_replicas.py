@@ -35,10 +35,10 @@ def make_values(dtype: torch.dtype, count: int = 5000) -> Tensor:
     return (numbers % 2 == 0) if dtype == torch.bool else numbers.to(dtype)
 
 
-def flip_bit(tensor: Tensor, index: int, bit: int = 0) -> Tensor:
-    """Return a copy of a CPU tensor in which one bit of one element differs."""
+def flip_bit(tensor: Tensor, index: int) -> Tensor:
+    """Return a copy of a CPU tensor in which the lowest bit of one element differs."""
     copy = tensor.clone()
-    copy.view(torch.uint8)[index * copy.itemsize + bit // 8] ^= 1 << bit % 8
+    copy.view(torch.uint8)[index * copy.itemsize] ^= 1
     return copy
 
 

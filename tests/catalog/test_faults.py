@@ -99,8 +99,7 @@ def test_a_fault_that_the_mesh_has_no_place_for_is_refused(
 
 
 @pytest.mark.parametrize("name", ["bypass", "no-sync", "slow-link"])
-@pytest.mark.parametrize("parallel", ["fsdp", "tp"])
-def test_a_fault_of_ddp_is_refused_on_a_mesh(name: str, parallel: str) -> None:
+def test_a_fault_of_ddp_is_refused_on_a_mesh(name: str) -> None:
     """There is no DDP that a forward could bypass, and no no_sync."""
-    replica = SimpleNamespace(case=SimpleNamespace(parallel=parallel))
+    replica = SimpleNamespace(case=SimpleNamespace(parallel="tp"))
     assert "use --parallel ddp" in (faults.parse(name).objection(replica, 4) or "")

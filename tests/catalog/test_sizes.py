@@ -14,11 +14,8 @@ K, M, G = 1024, 1024**2, 1024**3
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("4", (4,)),
-        ("64K", (64 * K,)),
         ("1k,1K,1KiB,1024B,1024", (K,)),
         ("1M, 64K ,2G", (64 * K, M, 2 * G)),
-        ("4:64:x4", (4, 16, 64)),
         ("4:63:x4", (4, 16)),
         ("8:1K:X2", (8, 16, 32, 64, 128, 256, 512, 1024)),
         ("3:3:x2", (3,)),
@@ -33,9 +30,7 @@ def test_what_is_written_is_what_is_meant(text: str, meant: tuple[int, ...]) -> 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "4,,8", "-4", "1MB", "1.5K", "1T", "4 K", "0", "0:4:x2", "4:8", "4:8:x2:x2",
-        "8:4:x2", "4:8:2",
-        "4:1KB:x2", "4:8:x1", "4:8:x0", "4:8:x", "4:8:+4",
+        "", "4,,8", "-4", "1MB", "0:4:x2", "4:8", "8:4:x2", "4:8:2", "4:1KB:x2", "4:8:x1"
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused_in_one_sentence(text: str, frozen: Frozen) -> None:
@@ -49,9 +44,8 @@ def test_what_cannot_be_meant_is_refused_in_one_sentence(text: str, frozen: Froz
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [
-        (1, "1 B"), (1023, "1023 B"), (K, "1 KiB"), (K + 1, "1025 B"), (1536, "1536 B"),
-        (1000 * K, "1000 KiB"), (M, "1 MiB"), (M + K, "1025 KiB"), (64 * M, "64 MiB"),
-        (G, "1 GiB"), (G + M, "1025 MiB"), (3 * G, "3 GiB"), (G - 4, f"{G - 4} B"), (0, "0 B"),
+        (0, "0 B"), (1023, "1023 B"), (K, "1 KiB"), (K + 1, "1025 B"), (64 * M, "64 MiB"),
+        (M + K, "1025 KiB"), (3 * G, "3 GiB"), (G - 4, f"{G - 4} B"),
     ],
 )  # fmt: skip
 def test_sizes_are_read_without_rounding(nbytes: int, text: str) -> None:

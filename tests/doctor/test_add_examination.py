@@ -1,6 +1,5 @@
 """Adding an examination takes one file: help, run, findings and `show` follow."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -61,8 +60,5 @@ def test_an_examination_is_added_by_one_file(tmp_path: Path, frozen: Frozen) -> 
     (tmp_path / "disk.py").unlink()
     shown = run_ddpbench(tmp_path, "show", "run")
     assert shown.stdout == done.stdout
-    raw = json.loads((tmp_path / "run/run.json").read_bytes())
-    assert raw["examinations"][0]["tables"][0]["rows"][1] == ["disk of rank 1", 2.5, None]
     (examination,) = store.read(tmp_path / "run").examinations
-    assert examination.tables[0].columns[2].decimals == 0
     frozen.findings(examination.findings)

@@ -23,8 +23,6 @@ from patience import PATIENCE_SECONDS
 from rank_pool import RankPool
 from slept_time import SleptTime
 
-from ddpbench.catalog.dtypes import DTYPES, REDUCE_OPS
-from ddpbench.catalog.operations import OPERATIONS
 from ddpbench.doctor.capabilities import judge, measure
 from ddpbench.doctor.capabilities.judge import (
     CRASH,
@@ -52,28 +50,15 @@ BAD = Verdict(WRONG, "rank 1 got 2 at index 3", {"rank": 1, "index": 3})
 # --- the combinations, and the verdicts on them ---------------------------------------------------
 
 
-def test_every_combination_is_tried_once_the_important_ones_first() -> None:
-    everything = measure.list_combinations()
-    assert everything[0] == SUM
-    assert len(set(everything)) == len(everything)
-    forms = {(each.operation, each.form) for each in everything}
-    assert forms == {(name, form) for name, each in OPERATIONS.items() for form in each.forms}
-    reduced = {each.reduce_op for each in everything if each.operation == "all_reduce"}
-    assert reduced == {*REDUCE_OPS}
-    assert {each.dtype for each in everything if each.operation == "reduce"} == {*DTYPES}
-    assert [each for each in everything if each.dtype is None] == [BARRIER]
-
-
 @pytest.mark.parametrize(
     ("verdicts", "outcome", "apart"),
     [
         ([Verdict(OK), Verdict(OK)], OK, False),
         ([NO, replace(NO, why="other")], UNSUPPORTED, False),
-        ([Verdict(OK), NO], UNSUPPORTED, True),
         ([BAD, NO], UNSUPPORTED, True),
         ([Verdict(OK), BAD], WRONG, False),
     ],
-    ids=["both work", "both refuse", "one refuses", "wrong and refused", "one is wrong"],
+    ids=["both work", "both refuse", "wrong and refused", "one is wrong"],
 )
 def test_the_ranks_agree(
     verdicts: list[Verdict], outcome: str, apart: bool, frozen: Frozen
@@ -104,7 +89,6 @@ def test_a_refusal_is_no_finding(frozen: Frozen) -> None:
     ]
     frozen.findings(judge.find_bad("gloo", list_rows(tried)))
     assert judge.find_bad("gloo", list_rows(tried[:2])) == ()
-    frozen.findings(judge.find_bad("gloo", list_rows([(double, BAD)] * 6)))
 
 
 def test_the_table_has_a_row_for_equal_reduce_ops(frozen: Frozen) -> None:

@@ -16,7 +16,6 @@ from rank_pool import RankPool
 from ddpbench.doctor.links import judge
 from ddpbench.doctor.links.judge import Cell, Suspect
 from ddpbench.doctor.links.measure import Reading, list_suspects, plan_circle, plan_schedule
-from ddpbench.records.schema import Finding
 
 FAST, SLOW = 117.7e6, 11.77e6
 
@@ -35,11 +34,6 @@ def a_network(
         * float(np.exp(drawn.normal(0, noise)))
         for cell in itertools.permutations(range(count), 2)
     }
-
-
-def find_ends(rates: Mapping[Cell, float], spread: float = 0.0) -> list[tuple[int, ...]]:
-    """Return the ends of each suspect."""
-    return [each.ends for each in judge.find_suspects(rates, spread)]
 
 
 # --- which pairs are measured ---------------------------------------------------------------------
@@ -65,9 +59,7 @@ def test_with_many_pairs_hosts_are_measured_and_none_alone(frozen: Frozen) -> No
     assert (between.ends[:3], between.pairs, between.kind) == ((0, 4, 8), 190, "hosts")
     at_once = plan_schedule(hosts, "host", 100, 15)
     assert (at_once.pairs, at_once.alone, len(at_once.at_once)) == (190, [], 38)
-    four = plan_schedule([[0], [1], [2], [3]], "rank", 120, 15)
-    assert sorted(cell for (cell,) in four.alone) == [*itertools.permutations(range(4), 2)]
-    for each in (ranks, between, at_once, four):
+    for each in (ranks, between, at_once):
         frozen.text("\n".join((each.cost, *each.unchecked)))
 
 
@@ -99,7 +91,7 @@ SLOW_NETWORKS = {
 @pytest.mark.parametrize("name", SLOW_NETWORKS)
 def test_slow_hosts_and_links_are_told_apart(name: str) -> None:
     rates, spread, ends = SLOW_NETWORKS[name]
-    assert find_ends(rates, spread) == ends
+    assert [each.ends for each in judge.find_suspects(rates, spread)] == ends
 
 
 def test_one_direction_can_be_slow() -> None:
@@ -112,10 +104,8 @@ def test_one_direction_can_be_slow() -> None:
 
 def test_noise_is_seldom_suspicious() -> None:
     """Loopback on few cores varies by 2 to 3 ×. A suspect is cleared when it is measured again."""
-    found = [
-        find_ends(a_network(count, noise=0.4, seed=s)) for count in (3, 4, 8) for s in range(200)
-    ]
-    assert sum(map(bool, found)) <= 90
+    networks = [a_network(count, noise=0.4, seed=s) for count in (3, 4, 8) for s in range(200)]
+    assert sum(bool(judge.find_suspects(rates)) for rates in networks) <= 90
 
 
 FOUR_HOSTS = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -150,9 +140,7 @@ TRUE, LOADED = (SLOW, FAST), (SLOW, FAST / 2)
     [
         ([TRUE] * 4, None),
         ([TRUE] * 5, True),
-        ([TRUE, (FAST, FAST)], False),
         ([TRUE, (FAST, FAST / 2)], False),
-        ([TRUE, (FAST / 2, FAST / 2)], None),
         ([*[TRUE] * 4, *[LOADED] * 5], None),
         ([*[TRUE] * 4, *[LOADED] * 5, TRUE], True),
     ],
@@ -170,25 +158,22 @@ def test_only_what_is_slow_each_time_is_confirmed(
 HOSTS = {0: "a", 1: "b", 2: "c", 3: "d"}
 
 
-def report(
-    kind: str,
-    one: int,
-    other: int | None = None,
-    *,
-    cells: tuple[Cell, ...] = ((0, 1), (1, 0)),
-) -> Finding:
-    """Return the finding of a suspect that was confirmed five times."""
-    suspect = Suspect(one, other, cells, 0.1, kind, usual=FAST, measured=[TRUE] * 5)
-    return judge.describe_slow(suspect, HOSTS)
-
-
 def test_a_slow_link_names_both_hosts_a_slow_host_one(frozen: Frozen) -> None:
     """With its rate, and that of healthy links."""
-    link = report("host", 0, 1)
-    one_way = report("host", 0, 1, cells=((1, 0),))
-    host, rank = report("host", 3), report("rank", 3)
-    neighbours = report("neighbour", 0, 1), report("neighbour", 0)
-    frozen.findings([link, one_way, host, rank, *neighbours])
+    both, one_way = ((0, 1), (1, 0)), ((1, 0),)
+    slow: list[tuple[str, int, int | None, tuple[Cell, ...]]] = [
+        ("host", 0, 1, both),
+        ("host", 0, 1, one_way),
+        ("host", 3, None, both),
+        ("rank", 3, None, both),
+        ("neighbour", 0, 1, both),
+        ("neighbour", 0, None, both),
+    ]
+    suspects = [
+        Suspect(one, other, cells, 0.1, kind, usual=FAST, measured=[TRUE] * 5)
+        for kind, one, other, cells in slow
+    ]
+    frozen.findings(judge.describe_slow(suspect, HOSTS) for suspect in suspects)
 
 
 # --- ranks ----------------------------------------------------------------------------------------

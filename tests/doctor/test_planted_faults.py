@@ -285,17 +285,10 @@ def test_a_slow_link_and_a_slow_host_are_found(
     trial = Trial("host1-host2 and host4 at 100 Mbit/s")
     bench = hosts(4, rate=[1e9, 1e9, 1e9, 1e8], pairs={(0, 1): 1e8})
     words = "doctor --only links --by host --case-time 4 --fail-on warning --backend gloo"
+    meet = {"LOCAL_RANK": "0", "MASTER_ADDR": bench[0].address}
+    environs = [{**meet, "RANK": str(rank)} for rank in range(4)]
     with closing(bench.pool((1, 1, 1, 1))) as ranks:
-        done = ranks.ask(
-            tmp_path,
-            [
-                {"RANK": str(rank), "LOCAL_RANK": "0", "MASTER_ADDR": bench[0].address}
-                for rank in range(4)
-            ],
-            *words.split(),
-            "--output",
-            "run",
-        )
+        done = ranks.ask(tmp_path, environs, *words.split(), "--output", "run")
     run = store.read(tmp_path / "run")
     warnings = {finding.code for finding in run.findings if finding.severity == "warning"}
     check(trial, done.returncode, list_results(run, *warnings), frozen)

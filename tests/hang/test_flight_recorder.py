@@ -5,11 +5,9 @@ from __future__ import annotations
 import ctypes
 import pickle
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +16,7 @@ from patience import wait_until
 from torch.distributed import distributed_c10d
 
 from ddpbench.hang import flight_recorder
-from ddpbench.hang.flight_recorder import RELAXED, Entry, Flight, Group
+from ddpbench.hang.flight_recorder import RELAXED, Flight, Group
 from ddpbench.hang.verdict import Call, Log, RankStatus, describe_mismatches
 
 RECORDED = pytest.mark.skipif(
@@ -96,22 +94,6 @@ def test_without_a_record_of_gloo_nothing_is_concluded(monkeypatch: pytest.Monke
     dist.all_reduce(torch.zeros(2))
     (log,) = Flight().read_logs("all_reduce", whole=True)
     assert (*numbers(log), log.calls, log.moves) == (0, 0, (), 1)
-
-
-def test_each_backend_of_a_group_is_asked_for_its_own_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The group itself has none. The main thread's call may be on the backend that counts one."""
-    import_module("unrecorded_backends")
-    dist.init_process_group("cpu:silent,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(flight_recorder, "find_recorders", dict)
-    for _ in range(3):
-        dist.all_reduce(torch.zeros(2))
-    gloo, silent = Flight().read_logs("all_reduce", whole=True)
-    dist.destroy_process_group()
-    assert (gloo.group, *numbers(gloo)) == ("on gloo", 0, 0)
-    assert (silent.group, *numbers(silent)) == ("on silent", 3, 2)
-    assert silent.calls == (Call(3, "all_reduce"),)
 
 
 # --- nccl -----------------------------------------------------------------------------------------
@@ -208,30 +190,3 @@ def test_a_dump_is_made_with_a_relaxed_capture_mode(monkeypatch: pytest.MonkeyPa
 
 
 # --- entries --------------------------------------------------------------------------------------
-
-
-def an_entry(number: int, **others: Any) -> Entry:
-    """As the recorder dumps it."""
-    fields = {
-        "pg_id": 3, "process_group": ["0", "default_pg"], "collective_seq_id": number,
-        "profiling_name": "gloo:_all_gather_base", "input_sizes": [[4], [4], [4]],
-        "input_dtypes": ["Half", "Half", "Half"], "output_sizes": [[8]], "output_dtypes": ["Half"],
-        "state": "scheduled", "retired": False, "is_p2p": False, **others,
-    }  # fmt: skip
-    return msgspec.convert(fields, Entry)
-
-
-def test_what_is_open_is_found_by_state_and_retirement() -> None:
-    """The first open call counts. Of groups with equal names, the newest is in use."""
-    ended = [an_entry(1, retired=True), an_entry(2, state="completed")]
-    entries = [an_entry(7, pg_id=2), *ended, an_entry(3), an_entry(4, retired=True)]
-    records = flight_recorder._read_entries([*entries, an_entry(9, is_p2p=True)])
-    record = records["0", "gloo"]
-    assert numbers(record) == (4, 2)
-    assert record.calls[0] == Call(1, "all_gather", "float16[4], float16[4] and 1 more")
-
-
-def test_what_the_root_alone_gives_is_not_compared() -> None:
-    """A scatter is described by what each rank gets."""
-    entry = an_entry(1, profiling_name="gloo:scatter", output_dtypes=["Char"])
-    assert flight_recorder._read_call(entry) == Call(1, "scatter", "int8[8]")

@@ -95,42 +95,66 @@ def with_own_group(rank: int, made: tuple[str, str]) -> RankStatus:
     return replace(status(made), logs=(*status(made).logs, own))
 
 
-Situation = tuple[list[SilentRank], dict[int, RankStatus]]
-SITUATIONS: dict[str, Situation] = {
+# Every rank has answered.
+ANSWERED: dict[str, dict[int, RankStatus]] = {
     # ranks that have not joined
-    "absent": ([], {0: WAITS, 1: LOADS, 2: WAITS, 3: WAITS}),
-    "absent at one place": ([], {0: WAITS, 1: LOADS, 2: LOADS, 3: SAVES}),
-    "two groups in different order": (
-        [],
-        {0: in_groups("f0 (x.py:1)", a=1, b=0), 1: in_groups("f1 (x.py:2)", a=0, b=1)},
-    ),
+    "absent": {0: WAITS, 1: LOADS, 2: WAITS, 3: WAITS},
+    "absent at one place": {0: WAITS, 1: LOADS, 2: LOADS, 3: SAVES},
+    "two groups in different order": {
+        0: in_groups("f0 (x.py:1)", a=1, b=0),
+        1: in_groups("f1 (x.py:2)", a=0, b=1),
+    },
+    "a missing message": {
+        0: replace(LONG, place="step (p.py:6)"),
+        1: RankStatus("forward (m.py:2)"),
+        2: LONG,
+    },
+    "a call without a record": {
+        0: replace(LONG, place="train (t.py:9)", inside="all_reduce"),
+        1: RankStatus("load (data.py:22)"),
+    },
+    "many ranks": {
+        **{rank: status(*[REDUCE] * 4, ended=3, size=64) for rank in range(64)},
+        7: status(*[REDUCE] * 3),
+    },
+    "all have joined": {0: WAITS, 1: WAITS},
+    # errors
+    "an error": {0: WAITS_YET, 1: BAD_BATCH, 2: WAITS_YET, 3: WAITS_YET},
+    "an error and those that follow": {0: CLOSED, 1: BAD_BATCH, 2: CLOSED},
+    "gloo gives up": {0: fail(TIME_OUT), 1: LOADS, 2: WAITS_YET},
+    "nccl gives up": {0: fail(NOT_ENDED), 1: LOADS, 2: WAITS_YET},
+    "gloo gives up, and none is late": {0: fail(TIME_OUT), 1: status(*[REDUCE] * 4)},
+    "equal statuses": {2: LATE, 0: LATE, 1: replace(LATE, place="g (y.py:1)"), 3: LATE},
+    # calls that do not fit together
+    "another size": {
+        **dict.fromkeys((0, 2, 3), status(*[REDUCE] * 4)),
+        1: status(*[REDUCE] * 3, ("all_reduce", "float32[1025]"), ended=3),
+    },
+    "another operation without a size": {
+        **dict.fromkeys((0, 2, 3), status(*[REDUCE] * 4)),
+        1: status(*[REDUCE] * 3, BARRIER, ended=3),
+    },
+    "lines of both calls": {
+        0: status(*[REDUCE] * 4, ended=3, inside="all_reduce"),
+        1: status(*[REDUCE] * 3, BARRIER, line="evaluate (eval.py:30)"),
+    },
+    "another size and the error that follows": {
+        0: status(*[REDUCE] * 4, place="f (x.py:1)", cause="RuntimeError: closed"),
+        1: status(*[REDUCE] * 3, ("all_reduce", "float32[1]")),
+        2: status(*[REDUCE] * 4),
+    },
+    "three sizes in a group": {
+        rank: status(("all_reduce", f"int8[{size}]"), group="of group 2")
+        for rank, size in enumerate((4, 5, 4, 6))
+    },
+    "groups of one rank each": {0: with_own_group(0, REDUCE), 1: with_own_group(1, BARRIER)},
+}
+Situation = tuple[list[SilentRank], dict[int, RankStatus]]
+SILENT: dict[str, Situation] = {
     "rows of a mesh": (
-        [
-            replace(LEFT_ONE, seen=in_row(1, 2)),
-            SilentRank(3, "rank 3", LEFT, in_row(3, 2)),
-        ],
+        [replace(LEFT_ONE, seen=in_row(1, 2)), SilentRank(3, "rank 3", LEFT, in_row(3, 2))],
         {0: in_row(0, 2), 2: in_row(2, 3, inside="all_reduce", late=True)},
     ),
-    "a missing message": (
-        [],
-        {0: replace(LONG, place="step (p.py:6)"), 1: RankStatus("forward (m.py:2)"), 2: LONG},
-    ),
-    "a call without a record": (
-        [],
-        {
-            0: replace(LONG, place="train (t.py:9)", inside="all_reduce"),
-            1: RankStatus("load (data.py:22)"),
-        },
-    ),
-    "many ranks": (
-        [],
-        {
-            **{rank: status(*[REDUCE] * 4, ended=3, size=64) for rank in range(64)},
-            7: status(*[REDUCE] * 3),
-        },
-    ),
-    "all have joined": ([], {0: WAITS, 1: WAITS}),
-    # ranks that are silent
     "stopped before the call": ([ONE], {0: WAITS, 2: WAITS, 3: WAITS}),
     "stopped in the call": (
         [replace(ONE, seen=change_log(HEART, started=4))],
@@ -154,64 +178,18 @@ SITUATIONS: dict[str, Situation] = {
         [replace(LEFT_ONE, seen=status(*[REDUCE] * 3, line="train (t.py:8)"))],
         {0: CLOSED, 2: CLOSED},
     ),
-    # errors
-    "an error": ([], {0: WAITS_YET, 1: BAD_BATCH, 2: WAITS_YET, 3: WAITS_YET}),
-    "an error and those that follow": ([], {0: CLOSED, 1: BAD_BATCH, 2: CLOSED}),
-    "gloo gives up": ([], {0: fail(TIME_OUT), 1: LOADS, 2: WAITS_YET}),
-    "nccl gives up": ([], {0: fail(NOT_ENDED), 1: LOADS, 2: WAITS_YET}),
-    "gloo gives up, and none is late": ([], {0: fail(TIME_OUT), 1: status(*[REDUCE] * 4)}),
-    "equal statuses": ([], {2: LATE, 0: LATE, 1: replace(LATE, place="g (y.py:1)"), 3: LATE}),
-    # calls that do not fit together
-    **{
-        f"another {what}": (
-            [],
-            {
-                **dict.fromkeys((0, 2, 3), status(*[REDUCE] * 4)),
-                1: status(*[REDUCE] * 3, call, ended=3),
-            },
-        )
-        for what, call in (
-            ("size", ("all_reduce", "float32[1025]")),
-            ("operation without a size", BARRIER),
-        )
-    },
-    "lines of both calls": (
-        [],
-        {
-            0: status(*[REDUCE] * 4, ended=3, inside="all_reduce"),
-            1: status(*[REDUCE] * 3, BARRIER, line="evaluate (eval.py:30)"),
-        },
-    ),
-    "another size and the error that follows": (
-        [],
-        {
-            0: status(*[REDUCE] * 4, place="f (x.py:1)", cause="RuntimeError: closed"),
-            1: status(*[REDUCE] * 3, ("all_reduce", "float32[1]")),
-            2: status(*[REDUCE] * 4),
-        },
-    ),
     "another size, and one has left": (
         [SilentRank(0, "rank 0 (h, pid 1)", LEFT, status(REDUCE))],
         {1: status(("all_reduce", "float32[3]"), cause="RuntimeError: closed")},
     ),
-    "three sizes in a group": (
-        [],
-        {
-            rank: status(("all_reduce", f"int8[{size}]"), group="of group 2")
-            for rank, size in enumerate((4, 5, 4, 6))
-        },
-    ),
-    "groups of one rank each": (
-        [],
-        {0: with_own_group(0, REDUCE), 1: with_own_group(1, BARRIER)},
-    ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize("name", [*ANSWERED, *SILENT])
 def test_verdict(frozen: Frozen, name: str) -> None:
     """The verdict names the rank that causes the hang, the collective, the line and who waits."""
-    frozen.verdict(explain_hang(*SITUATIONS[name]))
+    silent, answers = SILENT[name] if name in SILENT else ([], ANSWERED[name])
+    frozen.verdict(explain_hang(silent, answers))
 
 
 WITHOUT_STORE: dict[str, Situation] = {
@@ -235,13 +213,9 @@ def test_verdict_without_the_store(frozen: Frozen, name: str) -> None:
 
 
 def test_calls_that_agree_are_no_mismatch() -> None:
-    """all_to_all may deal differently, an unknown size agrees with every one, and a rank far ahead
-    is compared where both have called."""
-    for one, other in (
-        (("all_to_all", "float32[3]"), ("all_to_all", "float32[5]")),
-        (REDUCE, ("all_reduce", "")),
-    ):
-        assert describe_mismatches({0: status(one), 1: status(other)}) == []
+    """all_to_all may deal differently, and a rank far ahead is compared where both have called."""
+    one, other = (status(("all_to_all", f"float32[{size}]")) for size in (3, 5))
+    assert describe_mismatches({0: one, 1: other}) == []
     ahead = status(*[REDUCE, BARRIER] * 30)
     ahead = change_log(ahead, calls=ahead.logs[0].calls[30:])
     assert describe_mismatches({0: status(*[REDUCE, BARRIER] * 20), 1: ahead}) == []

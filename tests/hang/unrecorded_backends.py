@@ -1,10 +1,8 @@
-"""Backends of which torch has no record, as it has none of nccl's before its ranks are connected.
+"""A backend of which torch has no record, as it has none of nccl's before its ranks are connected.
 
 late: gloo in Python, connected by the first call, which is counted before.
-silent: gloo under another name, for a process whose recorder is off; gloo counts its calls.
 """
 
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -45,10 +43,4 @@ class LateGroup(dist.ProcessGroup):
         return work
 
 
-def create_silent(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return gloo."""
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
 dist.Backend.register_backend("late", LateGroup, devices=["cpu"])
-dist.Backend.register_backend("silent", create_silent, devices=["cpu", "cuda"])

@@ -47,10 +47,8 @@ def test_the_figures_are_those_of_the_others_own_loops(device: bool) -> None:
         ({"start": "none"}, {}),
         ({"async_op": True}, {}),
         ({"operation": "send_recv"}, {"calls": 2}),
-        ({"operation": "bidirectional"}, {}),
         ({"group": "host", "groups": 2}, {}),
         ({}, {"calls": 30, "batch": 30}),
-        ({}, {"summary": a_summary()}),  # stored before there was the figure
     ],
 )
 def test_what_the_others_time_otherwise_has_no_figure(

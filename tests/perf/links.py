@@ -30,7 +30,6 @@ from simulated_hosts import Hosts, missing, payload
 from tabulate import tabulate
 
 from ddpbench.analysis import step_lines, steps
-from ddpbench.analysis.step_lines import StepLine
 from ddpbench.catalog.sizes import readable
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Run
@@ -104,13 +103,6 @@ def compare_collectives(seconds: str, names: Sequence[str]) -> list[dict[str, An
     return rows
 
 
-def get_part(line: StepLine, name: str) -> float:
-    """Return the seconds of a part of the budget."""
-    part = line.part(name)
-    assert part is not None
-    return part.figure.value
-
-
 def compare_steps(rounds: str, names: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row per link: a step between two hosts, and all_reduces of its gradients."""
     rows, before = [], 0.0
@@ -123,7 +115,8 @@ def compare_steps(rounds: str, names: Sequence[str]) -> list[dict[str, Any]]:
             asked = ("--op", "all_reduce", "--sizes", ",".join(map(str, [*sizes, sum(sizes)])))
             run = measure(bench, "collectives", *asked, "--case-time", str(int(rounds) / 4))
         seconds = {r.case.nbytes: r.summary.median_seconds for r in run.results if r.summary}
-        parts = {each: get_part(step, each) for each in (steps.EXPOSED, steps.HIDDEN)}
+        budget = {part.name: part.figure.value for part in step.summary.budget}
+        parts = {name: budget[name] for name in (steps.EXPOSED, steps.HIDDEN)}
         buckets = sum(seconds[nbytes] for nbytes in sizes)
         ratio = sum(parts.values()) / buckets
         exposed = parts[steps.EXPOSED]

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from scipy.stats import quantile_test
@@ -109,7 +110,7 @@ def measure_blocks(
         own = torch.tensor(times[1:], dtype=torch.float64)  # the first block warms up
         every = torch.empty(dist.get_world_size(), *own.shape, dtype=torch.float64)
         comm.Allgather(own.numpy(), every.numpy())
-        medians[arm] = [statistics.median(block) / 1e3 for block in every.max(0).values.tolist()]
+        medians[arm] = (np.median(every.numpy().max(axis=0), axis=1) / 1e3).tolist()
     return medians
 
 
@@ -137,8 +138,8 @@ def run_rank(out: Path, sizes: Sequence[str], blocks: int) -> None:
 
 def divide(blocks: dict[str, list[float]], below: tuple[str, ...]) -> float:
     """Return mpi over the sum of some arms, in one launch."""
-    floors = (sum(each) for each in zip(*(blocks[arm] for arm in below), strict=True))
-    return statistics.median(a / b for a, b in zip(blocks["mpi"], floors, strict=True))
+    floors = np.sum([blocks[arm] for arm in below], axis=0)
+    return float(np.median(np.array(blocks["mpi"]) / floors))
 
 
 def describe(values: Sequence[float]) -> str:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -172,20 +172,25 @@ def measured(size: int, folder: Path) -> dict[str, float]:
     }
 
 
-def main(words: list[str]) -> int:
-    """Print a row per world."""
+def print_worlds(measure: Callable[[int], dict[str, float]], worlds: Sequence[int]) -> None:
+    """Print a row per world of the command line, each measured in a fresh process."""
+    script, *words = sys.argv
     if words[:1] == ["--one"]:
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(measured(int(words[1]), Path(folder) / "run")))
-        return 0
+        print(json.dumps(measure(int(words[1]))))
+        return
     rows = []
-    for world in map(int, words or map(str, WORLDS)):
-        command = [sys.executable, __file__, "--one", str(world)]
+    for world in map(int, words or worlds):
+        command = [sys.executable, script, "--one", str(world)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         rows.append({"ranks": world, **json.loads(done.stdout)})
     print(tabulate(rows, headers="keys", floatfmt=".4g"))
-    return 0
+
+
+def measure_launch(size: int) -> dict[str, float]:
+    """Measure one launch in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        return measured(size, Path(folder) / "run")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    print_worlds(measure_launch, WORLDS)

@@ -42,12 +42,11 @@ def words(verdict: Verdict) -> list[str]:
     """Return the options of the recommended setting."""
     options = []
     for name, value in verdict.best.changes.items() if verdict.best else ():
-        if value is True:
-            options.append(f"--{name.replace('_', '-')}")
-        elif value is False:
-            options.append(f"--no-{name.replace('_', '-')}")
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            options.append(f"--{option}" if value else f"--no-{option}")
         elif value is not None:
-            options.append(f"--{name.replace('_', '-')}={value}")
+            options.append(f"--{option}={value}")
     return options
 
 

@@ -22,43 +22,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpbench import Report, verify_replicas
+from ddpbench.catalog import workloads
+from ddpbench.catalog.task import RankSetup
 from ddpbench.launch import starters
 
-WARM, LENGTH = 3, 64
+WARM = 3
 
 
-class Gpt(nn.Module):
-    """4 causal layers of width 256 between 4096 tokens and their scores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(4096, 256)
-        self.places = nn.Parameter(torch.zeros(LENGTH, 256))
-        layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.scores = nn.Linear(256, 4096)
-        self.mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        hidden = self.layers(self.tokens(batch) + self.places, self.mask, is_causal=True)
-        return self.scores(hidden)  # type: ignore[no-any-return]
-
-
-def make_mlp() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
-
-
-# Much memory and little work on it, and the other way round; with a batch of inputs.
-WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "8 × Linear(1024), batch 256, Adam": (make_mlp, lambda: torch.randn(256, 1024)),
-    "GPT of 4 layers, width 256, 16 sequences of 64, Adam": (
-        Gpt,
-        lambda: torch.randint(4096, (16, LENGTH)),
-    ),
+GPT = {"layers": 4, "width": 256, "sequence": 64, "vocabulary": 4096}
+# Much memory and little work on it, and the other way round → workload, settings, batch.
+WORKLOADS: dict[str, tuple[str, dict[str, int], int]] = {
+    "8 × Linear(1024), batch 256, Adam": ("mlp", {"width": 1024, "depth": 8}, 256),
+    "GPT of 4 layers, width 256, 16 sequences of 64, Adam": ("transformer", GPT, 16),
 }
 
 
@@ -75,13 +53,15 @@ def measure_slowest(call: Callable[[], object], times: int = 1) -> float:
 
 def measure(title: str, rank: int, rounds: int) -> None:
     """Print the cost of each verification on this workload."""
-    make, batch = WORKLOADS[title]
-    replica = DistributedDataParallel(make())
+    name, settings, batch = WORKLOADS[title]
+    setup = RankSetup(rank, dist.get_world_size(), batch, torch.device("cpu"), 0, None)
+    task = workloads.get(name).build(settings, setup)
+    replica = DistributedDataParallel(task.model)
     optimizer = torch.optim.Adam(replica.parameters(), lr=1e-4)
 
     def step() -> None:
         optimizer.zero_grad()
-        replica(batch()).square().mean().backward()
+        task.loss(replica, task.batch(0)).backward()
         optimizer.step()
 
     ways: dict[str, Callable[[], Report]] = {

@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from scipy import stats
+from mpi_speed import describe
 from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -67,12 +67,6 @@ def measure(milliseconds: int, pairs: int, seconds: float) -> list[str]:
             ratios.append([b / a for a, b in zip(taken[False], taken[True], strict=True)])
             print(f"{milliseconds} ms:", *(f"{ratio:.4f}" for ratio in ratios[-1]), flush=True)
     return [f"{statistics.median(bare):.1f} ms", *map(describe, zip(*ratios, strict=True))]
-
-
-def describe(ratios: tuple[float, ...]) -> str:
-    """Return the median and its interval."""
-    low, high = stats.quantile_test(ratios).confidence_interval()
-    return f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
 
 
 def main(words: list[str]) -> None:

@@ -10,17 +10,13 @@ imports take.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import resource
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
-from tabulate import tabulate
+from scale import print_worlds
 
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
@@ -111,20 +107,5 @@ def measure(world: int) -> dict[str, float]:
     }
 
 
-def main(words: list[str]) -> int:
-    """Print a row per world."""
-    if words[:1] == ["--one"]:
-        print(json.dumps(measure(int(words[1]))))
-        return 0
-    rows = []
-    for world in map(int, words or map(str, WORLDS)):
-        command = [sys.executable, str(Path(__file__)), "--one", str(world)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        rows.append({"ranks": world, **json.loads(done.stdout)})
-    columns = [[name, *(row[name] for row in rows)] for name in rows[0]]
-    print(tabulate(columns, floatfmt=".4g"))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    print_worlds(measure, WORLDS)

