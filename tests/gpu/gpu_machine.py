@@ -49,13 +49,6 @@ class Machine:
         print(f"$ ddpbench {' '.join(command[3:])}\n{done.stdout}{done.stderr}")
         return done
 
-    def check_unit(self, name: str) -> None:
-        """Run a check of gpu_units.py in a process of its own: this one must not start CUDA."""
-        words = [sys.executable, str(UNITS), name, self.device]
-        done = run_command(words, UNITS.parent)
-        print(done.stdout)
-        assert done.returncode == 0, done.stderr
-
 
 def read_facts(device: str) -> dict[str, object]:
     """Return torch's facts about the devices, from another process."""

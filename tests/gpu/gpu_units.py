@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import product
@@ -44,16 +43,13 @@ def check_facts(device: torch.device) -> None:
     kind = devices.of(device)
     nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
     recorders = [name for name in dir(torch._C._distributed_c10d) if name.startswith("_dump_")]
-    facts: dict[str, Any] = {
-        "unusable": kind.unusable(), "nccl": list(nccl), "count": 0, "uuids": [], "contexts": [],
-        "recorders": recorders,
-    }  # fmt: skip
+    facts: dict[str, Any] = {"unusable": kind.unusable(), "nccl": list(nccl), "count": 0}
+    facts["recorders"] = recorders
     if facts["unusable"] is None:
         facts["count"] = kind.count()
         facts["uuids"] = [kind.identity(index) for index in range(kind.count())]
-        if torch.version.cuda:
-            contexts = map(torch._C._cuda_hasPrimaryContext, range(kind.count()))
-            facts["contexts"] = [index for index, exists in enumerate(contexts) if exists]
+        contexts = map(torch._C._cuda_hasPrimaryContext, range(kind.count()))
+        facts["contexts"] = any(contexts) if torch.version.cuda else False
     print(json.dumps(facts))
 
 
@@ -224,9 +220,8 @@ def capture_double(tensor: torch.Tensor) -> None:
     assert torch.equal(doubled, tensor * 2)
 
 
-CHECKS: dict[str, Callable[[torch.device], None]] = {
-    "payload": check_payload, "digest": check_digest, "events": check_events,
-    "gpu facts": check_gpu_facts,
+CHECKS = {
+    "payload": check_payload, "digest": check_digest, "gpu facts": check_gpu_facts,
     "capture": check_capture, "recorder": check_recorder,
 }  # fmt: skip
 
@@ -236,7 +231,8 @@ def main(name: str, kind: str) -> None:
     if name == "facts":
         check_facts(torch.device(kind, 0))
     else:
-        CHECKS[name](devices.get(kind).select(0))
+        check = check_events if name == "events" else CHECKS[name]
+        check(devices.get(kind).select(0))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from command_lines import clean_environment
 from patience import PATIENCE_SECONDS
+from simulated_gpu import fake_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +31,7 @@ from warm_python import warm_python
 from ddpbench.analysis.steps import Span
 from ddpbench.measure.communication import Communication
 from ddpbench.measure.sharded_step import set_prefetch
+from ddpbench.runtime.devices import HostEvent
 
 WORLD, WIDTH, OUT = 4, 16, 6
 WAYS = {
@@ -119,13 +122,6 @@ def look_up() -> list[int]:
     return [id(each) for each in (*(getattr(dist, name) for name in NAMES), *operators)]
 
 
-def count_calls(trainer: Trainer) -> int:
-    """The collectives of a step, as torch counts them."""
-    with CommDebugMode() as counted:
-        trainer.step("plain")
-    return int(counted.get_total_counts())
-
-
 def play(way: str) -> dict[str, Any]:
     """All that a way shows."""
     plain, timed = Trainer(way), Trainer(way)
@@ -137,8 +133,10 @@ def play(way: str) -> dict[str, Any]:
         "spans": [vars(span) for span in spans],
         "equal": plain.bits() == timed.bits(),
         "as before": before == look_up(),
-        "calls": count_calls(timed),
     }
+    with CommDebugMode() as counted:
+        timed.step("plain")
+    seen["calls"] = int(counted.get_total_counts())
     if dist.get_rank() == 0:  # the other ranks do not step: a collective would hang
         shapes = [tuple(each.shape) for each in timed.net.parameters()]
         timed.step("noop")
@@ -241,6 +239,52 @@ def test_prefetch_gathers_the_next_layers_before_it_reduces(seen: Seen) -> None:
     assert late.index(gather) > late.index((scatter, "blocks.1", "backward"))
     assert Counter(early) == Counter(late)
     assert seen[0]["prefetch True"]["bits"] == seen[0]["prefetch False"]["bits"]
+
+
+# --- streams, as on a GPU
+
+
+class Stream:
+    """A stream on which a wait takes 1 ms; everything else takes a stamp's 1 ns."""
+
+    ns = 0
+
+    @classmethod
+    def stamp(cls) -> HostEvent:
+        event = HostEvent()
+        cls.ns += 1
+        event.ns = cls.ns
+        return event
+
+    def record_event(self, event: object = None) -> object:
+        return event or object()
+
+    def wait_event(self, event: object) -> None:
+        Stream.ns += 1_000_000
+
+
+def test_exposed_is_what_the_stream_of_the_step_waits() -> None:
+    """Not how long the collective takes on its own stream, nor a wait for anything else."""
+    step, side = Stream(), Stream()
+    streams = SimpleNamespace(Stream=Stream, now=step)
+    streams.current_stream = lambda: streams.now
+    communication = Communication(nn.Linear(2, 2), torch.device("cpu"))
+    communication._streams, communication._stamp = streams, Stream.stamp
+    communication.mode = "timed"
+    with fake_group(0, 2), communication.around():
+        streams.now = side
+        dist.all_reduce(torch.ones(4))
+        reduced = side.record_event()
+        streams.now = step
+        step.wait_event(object())
+        step.wait_event(reduced)
+        side.wait_event(reduced)
+        dist.all_reduce(torch.ones(2))
+    hidden, own = communication.spans
+    assert hidden.exposed_ns == pytest.approx(1_000_000, abs=10)
+    assert own.exposed_ns == pytest.approx(own.end_ns - own.begin_ns, abs=1)
+    assert 0 < own.exposed_ns < 10
+    assert Stream.wait_event.__qualname__ == "Stream.wait_event"
 
 
 if __name__ == "__main__":

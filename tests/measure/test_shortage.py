@@ -5,10 +5,44 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from command_lines import QUICK, read_stored_run, run_ddpbench
 from frozen import Frozen
+from stored_steps import a_step_case
 
+from ddpbench.measure import memory
+from ddpbench.measure.step import advise_smaller
 from ddpbench.records.schema import Run
+
+# --- the sentence
+
+
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has"),
+            "CUDA out of memory (tried to allocate 20.00 MiB)",
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"), "CUDA error: CUBLAS_STATUS"),
+        (RuntimeError("[alloc_cpu.cpp] can't allocate memory"), "[alloc_cpu.cpp] can't allocate"),
+        (RuntimeError("NCCL error\nCuda failure 2 'out of memory'"), "Cuda failure 2"),
+        (OSError(12, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory"),
+        (MemoryError(), "MemoryError"),
+    ],
+    ids=["CUDA", "cuBLAS", "torch", "NCCL", "kernel", "Python"],
+)
+def test_every_shortage_of_memory_is_recognised(error: Exception, detail: str) -> None:
+    """torch on GPU and CPU, NCCL in its second line, the kernel, Python; and nothing else."""
+    advice = advise_smaller(a_step_case(settings=("width=256", "depth=8")))
+    sentence = str(memory.describe_shortage(error, "cpu", advice))
+    assert sentence.startswith(f"not enough memory on the host: {detail}")
+    assert "; use a smaller --batch, --width or --depth" in sentence
+    assert ("NCCL_BUFFSIZE" in sentence) == ("NCCL" in str(error))
+    assert memory.describe_shortage(RuntimeError("does not support alltoall"), "cpu", "") is None
+
+
+# --- a sweep
 
 WORDS = ("-n", "2", "--op", "all_reduce", "--sizes", "8,4K,64K,256K")
 SHORT = "CUDA out of memory (tried to allocate 2.00 GiB)"
