@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from command_lines import ddpbench_command, run_command
@@ -31,7 +32,6 @@ class Machine:
     device: str
     backend: str
     gpus: int
-    nccl: tuple[int, ...]
 
     @property
     def rehearsal(self) -> bool:
@@ -50,24 +50,21 @@ class Machine:
         return done
 
 
-def read_facts(device: str) -> dict[str, object]:
+def read_facts(device: str) -> dict[str, Any]:
     """Return torch's facts about the devices, from another process."""
     words = [sys.executable, str(UNITS), "facts", device]
     done = run_command(words, UNITS.parent)
     assert done.returncode == 0, done.stderr
-    facts: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return facts
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def find_machine() -> tuple[Machine | None, str]:
     """Return the machine, or None and why there is no GPU."""
     if os.environ.get(REHEARSAL):
-        return Machine("cpu", "gloo", 0, ()), ""
+        return Machine("cpu", "gloo", 0), ""
     if not (torch.version.cuda or torch.version.hip):
         return None, "this torch is a CPU build"
     facts = read_facts("cuda")
     if facts["unusable"]:
-        return None, str(facts["unusable"])
-    nccl = facts["nccl"]
-    assert isinstance(nccl, list)
-    return Machine("cuda", "nccl", int(str(facts["count"])), tuple(nccl)), ""
+        return None, facts["unusable"]
+    return Machine("cuda", "nccl", facts["count"]), ""

@@ -39,17 +39,16 @@ EXACT = [
 
 
 def check_facts(device: torch.device) -> None:
-    """Print the facts that the tests need, as JSON: versions, devices, recorders."""
+    """Print the facts that the tests need, as JSON: devices, recorders."""
     kind = devices.of(device)
-    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
     recorders = [name for name in dir(torch._C._distributed_c10d) if name.startswith("_dump_")]
-    facts: dict[str, Any] = {"unusable": kind.unusable(), "nccl": list(nccl), "count": 0}
-    facts["recorders"] = recorders
+    facts: dict[str, Any] = {"unusable": kind.unusable(), "count": 0, "recorders": recorders}
     if facts["unusable"] is None:
         facts["count"] = kind.count()
         facts["uuids"] = [kind.identity(index) for index in range(kind.count())]
-        contexts = map(torch._C._cuda_hasPrimaryContext, range(kind.count()))
-        facts["contexts"] = any(contexts) if torch.version.cuda else False
+        facts["contexts"] = bool(torch.version.cuda) and any(
+            torch._C._cuda_hasPrimaryContext(index) for index in range(kind.count())
+        )
     print(json.dumps(facts))
 
 

@@ -18,12 +18,9 @@ def test_facts(machine: Machine) -> None:
     assert facts["unusable"] is None
     assert facts["recorders"]
     assert facts["contexts"] is False
-    uuids = facts["uuids"]
-    assert isinstance(uuids, list)
-    assert len(set(uuids)) == facts["count"] >= 1
+    assert len(set(facts["uuids"])) == facts["count"] >= 1
     if not machine.rehearsal:
-        assert all(str(uuid).startswith(("GPU-", "MIG-")) for uuid in uuids)
-        assert len(machine.nccl) == 3
+        assert all(uuid.startswith(("GPU-", "MIG-")) for uuid in facts["uuids"])
 
 
 @pytest.mark.parametrize("name", [*CHECKS, pytest.param("events", marks=pytest.mark.measures_time)])
