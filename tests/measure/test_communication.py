@@ -110,10 +110,13 @@ class Trainer:
             self.optimizer.step()
         return self.communication.spans
 
+    def parts(self) -> list[Tensor]:
+        """The rank's own parts of the parameters."""
+        return [getattr(p, "_local_tensor", p).detach() for p in self.net.parameters()]
+
     def bits(self) -> list[str]:
-        """The rank's own parameters, exactly."""
-        local = (getattr(each, "_local_tensor", each) for each in self.net.parameters())
-        return [float(number).hex() for each in local for number in each.detach().flatten()]
+        """Those parts, exactly."""
+        return [float(number).hex() for part in self.parts() for number in part.flatten()]
 
 
 def look_up() -> list[int]:
@@ -138,17 +141,10 @@ def play(way: str) -> dict[str, Any]:
         timed.step("plain")
     seen["calls"] = int(counted.get_total_counts())
     if dist.get_rank() == 0:  # the other ranks do not step: a collective would hang
-        shapes = [tuple(each.shape) for each in timed.net.parameters()]
+        shapes = [part.shape for part in timed.parts()]
         timed.step("noop")
-        after = [(tuple(each.shape), torch.isfinite(_local(each)).all()) for each in
-                 timed.net.parameters()]  # fmt: skip
-        seen["noop"] = [shape for shape, finite in after if finite] == shapes
+        seen["noop"] = [part.shape for part in timed.parts() if part.isfinite().all()] == shapes
     return seen
-
-
-def _local(parameter: Tensor) -> Tensor:
-    local: Tensor = getattr(parameter, "_local_tensor", parameter)
-    return local
 
 
 def main(folder: Path) -> None:
@@ -192,29 +188,26 @@ def key(span: dict[str, Any]) -> tuple[str, str, str]:
 
 
 Seen = list[dict[str, Any]]
-every_way = pytest.mark.parametrize("way", WAYS)
 
 
-@every_way
-def test_a_mode_changes_nothing_else(seen: Seen, way: str) -> None:
-    """Timed, each rank has the parameters of a model that is not timed; with "noop", a rank steps
-    alone, and they keep their shapes. The names that were replaced are torch's own again."""
-    assert all(rank[way]["equal"] and rank[way]["as before"] for rank in seen)
-    assert seen[0][way]["noop"]
-
-
-@every_way
-def test_every_collective_has_a_span(seen: Seen, way: str) -> None:
-    """As many as torch's own CommDebugMode counts, in all ranks in the same order; they begin one
-    after the other, and none is exposed before it begins."""
+@pytest.mark.parametrize("way", WAYS)
+def test_every_collective_has_a_span_and_a_mode_changes_nothing_else(seen: Seen, way: str) -> None:
+    """Spans are as many as torch's own CommDebugMode counts, in all ranks in the same order, one
+    after the other, and none is exposed before it begins. Timed, each rank has the parameters of a
+    model that is not timed; with "noop", a rank steps alone, and they keep their shapes. The names
+    that were replaced are torch's own again."""
     for rank in seen:
-        assert len(rank[way]["spans"]) == rank[way]["calls"] > 0
-        assert list(map(key, rank[way]["spans"])) == list(map(key, seen[0][way]["spans"]))
-        begins = [span["begin_ns"] for span in rank[way]["spans"]]
+        spans = rank[way]["spans"]
+        assert rank[way]["equal"]
+        assert rank[way]["as before"]
+        assert len(spans) == rank[way]["calls"] > 0
+        assert list(map(key, spans)) == list(map(key, seen[0][way]["spans"]))
+        begins = [span["begin_ns"] for span in spans]
         assert begins == sorted(begins)
         assert begins[0] >= 0
-        assert all(span["exposed_ns"] > 0 for span in rank[way]["spans"])
-        assert all(span["end_ns"] >= span["begin_ns"] for span in rank[way]["spans"])
+        assert all(span["exposed_ns"] > 0 for span in spans)
+        assert all(span["end_ns"] >= span["begin_ns"] for span in spans)
+    assert seen[0][way]["noop"]
 
 
 def test_tensor_parallel_reduces_in_the_layer_that_needs_it(seen: Seen) -> None:

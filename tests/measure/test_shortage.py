@@ -12,7 +12,6 @@ from stored_steps import a_step_case
 
 from ddpbench.measure import memory
 from ddpbench.measure.step import advise_smaller
-from ddpbench.records.schema import Run
 
 # --- the sentence
 
@@ -59,16 +58,14 @@ torch.zeros = zeros_or_error
 """
 
 
-def sweep(folder: Path, fault: str, *words: str) -> tuple[int, str, Run]:
-    """Run a sweep with a fault. Return its exit code, its messages, and what it stored."""
+def sweep(folder: Path, fault: str, *words: str) -> tuple[int, str, dict[int, str | None]]:
+    """Run a sweep with a fault. Return its exit code, its messages, and size → why it was not
+    measured."""
     faulty = ("--import", "faulty_backend", "--backend", "faulty", "--quiet", *QUICK)
     done = run_ddpbench(folder, "collectives", *faulty, *WORDS, *words, FAULT=fault)
-    return done.returncode, done.stderr, read_stored_run(folder)[1]
-
-
-def reasons(run: Run) -> dict[int, str | None]:
-    """Size → why it was not measured; None if it was."""
-    return {result.case.nbytes: result.reason for result in run.results}
+    _, run = read_stored_run(folder)
+    assert run.state == ("failed" if done.returncode else "complete")
+    return done.returncode, done.stderr, {each.case.nbytes: each.reason for each in run.results}
 
 
 @pytest.mark.thorough
@@ -77,9 +74,8 @@ def test_a_case_without_memory_is_skipped_in_all_ranks(tmp_path: Path, frozen: F
     first call of all ranks, in which a backend may allocate its own buffers: no rank has joined, so
     the group is as before. The sweep goes on after both."""
     (tmp_path / "in_rank_1.py").write_text(IN_RANK_1)
-    code, error, run = sweep(tmp_path, "oom:-1:65536", "--import", "in_rank_1")
+    code, error, found = sweep(tmp_path, "oom:-1:65536", "--import", "in_rank_1")
     assert code == 0, error
-    found = reasons(run)
     frozen.facts(sorted(nbytes for nbytes, reason in found.items() if reason))
     assert "(rank 1)" in str(found[4096])
     assert str(found[4096]) == f"{found[65536]} (rank 1)"
@@ -92,14 +88,13 @@ def test_a_first_call_without_memory_in_one_rank_ends_the_run_with_the_cause(
 ) -> None:
     """The other rank waits inside the backend, and nothing else would end that: the run ends before
     the deadline, names the rank, the cause and what to change, and does not accuse the other."""
-    code, error, run = sweep(tmp_path, "oom:1:65536", "--timeout", "15")
+    code, error, found = sweep(tmp_path, "oom:1:65536", "--timeout", "15")
     assert code == 5
     assert "ddpbench: rank 1: OutOfMemoryError: " in error
     assert SHORT in error
     assert "allreduce (faulty_" in error
     assert "deadline" not in error
-    assert run.state == "failed"
-    assert 65536 not in reasons(run)
+    assert 65536 not in found
 
 
 # --- a step ---------------------------------------------------------------------------------------

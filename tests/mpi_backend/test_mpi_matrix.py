@@ -12,7 +12,6 @@ import random
 import subprocess
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial, reduce
@@ -24,7 +23,7 @@ import mpi_jobs
 import pytest
 import torch
 import torch.distributed as dist
-from mpi_jobs import FLOATS, FOLDS, OP, SIGNED, Group
+from mpi_jobs import OP, Group
 from mpi_jobs import all_gather_single as gather_single
 from mpi_jobs import reduce_scatter_single as scatter_single
 from torch import Tensor
@@ -36,13 +35,22 @@ from ddpbench.mpi_backend.tensors import UNDIVIDED
 
 SIZES = (4, 1, 3)
 MARKS = {1: pytest.mark.thorough, 3: [pytest.mark.thorough, pytest.mark.nightly]}
+SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 COMPLEX = [torch.complex64, torch.complex128]
 EIGHTHS = [torch.float8_e4m3fn, torch.float8_e5m2]
 REAL = [*FLOATS, *SIGNED, *UNSIGNED, torch.bool]
 MOVED = [*REAL, *COMPLEX, *EIGHTHS]
-BITWISE = (OP.BAND, OP.BOR, OP.BXOR)
-EXTREMES = (OP.MIN, OP.MAX)
+FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    OP.SUM: torch.add,
+    OP.PRODUCT: torch.mul,
+    OP.MIN: torch.minimum,
+    OP.MAX: torch.maximum,
+    OP.BAND: torch.bitwise_and,
+    OP.BOR: torch.bitwise_or,
+    OP.BXOR: torch.bitwise_xor,
+}
 WAYS = ("synchronous", "wait", "future")
 GUARD = 0xA5
 CPU = torch.device("cpu")
@@ -189,11 +197,9 @@ def broadcast(at: At, memory: Memory) -> Any:
     return partial(dist.broadcast, memory.given(at.mine(), at.of(at.root)), group_src=at.root)
 
 
-def all_gather(at: At, memory: Memory, uneven: bool = False, in_place: bool = False) -> Any:
+def all_gather(at: At, memory: Memory, uneven: bool = False) -> Any:
     parts = [at.of(rank, rank if uneven else 1) for rank in range(at.size)]
-    outputs, mine = memory.rooms(parts), parts[at.rank]
-    source = outputs[at.rank].copy_(mine) if in_place else memory.given(mine)
-    return partial(dist.all_gather, outputs, source)
+    return partial(dist.all_gather, memory.rooms(parts), memory.given(parts[at.rank]))
 
 
 def all_gather_single(at: At, memory: Memory, in_place: bool = False) -> Any:
@@ -202,16 +208,14 @@ def all_gather_single(at: At, memory: Memory, in_place: bool = False) -> Any:
     return partial(gather_single, whole, part.copy_(at.mine()))
 
 
-def gather(at: At, memory: Memory, in_place: bool = False) -> Any:
-    parts = memory.rooms(at.every()) if at.rank == at.root else []
-    source = parts[at.rank].copy_(at.mine()) if parts and in_place else memory.given(at.mine())
-    return partial(dist.gather, source, parts or None, group_dst=at.root)
+def gather(at: At, memory: Memory) -> Any:
+    parts = memory.rooms(at.every()) if at.rank == at.root else None
+    return partial(dist.gather, memory.given(at.mine()), parts, group_dst=at.root)
 
 
-def scatter(at: At, memory: Memory, in_place: bool = False) -> Any:
-    parts = memory.all_given(at.every()) if at.rank == at.root else []
-    output = parts[at.rank] if parts and in_place else memory.room(at.mine())
-    return partial(dist.scatter, output, parts or None, group_src=at.root)
+def scatter(at: At, memory: Memory) -> Any:
+    parts = memory.all_given(at.every()) if at.rank == at.root else None
+    return partial(dist.scatter, memory.room(at.mine()), parts, group_src=at.root)
 
 
 def reduce_scatter(at: At, memory: Memory, uneven: bool = False) -> Any:
@@ -285,12 +289,6 @@ def coalesced(at: At, memory: Memory, device: torch.device | None = None, make: 
     return call
 
 
-def all_reduce_coalesced(at: At, memory: Memory) -> Any:
-    cases = [at._replace(shape=shape) for shape in (at.shape, (1, *at.shape), (5,))]
-    tensors = [memory.given(case.mine(), case.total()) for case in cases]
-    return partial(dist.all_reduce_coalesced, tensors, at.op)
-
-
 # --- the matrix
 
 
@@ -300,9 +298,8 @@ def ops_of(dtype: torch.dtype, row: Row) -> list[Any]:
         return [OP.SUM]
     if dtype.is_complex:
         return [OP.SUM, OP.AVG, *([OP.PRODUCT] if row.direct else [])]
-    ops = [OP.SUM, OP.PRODUCT, *EXTREMES]
-    ops += [] if dtype in UNDIVIDED else [OP.AVG]
-    return ops if dtype.is_floating_point else [*ops, *BITWISE]
+    ops = list(FOLDS)[:4] if dtype.is_floating_point else list(FOLDS)
+    return ops if dtype in UNDIVIDED else [*ops, OP.AVG]
 
 
 SHAPES = ((0,), (1,), (3, 2), (1000,))
@@ -331,14 +328,11 @@ ROWS: dict[str, Row] = {
     "reduce": Row(reduce_to_root, NUMBERS, roots=True, reduces=True, direct=True),
     "broadcast": Row(broadcast, shapes=((), *SHAPES), roots=True),
     "all_gather": Row(all_gather, layouts=MANY),
-    "all_gather_in_place": fewer(partial(all_gather, in_place=True), layouts=MANY),
     "all_gather_uneven": Row(partial(all_gather, uneven=True), layouts=MANY),
     "all_gather_single": Row(all_gather_single),
     "all_gather_single_in_place": fewer(partial(all_gather_single, in_place=True)),
     "gather": Row(gather, layouts=MANY, roots=True),
-    "gather_in_place": fewer(partial(gather, in_place=True), layouts=MANY, roots=True),
     "scatter": Row(scatter, layouts=MANY, roots=True),
-    "scatter_in_place": fewer(partial(scatter, in_place=True), layouts=MANY, roots=True),
     "reduce_scatter": Row(reduce_scatter, NUMBERS, MANY, FEW, reduces=True, direct=True),
     "reduce_scatter_uneven": Row(
         partial(reduce_scatter, uneven=True), NUMBERS, MANY, FEW, reduces=True, direct=True
@@ -357,7 +351,6 @@ ROWS: dict[str, Row] = {
     "send_recv": Row(pass_on),
     "batch_isend_irecv": Row(partial(pass_on, batch=True)),
     "barrier": Row(barrier, [torch.float32], shapes=((1,),)),
-    "all_reduce_coalesced": fewer(all_reduce_coalesced, reduces=True),
 }
 for _name in ("all_reduce", "all_gather_single", "reduce_scatter_single"):
     for _device in (None, CPU):
@@ -440,25 +433,6 @@ def check_barrier(group: Group, rank: int, size: int) -> None:
         assert store.check([f"{turn} {other}" for other in range(size)])
 
 
-def check_objects(group: Group, rank: int, size: int) -> None:
-    """Objects of any size are gathered, broadcast and scattered."""
-    every = [{"rank": r, "text": "µ" * 1000 * r} for r in range(size)]
-    for root in range(size):
-        mine: list[Any] = [None] * size
-        dist.all_gather_object(mine, every[rank], group)
-        assert mine == every
-        gathered: Any = [None] * size if rank == root else None
-        dist.gather_object(every[rank], gathered, group=group, group_dst=root)
-        assert gathered == (every if rank == root else None)
-        sent = [every[rank], rank]
-        dist.broadcast_object_list(sent, group=group, group_src=root)
-        assert sent == [every[root], root]
-        got: list[Any] = [None]
-        given = every if rank == root else None
-        dist.scatter_object_list(got, given, group=group, group_src=root)
-        assert got == [every[rank]]
-
-
 def check_lazy_views(group: Group, rank: int, size: int) -> None:
     """What torch conjugates or negates lazily arrives conjugated and negated."""
     direct = [ROWS[n] for n in ("reduce", "gather", "reduce_scatter", "reduce_scatter_single")]
@@ -517,7 +491,6 @@ CHECKS |= {
 
 def job_matrix(folder: Path) -> None:
     """The matrix on a group of all ranks beside gloo; of four, torch's ranks are not MPI's."""
-    warnings.simplefilter("ignore")  # torch's, that the coalesced calls will be deprecated
     rank, size = mpi_library.world()
     rank = size - 1 - rank if size == 4 else rank
     store = dist.FileStore(str(folder / "store"), size)
