@@ -8,14 +8,12 @@ DDPBENCH_GPU_REHEARSAL=1 python -m pytest -m gpu         without a GPU: the same
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from command_lines import ddpbench_command, run_command
 from patience import PATIENCE_SECONDS
 
@@ -56,15 +54,3 @@ def read_facts(device: str) -> dict[str, Any]:
     done = run_command(words, UNITS.parent)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def find_machine() -> tuple[Machine | None, str]:
-    """Return the machine, or None and why there is no GPU."""
-    if os.environ.get(REHEARSAL):
-        return Machine("cpu", "gloo", 0), ""
-    if not (torch.version.cuda or torch.version.hip):
-        return None, "this torch is a CPU build"
-    facts = read_facts("cuda")
-    if facts["unusable"]:
-        return None, facts["unusable"]
-    return Machine("cuda", "nccl", facts["count"]), ""

@@ -7,8 +7,6 @@ The ranks play all ways once and leave what they saw in files. They run this ver
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from command_lines import clean_environment
-from patience import PATIENCE_SECONDS
+from command_lines import run_command
 from simulated_gpu import fake_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,6 +26,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from warm_python import warm_python
 
 from ddpbench.analysis.steps import Span
+from ddpbench.launch import placement, starters
+from ddpbench.launch.placement import Placement
 from ddpbench.measure.communication import Communication
 from ddpbench.measure.sharded_step import set_prefetch
 from ddpbench.runtime.devices import HostEvent
@@ -147,9 +146,11 @@ def play(way: str) -> dict[str, Any]:
     return seen
 
 
-def main(folder: Path) -> None:
+def main(folder: Path) -> int:
     """Play all ways; leave what this rank saw in a file."""
-    rank = int(os.environ["RANK"])
+    place = placement.read_placement()
+    assert isinstance(place, Placement)
+    rank = place.rank
     torch.set_num_threads(1)
     store = f"file://{folder / 'meeting'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
@@ -162,6 +163,7 @@ def main(folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
+    return 0
 
 
 # --- the tests ------------------------------------------------------------------------------------
@@ -171,14 +173,8 @@ def main(folder: Path) -> None:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    ranks = [
-        subprocess.Popen(
-            [*warm_python(), __file__, str(folder)],
-            env={**clean_environment(), "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(WORLD)
-    ]
-    assert [rank.wait(PATIENCE_SECONDS) for rank in ranks] == [0] * WORLD
+    done = run_command([*warm_python(), __file__, str(folder)], folder)
+    assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
@@ -281,4 +277,4 @@ def test_exposed_is_what_the_stream_of_the_step_waits() -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(starters.run_forked(lambda: main(Path(sys.argv[1])), WORLD))

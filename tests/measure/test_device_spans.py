@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +77,6 @@ def test_each_case_names_what_its_time_is(
     device: str,
     changed: dict[str, Any],
     definition: str,
-    options: collectives.Options,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only an isolated call that returns before the device begins can be launched out of sight.
@@ -84,21 +84,14 @@ def test_each_case_names_what_its_time_is(
     monkeypatch.setitem(
         backends.BACKENDS, backend, replace(backends.get(backend), provider=lambda _: "native")
     )
+    parser = argparse.ArgumentParser()
+    collectives.add_arguments(parser)
+    options = collectives.Options.of(parser.parse_args([]))
     options = replace(options, **{"device": device, "op": ("all_reduce",), "ranks": 2, **changed})
     world = [Partition("world", ((0, 1),), (2,))]
     ((case, _), *_) = collectives.list_cases(options, backends.get(backend), options.plan(0), world)
     assert case.time_definition == definition
     assert case.clock == devices.get(device).clock
-
-
-@pytest.fixture
-def options() -> collectives.Options:
-    """The options of a sweep that was asked for nothing."""
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    collectives.add_arguments(parser)
-    return collectives.Options.of(parser.parse_args([]))
 
 
 # --- the sleep ------------------------------------------------------------------------------------
