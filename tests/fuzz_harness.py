@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import random
 import shlex
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from command_lines import clean_environment
 from in_process import Outcome
 from patience import PATIENCE_SECONDS
 
@@ -46,21 +43,6 @@ class Tally:
             f"{self.tried} tried (exit codes {ends}), {self.tracebacks} tracebacks, "
             f"{self.hangs} hangs, {len(self.faults)} faults"
         )
-
-
-def run_process(words: Sequence[str], cwd: Path) -> Outcome:
-    """Run a command line of ddpbench as a process of its own."""
-    command = [sys.executable, "-m", "ddpbench", *words]
-    try:
-        done = subprocess.run(
-            command, cwd=cwd, env=clean_environment(), capture_output=True, check=False,
-            timeout=PATIENCE_SECONDS, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return Outcome(1, "", "hung")
-    return Outcome(
-        done.returncode, *(o.decode(errors="replace") for o in (done.stdout, done.stderr))
-    )
 
 
 def fault_of(outcome: Outcome) -> str | None:

@@ -11,9 +11,8 @@ from stored_runs import a_result
 
 from ddpbench.analysis import stats
 from ddpbench.analysis.stats import Kept
-from ddpbench.measure.repetitions import Samples
+from ddpbench.measure.repetitions import Samples, summarise_result
 from ddpbench.records import store
-from ddpbench.session.summary import summarise_result
 
 
 @pytest.mark.parametrize("burst", [1, 3, 100])

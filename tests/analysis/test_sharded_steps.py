@@ -15,8 +15,8 @@ from stored_steps import (
 )
 
 from ddpbench.analysis import sharded_steps, step_lines, steps
+from ddpbench.measure.rounds import step_columns
 from ddpbench.records.schema import StepSummary
-from ddpbench.session.summary import step_columns
 
 SPANS = ("exposed all_gather", "exposed reduce_scatter", "exposed all_reduce")
 

@@ -33,7 +33,7 @@ from patience import PATIENCE_SECONDS
 from without_torch import RUN_DDPBENCH, run_without_torch
 
 from ddpbench import cli
-from ddpbench.commands import guide
+from ddpbench import guide
 from ddpbench.launch import placement
 
 README = ROOT / "README.md"
