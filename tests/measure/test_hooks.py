@@ -26,7 +26,7 @@ def alone(tmp_path: Path) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-MAKES = {name: hook.make for name, hook in HOOKS.items() if not hook.fails}
+MAKES: dict[str, Any] = {name: hook.make for name, hook in HOOKS.items() if not hook.fails}
 MAKES["of an arm"] = lambda _: (None, hooks.noop)
 
 

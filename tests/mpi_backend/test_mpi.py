@@ -49,6 +49,7 @@ from ddpbench.mpi_backend import library as mpi_library
 
 PATIENT = timedelta(seconds=PATIENCE_SECONDS)
 SOON = timedelta(milliseconds=50)
+same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def given(rank: int, count: int) -> Tensor:
@@ -59,13 +60,6 @@ def given(rank: int, count: int) -> Tensor:
 def total(size: int, count: int) -> Tensor:
     """Return the sum of what all ranks put in."""
     return torch.stack([given(rank, count) for rank in range(size)]).sum(0)
-
-
-def same(got: Tensor, wanted: Tensor) -> None:
-    assert got.dtype == wanted.dtype
-    assert got.shape == wanted.shape
-    flat = [t.contiguous().view(-1).view(torch.uint8) for t in (got, wanted)]
-    assert torch.equal(*flat), f"got {got}, not {wanted}"
 
 
 def refused(call: Callable[[], Any], text: str, kind: Any = ValueError) -> None:
@@ -351,20 +345,19 @@ def job_die(folder: Path) -> None:
     dist.barrier()
 
 
-def meet_and_leave(folder: Path, groups: int = 1) -> Any:
-    """Return groups in which the ranks have met; rank 1 then only lives until rank 0 is aborted.
+def meet_and_leave(folder: Path) -> Any:
+    """Return DDP and another group after the ranks have met; rank 1 only lives until rank 0 aborts.
 
     What rank 0 calls has a time-out of 1 s from then on.
     """
     start_group(mpi.NAME, folder)
-    made = [dist.new_group(backend=mpi.NAME) for _ in range(groups)]
-    replica = ddp(made[0], torch.nn.Linear(2, 2))
+    one, other = dist.new_group(backend=mpi.NAME), dist.new_group(backend=mpi.NAME)
+    replica = ddp(one, torch.nn.Linear(2, 2))
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(4 * PATIENCE_SECONDS)
-    for group in made:
-        group._queue.timeout = timedelta(seconds=1)
-    return replica, *made
+    one._queue.timeout = other._queue.timeout = timedelta(seconds=1)
+    return replica, other
 
 
 def job_hang(folder: Path) -> None:
@@ -378,7 +371,7 @@ def job_late_to_synchronous(folder: Path) -> None:
 
 
 def job_late(folder: Path) -> None:
-    replica, _, group = meet_and_leave(folder, 2)
+    replica, group = meet_and_leave(folder)
     words = "all_reduce on rank 0"
     refused(replica(torch.ones(1, 2)).sum().backward, words, Exception)
     first = dist.all_reduce(torch.ones(1), group=group, async_op=True)

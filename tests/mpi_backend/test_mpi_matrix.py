@@ -34,7 +34,7 @@ from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.mpi_backend.tensors import UNDIVIDED
 
 SIZES = (4, 1, 3)
-MARKS = {1: pytest.mark.thorough, 3: [pytest.mark.thorough, pytest.mark.nightly]}
+MARKS: dict[int, Any] = {1: pytest.mark.thorough, 3: [pytest.mark.thorough, pytest.mark.nightly]}
 SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
@@ -451,7 +451,7 @@ def check_sub_groups(group: Group, rank: int, size: int) -> None:
         part = dist.new_group(members, backend=mpi.NAME)
         if rank in members:
             for row in ROWS.values():
-                found += survey(part, row._replace(shapes=[(3, 2)]), [torch.float32])
+                found += survey(part, row._replace(shapes=((3, 2),)), [torch.float32])
             tensor = torch.tensor([rank])
             dist.broadcast(tensor, members[-1], part)
             assert tensor.item() == members[-1]
