@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from ddpbench.measure import repetitions
-    from ddpbench.measure.calibrate import Rates
+    from ddpbench.measure.host_limits import Rates
     from ddpbench.runtime.subgroups import Subgroup
 
 
@@ -45,7 +45,7 @@ Links = dict[tuple[str, str], "Limit | None"]  # (partition, operation) → limi
 
 def measure_launch(context: LaunchContext[Options]) -> Recorder:
     """Measure the cases of one launch in random order, in all ranks together."""
-    from ddpbench.measure import calibrate, loop, start
+    from ddpbench.measure import host_limits, loop, start
 
     world, options, plan = context.world, context.options, context.plan
     subgroups = context.closing.enter_context(
@@ -58,10 +58,10 @@ def measure_launch(context: LaunchContext[Options]) -> Recorder:
     cases = list_cases(options, context.backend, plan, partitions)
     random.Random(f"{plan.seed}/{context.index}").shuffle(cases)
     world.watchdog.begin_phase("the calibration of limits")
-    rates = calibrate.Rates()
+    rates = host_limits.Rates()
     if options.peak_bandwidth is None:
         copied = {case.nbytes for case, _ in cases}
-        rates = calibrate.measure_rates(world, context.device, copied, partitions)
+        rates = host_limits.measure_rates(world, context.device, copied, partitions)
     recorder = context.gather_recorder(len(cases), rates=asdict(rates))
     sweep = Sweep(context, subgroups, rates, recorder)
 
@@ -86,7 +86,7 @@ class Sweep:
         recorder: Recorder,
     ) -> None:
         from ddpbench.measure import clock, offsets
-        from ddpbench.measure.calibrate import agree_handoff
+        from ddpbench.measure.host_limits import agree_handoff
         from ddpbench.measure.link_limits import derive_limit
 
         self.context, self.subgroups, self.recorder = context, subgroups, recorder

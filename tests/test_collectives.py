@@ -147,9 +147,8 @@ def test_pipelined_and_async_calls_are_waited_for(pool: RankPool, tmp_path: Path
     """Pipelined repetitions hold several calls and no percentiles, and their results are right.
     The run records the time of a cache line between the ranks' cores, which both ranks wait for.
     `--format json` prints the stored run."""
-    patient = (
-        f"from ddpbench.measure import calibrate\ncalibrate.DEADLINE_NS = {PATIENCE_SECONDS:.0f}e9"
-    )
+    nanoseconds = f"{PATIENCE_SECONDS:.0f}e9"
+    patient = f"from ddpbench.measure import host_limits\nhost_limits.DEADLINE_NS = {nanoseconds}"
     (tmp_path / "patient.py").write_text(patient)
     words = ["--mode", "pipelined", "--in-flight", "4", "--op", "all_reduce", "--sizes", "4,64K"]
     words += ["--import", "patient"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from command_lines import QUICK, read_stored_run, run_ddpbench
 from frozen import Frozen, finding_facts
 
-from ddpbench.measure import calibrate
+from ddpbench.measure import host_limits
 from ddpbench.runtime import devices
 from ddpbench.runtime.devices import HostEvent
 
@@ -78,5 +78,5 @@ def test_a_copy_reads_and_writes_each_byte(
     kind = devices.KINDS["cpu"]
     monkeypatch.setattr(kind, "event", lambda device: SteadyEvent())
     alone.gpu_mates = mates
-    rate = calibrate.measure_device_copy(alone, CPU)
+    rate = host_limits.measure_device_copy(alone, CPU)
     assert rate == pytest.approx(max(1, len(mates)) * 4 * 2 * 2**26 / 8e-3)

@@ -14,12 +14,12 @@ from stored_runs import a_case, a_result, a_run, a_summary
 from stored_steps import a_step_result, a_step_run, a_step_summary, step_samples
 
 from ddpbench.analysis import steps
+from ddpbench.measure.rounds import step_columns
 from ddpbench.present.collectives import sections as collectives
 from ddpbench.present.document import Chart, ReportRun, Section
 from ddpbench.present.examinations import draw_links
 from ddpbench.present.steps import sections as step
 from ddpbench.records.schema import Limit, Result, Run, StepCase
-from ddpbench.session.summary import step_columns
 
 
 def values(chart: Chart) -> list[dict[str, Any]]:

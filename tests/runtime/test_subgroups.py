@@ -12,7 +12,7 @@ from stored_runs import a_case
 
 from ddpbench import collectives
 from ddpbench.analysis import stats
-from ddpbench.measure.calibrate import Rates
+from ddpbench.measure.host_limits import Rates
 from ddpbench.runtime.subgroups import divide_ranks
 
 TWO = [[0, 1], [2, 3]]
