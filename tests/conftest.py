@@ -86,21 +86,14 @@ def hosts() -> Iterator[Callable[..., Hosts]]:
         yield lambda *args, **options: benches.enter_context(Hosts(*args, **options))
 
 
-@pytest.fixture(scope="session")
-def cuda_guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Load the library that a CPU build of torch lacks for simulated CUDA tensors."""
-    from simulated_gpu import load_guard
-
-    return load_guard(tmp_path_factory.mktemp("guard"))
-
-
 @pytest.fixture
-def simulated_gpu(cuda_guard: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     """Simulate a GPU: device="cuda" works in the test."""
-    from simulated_gpu import PretendedKind, SimulatedGpu
+    from simulated_gpu import PretendedKind, SimulatedGpu, load_guard
 
     from ddpbench.runtime import devices
 
+    load_guard()
     with SimulatedGpu() as gpu:
         monkeypatch.setitem(devices.KINDS, "cuda", PretendedKind(gpu))
         yield gpu

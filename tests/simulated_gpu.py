@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,19 +37,20 @@ GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
 """
-GUARD_VARIABLE = "DDPBENCH_TEST_GUARD"  # the compiled guard, for other processes: pretend_gpu.py
 # The results of these depend on values: fake tensors refuse them, and the host waits.
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero")
 
 
-def load_guard(folder: Path) -> Path:
-    """Compile, load and return the guard; skip the test without a compiler, or with a GPU."""
+@cache
+def load_guard() -> None:
+    """Compile and load the guard; skip the test without a compiler, or with a GPU."""
     if devices.get("cuda").installed():
         pytest.skip("a GPU is not simulated where there is one")
     if (compiler := shutil.which("g++") or shutil.which("c++")) is None:
         pytest.skip("there is no C++ compiler, which simulated CUDA tensors need")
     root = Path(torch.__file__).parent
-    source, library = folder / "guard.cpp", folder / "guard.so"
+    folder = tempfile.TemporaryDirectory()
+    source, library = Path(folder.name, "guard.cpp"), Path(folder.name, "guard.so")
     source.write_text(GUARD)
     paths = [f"-I{root}/include", f"-L{root}/lib", "-lc10", f"-Wl,-rpath,{root}/lib"]
     words = [compiler, "-std=c++20", "-shared", "-fPIC", str(source), *paths, "-o", str(library)]
@@ -56,7 +59,7 @@ def load_guard(folder: Path) -> Path:
     # forked process may have a backward. The guard is such a device, so the first one comes before.
     torch.ones(1, requires_grad=True).backward()
     torch.ops.load_library(str(library))
-    return library
+    folder.cleanup()
 
 
 class OnGpu(torch.Tensor):
@@ -90,7 +93,6 @@ class SimulatedGpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.called: list[str] = []
-        self.crossed: list[tuple[str, int]] = []  # copies to the GPU: operation, bytes per element
         self.collectives: list[tuple[str, tuple[Any, ...]]] = []  # name, arguments
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
         # dist.broadcast asks a GPU, whether there is one or not.
@@ -116,16 +118,17 @@ class SimulatedGpu(TorchDispatchMode):
         name, kwargs = str(func).removesuffix(".default"), kwargs or {}
         if name.startswith("c10d."):
             return self._communicate(name, func, args, kwargs)
-        on_gpu = _is_on_gpu((args, kwargs))
+        before = {id(t.held): t for t in tree_leaves((args, kwargs)) if isinstance(t, OnGpu)}
+        on_gpu = bool(before)
         if name in READS or not on_gpu:
-            device = next((d for d in _devices(kwargs) if d.type == "cuda"), None)
-            if device and (sizes := [t.itemsize for t in tree_leaves(args) if _is_tensor(t)]):
-                self.crossed.append((name, sizes[0]))
+            named = [value for value in kwargs.values() if isinstance(value, torch.device)]
+            device = next((device for device in named if device.type == "cuda"), None)
             self.called.append(name + ("→cpu" if on_gpu else ""))
             results = _compute(func, args, kwargs)
             return tree_map(lambda r: _wrapped(r, device), results) if device else results
-        devices = [_device_of(r) for r in tree_leaves(self._try(func, args, kwargs))]
-        before = {id(t.held): t for t in tree_leaves((args, kwargs)) if isinstance(t, OnGpu)}
+        fake_args, fake_kwargs = tree_map(_fake, (args, kwargs))
+        tried = tree_leaves(func(*fake_args, **fake_kwargs))  # raises what torch raises
+        devices = [r.device if isinstance(r, torch.Tensor) else None for r in tried]
         results = _compute(func, args, kwargs)
         leaves = tree_leaves(results)
         assert len(leaves) == len(devices)
@@ -140,28 +143,11 @@ class SimulatedGpu(TorchDispatchMode):
 
         return tree_map(place, results)
 
-    def _try(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do the operation with fake tensors, which raises what torch raises."""
-        fake = tree_map(_fake, (args, kwargs))
-        return func(*fake[0], **fake[1])
-
     def _communicate(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         self.called.append(name)
         self.collectives.append((name, args))
         result = _compute(func, args, kwargs)
         return (args[0], result[1]) if isinstance(result, tuple) else result
-
-
-def _is_on_gpu(arguments: Any) -> bool:
-    return any(isinstance(leaf, OnGpu) for leaf in tree_leaves(arguments))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _devices(kwargs: dict[str, Any]) -> list[torch.device]:
-    return [value for value in kwargs.values() if isinstance(value, torch.device)]
 
 
 def _held(value: Any) -> Any:
@@ -183,10 +169,6 @@ def _wrapped(value: Any, device: torch.device | None) -> Any:
     return OnGpu(value, torch.device("cuda", device.index or 0)) if on_gpu and device else value
 
 
-def _device_of(value: Any) -> torch.device | None:
-    return value.device if isinstance(value, torch.Tensor) else None
-
-
 def _fake(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
@@ -194,50 +176,17 @@ def _fake(value: Any) -> Any:
 
 
 class PretendedKind(devices.Cuda):
-    """CUDA devices without CUDA: four of them, with the host's clock, and without streams."""
+    """CUDA devices without CUDA, with the host's clock, and without streams."""
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         super().__init__()
         self.gpu = gpu
-
-    def unusable(self) -> str | None:
-        return None
-
-    def count(self) -> int:
-        return 4
-
-    def identity(self, index: int) -> str | None:
-        return f"GPU-{index}"
-
-    def in_use(self) -> int | None:
-        return None
-
-    def properties(self, index: int) -> Any:
-        return None
-
-    def select(self, index: int) -> torch.device:
-        return CUDA
 
     def event(self, device: torch.device) -> devices.Event:
         return devices.HostEvent()
 
     def synchronize(self, device: torch.device) -> None:
         self.gpu.called.append("wait")
-
-    def synchronize_stream(self, device: torch.device) -> None:
-        self.gpu.called.append("wait")
-
-    def sleep(self, device: torch.device, seconds: float) -> None:
-        self.gpu.called.append("sleep")
-
-    def free_nbytes(self, device: torch.device) -> int | None:
-        return 2**33
-
-    def total_nbytes(self, device: torch.device) -> int:
-        return 2**34
-
-    def release_memory(self) -> None:
-        self.gpu.called.clear()
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 `--import stream_backend --backend stream` behaves like a GPU with NCCL: a call returns once it is
 issued, and the device works in this order. Before a call of all_reduce is issued, the host sleeps
-for LAUNCH_MS (a slow launch). STEP_US is the resolution of the device's clock.
+for LAUNCH_MS (a slow launch).
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Stream:
         self._given.put(work)
 
     def wait(self) -> None:
-        """Wait until all is done."""
         done = threading.Event()
         self.give(done.set)
         done.wait()
@@ -61,7 +60,6 @@ class StreamEvent:
         self.ns, self.taken = 0, threading.Event()
 
     def record(self) -> None:
-        """Stamp when the stream comes to it."""
         self.taken.clear()
         STREAM.give(self._take)
 
@@ -70,15 +68,12 @@ class StreamEvent:
         self.taken.set()
 
     def synchronize(self) -> None:
-        """Wait until the stamp is taken."""
         self.taken.wait()
 
     def query(self) -> bool:
-        """Return whether the stamp is taken."""
         return self.taken.is_set()
 
     def elapsed_time(self, later: Any) -> float:
-        """Return the milliseconds to a later event."""
         return float(later.ns - self.ns) * 1e-6
 
 
@@ -86,20 +81,16 @@ class StreamCpu(devices.Cpu):
     """The CPU with a stream."""
 
     clock = "device"
-    event_step_seconds = float(os.environ.get("STEP_US", "0")) * 1e-6
 
     def event(self, device: torch.device) -> devices.Event:
-        """Return an event of the stream."""
         return StreamEvent()
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait for the stream."""
         STREAM.wait()
 
     synchronize_stream = synchronize
 
     def sleep(self, device: torch.device, seconds: float) -> None:
-        """Keep the stream busy."""
         STREAM.give(partial(time.sleep, seconds))
 
 
@@ -107,7 +98,6 @@ class Issued(dist.Work):  # type: ignore[misc]
     """Work in the stream: what is issued after it comes after it."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return at once."""
         return True
 
 
@@ -119,17 +109,14 @@ class StreamGroup(dist.ProcessGroup):
         self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return the name that torch shows."""
         return NAME
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Issue a sum."""
         time.sleep(LAUNCH_SECONDS)
         STREAM.give(lambda: self.gloo.allreduce(tensors, opts).wait())
         return Issued()
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Issue a barrier."""
         STREAM.give(lambda: self.gloo.barrier(dist.BarrierOptions()).wait())
         return Issued()
 

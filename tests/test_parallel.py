@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from command_lines import read_stored_run
 from rank_pool import RankPool
-from stored_steps import a_step_case
 
 from ddpbench.catalog.parallel import WAYS, parse_mesh
 
@@ -39,14 +38,6 @@ def test_the_default_mesh_has_all_ranks(
 def test_a_mesh_consists_of_integers(text: str) -> None:
     with pytest.raises(ValueError, match="invalid mesh"):
         parse_mesh(text)
-
-
-def test_ranks_along_tp_share_their_batch() -> None:
-    """Samples count once per batch, not once per rank."""
-    meshes = {"ddp": (), "hsdp": (2, 4), "tp": (8,), "fsdp+tp": (4, 2)}
-    cases = {way: a_step_case(parallel=way, mesh=m, world_size=8) for way, m in meshes.items()}
-    data_ranks = {way: case.data_ranks for way, case in cases.items()}
-    assert data_ranks == {"ddp": 8, "hsdp": 8, "tp": 1, "fsdp+tp": 4}
 
 
 def test_a_step_is_measured_on_a_mesh(pool: RankPool, tmp_path: Path) -> None:

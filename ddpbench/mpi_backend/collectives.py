@@ -33,7 +33,7 @@ TensorLists = list[list[Tensor]]
 _ProcessGroup: Any = dist.ProcessGroup  # untyped: its overloads conflict with the methods here
 
 # Newer torch does not expect a work from a synchronous call; older torch calls its wait().
-_ENDED = JoinedWork("a call that has ended", -1, [])
+_ENDED = JoinedWork([])
 SYNCED: Any = None if hasattr(dist.AllreduceOptions(), "asyncOp") else _ENDED
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,37 +75,33 @@ class ProcessGroupMPI4PY(Collectives):
 
     # --- several calls as one
 
-    def _join(self, name: str, works: list[Any], opts: Any) -> Any:
+    def _make_each(self, call: Callable[..., Any], arguments: Iterable[Any], opts: Any) -> Any:
+        works = [call(*each, opts) for each in arguments]
         waits = not getattr(opts, "asyncOp", True)
-        return SYNCED if waits else JoinedWork(name, self._rank, works)
+        return SYNCED if waits else JoinedWork(works)
 
     def allreduce_coalesced(self, tensors: TensorList, opts: Any) -> Any:
         """Make an allreduce of each tensor."""
-        works = [self.allreduce([tensor], opts) for tensor in tensors]
-        return self._join("all_reduce_coalesced", works, opts)
+        return self._make_each(self.allreduce, ([[tensor]] for tensor in tensors), opts)
 
     def all_gather_single_coalesced(
         self, outputs: TensorList, inputs: TensorList, opts: Any
     ) -> Any:
         """Make an all_gather_single of each pair."""
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.all_gather_single(*pair, opts) for pair in pairs]
-        return self._join("all_gather_coalesced", works, opts)
+        return self._make_each(self.all_gather_single, zip(outputs, inputs, strict=True), opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: TensorList, inputs: TensorList, opts: Any
     ) -> Any:
         """Make a reduce_scatter_single of each pair."""
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.reduce_scatter_single(*pair, opts) for pair in pairs]
-        return self._join("reduce_scatter_coalesced", works, opts)
+        return self._make_each(self.reduce_scatter_single, zip(outputs, inputs, strict=True), opts)
 
     def _start_coalescing(self, _: torch.device) -> None:
         self._coalescing = []
 
     def _end_coalescing(self, _: torch.device) -> Any:
         works, self._coalescing = self._coalescing or [], None
-        return JoinedWork("coalesced calls", self._rank, works)
+        return JoinedWork(works)
 
     # Their names in torch before 2.13 and after it.
     allgather_into_tensor_coalesced = all_gather_single_coalesced

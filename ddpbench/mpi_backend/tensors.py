@@ -16,9 +16,7 @@ from torch import Tensor
 from ddpbench.mpi_backend.library import cuda_aware, mpi
 
 DEVICES = ["cpu", "cuda"]  # devices of supported tensors
-
-# torch cannot divide them.
-UNDIVIDED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)
+UNDIVIDED = (torch.bool, torch.uint16, torch.uint32, torch.uint64)  # by torch
 Reduction = tuple[Any, Any, bool]  # MPI's datatype, MPI's op, whether to divide afterwards
 
 

@@ -157,9 +157,8 @@ class Call(Work):
 class JoinedWork(Work):
     """Several works as one, for a coalesced call."""
 
-    def __init__(self, name: str, rank: int, works: list[Any]) -> None:
-        outputs = [tensor for work in works for tensor in work.outputs]
-        super().__init__(name, rank, outputs)
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__("coalesced calls", -1, [t for work in works for t in work.outputs])
         self._works = works
 
     def is_completed(self) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-from gpu_machine import REHEARSAL, Machine, find_machine
+import torch
+from gpu_machine import REHEARSAL, Machine, read_facts
 
 HERE = Path(__file__).parent
 
@@ -21,7 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def machine() -> Machine:
     """The machine with its GPU; without one, the test is skipped."""
-    found, reason = find_machine()
-    if found is None:
-        pytest.skip(f"no GPU: {reason} ({REHEARSAL}=1 rehearses on the CPU)")
-    return found
+    if os.environ.get(REHEARSAL):
+        return Machine("cpu", "gloo", 0)
+    reason = "this torch is a CPU build"
+    if torch.version.cuda or torch.version.hip:
+        facts = read_facts("cuda")
+        if facts["unusable"] is None:
+            return Machine("cuda", "nccl", facts["count"])
+        reason = facts["unusable"]
+    pytest.skip(f"no GPU: {reason} ({REHEARSAL}=1 rehearses on the CPU)")

@@ -18,14 +18,9 @@ import torch.distributed as dist
 import ddpbench
 from ddpbench.runtime import devices
 
-TIMEOUT_SECONDS = 10.0
 
-
-def load_batch(device: torch.device, how: str) -> None:
+def load_batch() -> None:
     """Keep this rank from its next collective."""
-    if how == "stop":
-        time.sleep(1.5)  # its heartbeat shows the others its line
-        os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(30)
 
 
@@ -39,7 +34,7 @@ def play_late(rank: int, device: torch.device) -> None:
     """Rank 1 does not reach DDP(), in which nccl makes its communicator."""
     model = torch.nn.Linear(8, 8).to(device)
     if rank == 1:
-        load_batch(device, "sleep")
+        load_batch()
     ids = devices.of(device).ddp_device_ids(device)
     torch.nn.parallel.DistributedDataParallel(model, device_ids=ids)
     devices.of(device).synchronize(device)
@@ -52,7 +47,7 @@ def play_skipped(rank: int, device: torch.device) -> None:
             step(device)
         dist.broadcast(torch.zeros(5, device=device), 0)
         devices.of(device).synchronize(device)
-    load_batch(device, "sleep")
+    load_batch()
 
 
 def play_stopped(rank: int, device: torch.device) -> None:
@@ -60,7 +55,8 @@ def play_stopped(rank: int, device: torch.device) -> None:
     for _ in range(3):
         step(device)
     if rank == 1:
-        load_batch(device, "stop")
+        time.sleep(1.5)  # its heartbeat shows the others its line
+        os.kill(os.getpid(), signal.SIGSTOP)
     step(device)
 
 
@@ -69,7 +65,7 @@ def main(play: str, kind: str, backend: str) -> None:
     index = int(os.environ["LOCAL_RANK"]) % devices.get(kind).count()
     device = devices.get(kind).select(index)
     dist.init_process_group(backend, timeout=timedelta(seconds=600))
-    ddpbench.watchdog(timeout=TIMEOUT_SECONDS)
+    ddpbench.watchdog(timeout=10.0)
     globals()[f"play_{play}"](dist.get_rank(), device)
 
 

@@ -8,13 +8,12 @@ DDPBENCH_GPU_REHEARSAL=1 python -m pytest -m gpu         without a GPU: the same
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
 from command_lines import ddpbench_command, run_command
 from patience import PATIENCE_SECONDS
 
@@ -31,7 +30,6 @@ class Machine:
     device: str
     backend: str
     gpus: int
-    nccl: tuple[int, ...]
 
     @property
     def rehearsal(self) -> bool:
@@ -49,32 +47,10 @@ class Machine:
         print(f"$ ddpbench {' '.join(command[3:])}\n{done.stdout}{done.stderr}")
         return done
 
-    def check_unit(self, name: str) -> None:
-        """Run a check of gpu_units.py in a process of its own: this one must not start CUDA."""
-        words = [sys.executable, str(UNITS), name, self.device]
-        done = run_command(words, UNITS.parent)
-        print(done.stdout)
-        assert done.returncode == 0, done.stderr
 
-
-def read_facts(device: str) -> dict[str, object]:
+def read_facts(device: str) -> dict[str, Any]:
     """Return torch's facts about the devices, from another process."""
     words = [sys.executable, str(UNITS), "facts", device]
     done = run_command(words, UNITS.parent)
     assert done.returncode == 0, done.stderr
-    facts: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return facts
-
-
-def find_machine() -> tuple[Machine | None, str]:
-    """Return the machine, or None and why there is no GPU."""
-    if os.environ.get(REHEARSAL):
-        return Machine("cpu", "gloo", 0, ()), ""
-    if not (torch.version.cuda or torch.version.hip):
-        return None, "this torch is a CPU build"
-    facts = read_facts("cuda")
-    if facts["unusable"]:
-        return None, str(facts["unusable"])
-    nccl = facts["nccl"]
-    assert isinstance(nccl, list)
-    return Machine("cuda", "nccl", int(str(facts["count"])), tuple(nccl)), ""
+    return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import product
@@ -40,20 +39,16 @@ EXACT = [
 
 
 def check_facts(device: torch.device) -> None:
-    """Print the facts that the tests need, as JSON: versions, devices, recorders."""
+    """Print the facts that the tests need, as JSON: devices, recorders."""
     kind = devices.of(device)
-    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
     recorders = [name for name in dir(torch._C._distributed_c10d) if name.startswith("_dump_")]
-    facts: dict[str, Any] = {
-        "unusable": kind.unusable(), "nccl": list(nccl), "count": 0, "uuids": [], "contexts": [],
-        "recorders": recorders,
-    }  # fmt: skip
+    facts: dict[str, Any] = {"unusable": kind.unusable(), "count": 0, "recorders": recorders}
     if facts["unusable"] is None:
         facts["count"] = kind.count()
         facts["uuids"] = [kind.identity(index) for index in range(kind.count())]
-        if torch.version.cuda:
-            contexts = map(torch._C._cuda_hasPrimaryContext, range(kind.count()))
-            facts["contexts"] = [index for index, exists in enumerate(contexts) if exists]
+        facts["contexts"] = bool(torch.version.cuda) and any(
+            torch._C._cuda_hasPrimaryContext(index) for index in range(kind.count())
+        )
     print(json.dumps(facts))
 
 
@@ -85,24 +80,20 @@ def check_digest(device: torch.device) -> None:
     after an exchange."""
     for dtype in EXACT:
         content = make_values(dtype)
-        swapped = content.clone()
+        flipped, swapped = flip_bit(content, 4321), content.clone()
         swapped[1], swapped[2] = content[2].clone(), content[1].clone()
-        tensors = [content, flip_bit(content, 4321), swapped, content.reshape(50, 100).t()]
+        tensors = [content, flipped, swapped, content.reshape(50, 100).t()]
         near = [digest.weigh_words(tensor).item() for tensor in tensors]
         far = [digest.weigh_words(tensor.to(device)).item() for tensor in tensors]
         assert near == far, (dtype, near, far)
         assert len(set(far)) == 4, (dtype, far)
-        again = digest.read([content.to(device), content.to(device)])[0]
-        assert again[0] == again[1], dtype
         if content.is_floating_point() or content.is_complex():
             bad = content.clone()
             bad[7] = float("nan")
             counts = digest.read([content.to(device), bad.to(device)], (0, 1))[1].tolist()
             assert counts == [0, 1], (dtype, counts)
-        flipped = flip_bit(content, 4321)
         located = locate_bit(content.to(device), flipped)
         assert located == locate_bit(content, flipped), (dtype, located)
-        assert (located[0].differing, located[0].bit) == (1, 0), (dtype, located)
     print(f"{len(EXACT)} dtypes")
 
 
@@ -224,9 +215,8 @@ def capture_double(tensor: torch.Tensor) -> None:
     assert torch.equal(doubled, tensor * 2)
 
 
-CHECKS: dict[str, Callable[[torch.device], None]] = {
-    "payload": check_payload, "digest": check_digest, "events": check_events,
-    "gpu facts": check_gpu_facts,
+CHECKS = {
+    "payload": check_payload, "digest": check_digest, "gpu facts": check_gpu_facts,
     "capture": check_capture, "recorder": check_recorder,
 }  # fmt: skip
 
@@ -236,7 +226,8 @@ def main(name: str, kind: str) -> None:
     if name == "facts":
         check_facts(torch.device(kind, 0))
     else:
-        CHECKS[name](devices.get(kind).select(0))
+        check = check_events if name == "events" else CHECKS[name]
+        check(devices.get(kind).select(0))
 
 
 if __name__ == "__main__":

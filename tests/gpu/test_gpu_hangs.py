@@ -26,14 +26,17 @@ VERDICTS = {
 }
 
 
-def play(
-    machine: Machine, name: str, folder: Path, variables: dict[str, str]
-) -> tuple[int | None, str]:
-    """Run a play in two ranks; return rank 0's exit code and output. No process is left."""
-    variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+@pytest.mark.parametrize("name", VERDICTS)
+def test_a_hang_is_blamed_on_rank_1(
+    machine: Machine, tmp_path: Path, name: str, frozen: Frozen
+) -> None:
+    """Rank 1 is late before DDP(), skips an all_reduce, or is stopped: rank 0 ends with exit code 5
+    and names rank 1 in a line."""
+    variables = {**machine.two_ranks, "TORCH_FR_BUFFER_SIZE": "2000", "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     variables["MASTER_PORT"] = str(placement.free_port())
     words = [sys.executable, str(SCRIPT), name, machine.device, machine.backend]
-    paths = [folder / f"rank{rank}" for rank in range(2)]
+    paths = [tmp_path / f"rank{rank}" for rank in range(2)]
     ranks = []
     for rank, path in enumerate(paths):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"}
@@ -44,25 +47,13 @@ def play(
         with contextlib.suppress(subprocess.TimeoutExpired):
             ranks[0].wait(PATIENCE_SECONDS)
     finally:
-        codes = [process.poll() for process in ranks]
+        code = ranks[0].poll()
         for process in ranks:
             process.send_signal(signal.SIGKILL)
             process.wait()
     texts = [path.read_text() for path in paths]
-    print(name, codes, *texts, sep="\n")
-    return codes[0], texts[0]
-
-
-@pytest.mark.parametrize("name", VERDICTS)
-def test_a_hang_is_blamed_on_rank_1(
-    machine: Machine, tmp_path: Path, name: str, frozen: Frozen
-) -> None:
-    """Rank 1 is late before DDP(), skips an all_reduce, or is stopped: rank 0 ends with exit code 5
-    and names rank 1 in a line."""
-    code, text = play(
-        machine, name, tmp_path, {**machine.two_ranks, "TORCH_FR_BUFFER_SIZE": "2000"}
-    )
-    verdicts = re.findall(r"^ddpbench: (.*)$", text, re.MULTILINE)
+    print(name, *texts, sep="\n")
+    verdicts = re.findall(r"^ddpbench: (.*)$", texts[0], re.MULTILINE)
     matching = [verdict for verdict in verdicts if re.search(VERDICTS[name], verdict)]
     assert matching
     frozen.facts([code, verdict_facts(matching[0])["blamed"]])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
-from gpu_machine import Machine, read_facts
+from command_lines import run_command
+from gpu_machine import UNITS, Machine, read_facts
 from gpu_units import CHECKS
 
 
@@ -14,25 +17,16 @@ def test_facts(machine: Machine) -> None:
     print(facts)
     assert facts["unusable"] is None
     assert facts["recorders"]
-    assert facts["contexts"] == []
-    uuids = facts["uuids"]
-    assert isinstance(uuids, list)
-    assert len(set(uuids)) == facts["count"] >= 1
+    assert facts["contexts"] is False
+    assert len(set(facts["uuids"])) == facts["count"] >= 1
     if not machine.rehearsal:
-        assert all(str(uuid).startswith(("GPU-", "MIG-")) for uuid in uuids)
-        assert len(machine.nccl) == 3
+        assert all(uuid.startswith(("GPU-", "MIG-")) for uuid in facts["uuids"])
 
 
-MEASURES_TIME = ("events",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.measures_time] if name in MEASURES_TIME else [])
-        for name in CHECKS
-    ],
-)
+@pytest.mark.parametrize("name", [*CHECKS, pytest.param("events", marks=pytest.mark.measures_time)])
 def test_unit(machine: Machine, name: str) -> None:
     """The check of this name in gpu_units.py passes; its docstring states the fact."""
-    machine.check_unit(name)
+    words = [sys.executable, str(UNITS), name, machine.device]
+    done = run_command(words, UNITS.parent)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr

@@ -7,18 +7,17 @@ The ranks play all ways once and leave what they saw in files. They run this ver
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from command_lines import clean_environment
-from patience import PATIENCE_SECONDS
+from command_lines import run_command
+from simulated_gpu import fake_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,8 +26,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from warm_python import warm_python
 
 from ddpbench.analysis.steps import Span
+from ddpbench.launch import placement, starters
+from ddpbench.launch.placement import Placement
 from ddpbench.measure.communication import Communication
 from ddpbench.measure.sharded_step import set_prefetch
+from ddpbench.runtime.devices import HostEvent
 
 WORLD, WIDTH, OUT = 4, 16, 6
 WAYS = {
@@ -107,23 +109,19 @@ class Trainer:
             self.optimizer.step()
         return self.communication.spans
 
+    def parts(self) -> list[Tensor]:
+        """The rank's own parts of the parameters."""
+        return [getattr(p, "_local_tensor", p).detach() for p in self.net.parameters()]
+
     def bits(self) -> list[str]:
-        """The rank's own parameters, exactly."""
-        local = (getattr(each, "_local_tensor", each) for each in self.net.parameters())
-        return [float(number).hex() for each in local for number in each.detach().flatten()]
+        """Those parts, exactly."""
+        return [float(number).hex() for part in self.parts() for number in part.flatten()]
 
 
 def look_up() -> list[int]:
     """What the names of torch stand for now."""
     operators = [getattr(torch.ops._c10d_functional, name) for name in (*NAMES, "wait_tensor")]
     return [id(each) for each in (*(getattr(dist, name) for name in NAMES), *operators)]
-
-
-def count_calls(trainer: Trainer) -> int:
-    """The collectives of a step, as torch counts them."""
-    with CommDebugMode() as counted:
-        trainer.step("plain")
-    return int(counted.get_total_counts())
 
 
 def play(way: str) -> dict[str, Any]:
@@ -137,25 +135,22 @@ def play(way: str) -> dict[str, Any]:
         "spans": [vars(span) for span in spans],
         "equal": plain.bits() == timed.bits(),
         "as before": before == look_up(),
-        "calls": count_calls(timed),
     }
+    with CommDebugMode() as counted:
+        timed.step("plain")
+    seen["calls"] = int(counted.get_total_counts())
     if dist.get_rank() == 0:  # the other ranks do not step: a collective would hang
-        shapes = [tuple(each.shape) for each in timed.net.parameters()]
+        shapes = [part.shape for part in timed.parts()]
         timed.step("noop")
-        after = [(tuple(each.shape), torch.isfinite(_local(each)).all()) for each in
-                 timed.net.parameters()]  # fmt: skip
-        seen["noop"] = [shape for shape, finite in after if finite] == shapes
+        seen["noop"] = [part.shape for part in timed.parts() if part.isfinite().all()] == shapes
     return seen
 
 
-def _local(parameter: Tensor) -> Tensor:
-    local: Tensor = getattr(parameter, "_local_tensor", parameter)
-    return local
-
-
-def main(folder: Path) -> None:
+def main(folder: Path) -> int:
     """Play all ways; leave what this rank saw in a file."""
-    rank = int(os.environ["RANK"])
+    place = placement.read_placement()
+    assert isinstance(place, Placement)
+    rank = place.rank
     torch.set_num_threads(1)
     store = f"file://{folder / 'meeting'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
@@ -168,6 +163,7 @@ def main(folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
+    return 0
 
 
 # --- the tests ------------------------------------------------------------------------------------
@@ -177,14 +173,8 @@ def main(folder: Path) -> None:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    ranks = [
-        subprocess.Popen(
-            [*warm_python(), __file__, str(folder)],
-            env={**clean_environment(), "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(WORLD)
-    ]
-    assert [rank.wait(PATIENCE_SECONDS) for rank in ranks] == [0] * WORLD
+    done = run_command([*warm_python(), __file__, str(folder)], folder)
+    assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
@@ -194,29 +184,26 @@ def key(span: dict[str, Any]) -> tuple[str, str, str]:
 
 
 Seen = list[dict[str, Any]]
-every_way = pytest.mark.parametrize("way", WAYS)
 
 
-@every_way
-def test_a_mode_changes_nothing_else(seen: Seen, way: str) -> None:
-    """Timed, each rank has the parameters of a model that is not timed; with "noop", a rank steps
-    alone, and they keep their shapes. The names that were replaced are torch's own again."""
-    assert all(rank[way]["equal"] and rank[way]["as before"] for rank in seen)
-    assert seen[0][way]["noop"]
-
-
-@every_way
-def test_every_collective_has_a_span(seen: Seen, way: str) -> None:
-    """As many as torch's own CommDebugMode counts, in all ranks in the same order; they begin one
-    after the other, and none is exposed before it begins."""
+@pytest.mark.parametrize("way", WAYS)
+def test_every_collective_has_a_span_and_a_mode_changes_nothing_else(seen: Seen, way: str) -> None:
+    """Spans are as many as torch's own CommDebugMode counts, in all ranks in the same order, one
+    after the other, and none is exposed before it begins. Timed, each rank has the parameters of a
+    model that is not timed; with "noop", a rank steps alone, and they keep their shapes. The names
+    that were replaced are torch's own again."""
     for rank in seen:
-        assert len(rank[way]["spans"]) == rank[way]["calls"] > 0
-        assert list(map(key, rank[way]["spans"])) == list(map(key, seen[0][way]["spans"]))
-        begins = [span["begin_ns"] for span in rank[way]["spans"]]
+        spans = rank[way]["spans"]
+        assert rank[way]["equal"]
+        assert rank[way]["as before"]
+        assert len(spans) == rank[way]["calls"] > 0
+        assert list(map(key, spans)) == list(map(key, seen[0][way]["spans"]))
+        begins = [span["begin_ns"] for span in spans]
         assert begins == sorted(begins)
         assert begins[0] >= 0
-        assert all(span["exposed_ns"] > 0 for span in rank[way]["spans"])
-        assert all(span["end_ns"] >= span["begin_ns"] for span in rank[way]["spans"])
+        assert all(span["exposed_ns"] > 0 for span in spans)
+        assert all(span["end_ns"] >= span["begin_ns"] for span in spans)
+    assert seen[0][way]["noop"]
 
 
 def test_tensor_parallel_reduces_in_the_layer_that_needs_it(seen: Seen) -> None:
@@ -243,5 +230,51 @@ def test_prefetch_gathers_the_next_layers_before_it_reduces(seen: Seen) -> None:
     assert seen[0]["prefetch True"]["bits"] == seen[0]["prefetch False"]["bits"]
 
 
+# --- streams, as on a GPU
+
+
+class Stream:
+    """A stream on which a wait takes 1 ms; everything else takes a stamp's 1 ns."""
+
+    ns = 0
+
+    @classmethod
+    def stamp(cls) -> HostEvent:
+        event = HostEvent()
+        cls.ns += 1
+        event.ns = cls.ns
+        return event
+
+    def record_event(self, event: object = None) -> object:
+        return event or object()
+
+    def wait_event(self, event: object) -> None:
+        Stream.ns += 1_000_000
+
+
+def test_exposed_is_what_the_stream_of_the_step_waits() -> None:
+    """Not how long the collective takes on its own stream, nor a wait for anything else."""
+    step, side = Stream(), Stream()
+    streams = SimpleNamespace(Stream=Stream, now=step)
+    streams.current_stream = lambda: streams.now
+    communication = Communication(nn.Linear(2, 2), torch.device("cpu"))
+    communication._streams, communication._stamp = streams, Stream.stamp
+    communication.mode = "timed"
+    with fake_group(0, 2), communication.around():
+        streams.now = side
+        dist.all_reduce(torch.ones(4))
+        reduced = side.record_event()
+        streams.now = step
+        step.wait_event(object())
+        step.wait_event(reduced)
+        side.wait_event(reduced)
+        dist.all_reduce(torch.ones(2))
+    hidden, own = communication.spans
+    assert hidden.exposed_ns == pytest.approx(1_000_000, abs=10)
+    assert own.exposed_ns == pytest.approx(own.end_ns - own.begin_ns, abs=1)
+    assert 0 < own.exposed_ns < 10
+    assert Stream.wait_event.__qualname__ == "Stream.wait_event"
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(starters.run_forked(lambda: main(Path(sys.argv[1])), WORLD))

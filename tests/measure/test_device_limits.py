@@ -18,13 +18,10 @@ from ddpbench.runtime import devices
 from ddpbench.runtime.devices import HostEvent
 
 CPU = torch.device("cpu")
-# The CPU as a device with memory of its own. NVML tells of eight links to a switch.
+# The CPU as a device with memory of its own.
 PRETEND = """
-import sys
-from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 import torch.distributed as dist
-from ddpbench.catalog.backends import BACKENDS
 from ddpbench.runtime import devices
 
 kind = devices.KINDS["cpu"]
@@ -34,16 +31,6 @@ kind.identity = lambda index: f"GPU-{dist.get_rank() if dist.is_initialized() el
 kind.properties = lambda index: SimpleNamespace(
     name="made up", pci_domain_id=0, pci_bus_id=dist.get_rank(), pci_device_id=0
 )
-BACKENDS["gloo"] = replace(BACKENDS["gloo"], transport="links")
-nvml = sys.modules["pynvml"] = ModuleType("pynvml")
-nvml.NVML_NVLINK_MAX_LINKS = 8
-nvml.NVML_FI_DEV_NVLINK_GET_STATE, nvml.NVML_FI_DEV_NVLINK_GET_SPEED = 165, 164
-nvml.nvmlInit = lambda: None
-nvml.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
-nvml.nvmlDeviceGetFieldValues = lambda gpu, fields: [
-    SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal={165: 1, 164: 25000}[number]))
-    for number, link in fields
-]
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,9 @@ from command_lines import read_stored_run, run_ddpbench
 
 from ddpbench import collectives
 from ddpbench.catalog import backends
-from ddpbench.measure import loop
 from ddpbench.measure.loop import HiddenLaunch
 from ddpbench.records import store
-from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS, Run
+from ddpbench.records.schema import EVENTS, EXIT_ENTRY, HIDDEN_LAUNCH, TWO_STREAMS
 from ddpbench.runtime import devices
 from ddpbench.runtime.subgroups import Partition
 
@@ -28,38 +28,18 @@ LAUNCH_MS = 3
 # --- the whole path -------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def in_stream(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, str]:
-    """A run whose device has a stream, and whose calls of all_reduce take 3 ms to launch."""
-    folder = tmp_path_factory.mktemp("stream")
-    words = ["--import", "stream_backend", "--backend", "stream", "-n", "2", "--sizes", "8"]
-    # On a busy host, few of the calls are quick.
-    words += [
-        "--op",
-        "all_reduce,barrier",
-        "--case-time",
-        "1",
-        "--timeout",
-        "60",
-        "--launches",
-        "1",
-    ]
-    done = run_ddpbench(folder, "collectives", *words, LAUNCH_MS=str(LAUNCH_MS))
-    assert done.returncode == 0, done.stderr
-    return *read_stored_run(folder), done.stdout
-
-
 @pytest.mark.thorough
-def test_the_launch_is_in_its_own_figure_and_not_in_the_time(
-    in_stream: tuple[Path, Run, str],
-) -> None:
+def test_the_launch_is_in_its_own_figure_and_not_in_the_time(tmp_path: Path) -> None:
     """Each call takes 3 ms to launch. The host's stamps show it in each repetition, and it is the
     launch of the summary. The device's time of a repetition can be less: it holds no launch."""
-    folder, run, _ = in_stream
+    words = ["--import", "stream_backend", "--backend", "stream", "-n", "2", "--sizes", "8"]
+    # On a busy host, few of the calls are quick.
+    words += ["--op", "all_reduce", "--case-time", "1", "--timeout", "60", "--launches", "1"]
+    done = run_ddpbench(tmp_path, "collectives", *words, LAUNCH_MS=str(LAUNCH_MS))
+    assert done.returncode == 0, done.stderr
+    folder, run = read_stored_run(tmp_path)
     samples = store.read_samples(folder)
     for result in run.results:
-        if result.case.operation == "barrier":
-            continue
         assert (result.case.time_definition, result.case.clock) == (HIDDEN_LAUNCH, "device")
         own = samples[(samples["case"] == result.case.key) & ~samples["warm_up"]]
         launch_ns = own["exit_ns"] - own["entry_ns"]
@@ -89,7 +69,6 @@ def test_the_launch_is_in_its_own_figure_and_not_in_the_time(
         ("nccl", "cuda", {"op": ("send_recv",)}, TWO_STREAMS),
         ("nccl", "cuda", {"op": ("bidirectional",)}, TWO_STREAMS),
         ("gloo", "cuda", {}, EVENTS),
-        ("mpi", "cuda", {}, EVENTS),
         ("gloo", "cpu", {}, EXIT_ENTRY),
     ],
 )
@@ -98,7 +77,6 @@ def test_each_case_names_what_its_time_is(
     device: str,
     changed: dict[str, Any],
     definition: str,
-    options: collectives.Options,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only an isolated call that returns before the device begins can be launched out of sight.
@@ -106,21 +84,14 @@ def test_each_case_names_what_its_time_is(
     monkeypatch.setitem(
         backends.BACKENDS, backend, replace(backends.get(backend), provider=lambda _: "native")
     )
+    parser = argparse.ArgumentParser()
+    collectives.add_arguments(parser)
+    options = collectives.Options.of(parser.parse_args([]))
     options = replace(options, **{"device": device, "op": ("all_reduce",), "ranks": 2, **changed})
     world = [Partition("world", ((0, 1),), (2,))]
     ((case, _), *_) = collectives.list_cases(options, backends.get(backend), options.plan(0), world)
     assert case.time_definition == definition
     assert case.clock == devices.get(device).clock
-
-
-@pytest.fixture
-def options() -> collectives.Options:
-    """The options of a sweep that was asked for nothing."""
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    collectives.add_arguments(parser)
-    return collectives.Options.of(parser.parse_args([]))
 
 
 # --- the sleep ------------------------------------------------------------------------------------
@@ -146,22 +117,6 @@ class ScriptedDevice(devices.Cpu):
         self.slept.append(seconds)
 
 
-def hidden_launch(
-    monkeypatch: pytest.MonkeyPatch, is_hidden: Callable[[float], bool]
-) -> tuple[HiddenLaunch, ScriptedDevice]:
-    """Return the loop on a scripted device."""
-    kind = ScriptedDevice(is_hidden)
-    monkeypatch.setitem(devices.KINDS, "cpu", kind)
-    return HiddenLaunch(CPU, lambda: None), kind
-
-
-def repeat(hidden: HiddenLaunch, count: int, calls: int = 1) -> int:
-    """Repeat a call that does nothing. Return the number of launches that were not hidden."""
-    entry, exits, unhidden = hidden.stamped(count, lambda: None, lambda: None, calls)
-    assert len(entry) == len(exits) == count
-    return unhidden
-
-
 def test_the_device_sleeps_before_its_start_and_the_events_enclose_the_call_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -181,22 +136,46 @@ def test_the_device_sleeps_before_its_start_and_the_events_enclose_the_call_alon
     assert done == ["start", "sleep", "start of devices", "event", "call", "event", "wait"]
 
 
-def test_sleeps_grow_until_launches_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each burst with visible launches makes the sleeps at least twice as long."""
-    hidden, kind = hidden_launch(monkeypatch, lambda seconds: seconds > 350e-6)
-    assert [repeat(hidden, 10) for _ in range(4)] == [10, 10, 0, 0]
-    assert kind.slept[1::10] == pytest.approx([100e-6, 200e-6, 400e-6, 400e-6], rel=1e-9)
+@pytest.mark.parametrize(
+    ("needed_us", "calls", "slept_us", "unhidden"),
+    [
+        (350, 1, [100, 200, 400, 400], [10, 10, 0, 0]),
+        (0, 3, [300, 300], [0, 0]),
+        (10**9, 1, [100, 200, 400, 800, 1600, 3200, 5000, 5000], [10] * 8),
+    ],
+    ids=["grow", "a batch", "have an end"],
+)
+def test_sleeps_grow_until_launches_are_hidden(
+    needed_us: float,
+    calls: int,
+    slept_us: list[float],
+    unhidden: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each burst with visible launches makes the sleeps twice as long, up to some ms; a batch
+    sleeps for all its calls."""
+    kind = ScriptedDevice(lambda seconds: seconds > needed_us * 1e-6)
+    monkeypatch.setitem(devices.KINDS, "cpu", kind)
+    hidden, nothing = HiddenLaunch(CPU, lambda: None), lambda: None
+    counts = [hidden.stamped(10, nothing, nothing, calls)[2] for _ in slept_us]
+    assert counts == unhidden
+    assert [seconds * 1e6 for seconds in kind.slept[1::10]] == pytest.approx(slept_us)
 
 
-def test_sleeps_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch that cannot be hidden costs some ms per call, not the time slice."""
-    hidden, kind = hidden_launch(monkeypatch, lambda seconds: False)
-    for _ in range(12):
-        repeat(hidden, 2)
-    assert max(kind.slept) == loop.MOST_SECONDS
+# --- the group
 
 
-def test_a_batch_sleeps_for_the_launch_of_all_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, kind = hidden_launch(monkeypatch, lambda seconds: True)
-    repeat(hidden, 2, calls=3)
-    assert kind.slept[1:] == pytest.approx([3 * loop.FIRST_SECONDS] * 2)
+def test_nccl_is_bound_where_it_would_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From torch 2.15 on, new_group gets the device. Before, a bound group would change NCCL's
+    mode. Other backends and the CPU are never bound. NVIDIA's containers call theirs an alpha."""
+    version = type(torch.__version__)
+    device = torch.device("cuda", 3)
+    bound = {}
+    for number in ("2.7.0", "2.14.1+cu130", "2.15.0a0+1a2b3c4", "2.15.0"):
+        monkeypatch.setattr(torch, "__version__", version(number))
+        bound[number] = devices.of(device).group_options(device, "nccl")
+        assert devices.of(device).group_options(device, "gloo") == {}
+        assert devices.get("cpu").group_options(torch.device("cpu"), "nccl") == {}
+    new = {name for name, options in bound.items() if options == {"device_id": device}}
+    assert new == {"2.15.0a0+1a2b3c4", "2.15.0"}
+    assert bound["2.7.0"] == bound["2.14.1+cu130"] == {}

@@ -29,8 +29,6 @@ from ddpbench.launch import placement, starters
 from ddpbench.launch.placement import Placement
 from ddpbench.measure.communication import SCATTERS
 from ddpbench.measure.sharded_step import (
-    Meshes,
-    ShardedReplica,
     agree_meshes,
     build_sharded,
     find_refusal,
@@ -81,7 +79,6 @@ JOBS = {
     "hsdp, one replica": Job("hsdp", (1, 4), "mlp"),
     "tp": Job("tp", (4,), "mlp"),
     "fsdp+tp": Job("fsdp+tp", (2, 2)),
-    "fsdp+tp, mlp": Job("fsdp+tp", (1, 4), "mlp", accumulate=2),
 }
 
 
@@ -94,36 +91,26 @@ def make_task(job: Job, rank: int, ranks: int, whole: bool) -> Task:
 # --- in the ranks ---------------------------------------------------------------------------------
 
 
-def make_replica(world: World, group: Any, job: Job, meshes: Meshes) -> ShardedReplica:
-    """The workload divided over the mesh."""
-    sharing = meshes.ranks_per_batch
-    task = make_task(job, world.rank // sharing, RANKS // sharing, whole=False)
-    plan = WORKLOADS[job.workload].plan
-    assert plan is not None
-    return build_sharded(task, job.case, plan, RATE, mesh=meshes.tested, device=CPU, group=group)
-
-
 def train(world: World, group: Any, job: Job) -> dict[str, Any]:
-    """Take the steps. Return the losses, and what its arms communicate."""
+    """Take the steps. Return the losses."""
     with contextlib.ExitStack() as closing:
         meshes = agree_meshes(
             world, WAYS[job.way], job.mesh,
             torch_name="gloo", whole=group, device=CPU, closing=closing,
         )  # fmt: skip
-        replica = make_replica(world, group, job, meshes)
+        sharing, plan = meshes.ranks_per_batch, WORKLOADS[job.workload].plan
+        assert plan is not None
+        task = make_task(job, world.rank // sharing, RANKS // sharing, whole=False)
+        replica = build_sharded(
+            task, job.case, plan, RATE, mesh=meshes.tested, device=CPU, group=group
+        )
         losses = []
         for _ in range(STEPS):
             replica.choose_arm("ddp")
             replica.step(replica.batches(), Marks(CPU).mark)
             assert replica.loss is not None
             losses.append(float(replica.loss))
-        spans = {}
-        for arm in replica.arms[1:]:
-            replica.choose_arm(arm)
-            replica.step(replica.batches(), Marks(CPU).mark)
-            if arm == "timed":
-                spans = {span.operation: span.layers for span in replica.read_timed_step()}
-        return {"losses": losses, "spans": spans, "arms": replica.arms}
+        return {"losses": losses}
 
 
 def try_averages(world: World, group: Any) -> dict[str, str | None]:

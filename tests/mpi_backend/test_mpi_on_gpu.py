@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,14 +17,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from mpi_jobs import HALF, OP, run_job, start_group
+from mpi_jobs import OP, run_job, start_group
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from ddpbench import mpi
 from ddpbench.mpi_backend import library as mpi_library
 
-DEVICE = torch.device("cuda", 1)  # not the current one of a new thread
+DEVICE = torch.device("cuda", 1)
 COPY, CHANGES, NEW = Tensor.copy_, (Tensor.copy_, Tensor.div_), (Tensor.clone, torch.cat)
 
 
@@ -41,14 +41,10 @@ class Stream:
 
 
 class Gpu:
-    """Stands for torch.cuda: each thread has a stream and a current device."""
+    """Stands for torch.cuda: each thread has a stream."""
 
     def __init__(self) -> None:
         self.thread = threading.local()
-
-    @property
-    def current(self) -> torch.device:
-        return getattr(self.thread, "device", torch.device("cuda", 0))
 
     def current_stream(self, device: torch.device) -> Stream:
         assert device == DEVICE
@@ -57,11 +53,8 @@ class Gpu:
         stream: Stream = self.thread.stream
         return stream
 
-    @contextlib.contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        before, self.thread.device = self.current, device
-        yield
-        self.thread.device = before
+    def device(self, device: torch.device) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
 
 
 GPU = Gpu()
@@ -107,17 +100,15 @@ def all_values(size: int, dtype: torch.dtype) -> list[Tensor]:
     return [(torch.arange(12).view(3, 4) + rank).to(dtype) for rank in range(size)]
 
 
-def options(kind: Any, later: bool, **settings: Any) -> Any:
+def options(kind: Any, later: bool) -> Any:
     made = kind()
     made.asyncOp = later
-    for name, value in settings.items():
-        setattr(made, name, value)
     return made
 
 
 def check(group: Any, dtype: torch.dtype, later: bool, strided: bool) -> None:
-    """Calls in place, into a whole and into parts; a result is in memory when the call or its wait
-    returns."""
+    """Calls in place, into a whole and into parts, and messages; MPI reads after the stream, and a
+    result is in memory when the call or its wait returns."""
     rank, size = mpi_library.world()
     every = all_values(size, dtype)
     total = every[0] + every[1]
@@ -130,35 +121,23 @@ def check(group: Any, dtype: torch.dtype, later: bool, strided: bool) -> None:
 
     for op, wanted in ((OP.SUM, total), (OP.AVG, total / 2)):
         tensor = on_gpu(every[rank], strided)
-        work = group.allreduce([tensor], options(dist.AllreduceOptions, later, reduceOp=op))
+        opts = options(dist.AllreduceOptions, later)
+        opts.reduceOp = op
+        work = group.allreduce([tensor], opts)
         end(work, [tensor], [wanted])
     whole = on_gpu(torch.zeros(6, 4, dtype=dtype))
     source = on_gpu(every[rank], strided)
     work = group.all_gather_single(whole, source, options(AllgatherOptions, later))
     end(work, [whole], [torch.cat(every)])
+    target = on_gpu(torch.ones(3, 4, dtype=dtype), strided)
+    sent = group.send([on_gpu(every[rank], strided)], 1 - rank)
+    group.recv([target], 1 - rank).wait()
+    sent.wait()
+    assert torch.equal(held(target), every[1 - rank])
     parts = [on_gpu(torch.zeros(count, dtype=dtype)) for count in (5, 3)]
     mine = on_gpu(every[rank].view(-1)[: 5 - 2 * rank].clone())
     work = group.allgather([parts], [mine], options(AllgatherOptions, later))
     end(work, parts, [every[0].view(-1)[:5], every[1].view(-1)[:3]])
-
-
-def check_messages(group: Any, dtype: torch.dtype, strided: bool) -> None:
-    """A message is read after the sender's stream, and is in memory when its wait returns."""
-    rank, size = mpi_library.world()
-    every = all_values(size, dtype)
-    target = on_gpu(torch.ones(3, 4, dtype=dtype), strided)
-    works = [group.send([on_gpu(every[rank], strided)], 1 - rank), group.recv([target], 1 - rank)]
-    for work in works:
-        work.wait()
-    assert torch.equal(held(target), every[1 - rank])
-
-
-def know_gpus(aware: bool) -> None:
-    """Let MPI say whether it takes the memory of GPUs."""
-    mpi_library.cuda_aware.cache_clear()
-    library = mock.Mock(MPIX_Query_cuda_support=lambda: int(aware))
-    with mock.patch.object(ctypes, "CDLL", return_value=library):
-        assert mpi_library.cuda_aware() == aware
 
 
 def job_gpu(folder: Path) -> None:
@@ -175,15 +154,17 @@ def job_gpu(folder: Path) -> None:
         mock.patch.object(torch, "empty", pin),
     ):
         for aware in (True, False):
-            know_gpus(aware)
-            for dtype in (torch.float32, HALF[0]):
+            mpi_library.cuda_aware.cache_clear()
+            library = mock.Mock(MPIX_Query_cuda_support=lambda aware=aware: int(aware))
+            with mock.patch.object(ctypes, "CDLL", return_value=library):
+                assert mpi_library.cuda_aware() == aware
+            for dtype in (torch.float32, torch.float16):
                 pinned.clear()
                 for strided in (False, True):
                     for later in (False, True):
                         check(group, dtype, later, strided)
-                    check_messages(group, dtype, strided)
                 # What MPI takes from the GPU itself needs no memory of the host.
-                assert any(pinned) == (not aware or dtype == HALF[0])
+                assert any(pinned) == (not aware or dtype == torch.float16)
     dist.destroy_process_group()
     (folder / f"ended{mpi_library.world()[0]}").touch()
 
