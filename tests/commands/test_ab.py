@@ -315,8 +315,6 @@ def test_a_slower_side_is_found_in_an_environment_of_its_own(tmp_path: Path) -> 
     for name, version in (("a", torch.__version__), ("b", "2.91.0")):
         run = store.read(tmp_path / "out" / name)
         assert run.state == "complete"
-        assert [launch.index for launch in run.launches] == list(range(6))
-        assert {launch.launcher for launch in run.launches} == {"fork"}
         assert {launch.facts["torch"] for launch in run.launches} == {version}
         pids = {rank["pid"] for launch in run.launches for rank in launch.ranks}
         assert len(pids) == 12
