@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -120,13 +119,3 @@ def test_partial_runs() -> None:
     for results in (measured(6, 0.05, sizes=SIZES[:3]), apart, measured(1, 0.05)):
         assert fits(results) == []
     assert fits([a_result(a_case(operation="barrier", nbytes=0, count=0))]) == []
-
-
-def test_odd_times_raise_no_warning() -> None:
-    """Equal launches, equal times and times without any noise are fitted without a warning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for seconds in (hockney, lambda n: 1e-3, lambda n: n * 1e-9):
-            one = fitted(measured(6, 0.0, seconds=seconds, shared=0.0))
-            assert len(one.segments) == 1
-    assert one.segments[0].latency is None

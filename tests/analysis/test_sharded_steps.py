@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from stored_steps import (
     a_sharded_case,
@@ -16,7 +15,6 @@ from stored_steps import (
 
 from ddpbench.analysis import sharded_steps, step_lines, steps
 from ddpbench.records.schema import StepSummary
-from ddpbench.session.summary import step_columns
 
 SPANS = ("exposed all_gather", "exposed reduce_scatter", "exposed all_reduce")
 
@@ -105,14 +103,3 @@ def test_launches_are_merged_so_that_the_parts_still_add_up(launches: int) -> No
     exposed = sum(parts[name] for name in (*SPANS[:2], steps.OVERHEAD))
     assert exposed == pytest.approx(parts[steps.EXPOSED], rel=1e-9)
     assert len(line.summary.collectives) == 8
-
-
-def test_samples_keep_each_collective() -> None:
-    """Under names that say what it was; the exposed time beside it."""
-    samples = sharded_samples(rounds=6)
-    assert samples.timed is not None
-    columns = step_columns("mlp/gloo/cpu", 0, samples)
-    names = set(columns["case"])
-    assert "mlp/gloo/cpu/collective/0/all_gather/root/forward" in names
-    rows = columns["case"] == "mlp/gloo/cpu/exposed/0"
-    assert np.array_equal(columns["exit_ns"][rows], samples.timed.ns[:, :, 0, 1].ravel())
