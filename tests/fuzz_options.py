@@ -3,8 +3,8 @@
 python tests/fuzz_options.py --cases 10000 --seed 1
 
 It reads options and choices from the commands' parsers, so it tries a new option without a change
-here. A command runs in this process until it would start another; one of 200 runs as a process too.
-The same seed tries the same command lines.
+here. A command runs in this process until it would start another. The same seed tries the same
+command lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from unittest import mock
 
 from command_lines import ROOT
-from fuzz_harness import Tally, fault_of, main, run_process, typed
+from fuzz_harness import Tally, fault_of, main, typed
 from in_process import call_in_process, forbid_processes
 
 from ddpbench import cli
@@ -41,7 +41,6 @@ NASTY = (
     "slow:rank=-1", "--help", "-h", "--ranks", "--format=csv", "collectives", "ddp", "doctor",
     "localhost", "1,1", "0,1", "NAME=1", "3%",
 )  # fmt: skip
-SHARE_AS_PROCESS = 200
 
 
 def read_actions() -> dict[tuple[str, ...], list[argparse.Action]]:
@@ -145,10 +144,6 @@ def fuzz(rng: random.Random, cases: int) -> Tally:
             os.chdir(here)
             silent = bool(extra) and outcome.code == 2 and not outcome.err  # not rank 0
             tally.add(f"{extra} {typed(words)}", outcome, None if silent else fault_of(outcome))
-            plain = not any("\0" in word for word in words)
-            if plain and outcome.code is not None and rng.randrange(SHARE_AS_PROCESS) == 0:
-                outcome = run_process(words, here)
-                tally.add(f"as a process: {typed(words)}", outcome, fault_of(outcome))
     return tally
 
 

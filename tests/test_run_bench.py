@@ -78,7 +78,6 @@ def run_bench(
 
 
 def read_calls(result: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    """Return the output of the stub, call by call."""
     assert result.stdout, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -183,23 +182,18 @@ def test_slurm_submits_a_script_that_keeps_words_whole(
     assert (tmp_path / "results").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("words", "program", "sentence"),
-    [
-        (["-N2"], "python", "there is no sbatch in PATH: "),
-        (["-N2", "--", "dpd"], "sbatch", "'dpd' cannot run in a Slurm job: choose collectives, "),
-    ],
-)
-def test_a_job_that_cannot_be_submitted_is_one_sentence(
-    checkout: Path, tmp_path: Path, words: list[str], program: str, sentence: str
-) -> None:
+def test_a_job_that_cannot_be_submitted_is_one_sentence(checkout: Path, tmp_path: Path) -> None:
     """It is refused before anything is set up, submitted or written."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("bash", "dirname", "readlink"):
         (folder / name).symlink_to(str(shutil.which(name)))
-    (folder / program).symlink_to("bash")
-    assert sentence in read_refusal(run_bench(checkout, "slurm", *words, env={"PATH": str(folder)}))
+    env = {"PATH": str(folder)}
+    sentence = read_refusal(run_bench(checkout, "slurm", "-N2", env=env))
+    assert "there is no sbatch in PATH: " in sentence
+    (folder / "sbatch").symlink_to("bash")
+    sentence = read_refusal(run_bench(checkout, "slurm", "-N2", "--", "dpd", env=env))
+    assert "'dpd' cannot run in a Slurm job: choose collectives, " in sentence
     assert not (tmp_path / "results").exists()
     assert not (checkout / ".venv").exists()
 
@@ -316,12 +310,17 @@ def test_a_python_with_everything_needs_no_installation(checkout: Path, tmp_path
 
 
 def test_a_checkout_that_cannot_be_written(checkout: Path) -> None:
-    """A Python with everything runs without .venv; with something missing there is one sentence."""
+    """A Python with everything runs without .venv; with something missing there is one sentence. A
+    .venv that run_bench.sh did not make is neither used nor removed."""
     (checkout / ".venv").touch()  # so that not even root can make the folder
     result = run_bench(checkout, "cpu")
     assert read_calls(result)[0]["python"] == sys.executable
     need_probe(checkout)
     assert "cannot write" in read_refusal(run_bench(checkout, "cpu"))
+    (checkout / ".venv").unlink()
+    made = make_environment(checkout / ".venv")
+    assert ".venv was not made by run_bench.sh: " in read_refusal(run_bench(checkout, "cpu"))
+    assert (made / "bin" / "python").exists()
 
 
 def test_arguments_and_exit_code_pass_through(checkout: Path, active: Path) -> None:
@@ -384,14 +383,6 @@ def test_the_extra_for_pages_is_installed_for_pages(checkout: Path) -> None:
         result = run_bench(checkout, *words.split())
         assert result.returncode == 0, result.stderr
         assert ("without ddpbench_probe>=1" in result.stderr) == (words != "cpu")
-
-
-def test_a_foreign_venv_is_left_alone(checkout: Path) -> None:
-    """A .venv that run_bench.sh did not make is neither used nor removed."""
-    need_probe(checkout)
-    made = make_environment(checkout / ".venv")
-    assert ".venv was not made by run_bench.sh: " in read_refusal(run_bench(checkout, "cpu"))
-    assert (made / "bin" / "python").exists()
 
 
 def test_an_unusable_python_is_refused(checkout: Path, tmp_path: Path) -> None:

@@ -93,7 +93,8 @@ def test_segments_are_found_where_the_protocol_changes() -> None:
 
 
 def test_what_the_sizes_do_not_determine_is_not_identifiable() -> None:
-    """Small messages alone have no bandwidth, large ones no latency, and wild launches neither."""
+    """Small messages alone have no bandwidth, large ones no latency; wild launches, and times that
+    follow no line, have neither."""
     (small,) = fitted(measured(6, 0.05, sizes=SIZES[:5])).segments
     assert covers(small.latency, LATENCY)
     assert (small.rate, small.half) == (None, None)
@@ -101,9 +102,6 @@ def test_what_the_sizes_do_not_determine_is_not_identifiable() -> None:
     assert covers(large.rate, RATE)
     assert (large.latency, large.half) == (None, None)
     assert fits(measured(3, 0.05, shared=1.0)) == []
-
-
-def test_times_that_follow_no_line_have_no_fit() -> None:
     saw = measured(6, 0.02, seconds=lambda n: 1e-3 * (4 if SIZES.index(int(n)) % 2 else 1))
     assert fits(saw) == []
 

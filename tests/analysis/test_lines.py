@@ -40,13 +40,6 @@ def test_a_line_of_one_launch_shows_that_launch() -> None:
     assert line.flags == ()
 
 
-def test_a_skipped_case_keeps_its_reason() -> None:
-    """A case that no launch measured has its reason and nothing else, and raises no flag."""
-    line = only(replace(a_result(requested_nbytes=1), summary=None, reason="not supported"))
-    assert (line.reason, line.seconds, line.results, line.flags) == ("not supported", None, (), ())
-    assert line.half_width is None
-
-
 # --- several launches -----------------------------------------------------------------------------
 
 

@@ -79,16 +79,6 @@ def test_collectives_are_told_apart_by_layers_phase_and_operation() -> None:
     assert summary.peak_nbytes == 400_000_000
 
 
-def test_without_spans_the_arms_remain() -> None:
-    """As with --no-breakdown, or where ranks disagree about their collectives."""
-    samples = replace(sharded_samples(), timed=None, peak_nbytes=None)
-    summary = sharded_steps.summarise(samples, 256, 16)
-    names = [part.name for part in summary.budget]
-    assert names == [steps.EITHER, steps.EXPOSED, "waiting for rank 0"]
-    assert summary.collectives == ()
-    assert summary.peak_nbytes == 0
-
-
 @pytest.mark.parametrize("launches", [2, 6])
 def test_launches_are_merged_so_that_the_parts_still_add_up(launches: int) -> None:
     """Those of the launches with the median step; medians of each layer group."""

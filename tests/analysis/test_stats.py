@@ -54,7 +54,7 @@ def test_the_ends_of_a_median_are_those_of_scipys_test(count: int, confidence: f
     assert stats.ends_of_median(values, confidence) == wanted
 
 
-@pytest.mark.parametrize("count", [5, 6, 7, 119])
+@pytest.mark.parametrize("count", [5, 6, 119])
 def test_the_interval_of_a_median_is_the_exact_one(count: int) -> None:
     """Of repetitions, and of launches, which are the replicates; below six there is none."""
     values = np.random.default_rng(count).permutation(count) + 1.0
@@ -62,12 +62,8 @@ def test_the_interval_of_a_median_is_the_exact_one(count: int) -> None:
     centre, launches = stats.over_launches(values)
     assert centre == (count + 1) / 2
     for found, of in ((stats.median_interval(values), "repetitions"), (launches, "launches")):
-        if count == 5:
-            assert found is None
-            continue
-        assert found is not None
-        assert (found.low, found.high) == ends
-        assert (found.confidence, found.of) == (0.95, f"median of {count} {of}")
+        assert ends == (found and (found.low, found.high))
+        assert found is None or found.of == f"median of {count} {of}"
 
 
 @pytest.mark.parametrize("count", [120, 139, 1013])

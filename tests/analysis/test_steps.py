@@ -170,12 +170,9 @@ def test_parts_without_their_arm_are_left_out() -> None:
         stamps = {name: samples.stamps[name] for name in arms}
         return steps.summarise(replace(samples, stamps=stamps, **other), 1, 0)
 
-    static = budget("ddp", "noop", "timed")
-    assert list(parts(static))[:6] == [
-        "compute and copies", "exposed communication", "exposed transfer", "communication overhead",
-        "hidden communication", "communication",
-    ]  # fmt: skip
-    assert [part.rank is None for part in static.budget] == [True] * 6 + [False]
+    names = set(parts(budget("ddp", "noop", "timed")))
+    assert {"compute and copies", "exposed communication", "communication"} <= names
+    assert not {"compute", "bucket copies"} & names
     alone = budget("ddp", bucket_stamps=None)
     assert (alone.budget, alone.buckets) == ((), ())
     one = steps.summarise(step_samples(world=1), 1, 0)
@@ -256,18 +253,15 @@ def test_below_six_launches_a_part_is_resolved_where_it_is_in_each() -> None:
     other = only(
         a_step_result(summary=clear), a_step_result(launch=1, summary=a_step_summary(late=(0, 9)))
     )
-    part = same.part(steps.EXPOSED)
-    assert part is not None
-    assert (part.resolved, part.figure.interval) == (True, None)
-    part = mixed.part(steps.EXPOSED)
-    assert part is not None
-    assert not part.resolved
-    late = same.part(steps.WAITING)
+    exposed, late = same.part(steps.EXPOSED), same.part(steps.WAITING)
+    assert exposed is not None
+    assert (exposed.resolved, exposed.figure.interval) == (True, None)
     assert late is not None
     assert (late.resolved, late.rank) == (True, 1)
+    unresolved = mixed.part(steps.EXPOSED)
+    assert unresolved is not None
+    assert not unresolved.resolved
     assert other.part(steps.WAITING) is None
-    assert other.summary is not None
-    assert {bucket.late_rank for bucket in other.summary.buckets} == {None}
 
 
 @pytest.mark.parametrize(

@@ -134,18 +134,16 @@ def test_mpirun_is_taken_from_this_environment_first(
 ) -> None:
     """The mpirun beside this Python wins over the one in PATH; with none, the user learns what to
     install."""
-    mine, theirs, empty = (tmp_path / name for name in ("mine", "theirs", "empty"))
-    for folder in (mine, theirs, empty):
-        folder.mkdir()
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     for folder in (mine, theirs):
-        (folder / "mpirun").write_text("#!/bin/sh\n")
-        (folder / "mpirun").chmod(0o755)
+        folder.mkdir()
+        (folder / "mpirun").touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(mine / "python"))
     monkeypatch.setenv("PATH", str(theirs))
     assert placement.find_mpirun() == str(mine / "mpirun")
     (mine / "mpirun").unlink()
     assert placement.find_mpirun() == str(theirs / "mpirun")
-    monkeypatch.setenv("PATH", str(empty))
+    monkeypatch.setenv("PATH", str(mine))
     with pytest.raises(Refused, match=r"pip install '\.\[mpi\]'"):
         starters.mpirun([], 1)
 

@@ -108,11 +108,9 @@ def test_pynvml_has_what_is_asked_of_it() -> None:
     source = Path(gpu_facts.__file__).read_text()
     names = set(re.findall(r"\b(?:c_)?nvml[A-Z]\w+|NVML_\w+", source))
     names -= {"nvmlClocks", "nvmlReturn", *gpu_facts.REASONS}
-    assert len(names) > 10
     assert [name for name in sorted(names) if not hasattr(nvml, name)] == []
     assert any(hasattr(nvml, name) for name in gpu_facts.REASONS)
     assert [name for name in dir(nvml) if gpu_facts.REASON.fullmatch(name)]
-    assert (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM, nvml.NVML_TEMPERATURE_GPU) == (1, 2, 0)
     assert gpu_facts.GPU == nvml.NVML_NVLINK_DEVICE_TYPE_GPU
     assert gpu_facts.SWITCH == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
     assert gpu_facts.UNCORRECTED == nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
