@@ -1,7 +1,5 @@
 """`compare BASE NEW`: which cases it compares, what it says of them, and the exit codes."""
 
-import csv
-import io
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -31,7 +29,6 @@ from stored_steps import (
 )
 from without_torch import RUN_AND_PRINT_CODE, RUN_DDPBENCH, run_without_torch
 
-from ddpbench.present.case_labels import name_case
 from ddpbench.records import codec, store
 from ddpbench.records.schema import SCHEMA, Case, Limit, Result, Run, StepCase, Wrong
 from ddpbench.verdicts.environments import compare_environments
@@ -372,29 +369,6 @@ def test_stored_runs_tell_how_a_machine_drifts(compared: Compare, frozen: Frozen
     result = judged(compared(at(base, 30, "base"), at(new, 37, "new"), "--format", "json"))
     assert result["counts"] == {"SLOWER": 1}
     frozen.text(result["wording"])
-
-
-# --- formats --------------------------------------------------------------------------------------
-
-
-def test_json_and_csv_have_all_figures(compared: Compare) -> None:
-    """Every row with its identity, medians, intervals, change, launches; numbers unrounded."""
-    base, new = base_and_new(1.2)
-    code, out, _ = compared(base, new, "--format", "json")
-    data = json.loads(out)
-    assert (code, data["exit_code"], data["exit_code_strict"]) == (1, 1, 1)
-    assert (data["margin"], data["counts"]) == (0.1, {"SLOWER": 1})
-    assert data["base"] == {"name": "before", "runs": ["before"]}
-    (row,) = data["rows"]
-    assert row["change_low"] < row["change"] < row["change_high"]
-    assert (row["base_launches"], row["new_launches"]) == (6, 6)
-    assert codec.decode(Case, row["identity"]) == a_case()
-    _, out, _ = compared(base, new, "--format", "csv")
-    (line,) = csv.DictReader(io.StringIO(out))
-    assert {name: float(line[name]) for name in line if name.startswith(("base_", "new_"))} == {
-        name: row[name] for name in row if name.startswith(("base_", "new_"))
-    }
-    assert line["case"] == row["case"] == name_case(a_case())
 
 
 # --- bad input ------------------------------------------------------------------------------------

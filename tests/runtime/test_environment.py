@@ -148,23 +148,6 @@ def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
     assert list(cpu.cgroup_limits(tmp_path).values()) == [0.5, 2000, 1500]
 
 
-def test_an_address_leads_to_its_interface() -> None:
-    """Every routable address of this host, and 127.0.1.1, Debian's own host name; another address
-    has none."""
-    names = {
-        entry.address: name
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address
-    }
-    for address, name in {**names, "127.0.1.1": "lo"}.items():
-        facts = environment.interface_of(address)
-        mtu = int(Path(f"/sys/class/net/{name}/mtu").read_text())
-        assert (facts["name"], facts["mtu_nbytes"]) == (name, mtu)
-    for stranger in ("203.0.113.7", "2001:db8::7", "localhost", ""):
-        assert set(environment.interface_of(stranger).values()) == {None}
-
-
 @pytest.mark.parametrize(
     ("busy_seconds", "own", "wall", "cores", "share"),
     [
