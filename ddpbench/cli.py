@@ -43,7 +43,7 @@ def _run(words: list[str]) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name not in list_names():
-        from ddpbench.commands import guide
+        from ddpbench import guide
 
         if name in guide.ORDER:
             refuse(f"{name} is a chapter of the manual: type ddpbench guide {name}")

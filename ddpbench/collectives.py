@@ -27,7 +27,6 @@ from ddpbench.records.schema import (
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
-from ddpbench.session import launch_loop
 from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.session.sweep_options import Options as Options
 from ddpbench.session.sweep_options import add_arguments as add_arguments  # used by cli
@@ -46,14 +45,14 @@ Links = dict[tuple[str, str], "Limit | None"]  # (partition, operation) → limi
 
 def measure_launch(context: LaunchContext[Options]) -> Recorder:
     """Measure the cases of one launch in random order, in all ranks together."""
-    from ddpbench.measure import calibrate, loop
+    from ddpbench.measure import calibrate, loop, start
 
     world, options, plan = context.world, context.options, context.plan
     subgroups = context.closing.enter_context(
         world.agree_subgroups(context.name, context.tested, options.groups, context.device)
     )
     for subgroup in subgroups.values():
-        launch_loop.barrier_to_connect(world, context.backend, subgroup.group, context.device)
+        start.barrier_to_connect(world, context.backend, subgroup.group, context.device)
     loop.settle()
     partitions = [subgroup.partition for subgroup in subgroups.values()]
     cases = list_cases(options, context.backend, plan, partitions)
@@ -116,7 +115,6 @@ class Sweep:
     def measure(self, case: Case, requested_nbytes: int) -> tuple[Result, dict[str, Any] | None]:
         """Measure one case. Return its result and, in rank 0, the columns of its samples."""
         from ddpbench.measure import repetitions
-        from ddpbench.session.summary import summarise_result
 
         context, started = self.context, time.monotonic()
         world, options, plan = context.world, context.options, context.plan
@@ -149,12 +147,12 @@ class Sweep:
             wall_seconds=time.monotonic() - started,
         )
         self.recorder.add_clocks(self.clocks)
-        return summarise_result(result, samples, clock_off_seconds)
+        return repetitions.summarise_result(result, samples, clock_off_seconds)
 
     def _gather_facts(self, samples: repetitions.Samples) -> dict[str, Any]:
         """Gather the greatest of each rank's facts on a case."""
         world = self.context.world
-        others_share = launch_loop.gather_others_share(world, self.meter)
+        others_share = world.agree_others_share(self.meter)
         if others_share is not None:  # else the case was too short: go on measuring in the next one
             self.meter, self.others_share = cpu.CpuMeter(), others_share
         own = {

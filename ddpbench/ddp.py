@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ddpbench.catalog import workloads
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.launch.placement import Refused
-from ddpbench.session import launch_loop
 from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.session.step_options import Options as Options
 from ddpbench.session.step_options import add_arguments as add_arguments  # used by cli
@@ -24,7 +23,7 @@ def measure_launch(context: LaunchContext[Options]) -> Recorder:
     from ddpbench.session.trial import Trial
 
     options = context.options
-    threads = launch_loop.agree_thread_count(context.world)
+    threads = context.world.agree_thread_count()
     torch.set_num_threads(threads)
     if why := HOOKS[options.comm_hook].fails.get(context.backend.name):
         raise Refused(

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from command_lines import (
     ONE_SENTENCE,
     QUICK,
@@ -96,13 +95,6 @@ def assert_refused_here(words: list[str], pattern: str = "") -> None:
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty current folder."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.usefixtures("empty_folder")
-def test_nccl_without_a_gpu_says_so() -> None:
-    """No traceback: why not, and what to do."""
-    assert_refused_here(["collectives", "--backend", "nccl"], "NCCL|GPU|CUDA")
 
 
 @pytest.mark.thorough

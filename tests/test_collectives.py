@@ -172,6 +172,7 @@ def test_one_rank_is_measured_without_bus_bandwidth(pool: RankPool, tmp_path: Pa
     words = ["--op", "all_reduce", "--sizes", "1K", *QUICK]
     done = pool.call(1, tmp_path, "collectives", "--backend", "gloo", *words)
     assert done.returncode == 0, done.stderr
+    assert "bus bandwidth is 0" in done.stdout
     table = pd.read_csv(read_stored_run(tmp_path)[0] / "table.csv")
     assert list(table["busbw"]) == [0.0]
     assert [r.handoff_seconds for r in read_stored_run(tmp_path)[1].results] == [None]

@@ -37,7 +37,7 @@ from ddpbench.catalog.workloads import WORKLOADS
 from ddpbench.measure import step
 from ddpbench.records import store
 from ddpbench.records.schema import StepResult
-from ddpbench.session import options, trial
+from ddpbench.session import options
 
 SMALL = ("--width", "64", "--depth", "2", "--batch", "8")
 FEW = ("--rounds", "6", "--steps-per-round", "2")
@@ -446,12 +446,3 @@ def test_a_fault_acts_in_its_rank_at_its_step(before: bool, steps: list[int]) ->
             planted.act(replica, rank, 2, before)
             planted.act(replica, rank, 2, not before)
     assert seen == [(role, step) for step in steps for role in ("right", "faulty")]
-
-
-def test_the_ledger_ends_at_the_first_bad_report() -> None:
-    """A failed verification does not extend the last step known to be equal, and ends the case."""
-    verifier: Any = SimpleNamespace(check=lambda step: SimpleNamespace(failed=step == 3, step=step))
-    ledger = trial.Ledger(verifier=verifier)
-    assert [ledger.check(number) for number in (1, 2, 3)] == [True, True, False]
-    assert ledger.report is not None
-    assert (ledger.report.step, ledger.equal_until, ledger.verified) == (3, 2, 3)

@@ -130,6 +130,18 @@ def _exposed(run: Run) -> Iterator[Finding]:
         )
 
 
+def _one_rank(run: Run) -> Iterator[Finding]:
+    if any(launch.world_size == 1 for launch in run.launches):
+        yield Finding(
+            "note",
+            "one-rank",
+            "one rank: nothing is communicated, and there is no other replica to compare with"
+            if run.steps
+            else "one rank: nothing crosses a link, so the bus bandwidth is 0 or meaningless",
+            "start two or more ranks: add -n 2",
+        )
+
+
 def _debug(run: Run) -> Iterator[Finding]:
     for rank in (rank for launch in run.launches for rank in launch.ranks):
         if rank.get("variables", {}).get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
@@ -186,6 +198,7 @@ CHECKS: list[Callable[[Run], Iterator[Finding]]] = [
     _mixed_versions,
     _debug,
     _oversubscribed,
+    _one_rank,
     tuning.list_findings,
 ]
 STEP_CHECKS = (_late_rank, _exposed)  # of several settings, these check the default only

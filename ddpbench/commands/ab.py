@@ -32,13 +32,13 @@ from ddpbench.launch.placement import Refused, read_placement
 from ddpbench.nested_runs import turns
 from ddpbench.nested_runs.command_line import MEASURING
 from ddpbench.nested_runs.turns import Variant
+from ddpbench.present.progress import Progress
 from ddpbench.present.writers import WRITERS
 from ddpbench.records import store
 from ddpbench.records.store import InvalidRun
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import list_choices
 from ddpbench.session import options
-from ddpbench.session.launch_loop import Progress
 
 if TYPE_CHECKING:
     from ddpbench.verdicts.comparison import Comparison

@@ -32,7 +32,6 @@ from ddpbench.records.schema import Run
 from ddpbench.records.store import BASELINES, InvalidRun
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import counted, explain_unknown
-from ddpbench.session import run_folder
 
 if TYPE_CHECKING:
     from ddpbench.verdicts.matching import Source
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 GROUP = "compare"
 HELP = "save runs to compare with later; measure again and compare"
 FEWEST = 6  # launches; of analysis.stats, which loads numpy
+# Facts that distinguish machines. A hostname does not: a container may have a new one each time.
+MACHINE = ("cpu_model", "cores_logical", "cores_physical", "gpu_name")
 FILES = ("run.json", "table.csv", "table.txt")
 # Options of a measuring command that a new measurement sets itself.
 RESET = ("-n", "--ranks", "--launches", "--output")
@@ -156,7 +157,20 @@ def _check(namespace: argparse.Namespace) -> int:
 
 def _compare(namespace: argparse.Namespace, base: Source, name: str) -> int:
     new = compare.read_side(name, store.find_runs(name))
-    return compare.show(compare.compare_stored(base, new, namespace), namespace)
+    comparison = compare.compare_stored(base, new, namespace)
+    code = compare.show(comparison, namespace)
+    changed = [
+        f"{each.name}: {', '.join(each.base)} → {', '.join(each.new)}"
+        for each in comparison.differences
+        if each.name in MACHINE
+    ]
+    if not changed:
+        return code
+    tell(
+        f"{base.name} was measured on another machine ({'; '.join(changed)}), so nothing is "
+        "decided: save a baseline on this machine, or type ddpbench compare"
+    )
+    return 3
 
 
 def _measure(name: str, runs: Sequence[Run]) -> tuple[int, Path]:
@@ -168,7 +182,7 @@ def _measure(name: str, runs: Sequence[Run]) -> tuple[int, Path]:
     try:
         target = store.new_folder(f"{runs[0].command}-check-{name}")
     except OSError as error:
-        raise Refused(run_folder.explain_unwritable(error)) from None
+        raise Refused(store.explain_unwritable(error)) from None
     words += ["--output", str(target)]
     typed = shlex.join(["python", "-m", "ddpbench", *redact.arguments(words)])
     tell(f"measuring again: {typed}")

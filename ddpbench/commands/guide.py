@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import argparse
 import pydoc
-import re
 import sys
-from collections.abc import Mapping, Sequence
-from importlib import resources
+from collections.abc import Sequence
 
+from ddpbench import guide
 from ddpbench.launch.placement import Refused
 from ddpbench.records.wording import explain_unknown
 
 GROUP = "manual"
 HELP = "read the manual"
-# The order of the list. A chapter that is missing here comes after these.
-ORDER = (
-    "start", "hangs", "watch", "doctor", "replicas", "collectives", "ddp", "tune", "parallel",
-    "your_model", "faults", "compare", "pytest", "results", "report", "api", "launchers", "mpi",
-    "gpu", "method", "contributing",
-)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     """List the chapters or show one; return the exit code. Raises Refused for an unknown one."""
-    chapters = read_chapters()
+    chapters = guide.read_chapters()
     if namespace.chapter is None:
-        sys.stdout.write(format_list(chapters))
+        sys.stdout.write(guide.format_list(chapters))
         return 0
     text = chapters.get(namespace.chapter)
     if text is None:
@@ -46,29 +39,3 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     else:
         sys.stdout.write(text)
     return 0
-
-
-def read_chapters() -> dict[str, str]:
-    """Return the text of every chapter by its name, in the order of the manual."""
-    folder = resources.files("ddpbench.guide")
-    files = [file for file in folder.iterdir() if file.name.endswith(".md")]
-    texts = {file.name.removesuffix(".md"): file.read_text(encoding="utf-8") for file in files}
-    known = [name for name in ORDER if name in texts]
-    return {name: texts[name] for name in [*known, *sorted(texts.keys() - ORDER)]}
-
-
-def format_list(chapters: Mapping[str, str]) -> str:
-    """Return the chapters with their first sentences, one per line."""
-    width = max(map(len, chapters))
-    lines = [f"  {name:<{width}}  {first_sentence(text)}" for name, text in chapters.items()]
-    return "\n".join(["Show a chapter: ddpbench guide CHAPTER", "", *lines, ""])
-
-
-def first_sentence(text: str) -> str:
-    """Return the first sentence below a chapter's title, without links and emphasis."""
-    body = re.sub(r"<!--.*?-->|^#[^\n]*$", "", text, flags=re.DOTALL | re.MULTILINE).strip()
-    paragraph = " ".join(re.split(r"\n\s*\n", body)[0].split())
-    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", paragraph)
-    plain = re.sub(r"\*{1,2}(\w[^*]*)\*{1,2}", r"\1", plain)
-    sentence = re.match(r".*?[.!?](?=\s|$)", plain)
-    return sentence[0] if sentence else plain

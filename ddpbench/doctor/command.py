@@ -15,7 +15,7 @@ from ddpbench.doctor.examinations import EXAMINATIONS
 from ddpbench.launch.placement import Placement
 from ddpbench.present.examinations import FINDING_COLUMNS
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
-from ddpbench.session import launch_loop, options
+from ddpbench.session import options
 from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.session.options import RunOptions
 
@@ -86,7 +86,7 @@ def measure_launch(launch: LaunchContext[Options]) -> Recorder:
     """Run the examinations of one launch, in all ranks together."""
     import torch
 
-    torch.set_num_threads(launch_loop.agree_thread_count(launch.world))
+    torch.set_num_threads(launch.world.agree_thread_count())
     options, backend = launch.options, launch.backend
     recorder = launch.gather_recorder(len(options.only))
     context = Context(

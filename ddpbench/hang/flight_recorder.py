@@ -15,7 +15,7 @@ import ctypes
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,6 @@ OTHER = (
 # Errors of a private function with another signature, or of a group that ends meanwhile.
 UNKNOWN = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
-SETTING = "set TORCH_FR_BUFFER_SIZE=2000 (torch 2.7: TORCH_NCCL_TRACE_BUFFER_SIZE)"
 
 
 Key = tuple[str, str]  # a group's name, a backend
@@ -57,10 +56,6 @@ class Group:
     members: tuple[int, ...]
     backends: tuple[str, ...]
     count: Callable[[str], int]
-
-    def describe(self, backend: str) -> str:
-        """Return the phrase, with the backend if the group has several."""
-        return self.phrase if len(self.backends) == 1 else f"{self.phrase} on {backend}".strip()
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -117,6 +112,10 @@ def list_groups() -> list[Group]:
     for live, ranks in list(distributed_c10d._world.pg_group_ranks.items()):
         with contextlib.suppress(*UNKNOWN):  # it may end, or begin, just now
             groups.append(_make_group(live, ranks))
+    phrases = [group.phrase for group in groups]
+    for index, group in enumerate(groups):
+        if phrases.count(group.phrase) > 1:
+            groups[index] = replace(group, phrase=f"{group.phrase} {group.name[:12]}")
     return groups
 
 
@@ -153,27 +152,6 @@ def _count_requests(group: weakref.ref[Any], devices: Mapping[str, Any], backend
     return -1
 
 
-@contextlib.contextmanager
-def relaxed_capture() -> Iterator[None]:
-    """Let this thread query events while any thread captures a CUDA graph.
-
-    A dump of nccl's recorder makes such queries. By default, one in any thread ends the capture
-    with an error. Does nothing where CUDA is not in use.
-    """
-    import torch
-
-    if torch.version.cuda is None or not torch.cuda.is_initialized():
-        yield
-        return
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
-    mode = ctypes.c_int(RELAXED)
-    library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # mode is now the previous one
-    try:
-        yield
-    finally:
-        library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-
-
 def find_recorders() -> dict[str, Recorder]:
     """Return the recorders of this torch by their names in it."""
     from torch._C import _distributed_c10d as c10d
@@ -187,18 +165,34 @@ def read_dump(recorder: Recorder, lines: bool = False, calls: bool = True) -> Du
 
     Raises msgspec.ValidationError, a ValueError, if torch's format has changed.
     """
-    with relaxed_capture(), _uncompiled() if lines else contextlib.nullcontext(False) as ready:
-        data = pickle.loads(recorder(includeCollectives=calls, includeStackTraces=ready))
+    import torch
+
+    _relax_capture()
+    names = vars(torch)
+    # To find lines torch imports torch._inductor, which takes seconds and fails if another thread
+    # does the same. If it is not imported, no code was compiled.
+    hides = lines and "_inductor" not in names and "torch._inductor" not in sys.modules
+    if hides:
+        names["_inductor"] = None
+    try:
+        found = lines and "_inductor" in names
+        data = pickle.loads(recorder(includeCollectives=calls, includeStackTraces=found))
+    finally:
+        if hides and names["_inductor"] is None:
+            del names["_inductor"]
     return msgspec.convert({name: part for name, part in data.items() if part}, Dump, strict=False)
 
 
-def find_missing_setting(backend: str) -> str:
-    """Return the setting that makes torch record a backend's calls; "" if it does, or cannot."""
-    name = "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace"
-    recorder = find_recorders().get(name)
-    if backend not in ("gloo", "nccl") or recorder is None:
-        return ""
-    return "" if read_dump(recorder, calls=False).pg_config else SETTING
+def _relax_capture() -> None:
+    """Let this thread query events while another captures a CUDA graph, as nccl's recorder does.
+
+    By default, such a query ends the capture with an error.
+    """
+    import torch
+
+    if torch.version.cuda is not None and torch.cuda.is_initialized():
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
+        library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED)))
 
 
 class Flight:
@@ -207,12 +201,11 @@ class Flight:
     def __init__(self) -> None:
         self._groups: list[Group] = []
 
-    def read_logs(self, inside: str, whole: bool, lines: bool = True) -> tuple[Log, ...]:
+    def read_logs(self, inside: str, whole: bool) -> tuple[Log, ...]:
         """Return one log for each group and backend.
 
         inside: the function of torch.distributed that the main thread has called, for groups
-        without a record; whole: with the latest calls, else numbers only; lines: with the lines
-        that made them.
+        without a record; whole: with the latest calls, else numbers only.
         """
         with contextlib.suppress(*UNKNOWN):
             self._groups = list_groups() or self._groups
@@ -220,7 +213,7 @@ class Flight:
         records: Records = _read_mpi()
         for recorder in find_recorders().values() if whole else ():
             with contextlib.suppress(*UNKNOWN):
-                records |= _read_entries(read_dump(recorder, lines).entries)
+                records |= _read_entries(read_dump(recorder, lines=True).entries)
         # The main thread's current call has no record yet, unless another call is open.
         names = {group.name for group in self._groups}
         is_open = any(record.is_open for (name, _), record in records.items() if name in names)
@@ -228,16 +221,15 @@ class Flight:
         logs = []
         for group, backend in pairs:
             count, record = group.count(backend), records.get((group.name, backend))
-            log = _find_log(backend, count, record, called) if whole else _guess_log(count, record)
-            phrase = group.describe(backend)
+            if whole:
+                log = _find_log(backend, count, record, called)
+            else:  # the last call may have ended
+                log = record or Log("", (), max(count, 0), max(count - 1, 0), moves=count)
+                log = replace(log, calls=())
+            suffix = f"on {backend}" if len(group.backends) > 1 else ""
+            phrase = f"{group.phrase} {suffix}".strip()
             logs.append(replace(log, group=phrase, members=group.members))
         return tuple(logs)
-
-
-def _guess_log(count: int, record: Log | None) -> Log:
-    """Return a log without a dump: the group's last call may not have ended."""
-    log = record or Log("", (), max(count, 0), max(count - 1, 0), moves=count)
-    return replace(log, calls=())
 
 
 def _find_log(backend: str, count: int, record: Log | None, called: str) -> Log:
@@ -257,48 +249,21 @@ def _find_log(backend: str, count: int, record: Log | None, called: str) -> Log:
     return replace(log, moves=max(count, log.moves))
 
 
-@contextlib.contextmanager
-def _uncompiled() -> Iterator[bool]:
-    """Yield whether the lines of code can be read at once.
-
-    To find them torch imports torch._inductor, which takes seconds and fails if another thread does
-    the same. If it is not imported, no code was compiled.
-    """
-    import torch
-
-    names = vars(torch)
-    if "_inductor" in names or "torch._inductor" in sys.modules:
-        yield "_inductor" in names
-        return
-    names["_inductor"] = None
-    try:
-        yield True
-    finally:
-        if names["_inductor"] is None:
-            del names["_inductor"]
-
-
 def _read_entries(entries: Sequence[Entry]) -> Records:
-    """Return the record of each group; of groups with equal names, the newest is in use."""
-    calls: dict[int, list[Entry]] = {}
-    for entry in _list_collectives(entries):
-        calls.setdefault(entry.pg_id, []).append(entry)
-    return {own[0].key: _read_group(own) for _, own in sorted(calls.items())}
-
-
-def _list_collectives(entries: Sequence[Entry]) -> Iterator[Entry]:
-    """Yield the entries of collectives.
+    """Return the record of each group; of groups with equal names, the newest is in use.
 
     nccl ends a batch of calls with an extra entry, "coalesced". After sends and receives this entry
     looks like a collective with the number of the previous one, but follows a later send.
     """
+    calls: dict[int, list[Entry]] = {}
     sent: dict[int, int] = {}  # the number of the last send before each group's last collective
     for entry in entries:
         is_batch = entry.profiling_name.endswith(BATCH)
         ends_sends = is_batch and sent.get(entry.pg_id) != entry.p2p_seq_id
         if not entry.is_p2p and not ends_sends:
             sent[entry.pg_id] = entry.p2p_seq_id
-            yield entry
+            calls.setdefault(entry.pg_id, []).append(entry)
+    return {own[0].key: _read_group(own) for _, own in sorted(calls.items())}
 
 
 def _read_group(entries: Sequence[Entry]) -> Log:
@@ -343,15 +308,11 @@ def _read_mpi() -> Records:
     records: Records = {}
     for queue in work.live_queues() if work else ():
         started, finished, past, moves = queue.recorded()
-        calls = [
-            Call(n, op, _describe_elements(dtype, nbytes))
-            for n, op, dtype, nbytes in past[-RECENT:]
-        ]
+        calls = []
+        for number, operation, dtype, nbytes in past[-RECENT:]:
+            what = ""
+            if dtype is not None:  # a group over mpi4py does not keep the shape
+                what = f"{str(dtype).removeprefix('torch.')}[{nbytes // dtype.itemsize}]"
+            calls.append(Call(number, operation, what))
         records[queue.group, "mpi4py"] = Log("", (), started, finished, tuple(calls), moves=moves)
     return records
-
-
-def _describe_elements(dtype: Any, nbytes: int) -> str:
-    # A group over mpi4py does not keep the shape.
-    name = str(dtype).removeprefix("torch.")
-    return "" if dtype is None else f"{name}[{nbytes // dtype.itemsize}]"

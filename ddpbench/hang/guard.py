@@ -33,7 +33,7 @@ from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.places import describe_error
 from ddpbench.hang.status_board import Board
 from ddpbench.hang.verdict import RankStatus
-from ddpbench.hang.watchdog import Judgement, Watchdog, read_status
+from ddpbench.hang.watchdog import Watchdog, read_status
 from ddpbench.launch import placement
 from ddpbench.records.store import End
 
@@ -62,7 +62,7 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
     end: after a verdict, exit with code 5; False: print the verdict and continue. A job that ends
     with an exception keeps its own exit code.
     Returns a guard: call `close()` to stop, or use it in `with`. If a watchdog is already running,
-    as under `ddpbench watch --timeout`, returns that one; it runs until every caller has closed it.
+    as under `ddpbench watch --timeout`, returns that one.
     Raises ValueError if timeout is not above 0 and finite, RuntimeError without a process group.
     """
     global _on, _times
@@ -76,7 +76,6 @@ def watchdog(timeout: float = 300.0, end: bool = True) -> Guard:
             "torch.distributed.init_process_group"
         )
     if _on is not None:
-        _on.callers += 1
         return _on
     from torch.distributed import distributed_c10d
 
@@ -124,7 +123,6 @@ class Guard(Watchdog):
         self._failure: tuple[str, str] | None = None  # an error that ends this rank, its place
         self._round, self._ending = 0, False
         self._code = 0  # with which this process is about to end
-        self.callers = 1  # number of callers that have not closed it
         self._judging = threading.RLock()
 
     def start(self) -> None:
@@ -153,9 +151,6 @@ class Guard(Watchdog):
         global _on
         if self._closed.is_set() or os.getpid() != self._pid:  # a child by os.fork has no thread
             return
-        self.callers -= 1
-        if self.callers and not at_exit:
-            return
         self._closed.set()
         self._thread.join(CLOSE_SECONDS)
         if sys.excepthook == self._handle_exception:
@@ -166,9 +161,7 @@ class Guard(Watchdog):
             status = read_status(self._flight, place=self._heartbeat.place)
             self._board.publish_heartbeat(status, CLOSE_SECONDS)
             self._board.mark("left", self._rank)
-            # torchrun may have the store in its own process.
-            elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            if at_exit and self._rank == 0 and not elsewhere:
+            if at_exit and self._rank == 0:
                 ranks = range(len(self._board.identities))
                 self._board.await_keys([self._board.key("left", r) for r in ranks], LINGER_SECONDS)
         self._board.client.close()
@@ -179,23 +172,18 @@ class Guard(Watchdog):
             self._beat()
 
     def _beat(self) -> None:
+        import torch.distributed as dist
+
         self._heartbeat = read_status(self._flight, heartbeat=True)
         answered = self._board.publish_heartbeat(self._heartbeat)
         key = self._board.key(f"round {self._round}", "judge")
         if answered and self._board.await_keys([key], 0.0) is not None:
-            self._await_settling()
+            # A rank that ends its groups may leave or fail before it takes part in a verdict.
+            if self._heartbeat.inside == "destroy_process_group" or not dist.is_initialized():
+                self._closed.wait(SETTLE_SECONDS)
             self._alarm()
         elif self._waits_too_long():
             self._alarm(f"has waited longer than {self._timeout:g} s", late=True)
-
-    def _await_settling(self) -> None:
-        """Let a rank that destroys its groups leave, or fail, before it takes part in a verdict."""
-        import torch.distributed as dist
-
-        destroys = self._heartbeat.inside == "destroy_process_group" or not dist.is_initialized()
-        until = self._clock.monotonic() + SETTLE_SECONDS * destroys
-        while not (self._failure or self._closed.is_set()) and self._clock.monotonic() < until:
-            self._clock.sleep(status_board.POLL_SECONDS)
 
     def _waits_too_long(self) -> bool:
         now, since = self._clock.monotonic(), self._since
@@ -206,7 +194,7 @@ class Guard(Watchdog):
         if not late:
             return False
         # A heartbeat assumes that each group's last call is open: only its entry is right.
-        logs = self._flight.read_logs(self._heartbeat.inside, whole=True, lines=False)
+        logs = self._flight.read_logs(self._heartbeat.inside, whole=True)
         open_groups = {log.group for log in logs if log.is_open}
         confirmed = {wait for wait in late if len(wait) > 2 or wait[0] in open_groups}
         self._since |= dict.fromkeys(late - confirmed, now)
@@ -247,13 +235,18 @@ class Guard(Watchdog):
             first = judgement.speaks(self._rank) or not judgement.store_answers
             stacks = judgement.stacks if first else ""
             status_board.print_message(f"ddpbench: {judgement.sentence}\n{stacks}")
-            heartbeat = read_status(self._flight, heartbeat=True)
-            self._reported.update(find_waits(heartbeat))
+            self._reported.update(find_waits(read_status(self._flight, heartbeat=True)))
             if self._end or not leave:
                 self._code = FAILURE if judgement.failed or self._failure else HANG
                 for call in before_end:
                     call(End("failed", judgement.sentence, self._code))
-                self._await_prints(f"{topic}/printed", judgement)
+                # A launcher ends all ranks as soon as one has ended.
+                if judgement.store_answers:
+                    self._board.mark(topic, "printed", self._rank)
+                    keys = [self._board.key(topic, "printed", r) for r in judgement.heard]
+                    self._board.await_keys(keys, LEAVE_SECONDS)
+                if self._rank == 0:  # it usually has the store
+                    self._clock.sleep(LEAVE_SECONDS / 4)
             self._board.kill_ranks(judgement.stopped if self._end else ())
         if self._end and leave:
             if self._code == FAILURE:  # other ranks' ends may unblock this main thread, which ends
@@ -261,15 +254,6 @@ class Guard(Watchdog):
                 self._clock.sleep(SETTLE_SECONDS)
             if not (self._ending or self._closed.is_set()):
                 status_board.end_process(self._code)
-
-    def _await_prints(self, topic: str, judgement: Judgement) -> None:
-        """Let all ranks print before this process ends, because a launcher then ends them all."""
-        if judgement.store_answers:
-            self._board.mark(topic, self._rank)
-            keys = [self._board.key(topic, rank) for rank in judgement.heard]
-            self._board.await_keys(keys, LEAVE_SECONDS)
-        if self._rank == 0:  # it usually has the store
-            self._clock.sleep(LEAVE_SECONDS / 4)
 
 
 def find_waits(status: RankStatus) -> list[Key]:

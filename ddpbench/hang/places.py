@@ -102,10 +102,8 @@ def find_distributed_call(frame: FrameType) -> str:
             name = name or WAIT  # over mpi4py that is a function of ours
         elif name and _distance(path) == 0:
             break
-    return name or _find_wait_in_c(frame)
-
-
-def _find_wait_in_c(frame: FrameType) -> str:
+    if name:
+        return name
     match = WAITS_IN_C.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0))
     if match is None:
         return ""

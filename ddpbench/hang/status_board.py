@@ -73,14 +73,11 @@ def observe_state(identity: RankIdentity, own: RankIdentity) -> str:
         return "did not answer (stopped, dead or cut off)"
     try:
         status = psutil.Process(identity.pid).status()
-    except psutil.NoSuchProcess:
-        return DIED
     except psutil.Error:
-        return ALIVE
+        return DIED
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return DIED
-    stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return STOPPED if stopped else ALIVE
+    return STOPPED if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ALIVE
 
 
 class Address(NamedTuple):

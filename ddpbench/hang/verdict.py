@@ -49,13 +49,6 @@ class Call:
         """Without its number: "all_reduce float32[1024]"."""
         return f"{self.name} {self.what}".rstrip()
 
-    def agrees(self, other: Call) -> bool:
-        """Return whether two ranks can have called the same collective."""
-        if self.name != other.name:
-            return False
-        uneven = self.name.startswith(UNEVEN) or not (self.what and other.what)
-        return uneven or self.what == other.what
-
 
 @dataclass(frozen=True)
 class Log:
@@ -138,20 +131,26 @@ def explain_hang(
     answers. A silent rank that is alive is a cause only after a deadline, when it should have
     answered.
     """
-    hangs, failed = find_hangs(statuses), _find_failed(statuses)
+    hangs = find_hangs(statuses)
+    errors = {rank: status for rank, status in statuses.items() if status.cause and not status.late}
+    own = {rank: status for rank, status in errors.items() if not SYMPTOM.search(status.cause)}
+    failed = own or errors
     # The last heartbeat of a rank that has left may show that it called other things.
     left = {rank.rank: rank.seen for rank in silent if rank.seen}
     parts = describe_mismatches({**left, **statuses})
-    explained = bool(parts) or any(not SYMPTOM.search(s.cause) for s in failed.values())
+    explained = bool(parts or own)
     if causes := _find_silent_causes(silent, statuses, explained, store_answers):
         texts = [_describe_silent(rank, hangs, statuses) for rank in causes]
         parts.append("; ".join(texts) + _format_waiting(statuses, statuses))
-    elif missing := [] if explained else _describe_missing(failed, statuses):
-        parts += missing
+    elif missing := {} if explained else _find_missing(failed, statuses):
+        parts.append(_describe_absent(missing, statuses.keys() - missing, statuses))
     elif failed:
         parts.append(_describe_failed(failed, hangs, statuses))
     if not parts and store_answers:
-        parts = [text for hang in hangs for text in _describe_absence(hang, statuses)]
+        for hang in hangs:
+            owed = dict.fromkeys(hang.absent, str(hang))
+            if owed:
+                parts.append(_describe_absent(owed, hang.waiting, statuses, hang.group))
         parts = parts or [_describe_stuck(hang, statuses) for hang in hangs]
     sentence = "; ".join(parts) or format_places(statuses, hangs)
     if not store_answers:
@@ -164,12 +163,6 @@ def is_interrupted(statuses: Statuses) -> bool:
     """Return whether no cause is a missed deadline or an error: only signals, and symptoms."""
     causes = [status.cause for status in statuses.values() if status.cause]
     return all(cause.startswith(BY_SIGNAL) or SYMPTOM.search(cause) for cause in causes)
-
-
-def _find_failed(statuses: Statuses) -> dict[int, RankStatus]:
-    """Return the ranks with errors, except errors that are only symptoms of others."""
-    failed = {r: s for r, s in statuses.items() if s.cause and not s.late}
-    return {r: s for r, s in failed.items() if not SYMPTOM.search(s.cause)} or failed
 
 
 # --- silent ranks, and ranks that did not take part
@@ -188,12 +181,11 @@ def _find_silent_causes(
     else:
         # No rank can answer: name the ranks that are visibly gone, else rank 0, which usually has
         # the store. If rank 0 has ended the store, all other ranks end soon after.
-        causes = [rank for rank in silent if rank.state == ENDED]
-        causes = causes or [rank for rank in silent if rank.state in (DIED, STOPPED, LEFT)]
+        gone = [rank for rank in silent if rank.state in (DIED, STOPPED, LEFT, ENDED)]
+        causes = [rank for rank in gone if rank.state == ENDED] or gone
         causes = causes or [rank for rank in silent if rank.rank == 0]
     owing = [r.rank for r in causes if _find_owed_call(r.rank, r.seen, statuses)]
-    excused = explained or bool(owing)
-    return [r for r in causes if r.state != LEFT or r.rank in owing or not excused]
+    return [r for r in causes if r.state != LEFT or r.rank in owing or not (explained or owing)]
 
 
 def _find_owed_call(rank: int, status: RankStatus | None, statuses: Statuses) -> str:
@@ -222,8 +214,6 @@ def _describe_silent(rank: SilentRank, hangs: Sequence[Hang], statuses: Statuses
             f"{text} before {call}, after {f'{last} {group}'.rstrip()}{_format_lines([last.place])}"
         )
     text += f", last seen in {seen.place}"
-    if call:
-        return f"{text}, before {call}"
     started = {log.group: log.started for log in seen.logs}
     for hang in hangs:
         if hang.group in started:
@@ -231,17 +221,10 @@ def _describe_silent(rank: SilentRank, hangs: Sequence[Hang], statuses: Statuses
     return text
 
 
-def _describe_missing(failed: Statuses, statuses: Statuses) -> list[str]:
-    """Return a sentence on living ranks that did not take part and made others fail."""
-    places: dict[tuple[str, str], list[int]] = {}
-    for rank, status in statuses.items():
-        call = _find_owed_call(rank, status, failed)
-        if call and rank not in failed:
-            places.setdefault((call, status.place), []).append(rank)
-    missing = [rank for ranks in places.values() for rank in ranks]
-    texts = [_describe_never_joined(ranks, *key) for key, ranks in places.items()]
-    waiting = [rank for rank in statuses if rank not in missing]
-    return ["; ".join(texts) + _format_waiting(waiting, statuses)] if texts else []
+def _find_missing(failed: Statuses, statuses: Statuses) -> dict[int, str]:
+    """Return the calls that living ranks have not made and in which others failed, by rank."""
+    owed = {rank: _find_owed_call(rank, status, failed) for rank, status in statuses.items()}
+    return {rank: call for rank, call in owed.items() if call and rank not in failed}
 
 
 def _describe_failed(failed: Statuses, hangs: Sequence[Hang], statuses: Statuses) -> str:
@@ -250,25 +233,27 @@ def _describe_failed(failed: Statuses, hangs: Sequence[Hang], statuses: Statuses
     return format_places(failed, hangs) + _format_waiting(waiting - set(failed), statuses)
 
 
-def _describe_absence(hang: Hang, statuses: Statuses) -> list[str]:
-    """ "rank 1 never joined #4 …; it is in f (x.py:3); ranks 0, 2, 3 wait", if any is absent."""
-    places: dict[str, list[int]] = {}
-    for rank in hang.absent:
-        places.setdefault(_format_place(statuses[rank], hang.group), []).append(rank)
-    texts = [_describe_never_joined(ranks, str(hang), place) for place, ranks in places.items()]
-    return ["; ".join(texts) + _format_waiting(hang.waiting, statuses)] if texts else []
+def _describe_absent(
+    owed: Mapping[int, str], waiting: Iterable[int], statuses: Statuses, group: str = "-"
+) -> str:
+    """Return "rank 1 never joined #4 …; it is in f (x.py:3); ranks 0, 2, 3 wait".
 
-
-def _describe_never_joined(ranks: Sequence[int], call: str, place: str) -> str:
-    verb = "it is" if len(ranks) == 1 else "they are"
-    return f"{format_ranks(ranks)} never joined {call}; {verb} in {place}"
+    owed: the call by the rank that has not made it; group: that of the call.
+    """
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, call in owed.items():
+        places.setdefault((call, _format_place(statuses[rank], group)), []).append(rank)
+    texts = []
+    for (call, place), ranks in places.items():
+        verb = "it is" if len(ranks) == 1 else "they are"
+        texts.append(f"{format_ranks(ranks)} never joined {call}; {verb} in {place}")
+    return "; ".join(texts) + _format_waiting(waiting, statuses)
 
 
 def _describe_stuck(hang: Hang, statuses: Statuses) -> str:
-    verb, joined = ("is", "alone") if len(hang.waiting) == 1 else ("are", "all")
     return (
-        f"{format_ranks(hang.waiting)} {verb} {joined} in {hang}, which does not end: the backend "
-        f"or the network does not complete it{_format_phase(hang.waiting, statuses)}"
+        f"{format_ranks(hang.waiting)} joined {hang}, which does not end: the backend or the "
+        f"network does not complete it{_format_phase(hang.waiting, statuses)}"
     )
 
 
@@ -292,16 +277,14 @@ def describe_mismatches(statuses: Statuses) -> list[str]:
 
 
 def _group_equal_calls(by_rank: Mapping[int, Call]) -> list[dict[int, Call]]:
-    """Return the calls that agree, by rank; the most frequent first."""
-    kinds: list[dict[int, Call]] = []
+    """Return the calls that can be of one collective, by rank; the most frequent first."""
+    calls = by_rank.values()
+    of_any_size = {call.name for call in calls if not call.what or call.name.startswith(UNEVEN)}
+    kinds: dict[str, dict[int, Call]] = {}
     for rank, call in sorted(by_rank.items()):
-        agreeing = (kind for kind in kinds if next(iter(kind.values())).agrees(call))
-        kind = next(agreeing, None)
-        if kind is None:
-            kinds.append({rank: call})
-        else:
-            kind[rank] = call
-    return sorted(kinds, key=len, reverse=True)
+        kind = call.name if call.name in of_any_size else call.text
+        kinds.setdefault(kind, {})[rank] = call
+    return sorted(kinds.values(), key=len, reverse=True)
 
 
 def _describe_mismatch(
@@ -360,11 +343,10 @@ def _format_place(status: RankStatus, group: str) -> str:
 
 
 def _format_lines(lines: Iterable[str]) -> str:
-    """Return " at f (x.py:3)"; of more than two lines only the first."""
+    """Return " at f (x.py:3)"; of several lines only the first."""
     known = sorted({line for line in lines if line})
-    if not known:
-        return ""
-    return f" at {' and '.join(known) if len(known) < 3 else f'{known[0]} and elsewhere'}"
+    elsewhere = " and elsewhere" if len(known) > 1 else ""
+    return f" at {known[0]}{elsewhere}" if known else ""
 
 
 def _format_waiting(ranks: Iterable[int], statuses: Statuses) -> str:

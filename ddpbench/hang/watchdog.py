@@ -58,11 +58,7 @@ class Judgement:
     stacks: str
     interrupted: bool
     store_answers: bool
-
-    @property
-    def stopped(self) -> list[int]:
-        """The ranks that are stopped."""
-        return [rank.rank for rank in self.silent if rank.state == STOPPED]
+    stopped: tuple[int, ...]
 
     def speaks(self, rank: int) -> bool:
         """Return whether this rank prints for all: the lowest one that answered or, without the
@@ -111,8 +107,7 @@ class Watchdog:
         rank is lost, or the store does not answer.
         """
         board = self._board
-        status = read_status(self._flight, self._phase, place)
-        status = replace(status, cause=cause, late=late)
+        status = replace(read_status(self._flight, self._phase, place), cause=cause, late=late)
         if not board.mark(topic, "judge"):
             board.publish(status, topic, self._rank)
             key = board.key(topic, "judgement")
@@ -136,6 +131,7 @@ class Watchdog:
             stacks="".join(f"rank {rank}:\n{s.stack}" for rank, s in sorted(statuses.items())),
             interrupted=verdict.is_interrupted(statuses),
             store_answers=store_answers,
+            stopped=tuple(rank.rank for rank in silent if rank.state == STOPPED),
         )
 
 
@@ -163,9 +159,9 @@ class CommandWatchdog(Watchdog):
         self._phase, self._beat_time = "start", -math.inf
         self._lock = threading.Lock()
         self.signal: int | None = None
-        self._interrupted = self._gets_signal = False
+        self._gets_signal = False
         self.on_end: Callable[[str, str, int], None] = lambda state, sentence, code: None
-        self._deadline = self._next_deadline()
+        self._deadline = time.monotonic() + timeout_seconds if is_on else math.inf
         # The C-level handler writes here at once, even while the main thread is inside MPI.
         self._wake, self._wake_end = os.pipe()
         os.set_blocking(self._wake_end, False)
@@ -180,9 +176,11 @@ class CommandWatchdog(Watchdog):
 
     def rearm(self) -> None:
         """Let the deadline count from now: the rank made progress. Call it outside timed spans."""
+        if not self._is_on:
+            return
         if self.signal is None:
-            self._deadline = self._next_deadline()
-        if self._is_on and time.monotonic() - self._beat_time > BEAT_SECONDS:
+            self._deadline = time.monotonic() + self._timeout
+        if time.monotonic() - self._beat_time > BEAT_SECONDS:
             heartbeat = read_status(self._flight, self._phase, heartbeat=True)
             self._board.publish_heartbeat(heartbeat, BEAT_PATIENCE_SECONDS)
             self._beat_time = time.monotonic()
@@ -218,9 +216,6 @@ class CommandWatchdog(Watchdog):
         finally:  # end this process even if stderr or the disk fails
             end_process(code)
 
-    def _next_deadline(self) -> float:
-        return time.monotonic() + self._timeout if self._is_on else math.inf
-
     def _note(self, number: int, frame: object) -> None:
         self.signal = number
 
@@ -239,14 +234,11 @@ class CommandWatchdog(Watchdog):
     def _handle_signal(self, number: int) -> None:
         if number not in SIGNALS:
             return
-        again = self.signal == number and number == signal.SIGINT and self._interrupted
         self.signal = number
-        self._interrupted = True
         # A launcher that lost a rank kills the others soon after.
         lost = DIED in map(self._board.observe, range(len(self._board.identities)))
         allowed = self._terminate_seconds if number == signal.SIGTERM else SIGNAL_SECONDS
-        allowed = 0.0 if again or lost else allowed
-        self._deadline = min(self._deadline, time.monotonic() + allowed)
+        self._deadline = min(self._deadline, time.monotonic() + (0.0 if lost else allowed))
 
     def _report(self, cause: str, late: bool, place: str) -> int:
         """Let one rank print the verdict; return the exit code of this rank."""

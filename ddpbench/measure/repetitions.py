@@ -1,7 +1,8 @@
 """Warm-up and number of repetitions of a case: until its precision or the end of its time slice.
 
 Rank 0 decides how many repetitions come next and sends the number to the other ranks. Decisions,
-checks and gathering happen between bursts, never inside a timed span.
+checks and gathering happen between bursts, never inside a timed span. At the end, it summarises
+the samples.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ import gc
 import random
 import threading
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ddpbench.analysis import stats
+from ddpbench.analysis import clocks, stats
 from ddpbench.analysis.stats import Kept
 from ddpbench.hang.places import find_error_place, is_of_program
 from ddpbench.measure import clock, memory
 from ddpbench.measure.loop import Bench
-from ddpbench.records.schema import Case, Plan, Wrong
+from ddpbench.records.schema import LAUNCH_HIDDEN, Case, Plan, Result, Wrong
 from ddpbench.runtime import control
 from ddpbench.runtime.subgroups import Subgroup
 from ddpbench.runtime.world import World
@@ -296,3 +297,61 @@ def gather_wrong(world: World, samples: Samples) -> list[Wrong]:
         return []
     everyones = control.gather_values(world, [vars(w) for w in samples.wrong])
     return [Wrong(**wrong) for ranks_own in everyones for wrong in ranks_own]
+
+
+def summarise_result(
+    result: Result, samples: Samples, clock_off_seconds: float | None
+) -> tuple[Result, dict[str, Any] | None]:
+    """Return the result with its summary, and the columns of its samples, if there are any.
+
+    clock_off_seconds: largest error between stamps of different ranks, as in `Result`.
+    """
+    if not samples.timed.repetitions:
+        return result, None
+    assert samples.cold is not None
+    single = result.case.issue == "isolated" and samples.calls == samples.cold_calls
+    over = stats.join_repetitions(samples.timed.over)
+    common_clock = clocks.comparable(clock_off_seconds, float(np.median(over.times(1))))
+    result = replace(
+        result,
+        calls=samples.calls,
+        batch=samples.calls // samples.cold_calls,
+        cold_seconds=float(stats.over_ranks(samples.cold).times(samples.cold_calls)[0]),
+        warm_up=samples.warm_up.repetitions,
+        stop_reason=samples.stop_reason,
+        checks=samples.checks,
+        measuring_seconds=samples.measuring_seconds,
+        summary=stats.summary(
+            over,
+            samples.calls,
+            common_clock,
+            single,
+            hidden_launch=result.case.time_definition in LAUNCH_HIDDEN,
+        ),
+        clock_off_seconds=clock_off_seconds,
+    )
+    return result, _list_columns(result, samples)
+
+
+def _list_columns(result: Result, samples: Samples) -> dict[str, Any]:
+    """Return SAMPLE_COLUMNS. Warm-ups have repetitions below 0, the cold call the lowest."""
+    import pyarrow as pa
+
+    assert samples.cold is not None
+    cold = Kept(samples.timed.subgroups)
+    cold.add(samples.cold)
+    first, warm_up = cold.rows(), samples.warm_up.rows()
+    first[:, 0] -= 1 + samples.warm_up.repetitions
+    warm_up[:, 0] -= samples.warm_up.repetitions
+    rows = np.concatenate([first, warm_up, samples.timed.rows()])
+    repetition, rank, entry, exits, device = rows.T
+    return {
+        "case": pa.DictionaryArray.from_arrays(np.zeros(len(rank), np.int32), [result.case.key]),
+        "launch": np.full(len(rank), result.launch, dtype=np.int32),
+        "repetition": repetition.astype(np.int32),
+        "rank": rank.astype(np.int32),
+        "entry_ns": entry,
+        "exit_ns": exits,
+        "device_ns": device,
+        "warm_up": repetition < 0,
+    }

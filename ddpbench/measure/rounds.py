@@ -25,6 +25,7 @@ from ddpbench.analysis.steps import Samples
 from ddpbench.catalog.planting import Planted
 from ddpbench.measure import clock
 from ddpbench.measure.step import Marks, Replica, sum_phases
+from ddpbench.records.store import SAMPLE_COLUMNS
 from ddpbench.runtime import control, devices
 from ddpbench.runtime.devices import Cpu
 from ddpbench.runtime.world import World
@@ -240,3 +241,44 @@ class Rounds:
 
     def _gather_ns(self, ns: Any) -> npt.NDArray[np.int64] | None:
         return control.gather_to_rank_0(self.world, np.array(ns, np.int64))
+
+
+def step_columns(case: str, launch: int, samples: Samples) -> dict[str, Any]:
+    """Return the SAMPLE_COLUMNS of a DDP step, with entry and exit in ns.
+
+    "CASE/ARM/PHASE" counts from the first step of the round, "CASE/bucket/INDEX" from the begin of
+    backward, "CASE/verify" from the begin of the verification. Of the collectives of a sharded
+    step, in the order of the calls, "CASE/collective/INDEX/OPERATION/LAYERS/PHASE" counts from the
+    begin of the step, and "CASE/exposed/INDEX" is how long the compute waited.
+    """
+    spans: dict[str, npt.NDArray[np.int64]] = {}  # name → [world, repetition, (entry, exit)]
+    for arm, stamps in samples.stamps.items():
+        flat = stamps.reshape(stamps.shape[0], -1, 4)
+        for i, phase in enumerate(("forward", "backward", "optimizer")):
+            spans[f"{case}/{arm}/{phase}"] = flat[:, :, i : i + 2]
+    if samples.bucket_stamps is not None:
+        for i in range(samples.bucket_stamps.shape[2]):
+            spans[f"{case}/bucket/{i}"] = samples.bucket_stamps[:, :, i]
+    if samples.timed is not None:
+        for i, call in enumerate(samples.timed.spans):
+            begin, exposed, end = (samples.timed.ns[:, :, i, column] for column in range(3))
+            place = f"{call.operation}/{call.layers}/{call.phase}"
+            spans[f"{case}/collective/{i}/{place}"] = np.stack([begin, end], axis=2)
+            spans[f"{case}/exposed/{i}"] = np.stack([np.zeros_like(exposed), exposed], axis=2)
+    if samples.verify.size:
+        spans[f"{case}/verify"] = np.stack([np.zeros_like(samples.verify), samples.verify], axis=2)
+    parts = []
+    for name, span in spans.items():
+        world, count, _ = span.shape
+        part = {
+            "case": np.full(world * count, name, dtype=object),
+            "launch": np.full(world * count, launch, dtype=np.int32),
+            "repetition": np.tile(np.arange(count, dtype=np.int32), world),
+            "rank": np.repeat(np.arange(world, dtype=np.int32), count),
+            "entry_ns": span[:, :, 0].ravel(),
+            "exit_ns": span[:, :, 1].ravel(),
+            "device_ns": np.full(world * count, -1, dtype=np.int64),
+            "warm_up": np.zeros(world * count, dtype=bool),
+        }
+        parts.append(part)
+    return {name: np.concatenate([part[name] for part in parts]) for name in SAMPLE_COLUMNS}

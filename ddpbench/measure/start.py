@@ -6,13 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ddpbench.runtime import devices
+from ddpbench.launch.placement import Refused
+from ddpbench.runtime import control, devices
+from ddpbench.runtime.world import describe_failed_connection
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from ddpbench.catalog.backends import Backend
     from ddpbench.runtime.subgroups import Subgroup
+    from ddpbench.runtime.world import World
 
 
 def barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
@@ -30,6 +34,21 @@ def barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], obje
         kind.synchronize_stream(device)
 
     return meet
+
+
+def barrier_to_connect(
+    world: World, backend: Backend, tested: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Call one barrier, so that the first case does not include the time to connect.
+
+    All ranks call it. `tested` is None in a rank that is not in the group.
+    """
+    with control.agree_refusal(world):
+        try:
+            if tested is not None:
+                barrier(tested, device)()
+        except RuntimeError as error:
+            raise Refused(describe_failed_connection(backend.name, error)) from None
 
 
 def p2p_barrier(group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:

@@ -28,7 +28,6 @@ from ddpbench.nested_runs.command_line import MEASURING, check, last_message
 from ddpbench.records import redact, store
 from ddpbench.records.store import End
 from ddpbench.records.wording import list_choices
-from ddpbench.session import run_folder
 
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
 # Options of a variant: how the same thing is done, and the fields of a case that they set.
@@ -125,7 +124,7 @@ def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
         folder = Path(namespace.output)
         folder.mkdir(parents=True, exist_ok=False)
     except OSError as error:
-        raise Refused(run_folder.explain_unwritable(error)) from None
+        raise Refused(store.explain_unwritable(error)) from None
     return folder
 
 

@@ -100,6 +100,16 @@ def new_folder(label: str, results: Path = Path("results")) -> Path:
     raise FileExistsError(f"{results / name} and 998 more exist: choose a folder with --output")
 
 
+def explain_unwritable(error: OSError) -> str:
+    """Explain in one sentence why a results folder cannot be created."""
+    if not error.strerror:
+        return str(error)
+    return (
+        f"results cannot be written to {error.filename} ({error.strerror}): "
+        "choose a writable folder with --output"
+    )
+
+
 def write(folder: Path, run: Run) -> None:
     """Replace run.json atomically, without secrets."""
     replace_file(folder / "run.json", codec.encode(redact.record(codec.to_plain(run))))

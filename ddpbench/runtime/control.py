@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+from ddpbench.launch.placement import Refused
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,6 +133,18 @@ def agree_objection(world: Membership, objection: str | None) -> str | None:
     if len(objections) == world.world_size:
         return text
     return f"{text} (rank {', '.join(map(str, objections))})"
+
+
+@contextlib.contextmanager
+def agree_refusal(world: Membership) -> Iterator[None]:
+    """Raise the Refused of a block in all ranks together, even if only some ranks raise it."""
+    objection = None
+    try:
+        yield
+    except Refused as refused:
+        objection = str(refused)
+    if (sentence := agree_objection(world, objection)) is not None:
+        raise Refused(sentence)
 
 
 def first_line(error: BaseException, length: int = 200) -> str:

@@ -20,6 +20,8 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from ddpbench.hang.places import describe_error, is_of_program
 from ddpbench.hang.status_board import RankIdentity, identify
 from ddpbench.hang.watchdog import HURRIED_SECONDS, SIGNAL_SECONDS, CommandWatchdog
@@ -28,7 +30,7 @@ from ddpbench.launch.placement import PATIENT, Placement, Refused, free_port, sl
 from ddpbench.launch.sockets import Connection
 from ddpbench.records import redact
 from ddpbench.records.wording import install_extra, name_ranks
-from ddpbench.runtime import control, devices, network
+from ddpbench.runtime import control, cpu, devices, network
 from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 
@@ -195,6 +197,35 @@ class World:
                         rank = members.index(self.rank)
                         own[name] = Subgroup(partition, world_group, group, number, rank)
             yield own
+
+    def agree_thread_count(self) -> int:
+        """Agree on the compute threads of one rank: OMP_NUM_THREADS, else its share of the cores.
+
+        A value of 1 under torchrun does not count: torchrun sets it if the user has not set any.
+        """
+        text = os.environ.get("OMP_NUM_THREADS", "")
+        cores = sorted(os.sched_getaffinity(0))
+        all_cores = control.gather_values(self, cores)
+        # Ranks that are bound to other cores share none.
+        sharers = sum(all_cores[rank] == cores for rank in self.neighbours)
+        by_torchrun = text == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+        chosen = int(text) if text.isdecimal() and not by_torchrun else 0
+        return int(min(control.gather_values(self, chosen or max(1, len(cores) // sharers))))
+
+    def agree_others_share(self, meter: cpu.CpuMeter) -> float | None:
+        """Agree on the largest share, over the hosts, of a host's cores that other processes used.
+
+        None if the time since the meter's start is too short.
+        """
+        usage = meter.stop()
+        own_usage = [usage.own_seconds, usage.host_busy_seconds, usage.wall_seconds]
+        spent = control.gather_values(self, own_usage)
+        shares = []
+        for members in self.machines.values():
+            _, busy, wall = spent[members[0]]
+            own = [spent[rank][0] for rank in members]
+            shares.append(cpu.others_share(busy, own, wall, psutil.cpu_count() or 1))
+        return max((share for share in shares if share is not None), default=None)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ Recorder and measures each case. The recorder stores each case at once.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -16,18 +15,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import psutil
-
 from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
 from ddpbench.launch.placement import Placement, Refused
+from ddpbench.measure.start import barrier_to_connect
+from ddpbench.present.progress import Progress
 from ddpbench.records import codec, redact, store
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Examination, Plan, Result, StepResult
 from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
-from ddpbench.runtime import control, cpu, environment, gpu_facts
-from ddpbench.runtime.world import World, describe_failed_connection, join_world
+from ddpbench.runtime import control, environment, gpu_facts
+from ddpbench.runtime.world import World, join_world
 from ddpbench.session import run_folder
 from ddpbench.session.options import RunOptions, T, resolve
 
@@ -97,46 +96,6 @@ def _gather_rank_facts(world: World) -> list[dict[str, Any]]:
 Measure = Callable[[LaunchContext[T]], "Recorder"]  # measures a launch and returns its recorder
 
 
-class Progress:
-    """The progress bar of one launch; it shows nothing unless `is_shown`."""
-
-    def __init__(self, label: str, cases: int, is_shown: bool) -> None:
-        self._label, self._done = label, 0.0
-        self._bar: Any = None
-        if is_shown:
-            from rich import progress
-            from rich.console import Console
-
-            # No thread refreshes the bar: it would run inside timed spans.
-            console = Console(stderr=True)
-            self._bar = progress.Progress(console=console, auto_refresh=False, transient=True)
-            self._task = self._bar.add_task(label, total=cases)
-            self._bar.start()
-
-    def describe(self, text: str) -> None:
-        """Show what is measured now."""
-        self._update(description=f"{self._label}: {text}")
-
-    def show_part(self, share: float) -> None:
-        """Show how much of the current case is done, from 0 to 1."""
-        self._update(completed=self._done + share)
-
-    def advance(self) -> None:
-        """Show that a case is done."""
-        self._done += 1
-        self._update(completed=self._done)
-
-    def _update(self, **values: object) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, **values)
-            self._bar.refresh()
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.stop()
-
-
 class Recorder:
     """The record of a launch. Rank 0 stores it after every case; other ranks store nothing."""
 
@@ -174,7 +133,7 @@ class Recorder:
             self._add_launch(replace(self.launch, ended=store.format_now()))
 
     def add(self, outcome: Outcome, columns: dict[str, Any] | None = None) -> None:
-        """Store one case, and its raw samples (`step_columns`, `operation_columns`) if any."""
+        """Store one case, and its raw samples if there are any."""
         if self._folder is None:
             return
         try:
@@ -248,16 +207,10 @@ def _agree_options(world: World, options: T) -> T:
 
     Raises Refused in all ranks, with the ranks that lack a device or a backend, or that differ.
     """
-    objection = None
-    if options.join is None:
-        try:
+    with control.agree_refusal(world):
+        if options.join is None:
             options = resolve(options, world.placement)
-        except Refused as refused:
-            objection = str(refused)
-    sentence = control.agree_objection(world, objection)
-    sentence = sentence or control.find_differing_option(
-        control.gather_values(world, options.named())
-    )
+    sentence = control.find_differing_option(control.gather_values(world, options.named()))
     if sentence is not None:
         raise Refused(sentence)
     return options
@@ -268,20 +221,16 @@ def _broadcast_run(world: World, options: RunOptions) -> tuple[Path, Plan]:
 
     Raises Refused in all ranks if it cannot be created.
     """
-    value, objection = None, None
-    if world.rank == 0:
-        try:
+    value = None
+    with control.agree_refusal(world):
+        if world.rank == 0:
             if options.join is None:
                 folder, plan = run_folder.create(options, sys.argv[1:])
             else:
                 folder, plan = Path(options.join), options.plan(options.seed or 0)
-            value = [str(folder.resolve()), asdict(plan)]
-        except Refused as refused:
-            objection = str(refused)
-    value, objection = control.broadcast_value(world, [value, objection])
-    if objection is not None:
-        raise Refused(objection)
-    return Path(value[0]), Plan(**value[1])
+            value = str(folder.resolve()), asdict(plan)
+    path, protocol = control.broadcast_value(world, value)
+    return Path(path), Plan(**protocol)
 
 
 def _report(options: RunOptions, folder: Path, end: End | None) -> int:
@@ -310,7 +259,7 @@ def _measure(
     """Connect the ranks on one backend and measure its cases. Return an early end."""
     backend, device = backends.get(name), world.agree_device(options.device)
     with ExitStack() as closing:
-        torch_name = agree_torch_name(world, backend)
+        torch_name = _agree_torch_name(world, backend)
         tested = closing.enter_context(world.agree_group(torch_name, device=device))
         barrier_to_connect(world, backend, tested, device)
         context = LaunchContext(
@@ -326,68 +275,17 @@ def _measure(
     return run_folder.interrupted(signal)
 
 
-def agree_torch_name(world: World, backend: Backend) -> str:
+def _agree_torch_name(world: World, backend: Backend) -> str:
     """Return the backend's name in torch.
 
     Raises Refused in all ranks together if the backend's own launcher did not start them.
     """
     name = backend.register() if backend.register else backend.name
-    size, objection = backend.size(), None
-    if size is not None and size != world.world_size:
-        objection = (
-            f"{backend.name} sees a world size of {size}, not {world.world_size}: start the ranks "
-            f"with the mpirun of {backend.library()}, or with srun --mpi=pmix (Open MPI) or "
-            "--mpi=pmi2 (MPICH)"
-        )
-    if (sentence := control.agree_objection(world, objection)) is not None:
-        raise Refused(sentence)
+    with control.agree_refusal(world):
+        if (size := backend.size()) not in (None, world.world_size):
+            raise Refused(
+                f"{backend.name} sees a world size of {size}, not {world.world_size}: start the "
+                f"ranks with the mpirun of {backend.library()}, or with srun --mpi=pmix (Open MPI) "
+                "or --mpi=pmi2 (MPICH)"
+            )
     return name
-
-
-def barrier_to_connect(
-    world: World, backend: Backend, tested: dist.ProcessGroup | None, device: torch.device
-) -> None:
-    """Call one barrier, so that the first case does not include the time to connect.
-
-    All ranks call it. `tested` is None in a rank that is not in the group.
-    """
-    from ddpbench.measure import start
-
-    objection = None
-    try:
-        if tested is not None:
-            start.barrier(tested, device)()
-    except RuntimeError as error:
-        objection = describe_failed_connection(backend.name, error)
-    if (sentence := control.agree_objection(world, objection)) is not None:
-        raise Refused(sentence)
-
-
-def agree_thread_count(world: World) -> int:
-    """Agree on the compute threads of one rank: OMP_NUM_THREADS, else its share of the cores.
-
-    A value of 1 under torchrun does not count: torchrun sets it if the user has not set any.
-    """
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    cores = sorted(os.sched_getaffinity(0))
-    all_cores = control.gather_values(world, cores)
-    sharers = sum(all_cores[rank] == cores for rank in world.neighbours)  # bound ranks share none
-    by_torchrun = text == "1" and "TORCHELASTIC_RUN_ID" in os.environ
-    chosen = int(text) if text.isdecimal() and not by_torchrun else 0
-    return int(min(control.gather_values(world, chosen or max(1, len(cores) // sharers))))
-
-
-def gather_others_share(world: World, meter: cpu.CpuMeter) -> float | None:
-    """Gather the largest share, over the hosts, of a host's cores that other processes used.
-
-    None if the time since the meter's start is too short.
-    """
-    usage = meter.stop()
-    own_usage = [usage.own_seconds, usage.host_busy_seconds, usage.wall_seconds]
-    spent = control.gather_values(world, own_usage)
-    shares = []
-    for members in world.machines.values():
-        _, busy, wall = spent[members[0]]
-        own = [spent[rank][0] for rank in members]
-        shares.append(cpu.others_share(busy, own, wall, psutil.cpu_count() or 1))
-    return max((share for share in shares if share is not None), default=None)

@@ -48,8 +48,7 @@ def _run_launches(options: T, measure: Measure[T], words: Sequence[str]) -> End 
     for number, name in _order_launches(options):
         if name in failed:
             continue
-        if options.paced and not sys.stdin.readline():
-            tell("stdin closed before the last launch")
+        if options.paced and not sys.stdin.readline():  # no other launch is wanted
             break
         code, verdict = _launch(replace(options, backend=(name,), launch=number), measure, words)
         if options.paced:
@@ -91,7 +90,7 @@ def _launch(options: T, measure: Measure[T], words: Sequence[str]) -> tuple[int,
         tell(message)
         messages.append(message)
 
-    def run_forked() -> int:
+    def run_rank() -> int:
         placement = read_placement()
         assert placement is not None
         return report_errors(lambda: launch_loop.run(options, placement, measure))
@@ -102,7 +101,7 @@ def _launch(options: T, measure: Measure[T], words: Sequence[str]) -> tuple[int,
     code = starters.start(
         backends.get(options.backend[0]).launcher,
         line,
-        run_forked if devices.get(options.device).forks else None,
+        run_rank if devices.get(options.device).forks else None,
         options.ranks or 1,
         Deadline(options.timeout, options.watchdog == "end", report),
     )

@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown arguments, also when this parses a subcommand."""
+        """Refuse unknown arguments, even when this parses a subcommand."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -157,9 +157,8 @@ def import_modules(words: Sequence[str]) -> None:
             try:
                 import_module(module)
             except (ImportError, TypeError, ValueError) as error:
-                exists = isinstance(error, ImportError) and error.name != module.split(".")[0]
-                hint = "" if exists else ". Write my_op for the file my_op.py in this folder"
-                raise Refused(f"--import {module}: {error}{hint}") from None
+                hint = "write my_op for the file my_op.py in this folder"
+                raise Refused(f"--import {module}: {error}; {hint}") from None
 
 
 def add_group(parser: argparse.ArgumentParser, title: str, texts: str) -> Callable[..., None]:

@@ -35,18 +35,8 @@ def create(options: RunOptions, arguments: Sequence[str]) -> tuple[Path, Plan]:
     try:
         folder = store.create(Path(options.output) if options.output else None, record, label)
     except OSError as error:
-        raise Refused(explain_unwritable(error)) from None
+        raise Refused(store.explain_unwritable(error)) from None
     return folder, record.plan
-
-
-def explain_unwritable(error: OSError) -> str:
-    """Explain in one sentence why a results folder cannot be created."""
-    if not error.strerror:
-        return str(error)
-    return (
-        f"results cannot be written to {error.filename} ({error.strerror}): "
-        "choose a writable folder with --output"
-    )
 
 
 def interrupted(signal: str) -> End:

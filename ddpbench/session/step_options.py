@@ -129,19 +129,8 @@ class Options(RunOptions):
                 raise Refused(objection)
         return mesh
 
-    def _check_way(self) -> None:
-        sharded = tuple(way.name for way in WAYS.values() if way.shards)
-        owners = {
-            **dict.fromkeys(("no_prefetch", "reshard_after_forward"), sharded),
-            **dict.fromkeys((*DDP_OPTIONS, "comm_hook"), ("ddp",)),
-        }
-        del owners["broadcast_buffers"]  # it is True by default, and sharded models have none
-        for name, ways in owners.items():
-            if getattr(self, name) not in (None, False, "none") and self.parallel not in ways:
-                raise Refused(
-                    f"--{name.replace('_', '-')} does not apply to --parallel {self.parallel}: it "
-                    f"belongs to --parallel {list_choices(ways)}"
-                )
+    def check(self) -> None:
+        self._check_owners()
         planned = [each.name for each in WORKLOADS.values() if each.plan is not None]
         for name in self.subjects if self.way.dimensions else ():
             if name not in planned:
@@ -151,22 +140,33 @@ class Options(RunOptions):
                 )
         if self.ranks or self.mesh:
             self.lay_out((self.ranks or math.prod(self.mesh),))
-
-    def check(self) -> None:
-        built_in = [WORKLOADS[name] for name in self.subjects if name in WORKLOADS]
-        for name, _ in self.settings:
-            if not any(name in workload.settings for workload in built_in):
-                owners = [each.name for each in WORKLOADS.values() if name in each.settings]
-                raise Refused(
-                    f"--{name} does not apply to {', '.join(self.subjects)}: "
-                    f"it belongs to --workload {list_choices(owners)}"
-                )
-        self._check_way()
         if self.static_graph and self.accumulate > 1:
             raise Refused(
                 "--static-graph and --accumulate cannot be combined: torch's reducer fails under "
                 "no_sync with a static graph. Leave out one of them"
             )
+
+    def _check_owners(self) -> None:
+        """Raise Refused for an option that no chosen workload, or the way of training, has."""
+        for name, _ in self.settings:
+            owners = [each.name for each in WORKLOADS.values() if name in each.settings]
+            if not set(owners).intersection(self.subjects):
+                raise Refused(
+                    f"--{name} does not apply to {', '.join(self.subjects)}: "
+                    f"it belongs to --workload {list_choices(owners)}"
+                )
+        sharded = tuple(way.name for way in WAYS.values() if way.shards)
+        ways_of = {
+            **dict.fromkeys(("no_prefetch", "reshard_after_forward"), sharded),
+            **dict.fromkeys((*DDP_OPTIONS, "comm_hook"), ("ddp",)),
+        }
+        del ways_of["broadcast_buffers"]  # it is True by default, and sharded models have none
+        for name, ways in ways_of.items():
+            if getattr(self, name) not in (None, False, "none") and self.parallel not in ways:
+                raise Refused(
+                    f"--{name.replace('_', '-')} does not apply to --parallel {self.parallel}: it "
+                    f"belongs to --parallel {list_choices(ways)}"
+                )
         own = [name for name in self.subjects if name not in WORKLOADS]
         if self.batch and own:
             raise Refused(f"--batch does not apply to {own[0]}: its batch(step) sets the size")

@@ -16,17 +16,16 @@ from ddpbench.catalog import faults, workloads
 from ddpbench.catalog.task import OPTIMIZERS, RankSetup, Task, Workload
 from ddpbench.launch.placement import Refused
 from ddpbench.measure import ddp_step, memory
-from ddpbench.measure.rounds import Measured, Rounds
+from ddpbench.measure.rounds import Measured, Rounds, step_columns
 from ddpbench.measure.step import Replica, advise_smaller
 from ddpbench.records.schema import Figure, Replicas, StepCase, StepResult
 from ddpbench.replicas import Report, Verifier
 from ddpbench.runtime import control, cpu, devices
-from ddpbench.session import launch_loop
-from ddpbench.session.summary import step_columns
 
 if TYPE_CHECKING:
     from ddpbench.measure.sharded_step import Meshes
-    from ddpbench.session.launch_loop import LaunchContext, Progress
+    from ddpbench.present.progress import Progress
+    from ddpbench.session.launch_loop import LaunchContext
     from ddpbench.session.step_options import Options
 
 COPIES = 2  # memory of gradients and buckets, in multiples of the parameters'
@@ -129,7 +128,7 @@ class Trial:
             replicas=ledger.summarise(*cost) if self.options.verify else None,
             losses=() if None in losses else tuple(losses),
             notes=tuple(notes),
-            others_share=launch_loop.gather_others_share(self.world, meter),
+            others_share=self.world.agree_others_share(meter),
         )
         return replace(result, wall_seconds=time.monotonic() - began), columns
 
@@ -226,20 +225,19 @@ class Trial:
         All replicas but this one are in DDP already, and have not stepped yet.
         """
         options, batch = self.options, self.options.batch_of(workload)
-        task, objection, refusal = None, None, None
+        task, objection = None, None
         memory.release_memory(self.device)
-        try:
-            task = workload.build(options.settings_of(workload), self.rank_setup(batch))
-            batch = batch or workloads.count_samples(task.batch(0))
-        except Refused as error:
-            refusal = str(error)
-        except Exception as error:  # whatever a user's function raises: only a shortage is a skip
-            objection = _describe_shortage(error, self._case(workload, None, batch))
-            if objection is None:
-                raise
-        refusal = control.agree_objection(self.world, self._gather_difference(task) or refusal)
-        if refusal is not None:
-            raise Refused(refusal)
+        with control.agree_refusal(self.world):
+            try:
+                task = workload.build(options.settings_of(workload), self.rank_setup(batch))
+                batch = batch or workloads.count_samples(task.batch(0))
+            except Exception as error:  # whatever a user's function raises: a shortage is a skip
+                objection = _describe_shortage(error, self._case(workload, None, batch))
+                if objection is None:
+                    raise
+        difference = control.agree_objection(self.world, self._gather_difference(task))
+        if difference is not None:
+            raise Refused(difference)
         case = self._case(workload, task, batch)
         objection = objection or self._too_large(workload, task, case, replicas)
         sentence = control.agree_objection(self.world, objection)

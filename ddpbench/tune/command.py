@@ -23,7 +23,7 @@ from ddpbench.catalog.hooks import HOOKS
 from ddpbench.launch.placement import Refused
 from ddpbench.records.schema import Plan, StepResult
 from ddpbench.runtime import control
-from ddpbench.session import launch_loop, options, step_options
+from ddpbench.session import options, step_options
 from ddpbench.session.launch_loop import LaunchContext, Recorder
 from ddpbench.tune.settings import KINDS, Base, Changes, list_settings
 
@@ -77,7 +77,7 @@ def measure_launch(context: LaunchContext[Options]) -> Recorder:
     import torch
 
     options = context.options
-    threads = launch_loop.agree_thread_count(context.world)
+    threads = context.world.agree_thread_count()
     torch.set_num_threads(threads)
     recorder = context.gather_recorder(len(options.subjects) * VISITS, threads=threads)
     tunings = [Tuning(context, name, threads) for name in options.subjects]

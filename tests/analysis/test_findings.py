@@ -183,7 +183,7 @@ def test_findings_stand_worst_first_and_once() -> None:
         a_result(wrong=(Wrong(0, 1, 2, "3", "4"),)),
         launches=(launch, replace(launch, index=1)),
     )
-    assert codes(run) == ["wrong-result", "debug-detail", "oversubscribed"]
+    assert codes(run) == ["wrong-result", "debug-detail", "oversubscribed", "one-rank"]
 
 
 def test_a_check_that_is_added_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`baseline save|list|check`: what is copied, what is refused, and that a check is a comparison."""
+"""`baseline save|check`: what is copied, what is refused, and that a check is a comparison."""
 
 import json
 import re
@@ -19,6 +19,7 @@ from stored_runs import (
     launch_medians,
     launch_results,
     sample_columns,
+    with_facts,
 )
 
 from ddpbench.records import store
@@ -170,6 +171,28 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Sequence[str
         return got
 
     return plant
+
+
+@pytest.mark.parametrize(
+    ("facts", "rank", "code"),
+    [
+        ({"cpu_model": "CPU Y", "cores_logical": 8}, {}, 3),
+        ({"kernel": "6.2"}, {"hostname": "other"}, 1),
+    ],
+    ids=("another CPU", "another kernel and host name"),
+)
+def test_a_baseline_of_another_machine_decides_nothing(
+    call: Call, facts: dict[str, Any], rank: dict[str, Any], code: int
+) -> None:
+    """Another CPU: one sentence last, and exit code 3 although the case is SLOWER. Another kernel
+    is the same machine, and so is a container with a new hostname."""
+    base, new = base_and_new(1.2)
+    stored("before", base)
+    call("save", "mine")
+    stored("after", with_facts(new, facts, rank))
+    checked = call("check", "mine", "after")
+    assert checked.code == code
+    assert bool(ONE_SENTENCE.fullmatch(checked.err)) == (code == 3)
 
 
 def test_without_a_run_it_measures_again_as_then(

@@ -188,7 +188,7 @@ def check_capture(device: torch.device) -> None:
     def dump() -> None:
         nonlocal dumps
         while not over.is_set():
-            dumps += len(flight.read_logs("", whole=True, lines=False))
+            dumps += len(flight.read_logs("", whole=True))
 
     tensor = torch.ones(1024, device=device)
     kind.sleep(device, 0.01)

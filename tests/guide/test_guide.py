@@ -32,8 +32,7 @@ from command_lines import (
 from patience import PATIENCE_SECONDS
 from without_torch import RUN_DDPBENCH, run_without_torch
 
-from ddpbench import cli
-from ddpbench.commands import guide
+from ddpbench import cli, guide
 from ddpbench.launch import placement
 
 README = ROOT / "README.md"

@@ -147,8 +147,7 @@ def test_the_rank_that_left_early_is_named(frozen: Frozen, folder: Path) -> None
 
 
 def test_a_verdict_ends_what_the_ranks_have_started(frozen: Frozen, folder: Path) -> None:
-    """Nothing keeps stdout open, so that a pipeline ends: not a worker that is stuck, not a process
-    whose parent has gone."""
+    """Nothing keeps stdout open, not even a worker that is stuck, so that a pipeline ends."""
     codes, told, _ = said(folder, "worker")
     frozen.facts({"exit": codes, "blamed": verdict_facts(told[0])["blamed"]})
     assert (folder / "end of worker").exists()

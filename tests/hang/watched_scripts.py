@@ -152,7 +152,6 @@ def play_quiet(rank: int) -> None:
         ddpbench.watchdog(timeout=0)
     first = ddpbench.watchdog(timeout=NEVER_LATE)
     assert ddpbench.watchdog() is first  # as in a script under `ddpbench watch --timeout`
-    first.close()
     for _ in range(3):
         step()
         time.sleep(1.2 * rank)
@@ -221,14 +220,9 @@ class Stuck(torch.utils.data.Dataset[int]):
 
 
 def play_worker(rank: int) -> None:
-    """Rank 1 waits for a worker that is stuck; a process whose parent has gone hangs around too."""
-    os.setsid()  # as launchers do it
+    """Rank 1 waits for a worker that is stuck."""
     step()
     ddpbench.watchdog(timeout=LATE)
-    if os.fork() == 0:
-        if os.fork() == 0:
-            time.sleep(600)
-        os._exit(0)
     for _ in torch.utils.data.DataLoader(Stuck(), num_workers=1) if rank else range(2):
         step()
 

@@ -44,7 +44,6 @@ from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 from ddpbench.runtime.world import World
 from ddpbench.session import launch_loop, run_folder
-from ddpbench.session.summary import summarise_result
 
 WORLDS = (16, 1024, 16384)
 CASES, A_HOST, CALL_NS = 3, 8, 100_000
@@ -149,10 +148,10 @@ def measured(size: int, folder: Path) -> dict[str, float]:
                 case, PLAN, world, team, nothing, shortest_seconds=0.0, objection=None
             )
         with timed("summary s", CASES):
-            launch_loop.gather_others_share(world, cpu.CpuMeter())
+            world.agree_others_share(cpu.CpuMeter())
             wrong = tuple(repetitions.gather_wrong(world, samples))
             result = Result(case, 0, 1.0, 4.0, 4, wrong=wrong)
-            outcome = summarise_result(result, samples, 0.0)
+            outcome = repetitions.summarise_result(result, samples, 0.0)
         with timed("store s", CASES):
             record.add(*outcome)
         assert record.failure is None

@@ -7,18 +7,19 @@ over mpi4py, are left out.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from zlib import crc32
 
 from msgspec import structs
 
 from ddpbench.hang import flight_recorder
-from ddpbench.hang.flight_recorder import BATCH, Entry, Group, list_groups, name_dtype
+from ddpbench.hang.flight_recorder import BATCH, Entry, Group, Recorder, list_groups, name_dtype
 from ddpbench.records.wording import spans
 from ddpbench.watch.observe.steps import Step
 from ddpbench.watch.window import CALLS, JoinedCall, Round
 
+SETTING = "set TORCH_FR_BUFFER_SIZE=2000 (torch 2.7: TORCH_NCCL_TRACE_BUFFER_SIZE)"
 READ_ROUNDS = 6  # from one read of a recorder, in up to 50 ms, to the next
 
 
@@ -97,14 +98,14 @@ class Arrivals:
         )
 
 
-def _explain_unavailable(backends: set[str], recorders: Container[str]) -> str:
+def _explain_unavailable(backends: set[str], recorders: Mapping[str, Recorder]) -> str:
     for backend in sorted(backends):
-        recorder = "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace"
+        recorder = recorders.get("_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace")
         sentence = f"calls of {backend} cannot be read, so the collectives below lack them: "
-        if setting := flight_recorder.find_missing_setting(backend):
-            return f"{sentence}{setting} before init_process_group"
-        if backend not in ("gloo", "nccl") or recorder not in recorders:
+        if backend not in ("gloo", "nccl") or recorder is None:
             return f"{sentence}this torch does not record them"
+        if not flight_recorder.read_dump(recorder, calls=False).pg_config:
+            return f"{sentence}{SETTING} before init_process_group"
     return ""
 
 
