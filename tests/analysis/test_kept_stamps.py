@@ -10,12 +10,7 @@ from random_stamps import kept_in_bursts, stamps_on_one_clock
 from stored_runs import a_result
 
 from ddpbench.analysis import stats
-<<<<<<< HEAD
-from ddpbench.measure.repetitions import Samples
-=======
-from ddpbench.analysis.stats import Kept
 from ddpbench.measure.repetitions import Samples, summarise_result
->>>>>>> 4072d697a03946b033eec9f8c2d1384de50f7a36
 from ddpbench.records import store
 
 
