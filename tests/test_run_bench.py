@@ -222,7 +222,7 @@ def test_gpu_without_a_gpu_is_refused_before_any_set_up(
 def test_gpus_that_torch_cannot_use_are_skipped(
     checkout: Path, active: Path, tmp_path: Path, error: str, calls: int
 ) -> None:
-    """A driver may list GPUs that this job may not use. The exit code is that of the CPU's part."""
+    """A driver may list GPUs that this job may not use; the exit code is that of the CPU's part."""
     install_gpu(tmp_path / "machine", "driver/gpus/0000:01:00.0/information", "Model: NVIDIA H200")
     (tmp_path / "fake").mkdir()
     raised = f"raise RuntimeError({error!r})" if error else "pass"
@@ -373,16 +373,6 @@ def test_a_missing_extra_stops_nothing(checkout: Path) -> None:
         assert "without ddpbench_probe>=1" in result.stderr
         shutil.rmtree(foreign)  # the second call sets up its own
     assert "install ddpbench_probe>=1" in result.stderr
-
-
-def test_the_extra_for_pages_is_installed_for_pages(checkout: Path) -> None:
-    """A command that makes a page tries to install the extra `report`; others do not."""
-    need_probe(checkout, "report")
-    (checkout / ".venv").touch()  # nothing can be installed
-    for words in ("cpu", "compare a b --report-file=page.html", "report"):
-        result = run_bench(checkout, *words.split())
-        assert result.returncode == 0, result.stderr
-        assert ("without ddpbench_probe>=1" in result.stderr) == (words != "cpu")
 
 
 def test_an_unusable_python_is_refused(checkout: Path, tmp_path: Path) -> None:

@@ -30,6 +30,15 @@ LINE = ("ddpbench", "collectives", "--op", "all_reduce", "--launches=6", "-n", "
         "results/x", "--backend", "gloo")  # fmt: skip
 
 
+@pytest.fixture
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
+    """The command in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: capture_command(capsys, *words, command="baseline")
+
+
 def stored(name: str, run: Run) -> Path:
     """A run in results/, with tables and raw samples as a command leaves them."""
     folder = Path("results") / name
