@@ -17,14 +17,14 @@ from simulated_hosts import Hosts, missing
 if TYPE_CHECKING:
     from simulated_gpu import SimulatedGpu
 
-SECONDS = Path(__file__).parent / "seconds.json"  # expression after -m → test file → its seconds
+# Expression after -m → test file → its seconds; files that are missing there come last.
+SECONDS = Path(__file__).parent / "seconds.json"
 ATTEMPTS = 3  # of a test that asserts a measured time; pytest prints which needed more than one
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options that rewrite texts and durations; frozen facts have none."""
+    """Add the option that rewrites texts; frozen facts have none."""
     parser.addoption("--rewrite-text", action="store_true", help="rewrite tests/golden/text")
-    parser.addoption("--rewrite-seconds", action="store_true", help="rewrite tests/seconds.json")
 
 
 @pytest.fixture
@@ -47,24 +47,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("nightly"):
                 item.add_marker(skip)
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Write how long each file of these tests took, with --rewrite-seconds."""
-    if not config.getoption("--rewrite-seconds"):
-        return
-    spent: dict[str, float] = {}
-    for report in (each for reports in terminalreporter.stats.values() for each in reports):
-        if isinstance(report, pytest.TestReport):
-            name = Path(report.nodeid.partition("::")[0]).stem
-            spent[name] = spent.get(name, 0.0) + report.duration
-    seconds = json.loads(SECONDS.read_text())
-    seconds[config.option.markexpr] = {
-        name: round(total) for name, total in sorted(spent.items()) if total >= 1
-    }
-    SECONDS.write_text(json.dumps(seconds, indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")

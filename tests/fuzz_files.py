@@ -184,18 +184,13 @@ def try_damaged_file(rng: random.Random, runs: list[dict[str, Any]]) -> tuple[li
             shutil.rmtree(name) if Path(name).is_dir() else Path(name).unlink()
     folder, kind = Path("results/stored"), rng.randrange(5)
     folder.mkdir(parents=True)
-    target, data = folder / "run.json", b""
+    target = folder / "run.json"
     if kind < len(runs):
-        data = (
-            mutate_run(rng, runs[kind])
-            if rng.random() < 0.7
-            else damage_bytes(rng, json.dumps(runs[kind]).encode())
-        )
+        mutated = mutate_run(rng, runs[kind])
+        data = mutated if rng.random() < 0.7 else damage_bytes(rng, json.dumps(runs[kind]).encode())
     else:
-        target, data = (
-            Path("log.txt"),
-            damage_bytes(rng, (NCCL_LOG if kind == 3 else OSU_LOG).encode()),
-        )
+        log = NCCL_LOG if kind == 3 else OSU_LOG
+        target, data = Path("log.txt"), damage_bytes(rng, log.encode())
     target.write_bytes(data)
     if rng.random() < 0.05:
         replace_file(rng, target)
@@ -231,12 +226,7 @@ def fuzz(rng: random.Random, cases: int) -> Tally:
             else:
                 words, outcome = try_damaged_file(rng, runs)
             fault = fault_of(outcome) or find_unreadable_json(words, outcome)
-            about = typed(words)
-            if fault is not None and Path("results/stored/run.json").is_file():
-                kept = Path(tempfile.gettempdir()) / f"fuzz-{tally.tried}.json"
-                shutil.copyfile("results/stored/run.json", kept)
-                about += f" with {kept}"
-            tally.add(about, outcome, fault)
+            tally.add(typed(words), outcome, fault)
     return tally
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from in_process import Outcome
-from patience import PATIENCE_SECONDS
 
 CODES = frozenset({0, 1, 2, 3, 4, 5, 130})
 MAX_LINES = 3  # of a refusal
@@ -25,7 +24,6 @@ class Tally:
     tried: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     tracebacks: int = 0
-    hangs: int = 0
     faults: list[str] = field(default_factory=list)
 
     def add(self, about: str, outcome: Outcome, fault: str | None) -> None:
@@ -33,7 +31,6 @@ class Tally:
         self.tried += 1
         self.ends["started" if outcome.code is None else str(outcome.code)] += 1
         self.tracebacks += "Traceback" in outcome.err
-        self.hangs += outcome.err == "hung"
         if fault is not None:
             self.faults.append(f"{about}\n  {fault}\n{outcome.err[-2000:]}")
 
@@ -41,14 +38,14 @@ class Tally:
         ends = ", ".join(f"{name}: {count}" for name, count in sorted(self.ends.items()))
         return (
             f"{self.tried} tried (exit codes {ends}), {self.tracebacks} tracebacks, "
-            f"{self.hangs} hangs, {len(self.faults)} faults"
+            f"{len(self.faults)} faults"
         )
 
 
 def fault_of(outcome: Outcome) -> str | None:
     """Return a sentence on what is wrong with an outcome, or None."""
     if outcome.err == "hung":
-        return f"it did not end within {PATIENCE_SECONDS:g} s"
+        return "it did not end in time"
     if "Traceback" in outcome.err:
         return "a traceback"
     if outcome.code is not None and outcome.code not in CODES:

@@ -319,16 +319,12 @@ def _sh(*command: str) -> str:
     return done.stdout
 
 
-def _pids(namespace: str) -> list[int]:
-    return [int(pid) for pid in _sh("ip", "netns", "pids", namespace).split()]
-
-
 def _remove(namespace: str) -> None:
     """Remove a namespace, and end the processes in it."""
     with contextlib.suppress(subprocess.CalledProcessError):
-        for pid in _pids(namespace):
+        for pid in _sh("ip", "netns", "pids", namespace).split():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(int(pid), signal.SIGKILL)
         _sh("ip", "netns", "del", namespace)
     shutil.rmtree(ETC / namespace, ignore_errors=True)
     with contextlib.suppress(OSError):

@@ -17,14 +17,6 @@ Ints = npt.NDArray[np.int64]
 MS = 1_000_000  # ns
 
 
-def some_buckets(count: int) -> list[BucketInfo]:
-    """Buckets of 4 MB, from the last layer to the first."""
-    return [
-        BucketInfo(i, 4_000_000, 2, f"layers.{count - i}.weight", f"layers.{count - i}.bias")
-        for i in range(count)
-    ]
-
-
 def step_samples(
     world: int = 2, rounds: int = 24, in_a_row: int = 5, *, compute: float = 60.0,
     copies: float = 1.0, exposed: float = 18.0, hook: float = 0.5, late: tuple[int, float] = (0, 0),
@@ -61,10 +53,14 @@ def step_samples(
     late_ms = np.where(np.arange(world) == rank, delay, 0.0)[:, None, None]
     first = (handed + late_ms) * MS * draw.normal(1, noise, (world, rounds, buckets))
     took = (wire + delay - late_ms) * MS * draw.normal(1, noise, (world, rounds, buckets))
+    layers = [f"layers.{buckets - i}" for i in range(buckets)]  # from the last one to the first
     return Samples(
         stamps=stamps,
         walls=walls,
-        buckets=some_buckets(buckets),
+        buckets=[
+            BucketInfo(i, 4_000_000, 2, f"{layer}.weight", f"{layer}.bias")
+            for i, layer in enumerate(layers)
+        ],
         bucket_stamps=np.stack([first, first + took], axis=3).astype(np.int64),
         verify=around(4.5, world, 30).astype(np.int64),
     )

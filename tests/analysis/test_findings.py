@@ -83,8 +83,6 @@ CORES: dict[str, list[dict[str, Any]]] = {
     "enough": [{"threads": 4, "cpuset": "0-7"}] * 2,
     "too few": [{"threads": 5, "cpuset": "0-7"}] * 2,
     "a set with a gap": [{"threads": 1, "cpuset": "0,2-3"}] * 4,
-    "one each, for two threads": [{"threads": 2, "cpuset": "0"}, {"threads": 1, "cpuset": "1"}],
-    "one for unknown threads": [{"threads": None, "cpuset": "0"}] * 2,
     "a quota of 1.5": [{"threads": 1, "cpuset": "0-7", "cgroup_cpu_quota_cores": 1.5}] * 2,
     "unknown": [{"threads": 99, "cpuset": None}] * 2,
     "of two hosts": [{"threads": 8, "hostname": "a"}, {"threads": 8, "hostname": "b"}],

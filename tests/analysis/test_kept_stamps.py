@@ -1,4 +1,4 @@
-"""What is kept of many ranks' stamps: bounded, and enough for the figures."""
+"""The stamps that are kept of many ranks: bounded, and enough for the figures."""
 
 from __future__ import annotations
 
@@ -10,21 +10,8 @@ from random_stamps import kept_in_bursts, stamps_on_one_clock
 from stored_runs import a_result
 
 from ddpbench.analysis import stats
-from ddpbench.analysis.stats import Kept
 from ddpbench.measure.repetitions import Samples, summarise_result
 from ddpbench.records import store
-
-
-@pytest.mark.parametrize("burst", [1, 3, 100])
-def test_below_the_limit_every_stamp_is_kept(burst: int) -> None:
-    """Each rank's stamps of each repetition, once, rank by rank, however they were gathered."""
-    stamps = stamps_on_one_clock(3, 7)
-    rows = kept_in_bursts(stamps, burst).rows()
-    assert rows.shape == (21, 5)
-    np.testing.assert_array_equal(rows[:, 0], np.tile(np.arange(7), 3))
-    np.testing.assert_array_equal(rows[:, 1], np.repeat(np.arange(3), 7))
-    np.testing.assert_array_equal(rows[:, 2:], stamps.reshape(-1, 3))
-    assert Kept().rows().shape == (0, 5)
 
 
 def test_the_summary_is_of_all_ranks_whatever_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from stored_steps import (
     a_sharded_case,
@@ -15,7 +14,6 @@ from stored_steps import (
 )
 
 from ddpbench.analysis import sharded_steps, step_lines, steps
-from ddpbench.measure.rounds import step_columns
 from ddpbench.records.schema import StepSummary
 
 SPANS = ("exposed all_gather", "exposed reduce_scatter", "exposed all_reduce")
@@ -81,16 +79,6 @@ def test_collectives_are_told_apart_by_layers_phase_and_operation() -> None:
     assert summary.peak_nbytes == 400_000_000
 
 
-def test_without_spans_the_arms_remain() -> None:
-    """As with --no-breakdown, or where ranks disagree about their collectives."""
-    samples = replace(sharded_samples(), timed=None, peak_nbytes=None)
-    summary = sharded_steps.summarise(samples, 256, 16)
-    names = [part.name for part in summary.budget]
-    assert names == [steps.EITHER, steps.EXPOSED, "waiting for rank 0"]
-    assert summary.collectives == ()
-    assert summary.peak_nbytes == 0
-
-
 @pytest.mark.parametrize("launches", [2, 6])
 def test_launches_are_merged_so_that_the_parts_still_add_up(launches: int) -> None:
     """Those of the launches with the median step; medians of each layer group."""
@@ -105,14 +93,3 @@ def test_launches_are_merged_so_that_the_parts_still_add_up(launches: int) -> No
     exposed = sum(parts[name] for name in (*SPANS[:2], steps.OVERHEAD))
     assert exposed == pytest.approx(parts[steps.EXPOSED], rel=1e-9)
     assert len(line.summary.collectives) == 8
-
-
-def test_samples_keep_each_collective() -> None:
-    """Under names that say what it was; the exposed time beside it."""
-    samples = sharded_samples(rounds=6)
-    assert samples.timed is not None
-    columns = step_columns("mlp/gloo/cpu", 0, samples)
-    names = set(columns["case"])
-    assert "mlp/gloo/cpu/collective/0/all_gather/root/forward" in names
-    rows = columns["case"] == "mlp/gloo/cpu/exposed/0"
-    assert np.array_equal(columns["exit_ns"][rows], samples.timed.ns[:, :, 0, 1].ravel())

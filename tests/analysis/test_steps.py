@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from stored_steps import (
     MS,
-    a_step_case,
     a_step_result,
     a_step_run,
     a_step_summary,
@@ -171,12 +170,9 @@ def test_parts_without_their_arm_are_left_out() -> None:
         stamps = {name: samples.stamps[name] for name in arms}
         return steps.summarise(replace(samples, stamps=stamps, **other), 1, 0)
 
-    static = budget("ddp", "noop", "timed")
-    assert list(parts(static))[:6] == [
-        "compute and copies", "exposed communication", "exposed transfer", "communication overhead",
-        "hidden communication", "communication",
-    ]  # fmt: skip
-    assert [part.rank is None for part in static.budget] == [True] * 6 + [False]
+    names = set(parts(budget("ddp", "noop", "timed")))
+    assert {"compute and copies", "exposed communication", "communication"} <= names
+    assert not {"compute", "bucket copies"} & names
     alone = budget("ddp", bucket_stamps=None)
     assert (alone.budget, alone.buckets) == ((), ())
     one = steps.summarise(step_samples(world=1), 1, 0)
@@ -222,34 +218,6 @@ def test_buckets_are_told_without_a_common_clock() -> None:
         assert bucket.handed_seconds == pytest.approx(statistics.median(handed) / 1e9)
 
 
-# --- awkward samples ------------------------------------------------------------------------------
-
-
-def test_a_round_that_was_cut_short_does_not_count() -> None:
-    """Arms that ran once more than DDP before the end are cut to the rounds that all have."""
-    samples = step_samples(rounds=9)
-    fewer = replace(
-        samples, walls={**samples.walls, "ddp": samples.walls["ddp"][:, :8]},
-        stamps={**samples.stamps, "ddp": samples.stamps["ddp"][:, :8]},
-    )  # fmt: skip
-    whole = replace(
-        fewer, stamps={name: each[:, :8] for name, each in samples.stamps.items()},
-        walls={name: each[:, :8] for name, each in samples.walls.items()},
-        bucket_stamps=None if samples.bucket_stamps is None else samples.bucket_stamps[:, :8],
-    )  # fmt: skip
-    assert steps.summarise(fewer, 1, 0) == steps.summarise(whole, 1, 0)
-
-
-def test_a_verifications_cost_is_its_slowest_ranks() -> None:
-    """The median over verifications, and its share of the step; none without one."""
-    samples = replace(step_samples(), verify=np.array([[1, 5, 3], [2, 1, 4]]) * MS)
-    figure, share = steps.compute_cost(samples, 0.08)
-    assert figure is not None
-    assert (figure.value, share) == (pytest.approx(4e-3), pytest.approx(0.05))
-    none = replace(samples, verify=np.empty((2, 0), np.int64))
-    assert steps.compute_cost(none, 0.08) == (None, None)
-
-
 # --- one line a case, over launches ---------------------------------------------------------------
 
 
@@ -285,18 +253,15 @@ def test_below_six_launches_a_part_is_resolved_where_it_is_in_each() -> None:
     other = only(
         a_step_result(summary=clear), a_step_result(launch=1, summary=a_step_summary(late=(0, 9)))
     )
-    part = same.part(steps.EXPOSED)
-    assert part is not None
-    assert (part.resolved, part.figure.interval) == (True, None)
-    part = mixed.part(steps.EXPOSED)
-    assert part is not None
-    assert not part.resolved
-    late = same.part(steps.WAITING)
+    exposed, late = same.part(steps.EXPOSED), same.part(steps.WAITING)
+    assert exposed is not None
+    assert (exposed.resolved, exposed.figure.interval) == (True, None)
     assert late is not None
     assert (late.resolved, late.rank) == (True, 1)
+    unresolved = mixed.part(steps.EXPOSED)
+    assert unresolved is not None
+    assert not unresolved.resolved
     assert other.part(steps.WAITING) is None
-    assert other.summary is not None
-    assert {bucket.late_rank for bucket in other.summary.buckets} == {None}
 
 
 @pytest.mark.parametrize(
@@ -316,24 +281,6 @@ def test_each_flag_is_raised_alone_and_only_with_cause(
     if flag != "imprecise":
         quiet = [a_step_result(launch=n) for n in range(1, 3)]
         assert flag in only(a_step_result(**raising), *quiet).flags
-
-
-def test_lines_stand_by_workload_settings_and_backend() -> None:
-    """As workloads and backends were asked for, cases that differ in any setting apart."""
-    cases = [
-        a_step_case(workload=workload, batch=batch, backend=backend)
-        for workload in ("transformer", "mlp")
-        for batch in (64, 32)
-        for backend in ("mpi", "gloo")
-    ]
-    run = a_step_run(
-        *(a_step_result(case, summary=a_step_summary(rounds=1)) for case in cases),
-        operations=("transformer", "mlp"), backends=("mpi", "gloo"),
-    )  # fmt: skip
-    assert [line.case for line in step_lines.lines(run)] == cases
-    shuffled = replace(run, steps=tuple(reversed(run.steps)))
-    found = [line.case for line in step_lines.lines(shuffled)]
-    assert [(c.workload, c.backend) for c in found] == [(c.workload, c.backend) for c in cases]
 
 
 def test_the_time_of_a_bucket_is_explained() -> None:

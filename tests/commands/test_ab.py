@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import re
 import shlex
@@ -29,14 +27,12 @@ from frozen import Frozen
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary
 
 from ddpbench import cli
-from ddpbench.catalog import operations
 from ddpbench.commands import ab
 from ddpbench.launch.placement import Refused
 from ddpbench.nested_runs import turns
 from ddpbench.nested_runs.turns import Failed, Variant, parse_variant
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
-from ddpbench.records.store import End
 
 Times = dict[str, Callable[[int], float]]  # side → launch → seconds
 
@@ -182,55 +178,23 @@ def test_how_the_same_thing_is_done_may_be_varied(
     assert called("compare", "out/a", "out/b") == 3
 
 
-FAULTY = """
-import os
-import torch.distributed as dist
-plain, calls = dist.all_reduce, []
-def all_reduce(tensor, *arguments, **named):
-    calls.append(1)
-    if "RAISED" in os.environ and len(calls) == 20 and dist.get_rank() == 1:
-        raise ValueError("planted")
-    return plain(tensor, *arguments, **named)
-dist.all_reduce = all_reduce
-"""
-ONE = (
-    "collectives", "--backend", "gloo", "--op", "all_reduce", "--sizes", "4K",
-    "--case-time", "0.05", "--peak-bandwidth", "100", "--import", "faulty_side", "-n", "2",
-)  # fmt: skip
-
-
-@pytest.mark.thorough
-def test_a_side_that_fails_says_why(tmp_path: Path) -> None:
-    """A real rank raises on one side: the message has its sentence, the side and its command, and
-    the exit code is 5. A rank that ddpbench ends because another one has failed does not count as
-    interrupted."""
-    (tmp_path / "faulty_side.py").write_text(FAULTY)
-    # Not in this process, whose torch.distributed the module would change for other tests.
-    words = ("--a", "", "--b", "RAISED=1", "--output", "out", "--", *ONE)
-    done = run_all_warm(tmp_path, "ab", *words)
-    assert done.returncode == 5
-    *_, sentence, _ = done.stderr.splitlines()
-    assert re.search(r"side b: .*rank 1", sentence)
-    assert re.search(rf"Next: run RAISED=1 \S+ -m ddpbench {' '.join(ONE)}$", sentence)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_both_sides(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_ends_both_sides(sides: type[FakeSide]) -> None:
     """The batch system's signals do what Ctrl-C does."""
-    monkeypatch.setattr(turns, "_opened", lambda *arguments: contextlib.nullcontext([]))
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+
+    def warn(launch: int) -> float:
+        signal.raise_signal(signal.SIGTERM)
+        return 1e-3
+
+    sides.times["b"] = warn
     try:
-        asked = argparse.Namespace(seed=0)
-        end = turns.measure(asked, [], tmp_path, 1, lambda block: signal.raise_signal(number))
+        assert called("ab", "--a", "", "--b", "X=1") == 130
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-    assert end == End("interrupted", None, 130)
 
 
-@pytest.mark.parametrize(("code", "own"), [(2, 2), (130, 130), (1, 5), (-9, 5)])
+@pytest.mark.parametrize(("code", "own"), [(2, 2), (130, 130), (-9, 5)])
 def test_a_failure_keeps_its_exit_code_and_what_was_measured(
     sides: type[FakeSide], capsys: pytest.CaptureFixture[str], code: int, own: int
 ) -> None:
@@ -266,11 +230,7 @@ def test_a_side_whose_results_are_wrong_is_named(
         ["--a", ""],
         ["--a", "", "--b", "'"],
         ["--a", "", "--b", "--python /none"],
-        ["--a", "", "--b", "--python /bin"],
         ["--a", "", "--b", "", "--", "collectives", "--oops"],
-        ["--a", "", "--b", "--oops 3"],
-        ["--a", "", "--b", "--backend glo"],
-        ["--a", "", "--b", "", "colectives"],
         ["--a", "", "--b", "", "collectives", "--sizes", "4Q"],
         ["--a", "", "--b", "--launches 3"],
         ["--a", "", "--b", "", "ddp", "--workload", "linear", "--width", "3"],
@@ -355,8 +315,6 @@ def test_a_slower_side_is_found_in_an_environment_of_its_own(tmp_path: Path) -> 
     for name, version in (("a", torch.__version__), ("b", "2.91.0")):
         run = store.read(tmp_path / "out" / name)
         assert run.state == "complete"
-        assert [launch.index for launch in run.launches] == list(range(6))
-        assert {launch.launcher for launch in run.launches} == {"fork"}
         assert {launch.facts["torch"] for launch in run.launches} == {version}
         pids = {rank["pid"] for launch in run.launches for rank in launch.ranks}
         assert len(pids) == 12
@@ -366,25 +324,3 @@ def test_a_slower_side_is_found_in_an_environment_of_its_own(tmp_path: Path) -> 
     for _, block in stamps[stamps["rank"] == 0].groupby("launch"):
         block = block.sort_values("entry_ns")
         assert (block["entry_ns"].to_numpy()[1:] >= block["exit_ns"].to_numpy()[:-1]).all()
-
-
-OWN = """
-from dataclasses import replace
-from ddpbench.catalog.operations import OPERATIONS
-OPERATIONS["exchange"] = replace(OPERATIONS["all_reduce"], name="exchange")
-"""
-
-
-def test_an_operation_of_the_users_module_can_be_measured_in_turns(
-    sides: type[FakeSide], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """--import loads the module from the current folder before --op is checked."""
-    monkeypatch.setattr(
-        sys, "path", [path for path in sys.path if path not in ("", str(Path.cwd()))]
-    )
-    Path("own_exchange.py").write_text(OWN)
-    words = ("collectives", "--import", "own_exchange", "--op", "exchange")
-    try:
-        assert called("ab", "--a", "", "--b=--async", *words) == 0, capsys.readouterr().err
-    finally:
-        operations.OPERATIONS.pop("exchange", None)

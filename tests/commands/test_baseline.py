@@ -30,6 +30,15 @@ LINE = ("ddpbench", "collectives", "--op", "all_reduce", "--launches=6", "-n", "
         "results/x", "--backend", "gloo")  # fmt: skip
 
 
+@pytest.fixture
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
+    """The command in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: capture_command(capsys, *words, command="baseline")
+
+
 def stored(name: str, run: Run) -> Path:
     """A run in results/, with tables and raw samples as a command leaves them."""
     folder = Path("results") / name
@@ -43,7 +52,6 @@ def stored(name: str, run: Run) -> Path:
 
 
 def files(folder: Path) -> list[str]:
-    """All below a folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
@@ -69,9 +77,7 @@ def test_a_folder_of_runs_is_kept_as_one(call: Call) -> None:
     for n, seconds in enumerate(launch_medians(6, 1e-3, 0.002, 1)):
         stored(f"pool/{n}", a_run(a_result(None, 0, a_summary(float(seconds)))))
     stored("after", base_and_new(1.2)[1])
-    code, out, err = call("save", "pooled", "pool")
-    assert (code, err) == (0, "")
-    assert "6 runs, 6 launches" in out
+    assert "6 runs, 6 launches" in call("save", "pooled", "pool").out
     assert len(files(Path("results/baselines/pooled"))) == 18
     code, out, _ = call("check", "pooled", "after", "--format", "json")
     assert code == 1
@@ -97,7 +103,7 @@ def test_a_baseline_is_replaced_only_on_demand(call: Call) -> None:
     assert files(kept.parent) == [f"mine/{name}" for name in files(kept)]
 
 
-@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "-x", "a b", "last"])
+@pytest.mark.parametrize("name", ["", "a/b", "-x", "last"])
 def test_a_name_is_checked(call: Call, name: str) -> None:
     """One word without slashes that begins with a letter or a digit; exit 2, nothing is written."""
     stored("one", base_and_new(1.0)[0])
@@ -111,13 +117,11 @@ def test_a_name_is_checked(call: Call, name: str) -> None:
     "change",
     [
         {"state": "interrupted"},
-        {"state": "running"},
         {"state": "failed", "launches": ()},
         {"results": tuple(launch_results(1e-3, wrong=(Wrong(1, 3, 7, "3", "nan"),)))},
-        {"results": (a_result(summary=a_summary(0.0)),)},
         {"results": (replace(a_result(), summary=None, reason="none"),)},
     ],
-    ids=("interrupted", "running", "failed", "wrong", "impossible", "nothing"),
+    ids=("interrupted", "failed", "wrong", "nothing"),
 )
 def test_what_cannot_be_compared_with_is_no_baseline(
     call: Call, change: dict[str, Any], frozen: Frozen
@@ -139,9 +143,7 @@ def test_what_cannot_be_compared_with_is_no_baseline(
     ("factor", "words", "code"),
     [
         (1.2, (), 1),
-        (1.1, ("--margin", "15", "--strict"), 0),
-        (1.0, ("--strict", "--format", "markdown"), 0),
-        (1.2, ("--only", "4 KiB", "--format", "csv"), 1),
+        (1.1, ("--margin", "15", "--strict", "--format", "markdown"), 0),
         (1.1, ("--only", "nothing"), 2),
     ],
 )
@@ -155,12 +157,8 @@ def test_a_check_is_a_comparison(
     call("save", "mine")
     stored("after", new)
     got = call("check", "mine", "after", *words)
-    assert got[0] == code
-    assert (
-        got
-        == capture_command(capsys, "mine", "after", *words)
-        == capture_command(capsys, "before", "after", *words)
-    )
+    assert got.code == code
+    assert got == capture_command(capsys, "mine", "after", *words)
 
 
 @pytest.fixture
@@ -206,16 +204,15 @@ def test_a_baseline_of_another_machine_decides_nothing(
     assert bool(ONE_SENTENCE.fullmatch(checked.err)) == (code == 3)
 
 
-@pytest.mark.parametrize("code", [0, 1, 4])
 def test_without_a_run_it_measures_again_as_then(
-    call: Call, measured: Callable[..., list[Sequence[str]]], code: int
+    call: Call, measured: Callable[..., list[Sequence[str]]]
 ) -> None:
     """The words of the baseline, its ranks and launches, into a new folder in results/; stdout is
     the comparison alone, and the exit code is its own."""
     base, new = base_and_new(1.2)
     stored("before", replace(base, command_line=LINE))
     call("save", "mine")
-    got = measured(code, new)
+    got = measured(4, new)
     done, out, err = call("check", "mine", "--format", "json")
     assert done == 1
     shown = json.loads(out)
@@ -229,7 +226,7 @@ def test_without_a_run_it_measures_again_as_then(
     assert shown["new"]["runs"] == [Path(words[-1]).name]
 
 
-@pytest.mark.parametrize("code", [2, 5, 130])
+@pytest.mark.parametrize("code", [2, 130])
 def test_a_measurement_that_fails_ends_the_check(
     call: Call, measured: Callable[..., list[Sequence[str]]], code: int
 ) -> None:
@@ -242,41 +239,25 @@ def test_a_measurement_that_fails_ends_the_check(
     assert sorted(path.name for path in Path("results").iterdir()) == ["baselines", "before"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        (),
-        ("chek",),
-        ("check", "mien"),
-        ("check", "mine", "--strikt"),
-        ("check", "foreign"),
-        ("check", "hosts"),
-    ],
-    ids=" ".join,
-)
-def test_bad_input_is_one_sentence(call: Call, words: tuple[str, ...], frozen: Frozen) -> None:
+RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}  # one that a launcher started
+
+
+@pytest.mark.parametrize("words", ["", "check mien", "check foreign", "check hosts", "check mine"])
+def test_bad_input_is_one_sentence(
+    call: Call, monkeypatch: pytest.MonkeyPatch, words: str, frozen: Frozen
+) -> None:
     """What was given and what to do instead; exit 2, nothing on stdout, nothing measured."""
     run = a_run(*launch_results(1e-3))
     hosts = tuple({"hostname": name} for name in ("a", "b"))
     stored("one", replace(run, command_line=("pytest", "tests")))
+    stored("three", replace(run, command_line=LINE))
     stored("two", replace(run, command_line=LINE, launches=tuple(
         replace(each, ranks=hosts) for each in run.launches)))  # fmt: skip
-    for name, saved in (("foreign", "one"), ("hosts", "two"), ("mine", "two")):
+    for name, saved in (("foreign", "one"), ("hosts", "two"), ("mine", "three")):
         call("save", name, saved)
-    code, out, err = call(*words)
+    for name, value in RANK.items() if words == "check mine" else ():
+        monkeypatch.setenv(name, value)
+    code, out, err = call(*words.split())
     assert (code, out) == (2, "")
     assert ONE_SENTENCE.fullmatch(err)
-    frozen.text(err)
-
-
-def test_under_a_launcher_a_check_does_not_measure(
-    call: Call, monkeypatch: pytest.MonkeyPatch, frozen: Frozen
-) -> None:
-    """Ranks that somebody started cannot start ranks."""
-    stored("one", replace(base_and_new(1.0)[0], command_line=LINE))
-    call("save", "mine")
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    code, out, err = call("check", "mine")
-    assert (code, out) == (2, "")
     frozen.text(err)

@@ -7,14 +7,13 @@ import contextlib
 import re
 import socket
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from command_lines import ROOT, running_command
-from patience import PATIENCE_SECONDS, wait_until
+from patience import PATIENCE_SECONDS
 from warm_python import warm_python
 
 from ddpbench.launch import sockets
@@ -92,26 +91,6 @@ def test_a_store_listens_where_its_clients_look(named_like_loopback: str) -> Non
     assert where("192.0.2.1", False) in EVERYWHERE  # a forwarder's
     own = [e.address for each in psutil.net_if_addrs().values() for e in each if e.family == 2]
     assert [where(address, False) for address in own] == own
-
-
-def test_a_store_is_served_and_lets_go_of_its_port() -> None:
-    """Clients of the same torch reach it by name and by address, and its end closes the socket."""
-    import torch.distributed as dist
-
-    patience = timedelta(seconds=PATIENCE_SECONDS)
-    store = sockets.serve("localhost", 0, patience)
-    client = dist.TCPStore("127.0.0.1", store.port, timeout=patience, wait_for_workers=False)
-    client.set("key", "value")
-    assert store.get("key") == b"value"
-    port = store.port
-    del client, store
-
-    def is_free() -> bool:
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return True
-        return False
-
-    wait_until(is_free, "the end of the store's socket")
 
 
 # --- nothing that runs what it reads --------------------------------------------------------------

@@ -74,34 +74,3 @@ def test_a_stamp_is_one_of_its_device_in_any_thread(monkeypatch: pytest.MonkeyPa
     thread.start()
     thread.join()
     assert [stamp.index for stamp in stamps] == [1]
-
-
-class SlowStart:
-    """A GPU whose clock rises from 0.3 to 2 GHz during its first 20 ms of work."""
-
-    seconds = 0.0  # of work so far
-
-    def sleep(self, cycles: int) -> None:
-        self.seconds += cycles / (0.3e9 if self.seconds < 0.02 else 2e9)
-
-    def event(self, device: torch.device) -> devices.Event:
-        event = devices.HostEvent()
-
-        def record() -> None:
-            event.ns = round(self.seconds * 1e9)
-
-        event.record = record  # type: ignore[method-assign]
-        return event
-
-
-def test_a_gpu_that_was_idle_sleeps_as_long_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle GPU has a low clock. If a sleep were counted in its cycles, it would be over in a
-    fraction of the time once the clock is high, and would hide no launch."""
-    gpu, kind, device = SlowStart(), devices.Cuda(), torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "_sleep", gpu.sleep)
-    monkeypatch.setattr(kind, "event", gpu.event)
-    kind.sleep(device, 0.0)
-    gpu.seconds += 0.02  # of other work
-    before = gpu.seconds
-    kind.sleep(device, 1e-3)
-    assert gpu.seconds - before == pytest.approx(1e-3)

@@ -28,9 +28,6 @@ def git(folder: Path, *arguments: str) -> str:
     return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
 
 
-# Facts
-
-
 def test_facts_are_true_here() -> None:
     """Versions, process, clock domain and sizes are those that other sources give. All facts
     survive JSON unchanged, without NaN."""
@@ -64,16 +61,11 @@ def test_a_machine_that_withholds_everything_gives_none(monkeypatch: pytest.Monk
         monkeypatch.setattr(psutil, name, withheld)
     run, rank = environment.run_facts(), environment.rank_facts()
     json.dumps([run, rank])
-    for name in ("git_revision", "git_dirty", "driver", "memory_nbytes"):
-        assert run[name] is None
-    for name in ("boot_id", "free_memory_nbytes", "cgroup_cpu_quota_cores"):
-        assert rank[name] is None
+    assert run["git_revision"] is run["memory_nbytes"] is None
+    assert rank["boot_id"] is rank["cgroup_cpu_quota_cores"] is None
     assert environment.interface_of("127.0.0.1")["name"] is None
     use = cpu.CpuMeter().stop()
     assert (use.host_busy_seconds, use.steal_seconds, use.throttled_seconds) == (None, None, None)
-
-
-# Variables
 
 
 def test_secrets_never_appear(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +97,6 @@ def test_variables_that_steer_collectives_are_kept() -> None:
     assert environment.allowed_variables({"NCCL_X": "a" * 999}) == {"NCCL_X": "a" * 200}
 
 
-# Git
-
-
 def test_the_revision_is_that_of_the_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,9 +108,6 @@ def test_the_revision_is_that_of_the_checkout(
     monkeypatch.setenv("GIT_DIR", "/nowhere")  # as in a git hook
     facts = environment.run_facts()
     assert (facts["git_revision"], facts["commit"]) == (expected, None)
-
-
-# Control groups and memory
 
 
 def test_cgroup_v2_takes_the_tightest_level(tmp_path: Path) -> None:
@@ -147,7 +133,7 @@ def test_cgroup_v2_takes_the_tightest_level(tmp_path: Path) -> None:
 
 
 def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
-    """v1's files, its "-1" quota, its huge "no limit" and paths outside the container are read."""
+    """v1's files are read, even with paths outside the container."""
     write(
         tmp_path,
         proc__self__cgroup="4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/\n",
@@ -160,69 +146,6 @@ def test_cgroup_v1_is_read_too(tmp_path: Path) -> None:
     )
     assert list(cpu.cgroup_limits(tmp_path / "nowhere").values()) == [None, None, None]
     assert list(cpu.cgroup_limits(tmp_path).values()) == [0.5, 2000, 1500]
-    write(
-        tmp_path,
-        **{
-            "sys__fs__cgroup__memory__memory.limit_in_bytes": "9223372036854771712\n",
-            "sys__fs__cgroup__cpu__cpu.cfs_quota_us": "-1\n",
-        },
-    )
-    assert list(cpu.cgroup_limits(tmp_path).values()) == [None, None, None]
-
-
-def test_throttled_time_in_either_unit(tmp_path: Path) -> None:
-    """Microseconds of v2 and nanoseconds of v1 are both seconds; no quota, no throttling."""
-    write(tmp_path, **{"two__cpu.stat": "usage_usec 9\nnr_throttled 3\nthrottled_usec 1500000\n"})
-    write(tmp_path, **{"one__cpu.stat": "nr_throttled 3\nthrottled_time 500000000\n"})
-    assert cpu._throttled([tmp_path / "two"]) == 1.5
-    assert cpu._throttled([tmp_path / "two", tmp_path / "one"]) == 2.0
-    assert cpu._throttled([]) is None
-
-
-# Interfaces
-
-
-def test_an_address_leads_to_its_interface() -> None:
-    """Every routable address of this host, and 127.0.1.1, Debian's own host name; another address
-    has none."""
-    names = {
-        entry.address: name
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address
-    }
-    for address, name in {**names, "127.0.1.1": "lo"}.items():
-        facts = environment.interface_of(address)
-        mtu = int(Path(f"/sys/class/net/{name}/mtu").read_text())
-        assert (facts["name"], facts["mtu_nbytes"]) == (name, mtu)
-    for stranger in ("203.0.113.7", "2001:db8::7", "localhost", ""):
-        assert set(environment.interface_of(stranger).values()) == {None}
-
-
-# CPU
-
-
-@pytest.mark.parametrize(
-    ("stat", "expected"),
-    [
-        ("cpu 9 0 9 1000 50 0 30 20 0 0", (985.3, 0.2)),
-        ("cpu 9 0 9 1000 50 10 30 20 0 0", (984.9, 0.2)),
-        ("cpu 0 0 0 0 0 0 0 0 0 0", (None, None)),
-        ("", (None, None)),
-    ],
-    ids=["interrupts within processes", "interrupts apart", "sandbox without counts", "no file"],
-)
-def test_host_time(
-    stat: str, expected: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Busy is wall × cores less idle, iowait, steal and what interrupts took from the processes."""
-    ticked = stat.replace("cpu", "cpu ", 1) + "\ncpu0 1 1 1\n"
-    monkeypatch.setattr(cpu, "read", lambda _: ticked)
-    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
-    monkeypatch.setattr(os, "sysconf", lambda _: 100)
-    busy_, steal = cpu._host(wall=498.0)
-    assert steal == expected[1]
-    assert busy_ == (None if expected[0] is None else pytest.approx(expected[0]))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +154,6 @@ def test_host_time(
         (2.0, [0.5, 0.5], 1.0, 4, 0.25),
         (1.0, [0.7, 0.7], 1.0, 2, 0.0),
         (9.0, [], 1.0, 2, 1.0),
-        (0.4, [], 0.4, 2, 0.5),
         (0.2, [], 0.2, 2, 0.4),
         (0.04, [], 0.2, 2, None),
         (None, [0.1], 1.0, 2, None),

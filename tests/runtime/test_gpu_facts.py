@@ -108,11 +108,9 @@ def test_pynvml_has_what_is_asked_of_it() -> None:
     source = Path(gpu_facts.__file__).read_text()
     names = set(re.findall(r"\b(?:c_)?nvml[A-Z]\w+|NVML_\w+", source))
     names -= {"nvmlClocks", "nvmlReturn", *gpu_facts.REASONS}
-    assert len(names) > 10
     assert [name for name in sorted(names) if not hasattr(nvml, name)] == []
     assert any(hasattr(nvml, name) for name in gpu_facts.REASONS)
     assert [name for name in dir(nvml) if gpu_facts.REASON.fullmatch(name)]
-    assert (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM, nvml.NVML_TEMPERATURE_GPU) == (1, 2, 0)
     assert gpu_facts.GPU == nvml.NVML_NVLINK_DEVICE_TYPE_GPU
     assert gpu_facts.SWITCH == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
     assert gpu_facts.UNCORRECTED == nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
@@ -174,10 +172,9 @@ def a_device(root: Path, speed: str, width: int, port: tuple[str, int], now: str
         ("5.0 GT/s PCIe", 16, ("5.0 GT/s PCIe", 16), "", 8.0e9, 16),
         ("16.0 GT/s PCIe", 16, ("16.0 GT/s PCIe", 16), "2.5 GT/s PCIe", 31.508e9, 16),
         ("32.0 GT/s PCIe", 8, ("16.0 GT/s PCIe", 16), "16.0 GT/s PCIe", 15.754e9, 16),
-        ("64.0 GT/s PCIe", 16, ("64.0 GT/s PCIe", 16), "", 121.0e9, 16),
         ("32.0 GT/s PCIe", 16, ("Unknown", 0), "2.5 GT/s PCIe", 63.015e9, 16),
     ],
-    ids=["2nd", "idle", "narrow", "6th", "no port"],
+    ids=["2nd", "idle", "narrow", "no port"],
 )
 def test_the_rate_of_a_pcie_link(
     speed: str, width: int, port: tuple[str, int], now: str, rate: float, allowed: int,

@@ -229,24 +229,13 @@ def test_the_bound_of_the_clocks_holds_between_hosts(
 ) -> None:
     """All hosts here read one clock: told that host2 has another, the ranks find over its link that
     it is ahead by 0, within their bound; so before the sweep as after its case."""
-    places = ({"RANK": "0"}, {"RANK": "1", "LOCAL_RANK": "1"}, {"RANK": "2", "AHEAD_NS": "0"})
-    ranks.calls += 1
-    done = ranks.ask(
-        tmp_path,
-        [
-            {
-                "LOCAL_RANK": "0",
-                "GLOO_SOCKET_IFNAME": "",
-                "MASTER_ADDR": bench[0].address,
-                **each,
-            }
-            for each in places
-        ],
-        "collectives", "--import", "shifted_clock", "--op", "all_reduce", "--sizes", "4M",
-        "--case-time", "0.1", "--backend", "gloo", "--peak-bandwidth", "100", "--output", "run",
+    done = sweep(
+        bench, ranks, tmp_path, [{}, {}, {"AHEAD_NS": "0"}], "--import", "shifted_clock",
+        "--op", "all_reduce", "--sizes", "4M", "--case-time", "0.1", "--backend", "gloo",
+        "--peak-bandwidth", "100",
     )  # fmt: skip
     assert done.returncode == 0, done
-    run = store.read(tmp_path / "run")
+    run = only_run(tmp_path)
     (found,) = run.launches[0].offsets
     assert (found.host, found.ranks) == ("host2", (2,))
     assert abs(found.seconds) <= found.bound_seconds

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from frozen import Frozen
-from stored_runs import a_case
 
-from ddpbench import collectives
 from ddpbench.analysis import stats
 from ddpbench.measure.host_limits import Rates
 from ddpbench.runtime.subgroups import divide_ranks
@@ -77,18 +74,3 @@ def test_each_kind_of_group_has_its_own_limit() -> None:
     assert [rate("tcp", 64, way, True, "host") for way in (False, True)] == [3.0, 4.0]
     assert rate("tcp", 64, False, False, "cross") is None
     assert rate("tcp", 64, True, False, "world") == 2.0
-
-
-@pytest.mark.parametrize(
-    ("groups", "group", "given"),
-    [
-        (("host", "cross"), "host", False), (("host", "cross"), "cross", True),
-        (("host",), "host", True), (("world",), "world", True),
-    ],
-)  # fmt: skip
-def test_a_nominal_rate_is_of_one_kind(groups: tuple[str, ...], group: str, given: bool) -> None:
-    """--peak-bandwidth is not put on rows inside hosts when there are others too."""
-    asked: Any = SimpleNamespace(peak_bandwidth=1.0, groups=groups)
-    nothing: Any = None  # no backend, no rates and no links count then
-    limits = collectives._limits(asked, nothing, a_case(group=group), nothing, nothing)
-    assert [limit is not None for limit in limits] == [given, given]
