@@ -24,7 +24,7 @@ from command_lines import ROOT
 from fuzz_harness import Tally, fault_of, main, typed
 from in_process import Outcome, call_in_process, forbid_processes
 
-from ddpbench.present.formats import FORMATS
+from ddpbench.present.writers import WRITERS
 from ddpbench.records import store
 from ddpbench.records.terminal_text import escape
 
@@ -167,8 +167,8 @@ def choose_command(rng: random.Random, kind: int, stored: str) -> list[str]:
     judged = ["--format", rng.choice(("table", "csv", "json", "markdown"))]
     stated = ["--ranks", "2"]  # of logs that do not print it
     return rng.choice((
-        ["show", stored, *stated, "--format", rng.choice(list(FORMATS))],
-        ["show", stored, *stated, "--format", rng.choice(list(FORMATS))],
+        ["show", stored, *stated, "--format", rng.choice(list(WRITERS))],
+        ["show", stored, *stated, "--format", rng.choice(list(WRITERS))],
         ["show", stored, "--columns", rng.choice(("time,reason", "step", "place"))],
         ["list", "results"],
         ["compare", *sides, *stated, *judged],

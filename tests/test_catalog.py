@@ -21,16 +21,16 @@ from dataclasses import replace
 from ddpbench.analysis import findings, lines
 from ddpbench.catalog import backends, operations
 from ddpbench.records.schema import Finding
-from ddpbench.present import formats
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import Column
+from ddpbench.present.writers import WRITERS
 
 operations.OPERATIONS["all_reduce_twice"] = replace(
     operations.OPERATIONS["broadcast"], name="all_reduce_twice", help="a fake"
 )
 gloo = backends.BACKENDS["gloo"]
 backends.BACKENDS["gloo2"] = replace(gloo, name="gloo2", register=lambda: "gloo")
-formats.FORMATS["shout"] = lambda run, columns, quiet: f"SHOUTED {len(run.results)} cases\\n"
+WRITERS["shout"] = lambda document: f"SHOUTED: {document.title}\\n"
 COLUMNS["ns"] = Column("ns", lambda line: (line.seconds or 0) * 1e9, default=False)
 findings.CHECKS.append(lambda run: [Finding("note", "fake", "a fake finding")])
 """
@@ -55,7 +55,7 @@ def test_fakes_are_in_help_sweep_and_output(tmp_path: Path) -> None:
     assert "NOTE (fake)" in table
     assert "gloo2" in table
     assert table.count(" ok") == 2
-    assert "SHOUTED 2 cases" in call("show", "last", "--format", "shout")
+    assert "SHOUTED: ddpbench" in call("show", "last", "--format", "shout")
     text = call("collectives", "--help")
     for name in ("all_reduce_twice", "gloo2", "shout"):
         assert re.search(rf"\b{name}\b", text), name

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from ddpbench.interchange import sources
 from ddpbench.interchange.log import Hints
 from ddpbench.launch.placement import Refused
+from ddpbench.present import formats
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import UnknownColumn
 from ddpbench.present.examinations import FINDING_COLUMNS
-from ddpbench.present.formats import FORMATS, list_values
 from ddpbench.present.steps.columns import STEP_COLUMNS
 from ddpbench.present.writers import make_frame
 from ddpbench.records import store
@@ -49,7 +49,7 @@ def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
     run = sources.read(sources.find(namespace.run), Hints(namespace.op, namespace.ranks))
     try:
         with store.refuse_impossible_values(namespace.run):
-            text = FORMATS[namespace.format](run, namespace.columns, namespace.quiet)
+            text = formats.show(namespace.format, run, namespace.columns, namespace.quiet)
     except UnknownColumn as error:
         raise Refused(str(error)) from None
     sys.stdout.write(text)
@@ -64,6 +64,6 @@ def load(run: str | Path) -> pd.DataFrame:
     `limit` are fractions; None is unknown. A run of the doctor has one row per finding. Raises
     InvalidRun.
     """
-    values = list_values(sources.read(sources.find(str(run))))
+    values = formats.list_values(sources.read(sources.find(str(run))))
     frame: pd.DataFrame = make_frame(values).infer_objects()
     return frame

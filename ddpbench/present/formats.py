@@ -1,8 +1,8 @@
-"""Build the document of a run for a terminal, in any of FORMATS, or for a page with charts."""
+"""Build the document of a run for a terminal, in a format of WRITERS, or for a page with charts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,11 +50,6 @@ def show(form: str, run: Run, columns: Columns = None, quiet: bool = False) -> s
     else:
         document = _build_document(run, columns, quiet)
     return WRITERS[form](document)
-
-
-FORMATS: dict[str, Callable[[Run, Columns, bool], str]] = {
-    form: partial(show, form) for form in WRITERS
-}
 
 
 def list_values(run: Run, columns: Columns = None) -> Table:

@@ -21,8 +21,7 @@ from ddpbench.interchange import sources
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.present.columns import Column
 from ddpbench.present.document import describe_columns
-from ddpbench.present.formats import FORMATS
-from ddpbench.present.writers import page_file, text
+from ddpbench.present.writers import WRITERS, page_file, text
 from ddpbench.records.schema import Plan
 from ddpbench.records.terminal_text import tell
 from ddpbench.records.wording import did_you_mean, explain_unknown
@@ -260,7 +259,7 @@ def add_shown(
     this command.
     """
     add = add_group(parser, "what is shown", SHOWN)
-    add("--format", default="table", choices=tuple(FORMATS))
+    add("--format", default="table", choices=tuple(WRITERS))
     add("--columns", kind=_columns(tables, check), metavar="COLUMN,…")
     add("--quiet", action="store_true")
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpbench.launch.placement import Refused
-from ddpbench.present.formats import FORMATS
+from ddpbench.present.formats import show
 from ddpbench.records import store
 from ddpbench.records.schema import Plan, Run
 from ddpbench.records.store import End
@@ -64,7 +64,7 @@ def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
     run = _conclude(run, end)
     stored, quiet = _store(folder, run), options.quiet
     try:
-        sys.stdout.write(FORMATS[options.format](run, options.columns, quiet))
+        sys.stdout.write(show(options.format, run, options.columns, quiet))
         sys.stdout.flush()
     except OSError as error:  # the exit code still reports the result
         silence_stdout()
@@ -103,8 +103,8 @@ def _store(folder: Path, run: Run) -> str:
     try:
         store.write(folder, run)
         (folder / store.GROWING).unlink(missing_ok=True)
-        store.replace_file(folder / "table.csv", FORMATS["csv"](run, None, False).encode())
-        store.replace_file(folder / "table.txt", FORMATS["table"](run, None, False).encode())
+        store.replace_file(folder / "table.csv", show("csv", run).encode())
+        store.replace_file(folder / "table.txt", show("table", run).encode())
         store.join_samples(folder)
     except OSError as error:
         return f"only a part is stored in {folder}: the rest cannot be written ({error.strerror})"

@@ -16,7 +16,7 @@ import torch
 from ddpbench.catalog import backends
 from ddpbench.launch import placement
 from ddpbench.mpi_backend.library import NAME
-from ddpbench.present.formats import FORMATS
+from ddpbench.present.formats import show
 from ddpbench.records import redact, store
 from ddpbench.records.launched import Launch
 from ddpbench.records.schema import Finding, Plan, Run, StepCase, StepResult
@@ -111,7 +111,7 @@ def store_run(folder: Path, run: Run) -> None:
     """Replace the record, unless another process has stored the end; at the end, add the table."""
     if run.state != "running":
         store.write(folder, run)
-        table = FORMATS["table"](run, None, False)
+        table = show("table", run)
         store.replace_file(folder / "table.txt", table.encode())
     elif store.read(folder).state == "running":
         store.write(folder, run)
@@ -142,6 +142,6 @@ def correct_end(folder: Path, end: End) -> None:
 
 def print_table(run: Run, folder: Path | None) -> None:
     """Print the table of a job that has ended to stderr."""
-    sys.stderr.write(FORMATS["table"](run, None, False))
+    sys.stderr.write(show("table", run))
     if folder is not None:
         tell(f"stored in {folder}")

@@ -12,7 +12,7 @@ from stored_runs import a_run
 
 from ddpbench.analysis import findings
 from ddpbench.doctor.examinations import EXAMINATIONS
-from ddpbench.present.formats import FORMATS
+from ddpbench.present.formats import show
 from ddpbench.records import store
 from ddpbench.records.schema import Examination, Finding, Plan, Run
 
@@ -47,7 +47,7 @@ def test_the_verdict_counts_what_is_worse_than_a_note(frozen: Frozen) -> None:
         replace(run, examinations=(replace(examination, unchecked=()),)),
         examined(Finding("error", "a", "bad"), Finding("warning", "b", "odd", "look")),
     ):
-        frozen.text(FORMATS["table"](each, None, False))
+        frozen.text(show("table", each))
 
 
 def test_two_ranks_are_examined(pool: RankPool, tmp_path: Path) -> None:
@@ -61,4 +61,4 @@ def test_two_ranks_are_examined(pool: RankPool, tmp_path: Path) -> None:
     (folder,) = store.list_runs(tmp_path / "results")
     run = store.read(folder)
     assert (run.command, run.state) == ("doctor", "complete")
-    assert (folder / "table.txt").read_text() == FORMATS["table"](run, None, False)
+    assert (folder / "table.txt").read_text() == show("table", run)

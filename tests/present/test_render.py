@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from ddpbench.analysis import lines, step_lines
 from ddpbench.present import formats
 from ddpbench.present.collectives.columns import COLUMNS
 from ddpbench.present.columns import format_number
-from ddpbench.present.formats import FORMATS
 from ddpbench.present.steps.columns import STEP_COLUMNS, format_ms
+from ddpbench.present.writers import WRITERS
 from ddpbench.records import codec, store
 from ddpbench.records.schema import Run
 
@@ -72,7 +73,7 @@ def test_fits_of_ended_runs(frozen: Frozen) -> None:
             results.append(a_result(case, launch, a_summary(seconds * 1.01**launch)))
         return a_run(*results)
 
-    run, table = swept(saw=False), formats.FORMATS["table"]
+    run, table = swept(saw=False), partial(formats.show, "table")
     frozen.text("\n".join(line for line in table(run).splitlines() if line.startswith("fit")))
     assert "fit gloo" in table(replace(run, state="interrupted"))
     assert "fit" not in table(replace(run, state="running"))
@@ -201,14 +202,14 @@ def test_json_is_the_whole_run() -> None:
     assert len(chosen) == 4
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", WRITERS)
 def test_the_chosen_columns_stand_in_their_order(form: str) -> None:
     """--columns gives these columns in every format, and no other table; what is noise stays a
     bound in text."""
     slow = a_step_result(summary=a_step_summary(noise=0.02))
     fast = a_step_result(a_step_case(backend="mpi"), 1, a_step_summary(copies=0.05, noise=0.02))
     run = a_step_run(slow, fast)
-    text = FORMATS[form](run, ("copies", "backend"), True)
+    text = formats.show(form, run, ("copies", "backend"), True)
     if form == "csv":
         assert text.splitlines()[0] == "copies,backend"
     elif form == "json":
@@ -223,7 +224,7 @@ def test_a_stored_run_is_loaded_as_the_rows_of_its_csv(tmp_path: Path) -> None:
     run = two_backends()
     store.write(tmp_path, run)
     rows = ddpbench.load(tmp_path)
-    expected = pd.read_csv(io.StringIO(FORMATS["csv"](run, None, False)))
+    expected = pd.read_csv(io.StringIO(formats.show("csv", run)))
     assert list(rows) == list(expected)
     assert rows["time"].dtype == float
     assert rows["time"].equals(expected["time"])

@@ -25,7 +25,7 @@ from in_process import call_in_process
 from warm_python import warm_python
 
 from ddpbench import cli
-from ddpbench.present.formats import FORMATS
+from ddpbench.present.writers import WRITERS
 from ddpbench.records import terminal_text
 
 REFERENCE = ROOT / "results/reference"
@@ -76,7 +76,7 @@ def test_no_control_character_of_a_stored_name_is_printed(
         folder.mkdir(parents=True)
         (folder / "run.json").write_text(json.dumps({**raw, "started": name[:3]}))
     operation = {"collectives": "all_reduce", "ddp": "mlp", "doctor": "all_reduce"}[kind]
-    lines = [["show", "results/one", "--format", form] for form in FORMATS]
+    lines = [["show", "results/one", "--format", form] for form in WRITERS]
     lines += [["list"], ["list", "--case", operation]]
     lines += [["compare", "one", f"two{EVIL}", "--format", form] for form in ("table", "csv")]
     lines += [["show", f"no{EVIL}such"], ["collectives", "--op", EVIL], ["list", EVIL]]

@@ -15,7 +15,7 @@ from frozen import Frozen
 from synthetic_rounds import Fault, Job
 
 from ddpbench.launch.placement import free_port
-from ddpbench.present.formats import FORMATS
+from ddpbench.present.formats import show
 from ddpbench.records import store
 from ddpbench.records.schema import Finding, Run
 from ddpbench.records.store import End
@@ -79,7 +79,7 @@ def test_a_run_is_stored_after_every_round(tmp_path: Path) -> None:
     assert run.steps[0].case.ranks_per_host == (2, 2)
     assert [rank["hostname"] for rank in run.launches[0].ranks] == ["a", "a", "b", "b"]
     assert (run.state, run.exit_code) == ("failed", 1)
-    assert f"PARTIAL (failed): {run.state_reason}\n" in FORMATS["table"](run, None, False)
+    assert f"PARTIAL (failed): {run.state_reason}\n" in show("table", run)
     assert sorted(path.name for path in (tmp_path / run.id).iterdir()) == ["run.json", "table.txt"]
 
 
