@@ -1,9 +1,9 @@
 """The command line: find the command, parse its options, run it, report its errors.
 
-Each module of ddpbench/commands/ is a command with the module's name. It has a docstring (the
-description in its --help), two constants, each in one line, GROUP (one of GROUPS) and HELP (its
-line in the overview), and two functions: add_arguments(parser), and run(namespace, words) → the
-exit code.
+Each module of ddpbench/commands/ is a command with the module's name; so are collectives.py and
+ddp.py in ddpbench/. It has a docstring (the description in its --help), two constants, each in one
+line, GROUP (one of GROUPS) and HELP (its line in the overview), and two functions:
+add_arguments(parser), and run(namespace, words) → the exit code.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ddpbench.records.wording import explain_unknown
 from ddpbench.session.errors import refuse, report_errors
 from ddpbench.version import VERSION
 
+MEASURING = ("collectives", "ddp")  # the commands in ddpbench/ itself
 GROUPS = ("measure", "diagnose", "compare", "results", "manual")
 
 
@@ -54,7 +55,7 @@ def _run(words: list[str]) -> int:
         refuse(explain_unknown("command", name, list_names()))
     from ddpbench.session import options
 
-    command = import_module(f"{commands.__name__}.{name}")
+    command = import_module(f"{_package_of(name)}.{name}")
     if getattr(command, "IMPORTS", False):  # it has the option --import
         options.import_modules(rest)
     parser = options.Parser(prog=f"ddpbench {name}", description=command.__doc__)
@@ -67,7 +68,11 @@ def _run(words: list[str]) -> int:
 
 def list_names() -> list[str]:
     """Return the names of all commands, in alphabetical order."""
-    return [module.name for module in iter_modules(commands.__path__)]
+    return sorted([*MEASURING, *(module.name for module in iter_modules(commands.__path__))])
+
+
+def _package_of(name: str) -> str:
+    return "ddpbench" if name in MEASURING else commands.__name__
 
 
 def read_groups() -> dict[str, dict[str, str]]:
@@ -84,7 +89,7 @@ def read_groups() -> dict[str, dict[str, str]]:
 
 def _read_constants(name: str) -> dict[str, str]:
     """Return the string constants that a command's module assigns at its top level, in one line."""
-    source = get_data(commands.__name__, f"{name}.py") or b""
+    source = get_data(_package_of(name), f"{name}.py") or b""
     return dict(re.findall(r'^([A-Z]+) = "(.*)"$', source.decode(), re.MULTILINE))
 
 

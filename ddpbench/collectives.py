@@ -1,7 +1,15 @@
-"""Measure collectives: list the cases of a sweep, and measure them in one rank of a launch."""
+"""Measure what every collective costs: a sweep of operations × sizes × dtypes × backends.
+
+ddpbench collectives --backend gloo,mpi -n 2      starts the ranks itself
+torchrun --nproc-per-node 4 -m ddpbench.collectives --op all_reduce --sizes 4:64M:x4
+mpirun -n 4 python -m ddpbench.collectives --backend mpi
+srun -n 4 python -m ddpbench.collectives
+srun -N 2 -n 8 python -m ddpbench.collectives --groups host,cross,world
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
 import sys
@@ -27,9 +35,11 @@ from ddpbench.records.schema import (
 from ddpbench.runtime import control, cpu, devices
 from ddpbench.runtime.subgroups import Partition
 from ddpbench.runtime.world import World
-from ddpbench.session.launch_loop import LaunchContext, Recorder
+from ddpbench.session import launches
+from ddpbench.session.launches import LaunchContext
+from ddpbench.session.recorder import Recorder
 from ddpbench.session.sweep_options import Options as Options
-from ddpbench.session.sweep_options import add_arguments as add_arguments  # used by cli
+from ddpbench.session.sweep_options import add_arguments as add_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +48,16 @@ if TYPE_CHECKING:
     from ddpbench.measure.host_limits import Rates
     from ddpbench.runtime.subgroups import Subgroup
 
-
+GROUP = "measure"
+HELP = "measure what every collective costs, over backends, sizes and dtypes"
+IMPORTS = True
 Requested = tuple[Case, int]  # a case, and the bytes that the user requested
 Links = dict[tuple[str, str], "Limit | None"]  # (partition, operation) → limit of the GPUs' links
+
+
+def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    """Measure all launches, or this rank's part of one; return the exit code. Raises Refused."""
+    return launches.run(Options, measure_launch, namespace, words)
 
 
 def measure_launch(context: LaunchContext[Options]) -> Recorder:

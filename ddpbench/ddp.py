@@ -1,19 +1,37 @@
-"""Measure training steps: prepare the workloads of a run, and measure them in one rank."""
+"""Measure where the time of a DDP step goes, and prove after each step that all replicas are equal.
+
+ddpbench ddp --backend gloo,mpi -n 2              starts the ranks itself
+torchrun --nproc-per-node 4 -m ddpbench.ddp --workload transformer --layers 4 --width 256
+mpirun -n 4 python -m ddpbench.ddp --backend mpi
+srun -n 4 python -m ddpbench.ddp --workload mypackage.model:build
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ddpbench.catalog import workloads
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.launch.placement import Refused
-from ddpbench.session.launch_loop import LaunchContext, Recorder
+from ddpbench.session import launches
+from ddpbench.session.launches import LaunchContext
+from ddpbench.session.recorder import Recorder
 from ddpbench.session.step_options import Options as Options
-from ddpbench.session.step_options import add_arguments as add_arguments  # used by cli
+from ddpbench.session.step_options import add_arguments as add_arguments
 
 if TYPE_CHECKING:
     from ddpbench.measure.sharded_step import Meshes
+GROUP = "measure"
+HELP = "measure where the time of a DDP step goes; prove the replicas equal after each step"
+IMPORTS = True
+
+
+def run(namespace: argparse.Namespace, words: Sequence[str]) -> int:
+    """Measure all launches, or this rank's part of one; return the exit code. Raises Refused."""
+    return launches.run(Options, measure_launch, namespace, words)
 
 
 def measure_launch(context: LaunchContext[Options]) -> Recorder:

@@ -17,7 +17,7 @@ from command_lines import clean_environment
 from patience import PATIENCE_SECONDS
 
 from ddpbench import cli
-from ddpbench.session import errors, launch_loop
+from ddpbench.session import errors, launches
 
 
 class ProcessStarted(BaseException):
@@ -51,7 +51,7 @@ def forbid_processes() -> Iterator[None]:
         mock.patch.dict(os.environ, clean, clear=True),
         mock.patch.object(subprocess, "Popen", _refuse_start),
         mock.patch.object(os, "fork", _refuse_start),
-        mock.patch.object(launch_loop, "join_world", _refuse_start),
+        mock.patch.object(launches, "join_world", _refuse_start),
         mock.patch.object(errors, "WAIT_FOR_SPEAKER_SECONDS", 0.0),
     ):
         yield

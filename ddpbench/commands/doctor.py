@@ -15,10 +15,10 @@ from __future__ import annotations
 from functools import partial
 
 from ddpbench.doctor import command as doctor
-from ddpbench.session import launch_order
+from ddpbench.session import launches
 
 GROUP = "diagnose"
 HELP = "find what is wrong with this set-up: which rank, host or link, and what to do"
 IMPORTS = True
 add_arguments = doctor.add_arguments
-run = partial(launch_order.run, doctor.Options, doctor.measure_launch)
+run = partial(launches.run, doctor.Options, doctor.measure_launch)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from ddpbench.session import launch_order
+from ddpbench.session import launches
 from ddpbench.tune import command
 
 GROUP = "measure"
 HELP = "find the settings that make a DDP step fastest"
 IMPORTS = True
 add_arguments = command.add_arguments
-run = partial(launch_order.run, command.Options, command.measure_launch)
+run = partial(launches.run, command.Options, command.measure_launch)

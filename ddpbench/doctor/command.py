@@ -16,8 +16,9 @@ from ddpbench.launch.placement import Placement
 from ddpbench.present.examinations import FINDING_COLUMNS
 from ddpbench.records.schema import SEVERITIES, Examination, Plan
 from ddpbench.session import options
-from ddpbench.session.launch_loop import LaunchContext, Recorder
+from ddpbench.session.launches import LaunchContext
 from ddpbench.session.options import RunOptions
+from ddpbench.session.recorder import Recorder
 
 
 @dataclass(frozen=True)

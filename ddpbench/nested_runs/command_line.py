@@ -9,7 +9,6 @@ from types import ModuleType
 from ddpbench import collectives, ddp
 from ddpbench.launch.placement import Refused
 from ddpbench.records.wording import explain_unknown
-from ddpbench.session import launch_order
 from ddpbench.session import options as shared_options
 from ddpbench.session.options import resolve
 
@@ -47,8 +46,7 @@ def run(words: Sequence[str]) -> int:
 
     Raises Refused, as `parse`, and the errors of the command.
     """
-    namespace, module = parse(words), MEASURING[words[0]]
-    return launch_order.run(module.Options, module.measure_launch, namespace, words[1:])
+    return int(MEASURING[words[0]].run(parse(words), words[1:]))
 
 
 def last_message(stderr: str) -> str:

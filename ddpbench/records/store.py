@@ -60,6 +60,11 @@ class End(NamedTuple):
     code: int
 
 
+def interrupted(signal: str) -> End:
+    """Return the end of a run that a signal interrupted, such as "SIGUSR1"."""
+    return End("interrupted", f"interrupted by {signal}", 130)
+
+
 def format_now() -> str:
     """Format the time now: UTC, ISO 8601, to the second."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -25,7 +25,7 @@ from ddpbench.runtime import control, cpu, devices
 if TYPE_CHECKING:
     from ddpbench.measure.sharded_step import Meshes
     from ddpbench.present.progress import Progress
-    from ddpbench.session.launch_loop import LaunchContext
+    from ddpbench.session.launches import LaunchContext
     from ddpbench.session.step_options import Options
 
 COPIES = 2  # memory of gradients and buckets, in multiples of the parameters'

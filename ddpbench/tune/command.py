@@ -24,7 +24,8 @@ from ddpbench.launch.placement import Refused
 from ddpbench.records.schema import Plan, StepResult
 from ddpbench.runtime import control
 from ddpbench.session import options, step_options
-from ddpbench.session.launch_loop import LaunchContext, Recorder
+from ddpbench.session.launches import LaunchContext
+from ddpbench.session.recorder import Recorder
 from ddpbench.tune.settings import KINDS, Base, Changes, list_settings
 
 CASE_SECONDS = 1.0  # of a setting in a block

@@ -24,9 +24,8 @@ import numpy as np
 from ddpbench.hang import guard
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
-from ddpbench.records.store import End
+from ddpbench.records.store import End, interrupted
 from ddpbench.records.terminal_text import tell
-from ddpbench.session.run_folder import interrupted
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.observe.arrivals import Arrivals

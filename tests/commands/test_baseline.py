@@ -24,7 +24,7 @@ from stored_runs import (
 
 from ddpbench.records import store
 from ddpbench.records.schema import Run, Wrong
-from ddpbench.session import launch_order
+from ddpbench.session import launches
 
 LINE = ("ddpbench", "collectives", "--op", "all_reduce", "--launches=6", "-n", "4", "--output",
         "results/x", "--backend", "gloo")  # fmt: skip
@@ -176,7 +176,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Sequence[str
                 store.create(Path(namespace.output), run, "")
             return code
 
-        monkeypatch.setattr(launch_order, "run", fake)
+        monkeypatch.setattr(launches, "run", fake)
         return got
 
     return plant

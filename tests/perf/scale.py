@@ -43,7 +43,7 @@ from ddpbench.runtime import cpu
 from ddpbench.runtime.network import Endpoint
 from ddpbench.runtime.subgroups import Subgroup, divide_ranks
 from ddpbench.runtime.world import World
-from ddpbench.session import launch_loop, run_folder
+from ddpbench.session import launches, recorder
 
 WORLDS = (16, 1024, 16384)
 CASES, A_HOST, CALL_NS = 3, 8, 100_000
@@ -131,7 +131,7 @@ def measured(size: int, folder: Path) -> dict[str, float]:
     with timed("facts s"):
         run = Run("", "collectives", (), PLAN, store.format_now(), backends=("gloo",))
         store.create(folder, run, "scale")
-        context = launch_loop.LaunchContext(
+        context = launches.LaunchContext(
             world, backend, "gloo", cast(Any, None), SHOWN, PLAN, folder, cast(Any, None), 0,
             contextlib.ExitStack(),
         )  # fmt: skip
@@ -160,7 +160,7 @@ def measured(size: int, folder: Path) -> dict[str, float]:
     with timed("end s"), contextlib.redirect_stderr(io.StringIO()):
         assert [*record.agree_cases((), str)] == []  # stores the end of the launch
         with contextlib.redirect_stdout(io.StringIO()):
-            run_folder.finish(folder, SHOWN)
+            recorder.finish(folder, SHOWN)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rows = len(store.read_samples(folder))
     return {

@@ -1,45 +1,43 @@
-"""The launch loop of every measuring command: meet, agree, then measure the cases on each backend.
+"""A measuring command from start to end: its launches in order, and the ranks of each launch.
 
-A command supplies one function: it takes a LaunchContext, prepares the cases of a launch, opens a
-Recorder and measures each case. The recorder stores each case at once.
+`run` starts the ranks of each launch, which then call `run_rank`: meet, agree, measure the cases on
+each backend. A command supplies one function: it takes a LaunchContext, prepares the cases of a
+launch, opens a Recorder and measures each case. The recorder stores each case at once.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
+import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic
 
 from ddpbench.catalog import backends
 from ddpbench.catalog.backends import Backend
-from ddpbench.launch.placement import Placement, Refused
+from ddpbench.launch import starters
+from ddpbench.launch.placement import Placement, Refused, read_placement, require_world_size
+from ddpbench.launch.supervise import Deadline
 from ddpbench.measure.start import barrier_to_connect
-from ddpbench.present.progress import Progress
-from ddpbench.records import codec, redact, store
+from ddpbench.records import store
 from ddpbench.records.launched import Launch
-from ddpbench.records.schema import Examination, Plan, Result, StepResult
+from ddpbench.records.schema import Plan
 from ddpbench.records.store import End
-from ddpbench.records.terminal_text import tell
-from ddpbench.runtime import control, environment, gpu_facts
+from ddpbench.records.terminal_text import divert_libraries, tell
+from ddpbench.runtime import control, devices, environment, gpu_facts
 from ddpbench.runtime.world import World, join_world
-from ddpbench.session import run_folder
+from ddpbench.session import recorder
+from ddpbench.session.errors import report_errors
 from ddpbench.session.options import RunOptions, T, resolve
+from ddpbench.session.recorder import Recorder
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-
-    from ddpbench.measure.offsets import Clocks
-
-C = TypeVar("C")  # a command's case
-Outcome = Result | StepResult | Examination
-# The part of a run that holds each kind of outcome.
-PARTS = {Result: "results", StepResult: "steps", Examination: "examinations"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,13 @@ class LaunchContext(Generic[T]):
         """
         from ddpbench.measure import clock
 
-        world, backend = self.world, self.backend
+        world, backend, addresses = self.world, self.backend, self.world.addresses
+        own = {
+            **environment.rank_facts(),
+            "interface": environment.interface_of(next(iter(addresses), world.address)),
+            "addresses": addresses,
+            "gpu_before": gpu_facts.gpu_state(),
+        }
         launch = Launch(
             index=self.index,
             backend=backend.name,
@@ -73,100 +77,107 @@ class LaunchContext(Generic[T]):
             launcher=world.placement.launcher,
             world_size=world.world_size,
             clock=control.broadcast_value(world, clock.measure_clock()),
-            ranks=tuple(_gather_rank_facts(world)),
+            ranks=tuple(control.gather_values(world, own)),
             facts={**environment.run_facts(), **facts} if world.rank == 0 else {},
             started=store.format_now(),
             cases=cases,
         )
-        return Recorder(self, launch)
+        return Recorder(world, self.folder, launch, self.options.quiet)
 
 
-def _gather_rank_facts(world: World) -> list[dict[str, Any]]:
-    """Gather where each rank runs, once its backend has connected."""
-    addresses = world.addresses
-    facts = {
-        **environment.rank_facts(),
-        "interface": environment.interface_of(next(iter(addresses), world.address)),
-        "addresses": addresses,
-        "gpu_before": gpu_facts.gpu_state(),
-    }
-    return control.gather_values(world, facts)
+Measure = Callable[[LaunchContext[T]], Recorder]  # measures a launch and returns its recorder
 
 
-Measure = Callable[[LaunchContext[T]], "Recorder"]  # measures a launch and returns its recorder
+def run(
+    kind: type[T], measure: Measure[T], namespace: argparse.Namespace, words: Sequence[str]
+) -> int:
+    """Run this rank's part of a measuring command, or all launches; return the exit code.
+
+    kind: the command's options. namespace: these, parsed. words: these, as typed. Raises Refused.
+    """
+    options = kind.of(namespace)
+    placement = read_placement()
+    require_world_size(options.ranks, placement)
+    if placement is not None:
+        divert_libraries()
+        return run_rank(options, placement, measure)
+    options = resolve(options, None)
+    folder, plan = recorder.create(options, words)
+    options = replace(options, join=str(folder), seed=plan.seed)
+    end = _run_launches(options, measure, words)
+    return recorder.finish(folder, options, end)
 
 
-class Recorder:
-    """The record of a launch. Rank 0 stores it after every case; other ranks store nothing."""
-
-    def __init__(self, context: LaunchContext[Any], launch: Launch) -> None:
-        self.launch, self._world = launch, context.world
-        self.failure: str | None = None  # why nothing more can be stored
-        self._folder = context.folder if self._world.rank == 0 else None
-        shown = self._world.rank == 0 and not context.options.quiet and sys.stderr.isatty()
-        self.progress = Progress(context.backend.name, launch.cases, shown)
-        if self._folder is not None:
-            grows = (self._folder / store.GROWING).exists()  # earlier launches have stored cases
-            self._part = len(store.read(self._folder).everything) if grows else 0
-            hosts = {str(rank.get("hostname") or "") for rank in launch.ranks} - {""}
-            owner = redact.owner()
-            self._owner = replace(owner, hosts=(*owner.hosts, *sorted(hosts)))
-            self._add_launch(launch)
-
-    def agree_cases(self, cases: Iterable[C], describe: Callable[[C], str]) -> Iterator[C]:
-        """Yield each case in all ranks, until a signal comes or results cannot be stored.
-
-        describe: names what is measured, for the message if it hangs. Measure and `add` the case
-        before the next one. At the end, stores when the launch ended.
-        """
-        for case in cases:
-            if control.agree_objection(self._world, self._world.interrupted) is not None:
-                break
-            self._world.watchdog.begin_phase(describe(case))
-            yield case
-            self.progress.advance()
-            self.failure = control.broadcast_value(self._world, self.failure)
-            if self.failure is not None:
-                break
-        self.progress.close()
-        if self._folder is not None and self.failure is None:
-            self._add_launch(replace(self.launch, ended=store.format_now()))
-
-    def add(self, outcome: Outcome, columns: dict[str, Any] | None = None) -> None:
-        """Store one case, and its raw samples if there are any."""
-        if self._folder is None:
-            return
-        try:
-            if columns is not None:
-                store.add_samples(self._folder, self._part, columns)
-            self._append(PARTS[type(outcome)], outcome, number=self._part)
-        except OSError as error:
-            self.failure = (
-                f"cannot write more results to {self._folder} ({error.strerror}): "
-                f"{self._part} cases are kept"
-            )
-        self._part += 1
-
-    def add_clocks(self, clocks: Clocks) -> None:
-        """Store the latest comparison of the clocks."""
-        objection = {"clocks": clocks.objection} if clocks.objection else {}
-        facts = {**self.launch.facts, **objection}
-        launch = replace(self.launch, offsets=clocks.offsets, facts=facts)
-        if self._folder is not None and launch != self.launch:
-            self._add_launch(launch)
-
-    def _add_launch(self, launch: Launch) -> None:
-        self.launch = launch
-        with contextlib.suppress(OSError):  # a full disk is reported with the next outcome
-            self._append("launches", launch)
-
-    def _append(self, part: str, record: Any, **more: int) -> None:
-        assert self._folder is not None
-        line = {**more, part: codec.to_plain(record)}
-        store.append(self._folder, redact.record(line, self._owner))
+def _run_launches(options: T, measure: Measure[T], words: Sequence[str]) -> End | None:
+    """Run the launches, each backend's ranks by its launcher; return an early end."""
+    end = None
+    failed = set[str]()  # backends; what ends or refuses one launch does so to the next
+    for number, name in _order_launches(options):
+        if name in failed:
+            continue
+        if options.paced and not sys.stdin.readline():  # no other launch is wanted
+            break
+        code, verdict = _start_ranks(
+            replace(options, backend=(name,), launch=number), measure, words
+        )
+        if options.paced:
+            sys.stdout.write(f"{code}\n")
+            sys.stdout.flush()
+        if code == 130:
+            return store.interrupted("a signal")  # unless the ranks have reported which
+        if code != 0:
+            failed.add(name)
+            result = "were refused" if code == 2 else f"ended with exit code {code}"
+            if end is None or (end.code == 2 and code != 2):  # a rank died: worse than a refusal
+                reason = verdict or f"the ranks on {name} {result}"
+                end = End("failed", reason, 2 if code == 2 else 5)
+    return end
 
 
-def run(options: T, placement: Placement, measure: Measure[T]) -> int:
+def _order_launches(options: RunOptions) -> Iterator[tuple[int, str]]:
+    """Yield number and backend of each launch, in randomised blocks of one launch per backend.
+
+    The backends share whatever drifts on the machine.
+    """
+    order, launches = random.Random(options.seed), options.launches or 1
+    for block in range(launches):
+        names = list(options.backend)
+        if launches > 1:
+            order.shuffle(names)
+        for name in names:
+            yield block * len(names) + options.backend.index(name), name
+
+
+def _start_ranks(options: T, measure: Measure[T], words: Sequence[str]) -> tuple[int, str]:
+    """Start the ranks of one launch, on one backend, and wait for them.
+
+    Returns the exit code, and the message about a rank that was killed or stopped, "" if none was.
+    """
+    messages: list[str] = []
+
+    def report(message: str) -> None:
+        tell(message)
+        messages.append(message)
+
+    def main() -> int:
+        placement = read_placement()
+        assert placement is not None
+        return report_errors(lambda: run_rank(options, placement, measure))
+
+    settings = ("device", "launches", "seed", "join", "launch")
+    line = ["-m", f"ddpbench.{options.command}", *words, "--backend", options.backend[0]]
+    line += [word for name in settings for word in (f"--{name}", str(getattr(options, name)))]
+    code = starters.start(
+        backends.get(options.backend[0]).launcher,
+        line,
+        main if devices.get(options.device).forks else None,
+        options.ranks or 1,
+        Deadline(options.timeout, options.watchdog == "end", report),
+    )
+    return code, next(iter(messages), "")
+
+
+def run_rank(options: T, placement: Placement, measure: Measure[T]) -> int:
     """Run one rank's part: meet, agree, measure on each backend. Return the exit code."""
     if placement.rank == 0:
         for name in ("scipy.special", "pyarrow.parquet"):  # slow imports, before the others wait
@@ -179,7 +190,7 @@ def run(options: T, placement: Placement, measure: Measure[T]) -> int:
     ):
         options = _agree_options(world, options)
         folder, plan = _broadcast_run(world, options)
-        world.watchdog.on_end = lambda *end: run_folder.mark(folder, End(*end))
+        world.watchdog.on_end = lambda *end: recorder.mark(folder, End(*end))
         for index, name in enumerate(options.backend, options.launch):
             try:
                 end = _measure(
@@ -225,7 +236,7 @@ def _broadcast_run(world: World, options: RunOptions) -> tuple[Path, Plan]:
     with control.agree_refusal(world):
         if world.rank == 0:
             if options.join is None:
-                folder, plan = run_folder.create(options, sys.argv[1:])
+                folder, plan = recorder.create(options, sys.argv[1:])
             else:
                 folder, plan = Path(options.join), options.plan(options.seed or 0)
             value = str(folder.resolve()), asdict(plan)
@@ -236,11 +247,11 @@ def _broadcast_run(world: World, options: RunOptions) -> tuple[Path, Plan]:
 def _report(options: RunOptions, folder: Path, end: End | None) -> int:
     """Finish the run in rank 0, or mark a run that this launch has joined. Return the exit code."""
     if options.join is None:
-        return run_folder.finish(folder, options, end)
+        return recorder.finish(folder, options, end)
     if end is None:
         return 0
     if end.code != 2:  # else another backend may still be measured
-        run_folder.mark(folder, end)
+        recorder.mark(folder, end)
     if end.code == 5:
         tell(end.reason or "")
     return end.code
@@ -272,7 +283,7 @@ def _measure(
     if signal is None:
         return None
     world.watchdog.expect_signal()
-    return run_folder.interrupted(signal)
+    return store.interrupted(signal)
 
 
 def _agree_torch_name(world: World, backend: Backend) -> str:

@@ -19,7 +19,7 @@ from ddpbench.catalog import backends
 from ddpbench.nested_runs import command_line
 from ddpbench.records import store
 from ddpbench.runtime import control
-from ddpbench.session import launch_loop, launch_order
+from ddpbench.session import launches
 from ddpbench.session.options import RunOptions, resolve
 
 
@@ -51,7 +51,7 @@ def test_a_refused_backend_is_a_refusal_and_a_dead_rank_a_failure(
     for name in ("gloo2", "gloo3"):
         fake = replace(backends.BACKENDS["gloo"], name=name)
         monkeypatch.setitem(backends.BACKENDS, name, fake)
-    monkeypatch.setattr(launch_order, "_launch", launch)
+    monkeypatch.setattr(launches, "_start_ranks", launch)
     words = ["collectives", "-n", "2", "--backend", "gloo,gloo2,gloo3", "--launches", "1"]
     output = tmp_path / "run"
     assert cli.main([*words, "--device", "cpu", "--output", str(output)]) == expected
@@ -72,7 +72,7 @@ def test_a_number_of_ranks_that_the_launcher_contradicts_is_refused(
     """-n under a launcher is its number of ranks, or one sentence and exit code 2."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch_loop, "run", lambda options, placement, measure: 0)
+    monkeypatch.setattr(launches, "run_rank", lambda options, placement, measure: 0)
     assert cli.main(["collectives", "-n", count, "--backend", "gloo", "--device", "cpu"]) == code
     frozen.text(capsys.readouterr().err)
 
