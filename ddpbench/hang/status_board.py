@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import psutil
 
 from ddpbench.hang.verdict import ALIVE, DIED, ENDED, LEFT, STOPPED, RankStatus, SilentRank
-from ddpbench.launch import family
+from ddpbench.launch import cleanup
 from ddpbench.launch.supervise import Clock
 from ddpbench.records import codec, redact
 from ddpbench.records.terminal_text import escape_lines
@@ -62,7 +62,7 @@ class RankIdentity:
 def identify(rank: int) -> RankIdentity:
     """Return this process's identity as a rank."""
     host = socket.gethostname()
-    boot_id = family.read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or host
+    boot_id = cleanup.read_text(Path("/proc/sys/kernel/random/boot_id")).strip() or host
     network, processes = (str(Path("/proc/self/ns", kind).readlink()) for kind in ("net", "pid"))
     return RankIdentity(rank, host, os.getpid(), boot_id, network, processes)
 
@@ -312,7 +312,7 @@ def print_message(text: str) -> None:
 def end_process(code: int) -> NoReturn:
     """End this process now, even if other threads wait, and all processes that it has started, so
     that a reader of their output does not wait for them."""
-    family.kill_descendants()
+    cleanup.kill_descendants()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     if "mpi4py.MPI" in sys.modules:

@@ -26,7 +26,7 @@ from ddpbench.hang import places, verdict
 from ddpbench.hang.flight_recorder import Flight
 from ddpbench.hang.status_board import Board, RankIdentity, end_process, print_message
 from ddpbench.hang.verdict import ALIVE, DIED, STOPPED, RankStatus, SilentRank
-from ddpbench.launch import family
+from ddpbench.launch import cleanup
 from ddpbench.records import codec
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class CommandWatchdog(Watchdog):
             self._board.await_keys([key], GRACE_SECONDS)
             return code
         print_message(f"ddpbench: {judgement.sentence}\n")
-        family.report_verdict(judgement.sentence)
+        cleanup.report_verdict(judgement.sentence)
         self.on_end("interrupted" if interrupted else "failed", judgement.sentence, code)
         silent = [rank.rank for rank in judgement.silent]
         self._board.kill_ranks(silent if late else judgement.stopped)

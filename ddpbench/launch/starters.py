@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddpbench.launch import sockets, supervise
-from ddpbench.launch.family import open_family
+from ddpbench.launch.cleanup import open_family
 from ddpbench.launch.placement import NO_MPIRUN, PASSED_ON, PATIENT, Refused, find_mpirun
 from ddpbench.launch.supervise import Deadline, Watch
 from ddpbench.records import redact

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import psutil
 
-from ddpbench.launch.family import MARK, Family, process_environ
+from ddpbench.launch.cleanup import MARK, Family, process_environ
 from ddpbench.launch.placement import ORDERLY, PASSED_ON, Refused, read_placement
 from ddpbench.records.terminal_text import tell
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpbench.mpi_backend.collectives import SYNCED, Collectives, TensorList
+from ddpbench.mpi_backend.calls import SYNCED, Collectives, TensorList
 from ddpbench.mpi_backend.library import NAME as NAME
 from ddpbench.mpi_backend.library import mpi, world
 from ddpbench.mpi_backend.tensors import DEVICES, finish, flatten, on_device, room_for

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from ddpbench.launch import family
+from ddpbench.launch.cleanup import is_private
 from ddpbench.mpi_backend import library as mpi_library
 from ddpbench.records import redact
 from ddpbench.records.wording import spans
@@ -162,7 +162,7 @@ def allowed_variables(variables: Mapping[str, str], length: int = 200) -> dict[s
         name: redact.text(value)[:length]
         for name, value in sorted(variables.items())
         if ALLOWED.match(name)
-        and not (redact.is_secret_name(name) or NOISE.match(name) or family.is_private(name, value))
+        and not (redact.is_secret_name(name) or NOISE.match(name) or is_private(name, value))
     }
 
 

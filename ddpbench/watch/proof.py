@@ -34,7 +34,7 @@ from ddpbench.replicas import channel, state
 from ddpbench.replicas.compare import Options
 from ddpbench.replicas.state import shards_state, unwrap, wrapper
 from ddpbench.replicas.verify import gather_report
-from ddpbench.watch.observe.observer import Meetings, Observer
+from ddpbench.watch.observe.phases import Meetings, Observer
 
 FREE_SECONDS, SHARE = 1.0, 0.005  # of waits in vain, in all: so long, and this share of the job
 MET, LATE = "met", "late"  # what the ranks agree on

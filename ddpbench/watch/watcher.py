@@ -32,7 +32,7 @@ from ddpbench.watch.observe.arrivals import Arrivals
 from ddpbench.watch.observe.facts import Facts
 from ddpbench.watch.observe.links import Links
 from ddpbench.watch.observe.long_steps import LongSteps, Stacks
-from ddpbench.watch.observe.observer import Observer
+from ddpbench.watch.observe.phases import Observer
 from ddpbench.watch.observe.steps import Marks, Step, StepBuilder
 from ddpbench.watch.outputs import Outputs, Settings
 from ddpbench.watch.proof import NOT_COMPARED, Proof

@@ -12,7 +12,7 @@ import pytest
 from command_lines import mpirun, needs_mpirun, run_command
 from frozen import Frozen, verdict_facts
 
-from ddpbench.launch import family, placement, starters
+from ddpbench.launch import cleanup, placement, starters
 from ddpbench.launch.placement import Placement, Refused
 from ddpbench.launch.supervise import Deadline
 
@@ -198,8 +198,8 @@ def test_an_mpi_rank_that_is_lost_is_named_and_nothing_is_left(
 ) -> None:  # fmt: skip
     """Stopped before MPI starts, where the others cannot leave MPI_Init, or after MPI's end, or
     killed. Shared memory and temporary folders go."""
-    shared = Path(tempfile.mkdtemp(dir=family.SHARED))
-    monkeypatch.setattr(family, "SHARED", shared)
+    shared = Path(tempfile.mkdtemp(dir=cleanup.SHARED))
+    monkeypatch.setattr(cleanup, "SHARED", shared)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(placement.__file__).parents[2]))
     code = starters.mpirun(["-c", program], 2, Deadline(4.0))

@@ -23,7 +23,7 @@ from warm_python import warm_python
 
 from ddpbench.launch import starters
 from ddpbench.watch import proof
-from ddpbench.watch.observe.observer import Observer
+from ddpbench.watch.observe.phases import Observer
 from ddpbench.watch.observe.steps import Marks
 
 pytestmark = pytest.mark.thorough

@@ -14,7 +14,7 @@ from mpi_jobs import run_job, start_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpbench.watch.observe.observer import Observer
+from ddpbench.watch.observe.phases import Observer
 from ddpbench.watch.observe.steps import END, Marks
 from ddpbench.watch.window import BLOCKED
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ddpbench.hang.places import describe_line
 from ddpbench.records.watched import WatchedBalance
-from ddpbench.watch.observe.observer import Observer
+from ddpbench.watch.observe.phases import Observer
 from ddpbench.watch.observe.steps import Marks, Step
 from ddpbench.watch.window import BLOCKED, LINES, LONG_STEPS, WARM_UP, LongStep
 

@@ -33,7 +33,7 @@ from warm_python import warm_python
 from ddpbench.catalog import backends
 from ddpbench.launch import starters
 from ddpbench.runtime import devices
-from ddpbench.watch.observe.observer import CALL, PATIENCE, Observer, find_waits
+from ddpbench.watch.observe.phases import CALL, PATIENCE, Observer, find_waits
 from ddpbench.watch.observe.steps import FORWARD, Marks, StepBuilder
 from ddpbench.watch.window import BLOCKED
 

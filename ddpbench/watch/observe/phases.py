@@ -345,7 +345,7 @@ def find_waits() -> Iterator[tuple[Any, str]]:
     yield torch._C.Future, "wait"
     if functional := sys.modules.get("torch.distributed._functional_collectives"):
         yield functional, "wait_tensor"
-    if over_mpi := sys.modules.get("ddpbench.mpi_backend.collectives"):
+    if over_mpi := sys.modules.get("ddpbench.mpi_backend.calls"):
         for name in vars(over_mpi.Collectives).keys() & vars(dist.ProcessGroup).keys():
             if callable(getattr(dist.ProcessGroup, name)):
                 yield over_mpi.Collectives, name
