@@ -21,6 +21,7 @@ from ddpbench.session.errors import refuse, report_errors
 from ddpbench.version import VERSION
 
 MEASURING = ("collectives", "ddp")  # the commands in ddpbench/ itself
+CALLS = {"watchdog": "hangs", "verify": "replicas"}  # of a script → chapter of the guide
 GROUPS = ("measure", "diagnose", "compare", "results", "manual")
 
 
@@ -48,8 +49,8 @@ def _run(words: list[str]) -> int:
 
         if name in guide.ORDER:
             refuse(f"{name} is a chapter of the manual: type ddpbench guide {name}")
-        if name == "watchdog":
-            refuse("watchdog is a call in a script: ddpbench.watchdog(); see ddpbench guide hangs")
+        if name in CALLS:
+            refuse(f"{name} is a call in a script: see ddpbench guide {CALLS[name]}")
         if name.endswith(".py"):
             refuse(f"to watch a script, type ddpbench watch {name}")
         refuse(explain_unknown("command", name, list_names()))

@@ -33,15 +33,16 @@ def parse(text: str) -> tuple[int, ...]:
 
 
 def _size(word: str, text: str) -> int:
+    given = repr(word) if word == text else f"{word!r} in {text!r}"
     match = re.fullmatch(r"(\d+)(?:([KMG])(?:iB)?|B?)", word.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(
-            f"{word!r} in {text!r} is not a size: write 4, 64K, 1M or 2G (K, M, G = 1024, 1024², "
-            "1024³ bytes, as in nccl-tests), or a number of bytes"
+            f"{given} is not a size: write 4, 64K, 1M or 2G (K, M, G = 1024, 1024², 1024³ bytes, "
+            "as in nccl-tests), or a number of bytes"
         )
     size = int(match[1]) * UNITS[(match[2] or "").upper()]
     if size < 1:
-        raise ValueError(f"size {word!r} in {text!r}: the smallest size is 1 byte")
+        raise ValueError(f"{given} is too small: the smallest size is 1 byte")
     return size
 
 

@@ -27,11 +27,14 @@ def list_all(names: Iterable[str], word: str = "and") -> str:
     return f"{', '.join(most)} {word} {last}" if most else str(last)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ". Did you mean NAME?" for the closest name; "" if no name is close."""
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ". Did you mean NAME?" for the closest name; "" if no name is close.
+
+    cutoff: least similarity of two words, from 0 to 1.
+    """
     import difflib
 
-    closest = difflib.get_close_matches(word, list(known), 1)
+    closest = difflib.get_close_matches(word, list(known), 1, cutoff)
     return f". Did you mean {closest[0]}?" if closest else ""
 
 

@@ -31,6 +31,11 @@ from ddpbench.session.errors import refuse
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+INSTEAD = {  # of options of nccl-tests and torchrun
+    **dict.fromkeys(("-b", "-e", "-f", "--minbytes", "--maxbytes"), "--sizes 8:128M:x2"),
+    **dict.fromkeys(("-g", "--ngpus", "--nproc-per-node", "--nproc_per_node"), "-n"),
+    "--iters": "--case-time",
+}
 T = TypeVar("T", bound="RunOptions")
 V = TypeVar("V")
 
@@ -56,7 +61,11 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = (unknown[1].split() or ["''"])[0]
             known = [option for action in self._actions for option in action.option_strings]
-            message = f"unknown option {word}{did_you_mean(word.split('=')[0], known)}"
+            typed = word.split("=")[0]
+            advice = (
+                f": use {INSTEAD[typed]}" if typed in INSTEAD else did_you_mean(typed, known, 0.72)
+            )
+            message = f"unknown option {word}{advice}"
         choice = re.fullmatch(r"(argument \S+: )invalid choice: (.+) \(choose from (.*)\)", message)
         if choice:
             table = [word.strip("'") for word in choice[3].split(", ")]

@@ -85,6 +85,8 @@ def test_an_option_that_all_operations_lack_is_refused(words: str, frozen: Froze
         "--opp all",
         "--size=4",
         "-b 8 -e 1M -f 2",
+        "--nproc-per-node 2",
+        "--nnodes 2",
         "--op zzz",
         "--dtype float31",
         "--columns tim",
