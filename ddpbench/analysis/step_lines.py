@@ -71,6 +71,20 @@ def lines(run: Run) -> list[StepLine]:
     return note_fastest(known)
 
 
+def keep_default(run: Run) -> Run:
+    """Return a run of tune with the breakdown of the default of each backend; others as they are.
+
+    The first measurement of a workload on a backend is of the default, with its breakdown.
+    """
+    if run.command != "tune":
+        return run
+    first: dict[tuple[str, str, str], StepResult] = {}
+    for result in run.steps:
+        case = result.case
+        first.setdefault((case.workload, case.backend, case.provider), result)
+    return replace(run, steps=tuple(first.values()))
+
+
 def same_but_backend(case: StepCase) -> StepCase:
     """Return the identity that cases of several backends have in common."""
     return replace(case, backend="", provider="")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddpbench.analysis import findings, lines, stats
+from ddpbench.analysis import lines, stats
 from ddpbench.records.schema import Case, Interval, Result, Run, StepCase, StepResult
 
 Outcome = Result | StepResult
@@ -101,7 +101,7 @@ def _seconds(outcome: Outcome) -> float | None:
 def _fault(outcome: Outcome) -> str | None:
     seconds = _seconds(outcome)
     if isinstance(outcome, StepResult):
-        if findings.replicas_bad(outcome):
+        if outcome.replicas is not None and outcome.replicas.failed:
             return "the replicas differed, or were not finite"
     elif outcome.wrong:
         rank = outcome.wrong[0].rank
