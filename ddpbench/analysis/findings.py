@@ -62,7 +62,7 @@ def _wrong_results(run: Run) -> Iterator[Finding]:
 def _invalid(run: Run) -> Iterator[Finding]:
     for result in run.results:
         summary, hard, case = result.summary, result.hard_limit, result.case
-        if summary and hard and lines.impossible(result, summary.median_seconds):
+        if summary and hard and lines.impossible(result):
             yield Finding(
                 "error",
                 "impossible-speed",
@@ -137,16 +137,15 @@ def _one_rank(run: Run) -> Iterator[Finding]:
 
 
 def _debug(run: Run) -> Iterator[Finding]:
-    for rank in (rank for launch in run.launches for rank in launch.ranks):
-        if rank.get("variables", {}).get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-            yield Finding(
-                "warning",
-                "debug-detail",
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL is set: torch checks every call first, which makes "
-                "small calls many times slower",
-                "unset TORCH_DISTRIBUTED_DEBUG",
-            )
-            return
+    variables = [rank.get("variables", {}) for launch in run.launches for rank in launch.ranks]
+    if any(each.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" for each in variables):
+        yield Finding(
+            "warning",
+            "debug-detail",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL is set: torch checks every call first, which makes "
+            "small calls many times slower",
+            "unset TORCH_DISTRIBUTED_DEBUG",
+        )
 
 
 def _oversubscribed(run: Run) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddpbench.analysis.flags import group_by
 from ddpbench.records.wording import name_ranks
 
 Facts = Mapping[str, Any]
@@ -112,10 +113,7 @@ class Crowd:
 
 def crowded(ranks: Sequence[Facts]) -> Iterator[Crowd]:
     """Yield the hosts where ranks are crowded, except hosts whose cores are unknown."""
-    hosts: dict[str, list[Facts]] = {}
-    for rank in ranks:
-        hosts.setdefault(str(rank.get("hostname")), []).append(rank)
-    for host, those in hosts.items():
+    for host, those in group_by(ranks, lambda rank: str(rank.get("hostname"))).items():
         bound = frozenset().union(*(cpus(rank.get("cpuset")) for rank in those))
         quota = those[0].get("cgroup_cpu_quota_cores") or len(bound)
         cores = max(1, int(min(len(bound), quota)))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddpbench.analysis import steps
+from ddpbench.analysis.flags import group_by
 from ddpbench.analysis.stats import Floats
 from ddpbench.analysis.steps import EXPOSED_OF, HIDDEN_OF, OPERATIONS, Samples, Timed, figure
 from ddpbench.records.schema import Collective, Part, StepSummary
@@ -31,9 +32,8 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
     if samples.timed is None or not samples.timed.ns.size:
         return summary
     measured, step = _measure(samples, samples.timed), summary.step.value
-    waiting = [part for part in summary.budget if part.rank is not None]
-    parts = [part for part in summary.budget if part.rank is None]
-    parts += [*_parts(samples, measured, step), *waiting]
+    parts = [*summary.budget, *_parts(samples, measured, step)]
+    parts.sort(key=lambda part: part.rank is not None)  # the wait for a rank comes last
     collectives = tuple(_collectives(samples, measured, step))
     return replace(summary, budget=tuple(parts), collectives=collectives)
 
@@ -79,12 +79,9 @@ def _parts(samples: Samples, measured: _Measured, step: float) -> Iterator[Part]
                             of arms and spans, from ranks out of step, waking threads, bookkeeping
     hidden all_gather, …    how long they are in flight while the compute continues
     """
-    operations = [span.operation for span in measured.timed.spans]
-    kinds = {
-        name: [i for i, operation in enumerate(operations) if operation == name]
-        for name in OPERATIONS
-        if name in operations
-    }
+    spans = measured.timed.spans
+    found = group_by(range(len(spans)), lambda i: spans[i].operation)
+    kinds = {name: found[name] for name in OPERATIONS if name in found}
     exposed = {name: measured.total("exposed", numbers) for name, numbers in kinds.items()}
     for name, seconds in exposed.items():
         yield steps.difference(EXPOSED_OF[name], step, seconds)
@@ -98,12 +95,13 @@ def _parts(samples: Samples, measured: _Measured, step: float) -> Iterator[Part]
 def _collectives(samples: Samples, measured: _Measured, step: float) -> Iterator[Collective]:
     """Yield the figures of each operation of each layer group in each phase."""
     spans = measured.timed.spans
-    kinds: dict[tuple[str, str, str], list[int]] = {}
-    for number, span in enumerate(spans):
-        kinds.setdefault((span.layers, span.phase, span.operation), []).append(number)
+    kinds = group_by(
+        range(len(spans)), lambda i: (spans[i].layers, spans[i].phase, spans[i].operation)
+    )
     confidence = 1 - 0.05 / samples.world / len(kinds)
     for (layers, phase, operation), numbers in kinds.items():
-        blocked, late = measured.total("blocked", numbers), None
+        blocked = measured.total("blocked", numbers)
+        late: int | None = None
         for ranks in measured.timed.groups[numbers[0]]:
             number = steps.late_rank(blocked[list(ranks)], confidence, steps.LATE_SHARE * step)
             if late is None and number is not None:

@@ -106,7 +106,7 @@ def _fault(outcome: Outcome) -> str | None:
     elif outcome.wrong:
         rank = outcome.wrong[0].rank
         return f"{'a rank' if rank < 0 else f'rank {rank}'} got a wrong result"
-    elif seconds is not None and lines.impossible(outcome, seconds):
+    elif lines.impossible(outcome):
         return "faster than the data can move"
     elif (outcome.unhidden_share or 0.0) >= 0.5:
         return "the kernel launch of most calls was not hidden, so the time includes it"

@@ -18,15 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from ddpbench.analysis import stats
+from ddpbench.analysis import stats, step_lines
+from ddpbench.analysis.flags import group_by
 from ddpbench.records.schema import Figure, Finding, Interval, Run, StepCase, StepResult
 
-# The fields of a case that can differ, and how a script sets them.
-FIELDS = {
-    "bucket_cap_mb": "DistributedDataParallel(model, bucket_cap_mb={})",
-    "gradient_as_bucket_view": "DistributedDataParallel(model, gradient_as_bucket_view={})",
-    "static_graph": "DistributedDataParallel(model, static_graph={})",
-    "broadcast_buffers": "DistributedDataParallel(model, broadcast_buffers={})",
+# The fields of a case that can differ: keywords of DistributedDataParallel, and what a script does.
+KEYWORDS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "broadcast_buffers")
+CALLS = {
     "comm_hook": "model.register_comm_hook(None, {}): see ddpbench guide tune",
     "accumulate": "run {} micro-batches per optimizer step, all but the last under no_sync()",
     "threads": "torch.set_num_threads({})",
@@ -79,11 +77,10 @@ class Setting:
     @property
     def lines(self) -> list[str]:
         """Return the lines of Python that choose this setting."""
-        keywords = [n for n in self.changes if FIELDS[n].startswith("Distributed")]
-        words = ", ".join(f"{name}={_format(self.changes[name])}" for name in keywords)
-        first = [f"DistributedDataParallel(model, {words})"] if keywords else []
-        others = [n for n in self.changes if n not in keywords]
-        return first + [FIELDS[name].format(_format(self.changes[name])) for name in others]
+        texts = {name: _format(value) for name, value in self.changes.items()}
+        words = ", ".join(f"{name}={text}" for name, text in texts.items() if name in KEYWORDS)
+        first = [f"DistributedDataParallel(model, {words})"] if words else []
+        return first + [CALLS[name].format(texts[name]) for name in texts if name in CALLS]
 
 
 @dataclass(frozen=True)
@@ -102,11 +99,7 @@ class Verdict:
 
 def judge_runs(run: Run) -> list[Verdict]:
     """Return the decision on each workload and backend of a run, in the order of measurement."""
-    groups: dict[tuple[str, str, str], list[StepResult]] = {}
-    for result in run.steps:
-        case = result.case
-        groups.setdefault((case.workload, case.backend, case.provider), []).append(result)
-    return [_judge(group_settings(results)) for results in groups.values()]
+    return [_judge(group_settings(results)) for results in step_lines.group_by_backend(run)]
 
 
 def _judge(settings: tuple[Setting, ...]) -> Verdict:
@@ -128,13 +121,10 @@ def _judge(settings: tuple[Setting, ...]) -> Verdict:
 
 def group_settings(results: Sequence[StepResult]) -> tuple[Setting, ...]:
     """Return the settings in the order of their first measurement; the first is the default."""
-    by_case: dict[StepCase, list[StepResult]] = {}
-    for result in results:
-        by_case.setdefault(result.case, []).append(result)
     default = results[0].case
     settings = []
-    for case, own in by_case.items():
-        values = {name: getattr(case, name) for name in FIELDS}
+    for case, own in group_by(results, lambda result: result.case).items():
+        values = {name: getattr(case, name) for name in (*KEYWORDS, *CALLS)}
         changes = {k: value for k, value in values.items() if value != getattr(default, k)}
         settings.append(Setting(case, changes, tuple(own)))
     return tuple(settings)
