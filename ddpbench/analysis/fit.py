@@ -102,7 +102,7 @@ def _launch_logs(lines: Sequence[Line]) -> Floats:
     launches = sorted(set.intersection(*map(set, times)))
     seconds = np.array([[each[launch] for each in times] for launch in launches])
     seconds = seconds.reshape(-1, len(lines))
-    return np.log(seconds[(seconds > 0).all(axis=1)])
+    return np.asarray(np.log(seconds[(seconds > 0).all(axis=1)]), dtype=np.float64)
 
 
 def _scan(logs: Floats, sizes: Floats) -> tuple[Floats, Floats, Floats, Floats]:

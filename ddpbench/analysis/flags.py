@@ -32,7 +32,8 @@ class AnyLine:
         return None if self.interval is None else self.interval.half_width
 
 
-ItemT, KeyT = TypeVar("ItemT"), TypeVar("KeyT")
+ItemT = TypeVar("ItemT")
+KeyT = TypeVar("KeyT")
 LineT = TypeVar("LineT", bound=AnyLine)
 
 
