@@ -80,10 +80,8 @@ def merge_settings(facts: Facts) -> dict[str, str]:
 
 def folded(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
     """Return each value with the ranks that have it, in order of their first ranks."""
-    groups: dict[str, tuple[Any, list[int]]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(json.dumps(value, sort_keys=True), (value, []))[1].append(rank)
-    return list(groups.values())
+    groups = group_by(range(len(values)), lambda rank: json.dumps(values[rank], sort_keys=True))
+    return [(values[ranks[0]], ranks) for ranks in groups.values()]
 
 
 def odd(groups: Sequence[tuple[object, list[int]]]) -> list[int]:

@@ -48,10 +48,6 @@ class _Measured:
     wait: Floats
     blocked: Floats
 
-    def total(self, name: str, numbers: Sequence[int]) -> Floats:
-        """Return the sum of some collectives: seconds[round], or [world, round]."""
-        return np.asarray(getattr(self, name)[numbers].sum(axis=0), dtype=np.float64)
-
 
 def _measure(samples: Samples, timed: Timed) -> _Measured:
     seconds = np.moveaxis(timed.ns[:, : samples.rounds] * 1e-9, 2, 0)
@@ -71,6 +67,11 @@ def _slowest_group(seconds: Floats, groups: Sequence[Sequence[int]]) -> Floats:
     return np.asarray(np.max(of_groups, axis=0), dtype=np.float64)
 
 
+def _total(seconds: Floats, numbers: Sequence[int]) -> Floats:
+    """Return the sum over some collectives."""
+    return np.asarray(seconds[numbers].sum(axis=0), dtype=np.float64)
+
+
 def _parts(samples: Samples, measured: _Measured, step: float) -> Iterator[Part]:
     """Yield the parts of the exposed communication, then what is hidden.
 
@@ -82,14 +83,14 @@ def _parts(samples: Samples, measured: _Measured, step: float) -> Iterator[Part]
     spans = measured.timed.spans
     found = group_by(range(len(spans)), lambda i: spans[i].operation)
     kinds = {name: found[name] for name in OPERATIONS if name in found}
-    exposed = {name: measured.total("exposed", numbers) for name, numbers in kinds.items()}
+    exposed = {name: _total(measured.exposed, numbers) for name, numbers in kinds.items()}
     for name, seconds in exposed.items():
         yield steps.difference(EXPOSED_OF[name], step, seconds)
     if "noop" in samples.stamps:
         arms = (steps.arm_seconds(samples, name) for name in ("ddp", "noop"))
         yield steps.difference(steps.OVERHEAD, step, *arms, *exposed.values())
     for name, numbers in kinds.items():
-        yield steps.difference(HIDDEN_OF[name], step, measured.total("hidden", numbers))
+        yield steps.difference(HIDDEN_OF[name], step, _total(measured.hidden, numbers))
 
 
 def _collectives(samples: Samples, measured: _Measured, step: float) -> Iterator[Collective]:
@@ -100,7 +101,7 @@ def _collectives(samples: Samples, measured: _Measured, step: float) -> Iterator
     )
     confidence = 1 - 0.05 / samples.world / len(kinds)
     for (layers, phase, operation), numbers in kinds.items():
-        blocked = measured.total("blocked", numbers)
+        blocked = _total(measured.blocked, numbers)
         late: int | None = None
         for ranks in measured.timed.groups[numbers[0]]:
             number = steps.late_rank(blocked[list(ranks)], confidence, steps.LATE_SHARE * step)
@@ -112,8 +113,8 @@ def _collectives(samples: Samples, measured: _Measured, step: float) -> Iterator
             operation=operation,
             calls=len(numbers),
             nbytes=sum(spans[number].nbytes for number in numbers),
-            exposed=figure(measured.total("exposed", numbers)),
-            hidden=figure(measured.total("hidden", numbers)),
-            wait=figure(measured.total("wait", numbers)),
+            exposed=figure(_total(measured.exposed, numbers)),
+            hidden=figure(_total(measured.hidden, numbers)),
+            wait=figure(_total(measured.wait, numbers)),
             late_rank=late,
         )

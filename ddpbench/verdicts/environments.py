@@ -45,7 +45,7 @@ def compare_environments(base: Sequence[Run], new: Sequence[Run]) -> tuple[Diffe
     measured = [{launch.backend for run in runs for launch in run.launches} for runs in (base, new)]
     left, right = (_collect(runs, set.intersection(*measured)) for runs in (base, new))
     for name in {**left, **right}:
-        if name.isupper() and left and right:  # a variable, which one side has not set
+        if name.isupper():  # a variable, which one side has not set
             left.setdefault(name, {UNSET})
             right.setdefault(name, {UNSET})
     return tuple(
