@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ddpbench.analysis import lines, step_lines, steps, tuning
+from ddpbench.analysis import lines, step_lines, steps
 from ddpbench.analysis.rank_setup import crowded
-from ddpbench.records.schema import SEVERITIES, Finding, Run, StepResult
+from ddpbench.records.schema import SEVERITIES, Finding, Run
 from ddpbench.records.wording import counted
 
 EXPOSED_SHARE = 0.10  # of the step: exposed communication above it is reported
@@ -22,11 +22,11 @@ LESS_SHARDED = (
 )
 
 
-def findings(run: Run) -> tuple[Finding, ...]:
-    """Return all findings, the worst first."""
-    default = tuning.keep_default(run)
+def findings(run: Run, decisions: Iterable[Finding] = ()) -> tuple[Finding, ...]:
+    """Return all findings, the worst first. decisions: of `tune`, on the settings that it tried."""
+    default = step_lines.keep_default(run)
     found = [f for check in CHECKS for f in check(run)]
-    found += [f for check in STEP_CHECKS for f in check(default)]
+    found += [*decisions, *(f for check in STEP_CHECKS for f in check(default))]
     unique = {(f.code, f.sentence): f for f in found}
     return tuple(sorted(unique.values(), key=lambda f: SEVERITIES.index(f.severity)))
 
@@ -35,16 +35,10 @@ def exit_code(run: Run) -> int:
     """Return 0 if clean, 1 for a finding as bad as the plan's `fail_on`, 4 for a wrong result."""
     wrong = any(result.wrong for result in run.results)
     wrong |= any(finding.code == "wrong-result" for finding in _examined(run))
-    if wrong or any(map(replicas_bad, run.steps)):
+    if wrong or any(result.replicas and result.replicas.failed for result in run.steps):
         return 4
     bad = SEVERITIES[: SEVERITIES.index(run.plan.fail_on) + 1]
     return int(any(finding.severity in bad for finding in run.findings))
-
-
-def replicas_bad(result: StepResult) -> bool:
-    """Whether a verification found replicas that differ, or are not finite."""
-    replicas = result.replicas
-    return replicas is not None and replicas.failed
 
 
 def _wrong_results(run: Run) -> Iterator[Finding]:
@@ -68,7 +62,7 @@ def _wrong_results(run: Run) -> Iterator[Finding]:
 def _invalid(run: Run) -> Iterator[Finding]:
     for result in run.results:
         summary, hard, case = result.summary, result.hard_limit, result.case
-        if summary and hard and lines.impossible(result, summary.median_seconds):
+        if summary and hard and lines.impossible(result):
             yield Finding(
                 "error",
                 "impossible-speed",
@@ -143,16 +137,15 @@ def _one_rank(run: Run) -> Iterator[Finding]:
 
 
 def _debug(run: Run) -> Iterator[Finding]:
-    for rank in (rank for launch in run.launches for rank in launch.ranks):
-        if rank.get("variables", {}).get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-            yield Finding(
-                "warning",
-                "debug-detail",
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL is set: torch checks every call first, which makes "
-                "small calls many times slower",
-                "unset TORCH_DISTRIBUTED_DEBUG",
-            )
-            return
+    variables = [rank.get("variables", {}) for launch in run.launches for rank in launch.ranks]
+    if any(each.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" for each in variables):
+        yield Finding(
+            "warning",
+            "debug-detail",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL is set: torch checks every call first, which makes "
+            "small calls many times slower",
+            "unset TORCH_DISTRIBUTED_DEBUG",
+        )
 
 
 def _oversubscribed(run: Run) -> Iterator[Finding]:
@@ -199,6 +192,5 @@ CHECKS: list[Callable[[Run], Iterator[Finding]]] = [
     _debug,
     _oversubscribed,
     _one_rank,
-    tuning.list_findings,
 ]
 STEP_CHECKS = (_late_rank, _exposed)  # of several settings, these check the default only

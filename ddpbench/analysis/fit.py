@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ddpbench.analysis.flags import UNUSABLE
+from ddpbench.analysis.flags import UNUSABLE, group_by
 from ddpbench.analysis.lines import Line
 from ddpbench.analysis.stats import Floats
 from ddpbench.records.schema import Case
@@ -69,13 +69,9 @@ def fits(lines: Sequence[Line]) -> list[Fit]:
     A fit needs at least four sizes, two launches that measured them all, and times that follow a
     line and identify a figure.
     """
-    series: dict[Case, list[Line]] = {}
-    for line in lines:
-        if line.case.nbytes and line.seconds and not UNUSABLE & set(line.flags):
-            key = replace(line.case, nbytes=0, count=0, depth=0)
-            series.setdefault(key, []).append(line)
-    every = [_fit(case, group) for case, group in series.items()]
-    return [one for one in every if one is not None]
+    usable = [line for line in lines if line.algbw and not UNUSABLE & set(line.flags)]
+    series = group_by(usable, lambda line: replace(line.case, nbytes=0, count=0, depth=0))
+    return [one for case, group in series.items() if (one := _fit(case, group))]
 
 
 def _fit(case: Case, lines: list[Line]) -> Fit | None:
@@ -100,14 +96,13 @@ def _fit(case: Case, lines: list[Line]) -> Fit | None:
 
 def _launch_logs(lines: Sequence[Line]) -> Floats:
     """Return log seconds [launch, size] of the launches that measured all sizes."""
-    by_launch: dict[int, dict[int, float]] = {}
-    for line in lines:
-        for result in line.results:
-            if result.summary is not None and result.summary.median_seconds > 0:
-                times = by_launch.setdefault(result.launch, {})
-                times[line.case.nbytes] = result.summary.median_seconds
-    whole = [list(times.values()) for times in by_launch.values() if len(times) == len(lines)]
-    return np.log(np.array(whole)) if whole else np.empty((0, len(lines)))
+    times = [
+        {r.launch: r.summary.median_seconds for r in line.results if r.summary} for line in lines
+    ]
+    launches = sorted(set.intersection(*map(set, times)))
+    seconds = np.array([[each[launch] for each in times] for launch in launches])
+    seconds = seconds.reshape(-1, len(lines))
+    return np.asarray(np.log(seconds[(seconds > 0).all(axis=1)]), dtype=np.float64)
 
 
 def _scan(logs: Floats, sizes: Floats) -> tuple[Floats, Floats, Floats, Floats]:

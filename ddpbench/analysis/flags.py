@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -32,6 +32,8 @@ class AnyLine:
         return None if self.interval is None else self.interval.half_width
 
 
+ItemT = TypeVar("ItemT")
+KeyT = TypeVar("KeyT")
 LineT = TypeVar("LineT", bound=AnyLine)
 
 
@@ -75,8 +77,14 @@ def find_fastest(group: Sequence[LineT]) -> LineT | None:
 
 def note_fastest(known: Sequence[LineT]) -> list[LineT]:
     """Return these lines, with `faster` set in the fastest of those that differ in backend only."""
-    groups: dict[Case | StepCase, list[LineT]] = {}
-    for line in known:
-        groups.setdefault(replace(line.case, backend="", provider=""), []).append(line)
+    groups = group_by(known, lambda line: replace(line.case, backend="", provider=""))
     fastest = {best.case: best for group in groups.values() if (best := find_fastest(group))}
     return [fastest.get(line.case, line) for line in known]
+
+
+def group_by(items: Iterable[ItemT], key: Callable[[ItemT], KeyT]) -> dict[KeyT, list[ItemT]]:
+    """Return the items with each key, in their order."""
+    groups: dict[KeyT, list[ItemT]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from ddpbench.analysis import stats
-from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest
+from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, group_by, note_fastest
 from ddpbench.analysis.stats import Floats
 from ddpbench.records.schema import Case, Plan, Result, Run
 
@@ -61,9 +61,7 @@ class Line(AnyLine):
 
 def lines(run: Run) -> list[Line]:
     """Return the cases of a run by operation, form, dtype, size, and backend in measured order."""
-    by_case: dict[Case, list[Result]] = {}
-    for result in run.results:
-        by_case.setdefault(result.case, []).append(result)
+    by_case = group_by(run.results, lambda result: result.case)
     names = list(dict.fromkeys([*run.operations, *(r.case.operation for r in run.results)]))
     backends = [launch.backend for launch in run.launches]
     backends = list(dict.fromkeys([*backends, *(r.case.backend for r in run.results)]))
@@ -80,10 +78,12 @@ def lines(run: Run) -> list[Line]:
     return note_fastest(known)
 
 
-def impossible(result: Result, seconds: float) -> bool:
+def impossible(result: Result) -> bool:
     """Whether an operation ended before its least bytes could have moved (a hard limit)."""
-    hard = result.hard_limit
-    return hard is not None and seconds < result.least_nbytes / hard.bytes_per_second
+    hard, summary = result.hard_limit, result.summary
+    if hard is None or summary is None:
+        return False
+    return summary.median_seconds < result.least_nbytes / hard.bytes_per_second
 
 
 def _line(case: Case, results: list[Result], plan: Plan) -> Line:
@@ -98,10 +98,10 @@ def _line(case: Case, results: list[Result], plan: Plan) -> Line:
     common = set.intersection(*(set(s.percentiles_seconds) for s in summaries))
     common = {name for name in common if repetitions >= stats.PERCENTILES[name]}
     skews = [s.skew_seconds for s in summaries if s.skew_seconds is not None]
-    factor = measured[0].bus_factor
-    known = bool(case.nbytes and seconds)  # a device's clock may be too coarse for a single rank
+    # A device's clock may be too coarse for a single rank.
+    algbw = case.nbytes / seconds if case.nbytes and seconds else None
     # The rate of the busiest link under the best known algorithm; 0 for one rank.
-    rate = case.nbytes / seconds * factor if known else None
+    rate = None if algbw is None else algbw * measured[0].bus_factor
     limits = [r.limit.bytes_per_second for r in measured if r.limit and case.world_size > 1]
     line = Line(
         case=case,
@@ -113,7 +113,7 @@ def _line(case: Case, results: list[Result], plan: Plan) -> Line:
             for name in sorted(common)
         },
         skew=float(np.median(skews)) if skews else None,
-        algbw=case.nbytes / seconds if known else None,
+        algbw=algbw,
         busbw=rate,
         # It may exceed 1 if the network itself reduces.
         fraction=float(np.median([rate / limit for limit in limits])) if rate and limits else None,
@@ -151,9 +151,7 @@ FLAGS: dict[str, Flag[Line]] = {  # in the order in which a row shows them
     ),
     "INVALID": Flag(
         "faster than the data can move: do not use the row",
-        lambda line, plan: any(
-            impossible(r, r.summary.median_seconds) for r in line.results if r.summary
-        ),
+        lambda line, plan: any(map(impossible, line.results)),
     ),
     ">limit": Flag(
         "busbw is above the limit: the data came from a cache, the network reduces, or NCCL's tree "

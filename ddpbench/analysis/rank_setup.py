@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddpbench.analysis.flags import group_by
 from ddpbench.records.wording import name_ranks
 
 Facts = Mapping[str, Any]
@@ -79,10 +80,8 @@ def merge_settings(facts: Facts) -> dict[str, str]:
 
 def folded(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
     """Return each value with the ranks that have it, in order of their first ranks."""
-    groups: dict[str, tuple[Any, list[int]]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(json.dumps(value, sort_keys=True), (value, []))[1].append(rank)
-    return list(groups.values())
+    groups = group_by(range(len(values)), lambda rank: json.dumps(values[rank], sort_keys=True))
+    return [(values[ranks[0]], ranks) for ranks in groups.values()]
 
 
 def odd(groups: Sequence[tuple[object, list[int]]]) -> list[int]:
@@ -112,10 +111,7 @@ class Crowd:
 
 def crowded(ranks: Sequence[Facts]) -> Iterator[Crowd]:
     """Yield the hosts where ranks are crowded, except hosts whose cores are unknown."""
-    hosts: dict[str, list[Facts]] = {}
-    for rank in ranks:
-        hosts.setdefault(str(rank.get("hostname")), []).append(rank)
-    for host, those in hosts.items():
+    for host, those in group_by(ranks, lambda rank: str(rank.get("hostname"))).items():
         bound = frozenset().union(*(cpus(rank.get("cpuset")) for rank in those))
         quota = those[0].get("cgroup_cpu_quota_cores") or len(bound)
         cores = max(1, int(min(len(bound), quota)))

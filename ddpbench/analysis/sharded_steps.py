@@ -16,16 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddpbench.analysis import steps
+from ddpbench.analysis.flags import group_by
 from ddpbench.analysis.stats import Floats
-from ddpbench.analysis.steps import (
-    EXPOSED_OF,
-    HIDDEN_OF,
-    OPERATIONS,
-    Samples,
-    Span,
-    difference,
-    figure,
-)
+from ddpbench.analysis.steps import EXPOSED_OF, HIDDEN_OF, OPERATIONS, Samples, Timed, figure
 from ddpbench.records.schema import Collective, Part, StepSummary
 
 LEAST_SECONDS = 1e-6  # hidden time below this is the rounding of stamps
@@ -34,46 +27,38 @@ LEAST_SECONDS = 1e-6  # hidden time below this is the rounding of stamps
 def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSummary:
     """Return all figures of one case in one launch; arguments as of `steps.summarise`."""
     summary = steps.summarise(samples, batch_of_all_ranks, warm_up)
-    step = summary.step.value
-    measured = _measure(samples)
-    last = [part for part in summary.budget if part.name.startswith(steps.WAITING)]
-    parts = [part for part in summary.budget if part not in last]
-    parts += [*_parts(samples, measured, step), *last]
-    return replace(
-        summary,
-        budget=tuple(parts),
-        collectives=tuple(_collectives(samples, measured, step)),
-        peak_nbytes=0 if samples.peak_nbytes is None else int(samples.peak_nbytes.max()),
-    )
+    peak_nbytes = 0 if samples.peak_nbytes is None else int(samples.peak_nbytes.max())
+    summary = replace(summary, peak_nbytes=peak_nbytes)
+    if samples.timed is None or not samples.timed.ns.size:
+        return summary
+    measured, step = _measure(samples, samples.timed), summary.step.value
+    parts = [*summary.budget, *_parts(samples, measured, step)]
+    parts.sort(key=lambda part: part.rank is not None)  # the wait for a rank comes last
+    collectives = tuple(_collectives(samples, measured, step))
+    return replace(summary, budget=tuple(parts), collectives=collectives)
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """A collective: seconds[round]; `blocked` is seconds[world, round]."""
+    """The collectives: seconds[collective, round]; `blocked` is [collective, world, round]."""
 
-    span: Span
-    groups: tuple[tuple[int, ...], ...]
+    timed: Timed
     exposed: Floats
     hidden: Floats
     wait: Floats
     blocked: Floats
 
 
-def _measure(samples: Samples) -> list[_Measured]:
-    timed = samples.timed
-    if timed is None or not timed.ns.size:
-        return []
-    seconds: Floats = np.asarray(timed.ns[:, : samples.rounds], np.float64) * 1e-9
-    measured = []
-    for number, (span, groups) in enumerate(zip(timed.spans, timed.groups, strict=True)):
-        begin, blocked, end = np.moveaxis(seconds[:, :, number], 2, 0)
-        least = _slowest_group(blocked, groups)
-        whole = _slowest_group(end - begin, groups)
-        spreads = [np.ptp(blocked[list(ranks)], axis=0) for ranks in groups]
-        wait: Floats = np.asarray(np.max(spreads, axis=0), np.float64)
-        hidden = np.where(whole - least < LEAST_SECONDS, 0.0, whole - least)
-        measured.append(_Measured(span, groups, least, hidden, wait, blocked))
-    return measured
+def _measure(samples: Samples, timed: Timed) -> _Measured:
+    seconds = np.moveaxis(timed.ns[:, : samples.rounds] * 1e-9, 2, 0)
+    rows = []
+    for spans, groups in zip(seconds, timed.groups, strict=True):
+        begin, blocked, end = np.moveaxis(spans, 2, 0)  # [world, round]
+        exposed, whole = _slowest_group(blocked, groups), _slowest_group(end - begin, groups)
+        hidden = np.where(whole - exposed < LEAST_SECONDS, 0.0, whole - exposed)
+        wait = np.max([np.ptp(blocked[list(ranks)], axis=0) for ranks in groups], axis=0)
+        rows.append((exposed, hidden, wait, blocked))
+    return _Measured(timed, *map(np.array, zip(*rows, strict=True)))
 
 
 def _slowest_group(seconds: Floats, groups: Sequence[Sequence[int]]) -> Floats:
@@ -82,7 +67,12 @@ def _slowest_group(seconds: Floats, groups: Sequence[Sequence[int]]) -> Floats:
     return np.asarray(np.max(of_groups, axis=0), dtype=np.float64)
 
 
-def _parts(samples: Samples, measured: Sequence[_Measured], step: float) -> Iterator[Part]:
+def _total(seconds: Floats, numbers: Sequence[int]) -> Floats:
+    """Return the sum over some collectives."""
+    return np.asarray(seconds[numbers].sum(axis=0), dtype=np.float64)
+
+
+def _parts(samples: Samples, measured: _Measured, step: float) -> Iterator[Part]:
     """Yield the parts of the exposed communication, then what is hidden.
 
     exposed all_gather, …   how long the compute waits for them, without waits for other ranks
@@ -90,60 +80,41 @@ def _parts(samples: Samples, measured: Sequence[_Measured], step: float) -> Iter
                             of arms and spans, from ranks out of step, waking threads, bookkeeping
     hidden all_gather, …    how long they are in flight while the compute continues
     """
-    if not measured:
-        return
-    kinds = [name for name in OPERATIONS if any(m.span.operation == name for m in measured)]
-    exposed, hidden = (
-        {n: _sum([getattr(m, what) for m in measured if m.span.operation == n]) for n in kinds}
-        for what in ("exposed", "hidden")
-    )
-    known = [difference(EXPOSED_OF[name], step, exposed[name]) for name in kinds]
+    spans = measured.timed.spans
+    found = group_by(range(len(spans)), lambda i: spans[i].operation)
+    kinds = {name: found[name] for name in OPERATIONS if name in found}
+    exposed = {name: _total(measured.exposed, numbers) for name, numbers in kinds.items()}
+    for name, seconds in exposed.items():
+        yield steps.difference(EXPOSED_OF[name], step, seconds)
     if "noop" in samples.stamps:
-        arms = (steps.arm_seconds(samples, "ddp"), steps.arm_seconds(samples, "noop"))
-        known.append(difference(steps.OVERHEAD, step, *arms, *exposed.values()))
-    known += [difference(HIDDEN_OF[name], step, hidden[name]) for name in kinds]
-    yield from filter(None, known)
+        arms = (steps.arm_seconds(samples, name) for name in ("ddp", "noop"))
+        yield steps.difference(steps.OVERHEAD, step, *arms, *exposed.values())
+    for name, numbers in kinds.items():
+        yield steps.difference(HIDDEN_OF[name], step, _total(measured.hidden, numbers))
 
 
-def _sum(values: Sequence[Floats]) -> Floats:
-    return np.asarray(np.sum(values, axis=0), dtype=np.float64)
-
-
-def _collectives(
-    samples: Samples, measured: Sequence[_Measured], step: float
-) -> Iterator[Collective]:
+def _collectives(samples: Samples, measured: _Measured, step: float) -> Iterator[Collective]:
     """Yield the figures of each operation of each layer group in each phase."""
-    kinds: dict[tuple[str, str, str], list[_Measured]] = {}
-    for each in measured:
-        key = (each.span.layers, each.span.phase, each.span.operation)
-        kinds.setdefault(key, []).append(each)
-    for (layers, phase, operation), same in kinds.items():
-        exposed, hidden, wait = (
-            figure(_sum([getattr(each, name) for each in same]))
-            for name in ("exposed", "hidden", "wait")
-        )
-        assert exposed is not None
-        assert hidden is not None
-        assert wait is not None
-        confidence = 1 - 0.05 / samples.world / len(kinds)
+    spans = measured.timed.spans
+    kinds = group_by(
+        range(len(spans)), lambda i: (spans[i].layers, spans[i].phase, spans[i].operation)
+    )
+    confidence = 1 - 0.05 / samples.world / len(kinds)
+    for (layers, phase, operation), numbers in kinds.items():
+        blocked = _total(measured.blocked, numbers)
+        late: int | None = None
+        for ranks in measured.timed.groups[numbers[0]]:
+            number = steps.late_rank(blocked[list(ranks)], confidence, steps.LATE_SHARE * step)
+            if late is None and number is not None:
+                late = ranks[number]
         yield Collective(
             layers=layers,
             phase=phase,
             operation=operation,
-            calls=len(same),
-            nbytes=sum(each.span.nbytes for each in same),
-            exposed=exposed,
-            hidden=hidden,
-            wait=wait,
-            late_rank=_late_rank(same, confidence, steps.LATE_SHARE * step),
+            calls=len(numbers),
+            nbytes=sum(spans[number].nbytes for number in numbers),
+            exposed=figure(_total(measured.exposed, numbers)),
+            hidden=figure(_total(measured.hidden, numbers)),
+            wait=figure(_total(measured.wait, numbers)),
+            late_rank=late,
         )
-
-
-def _late_rank(same: Sequence[_Measured], confidence: float, least: float) -> int | None:
-    """Return the rank for which the others of its group wait; None if none exceeds the noise."""
-    blocked = _sum([each.blocked for each in same])
-    for ranks in same[0].groups:
-        late = steps.late_rank(blocked[list(ranks)], confidence, least)
-        if late is not None:
-            return ranks[late]
-    return None

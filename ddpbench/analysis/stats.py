@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -154,13 +153,11 @@ def summary(
     hidden_launch: whether the host's stamps span the kernel launch alone, not the call.
     """
     times = over.times(calls)
-    host_mean = float(over.host_mean.mean()) * 1e-9 / calls
-    launch = float(np.median(over.host_slowest)) * 1e-9 / calls
-    bracket: dict[str, Any] = {
-        "skew_seconds": over.last_in - over.first_in,
-        "last_in_seconds": (over.last_out - over.last_in) / calls,
-        "global_seconds": (over.last_out - over.first_in) / calls,
-    }
+    is_known = common_clock and not hidden_launch
+
+    def median(values: Floats | Stamps) -> float:
+        return float(np.median(values)) * 1e-9 / calls
+
     return Summary(
         repetitions=len(times),
         median_seconds=float(np.median(times)),
@@ -169,17 +166,16 @@ def summary(
         min_seconds=float(times.min()),
         max_seconds=float(times.max()),
         percentiles_seconds=percentiles(times) if single else {},
-        rank_mean_seconds=float(np.median(over.mean)) * 1e-9 / calls,
-        rank_min_seconds=float(np.median(over.fastest)) * 1e-9 / calls,
-        overall_mean_seconds=None if hidden_launch else host_mean,
-        launch_seconds=launch if hidden_launch else None,
+        rank_mean_seconds=median(over.mean),
+        rank_min_seconds=median(over.fastest),
+        overall_mean_seconds=None if hidden_launch else float(over.host_mean.mean()) * 1e-9 / calls,
+        launch_seconds=median(over.host_slowest) if hidden_launch else None,
         outliers=outliers(times, 1.5),
         far_outliers=outliers(times, 3.0),
         quantiles_seconds=quantiles(times) if single else (),
-        **{
-            name: float(np.median(values)) * 1e-9 if common_clock and not hidden_launch else None
-            for name, values in bracket.items()
-        },
+        skew_seconds=float(np.median(over.last_in - over.first_in)) * 1e-9 if is_known else None,
+        last_in_seconds=median(over.last_out - over.last_in) if is_known else None,
+        global_seconds=median(over.last_out - over.first_in) if is_known else None,
     )
 
 
@@ -226,8 +222,7 @@ class Kept:
             return np.empty((0, 5), np.int64)
         stamps = np.concatenate(self._whole, axis=1)
         world, count, _ = stamps.shape
-        repetition = np.tile(np.arange(count), world)
-        rank = np.repeat(np.arange(world), count)
+        rank, repetition = np.indices((world, count)).reshape(2, -1)
         rows = np.column_stack([repetition, rank, stamps.reshape(-1, 3)])
         members = [rank for subgroup in self.subgroups for rank in subgroup]
         return rows[np.isin(rank, members)] if members else rows

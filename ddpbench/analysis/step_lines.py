@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ddpbench.analysis import stats, steps
-from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, note_fastest
+from ddpbench.analysis.flags import BUSY, STOPPED, AnyLine, Flag, group_by, note_fastest
 from ddpbench.records.schema import (
     Bucket,
     Collective,
@@ -54,14 +54,11 @@ class StepLine(AnyLine):
 
 def lines(run: Run) -> list[StepLine]:
     """Return the cases of a run by workload, settings, and backend in the requested order."""
-    by_case: dict[StepCase, list[StepResult]] = {}
-    for result in run.steps:
-        by_case.setdefault(result.case, []).append(result)
+    by_case = group_by(run.steps, lambda result: result.case)
     names = list(dict.fromkeys([*run.operations, *(r.case.workload for r in run.steps)]))
     backends = [*run.backends, *(launch.backend for launch in run.launches)]
     backends = list(dict.fromkeys([*backends, *(r.case.backend for r in run.steps)]))
-    first = {same_but_backend(case): None for case in by_case}
-    groups = list(first)
+    groups = list(dict.fromkeys(map(same_but_backend, by_case)))
 
     def order(case: StepCase) -> tuple[int, ...]:
         group = groups.index(same_but_backend(case))
@@ -69,6 +66,19 @@ def lines(run: Run) -> list[StepLine]:
 
     known = [_line(case, by_case[case], run.plan) for case in sorted(by_case, key=order)]
     return note_fastest(known)
+
+
+def keep_default(run: Run) -> Run:
+    """Return a run of tune with only its defaults, which it measured first; others as they are."""
+    if run.command != "tune":
+        return run
+    return replace(run, steps=tuple(results[0] for results in group_by_backend(run)))
+
+
+def group_by_backend(run: Run) -> list[list[StepResult]]:
+    """Return the results of each workload on each backend, in the order of measurement."""
+    cases = group_by(run.steps, lambda r: (r.case.workload, r.case.backend, r.case.provider))
+    return list(cases.values())
 
 
 def same_but_backend(case: StepCase) -> StepCase:

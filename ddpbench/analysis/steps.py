@@ -29,6 +29,25 @@ EITHER = "compute and copies"  # if no arm separates them
 TRANSFER, OVERHEAD = "exposed transfer", "communication overhead"  # make EXPOSED
 HIDDEN, COMMUNICATION = "hidden communication", "communication"  # TRANSFER and HIDDEN make the last
 CHAIN = (COMPUTE, EITHER, COPIES, EXPOSED)  # make the step
+IN_FLIGHT, AFTER = "in flight", "after"  # times from the stamps of buckets, beside those of arms
+# A part is the time of the first arm less those of the others:
+# exposed communication   how much longer the step is than without communication
+# communication           the time in which any bucket is in flight, in the rank that waits least
+# exposed transfer        its part after the last bucket is handed over, when backward has nothing
+#                         left to compute
+# hidden communication    communication - exposed transfer: never below 0, and 0 for one bucket
+# communication overhead  exposed communication - exposed transfer: waking threads, bookkeeping,
+#                         ranks out of step, backward slowed by hidden communication
+PARTS = {
+    COMPUTE: ("no_sync",),
+    EITHER: ("noop",),
+    COPIES: ("noop", "no_sync"),
+    EXPOSED: ("ddp", "noop"),
+    TRANSFER: (AFTER,),
+    OVERHEAD: ("ddp", "noop", AFTER),
+    HIDDEN: (IN_FLIGHT, AFTER),
+    COMMUNICATION: (IN_FLIGHT,),
+}
 WAITING = "waiting for rank"
 # The parts of a step whose collectives were timed one by one.
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -103,10 +122,6 @@ class Samples:
         """The number of complete rounds; a run can stop in the middle of a round."""
         return int(min(each.shape[1] for each in (*self.walls.values(), *self.stamps.values())))
 
-    def arm(self, name: str) -> Ints | None:
-        """Return ns[world, round, K, 4] of an arm in complete rounds; None if not measured."""
-        return self.stamps[name][:, : self.rounds] if name in self.stamps else None
-
 
 def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSummary:
     """Return all figures of one case in one launch.
@@ -114,22 +129,17 @@ def summarise(samples: Samples, batch_of_all_ranks: int, warm_up: int) -> StepSu
     samples: of at least one complete round, with the arm "ddp". batch_of_all_ranks: samples of a
     step on all ranks together. warm_up: steps before the first round.
     """
-    ddp = samples.arm("ddp")
-    assert ddp is not None
-    in_a_row = ddp.shape[2]
-    arm = arm_seconds(samples, "ddp")
-    step = figure(arm)
-    assert step is not None
-    seconds = step.value
+    ddp = samples.stamps["ddp"][:, : samples.rounds]
+    step = figure(arm_seconds(samples, "ddp"))
     return StepSummary(
         rounds=samples.rounds,
-        in_a_row=in_a_row,
+        in_a_row=ddp.shape[2],
         warm_up=warm_up,
         step=step,
         samples_per_second=batch_of_all_ranks / step.value,
         phases=tuple(_phase(name, ddp) for name in PHASES),
-        budget=tuple(_budget(samples, arm, seconds)),
-        buckets=tuple(_buckets(samples, seconds)),
+        budget=tuple(_budget(samples, step.value)),
+        buckets=tuple(_buckets(samples, step.value)),
     )
 
 
@@ -140,35 +150,28 @@ def compute_cost(samples: Samples, step_seconds: float) -> tuple[Figure | None, 
     """
     if not samples.verify.shape[1]:
         return None, None
-    seconds = figure(samples.verify.max(axis=0) * 1e-9, of="verifications")
-    return seconds, None if seconds is None else seconds.value / step_seconds
+    cost = figure(samples.verify.max(axis=0) * 1e-9, of="verifications")
+    return cost, cost.value / step_seconds
 
 
-def figure(values: Floats, confidence: float = 0.95, of: str = "rounds") -> Figure | None:
-    """Return the median of all values but NaN, and its exact interval; None if all are NaN."""
-    known = values[np.isfinite(values)]
-    if not len(known):
-        return None
-    interval = stats.median_interval(known, confidence)
+def figure(values: Floats, confidence: float = 0.95, of: str = "rounds") -> Figure:
+    """Return the median of the values, at least one, and its exact interval."""
+    interval = stats.median_interval(values, confidence)
     if interval is not None:
         interval = replace(interval, of=interval.of.replace("repetitions", of))
-    return Figure(float(np.median(known)), interval)
+    return Figure(float(np.median(values)), interval)
 
 
 def arm_seconds(samples: Samples, name: str) -> Floats:
-    """Return seconds[round] of a step of an arm; NaN if it was not measured."""
-    stamps = samples.arm(name)
-    if stamps is None:
-        return np.full(samples.rounds, np.nan)
+    """Return seconds[round] of a step of an arm that was measured."""
     slowest = samples.walls[name][:, : samples.rounds].max(axis=0)
-    return np.asarray(slowest * 1e-9 / stamps.shape[2], dtype=np.float64)
+    return np.asarray(slowest * 1e-9 / samples.stamps[name].shape[2], dtype=np.float64)
 
 
 def _phase(name: str, stamps: Ints) -> Phase:
     begin, end = PHASES[name]
     spans = stamps[..., end] - stamps[..., begin]
     slowest = figure(spans.max(axis=0).mean(axis=-1) * 1e-9)
-    assert slowest is not None
     rank, share = _most_often(spans.argmax(axis=0))
     fastest = float(np.median(spans.min(axis=0).mean(axis=-1))) * 1e-9
     return Phase(name, slowest, fastest, rank, share)
@@ -180,46 +183,28 @@ def _most_often(ranks: npt.NDArray[np.intp]) -> tuple[int, float]:
     return int(counts.argmax()), float(counts.max() / ranks.size)
 
 
-def _budget(samples: Samples, ddp: Floats, step: float) -> Iterator[Part]:
-    """Yield the parts that follow from the measured arms.
-
-    exposed communication   ddp - noop: how much longer the step is than without communication
-    communication           the time in which any bucket is in flight, in the rank that waits least
-    exposed transfer        its part after the last bucket is handed over, when backward has nothing
-                            left to compute
-    hidden communication    communication - exposed transfer: never below 0, and 0 for one bucket
-    communication overhead  exposed communication - exposed transfer: waking threads, bookkeeping,
-                            ranks out of step, backward slowed by hidden communication
-    """
-    noop, no_sync = arm_seconds(samples, "noop"), arm_seconds(samples, "no_sync")
-    parts: dict[str, tuple[Floats, ...]] = {COMPUTE: (no_sync,)}
-    if samples.world > 1:
-        if "no_sync" not in samples.stamps:
-            parts = {EITHER: (noop,)}
-        parts |= {COPIES: (noop, no_sync), EXPOSED: (ddp, noop)}
-        if (stamps := _bucket_stamps(samples)) is not None:
-            whole, after = _communication(stamps)
-            parts |= {
-                TRANSFER: (after,),
-                OVERHEAD: (ddp, noop, after),
-                HIDDEN: (whole, after),
-                COMMUNICATION: (whole,),
-            }
-    known = [difference(name, step, *values) for name, values in parts.items()]
-    yield from (part for part in [*known, _waiting(samples, step)] if part is not None)
+def _budget(samples: Samples, step: float) -> Iterator[Part]:
+    """Yield the parts that follow from what was measured; without other ranks, the compute only."""
+    times = {name: arm_seconds(samples, name) for name in samples.stamps}
+    if (stamps := _bucket_stamps(samples)) is not None:
+        times[IN_FLIGHT], times[AFTER] = _communication(stamps)
+    alone = samples.world == 1
+    for name, (first, *less) in PARTS.items():
+        is_known = times.keys() >= {first, *less} and not (name == EITHER and "no_sync" in times)
+        if is_known and (name == COMPUTE or not alone):
+            yield difference(name, step, times[first], *(times[each] for each in less))
+    if not alone and not times.keys().isdisjoint(("noop", "no_sync")):
+        yield _waiting(samples, step)
 
 
-def difference(name: str, step: float, first: Floats, *less: Floats) -> Part | None:
+def difference(name: str, step: float, first: Floats, *less: Floats) -> Part:
     """Return the median of the first less the medians of the others, so that parts add up.
 
     The interval is of the median of the differences, paired by round. The two medians may differ a
     little.
     """
-    paired = figure(first - sum(less))
-    if paired is None:
-        return None
     value = float(np.median(first) - sum(np.median(each) for each in less))
-    part = holding(value, paired.interval)
+    part = holding(value, figure(first - sum(less)).interval)
     resolved = part.interval is not None and part.interval.low > 0
     return Part(name, part, value / step, resolved)
 
@@ -247,36 +232,28 @@ def _communication(stamps: Ints) -> tuple[Floats, Floats]:
 def _busy(stamps: Ints) -> Ints:
     """Return ns[world, round] covered by the spans of the buckets; overlaps count once."""
     order = stamps[..., :1].argsort(axis=2)
-    ordered = np.take_along_axis(stamps, order, axis=2)
-    covered = np.zeros(stamps.shape[:2], dtype=np.int64)
-    end = ordered[:, :, 0, 0]
-    for bucket in range(ordered.shape[2]):
-        handed, reduced = ordered[:, :, bucket, 0], ordered[:, :, bucket, 1]
-        covered += np.maximum(0, reduced - np.maximum(handed, end))
-        end = np.maximum(end, reduced)
-    return covered
+    begins, ends = np.moveaxis(np.take_along_axis(stamps, order, axis=2), 3, 0)
+    ends = np.maximum.accumulate(ends, axis=2)
+    begins = np.concatenate([begins[..., :1], np.maximum(begins[..., 1:], ends[..., :-1])], axis=2)
+    return np.asarray(np.maximum(0, ends - begins).sum(axis=2), dtype=np.int64)
 
 
-def _waiting(samples: Samples, step: float) -> Part | None:
+def _waiting(samples: Samples, step: float) -> Part:
     """Return how much longer the slowest rank takes than the mean of the others, without waits.
 
     It was chosen out of all ranks, so the confidence is corrected by their number (Bonferroni).
     """
-    stamps = samples.arm("noop" if "noop" in samples.stamps else "no_sync")
-    if stamps is None or samples.world < 2:
-        return None
+    stamps = samples.stamps["noop" if "noop" in samples.stamps else "no_sync"][:, : samples.rounds]
     seconds = (stamps[..., 3] - stamps[..., 0]).mean(axis=2) * 1e-9  # [world, round]
     late = int(np.median(seconds, axis=1).argmax())
     longer = figure(seconds[late] - _others(seconds, late), 1 - 0.05 / samples.world)
-    if longer is None:
-        return None
     resolved = longer.interval is not None and longer.interval.low > LATE_SHARE * step
     return Part(f"{WAITING} {late}", longer, longer.value / step, resolved, late)
 
 
 def _others(values: Floats, rank: int) -> Floats:
     """Return the mean of [world, round] over all ranks but one."""
-    return np.asarray((values.sum(axis=0) - values[rank]) / (len(values) - 1), dtype=np.float64)
+    return np.asarray(np.delete(values, rank, axis=0).mean(axis=0), dtype=np.float64)
 
 
 def _bucket_stamps(samples: Samples) -> Ints | None:
@@ -301,17 +278,13 @@ def _buckets(samples: Samples, step: float) -> Iterator[Bucket]:
     handed = np.median(stamps[..., 0].max(axis=0), axis=0) * 1e-9
     for number, info in enumerate(samples.buckets):
         bucket = seconds[:, :, number]  # [world, round]
-        wire, wait = figure(bucket.min(axis=0)), figure(np.ptp(bucket, axis=0))
-        assert wire is not None
-        assert wait is not None
         confidence = 1 - 0.05 / samples.world / len(samples.buckets)
-        late = late_rank(bucket, confidence, LATE_SHARE * step)
         known = Bucket(
             **vars(info),
             handed_seconds=float(handed[number]),
-            wire=wire,
-            wait=wait,
-            late_rank=late,
+            wire=figure(bucket.min(axis=0)),
+            wait=figure(np.ptp(bucket, axis=0)),
+            late_rank=late_rank(bucket, confidence, LATE_SHARE * step),
         )
         yield known if samples.alone is None else _explain(known, number, stamps, samples.alone)
 
@@ -324,7 +297,6 @@ def _explain(bucket: Bucket, number: int, stamps: Ints, alone: Ints) -> Bucket:
     backward computes.
     """
     expected = figure(alone[:, :, number].min(axis=0) * 1e-9, of="repetitions")
-    assert expected is not None
     last = (stamps[..., 1] - stamps[..., 0])[:, :, number].argmin(axis=0)
     own: Floats = np.take_along_axis(stamps, last[None, :, None, None], axis=0)[0] * 1e-9
     handed, reduced = own[:, number, 0], own[:, number, 1]

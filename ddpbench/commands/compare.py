@@ -89,8 +89,7 @@ def compare_stored(base: Source, new: Source, namespace: argparse.Namespace) -> 
     """
     if common := [one.id for one in base.runs if one in new.runs]:
         raise Refused(f"BASE and NEW both contain the run {common[0]}: choose different runs")
-    from ddpbench.verdicts.comparison import Rule  # loads numpy
-    from ddpbench.verdicts.drift import estimate_drift
+    from ddpbench.verdicts.comparison import Rule, estimate_drift  # loads numpy
 
     newest = []
     for folder in store.list_runs()[-NEWEST_RUNS:]:

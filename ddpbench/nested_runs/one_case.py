@@ -14,8 +14,7 @@ from typing import Any
 from ddpbench.nested_runs.command_line import last_message
 from ddpbench.records import codec, store
 from ddpbench.records.schema import Case, Run, StepCase
-from ddpbench.verdicts import matching
-from ddpbench.verdicts.matching import AnyCase, SideCase
+from ddpbench.verdicts.matching import AnyCase, Side, SideCase, Source, find_cases
 from ddpbench.verdicts.regression import Measured
 
 PATIENCE_SECONDS = 15.0  # between asking to end and killing
@@ -49,9 +48,9 @@ def measure(command: str, arguments: Sequence[str], folder: Path, deadline_secon
     Its ranks use the import path of this program. Raises Unmeasured if it was refused, a rank died,
     a result was wrong, or it took too long.
     """
-    line = [sys.executable, "-m", "ddpbench", command, *arguments]
+    line = ["ddpbench", command, *arguments]
     process = subprocess.Popen(
-        [*line, f"--output={folder}", "--quiet", "--format=json"],
+        [sys.executable, "-m", *line, f"--output={folder}", "--quiet", "--format=json"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -62,8 +61,8 @@ def measure(command: str, arguments: Sequence[str], folder: Path, deadline_secon
     try:
         _, errors = process.communicate(timeout=deadline_seconds)
     except subprocess.TimeoutExpired:
-        typed = " ".join(["ddpbench", command, *arguments])
-        raise Unmeasured(f"`{typed}` did not end within {deadline_seconds:g} s") from None
+        reason = f"`{' '.join(line)}` did not end within {deadline_seconds:g} s"
+        raise Unmeasured(reason) from None
     finally:
         for number in (signal.SIGTERM, signal.SIGKILL):  # the first lets the ranks store results
             if process.poll() is None:
@@ -85,7 +84,7 @@ def measure(command: str, arguments: Sequence[str], folder: Path, deadline_secon
 
 def only_case(run: Run) -> SideCase:
     """Return the only case of a run. Raises Unmeasured if there are several, or it is invalid."""
-    found = [*matching.find_cases(matching.Source(run.id, (run,))).values()]
+    found = [*find_cases(Source(run.id, (run,))).values()]
     if len(found) != 1:
         names = ", ".join(each.case.key for each in found) or "none"
         raise Unmeasured(f"expected one case, not {len(found)} ({names}): choose a single one")
@@ -108,7 +107,7 @@ def decode(stored: Mapping[str, Any], source: str) -> Measured:
     """
     try:
         kind: type[AnyCase] = StepCase if "workload" in stored["case"] else Case
-        side = codec.decode(matching.Side, stored["side"])
+        side = codec.decode(Side, stored["side"])
         case, warnings = codec.decode(kind, stored["case"]), tuple(stored["warnings"])
         return Measured(case, side, warnings, source, str(stored["torch"]))
     except (KeyError, TypeError) as error:

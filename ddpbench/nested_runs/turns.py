@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import random
 import re
@@ -18,16 +17,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import ddpbench
 from ddpbench.launch.placement import Refused
-from ddpbench.nested_runs.command_line import MEASURING, check, last_message
+from ddpbench.nested_runs.command_line import MEASURING, last_message, parse
 from ddpbench.records import redact, store
 from ddpbench.records.store import End
-from ddpbench.records.wording import list_choices
+from ddpbench.session.options import resolve
 
 SET_HERE = ("--launches", "--output", "--format", "--columns", "--quiet", "--seed")
 # Options of a variant: how the same thing is done, and the fields of a case that they set.
@@ -63,11 +62,15 @@ class Variant:
     def __str__(self) -> str:
         """Return the variant as typed, without its secrets."""
         python = [] if self.python == sys.executable else ["--python", self.python]
+        return self.format_command([*python, *self.words])
+
+    def format_command(self, words: Sequence[str]) -> str:
+        """Return these words after this variant's variables, without secrets."""
         variables = []
         for name, value in self.environ.items():
             hidden = redact.is_secret_name(name)
             variables.append(f"{name}={'(hidden)' if hidden else shlex.quote(redact.text(value))}")
-        return " ".join([*variables, shlex.join(redact.arguments([*python, *self.words]))]).strip()
+        return " ".join([*variables, shlex.join(redact.arguments(words))]).strip()
 
 
 def parse_variant(name: str, text: str) -> Variant:
@@ -103,16 +106,17 @@ def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
 
     Raises Refused, or SystemExit with a sentence.
     """
-    if namespace.words[0] not in MEASURING:
-        raise Refused(
-            f"cannot measure the command {namespace.words[0]!r}: choose {list_choices(MEASURING)}"
-        )
     for variant in variants:
         words = [*namespace.words, *variant.words]
         for word in words:
             if word.split("=")[0] in SET_HERE:
                 raise Refused(f"leave out {word}: ddpbench sets it for both sides")
-        check(words, resolved=variant.python == sys.executable)
+        parsed = parse(words)
+        options = MEASURING[words[0]].Options.of(parsed)
+        if variant.python == sys.executable:
+            resolve(options, None)
+        else:  # another Python may have another device and backend
+            options.check()
         for word in variant.words:
             if word.startswith("-") and word.split("=")[0] not in HOW:
                 raise Refused(f"--{variant.name}: {word} belongs after the command, for both sides")
@@ -125,14 +129,6 @@ def prepare(namespace: argparse.Namespace, variants: Sequence[Variant]) -> Path:
         folder.mkdir(parents=True, exist_ok=False)
     except OSError as error:
         raise Refused(store.explain_unwritable(error)) from None
-    return folder
-
-
-@functools.cache
-def _package_folder() -> tempfile.TemporaryDirectory[str]:
-    """Create a folder that contains only a link to ddpbench, because pip puts it beside torch."""
-    folder = tempfile.TemporaryDirectory(prefix="ddpbench-package-")
-    (Path(folder.name) / "ddpbench").symlink_to(Path(ddpbench.__file__).resolve().parent)
     return folder
 
 
@@ -152,8 +148,11 @@ class Side:
     ) -> None:
         self.variant, self.folder = variant, folder
         self._line = [variant.python, "-m", "ddpbench", *words, *variant.words]
+        # Its folder contains ddpbench alone, because pip puts ddpbench beside torch.
+        self._package = tempfile.TemporaryDirectory(prefix="ddpbench-package-")
+        (Path(self._package.name) / "ddpbench").symlink_to(Path(ddpbench.__file__).resolve().parent)
         environ = {**os.environ, **variant.environ}
-        paths = filter(None, (_package_folder().name, environ.get("PYTHONPATH")))
+        paths = filter(None, (self._package.name, environ.get("PYTHONPATH")))
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [*self._line, *settings, "--quiet", "--output", str(folder)],
@@ -167,26 +166,22 @@ class Side:
 
     @property
     def command(self) -> str:
-        """The command that measures this side alone, as typed."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.variant.environ.items()]
-        return " ".join([*variables, shlex.join(self._line)])
+        """The command that measures this side alone, without secrets."""
+        return self.variant.format_command(self._line)
 
     def measure_launch(self) -> None:
         """Measure one launch. Raises Failed with the process's message if it fails."""
-        assert self._process.stdin is not None
         start = self._errors.seek(0, os.SEEK_END)
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write("go\n")
-            self._process.stdin.flush()
+            print("go", file=self._process.stdin, flush=True)
         assert self._process.stdout is not None
         # A module of the user may print to stdout too.
         code = next((int(line) for line in self._process.stdout if line.strip().isdigit()), None)
-        if code == 0:
-            return
-        if code is None:  # the process has ended, perhaps before its turn
-            code, start = self._process.wait(60), 0
-        self._errors.seek(start)
-        raise Failed(self, last_message(self._errors.read()), code)
+        if code != 0:
+            if code is None:  # the process has ended, perhaps before its turn
+                code, start = self._process.wait(60), 0
+            self._errors.seek(start)
+            raise Failed(self, last_message(self._errors.read()), code)
 
     def interrupt(self) -> None:
         self._process.send_signal(signal.SIGINT)
@@ -198,26 +193,7 @@ class Side:
         self._process.kill()
         self._process.wait()
         self._errors.close()
-
-
-@contextlib.contextmanager
-def _opened(
-    variants: Sequence[Variant], namespace: argparse.Namespace, folder: Path, launches: int
-) -> Iterator[list[Side]]:
-    """Start the variants' processes, for at most this many launches each; end them together."""
-    sides: list[Side] = []
-    settings = ["--launches", str(launches), "--seed", str(namespace.seed), "--paced"]
-    try:
-        # One by one: a side must be closed even if the next one cannot start.
-        sides.extend(Side(each, namespace.words, folder / each.name, settings) for each in variants)
-        yield sides
-    except KeyboardInterrupt:
-        for side in sides:
-            side.interrupt()
-        raise
-    finally:
-        for side in sides:
-            side.close()
+        self._package.cleanup()
 
 
 def measure(
@@ -229,28 +205,39 @@ def measure(
 ) -> End | None:
     """Start a process for each variant and measure blocks; return how it ended, if early.
 
-    launches: the maximum per variant. measure_blocks: called with a function that measures one
-    block.
+    launches: per variant, at most. measure_blocks: its argument is a function for one block.
     """
     order = random.Random(namespace.seed)
+    settings = ["--launches", str(launches), "--seed", str(namespace.seed), "--paced"]
+    sides: list[Side] = []
+
+    def measure_block() -> None:
+        for side in order.sample(sides, len(sides)):
+            side.measure_launch()
+
     for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: what was measured is shown
         signal.signal(number, signal.default_int_handler)
     try:
-        with _opened(variants, namespace, folder, launches) as sides:
-
-            def measure_block() -> None:
-                for side in order.sample(sides, len(sides)):
-                    side.measure_launch()
-
-            measure_blocks(measure_block)
+        # One by one: a side must be closed even if the next one cannot start.
+        sides.extend(Side(v, namespace.words, folder / v.name, settings) for v in variants)
+        measure_blocks(measure_block)
     except KeyboardInterrupt:
+        for side in sides:
+            side.interrupt()
         return End("interrupted", None, 130)
     except Failed as error:
         return End("failed", str(error), error.code)
+    finally:
+        for side in sides:
+            side.close()
+    return _find_wrong_results(sides)
+
+
+def _find_wrong_results(sides: Sequence[Side]) -> End | None:
     for side in sides:
         run = store.read(side.folder)
         if run.exit_code == 4:
-            errors = [finding.sentence for finding in run.findings if finding.severity == "error"]
-            failed = Failed(side, next(iter(errors), "a result was wrong"), 4)
+            errors = (finding.sentence for finding in run.findings if finding.severity == "error")
+            failed = Failed(side, next(errors, "a result was wrong"), 4)
             return End("failed", str(failed), 4)
     return None

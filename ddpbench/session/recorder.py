@@ -160,8 +160,9 @@ def finish(folder: Path, options: RunOptions, end: End | None = None) -> int:
 def _conclude(run: Run, end: End | None) -> Run:
     """Return the run with its findings and, unless it is marked already, its end."""
     from ddpbench.analysis import findings  # loads numpy
+    from ddpbench.verdicts import tuning
 
-    run = replace(run, findings=findings.findings(run))
+    run = replace(run, findings=findings.findings(run, tuning.list_findings(run)))
     if run.state != "running":
         return run
     measured = any(outcome.summary is not None for outcome in run.outcomes)

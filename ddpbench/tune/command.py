@@ -10,14 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ddpbench.analysis.tuning import (
-    CONFIRMING,
-    FINALISTS,
-    SCREENING,
-    compare,
-    group_settings,
-    rank_settings,
-)
 from ddpbench.catalog import workloads
 from ddpbench.catalog.hooks import HOOKS
 from ddpbench.launch.placement import Refused
@@ -27,6 +19,14 @@ from ddpbench.session import options, step_options
 from ddpbench.session.launches import LaunchContext
 from ddpbench.session.recorder import Recorder
 from ddpbench.tune.settings import KINDS, Base, Changes, list_settings
+from ddpbench.verdicts.tuning import (
+    CONFIRMING,
+    FINALISTS,
+    SCREENING,
+    compare,
+    group_settings,
+    rank_settings,
+)
 
 CASE_SECONDS = 1.0  # of a setting in a block
 FEWEST_ROUNDS, MOST_ROUNDS = 6, 200

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
-from math import expm1
 from typing import TypeVar
 
 import numpy as np
 
 from ddpbench.analysis.stats import Floats
-from ddpbench.records.schema import LEFT_OUT
+from ddpbench.records.schema import LEFT_OUT, Run
 from ddpbench.records.wording import counted
 from ddpbench.verdicts import matching, verdict
-from ddpbench.verdicts.drift import FEWEST_RUNS, Drift, drift_margin
 from ddpbench.verdicts.environments import Difference, compare_environments
 from ddpbench.verdicts.matching import AnyCase, Side, SideCase, Source
 from ddpbench.verdicts.verdict import (
@@ -39,6 +38,11 @@ DRIFTS = (
     "a machine changes over time, so a change counts only if its whole range is beyond the column "
     "drift; `ddpbench ab` measures in turns, without drift"
 )
+
+ASSUMED = 0.35  # drift, while there are too few runs to measure it
+FEWEST_RUNS = 5  # earlier runs that measure it
+# A run that differs only in these counts for the drift. All other differences may change times.
+HARMLESS = ("git", "commit", "plan: ")
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,14 @@ def judge_rows(
 
     One of several must also pass the test for their number. list_logs: log times of earlier runs,
     which show the drift; None: the sides are not apart in time. paired: launches of the same number
-    ran one after the other. They are judged as pairs with intervals of this confidence.
+    ran one after the other, and are judged as pairs. confidence: of the intervals.
     """
     todo = [row for row in rows if not row.verdict]
     if list_logs is not None:
-        known = [list_logs(row) for row in todo]
+        known = [(row, list_logs(row)) for row in todo]
         todo = [
             replace(row, drift=drift_margin(logs, len(todo)), earlier=len(logs))
-            for row, logs in zip(todo, known, strict=True)
+            for row, logs in known
         ]
     judged = [*(row for row in rows if row.verdict), *_judge(todo, paired, confidence)]
 
@@ -97,22 +101,20 @@ def judge_rows(
 
 
 def _judge(rows: Sequence[RowT], paired: bool, confidence: float) -> list[RowT]:
-    shift, chance, false_share = verdict.shift, verdict.chance, verdict.FALSE_SHARE
+    shift, chance, false_share = verdict.shift, verdict.chance, 1 - confidence
     if paired:
         shift, chance = verdict.paired_shift, verdict.paired_chance
-        false_share = 1 - confidence
     times = [_list_times(row, paired) for row in rows]
-    shifts = [shift(*sides, 1 - false_share) for sides in times]
+    shifts = [shift(*sides, confidence) for sides in times]
     tested = [i for i, found in enumerate(shifts) if found is not None]
     chances: dict[int, Chance] = {}
     if len(tested) > 1:
         alone = [chance(*times[i], rows[i].margin) for i in tested]
         chances = dict(zip(tested, verdict.adjust_chances(alone), strict=True))
     judged = []
-    for i, (row, sides) in enumerate(zip(rows, times, strict=True)):
-        row, found = replace(row, shift=shifts[i]), shifts[i]
+    for i, (row, sides, found) in enumerate(zip(rows, times, shifts, strict=True)):
         judge = partial(verdict.judge, found, row.margin, chances.get(i), false_share)
-        row = _explain(replace(row, verdict=judge(row.drift)), judge())
+        row = _explain(replace(row, shift=found, verdict=judge(row.drift)), judge())
         if (strict := shift(*sides, 1 - false_share / len(rows))) is not None:
             row = replace(row, noticeable=verdict.noticeable(strict, row.margin, row.drift))
         judged.append(row)
@@ -123,36 +125,100 @@ def _list_times(row: Row, paired: bool) -> tuple[Floats, Floats]:
     """Return float64[launch] in seconds of both sides; in pairs, of the launches that both have."""
     assert row.base is not None
     assert row.new is not None
-    base, new = row.base, row.new
+    base, new = np.array(row.base.times), np.array(row.new.times)
     if not paired:
-        return np.array(base.times), np.array(new.times)
-    left, right = (dict(zip(side.launches, side.times, strict=True)) for side in (base, new))
-    both = sorted(left.keys() & right.keys())
-    return np.array([left[n] for n in both]), np.array([right[n] for n in both])
+        return base, new
+    _, left, right = np.intersect1d(row.base.launches, row.new.launches, return_indices=True)
+    return base[left], new[right]
 
 
 def _explain(row: RowT, without_drift: str) -> RowT:
     """Return the row with the reason for INCONCLUSIVE. without_drift: the verdict without it."""
-    why = ""
-    if row.verdict == INCONCLUSIVE and without_drift != INCONCLUSIVE:
+    if row.verdict != INCONCLUSIVE:
+        return row
+    shift, needed = row.shift, None
+    if without_drift != INCONCLUSIVE:
         why = f"two runs of identical code may differ by ±{row.drift * 100:.1f} %"
         if row.earlier < FEWEST_RUNS:
             why += f" (assumed: {row.earlier} of {FEWEST_RUNS} earlier runs are stored)"
-    elif row.verdict == INCONCLUSIVE:
-        row = replace(row, needed=verdict.launches_needed(row.shift, row.margin))
-        why = _explain_inconclusive(row)
-    return replace(row, why="; ".join(filter(None, [row.why, why])))
+    else:
+        needed = verdict.launches_needed(shift, row.margin)
+        if shift is None:
+            why = f"too few launches: needs {needed} per side"
+        else:
+            is_beyond = verdict.beyond(shift, row.margin)
+            width = f"±{math.expm1(shift.half_width) * 100:.1f} %"
+            launches = f"about {needed}" if needed <= MOST else f"more than {MOST}"
+            why = "may be chance among so many cases" if is_beyond else width
+            why += f": needs {launches} launches per side"
+    return replace(row, needed=needed, why="; ".join(filter(None, [row.why, why])))
 
 
-def _explain_inconclusive(row: Row) -> str:
-    shift, needed = row.shift, row.needed
-    if shift is None:
-        return f"too few launches: needs {needed} per side"
-    width = f"±{expm1(shift.half_width) * 100:.1f} %"
-    if verdict.beyond(shift, row.margin):
-        width = "may be chance among so many cases"
-    launches = f"about {needed}" if needed is not None and needed <= MOST else f"more than {MOST}"
-    return f"{width}: needs {launches} launches per side"
+@dataclass(frozen=True)
+class Drift:
+    """How far apart in time two sides are, and log times of earlier runs like them.
+
+    Runs of identical code differ by more than the interval of each shows.
+    """
+
+    apart: timedelta  # from the end of the earlier side to the beginning of the later one
+    # case → log times of stored runs in BASE's environment, one per run
+    known: Mapping[AnyCase, tuple[float, ...]]
+
+
+def drift_margin(logs: Sequence[float], cases: int) -> float:
+    """Return the change, a fraction, that two runs of identical code seldom exceed.
+
+    It is the 95th percentile of the changes among earlier runs. If these are few, or if the
+    comparison has many cases, the quantile of Student's t is larger: at most 5 % of comparisons
+    then show a larger change in any case (Bonferroni).
+    """
+    if len(logs) < FEWEST_RUNS:
+        return ASSUMED
+    from scipy.stats import t
+
+    first, second = np.triu_indices(len(logs), 1)
+    changes = np.abs(np.take(logs, first) - np.take(logs, second))
+    quantile = t.ppf(1 - verdict.FALSE_SHARE / cases, len(logs) - 1)
+    reach = quantile * np.std(logs, ddof=1) * math.sqrt(2)
+    return math.expm1(max(float(np.percentile(changes, 95)), float(reach)))
+
+
+def estimate_drift(base: Source, new: Source, stored: Iterable[Run]) -> Drift | None:
+    """Estimate the drift between two sides; None if launches took turns or have no time stamps.
+
+    stored: runs to learn from; runs in another environment than BASE, and NEW's own, are left out.
+    """
+    spans = [_find_span(source) for source in (base, new)]
+    if None in spans:
+        return None
+    first, second = sorted(filter(None, spans))
+    if second[0] < first[1] or first[0] == second[0]:
+        return None
+    others = {run.id: run for run in (*stored, *base.runs)}
+    for run in new.runs:
+        others.pop(run.id, None)
+    known: dict[AnyCase, tuple[float, ...]] = {}
+    for run in others.values():
+        changed = [each.name for each in compare_environments(base.runs, [run])]
+        if run.state != "complete" or not all(name.startswith(HARMLESS) for name in changed):
+            continue
+        for case, found in matching.find_cases(Source(run.id, (run,))).items():
+            if found.side is not None:
+                known[case] = (*known.get(case, ()), math.log(found.side.seconds))
+    return Drift(second[0] - first[1], known)
+
+
+def _find_span(source: Source) -> tuple[datetime, datetime] | None:
+    """Return when the launches of a side began and ended; None without stamps."""
+    launches = [launch for run in source.runs for launch in run.launches]
+    if not launches or not all(launch.started for launch in launches):
+        return None
+    first = min(launch.started for launch in launches)
+    last = max(launch.ended or launch.started for launch in launches)
+    utc = (stamp.replace("Z", "+00:00") for stamp in (first, last))  # Python 3.10 does not read Z
+    begin, end = map(datetime.fromisoformat, utc)
+    return begin, end
 
 
 @dataclass(frozen=True)
@@ -162,7 +228,7 @@ class Rule:
     margin: float = verdict.MARGIN  # the smallest change that counts
     drift: Drift | None = None  # between two sides that are apart in time
     paired: bool = False  # launches of the same number ran one after the other: judge them in pairs
-    confidence: float = verdict.CONFIDENCE  # of paired intervals
+    confidence: float = verdict.CONFIDENCE  # of the intervals
     varied: tuple[str, ...] = ()  # identity fields that the user varies on purpose
     allow_missing: bool = False  # accept cases that only one side measured
 
@@ -197,9 +263,15 @@ def compare(
     list_logs = None if drift is None else lambda row: drift.known.get(row.case, ())
     judged = judge_rows(rows, list_logs, rule.paired, rule.confidence)
     differences = compare_environments(base.runs, new.runs)
-    notes = [*_list_conditions("BASE", base), *_list_conditions("NEW", new)]
+    named = [("BASE", run) for run in base.runs] + [("NEW", run) for run in new.runs]
+    notes = []
+    for name, run in named:
+        if run.state != "complete":
+            notes.append(f"{name} is PARTIAL: {run.id} is {run.state}")
+        parts = [finding.sentence for finding in run.findings if finding.code == LEFT_OUT]
+        notes += [f"{name} is only a part of {run.id}: {sentence}" for sentence in parts]
     if drift is not None:
-        apart = timedelta(seconds=round(drift.seconds))
+        apart = timedelta(seconds=round(drift.apart.total_seconds()))
         notes.append(f"the two sides are {apart} apart: {DRIFTS}")
     return Comparison(base, new, rule, judged, differences, tuple(notes))
 
@@ -231,38 +303,18 @@ def explain_shortfall(comparison: Comparison) -> str:
     return f"not compared: {', '.join(left)} of {counted(len(comparison.rows), 'case')}{advice}"
 
 
-def _match(base: SideCase | None, new: SideCase | None, rule: Rule) -> Row | None:
+def _match(base: SideCase, new: SideCase, rule: Rule) -> Row | None:
     """Return the row of a matched pair, without verdict if it can be judged; None: unmeasured."""
-    case = (base or new).case  # type: ignore[union-attr]
-    left, right = (found.side if found is not None else None for found in (base, new))
-    row = Row(case, left, right, rule.margin)
-    faults = [
-        f"{name}: {found.fault}"
-        for name, found in (("BASE", base), ("NEW", new))
-        if found is not None and found.fault is not None
-    ]
-    if faults:
+    row = Row(base.case, base.side, new.side, rule.margin)
+    sides = (("BASE", base), ("NEW", new))
+    if faults := [f"{name}: {found.fault}" for name, found in sides if found.fault is not None]:
         return replace(row, verdict=INVALID, why="; ".join(faults))
-    if left is None and right is None:
+    if base.side is None and new.side is None:
         return None
-    if right is None:
-        return replace(row, verdict=ONLY_BASE, why=new.reason if new else "")
-    if left is None:
-        case = new.case if new else case
-        return replace(row, verdict=ONLY_NEW, case=case, why=base.reason if base else "")
-    assert base is not None
-    assert new is not None
+    if new.side is None:
+        return replace(row, verdict=ONLY_BASE, why=new.reason)
+    if base.side is None:
+        return replace(row, verdict=ONLY_NEW, case=new.case, why=base.reason)
     row = replace(row, why=matching.differing(base.case, new.case))
-    if not set(matching.fields_differing(base.case, new.case)) <= set(rule.varied):
-        return replace(row, verdict=INCOMPARABLE)
-    return row
-
-
-def _list_conditions(name: str, source: Source) -> Iterator[str]:
-    """Yield notes on one side: runs that are not complete, and cases that were left out."""
-    for run in source.runs:
-        if run.state != "complete":
-            yield f"{name} is PARTIAL: {run.id} is {run.state}"
-        for finding in run.findings:
-            if finding.code == LEFT_OUT:
-                yield f"{name} is only a part of {run.id}: {finding.sentence}"
+    may_differ = set(matching.fields_differing(base.case, new.case)) <= set(rule.varied)
+    return row if may_differ else replace(row, verdict=INCOMPARABLE)

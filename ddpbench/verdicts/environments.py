@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -42,14 +42,10 @@ def compare_environments(base: Sequence[Run], new: Sequence[Run]) -> tuple[Diffe
 
     A fact that only one side recorded does not count as a difference.
     """
-    sides = [[launch for run in side for launch in run.launches] for side in (base, new)]
-    backends = set.intersection(*({launch.backend for launch in side} for side in sides))
-    left, right = (
-        _collect(runs, [launch for launch in side if launch.backend in backends])
-        for runs, side in zip((base, new), sides, strict=True)
-    )
+    measured = [{launch.backend for run in runs for launch in run.launches} for runs in (base, new)]
+    left, right = (_collect(runs, set.intersection(*measured)) for runs in (base, new))
     for name in {**left, **right}:
-        if name.isupper() and left and right:  # a variable, which one side has not set
+        if name.isupper():  # a variable, which one side has not set
             left.setdefault(name, {UNSET})
             right.setdefault(name, {UNSET})
     return tuple(
@@ -59,11 +55,11 @@ def compare_environments(base: Sequence[Run], new: Sequence[Run]) -> tuple[Diffe
     )
 
 
-def _collect(runs: Sequence[Run], launches: Sequence[Launch]) -> dict[str, set[str]]:
-    """Return the values of each fact."""
+def _collect(runs: Sequence[Run], backends: Collection[str]) -> dict[str, set[str]]:
+    """Return the values of each fact in the launches of these backends."""
     facts: dict[str, set[str]] = {}
-    for launch in launches:
-        for name, value in _list_facts(launch):
+    for launch in (launch for run in runs for launch in run.launches):
+        for name, value in _list_facts(launch) if launch.backend in backends else ():
             facts.setdefault(name, set()).add(_format_value(value))
     for name in (field.name for field in fields(Plan) if field.name != "seed"):
         facts[f"plan: {name}"] = {_format_value(getattr(run.plan, name)) for run in runs}

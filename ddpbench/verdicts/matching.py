@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ddpbench.analysis import findings, lines, stats
+from ddpbench.analysis import lines, stats
 from ddpbench.records.schema import Case, Interval, Result, Run, StepCase, StepResult
 
 Outcome = Result | StepResult
@@ -51,6 +52,9 @@ class SideCase:
     reason: str  # why it was not measured
 
 
+ABSENT: dict[str, Any] = {"side": None, "fault": None, "reason": ""}  # case of the other side only
+
+
 def find_cases(
     source: Source, wanted: Callable[[AnyCase], bool] = lambda case: True
 ) -> dict[AnyCase, SideCase]:
@@ -70,19 +74,19 @@ def find_cases(
             )
         if wanted(case):
             by_case.setdefault(case, []).append(outcome)
-    return {case: _one(case, outcomes) for case, outcomes in by_case.items()}
-
-
-def _one(case: AnyCase, outcomes: list[Outcome]) -> SideCase:
-    name, nbytes = row_of(case)
-    nbytes = next((o.requested_nbytes for o in outcomes if isinstance(o, Result)), nbytes)
-    fault = next((f"launch {o.launch}: {f}" for o in outcomes if (f := _fault(o))), None)
-    timed = [(o.launch, seconds) for o in outcomes if (seconds := _seconds(o)) is not None]
-    side = None
-    if timed and fault is None:
-        launches, times = zip(*timed, strict=True)
-        side = Side(*stats.over_launches(np.array(times)), times, launches)
-    return SideCase(case, (name, nbytes), side, fault, outcomes[0].reason or "not measured")
+    found = {}
+    for case, outcomes in by_case.items():
+        name, nbytes = row_of(case)
+        nbytes = next((o.requested_nbytes for o in outcomes if isinstance(o, Result)), nbytes)
+        fault = next((f"launch {o.launch}: {f}" for o in outcomes if (f := _fault(o))), None)
+        timed = [(o.launch, seconds) for o in outcomes if (seconds := _seconds(o)) is not None]
+        side = None
+        if timed and fault is None:
+            launches, times = zip(*timed, strict=True)
+            side = Side(*stats.over_launches(np.array(times)), times, launches)
+        reason = outcomes[0].reason or "not measured"
+        found[case] = SideCase(case, (name, nbytes), side, fault, reason)
+    return found
 
 
 def row_of(case: AnyCase) -> tuple[str, int]:
@@ -101,12 +105,12 @@ def _seconds(outcome: Outcome) -> float | None:
 def _fault(outcome: Outcome) -> str | None:
     seconds = _seconds(outcome)
     if isinstance(outcome, StepResult):
-        if findings.replicas_bad(outcome):
+        if outcome.replicas is not None and outcome.replicas.failed:
             return "the replicas differed, or were not finite"
     elif outcome.wrong:
         rank = outcome.wrong[0].rank
         return f"{'a rank' if rank < 0 else f'rank {rank}'} got a wrong result"
-    elif seconds is not None and lines.impossible(outcome, seconds):
+    elif lines.impossible(outcome):
         return "faster than the data can move"
     elif (outcome.unhidden_share or 0.0) >= 0.5:
         return "the kernel launch of most calls was not hidden, so the time includes it"
@@ -117,18 +121,18 @@ def _fault(outcome: Outcome) -> str | None:
 
 def pair_cases(
     base: dict[AnyCase, SideCase], new: dict[AnyCase, SideCase]
-) -> Iterator[tuple[SideCase | None, SideCase | None]]:
-    """Yield each case with its partner; None if the other side has none."""
+) -> Iterator[tuple[SideCase, SideCase]]:
+    """Yield each case with its partner; if the other side has none, with one without a side."""
     unmatched = {case: found for case, found in new.items() if case not in base}
     for case, found in base.items():
         partner = new.get(case)
         if partner is None:  # the case of the same row that differs least
             same = [each for each in unmatched.values() if each.row == found.row]
             same.sort(key=lambda each: len(fields_differing(case, each.case)))
-            partner = unmatched.pop(same[0].case) if same else None
+            partner = unmatched.pop(same[0].case) if same else replace(found, **ABSENT)
         yield found, partner
     for found in unmatched.values():
-        yield None, found
+        yield replace(found, **ABSENT), found
 
 
 def fields_differing(base: AnyCase, new: AnyCase) -> list[str]:

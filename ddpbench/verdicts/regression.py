@@ -44,19 +44,17 @@ def judge_tests(
     def list_logs(row: JudgedTest) -> list[float]:
         return [math.log(one.side.seconds) for one in saved[row.test] if one.case == row.case]
 
-    bases = {name: earlier[-1] for name, earlier in saved.items() if earlier}
-    rows = [_match(name, bases.get(name), measured, margin) for name, measured in new.items()]
+    rows = []
+    for test, measured in new.items():
+        base = saved[test][-1] if saved.get(test) else None
+        sides = base.side if base else None, measured.side
+        row = JudgedTest(measured.case, *sides, margin, test=test, saved=base, measured=measured)
+        if base is None:
+            row = replace(row, verdict=ONLY_NEW, why="not saved before")
+        elif why := matching.differing(base.case, measured.case):
+            row = replace(row, verdict=INCOMPARABLE, why=why)
+        rows.append(row)
     return judge_rows(rows, list_logs)
-
-
-def _match(name: str, base: Measured | None, new: Measured, margin: float) -> JudgedTest:
-    """Return the row of a test, without verdict if it can be judged."""
-    row = JudgedTest(new.case, None, new.side, margin, test=name, saved=base, measured=new)
-    if base is None:
-        return replace(row, verdict=ONLY_NEW, why="not saved before")
-    if why := matching.differing(base.case, new.case):
-        return replace(row, base=base.side, verdict=INCOMPARABLE, why=why)
-    return replace(row, base=base.side)
 
 
 def explain_shortfall(rows: Sequence[Row], skipped: Mapping[str, str], allow: bool) -> str:

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 from links import MLP, measure
 
-from ddpbench.analysis import tuning
-from ddpbench.analysis.tuning import Verdict
 from ddpbench.records import store
 from ddpbench.records.schema import Bucket, Run
+from ddpbench.verdicts import tuning
+from ddpbench.verdicts.tuning import Verdict
 from ddpbench.verdicts.verdict import paired_shift
 
 from simulated_hosts import Hosts, missing  # isort: skip  (links has put their folder on the path)

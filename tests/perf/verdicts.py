@@ -44,7 +44,7 @@ from ddpbench.commands.ab import LOOKS
 from ddpbench.commands.compare import MARGIN_PERCENT
 from ddpbench.records import store
 from ddpbench.records.schema import Result, Run, StepCase
-from ddpbench.verdicts import comparison, drift, matching, regression, verdict
+from ddpbench.verdicts import comparison, matching, regression, verdict
 from ddpbench.verdicts.comparison import Row, Rule
 from ddpbench.verdicts.matching import Side, Source
 from ddpbench.verdicts.verdict import FASTER, INCONCLUSIVE, MARGIN, SAME, SLOWER
@@ -234,11 +234,11 @@ def print_noticed(trials: int) -> bool:
     for setting in settings:
         decided = total = 0
         for _ in range(trials // setting.cases):
-            drifts = [0.0 if setting.turns else drift.ASSUMED] * setting.cases
+            drifts = [0.0 if setting.turns else comparison.ASSUMED] * setting.cases
             if setting.earlier:
                 runs = [np.log(setting.draw(random)) for _ in range(setting.earlier)]
                 logs = np.transpose([np.median(each, axis=1) for each in runs])
-                drifts = [drift.drift_margin(list(each), setting.cases) for each in logs]
+                drifts = [comparison.drift_margin(list(each), setting.cases) for each in logs]
             change = setting.judge(random, drifts, 1.0).noticeable
             if change is not None:
                 total += 1
@@ -279,7 +279,7 @@ def multiply_times(run: Run, factor: float) -> Run:
 def compare_stored(base: Run, new: Run, earlier: Sequence[Run]) -> list[str]:
     """Return the verdicts of `compare`."""
     sides = Source(base.id, (base,)), Source(new.id, (new,))
-    rule = Rule(STORED_MARGIN, drift.estimate_drift(*sides, earlier))
+    rule = Rule(STORED_MARGIN, comparison.estimate_drift(*sides, earlier))
     return [row.verdict for row in comparison.compare(*sides, rule).rows]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from ddpbench.analysis import step_lines, steps
 from ddpbench.analysis.step_lines import StepLine
-from ddpbench.analysis.tuning import keep_default
 from ddpbench.catalog.parallel import WAYS
 from ddpbench.present.columns import choose_columns, explain, format_number, format_ranks
 from ddpbench.present.document import (
@@ -68,7 +67,7 @@ def build_sections(
         from ddpbench.present.steps import tuning  # loads numpy
 
         yield tuning.build_section(reported)
-        reported = keep_default(reported)
+        reported = step_lines.keep_default(reported)
     known = step_lines.lines(reported)
     shown = [line for line in known if line.results]
     columns = choose_columns(wanted, STEP_COLUMNS, shown)

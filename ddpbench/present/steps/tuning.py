@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ddpbench.analysis import steps
-from ddpbench.analysis.tuning import Setting, Verdict, judge_runs
 from ddpbench.present import theme
 from ddpbench.present.charts.kinds import Axis, Bars
 from ddpbench.present.document import Chart, Section, plain_name, tabulate_rows
 from ddpbench.present.steps.columns import format_ms
 from ddpbench.records.schema import Figure, Run
+from ddpbench.verdicts.tuning import Setting, Verdict, judge_runs
 
 CAPTION = (
     "Change of the time of a step from the default, per micro-batch: median over blocks, and its "

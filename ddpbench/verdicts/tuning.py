@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from ddpbench.analysis import stats
+from ddpbench.analysis import stats, step_lines
+from ddpbench.analysis.flags import group_by
 from ddpbench.records.schema import Figure, Finding, Interval, Run, StepCase, StepResult
 
-# The fields of a case that can differ, and how a script sets them.
-FIELDS = {
-    "bucket_cap_mb": "DistributedDataParallel(model, bucket_cap_mb={})",
-    "gradient_as_bucket_view": "DistributedDataParallel(model, gradient_as_bucket_view={})",
-    "static_graph": "DistributedDataParallel(model, static_graph={})",
-    "broadcast_buffers": "DistributedDataParallel(model, broadcast_buffers={})",
+# The fields of a case that can differ: keywords of DistributedDataParallel, and what a script does.
+KEYWORDS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "broadcast_buffers")
+CALLS = {
     "comm_hook": "model.register_comm_hook(None, {}): see ddpbench guide tune",
     "accumulate": "run {} micro-batches per optimizer step, all but the last under no_sync()",
     "threads": "torch.set_num_threads({})",
@@ -60,11 +59,6 @@ class Setting:
         }
 
     @property
-    def is_finalist(self) -> bool:
-        """Whether a block that judges has measured it."""
-        return any(block >= SCREENING for _, block in self.times)
-
-    @property
     def seconds(self) -> float | None:
         """The median over blocks of the seconds per micro-batch; None if it was not measured."""
         times = list(self.times.values())
@@ -83,11 +77,10 @@ class Setting:
     @property
     def lines(self) -> list[str]:
         """Return the lines of Python that choose this setting."""
-        keywords = [n for n in self.changes if FIELDS[n].startswith("Distributed")]
-        words = ", ".join(f"{name}={_format(self.changes[name])}" for name in keywords)
-        first = [f"DistributedDataParallel(model, {words})"] if keywords else []
-        others = [n for n in self.changes if n not in keywords]
-        return first + [FIELDS[name].format(_format(self.changes[name])) for name in others]
+        texts = {name: _format(value) for name, value in self.changes.items()}
+        words = ", ".join(f"{name}={text}" for name, text in texts.items() if name in KEYWORDS)
+        first = [f"DistributedDataParallel(model, {words})"] if words else []
+        return first + [CALLS[name].format(texts[name]) for name in texts if name in CALLS]
 
 
 @dataclass(frozen=True)
@@ -106,43 +99,35 @@ class Verdict:
 
 def judge_runs(run: Run) -> list[Verdict]:
     """Return the decision on each workload and backend of a run, in the order of measurement."""
-    groups: dict[tuple[str, str, str], list[StepResult]] = {}
-    for result in run.steps:
-        case = result.case
-        groups.setdefault((case.workload, case.backend, case.provider), []).append(result)
-    return [judge(results) for results in groups.values()]
+    return [_judge(group_settings(results)) for results in step_lines.group_by_backend(run)]
 
 
-def judge(results: Sequence[StepResult]) -> Verdict:
-    """Decide on the results of one workload and backend; the first is of the default."""
-    settings = group_settings(results)
+def _judge(settings: tuple[Setting, ...]) -> Verdict:
+    """Decide on the settings of one workload and backend, the default first."""
     default, *others = settings
-    finalists = [setting for setting in others if setting.is_finalist]
-    changes = {s.label: compare(s, default, 1 - 0.05 / max(1, len(finalists))) for s in others}
-    known = {label: figure for label, figure in changes.items() if figure is not None}
-    bounds = {s.label: known[s.label].interval for s in finalists if s.label in known}
-    if not bounds or None in bounds.values():
-        return Verdict(settings, known, None, None)
-    faster = [s for s in finalists if bounds[s.label].high < -MARGIN]  # type: ignore[union-attr]
-    best = min(faster, key=lambda s: known[s.label].value, default=None)
-    most = max(0.0, *(-interval.low for interval in bounds.values() if interval is not None))
-    return Verdict(settings, known, best, most)
+    finalists = [s for s in others if any(block >= SCREENING for _, block in s.times)]
+    confidence = 1 - 0.05 / max(1, len(finalists))
+    compared = {s.label: compare(s, default, confidence) for s in others}
+    changes = {label: figure for label, figure in compared.items() if figure is not None}
+    judged = [s for s in finalists if s.label in changes]
+    intervals = {s.label: interval for s in judged if (interval := changes[s.label].interval)}
+    if not judged or len(intervals) < len(judged):
+        return Verdict(settings, changes, None, None)
+    faster = [s for s in judged if intervals[s.label].high < -MARGIN]
+    best = min(faster, key=lambda s: changes[s.label].value, default=None)
+    most = max(0.0, *(-interval.low for interval in intervals.values()))
+    return Verdict(settings, changes, best, most)
 
 
 def group_settings(results: Sequence[StepResult]) -> tuple[Setting, ...]:
     """Return the settings in the order of their first measurement; the first is the default."""
-    by_case: dict[StepCase, list[StepResult]] = {}
-    for result in results:
-        by_case.setdefault(result.case, []).append(result)
     default = results[0].case
-    return tuple(
-        Setting(case, _list_changes(case, default), tuple(own)) for case, own in by_case.items()
-    )
-
-
-def _list_changes(case: StepCase, default: StepCase) -> dict[str, Any]:
-    values = {name: getattr(case, name) for name in FIELDS}
-    return {name: value for name, value in values.items() if value != getattr(default, name)}
+    settings = []
+    for case, own in group_by(results, lambda result: result.case).items():
+        values = {name: getattr(case, name) for name in (*KEYWORDS, *CALLS)}
+        changes = {k: value for k, value in values.items() if value != getattr(default, k)}
+        settings.append(Setting(case, changes, tuple(own)))
+    return tuple(settings)
 
 
 def compare(setting: Setting, default: Setting, confidence: float) -> Figure | None:
@@ -167,19 +152,9 @@ def compare(setting: Setting, default: Setting, confidence: float) -> Figure | N
 def rank_settings(results: Sequence[StepResult]) -> list[Setting]:
     """Return all measured settings but the default, the fastest first."""
     default, *others = group_settings(results)
-    known = [(compare(setting, default, 0.95), setting) for setting in others]
-    return [s for figure, s in sorted(((f, s) for f, s in known if f), key=lambda k: k[0].value)]
-
-
-def keep_default(run: Run) -> Run:
-    """Return a run of tune with the breakdown of the default of each backend; others as they are.
-
-    The first block measures the breakdown.
-    """
-    if run.command != "tune":
-        return run
-    defaults = [verdict.settings[0].results[:1] for verdict in judge_runs(run)]
-    return replace(run, steps=tuple(result for first in defaults for result in first))
+    compared = [(compare(setting, default, 0.95), setting) for setting in others]
+    known = [(figure.value, setting) for figure, setting in compared if figure is not None]
+    return [setting for _, setting in sorted(known, key=itemgetter(0))]
 
 
 def list_findings(run: Run) -> Iterator[Finding]:
@@ -191,34 +166,28 @@ def list_findings(run: Run) -> Iterator[Finding]:
         if default.seconds is None:
             continue
         if verdict.best is not None:
-            yield _recommend(verdict, what, place)
+            yield _recommend(verdict.best, verdict, what, place)
         elif verdict.most is not None:
             sentence = f"{what}: keep the defaults: no setting gains more than {verdict.most:.1%}"
             yield Finding("note", "keep-defaults", sentence, "", place)
         else:
-            yield Finding(
-                "note",
-                "undecided",
-                f"{what}: too few blocks to decide which setting is fastest",
-                "give it more time with --max-time",
-                place,
-            )
+            sentence = f"{what}: too few blocks to decide which setting is fastest"
+            advice = "give it more time with --max-time"
+            yield Finding("note", "undecided", sentence, advice, place)
 
 
-def _recommend(verdict: Verdict, what: str, place: Mapping[str, Any]) -> Finding:
-    best, default = verdict.best, verdict.settings[0]
-    assert best is not None
-    figure = verdict.changes[best.label]
-    assert figure.interval is not None
-    low, high = -figure.interval.high, -figure.interval.low
-    milliseconds = [f"{(s.seconds or 0.0) * 1e3:.4g} ms" for s in (best, default)]
+def _recommend(best: Setting, verdict: Verdict, what: str, place: Mapping[str, Any]) -> Finding:
+    change = verdict.changes[best.label]
+    assert change.interval is not None
+    shorter = f"{-change.value:.1%} [{-change.interval.high:.1%}, {-change.interval.low:.1%}]"
+    own, usual = (f"{(s.seconds or 0) * 1e3:.4g} ms" for s in (best, verdict.settings[0]))
     numbers = "; it changes the numbers that the training computes" * best.changes_numbers
     sentence = (
-        f"{what}: {best.label} makes a step {-figure.value:.1%} [{low:.1%}, {high:.1%}] shorter "
-        f"than the default: {milliseconds[0]} instead of {milliseconds[1]}{numbers}"
+        f"{what}: {best.label} makes a step {shorter} shorter than the default: {own} instead of "
+        f"{usual}{numbers}"
     )
-    changes = {name: best.changes[name] for name in best.changes}
-    return Finding("note", "faster-setting", sentence, "; ".join(best.lines), {**place, **changes})
+    place = {**place, **best.changes}
+    return Finding("note", "faster-setting", sentence, "; ".join(best.lines), place)
 
 
 def _format(value: Any) -> str:

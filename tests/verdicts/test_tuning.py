@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from stored_steps import a_step_case, a_step_result, a_step_run, a_step_summary
 
-from ddpbench.analysis import findings, tuning
-from ddpbench.analysis.tuning import CONFIRMING, SCREENING
-from ddpbench.records.schema import Figure, Finding, Run, StepResult
+from ddpbench.records.schema import Figure, Run, StepResult
+from ddpbench.verdicts import tuning
+from ddpbench.verdicts.tuning import CONFIRMING, SCREENING
 
 LAST = SCREENING + CONFIRMING
 EVERY = range(LAST)
@@ -35,19 +35,13 @@ def a_tuned_run(*results: list[StepResult]) -> Run:
     return a_step_run(*(result for each in results for result in each), command="tune")
 
 
-def decide(run: Run) -> list[Finding]:
-    """Return the findings on settings."""
-    codes = ("faster-setting", "keep-defaults", "undecided")
-    return [found for found in findings.findings(run) if found.code in codes]
-
-
 def test_a_confirmed_gain_is_recommended_with_the_line_of_python() -> None:
     run = a_tuned_run(
         measured({}, 100),
         measured({"bucket_cap_mb": 4.0}, 90),
         measured({"static_graph": True}, 99.5, range(2)),
     )
-    (found,) = decide(run)
+    (found,) = tuning.list_findings(run)
     assert (found.severity, found.code) == ("note", "faster-setting")
     assert found.next_step == "DistributedDataParallel(model, bucket_cap_mb=4)"
     assert found.place == {"workload": "mlp", "backend": "gloo", "bucket_cap_mb": 4.0}
@@ -62,7 +56,7 @@ def test_a_confirmed_gain_is_recommended_with_the_line_of_python() -> None:
 def test_without_a_clear_gain_the_defaults_stay(milliseconds: float) -> None:
     """The largest gain that the intervals leave open is stated."""
     run = a_tuned_run(measured({}, 100), measured({"bucket_cap_mb": 4.0}, milliseconds))
-    (found,) = decide(run)
+    (found,) = tuning.list_findings(run)
     assert found.code == "keep-defaults"
     (verdict,) = tuning.judge_runs(run)
     assert verdict.best is None
@@ -75,7 +69,7 @@ def test_the_blocks_that_chose_a_finalist_do_not_judge_it() -> None:
     run = a_tuned_run(
         measured({}, 100), lucky, measured({"bucket_cap_mb": 4.0}, 100, range(SCREENING, LAST))
     )
-    assert [found.code for found in decide(run)] == ["keep-defaults"]
+    assert [found.code for found in tuning.list_findings(run)] == ["keep-defaults"]
 
 
 @pytest.mark.parametrize("blocks", [1, SCREENING, SCREENING + 5])
@@ -83,13 +77,13 @@ def test_too_few_blocks_decide_nothing(blocks: int) -> None:
     run = a_tuned_run(
         measured({}, 100, range(blocks)), measured({"bucket_cap_mb": 4.0}, 50, range(blocks))
     )
-    (found,) = decide(run)
+    (found,) = tuning.list_findings(run)
     assert (found.code, "--max-time" in found.next_step) == ("undecided", True)
 
 
 def test_accumulation_is_compared_per_micro_batch() -> None:
     run = a_tuned_run(measured({}, 100), measured({"accumulate": 4}, 320))
-    (found,) = decide(run)
+    (found,) = tuning.list_findings(run)
     assert found.code == "faster-setting"
     assert "changes the numbers" in found.sentence
     (verdict,) = tuning.judge_runs(run)
