@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pkgutil import get_data, iter_modules
+from types import ModuleType
 
 from ddpbench import commands
 from ddpbench.records.terminal_text import prepare_streams
@@ -56,7 +57,7 @@ def _run(words: list[str]) -> int:
         refuse(explain_unknown("command", name, list_names()))
     from ddpbench.session import options
 
-    command = import_module(f"{_package_of(name)}.{name}")
+    command = load(name)
     if getattr(command, "IMPORTS", False):  # it has the option --import
         options.import_modules(rest)
     parser = options.Parser(prog=f"ddpbench {name}", description=command.__doc__)
@@ -70,6 +71,11 @@ def _run(words: list[str]) -> int:
 def list_names() -> list[str]:
     """Return the names of all commands, in alphabetical order."""
     return sorted([*MEASURING, *(module.name for module in iter_modules(commands.__path__))])
+
+
+def load(name: str) -> ModuleType:
+    """Import the module of a command."""
+    return import_module(f"{_package_of(name)}.{name}")
 
 
 def _package_of(name: str) -> str:

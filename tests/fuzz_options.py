@@ -17,7 +17,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
@@ -47,7 +46,7 @@ def read_actions() -> dict[tuple[str, ...], list[argparse.Action]]:
     """Return the argparse actions of each command and of each subcommand."""
     actions = {}
     for name in cli.list_names():
-        command = import_module(f"ddpbench.commands.{name}")
+        command = cli.load(name)
         parser = options.Parser(prog=f"ddpbench {name}")
         command.add_arguments(parser)
         actions[(name,)] = parser._actions

@@ -28,6 +28,7 @@ from ddpbench.records.schema import SCHEMA, Run
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow as pa
 
 STAMPS = ("entry_ns", "exit_ns", "device_ns")
 SAMPLE_COLUMNS = ("case", "launch", "repetition", "rank", *STAMPS, "warm_up")
@@ -293,14 +294,11 @@ def read_samples(folder: Path) -> pd.DataFrame:
     """
     import pandas as pd
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     whole, parts = folder / "samples.parquet", folder / "samples.parts"
-    frames = []
+    paths = [whole] if whole.exists() else sorted(parts.glob("part-*.parquet"))
     try:
-        for path in [whole] if whole.exists() else sorted(parts.glob("part-*.parquet")):
-            with path.open("rb") as file:
-                frames.append(pq.read_table(file, use_threads=False).to_pandas())
+        frames = [_read_table(path).to_pandas() for path in paths]
     except (OSError, ValueError, pa.ArrowException) as error:
         first = (str(error).splitlines() or ["unknown error"])[0]
         raise InvalidRun(f"the samples in {folder} cannot be read: {first}") from None
@@ -308,6 +306,18 @@ def read_samples(folder: Path) -> pd.DataFrame:
     # Categories differ from part to part.
     joined: pd.DataFrame = pd.concat(frames or [nothing], ignore_index=True).astype({"case": str})
     return joined
+
+
+def _read_table(path: Path) -> pa.Table:
+    """Read a file in this thread alone.
+
+    pyarrow's threads may still refer to the Python file when Python ends, which then aborts or
+    hangs: 3 of 60 processes on a busy host.
+    """
+    import pyarrow.parquet as pq
+
+    with path.open("rb") as file:  # pyarrow itself opens no path that is not UTF-8
+        return pq.ParquetFile(file).read(use_threads=False)
 
 
 def join_samples(folder: Path) -> None:
@@ -321,8 +331,7 @@ def join_samples(folder: Path) -> None:
     with contextlib.ExitStack() as stack:
         writer = None
         for path in parts:
-            with path.open("rb") as file:  # pyarrow itself opens no path that is not UTF-8
-                table = pq.read_table(file)
+            table = _read_table(path)
             if writer is None:
                 target = stack.enter_context(temporary.open("wb"))
                 writer = stack.enter_context(pq.ParquetWriter(target, table.schema, **PARQUET))
