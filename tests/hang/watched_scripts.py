@@ -161,6 +161,7 @@ def play_quiet(rank: int) -> None:
         if os.fork() == 0:
             atexit._run_exitfuncs()  # the watchdog's; torch would then wait for threads it lacks
             os._exit(0)
+        time.sleep(1.2 * rank)  # rank 0, which has the store, is through earlier
     time.sleep(0.2 * rank)
 
 
