@@ -145,8 +145,7 @@ class Guard(Watchdog):
     def close(self) -> None:
         """Stop watching, and report to the other ranks that this one has left.
 
-        The rank that usually has the store waits for the others: they read there which ranks have
-        left, and a script may end its group, and the store with it, right after this.
+        Rank 0, which usually has the store, waits for the others, whose `close` needs it.
         """
         global _on
         if self._closed.is_set() or os.getpid() != self._pid:  # a child by os.fork has no thread
