@@ -8,6 +8,7 @@ rank: it reads orders and writes answers as lines of JSON.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import io
 import json
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import Any
+from typing import NoReturn, TextIO
 
 from command_lines import clean_environment
 from patience import PATIENCE_SECONDS
@@ -110,6 +111,7 @@ def main() -> None:
     """Run each order in a fork of this process, until standard input ends."""
     errors.WAIT_FOR_SPEAKER_SECONDS = 0.0  # no launcher ends rank 0 here
     answers = os.fdopen(os.dup(1), "w")
+    faulthandler.enable()
     os.dup2(2, 1)  # output past sys.stdout must not mix with the answers
     own = (module.name for module in walk_packages(ddpbench.__path__, "ddpbench."))
     for name in (*PRELOADED, *(name for name in own if name.split(".")[1] in IMPORTED)):
@@ -119,27 +121,40 @@ def main() -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            answers.write(json.dumps(run_order(**json.loads(line))) + "\n")
-            answers.flush()
-            os._exit(0)
-        if os.waitpid(child, 0)[1]:
-            answers.write('{"code": 5}\n')
+            run_order(answers, **json.loads(line))
+        if status := os.waitpid(child, 0)[1]:
+            ended = f"the rank ended by itself, with status {os.waitstatus_to_exitcode(status)}\n"
+            answers.write(json.dumps({"code": 5, "stderr": ended}) + "\n")
             answers.flush()
 
 
-def run_order(environ: dict[str, str], cwd: str, words: list[str]) -> dict[str, Any]:
-    """Run a command line of ddpbench; return its exit code and output."""
+def run_order(answers: TextIO, environ: dict[str, str], cwd: str, words: list[str]) -> NoReturn:
+    """Run a command line of ddpbench, answer with its exit code and output, and end this process.
+
+    A rank that its watchdog ends by `os._exit` answers, too: with the verdict that it has printed.
+    """
     os.environ.update(environ)
     os.chdir(cwd)
     sys.path.insert(0, cwd)  # as `python -m` does
     sys.argv[1:] = words
     out, err = io.StringIO(), io.StringIO()
+    leave, rank = os._exit, os.getpid()
+
+    def end(code: int) -> NoReturn:
+        if os.getpid() != rank:  # a child of the rank
+            leave(code)
+        answer = {"code": code, "stdout": out.getvalue(), "stderr": err.getvalue()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        leave(0)
+
+    os._exit = end
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = cli.main(words)
-        except SystemExit as end:
-            code = int(end.code or 0)
-    return {"code": code, "stdout": out.getvalue(), "stderr": err.getvalue()}
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+    end(code)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import msgspec
 
 from ddpbench.hang import places
 from ddpbench.hang.verdict import Call, Log, format_ranks
+from ddpbench.records import codec
 
 RECENT = 64  # calls of a group that are reported
 BATCH = ":coalesced"
@@ -180,7 +181,7 @@ def read_dump(recorder: Recorder, lines: bool = False, calls: bool = True) -> Du
     finally:
         if hides and names["_inductor"] is None:
             del names["_inductor"]
-    return msgspec.convert({name: part for name, part in data.items() if part}, Dump, strict=False)
+    return codec.decode(Dump, {name: part for name, part in data.items() if part}, strict=False)
 
 
 def _relax_capture() -> None:

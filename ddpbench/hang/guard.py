@@ -46,7 +46,7 @@ SETTLE_SECONDS = 1.0  # for a rank that has destroyed its groups, or lost a peer
 CLOSE_SECONDS = 2.0
 HANG, FAILURE = 5, 1  # exit codes; the second is that of Python after an exception
 END_SECONDS = 10.0  # for a rank that has failed to end as Python does, with its own handlers
-LINGER_SECONDS = 3.0  # how long the rank with the store waits at its end for the other ranks
+LINGER_SECONDS = 3.0  # how long the rank with the store waits in `close` for the others
 
 Key = tuple[Hashable, ...]  # of a wait: it stays equal as long as nothing happens
 
@@ -131,7 +131,7 @@ class Guard(Watchdog):
         self._board.publish_heartbeat(self._heartbeat)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._handle_exception
-        atexit.register(self.close, at_exit=True)
+        atexit.register(self.close)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -142,11 +142,10 @@ class Guard(Watchdog):
         if kind is None or not issubclass(kind, Exception):
             self.close()
 
-    def close(self, at_exit: bool = False) -> None:
+    def close(self) -> None:
         """Stop watching, and report to the other ranks that this one has left.
 
-        at_exit: this process ends. If it has the store, wait for the other ranks, which read there
-        which ranks have left.
+        Rank 0, which usually has the store, waits for the others, whose `close` needs it.
         """
         global _on
         if self._closed.is_set() or os.getpid() != self._pid:  # a child by os.fork has no thread
@@ -161,7 +160,7 @@ class Guard(Watchdog):
             status = read_status(self._flight, place=self._heartbeat.place)
             self._board.publish_heartbeat(status, CLOSE_SECONDS)
             self._board.mark("left", self._rank)
-            if at_exit and self._rank == 0:
+            if self._rank == 0:
                 ranks = range(len(self._board.identities))
                 self._board.await_keys([self._board.key("left", r) for r in ranks], LINGER_SECONDS)
         self._board.client.close()

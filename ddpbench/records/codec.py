@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+LOCK = threading.RLock()  # msgspec crashes if two threads first build records of one kind at once
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, from a file name that is not UTF-8
 
 
@@ -36,9 +38,11 @@ def parse(data: bytes) -> Any:
         raise ValueError("values are nested too deeply") from None
 
 
-def decode(kind: type[T], data: Any) -> T:
+def decode(kind: type[T], data: Any, strict: bool = True) -> T:
     """Build a record of `kind` from parsed JSON. Skips unknown fields.
 
-    Raises ValueError with the path of the value, its type and the expected type.
+    strict: whether a number that is a string is an error. Raises ValueError with the path of the
+    value, its type and the expected type.
     """
-    return msgspec.convert(data, kind)
+    with LOCK:
+        return msgspec.convert(data, kind, strict=strict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,13 +53,22 @@ def test_a_fault_of_a_set_up_is_in_its_rank_and_ends_with_it(frozen: Frozen) -> 
     frozen.text(str(caught.value))
 
 
+def list_affinities(process: psutil.Process) -> list[set[int]]:
+    """Return the cores of each thread."""
+    found = []
+    for thread in process.threads():
+        with contextlib.suppress(ProcessLookupError):  # another test's, which ended meanwhile
+            found.append(os.sched_getaffinity(thread.id))
+    return found
+
+
 def test_a_slow_rank_really_shares_its_core() -> None:
     """All its threads are on one core, and so is a busy process, which ends with the context."""
     before, me = os.sched_getaffinity(0), psutil.Process()
     others = me.children()  # of other tests, possibly ended and not yet waited for
     with faults.slow_rank(None, {"busy": 1.0}):
         (core,) = os.sched_getaffinity(0)
-        threads = [os.sched_getaffinity(thread.id) for thread in me.threads()]
+        threads = list_affinities(me)
         (busy,) = set(me.children()).difference(others)
         assert threads == [{core}] * len(threads)
         assert busy.cpu_affinity() == [core]

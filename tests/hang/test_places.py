@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE_SECONDS, wait_until
 
 import ddpbench
 from ddpbench.hang.places import find_distributed_call, find_error_place
@@ -58,26 +59,39 @@ def test_the_innermost_line_of_the_program_is_told(paths: tuple[str, ...], told:
     assert find_error_place(failing(*paths)) == f"run ({told}:2)"
 
 
-def called_in_a_thread(wait: Callable[[], object]) -> set[str]:
-    """All that a thread that waits so has called of torch.distributed, seen again and again."""
+def called_in_a_thread(
+    wait: Callable[[], object], end: Callable[[], object], expected: str
+) -> set[str]:
+    """All that a thread has called of torch.distributed, seen again and again while it waits.
+
+    Ends its wait once the expected call was seen, and 20 calls in all.
+    """
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    seen = set()
-    while thread.is_alive():
-        if frame := sys._current_frames().get(thread.ident or 0):
-            seen.add(find_distributed_call(frame))
-        time.sleep(0.02)
-    return seen
+    seen: list[str] = []
+
+    def see() -> bool:
+        seen.append(find_distributed_call(sys._current_frames()[thread.ident or 0]))
+        return expected in seen and len(seen) >= 20
+
+    wait_until(see, "the expected call")
+    end()
+    thread.join()
+    return set(seen)
 
 
 def test_a_wait_in_c_is_known_by_its_call_and_others_are_not_taken_for_it() -> None:
     """It has no frame; a wait for a thread of the program's own has, and sleep is no wait."""
-    store, event, short = dist.HashStore(), threading.Event(), timedelta(seconds=0.8)
+    store, event, long = dist.HashStore(), threading.Event(), timedelta(seconds=PATIENCE_SECONDS)
+    slept = threading.Event()
 
-    def post() -> None:
-        with pytest.raises(dist.DistStoreError):
-            store.wait(["never"], short)
+    def sleep() -> None:
+        while not slept.is_set():
+            time.sleep(0.1)
 
-    assert "wait" in called_in_a_thread(post)
-    assert called_in_a_thread(lambda: event.wait(0.5)) == {""}
-    assert called_in_a_thread(lambda: time.sleep(0.5)) == {""}
+    found = called_in_a_thread(
+        lambda: store.wait(["key"], long), lambda: store.set("key", ""), "wait"
+    )
+    assert "wait" in found
+    assert called_in_a_thread(event.wait, event.set, "") == {""}
+    assert called_in_a_thread(sleep, slept.set, "") == {""}

@@ -23,22 +23,14 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from patience import PATIENCE_SECONDS, wait_until
+from patience import PATIENCE_SECONDS, be_patient, wait_until
 
 import ddpbench
-from ddpbench.hang import guard, status_board, watchdog
+from ddpbench.hang import guard
 from ddpbench.launch import placement
 
 RANKS = 2
 LATE, NEVER_LATE = 10.0, 60.0  # time-outs: one that a play is to miss, and another
-
-
-def be_patient() -> None:
-    """Let ranks wait for each other's answers longer than a machine may stop for."""
-    status_board.ANSWER_SECONDS = guard.SETTLE_SECONDS = 8.0
-    status_board.STORE_TIMEOUT = timedelta(seconds=8)
-    watchdog.GRACE_SECONDS = guard.LINGER_SECONDS = guard.END_SECONDS = 30.0
-    guard.LEAVE_SECONDS = status_board.PRINT_SECONDS = 12.0
 
 
 def step(count: int = 1024) -> None:
@@ -161,6 +153,7 @@ def play_quiet(rank: int) -> None:
         if os.fork() == 0:
             atexit._run_exitfuncs()  # the watchdog's; torch would then wait for threads it lacks
             os._exit(0)
+        time.sleep(1.2 * rank)  # rank 0, which has the store, is through earlier
     time.sleep(0.2 * rank)
 
 

@@ -18,6 +18,7 @@ from rank_pool import RankPool
 
 from ddpbench.analysis import clocks, stats
 from ddpbench.analysis.clocks import Ahead
+from ddpbench.launch.placement import free_port
 from ddpbench.measure import offsets
 from ddpbench.records import store
 from ddpbench.runtime import control
@@ -104,8 +105,7 @@ def a_group(rank: int) -> Any:
 def test_clocks_that_cannot_be_compared_are_left_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that cannot connect to rank 0 says so; nothing is corrected, nothing known, and the
     run goes on."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()  # where nobody listens
     monkeypatch.setattr(control, "gather_values", lambda *_: [["127.0.0.1", port], None])
     monkeypatch.setattr(control, "agree_objection", lambda world, objection: objection)
     with offsets.open_clocks(a_group(1), [{"hostname": "node1"}, {"hostname": "node2"}]) as its:

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from command_lines import run_command
 from frozen import Frozen
 from stored_runs import a_case, a_launch, a_result, a_run, a_summary, sample_columns
 from stored_steps import a_step_result
+from warm_python import warm_python
 
 from ddpbench.records import codec, store
 from ddpbench.records.schema import Finding, Limit, Run, Wrong
@@ -62,6 +64,32 @@ def test_a_run_that_was_written_is_read_again(tmp_path: Path) -> None:
     store.write(folder, a_run(id="other"))
     assert store.read(folder) == a_run(id="other")
     assert [path.name for path in folder.iterdir()] == ["run.json"]
+
+
+READ_AT_ONCE = """
+import sys, threading
+from pathlib import Path
+from ddpbench.records import store
+
+def read():
+    together.wait()
+    store.read(Path(sys.argv[1]))
+
+sys.setswitchinterval(1e-5)
+together = threading.Barrier(4)
+threads = [threading.Thread(target=read) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_several_threads_may_be_the_first_to_read_a_run(tmp_path: Path) -> None:
+    """msgspec then inspects the types of a run, and must not do so in two threads at once."""
+    folder = store.create(tmp_path / "mine", full_run(), "label")
+    done = run_command([*warm_python(), "-c", READ_AT_ONCE, str(folder)], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_run_grows_by_lines(tmp_path: Path, frozen: Frozen) -> None:

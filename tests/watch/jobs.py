@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import builtins
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpbench.launch.placement import free_port
 
 ROOT = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
 DDP = DistributedDataParallel
 STEPS, DEADLINE_SECONDS = 20, 240
 WATCH = ["-m", "ddpbench.watch", "--timeout", "100"]
@@ -178,12 +182,31 @@ def _tee(rank: int) -> None:
     train(DDP(net()), batches(rank))
 
 
+class LastOwner:
+    """Keeps the store of rank 1, in `builtins`, until the process of rank 0 has ended.
+
+    If both ranks give their FileStore up at once, torch itself may leave the file: a rank counts
+    the ranks that are through first, then the references, and each may miss the other's part.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.store = dist.distributed_c10d._get_default_store()
+        self.wait = partial(select.select, [os.pidfd_open(pid)], [], [], DEADLINE_SECONDS)
+
+    def __del__(self) -> None:
+        self.wait()
+
+
 def _meet(rank: int, times: int) -> None:
     """Train in one group after another. At one port, a rank may still find the store before."""
     for number in range(times):
         place = f"file://{Path.cwd()}/meeting-{number}"
         dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
         train(DDP(net()), batches(rank))
+        pid = torch.tensor([os.getpid()])
+        dist.broadcast(pid, 0)
+        if rank == 1:
+            setattr(builtins, f"kept_{number}", LastOwner(int(pid)))
         dist.barrier()
         dist.destroy_process_group()
 
@@ -201,7 +224,8 @@ def run_ranks(
     """Run a job; return each rank's exit code, stdout and stderr, and the files written."""
     folder.mkdir()
     environ = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environ |= {"PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    path = f"{ROOT}{os.pathsep}{TESTS}"
+    environ |= {"PYTHONPATH": path, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     command = [*python, *words, __file__, "--rank-of", name]
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
@@ -267,6 +291,9 @@ def main(words: list[str], python: Sequence[str] = (sys.executable,)) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank-of"]:
+        from patience import be_patient  # the parent may have another path
+
+        be_patient()
         torch.set_num_threads(1)
         torch.manual_seed(0)
         play, _, init = KINDS[sys.argv[2]]

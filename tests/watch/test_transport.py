@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import socket
 import time
@@ -14,6 +15,7 @@ from forked_ranks import HERE, Job, Place, a_window, open_job
 from msgspec import structs
 from patience import PATIENCE_SECONDS, wait_until
 from simulated_hosts import Hosts
+from slept_time import SleptTime
 
 from ddpbench.hang.status_board import StoreClient
 from ddpbench.watch import transport
@@ -37,7 +39,8 @@ def _be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Inbox, tuple[str, int]]]:
     """An inbox whose clock is an hour ahead, and its address."""
-    monkeypatch.setattr(transport, "ANSWER_SECONDS", PATIENCE_SECONDS)
+    for name in ("ANSWER_SECONDS", "IDLE_SECONDS"):
+        monkeypatch.setattr(transport, name, PATIENCE_SECONDS)
     server = socket.create_server(("127.0.0.1", 0))
     target = server.getsockname()
     made = Inbox(server, TOKEN, lambda: time.time_ns() + HOUR_NS)
@@ -122,14 +125,18 @@ def test_hosts_report_to_rank_0(hosts: Callable[..., Hosts]) -> None:
                 assert rank.answer() == "closed"
 
 
-def test_a_stranger_is_not_believed(box: tuple[Inbox, tuple[str, int]]) -> None:
+def test_a_stranger_is_not_believed(
+    box: tuple[Inbox, tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What has no token, or no window behind it, is ignored, and a silent one hinders nobody."""
     own, target = box
+    monkeypatch.setattr(transport, "IDLE_SECONDS", 0.3)
     with socket.create_connection(target), socket.create_connection(target) as other:
         other.sendall(b"x" * 100)
         wrong = connect(target, b"u" * len(TOKEN), time.time_ns)
         with pytest.raises(ConnectionError), wrong:
             pass
+        monkeypatch.setattr(transport, "IDLE_SECONDS", PATIENCE_SECONDS)
         with connect(target, TOKEN, time.time_ns) as (connection, _):
             connection.sendall(SIZE.pack(3) + b"xyz")
         deliver(target, 7, a_window(1, 3))
@@ -179,11 +186,15 @@ def test_rounds_begin_at_multiples_of_the_period() -> None:
     alone.close()
 
 
-def test_rounds_begin_by_the_clock_of_rank_0() -> None:
+def test_rounds_begin_by_the_clock_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a host whose clock is an hour behind; its stamps are corrected by as much. A clock
     that was set is learned anew."""
+    for name in ("ANSWER_SECONDS", "IDLE_SECONDS", "ROUND_SECONDS"):
+        monkeypatch.setattr(transport, name, PATIENCE_SECONDS)
     store, ahead_ns, windows = dist.HashStore(), HOUR_NS, []
-    clocks = [time.time_ns, lambda: time.time_ns() - ahead_ns]
+    # Each look takes 10 us, so that all happens at the beginning of one round.
+    stamps = itertools.count(1_700_000_000 * SECOND, 10_000)
+    clocks = [lambda: next(stamps), lambda: next(stamps) - ahead_ns]
     ranks = [Transport(store, "watch", n, 2, now_ns=clock) for n, clock in enumerate(clocks)]
     ranks[1]._host = "another"  # the ranks of one host have one clock
     for _ in range(2):
@@ -199,12 +210,15 @@ def test_rounds_begin_by_the_clock_of_rank_0() -> None:
         rank.close()
 
 
-def test_a_job_that_rank_0_never_publishes_costs_a_short_wait() -> None:
+def test_a_job_that_rank_0_never_publishes_costs_a_short_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Only a last window waits for it."""
-    store = dist.HashStore()
+    store, clock = dist.HashStore(), SleptTime()
+    monkeypatch.setattr(transport, "time", clock)
     lost = Transport(store, "watch/1", 1, 2)
     for last in (False, True):
-        began = time.monotonic()
+        began = clock.now
         assert lost.exchange(a_window(1, 0, last)) == []
-        assert (time.monotonic() - began >= transport.STORE_SECONDS) == last
+        assert (clock.now - began >= transport.STORE_SECONDS) == last
     lost.close()

@@ -1,12 +1,16 @@
 """Links, as read from this process's own connections."""
 
+import contextlib
+import fcntl
 import os
 import socket
+import termios
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
-import psutil
 import pytest
+from patience import wait_until
 
 from ddpbench.launch import sockets
 from ddpbench.watch.observe.links import Links
@@ -31,11 +35,21 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def transfer(one: socket.socket, other: socket.socket) -> None:
-    """Send a MiB and receive it."""
+    """Send a MiB and receive it, until the sender knows that all has arrived."""
     sender = threading.Thread(target=one.sendall, args=(SENT,))
     sender.start()
     assert len(other.recv(len(SENT), socket.MSG_WAITALL)) == len(SENT)
     sender.join()
+    wait_until(lambda: not any(fcntl.ioctl(one, termios.TIOCOUTQ, bytes(4))), "the last answer")
+
+
+def list_files() -> dict[str, str]:
+    """Return this process's open files by number."""
+    files = {}
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # this folder
+            files[path.name] = str(path.readlink())
+    return files
 
 
 @pytest.fixture
@@ -56,7 +70,7 @@ def test_bytes_of_a_connection_are_those_since_the_last_read(
     for end in connected:
         end.setblocking(True)
     transfer(one, other)
-    watched, files = Links(), psutil.Process().num_fds()
+    watched, before = Links(), list_files()
     assert watched.read() == []
     transfer(one, other)
     (link,) = watched.read()
@@ -64,7 +78,10 @@ def test_bytes_of_a_connection_are_those_since_the_last_read(
     assert link.busy_seconds >= 0
     assert link.rtt_seconds > 0
     assert watched.read() == []
-    assert psutil.Process().num_fds() == files
+    files = list_files()
+    assert not files.items() - before.items()  # those of other tests may be closed meanwhile
+    numbers = [str(end.fileno()) for end in connected]
+    assert [files[number] for number in numbers] == [before[number] for number in numbers]
     assert os.get_blocking(one.fileno())
     one.close()
     assert watched.read() == []
