@@ -71,6 +71,8 @@ def measure(milliseconds: int, pairs: int, seconds: float) -> list[str]:
 
 def main(words: list[str]) -> None:
     pairs, seconds, *lengths = [*map(int, words), *(20, 10)[len(words) :]]
+    if unknown := set(lengths) - set(BATCHES):
+        sys.exit(f"unknown step length {min(unknown)}: choose {', '.join(map(str, BATCHES))}")
     rows = [measure(length, pairs, seconds) for length in lengths or BATCHES]
     print(tabulate(rows, ["bare step", *FIGURES]))
 
