@@ -230,7 +230,7 @@ class Hosts:
         addresses = "".join(f"{host.address} {host.name}\n" for host in self.hosts)
         for index, host in enumerate(self.hosts):
             port, inside = f"port{index}", ("ip", "-n", host.namespace)
-            host.etc.mkdir(parents=True)
+            _make_folder(host.etc)
             (host.etc / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
             (host.etc / "resolv.conf").write_text("")  # no name server is asked
             _sh("ip", "netns", "add", host.namespace)
@@ -317,6 +317,13 @@ def _sh(*command: str) -> str:
         command, timeout=PATIENCE_SECONDS, check=True, capture_output=True, text=True
     )
     return done.stdout
+
+
+def _make_folder(folder: Path) -> None:
+    """Create a folder in ETC, which another process may remove meanwhile while it is empty."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return folder.mkdir(parents=True)
 
 
 def _remove(namespace: str) -> None:
