@@ -61,11 +61,6 @@ class End(NamedTuple):
     code: int
 
 
-def interrupted(signal: str) -> End:
-    """Return the end of a run that a signal interrupted, such as "SIGUSR1"."""
-    return End("interrupted", f"interrupted by {signal}", 130)
-
-
 def format_now() -> str:
     """Format the time now: UTC, ISO 8601, to the second."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -309,11 +304,7 @@ def read_samples(folder: Path) -> pd.DataFrame:
 
 
 def _read_table(path: Path) -> pa.Table:
-    """Read a file in this thread alone.
-
-    pyarrow's threads may still refer to the Python file when Python ends, which then aborts or
-    hangs: 3 of 60 processes on a busy host.
-    """
+    """Read a file in this thread: other threads of pyarrow may abort Python when it ends."""
     import pyarrow.parquet as pq
 
     with path.open("rb") as file:  # pyarrow itself opens no path that is not UTF-8

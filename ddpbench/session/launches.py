@@ -124,7 +124,7 @@ def _run_launches(options: T, measure: Measure[T], words: Sequence[str]) -> End 
             sys.stdout.write(f"{code}\n")
             sys.stdout.flush()
         if code == 130:
-            return store.interrupted("a signal")  # unless the ranks have reported which
+            return recorder.interrupted("a signal")  # unless the ranks have reported which
         if code != 0:
             failed.add(name)
             result = "were refused" if code == 2 else f"ended with exit code {code}"
@@ -283,7 +283,7 @@ def _measure(
     if signal is None:
         return None
     world.watchdog.expect_signal()
-    return store.interrupted(signal)
+    return recorder.interrupted(signal)
 
 
 def _agree_torch_name(world: World, backend: Backend) -> str:

@@ -122,6 +122,11 @@ class Recorder:
         store.append(self._folder, redact.record(line, self._owner))
 
 
+def interrupted(signal: str) -> End:
+    """Return the end of a run that a signal interrupted, such as "SIGUSR1"."""
+    return End("interrupted", f"interrupted by {signal}", 130)
+
+
 def mark(folder: Path, end: End) -> None:
     """Mark a run as interrupted or failed. Any rank that is still alive may do this."""
     with contextlib.suppress(OSError, store.InvalidRun):  # another host, or a full disk

@@ -24,8 +24,9 @@ import numpy as np
 from ddpbench.hang import guard
 from ddpbench.records import store
 from ddpbench.records.schema import Finding
-from ddpbench.records.store import End, interrupted
+from ddpbench.records.store import End
 from ddpbench.records.terminal_text import tell
+from ddpbench.session.recorder import interrupted
 from ddpbench.watch.judging.history import History
 from ddpbench.watch.judging.judge import judge
 from ddpbench.watch.observe.arrivals import Arrivals
