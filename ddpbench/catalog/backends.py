@@ -234,8 +234,9 @@ def unavailable(name: str, device: str, launcher: str | None) -> str | None:
 def _unregistered(name: str, device: str) -> str | None:
     import torch.distributed as dist
 
-    listed = name in dist.Backend.backend_list and name not in ("fake", "undefined")
-    if not listed or not dist.is_backend_available(name):  # they move no data, or are not built in
+    # torch also lists two that move no data, and those that it was built without.
+    known = name in dist.Backend.backend_list and name not in ("fake", "undefined")
+    if not known or not dist.is_backend_available(name):
         choices = [*BACKENDS, "auto", "all", "a name that --import MODULE registers with torch"]
         return explain_unknown("backend", name, choices)
     return _no_device(name, device)

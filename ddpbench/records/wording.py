@@ -28,10 +28,7 @@ def list_all(names: Iterable[str], word: str = "and") -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ". Did you mean NAME?" for the closest name; "" if no name is close.
-
-    cutoff: least similarity of two words, from 0 to 1.
-    """
+    """Return ". Did you mean NAME?" for the closest name; "" if none is as similar as cutoff."""
     import difflib
 
     closest = difflib.get_close_matches(word, list(known), 1, cutoff)

@@ -31,7 +31,7 @@ from ddpbench.session.errors import refuse
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-INSTEAD = {  # of options of nccl-tests and torchrun
+INSTEAD = {  # what to type in place of an option of nccl-tests or torchrun
     **dict.fromkeys(("-b", "-e", "-f", "--minbytes", "--maxbytes"), "--sizes 8:128M:x2"),
     **dict.fromkeys(("-g", "--ngpus", "--nproc-per-node", "--nproc_per_node"), "-n"),
     "--iters": "--case-time",
